@@ -56,8 +56,7 @@ class AllReduce(abc.ABC):
         if tensor.is_cpu:
             self._call(tensor, self._mean)
         else:  # divided on its device, not in a copy on the host
-            self(tensor)
-            tensor.div_(self.comm.size)
+            _mean_by(self, tensor, self.comm.size)
 
     def _call(self, tensor: Tensor, work: Callable[[Tensor], None]) -> None:
         check_flat(tensor)
@@ -83,11 +82,19 @@ class AllReduce(abc.ABC):
 
     def _mean(self, tensor: Tensor) -> None:
         """Collective. Replace `tensor`, as `_sum` gets it, by its mean over all ranks."""
-        self._sum(tensor)
-        tensor.div_(self.comm.size)
+        _mean_by(self._sum, tensor, self.comm.size)
 
     def close(self) -> None:
         """Collective. Release memory, windows and communicators; the object must not be called afterwards."""
+
+
+def _mean_by(sum_up: Callable[[Tensor], None], tensor: Tensor, size: int) -> None:
+    # Numbers of float16 end at 65,504: a sum may pass that where its mean does not.
+    wide = tensor.to(WIDE[tensor.dtype]) if tensor.dtype in (torch.float16, torch.complex32) else tensor
+    sum_up(wide)
+    wide.div_(size)
+    if wide is not tensor:
+        tensor.copy_(wide)
 
 
 class Algorithm(AllReduce):
@@ -153,7 +160,7 @@ class Scratch:
 
 
 def sum_in_rank_order(
-    own: Tensor, rank: int, size: int, read: Callable[[int], Tensor], partial: Callable[[], Tensor]
+    own: Tensor, rank: int, size: int, read: Callable[[int], Tensor], partial: Callable[[], Tensor], divisor: int = 1
 ) -> None:
     """Replace `own`, this rank's addend, by x_0 + x_1 + ... + x_(size - 1), added in this order.
 
@@ -164,17 +171,20 @@ def sum_in_rank_order(
         read: returns the addend of another rank, valid until the next call.
         partial: returns memory for the sum so far, while `own` is still needed as an addend; it may be that of
             `read(0)`.
+        divisor: by which the sum is divided, before it is rounded.
     """
     if own.dtype in WIDE:
         wide = (own if rank == 0 else read(0)).to(WIDE[own.dtype])
         for peer in range(1, size):
             wide.add_(own if peer == rank else read(peer))
-        own.copy_(wide)
+        own.copy_(wide.div_(divisor))
         return
     total = own if rank == 0 else read(0)
     for peer in range(1, size):
         addend = own if peer == rank else read(peer)
         total = torch.add(total, addend, out=own if rank == 0 or peer == size - 1 else partial())
+    if divisor != 1:
+        own.div_(divisor)  # while the processor has it in its cache
 
 
 def bounds(count: int, parts: int) -> list[int]:

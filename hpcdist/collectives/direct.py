@@ -65,9 +65,7 @@ class Direct(Algorithm):
                 def read(peer: int) -> Tensor:
                     return window.read(peer, offset, count, first if peer == 0 else theirs)
 
-                sum_in_rank_order(segment, comm.rank, comm.size, read, lambda: first)
-                if divisor != 1:
-                    segment.div_(divisor)  # while the processor has it in its cache
+                sum_in_rank_order(segment, comm.rank, comm.size, read, lambda: first, divisor)
                 for peer in others:
                     window.put(segment, peer, offset)
         comm.barrier()

@@ -93,9 +93,10 @@ class Allreduce(NamedCall):
             adasum(calls, out)
         elif self._op == Average:
             exact = not out.is_floating_point() and not out.is_complex()
-            calls.all_reduce(out, "sum" if exact else "mean")
+            wide = out.long() if exact else out  # whose sum does not wrap around
+            calls.all_reduce(wide, "sum" if exact else "mean")
             if exact:
-                out.div_(calls.size, rounding_mode="trunc")
+                out.copy_(wide.div_(calls.size, rounding_mode="trunc"))
         else:
             calls.all_reduce(out, OPERATIONS[self._op])
         if self._postscale != 1.0:
@@ -121,10 +122,9 @@ class CompressedAllreduce(NamedCall):
 
     def make(self, calls: Collectives) -> None:
         flat = [one.reshape(-1) for one in self._tensors]
-        senders = self._compression.sum_of(self.name, calls.comm, flat, _shapes(self._tensors))(flat)
+        reduction = self._compression.sum_of(self.name, calls.comm, flat, _shapes(self._tensors))
+        (reduction.mean if self._op == Average else reduction)(flat)
         for one, total in zip(self._tensors, flat):
-            if self._op == Average:
-                total.div_(senders)
             if total.data_ptr() != one.data_ptr():
                 one.copy_(total.view(one.shape))
         self.found = self._tensors
@@ -200,11 +200,13 @@ class Reducescatter(NamedCall):
         for tensor in self._tensors:
             each, more = divmod(tensor.shape[0], calls.size)
             lengths = [each + (rank < more) for rank in range(calls.size)]
-            parts = list(scaled(tensor, self._prescale).contiguous().split(lengths))
+            own, averaged = scaled(tensor, self._prescale).contiguous(), self._op == Average
+            exact = averaged and not own.is_floating_point() and not own.is_complex()
+            parts = list((own.long() if exact else own).split(lengths))
             out = torch.empty_like(parts[calls.rank])
-            calls.reduce_scatter(out, parts, OPERATIONS[self._op])
-            if self._op == Average:
-                out.div_(calls.size, rounding_mode=None if out.is_floating_point() else "trunc")
+            calls.reduce_scatter(out, parts, "mean" if averaged and not exact else OPERATIONS[self._op])
+            if exact:
+                out = out.div_(calls.size, rounding_mode="trunc").to(tensor.dtype)
             self.found.append(scaled(out, self._postscale))
 
 

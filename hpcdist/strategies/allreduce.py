@@ -312,9 +312,7 @@ class AllReduce(Strategy):
             for flat in self.model.grads:  # so that all ranks see that it was not
                 flat.fill_(torch.nan)
         else:
-            ranks = sum_up(self.model.grads)
-            for flat in self.model.grads:
-                flat.div_(ranks)
+            sum_up.mean(self.model.grads)
         return used, bad
 
     def _agree(self, used: Tensor) -> tuple[Tensor, dict[int, list[str]]]:

@@ -10,6 +10,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 
 from hpcdist.collectives.calls.work import CallQueue
+from hpcdist.collectives.native import Native
 from hpcdist.compress import Reduction
 from hpcdist.compress.base import Span
 from hpcdist.compress.coding.feedback import JointCompression
@@ -42,7 +43,7 @@ class CompressionState:
         given = {"name": compression} if isinstance(compression, str) else compression
         self.config = JointCompression.from_mapping(given, "compression")
         self._comm = ranks.comm.split(0, traffic=ranks.comm.trace.traffic)
-        self._queue = CallQueue(self._comm)
+        self._queue, self._mean = CallQueue(self._comm), Native(self._comm).mean
         self._sums: dict[int, Reduction] = {}  # by the numbers of buckets
         self._seen: set[int] = set()
 
@@ -54,12 +55,11 @@ class CompressionState:
 
         def average() -> None:
             if first or not self.config:
-                self._comm.allreduce(gradients)
-                gradients.div_(self._comm.size)
+                self._mean(gradients)
                 return
             if number not in self._sums:
                 self._sums[number] = Reduction(self._comm, self.config, [gradients], [spans])
-            gradients.div_(self._sums[number]([gradients]))
+            self._sums[number].mean([gradients])
 
         return Begun(self._queue.begin(average), [gradients])
 

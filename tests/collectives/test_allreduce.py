@@ -147,6 +147,21 @@ def test_the_mean_is_the_sum_divided_to_the_bit(ranks, name, dtype, cache_dir):
     assert all(ranks(body))
 
 
+@SOME
+@each("name", NAMES)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_the_mean_of_float16_may_have_a_sum_beyond_its_range(ranks, name, cache_dir):
+    def body(comm):
+        own, parts = (torch.full(shape, 40_000.0, dtype=torch.float16) for shape in [(70_001,), (9, 2)])
+        reduce = make(name, comm, cache_dir)
+        reduce.mean(own)
+        reduce.mean(torch.view_as_complex(parts))
+        reduce.close()
+        return own.unique().tolist(), parts.unique().tolist()
+
+    assert all(found == ([40_000.0], [40_000.0]) for found in ranks(body))
+
+
 @pytest.mark.sizes(1, 2, 3, 5, 9)
 @each("name", ["auto", "direct"])
 @each("count", [3, 1009, 700_001])

@@ -70,6 +70,10 @@ def every_operation_and_dtype():
         for dtype in (torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16):
             if op != hvd.Average or not dtype.is_floating_point:
                 require(hvd.allreduce(own.to(dtype), op=op).tolist() == total, op, dtype)
+    for dtype, most in {torch.float16: 40_000, torch.int8: 100, torch.uint8: 200}.items():
+        large = torch.full((size, 2), most).to(dtype)  # the sum is beyond the type's range, and the mean is not
+        for mean in (hvd.allreduce(large), hvd.reducescatter(large)):
+            require(mean.dtype == dtype and mean.unique().tolist() == [most], dtype)
     require(hvd.allreduce(torch.tensor([2.0]), op=hvd.Product).item() == 2.0**size)
     found = hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
     require(found.tolist() == [2.0 * size] * 2)

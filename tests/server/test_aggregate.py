@@ -50,6 +50,19 @@ def test_a_weighted_sum_in_the_order_of_addition_is_divided_once(apart):
     assert torch.equal(aggregate.sums[0], 0.7 * b)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_mean_of_float16_may_have_a_sum_beyond_its_range(apart):
+    module = nn.Linear(2, 1, bias=False).half()
+    model = FlatModel(module)
+    local, aggregate = torch.optim.SGD(module.parameters(), lr=1.0), Aggregate(model, _whole(model), apart=apart)
+    model.params[0].zero_()
+    for _ in range(3):
+        gradients = [torch.full((2,), 40_000.0, dtype=torch.float16)]
+        aggregate.add(ServerRequest(1, GRADIENT, 1.0, (0,), gradients, torch.tensor([True])))
+    aggregate.apply(local.step, aggregate.total_weight())
+    assert model.params[0].tolist() == [-40_000.0] * 2
+
+
 def test_a_sum_of_gradients_is_not_weighted_again():
     _, model = _model()
     aggregate = Aggregate(model, _whole(model), apart=False)

@@ -314,6 +314,10 @@ def sums_of_every_dtype():
     require(mean.item() == (size - 1) / 2)
     empty = torch.empty(0)
     dist.all_reduce(empty)
+    for count in (3, 3_000_000):
+        half = torch.full((count,), 40_000.0, dtype=torch.float16)
+        dist.all_reduce(half, dist.ReduceOp.AVG)
+        require(half.unique().tolist() == [40_000.0], count)
 
 
 def halves():

@@ -12,6 +12,7 @@ from torch import Tensor
 from hpcdist import collectives
 from hpcdist.collectives.base import bounds
 from hpcdist.comm.communicator import Communicator, Envelope, Request
+from hpcdist.comm.transfer import WIDE
 from hpcdist.compress.base import Linear, Recoded, Span
 from hpcdist.compress.coding.feedback import CompressionConfig
 
@@ -75,6 +76,15 @@ class Reduction:
             if self._over_senders:
                 return 1
         return senders
+
+    def mean(self, tensors: Sequence[Tensor]) -> None:
+        """Collective. Replace the tensors by their means over the ranks that have sent any."""
+        wide = [tensor.to(WIDE.get(tensor.dtype, tensor.dtype)) for tensor in tensors]  # the mean of a sum not rounded
+        senders = self(wide)
+        for tensor, total in zip(tensors, wide, strict=True):
+            total.div_(senders)
+            if total is not tensor:
+                tensor.copy_(total)
 
     def _reduce(self, tensors: Sequence[Tensor], senders: int) -> None:
         silent = self._comm.rank >= senders

@@ -18,6 +18,7 @@ from torch import Tensor
 from hpcdist import compress
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.comm.pieces import alongside
+from hpcdist.comm.transfer import WIDE
 from hpcdist.compress import CompressionConfig
 from hpcdist.compress.fp16 import Cast
 from hpcdist.errors import ConfigError, RankFailedError
@@ -157,9 +158,10 @@ def average_in(own: Sequence[Tensor], total: Sequence[Tensor], count: int, weigh
     with torch.no_grad():
         for params, others in zip(own, total, strict=True):
             for mine, theirs in alongside(params, others.to(params.device, non_blocking=True)):
+                wide = mine.to(WIDE.get(mine.dtype, mine.dtype))  # the sum may be beyond the range of its mean
                 if weight > 1:
-                    mine.mul_(weight)
-                mine.add_(theirs).div_(weight + count)
+                    wide = wide.mul_(weight)
+                mine.copy_(wide.add_(theirs).div_(weight + count))
 
 
 class Draw:

@@ -10,6 +10,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from hpcdist.comm.transfer import WIDE
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import unequal, unequal_steps
 from hpcdist.strategies.common.state import Entry, dropped
@@ -43,7 +44,8 @@ class Aggregate:
         for flat in model.grads:
             flat.zero_()  # what lies outside the shard must be finite: it may reach the optimiser
         grads = shard.of(model.grads)
-        self.sums = [torch.zeros_like(g) for g in grads] if apart else grads
+        # So do sums of 16-bit floats, which are rounded once: that of float16 may be beyond the range of its mean.
+        self.sums = [torch.zeros_like(g, dtype=WIDE.get(g.dtype)) if apart or g.dtype in WIDE else g for g in grads]
         self._apart = apart
         self.used = torch.zeros(len(slices), dtype=torch.bool)
         self.forget()
@@ -96,12 +98,11 @@ class Aggregate:
         The rate is modulated by taking only that part of the optimiser's step, which is the same for every optimiser
         whose step is proportional to its rate: all of torch's but LBFGS and Rprop.
         """
-        if self._apart:
-            for grad, total in zip(self._shard.of(self._model.grads), self.sums, strict=True):
+        for grad, total in zip(self._shard.of(self._model.grads), self.sums, strict=True):
+            if divisor != 1.0:
+                total.div_(divisor)
+            if total.data_ptr() != grad.data_ptr():
                 grad.copy_(total)
-        if divisor != 1.0:
-            for grad in self._shard.of(self._model.grads):
-                grad.div_(divisor)
         had = [parameter.grad is not None for parameter in self._model.parameters()] if self._apart else []
         self._model.gradients.release(self.used & self._owned)
         if clip is not None:

@@ -8,6 +8,7 @@ from functools import partial
 from statistics import median
 from typing import Any, Literal, cast
 
+import torch
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
@@ -216,6 +217,8 @@ class OutsideAveraging(Averaging):
 
     def begin(self, bucket: Bucket) -> None:
         self._prepare(bucket)
+        if bucket.grads.dtype is torch.float16:
+            bucket.grads.div_(self._divisor)  # before, as DistributedDataParallel does: the library sums in float16
         parts = [bucket.grads]
         if self._slices is not None:
             within = [s for s in self._slices if s[1] == bucket.group and bucket.start <= s[2] < bucket.stop]
@@ -228,7 +231,7 @@ class OutsideAveraging(Averaging):
         for bucket, parts in under_way:
             for part in parts:
                 self._sum.finish(part)
-            if self._divisor > 1:
+            if self._divisor > 1 and bucket.grads.dtype is not torch.float16:
                 bucket.grads.div_(self._divisor)
 
     def close(self) -> None:

@@ -37,10 +37,8 @@ class Exchanges:
         """Collective. Replace each rank's tensors by the mean over all ranks, the same to the bit on all of them."""
         if compressed is None:
             average(tensors, self.reduce)
-            return
-        ranks = compressed(tensors)
-        for tensor in tensors:
-            tensor.div_(ranks)
+        else:
+            compressed.mean(tensors)
 
     def begin(self, exchange: Callable[[], None]) -> None:
         """Make an exchange, or let the other thread make it; valid once `wait` has returned."""

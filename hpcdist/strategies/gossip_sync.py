@@ -92,7 +92,7 @@ class GossipSync(Strategy):
             for own, rounded, other in zip(self.model.params, sent, self._received, strict=True):
                 for mine, sent_part, theirs in alongside(own, rounded, other):
                     if rounded is own:
-                        mine.add_(theirs).mul_(0.5)
+                        mine.mul_(0.5).add_(theirs, alpha=0.5)  # a sum may be beyond the range of float16
                     else:  # its rounding error stays here
                         mine.sub_(sent_part, alpha=0.5).add_(theirs, alpha=0.5)
 

@@ -7,7 +7,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+import hpcdist as hd
 from harness.cases import each
 from hpcdist import strategies
 from hpcdist.comm.virtual import Jitter, Network, run_virtual
@@ -161,3 +163,22 @@ def test_a_nan_gradient_ends_the_run_and_names_rank_parameter_and_step(name, siz
     where = f"gradients must be finite; got NaN or infinite gradient at step 2, rank {size - 1}: 0.bias"
     with pytest.raises(NonFiniteError, match=where):
         run_virtual(lambda comm: _with_nan(comm, name, "stop"), size)
+
+
+@each("name", ["gossip_sync", "gossip_pull", "dpsgd", "local_sgd", "allreduce", "hardsync"])
+@pytest.mark.sizes(2, exact=True)
+def test_a_mean_of_float16_may_have_a_sum_beyond_its_range(ranks, name):
+    def body(comm):
+        hd.init(comm=comm)
+        module = torch.nn.Linear(8, 1, bias=False).half()
+        module.weight.data.fill_(40_000)
+        local, options = problem.local(name, module.parameters(), 2.0**-10), problem.PERIODS.get(name, {})
+        optimizer = hd.DistributedOptimizer(local, module, strategy=name, **options)
+        for (batch,) in hd.shard(DataLoader(TensorDataset(torch.zeros(8, 8).half()), batch_size=1)):
+            optimizer.zero_grad()
+            module(batch).sum().backward()
+            optimizer.step()
+        hd.finish(module)
+        return module.weight.unique().tolist()
+
+    assert all(found == [40_000] for found in ranks(body))

@@ -89,12 +89,14 @@ class AllReduce(abc.ABC):
 
 
 def _mean_by(sum_up: Callable[[Tensor], None], tensor: Tensor, size: int) -> None:
-    # Numbers of float16 end at 65,504: a sum may pass that where its mean does not.
-    wide = tensor.to(WIDE[tensor.dtype]) if tensor.dtype in (torch.float16, torch.complex32) else tensor
-    sum_up(wide)
-    wide.div_(size)
-    if wide is not tensor:
-        tensor.copy_(wide)
+    # Numbers of float16 end at 65,504: a sum may pass that where its mean does not. So its addends are divided, as
+    # DistributedDataParallel's are, which costs no more bytes than another type.
+    narrow = tensor.dtype in (torch.float16, torch.complex32)
+    if narrow:
+        tensor.div_(size)
+    sum_up(tensor)
+    if not narrow:
+        tensor.div_(size)
 
 
 class Algorithm(AllReduce):

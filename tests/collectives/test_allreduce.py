@@ -157,9 +157,10 @@ def test_the_mean_of_float16_may_have_a_sum_beyond_its_range(ranks, name, cache_
         reduce.mean(own)
         reduce.mean(torch.view_as_complex(parts))
         reduce.close()
-        return own.unique().tolist(), parts.unique().tolist()
+        return [*own.unique().tolist(), *parts.unique().tolist()]
 
-    assert all(found == ([40_000.0], [40_000.0]) for found in ranks(body))
+    # Where messages carry float16, addends are divided first, and rounded, as those of DistributedDataParallel.
+    assert all(found == pytest.approx([40_000.0] * 2, rel=2**-8) for found in ranks(body))
 
 
 @pytest.mark.sizes(1, 2, 3, 5, 9)

@@ -12,6 +12,11 @@ from hpcdist.session import rules
 from hpcdist.session.loader.sharded import shard
 
 
+def torch_loader(loader: Any) -> Any:
+    """Return torch's loader inside of Accelerate's, of which a map-style data set needs nothing."""
+    return loader if isinstance(loader.dataset, IterableDataset) else getattr(loader, "base_dataloader", loader)
+
+
 class TrainingBatches:
     """This rank's batches of an epoch, which the loop may leave for an evaluation and take up again.
 
@@ -23,7 +28,7 @@ class TrainingBatches:
     """
 
     def __init__(self, plain: DataLoader[Any]):
-        self._plain, self.sharded = plain, shard(plain)
+        self._plain, self.sharded = plain, shard(torch_loader(plain))
         self.sized = not isinstance(plain.dataset, IterableDataset)
         self.open = False
         self.weights: list[float] = []

@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from hpcdist import checkpoint, strategies
-from hpcdist.hf.batches import TrainingBatches, UpdateBatches
+from hpcdist.hf.batches import TrainingBatches, UpdateBatches, torch_loader
 from hpcdist.hf.evaluation import joined, mean_loss
 from hpcdist.session import rules
 from hpcdist.session.checkpoints import load, save
@@ -294,7 +294,7 @@ class TrainerMixin:
             self._evaluated, self.gather_function = [], self._own_part
             self.compute_metrics = metrics_of and partial(_keep, found)
             try:
-                output = run(shard(dataloader, training=False), *rest)
+                output = run(shard(torch_loader(dataloader), training=False), *rest)
                 losses = [(float("nan") if loss is None else loss.item(), size) for loss, size in self._evaluated]
                 has_loss = any(loss is not None for loss, _ in self._evaluated)
             finally:

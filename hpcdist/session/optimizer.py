@@ -29,6 +29,7 @@ from hpcdist.session.arguments import (
     must_have_closure,
     require_known,
     require_no_norms,
+    require_own_names,
 )
 from hpcdist.session.consistency import compare_first_batches, require_same_state
 from hpcdist.session.loader.period import counts_of, relative
@@ -343,7 +344,7 @@ def DistributedOptimizer(
         MismatchError: ranks differ in strategy, options, optimiser or model.
     """
     session = current()
-    rules.require_own_names(options)
+    require_own_names(options)
     if isinstance(optimizer, _Distributed):
         raise rules.error("an optimiser is distributed twice")
     model = checked_model(optimizer, model, clip_norm)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from hpcdist.checkpoint.generators import random_state, set_random_state
@@ -22,8 +19,8 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual.random import callers_state_kept
 from hpcdist.data.labels import dirichlet
 from hpcdist.data.sharding import EpochPlan
-from hpcdist.records.digest import tensor_bytes
 from hpcdist.session import rules
+from hpcdist.session.loader.batches import require_same
 from hpcdist.session.values import broadcast_in
 
 # How a DataLoader iterates. A class that does so in a way of its own can't be replaced by a plain one.
@@ -227,7 +224,7 @@ def drawn_alike(loader: DataLoader[Any], inner: Communicator, place: tuple[int, 
         with _drawing(place, step):
             batch = next(batches, _END)
         if step == 0:
-            _require_same(inner, batch)
+            require_same(inner, batch)
         if batch is _END:
             return
         yield batch
@@ -246,88 +243,3 @@ def _drawing(place: tuple[int, ...], step: int | str) -> Iterator[None]:
         np.random.seed(seed)
         torch.default_generator.manual_seed(seed)
         yield
-
-
-def _require_same(inner: Communicator, batch: Any) -> None:
-    """Collective in the replica. Check that all ranks have the same batch, or none.
-
-    Raises:
-        MismatchError: they have different ones.
-    """
-    digests = _digests(inner, batch)
-    odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if odd is not None:
-        ranks = [inner.trace.world_ranks[rank] for rank in (0, odd)]
-        raise rules.error("the ranks of a replica read different batches", first=ranks[0], rank=ranks[1])
-
-
-# --- what is in a batch -----------------------------------------------------------------------------------------------
-class _Pickler(pickle.Pickler):
-    """Goes through all that is in a batch; writes a checksum of each tensor, whose own pickles have addresses in them.
-
-    Attributes:
-        shapes: of the tensors and arrays, in their order.
-    """
-
-    def __init__(self, file: io.BytesIO, sums: bool):
-        super().__init__(file)
-        self.shapes: list[tuple[int, ...]] = []
-        self._sums = sums
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, (Tensor, np.ndarray)):
-            return NotImplemented
-        self.shapes.append(tuple(value.shape))
-        if isinstance(value, np.ndarray):
-            return NotImplemented if self._sums else (str, ())
-        dense = value if value.layout is torch.strided else value.to_dense()
-        return str, (f"{value.dtype} {zlib.crc32(tensor_bytes(dense).data)}" if self._sums else "",)
-
-
-def _pickled(batch: Any, sums: bool) -> tuple[str, list[tuple[int, ...]]]:
-    """Return a checksum of all that is in a batch, empty where it can't be pickled, and the shapes of its tensors."""
-    file = io.BytesIO()
-    pickler = _Pickler(file, sums)
-    try:
-        pickler.dump(batch)
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
-        return "", pickler.shapes
-    return f"{pickler.shapes} {zlib.crc32(file.getbuffer())}", pickler.shapes
-
-
-def _digests(group: Communicator, batch: Any) -> list[str]:
-    """Collective. Return a checksum of each rank's batch; raise ConfigError where one can't be pickled."""
-    digests = group.gather(_pickled(batch, True)[0])
-    if not all(digests):
-        raise rules.error("batches can't be compared", kind=type(batch).__name__)
-    return digests
-
-
-def samples_in(batch: Any) -> tuple[int, int]:
-    """Count the samples of a batch; return with it what tells of doubt.
-
-    A batch of graphs, a tensordict or a PackedSequence says how many it has. Otherwise it is the length of the first
-    tensor.
-
-    Returns:
-        The number, and a checksum of the first tensor's other dimensions: where ranks' differ the first one may not be
-        that of samples. −1 where tensors differ in the first dimension, or there is none.
-    """
-    for name in ("num_graphs", "batch_size", "batch_sizes"):
-        said = getattr(batch, name, None)
-        said = said[0] if isinstance(said, (tuple, Tensor)) and len(said) else said
-        if isinstance(said, int) or (isinstance(said, Tensor) and said.dim() == 0):
-            return int(said), 0
-    shapes = [shape for shape in _pickled(batch, False)[1] if shape]
-    if not shapes:
-        return 1, -1
-    return shapes[0][0], -1 if any(s[0] != shapes[0][0] for s in shapes) else zlib.crc32(repr(shapes[0][1:]).encode())
-
-
-def same_everywhere(group: Communicator, batch: Any) -> bool:
-    """Collective. Tell whether all ranks have the same batch, as from an iterable data set without regard to ranks.
-
-    Raises:
-        ConfigError: it can't be pickled.
-    """
-    return len(set(_digests(group, batch))) == 1

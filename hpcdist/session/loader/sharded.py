@@ -21,14 +21,14 @@ from hpcdist.model.passes import Passes
 from hpcdist.session import rules
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.consistency import begin_epoch, require_same_loader
+from hpcdist.session.loader.batches import counted_as, same_everywhere, samples_in
+from hpcdist.session.loader.epoch import Epoch, Others
 from hpcdist.session.loader.period import Weighed, counts_of, joint_batch, period, relative
 from hpcdist.session.loader.sampling import (
     Order,
     drawn_alike,
     iter_apart,
     order_of,
-    same_everywhere,
-    samples_in,
     split_by_label,
 )
 from hpcdist.session.values import broadcast_in
@@ -238,7 +238,7 @@ class ShardedLoader:
         session.loader = self
         if len(workers) < session.outer.size:
             session.group, session.peers = optimizers[0].attachment.workers, optimizers[0].attachment.peers
-        epoch, others = _Epoch(strategies), _Others(strategies)
+        epoch, others = Epoch(strategies), Others(strategies)
         for strategy in strategies:
             strategy.model.refresh()
             strategy.model.mark()
@@ -378,7 +378,7 @@ class ShardedLoader:
                 if group.rank == 0 and not any(strategy.model.passes.weighed_by_loop for strategy in strategies):
                     _log.log(*counted)
             counts, shapes = counts_of(group, *((0, 0) if batch is None else samples_in(batch)))
-            counted = counted or _counted(counts, shapes)
+            counted = counted or counted_as(counts, shapes)
             if not counts.any():
                 return
             if step == 0 and not counts.all():  # a rank that has none at all goes along with another one's
@@ -422,72 +422,6 @@ class ShardedLoader:
         self._epoch, self._start = (state["epoch"] - 1, state["consumed"]) if whole else (state["epoch"], 0)
 
 
-def _counted(counts: Tensor, shapes: Tensor) -> tuple[int, str] | None:
-    """Return a message on how the samples of the ranks' batches were counted, where that matters. See `samples_in`."""
-    held, numbers = set(shapes[counts > 0].tolist()), sorted(set(counts[counts > 0].tolist()))
-    doubtful = -1 in held or len(held) > 1
-    if not doubtful and len(numbers) < 2:
-        return None
-    why = ", though its tensors differ in other dimensions, or there is none" if doubtful else ""
-    return logging.WARNING if doubtful else logging.INFO, (
-        "Ranks' batches weigh by their samples, counted along the first dimension of a batch's first tensor: "
-        f"{' and '.join(f'{number:.0f}' for number in numbers)}{why}. Where that is not their number (time comes "
-        "first, say), call optimizer.weigh(n) before backward()."
-    )
-
-
-class _Epoch:
-    """What an epoch does with the models of these strategies."""
-
-    def __init__(self, strategies: Sequence[Strategy]):
-        self._strategies, self._ran = strategies, False
-        self._before = [strategy.steps for strategy in strategies]
-
-    def _trains(self) -> list[bool]:
-        """Tell for each model whether it has had a step, or a backward pass that a step may follow."""
-        pairs = zip(self._strategies, self._before, strict=True)
-        return [strategy.steps > before or bool(strategy.model.passes) for strategy, before in pairs]
-
-    def watch(self, batches: Iterator[Weighed]) -> Iterator[Weighed]:
-        """Pass the batches on. If the first trains nothing, note whether a model runs on the others.
-
-        In an epoch that trains no hook is set, for which torch.compile would compile anew.
-        """
-        hooks = []
-        try:
-            for number, batch in enumerate(batches):
-                if number == 1 and not any(self._trains()):
-                    modules = [strategy.model.module for strategy in self._strategies]
-                    plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-                    hooks = [module.register_forward_pre_hook(self._note) for module in plain]
-                yield batch
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _note(self, module: nn.Module, inputs: Any) -> None:
-        self._ran = True
-
-    def require_steps(self) -> None:
-        """Raise ConfigError where the epoch has changed a model, along its gradients, past the strategy.
-
-        Where gradients are averaged as they arrive that is all the same.
-        """
-        for strategy, before in zip(self._strategies, self._before, strict=True):
-            allowed = not rules.forbids("an epoch trains without step()", strategy)
-            if allowed or strategy.steps > before or not strategy.model.passes:
-                continue
-            strategy.model.refresh()
-            if strategy.model.touched():
-                raise rules.error("an epoch trains without step()", strategy)
-
-    def require_no_evaluation(self) -> None:
-        """Raise ConfigError where the epoch has evaluated models, each rank on its share of the training samples."""
-        evaluates = self._ran or not any(strategy.model.module.training for strategy in self._strategies)
-        if evaluates and not any(self._trains()):
-            rules.refuse("a training loader is iterated for an evaluation", self._strategies[0])
-
-
 def _refreshed() -> nn.Module | None:
     """Return the model for whose running statistics torch's `update_bn` iterates, if it does."""
     frame = inspect.currentframe()
@@ -502,25 +436,3 @@ def _require_averaged(model: nn.Module) -> None:
     averaged = any(optimizer.strategy.model.module is model for optimizer in session.optimizers)
     if session.comm.size > 1 and not averaged:
         raise rules.error("update_bn reads samples of each rank's own", model=type(model).__name__)
-
-
-def _distributed() -> set[int]:
-    """Return the ids of the parameters that DistributedOptimizers train."""
-    return {id(p) for optimizer in current().optimizers for p in optimizer.strategy.model.parameters()}
-
-
-class _Others:
-    """Trainable parameters of the models in a loop that no DistributedOptimizer has."""
-
-    def __init__(self, strategies: Sequence[Strategy]):
-        own = _distributed()
-        named = {id(p): (name, p) for s in strategies for name, p in s.model.module.named_parameters()}
-        left = [pair for key, pair in named.items() if key not in own and pair[1].requires_grad]
-        self._sums = [(name, p, p.detach().sum().item()) for name, p in left if current().comm.size > 1]
-
-    def require_unchanged(self) -> None:
-        """Raise ConfigError where one of them has been trained: along this rank's gradients alone."""
-        own = _distributed() if self._sums else ()  # a layer may have been unfrozen meanwhile
-        for name, parameter, before in self._sums:
-            if id(parameter) not in own and parameter.grad is not None and parameter.detach().sum().item() != before:
-                raise rules.error("a plain optimiser trains the rest of the model", name=name)

@@ -79,6 +79,11 @@ class SlowMo(Periodic):
                         "strategy.overlap must be false, and strategy.base without compression, with "
                         f"{self.base.name}, whose ranks exchange in every step; got one. Leave it out, or take local."
                     )
+                if (delay := getattr(options, "delay", 0)) >= self.period:
+                    raise ValueError(
+                        f"strategy.base.delay must be less than strategy.period, {self.period}, for a slow step drops "
+                        f"what is under way; got {delay}. Take a smaller delay, or a longer period."
+                    )
             return self
 
         def base_options(self) -> Strategy.Config:

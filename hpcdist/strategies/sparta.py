@@ -21,7 +21,7 @@ class Part(NamedTuple):
 
     step: int  # at whose end it was sent
     indices: list[Tensor]  # in each of `model.params`
-    sent: list[Tensor]
+    sent: list[Tensor]  # and by how much means of other parts have moved these elements since
     values: list[Tensor]  # sent, and then their mean
 
 
@@ -33,8 +33,8 @@ class SPARTA(Strategy):
     indices are sent. `selection` = random: each element with that probability; shuffled: slices of one random order in
     turn; partition: the same, with a new order once all have had their turn, so that each element is averaged once in
     1/`share` steps. The optimiser's state and all other parameters stay each rank's own. With `delay` = τ the mean is
-    taken up τ steps later, while these compute: `take_up` = shift keeps what the rank has done meanwhile, plain does
-    not.
+    taken up τ steps later, while these compute: `take_up` = shift keeps what the rank has done meanwhile by its own
+    steps, plain does not. An element that is in several parts under way is corrected once.
 
     The mean of all ranks' parameters is not changed by averaging. Replicas differ, by what an element moves in
     1/`share` steps; evaluations use their mean. With `share` = 1 this is `local_sgd` with a period of 1, to rounding.
@@ -81,8 +81,8 @@ class SPARTA(Strategy):
         return outcome
 
     def _send(self, step: int) -> None:
-        indices = self._select(step)
-        sent = [flat[at] for flat, at in zip(self.model.params, indices, strict=True)]
+        indices = self._indices(step)
+        sent = [flat.index_select(0, at) for flat, at in zip(self.model.params, indices, strict=True)]
         part = Part(step, indices, sent, [values.clone() for values in sent])
         self._under_way.append(part)
         self.exchanges.begin(lambda: self.exchanges.mean(part.values))
@@ -90,10 +90,22 @@ class SPARTA(Strategy):
     def _take_up(self) -> None:
         self.exchanges.wait(len(self._under_way) - 1)
         part = self._under_way.pop(0)
-        for flat, at, sent, mean in zip(self.model.params, part.indices, part.sent, part.values, strict=True):
-            flat[at] = mean.add_(flat[at].sub_(sent)) if self.config.delay and self.config.take_up == "shift" else mean
+        shifts = self.config.delay > 0 and self.config.take_up == "shift"
+        for number, (flat, at, mean) in enumerate(zip(self.model.params, part.indices, part.values, strict=True)):
+            if not shifts:
+                flat[at] = mean
+                continue
+            # What this rank has done since is its own steps. The jump to this mean is none of them: a part under way
+            # moves with it, else it would correct the same deviation again, and replicas would swing apart.
+            before = [flat.index_select(0, other.indices[number]) for other in self._under_way]
+            flat[at] = mean + flat.index_select(0, at).sub_(part.sent[number])
+            for other, was in zip(self._under_way, before, strict=True):
+                other.sent[number] = flat.index_select(0, other.indices[number]).sub_(was).add_(other.sent[number])
 
     # --- which elements -------------------------------------------------------------------------------------------
+    def _indices(self, step: int) -> list[Tensor]:
+        return [at.to(flat.device) for at, flat in zip(self._select(step), self.model.params, strict=True)]
+
     def _select(self, step: int) -> list[Tensor]:
         """Return the elements that are averaged at a step, in each of `model.params`; the same on all ranks."""
         share, lengths = self.config.share, [len(flat) for flat in self.model.params]
@@ -116,11 +128,11 @@ class SPARTA(Strategy):
 
     def _saved(self) -> list[list[Any]]:
         self.exchanges.wait()
-        return [[part.step, part.sent, part.values] for part in self._under_way]
+        return [[part.step, list(part.sent), part.values] for part in self._under_way]
 
     def _load_under_way(self, saved: list[list[Any]]) -> None:
         self.exchanges.wait()
-        self._under_way = [Part(step, self._select(step), list(sent), list(values)) for step, sent, values in saved]
+        self._under_way = [Part(step, self._indices(step), list(sent), list(values)) for step, sent, values in saved]
 
     def take_up(self) -> None:
         self.exchanges.wait()

@@ -18,9 +18,9 @@ STEPS = 12
 STILL = {"share": 0.25, "selection": "partition"}
 
 
-def still(comm, options, steps, seed=0):
+def still(comm, options, steps, seed=0, name=NAME):
     """Collective. Parameters after each step of ranks that begin apart and do not move by themselves."""
-    strategy, local = replicas.make(comm, NAME, options, "sgd")
+    strategy, local = replicas.make(comm, name, options, "sgd")
     noise = torch.randn(strategy.model.n_params, generator=torch.Generator().manual_seed(comm.rank + 10 * seed))
     strategy.model.params[0].add_(noise)
     found = [strategy.model.params[0].clone()]
@@ -123,31 +123,57 @@ def test_random_elements_meet_at_their_probability():
 
 
 @each("take_up", ["shift", "plain"])
+@each("selection", ["shuffled", "random"])
 @pytest.mark.sizes(2, 3)
-def test_after_a_delay_the_mean_comes_with_or_without_what_was_done_meanwhile(ranks, take_up):
+def test_after_a_delay_the_mean_comes_with_or_without_what_was_done_meanwhile(ranks, take_up, selection):
+    """By hand: the movement since a part was sent, less the jumps to means of other parts in which elements were."""
     delay = 2
-    options = {"share": 0.5, "selection": "shuffled", "delay": delay, "take_up": take_up}
+    options = {"share": 0.5, "selection": selection, "delay": delay, "take_up": take_up}
 
     def body(comm):
         strategy, local = replicas.make(comm, NAME, options, "sgd")
         values, _ = replicas.go(strategy, local, range(STEPS))
-        parts = [strategy._select(step)[0] for step in range(2)]
+        parts = [strategy._select(step)[0] for step in range(STEPS)]
         replicas.end(strategy)
         return values, parts
 
     found = ranks(body)
     size, parts = len(found), found[0][1]
     hand, late = replicas.ByHand(size, "sgd"), {}
+    jumps = [torch.zeros_like(own) for own in hand.params]
     for step in range(STEPS):
         hand.steps()
-        late[step] = [own[parts[step % 2]].clone() for own in hand.params]
+        late[step] = [(own.clone(), jumped.clone()) for own, jumped in zip(hand.params, jumps, strict=True)]
         if step >= delay:
-            at, sent = parts[(step - delay) % 2], late.pop(step - delay)
-            mean = sum(sent) / size
-            for own, then in zip(hand.params, sent, strict=True):
-                own[at] = mean + (own[at] - then) if take_up == "shift" else mean
+            at, sent = parts[step - delay], late.pop(step - delay)
+            mean = sum(then for then, _ in sent)[at] / size
+            for own, jumped, (then, jumped_then) in zip(hand.params, jumps, sent, strict=True):
+                by_itself = (own - jumped) - (then - jumped_then)
+                new = mean + by_itself[at] if take_up == "shift" else mean
+                jumped[at] += new - own[at]
+                own[at] = new
         for rank, own in enumerate(hand.params):
             torch.testing.assert_close(found[rank][0][step], own, rtol=0, atol=1e-12)
+
+
+@each("selection", ["random", "shuffled", "partition"])
+@each("take_up", ["shift", "plain"])
+@pytest.mark.sizes(3)
+def test_replicas_that_stay_come_together_whatever_share_and_delay(ranks, selection, take_up):
+    def body(comm):
+        given = {"selection": selection, "take_up": take_up}
+        grid = [{"share": share, "delay": delay, **given} for share in (0.1, 0.5, 1.0) for delay in (1, 2, 10)]
+        slow = [{"period": 13, "base": Named(name=NAME, **options)} for options in grid[2::3]]
+        plain = [still(comm, options, 26) for options in grid]
+        return torch.stack([*plain, *(still(comm, options, 26, name="slowmo") for options in slow)])
+
+    found = torch.stack(ranks(body))
+    means = found.mean(dim=0, keepdim=True)
+    spread = (found - means).square().sum(dim=(0, 3)).sqrt()  # of each run, after each step
+    assert (spread <= spread[:, :1] * (1 + 1e-12)).all() and (spread[:, -1] < 0.99 * spread[:, 0]).all()
+    assert (spread[3:9, -1] < 1e-12).all() and (spread[9:, 13:] < 1e-12).all(), "large parts, and a slow step"
+    unmoved = (means - means[:, :, :1])[0, :9], (means - means[:, :, :1])[0, 9:, :13]
+    assert all(moved.abs().max() < 1e-12 for moved in unmoved)
 
 
 def test_an_exchange_within_the_delay_takes_no_time():

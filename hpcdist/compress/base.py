@@ -105,6 +105,14 @@ class Compressor(abc.ABC):
         """Decode a message into `out`: shape (count,), float32 or float64, on the CPU."""
         self.add(message, out.zero_())
 
+    def sent(self, message: Tensor) -> Tensor:
+        """Tell which elements a message gives, 0 or not: those in it, and those that it shows to be 0.
+
+        Returns:
+            Shape (count,), bool. Each element, unless the compressor chooses some.
+        """
+        return torch.ones(self.count, dtype=torch.bool)
+
     along: ClassVar[tuple[str, ...]] = ()  # entries of the state that have an element for each of the tensor's, or None
 
     def state(self) -> dict:

@@ -83,22 +83,43 @@ class ChunkTopk(Compressor):
         if not len(message):
             return
         values = out.numpy()
+        indices, payload = self._unpack(message)
         if self.config.values != "2bit":
-            indices, (sent,) = sparse.unpack(message, self.count, ((FLOATS[self.config.values], -1),))
-            values[indices] += sent.astype(values.dtype) * weight
+            values[indices] += payload[0].astype(values.dtype) * weight
             return
-        size = int(message.numpy()[4:8].copy().view(np.uint32)[0])
-        payload = ((np.uint32, 1), (np.uint8, size), (np.float32, _BINS * len(self.spans)))
-        indices, (_, coded, means) = sparse.unpack(message, self.count, payload)
+        _, coded, means = payload
         codes, sent = decode_codes(coded, _BINS), np.empty(len(indices), values.dtype)
         for of_span, place in zip(means.reshape(-1, _BINS), self._places(indices), strict=True):
             sent[place] = of_span[codes[place]]
         values[indices] += sent * weight
 
+    def _unpack(self, message: Tensor) -> tuple[np.ndarray, list[np.ndarray]]:
+        if self.config.values != "2bit":
+            return sparse.unpack(message, self.count, ((FLOATS[self.config.values], -1),))
+        size = int(message.numpy()[4:8].copy().view(np.uint32)[0]) if len(message) else 0
+        return sparse.unpack(
+            message, self.count, ((np.uint32, 1), (np.uint8, size), (np.float32, _BINS * len(self.spans)))
+        )
+
+    def sent(self, message: Tensor) -> Tensor:
+        marks = sparse.marks(self._unpack(message)[0], self.count)
+        for span in self.spans:
+            if span.stop > span.start:
+                # Zeros are not sent: if there is room for more elements of a chunk, all its others are 0.
+                blocks = Blocks.of(span, self.config.side)
+                in_blocks = blocks.view(marks[span.start : span.stop])
+                in_blocks |= in_blocks.sum(dim=(1, 3), keepdim=True) < _chosen(blocks, self.config)
+        return marks
+
     def _places(self, indices: np.ndarray) -> list[slice]:
         """Return for each parameter where its indices stand among ascending ones."""
         cuts = [0, *np.searchsorted(indices, self._starts).tolist(), len(indices)]
         return [slice(*pair) for pair in itertools.pairwise(cuts)]
+
+
+def _chosen(blocks: Blocks, config: ChunkTopk.Config) -> int:
+    """Return how many elements of each block a message has room for."""
+    return max(1, round(config.ratio * blocks.height * blocks.width)) if config.keep is None else config.keep
 
 
 def _largest(tensor: Tensor, span: Span, config: ChunkTopk.Config) -> np.ndarray:
@@ -109,7 +130,7 @@ def _largest(tensor: Tensor, span: Span, config: ChunkTopk.Config) -> np.ndarray
     blocks = Blocks.of(span, config.side)
     height, width, across = blocks.height, blocks.width, blocks.columns // blocks.width
     chunks = blocks.view(tensor[span.start : span.stop]).permute(0, 2, 1, 3).reshape(-1, height * width)
-    chosen = max(1, round(config.ratio * height * width)) if config.keep is None else config.keep
+    chosen = _chosen(blocks, config)
     if chosen >= height * width:
         indices = torch.arange(size)
     else:

@@ -90,6 +90,9 @@ class Threshold(Compressor):
             values, step = out.numpy(), float(tau[0]) * weight
             values[indices] += np.array([-step, step], values.dtype).take(np.unpackbits(bits, count=len(indices)))
 
+    def sent(self, message: Tensor) -> Tensor:
+        return sparse.marks(sparse.unpack(message, self.count, _PAYLOAD)[0], self.count)
+
     def state(self) -> dict:
         return {"drawn": self._sample.drawn}
 

@@ -38,7 +38,7 @@ class Largest(Compressor):
         """Encode the largest `values`, leave the error there, and return the message and the indices in it."""
         if not self.count:
             return sparse.pack(np.empty(0, np.int64), 0), np.empty(0, np.int64)
-        indices = self._sample.largest(values, max(1, round(ratio * self.count)))
+        indices = self._sample.largest(values, self._size(ratio))
         chosen = values[indices]
         sent = as_sent(chosen, self._dtype)
         values[indices] = chosen - sent
@@ -49,6 +49,14 @@ class Largest(Compressor):
             indices, (sent,) = sparse.unpack(message, self.count, ((self._dtype, -1),))
             values = out.numpy()
             values[indices] += sent.astype(values.dtype) * weight
+
+    def sent(self, message: Tensor) -> Tensor:
+        indices, _ = sparse.unpack(message, self.count, ((self._dtype, -1),))
+        # Zeros are not sent: if there is room for more elements, all others are 0.
+        return sparse.marks(indices, self.count, others=len(indices) < self._size(self.config.ratio))
+
+    def _size(self, ratio: float) -> int:
+        return max(1, round(ratio * self.count))
 
     def state(self) -> dict:
         return {"drawn": self._sample.drawn}

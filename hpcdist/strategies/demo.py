@@ -25,7 +25,8 @@ class DeMo(OwnStep):
     Each step m ← βm + ηg on each rank, with its own gradient g. m is cut into blocks, each matrix in blocks of at most
     `side` × `side`, and T is the cosine transform of each block (DCT-II, orthonormal). q are the `keep` largest of |Tm|
     in each block; they leave the momentum, m ← m − Tᵀq, so momentum and what waits to be sent are one. All ranks gather
-    q; Q = Tᵀ·(the mean over the ranks that have sent a component, or over all `ranks`), θ ← (1 − ηλ)θ − η·sign(Q).
+    q; Q = Tᵀ·(the mean over the ranks that have sent a component, or over all `ranks`), θ ← (1 − ηλ)θ − η·sign(Q). A
+    rank with fewer than `keep` components in a block that are not 0 has sent all of the block.
     With `sign` = false θ ← (1 − ηλ)θ − Q, in which the rate is already. m is kept as Tm, which is the same: T is linear
     and orthonormal.
 

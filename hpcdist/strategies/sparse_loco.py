@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hpcdist import compress
-from hpcdist.compress import CompressionConfig, Linear, Recoded
+from hpcdist.compress import CompressionConfig, Compressor
 from hpcdist.strategies.synchronous.periodic import Periodic
 
 
@@ -35,7 +35,8 @@ class SparseLoCo(Periodic):
     the compressor's `decay` at each exchange; it sends the largest elements of each chunk, as `chunk_topk` says, and
     keeps the rest. x moves by `outer_lr` times the mean of the messages, and all ranks go on from there. What waits
     takes the place of the outer momentum of `diloco`, which is what this is where everything is sent. With `combine` =
-    senders an element's mean is that over the ranks that have sent it; over all `ranks` nothing is counted twice.
+    senders an element's mean is that over the ranks that have sent it, 0 or not; over all `ranks` nothing is counted
+    twice.
 
     Replicas are bitwise equal after each exchange, and differ between two; evaluations use their mean. Each rank keeps
     the state of its local optimiser. On one rank the optimiser runs alone.
@@ -68,10 +69,10 @@ class SparseLoCo(Periodic):
                     "strategy.compression of sparse_loco must be a compressor; got none, with which it is diloco "
                     "without momentum. Take chunk_topk, or strategy = diloco."
                 )
-            if self.combine == "senders" and issubclass(chosen, (Linear, Recoded)):
+            if self.combine == "senders" and chosen.sent is Compressor.sent:
                 raise ValueError(
-                    "strategy.combine must be ranks unless each rank gets all messages, as with sparse ones; got "
-                    f"senders with {self.compression.name}. Take chunk_topk or topk."
+                    "strategy.combine must be ranks unless a rank sends some elements and not others; got senders "
+                    f"with {self.compression.name}, of which each message has all. Take chunk_topk or topk, or ranks."
                 )
             return self
 

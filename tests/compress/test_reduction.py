@@ -9,7 +9,7 @@ import torch
 
 from compress.vectors import spans_of
 from harness.cases import each
-from hpcdist.compress import JointCompression, Linear, Recoded, Reduction, available, load
+from hpcdist.compress import Compressor, JointCompression, Linear, Recoded, Reduction, available, load
 from hpcdist.compress.coding.reduction import cut, gather, join
 
 pytestmark = pytest.mark.computes
@@ -264,3 +264,61 @@ def test_every_rank_gets_the_messages_of_all_senders_in_order(ranks, lengths, se
         return comm.trace.traffic.bytes_sent - before == (comm.size - 1) * mine * sends
 
     assert all(ranks(body))
+
+
+# --- means over senders -----------------------------------------------------------------------------------------------
+CHOOSE = {
+    "topk": {"ratio": 0.25, "values": "fp64"},
+    "dgc": {"ratio": 0.25, "momentum": 0.0, "values": "fp64"},
+    "threshold": {"tau": 0.5},
+    "chunk_topk": {"ratio": 0.25, "side": 4, "values": "fp64"},
+}
+
+
+def test_those_that_choose_elements_say_which_they_send():
+    assert {name for name in available() if load(name).sent is not Compressor.sent} == CHOOSE.keys()
+
+
+@each("name", CHOOSE)
+@pytest.mark.sizes(3)
+def test_a_mean_is_over_the_ranks_that_have_sent_an_element_be_it_0(ranks, name):
+    """Blocks of 4 of which one element is sent, or all four. The last rank has no samples: it has sent zeros."""
+    rows = torch.tensor([[4.0, 1, 0, 0, 0, 0, 0, 0], [0, 2, 3, 0, 0, 0, 6, 1], [0] * 8], dtype=torch.float64)
+    per_block = [[[0], [4, 5, 6, 7]], [[2], [6]], [range(4), range(4, 8)]]  # the rank's block of zeros has been sent
+    given = {"topk": [[0, 1], [2, 6], range(8)], "threshold": [[0, 1], [1, 2, 6, 7], []]}
+    given["dgc"], given["chunk_topk"] = given["topk"], [sum(map(list, blocks), []) for blocks in per_block]
+    sent, senders = torch.zeros(3, 8, dtype=torch.float64), torch.zeros(3, 8)
+    for rank, places in enumerate(given[name]):
+        senders[rank, list(places)] = 1
+        sent[rank] = (rows[rank].clamp(max=0.5) if name == "threshold" else rows[rank]) * senders[rank]
+
+    def body(comm):
+        like, chosen = (
+            [torch.zeros(8, dtype=torch.float64)],
+            JointCompression.from_mapping({"name": name, **CHOOSE[name]}),
+        )
+        reduction = Reduction(comm, chosen, like, [spans_of((8,))], over_senders=True)
+        tensor = rows[comm.rank].clone()
+        assert reduction([tensor]) == 1
+        reduction.close()
+        return tensor
+
+    expected = sent.sum(dim=0) / senders.sum(dim=0).clamp(min=1)
+    assert all(torch.equal(own, expected) for own in ranks(body)), expected
+
+
+@each("values", ["fp16", "2bit"])
+@pytest.mark.sizes(2)
+def test_what_is_sent_as_0_has_been_sent(ranks, values):
+    """An element too small for float16, and one in a bin whose mean is 0."""
+
+    def body(comm):
+        options = {"name": "chunk_topk", "ratio": 1.0, "values": values}
+        like = [torch.zeros(4, dtype=torch.float64)]
+        reduction = Reduction(comm, JointCompression.from_mapping(options), like, [spans_of((4,))], over_senders=True)
+        tensor = torch.tensor([1.0, 1e-12, 0.0, -1.0] if comm.rank else [1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
+        reduction([tensor])
+        reduction.close()
+        return tensor.tolist()
+
+    assert ranks(body) == [[1.0, pytest.approx(0.5), 0.5, -1.0]] * 2

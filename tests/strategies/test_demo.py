@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import hpcdist as hd
 from harness.cases import each
 from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
@@ -158,6 +160,40 @@ def test_with_all_components_it_is_signsgd_on_the_mean_or_synchronous_sgd(ranks)
             flat -= 0.05 * (mean.sign() if sign else mean)
             assert all(momenta[step].abs().max() < 1e-12 for _, momenta, *_ in found), "nothing stays"
             torch.testing.assert_close(found[0][0][step], flat, rtol=0, atol=1e-12)
+
+
+@each("strategy", ["demo", "sparse_loco"])
+@pytest.mark.sizes(1, 2, 3)
+def test_where_all_is_sent_zeros_count_and_so_do_ranks_without_samples(ranks, strategy):
+    """Rows of an embedding that no sample of a rank has; and 13 samples, of which the last step has too few."""
+    steps = 2
+    sent = {"keep": 64, "sign": False, "values": "fp64", "transform": "none"}
+    everything = {"name": "chunk_topk", "ratio": 1.0, "values": "fp64"}
+    compared = {
+        "demo": [("allreduce", {}), ("demo", sent)],
+        "sparse_loco": [
+            ("diloco", {"period": steps, "outer_lr": 0.5, "outer_momentum": 0.0}),
+            ("sparse_loco", {"period": steps, "outer_lr": 0.5, "combine": "senders", "compression": everything}),
+        ],
+    }[strategy]
+    samples = torch.tensor([0, 7, 1, 7, 2, 7, 3, 7, 4, 4, 7, 7, 5])
+
+    def body(comm, name, options):
+        hd.init(comm=comm)
+        torch.manual_seed(0)
+        table = nn.Embedding(8, 4).double()
+        local = torch.optim.SGD(table.parameters(), lr=0.1)
+        local = hd.DistributedOptimizer(local, table, strategy=name, **options)
+        for _ in range(steps):
+            for (batch,) in hd.shard(DataLoader(TensorDataset(samples), batch_size=2)):
+                local.zero_grad()
+                table(batch).square().sum().div(len(batch)).backward()
+                local.step()
+        hd.finish(table)
+        return table.weight.detach().clone()
+
+    (expected, *_), (found, *_) = (ranks(lambda comm, c=case: body(comm, *c)) for case in compared)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.sizes(1, 3, 4)

@@ -178,6 +178,7 @@ def test_an_option_of_the_compressor_leaves_the_papers_others():
     [
         ({"compression": "none"}, "strategy.compression of sparse_loco must be a compressor; got none"),
         ({"compression": "powersgd", "combine": "senders"}, "strategy.combine must be ranks .* senders with powersgd"),
+        ({"compression": "qsgd", "combine": "senders"}, "senders with qsgd, of which each message has all. Take chunk"),
     ],
 )
 def test_what_has_no_meaning_is_refused(options, message):

@@ -33,8 +33,8 @@ class Reduction:
         comm: used only during a call, with one tag.
         like: flat tensors of the same lengths and dtypes, on any device. They are encoded on the host.
         spans: the parameters in each of them.
-        over_senders: give each element the mean over the ranks whose messages have it, in place of the sum. Compressors
-            must be neither `Linear` nor `Recoded`.
+        over_senders: give each element the mean over the ranks whose messages give it, 0 or not, in place of the sum.
+            Compressors must choose elements (`sent`).
 
     Attributes:
         feedbacks: of each tensor, with what this rank has not sent.
@@ -106,13 +106,9 @@ class Reduction:
         having = [torch.zeros_like(out, dtype=torch.int32) for out in self._sums] if self._over_senders else []
         for messages_of_rank in gather(self._comm, messages, len(tensors), range(senders)):
             for place, (feedback, message) in enumerate(zip(self.feedbacks, messages_of_rank, strict=True)):
+                feedback.compressor.add(message, self._sums[place])
                 if having:
-                    one = torch.empty_like(feedback.residual)
-                    feedback.compressor.decode(message, one)
-                    self._sums[place].add_(one)
-                    having[place].add_(one != 0)
-                else:
-                    feedback.compressor.add(message, self._sums[place])
+                    having[place].add_(feedback.compressor.sent(message))
         for out, count in zip(self._sums, having):
             out.div_(count.clamp_(min=1))
         for tensor, out in zip(tensors, self._sums, strict=True):

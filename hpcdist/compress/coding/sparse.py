@@ -43,11 +43,13 @@ def pack(indices: np.ndarray, count: int, *payload: np.ndarray) -> Tensor:
 
 
 def unpack(message: Tensor, count: int, payload: tuple[tuple[type, int], ...]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the indices of a message that is not empty, and its payload.
+    """Return the indices of a message, and its payload; arrays of no elements where the message is empty.
 
     Args:
         payload: dtype and number of elements of each array; -1 is one element per index, -8 one per 8 indices.
     """
+    if not len(message):
+        return np.empty(0, np.int64), [np.empty(0, dtype) for dtype, _ in payload]
     data = message.numpy()
     size, at = int(data[:_HEAD].view(np.uint32)[0]), _HEAD
     arrays = []
@@ -57,6 +59,13 @@ def unpack(message: Tensor, count: int, payload: tuple[tuple[type, int], ...]) -
         arrays.append(data[at : at + n_bytes].copy().view(dtype))
         at += n_bytes
     return decode_indices(data[at:].copy().view(np.uint32), size, count), arrays
+
+
+def marks(indices: np.ndarray, count: int, others: bool = False) -> Tensor:
+    """Return a bool for each of `count` elements: true at the indices, and elsewhere as `others` says."""
+    marked = torch.full((count,), others)
+    marked[torch.from_numpy(indices)] = True
+    return marked
 
 
 def encode_indices(indices: np.ndarray, count: int) -> np.ndarray:

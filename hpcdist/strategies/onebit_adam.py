@@ -25,10 +25,10 @@ class OneBitAdam(AdamStep):
     elements whose v is tiny beside the others' jump: ε of 1e-4 rather than 1e-8 bounds that.
 
     β₁, β₂, ε, η and λ are those of the local optimiser, torch's AdamW, or Adam without decay, in whose `state` m and v
-    lie; its own step is not run. Replicas are bitwise equal. On one rank it is this rule too, and not torch's Adam. A
-    warm-up of 15 to 20 % of all steps is usual. The compressor is ef_signsgd unless another is given; the published
-    code multiplies signs by the root of the mean square, whose error may be larger than what is sent, and here it is
-    the mean magnitude. none is exact.
+    lie; its own step is not run. Replicas are bitwise equal. On one rank, which sends nothing, the warm-up has no end:
+    it is Adam without bias correction. A warm-up of 15 to 20 % of all steps is usual. The compressor is ef_signsgd
+    unless another is given; the published code multiplies signs by the root of the mean square, whose error may be
+    larger than what is sent, and here it is the mean magnitude. none is exact.
 
     Bytes per rank and step of n bytes of float32 gradients: in the warm-up 2n(p − 1)/p, then a 32ⁿᵈ of that, and eight
     for each parameter and rank; and 32 of agreement. Memory: m, v, what is sent, what was not sent, and a second part
@@ -54,7 +54,7 @@ class OneBitAdam(AdamStep):
 
     def move(self, update) -> None:
         grads = self.model.grads
-        if self.updates < self.config.warmup_steps:
+        if self.comm.size == 1 or self.updates < self.config.warmup_steps:  # v is frozen for the sake of messages
             self.exchanges.mean(grads)
             for one in self.trained(grads):
                 self.take_in(one, one.views[0], squares=True)

@@ -31,7 +31,8 @@ class ZeroOneAdam(AdamStep):
 
     β₁, β₂, ε, η and λ are those of the local optimiser, as in `onebit_adam`; there is no bias correction. Every rank
     counts alike, also one that had fewer samples. In the first phase and after each exchange replicas are bitwise
-    equal; evaluations use their mean. On one rank it is this rule too, and not torch's Adam.
+    equal; evaluations use their mean. On one rank, which sends nothing, each step is a full one: it is Adam without
+    bias correction.
 
     Bytes per rank of n bytes of float32 gradients: at a full step 2n(p − 1)/p, at a compressed one and at an exchange a
     32ⁿᵈ of that and eight for each parameter and rank, at the others nothing; in the first phase 32 of agreement.
@@ -76,13 +77,13 @@ class ZeroOneAdam(AdamStep):
     # --- the first phase ------------------------------------------------------------------------------------------
     def move(self, update) -> None:
         flats, step = self.model.grads, self.steps + 1
-        full = step % self.distance == 0
+        full, alone = step % self.distance == 0, self.comm.size == 1
         if full:
             self.exchanges.mean(flats)
-        else:
+        elif not alone:
             self._mean(flats)
         for one in self.trained(flats):
-            self.take_in(one, one.views[0], squares=full)
+            self.take_in(one, one.views[0], squares=full or alone)
             self.step_along(one, self.direction(one))
         self.full += full
         if self.full == self.config.full_steps:
@@ -91,7 +92,7 @@ class ZeroOneAdam(AdamStep):
     # --- the second phase -----------------------------------------------------------------------------------------
     def advance(self, update: Update) -> Outcome:
         step = self.steps + 1
-        if not self.config.local(step):
+        if not self.config.local(step) or self.comm.size == 1:
             return super().advance(update)
         if not self.config.local(step - 1):
             self._mean.forget()

@@ -52,6 +52,24 @@ def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit(ranks, name, optimizer
         assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
 
 
+@each("name", [n for n in problem.stepping() if "compression" in strategies.load(n).Config.model_fields])
+@each("compression", ["fp16", "topk", "onebit"])
+@pytest.mark.sizes(1, exact=True)
+def test_on_one_rank_nothing_is_compressed(ranks, name, compression):
+    options = {**problem.PERIODS.get(name, {}), "compression": compression}
+    try:
+        strategies.load(name).Config(**options)
+    except ConfigError:
+        return  # the strategy sends no such messages
+    (run,) = ranks(lambda comm: problem.train(comm, name, options, samples=80))
+    if not problem.steps_itself(name):
+        expected = problem.serial(1, samples=80)
+    else:
+        (exact,) = ranks(lambda comm: problem.train(comm, name, {**options, "compression": "none"}, samples=80))
+        expected = exact.params
+    assert all(torch.equal(a, b) for a, b in zip(run.params, expected, strict=True))
+
+
 @every
 @pytest.mark.sizes(2, 9)
 def test_it_learns_on_any_number_of_ranks(ranks, name):

@@ -102,6 +102,17 @@ def test_none_is_written_as_a_word_where_a_setting_may_be_none_and_is_text_elsew
         Inner(period="none")
 
 
+def test_numbers_are_finite_unless_infinity_means_no_limit():
+    for bad in (math.inf, -math.inf, math.nan):
+        with pytest.raises(ConfigError, match=r"inner.bound must be a finite number; got (-?inf|nan)"):
+            Outer(name="x", inner={"bound": bad})
+        with pytest.raises(ConfigError, match=r"inner.betas\[1\] must be a finite number; got (-?inf|nan)"):
+            Outer(name="x", inner={"betas": [0.9, bad]})
+    assert JobConfig(clip_norm=math.inf, deadline_s=math.inf).clip_norm == math.inf
+    with pytest.raises(ConfigError, match="clip_norm must be greater than 0; got nan"):
+        JobConfig(clip_norm=math.nan)
+
+
 def test_settings_are_frozen():
     with pytest.raises(ValueError, match="frozen"):
         Inner().period = 3

@@ -56,6 +56,9 @@ class Compressor(abc.ABC):
         def check_feedback(self) -> None:
             """Raise ValueError if error feedback may diverge, because an error may be larger than its tensor."""
 
+        def check_without_feedback(self) -> None:
+            """Raise ValueError if an option says what becomes of an error that is forgotten."""
+
     faithful: ClassVar[bool] = False
     feeds_back: ClassVar[bool] = True
     combines: ClassVar[Literal["mean", "majority"]] = "mean"

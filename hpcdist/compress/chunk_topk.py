@@ -52,6 +52,13 @@ class ChunkTopk(Compressor):
             1.0, ge=0, le=1, description="factor of what was not sent, at each message; needs error_feedback"
         )
 
+        def check_without_feedback(self) -> None:
+            if self.decay != 1:
+                raise ValueError(
+                    "strategy.compression.decay must be left out where error_feedback is false, which keeps nothing of "
+                    f"what was not sent; got {self.decay}. Leave one of them out."
+                )
+
     config: Config
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):

@@ -47,6 +47,7 @@ class Dgc(Largest):
         clip_norm: float | None = Field(
             None,
             gt=0,
+            allow_inf_nan=True,
             description="largest norm of a rank's gradient, or of its part for one server; none: no "
             "limit. The paper has 1/√p of the whole gradient's",
         )

@@ -36,9 +36,7 @@ class StrategyConfig(Named):
 class CheckpointConfig(Settings):
     """When checkpoints are saved, and where."""
 
-    every_s: float = Field(
-        300.0, ge=0, allow_inf_nan=False, description="seconds between checkpoints on real ranks; 0 saves none by time"
-    )
+    every_s: float = Field(300.0, ge=0, description="seconds between checkpoints on real ranks; 0 saves none by time")
     every_steps: int = Field(0, ge=0, description="steps between checkpoints; 0 saves none by steps")
     keep: int = Field(2, ge=1, description="number of the newest checkpoints that are kept")
     best: bool = Field(True, description="save and keep also the checkpoint of the best evaluation")
@@ -50,9 +48,7 @@ class BudgetConfig(Settings):
 
     samples: int | None = Field(None, ge=1, description="samples, of all ranks together")
     steps: int | None = Field(None, ge=1, description="steps of a worker")
-    seconds: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="seconds of training, without evaluations and checkpoints"
-    )
+    seconds: float | None = Field(None, gt=0, description="seconds of training, without evaluations and checkpoints")
 
     @property
     def given(self) -> bool:
@@ -92,9 +88,7 @@ class DataConfig(Settings):
         description="samples that a worker gets: any, drawn anew in each epoch; dirichlet: always its own ones, in "
         "which some labels are more frequent than in others",
     )
-    alpha: float = Field(
-        1.0, gt=0, allow_inf_nan=False, description="of dirichlet: with 0.1 a worker has few labels, with 100 all alike"
-    )
+    alpha: float = Field(1.0, gt=0, description="of dirichlet: with 0.1 a worker has few labels, with 100 all alike")
     prefetch: Annotated[int, MayChange] = Field(
         0, ge=0, description="batches that a thread reads ahead; worth it on slow file systems"
     )
@@ -171,7 +165,9 @@ class JobConfig(Settings):
     batch_size: int = Field(32, ge=1, description="samples per worker (a replica of the model) and step")
     accumulation: int = Field(1, ge=1, description="batches per worker and step, whose gradients add up to their mean")
     seed: int = Field(0, ge=0, lt=1 << 32, description="seed of the initial parameters, of shuffling and of peers")
-    clip_norm: float | None = Field(None, gt=0, description="largest norm of a gradient; none does not clip")
+    clip_norm: float | None = Field(
+        None, gt=0, allow_inf_nan=True, description="largest norm of a gradient; none does not clip"
+    )
     amp: Literal["off", "bf16", "fp16"] = Field("off", description="type of automatic mixed precision on GPUs")
     on_nonfinite: Literal["stop", "skip"] = Field("stop", description="action at a NaN or infinite gradient")
     max_skipped: Annotated[int, MayChange] = Field(
@@ -190,7 +186,7 @@ class JobConfig(Settings):
         "runs", min_length=1, description="folder for records, summary and checkpoints"
     )
     deadline_s: Annotated[float, MayChange] = Field(
-        300.0, gt=0, description="longest wait for another rank, in seconds"
+        300.0, gt=0, allow_inf_nan=True, description="longest wait for another rank, in seconds"
     )
     internode: Annotated[str, MayChange] = Field(
         "auto", description="transport of windows to other nodes: auto, tcp, rma, or tcp:INTERFACE"

@@ -61,14 +61,15 @@ class Settings(BaseModel, metaclass=_Refusing):
     """The base of all settings: `class Config(Settings): period: int = Field(1, ge=1, description="...")`.
 
     Types are strict (no "4" for 4, no true for 1), with two exceptions that TOML needs: an array stands for a tuple,
-    and "none" for None. Defaults are not checked. A validator raises ValueError with a whole message, or with a rule
-    that begins with "must" and follows the field's key.
+    and "none" for None. Numbers are finite, except where infinity means that there is no limit (`allow_inf_nan`).
+    Defaults are not checked. A validator raises ValueError with a whole message, or with a rule that begins with "must"
+    and follows the field's key.
 
     Raises:
         ConfigError: on construction; one line for each setting that breaks its rule.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     @classmethod
     def from_mapping(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:

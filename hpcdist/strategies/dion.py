@@ -12,7 +12,9 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.compress.powersgd import add_product, orthogonalised
+from hpcdist.errors import ConfigError, suggestion
 from hpcdist.strategies.base import Update
+from hpcdist.strategies.common.gradients import shorten
 from hpcdist.strategies.common.state import Entry, held_tensors, joined, mean_of_ranks
 from hpcdist.strategies.synchronous.own_step import OwnStep, Trained, rate_of
 
@@ -57,8 +59,21 @@ class Dion(OwnStep):
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
+        self._require_others()
         self._momentum = [torch.zeros_like(flat) for flat in model.params]  # M
         self.basis: dict[str, Tensor] = {}  # Q of each matrix, shape (r, n)
+
+    def _require_others(self) -> None:
+        """Raise ConfigError unless each of `others` names a parameter, of any stage; a frozen one may train later."""
+        known = [*dict.fromkeys([*self.model.names, *(name for name, _ in self.model.module.named_parameters())])]
+        if self.stages is not None and self.config.others:
+            known = [name for of_stage in self.stages.comm.gather(known) for name in of_stage]
+        for pattern in self.config.others:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise ConfigError(
+                    "strategy.others must name parameters, such as embed* and head.weight; got "
+                    f"{pattern!r}, which matches none of {shorten(known, 30)}.{suggestion(pattern, known)}"
+                )
 
     # --- steps ----------------------------------------------------------------------------------------------------
     def move(self, update: Update) -> None:
@@ -73,7 +88,8 @@ class Dion(OwnStep):
         """Return the matrices, with views of gradients and momentum; and the other parameters."""
         found: tuple[list[Trained], list[Trained]] = ([], [])
         for one in self.trained(self.model.grads, self._momentum):
-            other = one.parameter.ndim < 2 or any(fnmatchcase(one.name, pattern) for pattern in self.config.others)
+            named = any(fnmatchcase(one.name, pattern) for pattern in self.config.others)
+            other = one.parameter.ndim < 2 or not one.parameter.numel() or named  # of no elements it has no factors
             found[other].append(one)
         return found
 

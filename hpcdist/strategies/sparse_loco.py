@@ -23,7 +23,8 @@ class SparseCompression(CompressionConfig):
     def _as_in_the_paper(cls, value: Any) -> Any:
         given = {"name": value} if isinstance(value, str) else value
         if isinstance(given, Mapping) and given.get("name", "chunk_topk") == "chunk_topk":
-            return {"values": "2bit", "decay": 0.95, **given}
+            fades = {} if given.get("error_feedback") is False else {"decay": 0.95}  # else nothing is kept to fade
+            return {"values": "2bit", **fades, **given}
         return given
 
 

@@ -91,7 +91,7 @@ def test_it_sends_a_bit_for_each_element_both_ways(ranks):
     assert ranks(body) == [2 * 3 * (1000 + 4)] * 4
 
 
-@pytest.mark.parametrize("option", [{"warmup_steps": 3}, {"warmup_ranks": 1}])
+@pytest.mark.parametrize("option", [{"warmup_steps": 3}, {"warmup_steps": 3, "warmup_ranks": 1}])
 def test_a_warm_up_is_refused(option):
     with pytest.raises(ConfigError, match="compression.warmup_steps and warmup_ranks must be left out where means are"):
         run_virtual(lambda comm: run(comm, "ef_signsgd", **option), 2)

@@ -9,6 +9,7 @@ from torch import nn
 from hpcdist import strategies
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
+from hpcdist.parallel.agreement import Agreement
 from strategies import problem, replicas
 
 pytestmark = pytest.mark.computes
@@ -205,3 +206,58 @@ def test_it_needs_an_optimiser_for_the_others():
 
     with pytest.raises(ConfigError, match="the optimiser of dion must be one of torch's, .*; got none"):
         run_virtual(body, 1)
+
+
+@pytest.mark.parametrize("others", [("head.weight",), ("*.weight", "embed*")])
+def test_a_name_that_matches_nothing_is_refused_before_the_first_step(others):
+    from hpcdist.comm.virtual import run_virtual
+
+    with pytest.raises(
+        ConfigError, match=r"strategy.others must name parameters, .* none of 0.weight, 0.bias, 2.weight"
+    ):
+        run_virtual(lambda comm: go(comm, {"others": others}, steps=0), 2)
+
+
+def test_names_of_frozen_parameters_and_of_other_stages_are_known():
+    from hpcdist.comm.virtual import run_virtual
+
+    def body(comm):
+        module, cls = problem.model(), strategies.load("dion")
+        module[0].requires_grad_(False)
+        local = torch.optim.SGD(module[2:].parameters(), lr=RATE)
+        made = cls(cls.Config(others=("0.weight",)), comm.split(0), FlatModel(module), optimizer=local)
+        made.close()
+        stage = nn.ModuleDict({str(comm.rank): nn.Linear(2, 2)})
+        local = torch.optim.SGD(stage.parameters(), lr=RATE)
+        given = {"optimizer": local, "stages": Agreement(comm.split(0))}
+        cls(cls.Config(others=("1.weight",)), comm.split(comm.rank), FlatModel(stage), **given).close()
+        return True
+
+    assert all(run_virtual(body, 2))
+
+
+@pytest.mark.sizes(1, 2)
+def test_a_parameter_of_no_elements_is_left_alone(ranks):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.none, self.wide = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.zeros(3, 0))
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.inner(x).sum() + self.none.sum() + self.wide.sum()
+
+    def body(comm):
+        torch.manual_seed(1)
+        module, cls = Odd(), strategies.load("dion")
+        local = torch.optim.AdamW(module.parameters(), lr=0.01)
+        strategy = cls(cls.Config(), comm.split(0), FlatModel(module), optimizer=local)
+        before = module.inner.weight.detach().clone()
+        for _ in range(2):
+            local.zero_grad()
+            module(torch.ones(1, 3)).backward()
+            strategy.step(local.step)
+        strategy.close()
+        return bool((module.inner.weight != before).all()), module.none.shape, module.wide.shape
+
+    assert ranks(body) == [(True, (0, 3), (3, 0))] * ranks.size

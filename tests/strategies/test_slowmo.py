@@ -202,6 +202,11 @@ def test_the_local_state_is_kept_forgotten_or_averaged(ranks):
         ({"base": "dpsgd", "overlap": True}, "strategy.overlap must be false, and strategy.base without compression"),
         ({"base": {"name": "dpsgd", "compression": "topk"}}, "strategy.base without compression, with dpsgd"),
         ({"base": {"name": "dpsgd", "topolgy": "ring"}}, "strategy.base setting must be one of .* got 'topolgy'"),
+        (
+            {"period": 3, "base": {"name": "sparta", "delay": 3}},
+            "strategy.base.delay must be less than strategy.period, 3",
+        ),
+        ({"slow_lr": float("nan")}, "slow_lr must be a finite number; got nan"),
     ],
 )
 def test_what_has_no_meaning_is_refused(options, message):

@@ -171,6 +171,7 @@ def test_an_option_of_the_compressor_leaves_the_papers_others():
         options = cls.Config(compression=given).compression
         assert options.name == "chunk_topk" and {"values": "2bit", "decay": 0.95}.items() <= options.options.items()
     assert cls.Config(compression={"name": "topk"}).compression.options == {}
+    assert cls.Config(compression={"error_feedback": False}).compression.options == {"values": "2bit"}, "nothing fades"
 
 
 @pytest.mark.parametrize(
@@ -179,6 +180,8 @@ def test_an_option_of_the_compressor_leaves_the_papers_others():
         ({"compression": "none"}, "strategy.compression of sparse_loco must be a compressor; got none"),
         ({"compression": "powersgd", "combine": "senders"}, "strategy.combine must be ranks .* senders with powersgd"),
         ({"compression": "qsgd", "combine": "senders"}, "senders with qsgd, of which each message has all. Take chunk"),
+        ({"compression": {"error_feedback": False, "decay": 0.9}}, "decay must be left out .* is false, .*; got 0.9"),
+        ({"outer_lr": float("inf")}, "outer_lr must be a finite number; got inf. Step of the common parameters"),
     ],
 )
 def test_what_has_no_meaning_is_refused(options, message):

@@ -265,6 +265,7 @@ def test_without_a_list_each_module_is_a_layer():
     ("options", "message"),
     [
         ({"period": 3, "delay": 3}, "strategy.delay must be less than strategy.period, 3, .* got 3"),
+        ({"outer_lr": float("inf")}, "outer_lr must be a finite number; got inf"),
         ({"compression": "dgc"}, "compression of streaming_diloco must remember nothing .* got dgc"),
     ],
 )

@@ -62,6 +62,13 @@ class CompressionConfig(Named):
             options = chosen.Config.from_mapping(self.options, "strategy.compression")
             if self.error_feedback:
                 options.check_feedback()
+            else:
+                options.check_without_feedback()
+            if self.warmup_ranks is not None and not self.warmup_steps:
+                raise ValueError(
+                    "strategy.compression.warmup_ranks must be left out without warmup_steps, in which so many ranks "
+                    f"send; got {self.warmup_ranks}. Give both, or neither."
+                )
         elif self.options:
             known = ", ".join(catalogue("compressors").available())
             raise ValueError(

@@ -310,6 +310,7 @@ def test_images_with_their_own_test_folder_in_grey(images, tmp_path):
         ("a/0.png", lambda path: path.write_bytes(b"no image"), "a/0.png can't be read as an image .cannot identify"),
         ("a/0.png", lambda path: path.write_bytes(b""), "a/0.png can't be read as an image .*Replace or remove it."),
         ("a/notes.txt", lambda path: path.write_text("x"), "notes.txt must be an image in a format that Pillow knows."),
+        ("a/0.png", lambda path: paint(path, 300, mode="I;16"), "a/0.png can't .*it has mode I;16, more than the 8"),
         ("readme", lambda path: path.write_text("x"), "must have nothing but the folders a, b; got readme."),
         ("c", lambda path: path.mkdir(), "images/c must have at least 1 image; got none. Add some, or"),
         ("c/0.png", lambda path: paint(path, 0), "31 samples can't be split .*least populated class"),
@@ -325,6 +326,15 @@ def test_damaged_images(images, tmp_path, name, edit, match):
 def test_images_without_classes(tmp_path):
     with pytest.raises(DataError, match="must have one folder per class; it has none."):
         importers.load("images")(tmp_path, tmp_path / "a.h5")
+
+
+def test_a_third_folder_beside_train_and_test(images, tmp_path):
+    """It would be left out in silence."""
+    images.rename(tmp_path / "train")
+    for folder in ("test", "val"):
+        paint(tmp_path / folder / "a" / "x.png", (0, 0, 0))
+    with pytest.raises(DataError, match="must have no folders beside train and test; got val. Move them."):
+        importers.load("images")(tmp_path, tmp_path / "out" / "a.h5")
 
 
 def test_test_folder_with_an_unknown_class(images, tmp_path):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
+import torch
 
+from hpcdist.config import load
 from hpcdist.data import HDF5Dataset, importers
 from hpcdist.errors import ConfigError, DataError
 
@@ -53,7 +57,8 @@ def test_chosen_targets_and_float32(csv, tmp_path):
 @pytest.mark.parametrize("shape", [(50,), (50, 1), (50, 2)])
 def test_arrays_x_and_y(tmp_path, shape):
     target = np.arange(np.prod(shape)).reshape(shape)
-    path = convert(save(tmp_path / "a.npz", x=VALUES, y=target), tmp_path / "a.h5", test_fraction=0, dtype="float64")
+    options = {"test_fraction": 0, "dtype": "float64", "task": "regression"}
+    path = convert(save(tmp_path / "a.npz", x=VALUES, y=target), tmp_path / "a.h5", **options)
     x, y, notes = everything(path)
     np.testing.assert_array_equal(x, VALUES)
     np.testing.assert_array_equal(y, target.reshape(50, -1))
@@ -62,7 +67,8 @@ def test_arrays_x_and_y(tmp_path, shape):
 
 def test_other_delimiter_quotes_and_byte_order_mark(tmp_path):
     (tmp_path / "a.csv").write_text('"a; b";c#\r\n"1.5";2\r\n-3e2;4\r\n', encoding="utf-8-sig", newline="")
-    x, y, notes = everything(convert(tmp_path / "a.csv", tmp_path / "a.h5", delimiter=";", test_fraction=0))
+    options = {"delimiter": ";", "test_fraction": 0, "task": "regression"}
+    x, y, notes = everything(convert(tmp_path / "a.csv", tmp_path / "a.h5", **options))
     assert x.tolist() == [[1.5], [-300.0]] and y.tolist() == [[2.0], [4.0]]
     assert notes["features"] == ["a; b"] and notes["targets"] == ["c#"]
 
@@ -122,14 +128,54 @@ def test_standardised_in_float64_before_it_is_rounded(tmp_path):
         ("a\n1\n", r"must have at least 1 sample of at least 2 columns; got shape \(1, 1\)."),
         ("a,b\n1,2\nnan,2\n", "must have finite numbers only; got nan in sample 1, column a, and 0 more. Fill"),
         ("a,b\n1,inf\nnan,2\n", "must have finite numbers only; got inf in sample 0, column b, and 1 more."),
+        (",a,b\n0,1,2\n", r"must have a name for each column; got none for column 0, .*index=False"),
+        ("Unnamed: 0,a,b\n0,1,2\n", "must have a name for each column; got none for column 0,"),
+        ("a,Unnamed: 0.1,\n0,1,2\n", "must have a name for each column; got none for column 1, 2,"),
+        ("1.5,2\n3,4\n", "must have one line of names above its numbers; got 1.5, 2 there. Add a line of names."),
         ("a,b\n1,1e39\n2,0\n", r"must have numbers within the range of float32; got 1e\+39."),
     ],
 )
 def test_bad_csv(tmp_path, text, match):
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(DataError, match=match):
-        convert(tmp_path / "a.csv", tmp_path / "a.h5", test_fraction=0)
+        convert(tmp_path / "a.csv", tmp_path / "a.h5", test_fraction=0, task="regression")
     assert not (tmp_path / "a.h5").exists()
+
+
+@pytest.mark.parametrize("used", [";", "\t", "|", " "])
+def test_another_delimiter_is_named_with_the_option(tmp_path, used):
+    (tmp_path / "a.csv").write_text(f"a{used}b{used}c\n1{used}2{used}3.5\n")
+    with pytest.raises(ConfigError, match="delimiter must be what separates the columns of .*; got ','") as error:
+        convert(tmp_path / "a.csv", tmp_path / "a.h5")
+    (flag,) = re.findall("Pass (.*)\\.", str(error.value))  # as a flag of the command line has it
+    path = convert(tmp_path / "a.csv", tmp_path / "a.h5", test_fraction=0, **load({}, None, [flag]))
+    assert everything(path)[1].tolist() == [[3.5]]
+
+
+def test_the_task_is_never_guessed(tmp_path):
+    """Whole numbers may be classes: as labels of any numbers, or for regression."""
+    labels = np.tile([7, -1, 3, 3, 3], 10)
+    table = np.column_stack([VALUES, labels])
+    np.save(tmp_path / "a.npy", table)
+    np.savetxt(tmp_path / "a.csv", table, fmt="%.17g", delimiter=",", header="a,b,c,d,kind", comments="")
+    for source in (tmp_path / "a.npy", tmp_path / "a.csv", save(tmp_path / "a.npz", x=VALUES, y=labels)):
+        with pytest.raises(ConfigError, match="task must be given where targets are whole numbers.* has 3 of them in "):
+            convert(source, tmp_path / "a.h5")
+        with HDF5Dataset(convert(source, tmp_path / "a.h5", task="classification", test_fraction=0)) as dataset:
+            x, y = dataset.batch(range(50))
+            assert (dataset.task, dataset.classes, y.dtype) == ("classification", ("-1", "3", "7"), torch.int64)
+            assert [dataset.classes[label] for label in y] == list(map(str, labels))
+            np.testing.assert_array_equal(x, VALUES.astype(np.float32))
+        _, y, _ = everything(convert(source, tmp_path / "a.h5", task="regression", test_fraction=0))
+        np.testing.assert_array_equal(y[:, 0], labels)
+
+
+@pytest.mark.parametrize("y", [VALUES[:, 0], np.ones((50, 2))])
+def test_classes_are_one_column_of_whole_numbers(tmp_path, y):
+    source = save(tmp_path / "a.npz", x=VALUES, y=y)
+    with pytest.raises(ConfigError, match="target must be one column of whole numbers for classification; got"):
+        convert(source, tmp_path / "a.h5", task="classification")
+    assert len(everything(convert(source, tmp_path / "a.h5"))[0]) == 40, "no classes: there is nothing to say"
 
 
 def test_csv_that_is_no_text(tmp_path):
@@ -192,12 +238,20 @@ def test_other_files(tmp_path):
         ({"target": ",".join(NAMES)}, "target must leave at least 1 column of .* as a feature"),
         ({"standardise": "yes"}, "standardise must be one of none, features, all; got 'yes'."),
         ({"dtype": "int8"}, "dtype must be one of float32, float64; got 'int8'."),
+        ({"task": "ranking"}, "task must be one of classification, regression; got 'ranking'."),
+        ({"delimiter": ""}, "delimiter must be one character, such as ',' or ';'; got ''."),
         ({"test_fraction": 1}, "test_fraction must be at least 0 and below 1; got 1."),
     ],
 )
 def test_bad_options(csv, tmp_path, options, match):
     with pytest.raises(ConfigError, match=match):
         convert(csv, tmp_path / "a.h5", **options)
+
+
+def test_labels_are_not_standardised(tmp_path):
+    source = save(tmp_path / "a.npz", x=VALUES, y=np.arange(50) % 2)
+    with pytest.raises(ConfigError, match="standardise must be none or features for classification.*; got all."):
+        convert(source, tmp_path / "a.h5", task="classification", standardise="all")
 
 
 def test_a_target_beside_arrays_x_and_y_is_refused(tmp_path):

@@ -49,6 +49,8 @@ def convert(
     separate = all((folder / name).is_dir() for name in ("train", "test"))
     classes = _class_names(folder / "train" if separate else folder)
     if separate:
+        if others := [path.name for path in _visible(folder) if path.is_dir() and path.name not in ("train", "test")]:
+            raise DataError(f"{folder} must have no folders beside train and test; got {', '.join(others)}. Move them.")
         parts = {name: _list_images(folder / name, classes) for name in ("train", "test")}
     else:
         everything = _list_images(folder, classes)
@@ -106,6 +108,8 @@ def _read(path: Path, mode: str, size: tuple[int, int]) -> np.ndarray:
     """Read one image as uint8 (channels, height, width)."""
     try:
         with Image.open(path) as image:
+            if image.mode[0] in "IF":
+                raise ValueError(f"it has mode {image.mode}, more than the 8 bits that are kept")
             upright = ImageOps.exif_transpose(image).convert(mode)
             pixels = np.asarray(upright.resize(size, Image.Resampling.BILINEAR))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # as Pillow's decoders raise

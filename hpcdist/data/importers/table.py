@@ -1,22 +1,28 @@
-"""A regression table: CSV with a header, or a NumPy array."""
+"""A table of numbers: CSV with a header, or NumPy arrays."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
 
+from hpcdist.data.format import TASKS
 from hpcdist.data.importers import draw_splits
 from hpcdist.data.writer import Split, create
-from hpcdist.errors import ConfigError, DataError
+from hpcdist.errors import ConfigError, DataError, HpcdistError
 from hpcdist.records import open_regular
 
 STANDARDISE = ("none", "features", "all")
 DTYPES = ("float32", "float64")
+NUMBER = re.compile(r"[-+]?\.?\d[\d.e+-]*", re.IGNORECASE)
+DELIMITERS = ",;\t|: "
+INDEX = re.compile(r"|Unnamed: [\d.]+")  # the name of pandas' index, and once it has been read and written again
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ def convert(
     destination: str | Path,
     *,
     target: str = "",
+    task: str = "",
     delimiter: str = ",",
     standardise: str = "none",
     dtype: str = "float32",
@@ -41,7 +48,7 @@ def convert(
     seed: int = 0,
     compression: str | None = None,
 ) -> Path:
-    """Write a table of numbers for regression: x (features,) and y (targets,), both of `dtype`.
+    """Write a table of numbers: x (features,) and y (targets,) of `dtype`; for classification y is an int64 label.
 
     Standardised columns are (value - mean) / deviation, computed in float64; the constants are those of the training
     samples alone and are stored as x_mean, x_std, y_mean and y_std. A constant column keeps deviation 1.
@@ -51,6 +58,8 @@ def convert(
             1, and so on; or a .npz file with one such array, or with two called x and y.
         destination: The file to write.
         target: The column or columns to predict, with commas between; by default the last one.
+        task: "regression" or "classification", to be said where there is one target of whole numbers, which may be
+            either; other targets are for regression. Classes are the numbers that are there, in ascending order.
         delimiter: Separator of the columns of a .csv file.
         standardise: "none", "features", or "all" for the targets as well.
         dtype: "float32" or "float64".
@@ -58,12 +67,18 @@ def convert(
         seed: Seed of the choice of test samples.
         compression: None, "gzip" or "lzf".
     """
-    for name, value, choices in (("standardise", standardise, STANDARDISE), ("dtype", dtype, DTYPES)):
+    given = {"standardise": (standardise, STANDARDISE), "dtype": (dtype, DTYPES), "task": (task or TASKS[0], TASKS)}
+    for name, (value, choices) in given.items():
         if value not in choices:
             raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}.")
+    if len(delimiter) != 1:
+        raise ConfigError(f"delimiter must be one character, such as ',' or ';'; got {delimiter!r}.")
     path = Path(source)
     table = _read(path, target, delimiter)
-    splits = draw_splits(len(table.x), test_fraction, seed)
+    classes, labels = _classes(path, table, task)
+    if classes and standardise == "all":
+        raise ConfigError("standardise must be none or features for classification, whose targets are labels; got all.")
+    splits = draw_splits(len(table.x), test_fraction, seed, labels)
     notes: dict = {"features": table.features, "targets": table.targets, "test_fraction": test_fraction, "seed": seed}
     columns = {"x": table.x, "y": table.y}
     for name in {"none": "", "features": "x", "all": "xy"}[standardise]:
@@ -73,14 +88,33 @@ def convert(
         columns[name] = (values - mean) / std
         notes |= {f"{name}_mean": mean, f"{name}_std": std}
     x, y = (_cast(path, values, dtype) for values in columns.values())
+    y = y if labels is None else labels
     return create(
         destination,
         {name: Split.of(x[own], y[own]) for name, own in splits.items()},
-        task="regression",
+        task="classification" if classes else "regression",
         source=f"table {path.name}",
+        classes=classes,
         notes=notes,
         compression=compression,
     )
+
+
+def _classes(path: Path, table: Table, task: str) -> tuple[list[str], np.ndarray | None]:
+    """Return the classes' names and each sample's label; nothing for regression."""
+    whole = table.y.shape[1] == 1 and (table.y == np.round(table.y)).all()
+    if whole and not task:
+        raise ConfigError(
+            f"task must be given where targets are whole numbers, classes or not; got none, and {path} has "
+            f"{len(np.unique(table.y))} of them in {table.targets[0]}. Say task=classification, or task=regression."
+        )
+    if task != "classification":
+        return [], None
+    if not whole:
+        got = ", ".join(table.targets)
+        raise ConfigError(f"target must be one column of whole numbers for classification; got {got} of {path}.")
+    numbers, labels = np.unique(table.y[:, 0], return_inverse=True)
+    return [f"{number:.0f}" for number in numbers], labels.astype(np.int64)
 
 
 def _read(path: Path, target: str, delimiter: str) -> Table:
@@ -109,8 +143,11 @@ def _read_csv(path: Path, delimiter: str) -> tuple[list[str], np.ndarray]:
         with io.TextIOWrapper(open_regular(path), "utf-8-sig", newline="") as file:
             names = [name.strip() for name in next(csv.reader(file, delimiter=delimiter), [])]
             lines = file.readlines()
+        _check_header(path, names, delimiter)
         values = np.loadtxt(lines or ["0"], delimiter=delimiter, quotechar='"', comments=None, ndmin=2)
     except (ValueError, TypeError) as error:
+        if isinstance(error, HpcdistError):
+            raise
         raise DataError(f"{path} must have numbers only, below one line of names ({error}).") from error
     if not lines or values.shape[1] != len(names) or len(set(names)) != len(names):
         raise DataError(
@@ -118,6 +155,23 @@ def _read_csv(path: Path, delimiter: str) -> tuple[list[str], np.ndarray]:
             f"got {len(lines)} samples of {values.shape[1]} columns, named {', '.join(names)}."
         )
     return names, values
+
+
+def _check_header(path: Path, names: list[str], delimiter: str) -> None:
+    if len(names) == 1 and (other := max(DELIMITERS, key=names[0].count)) in names[0]:
+        raise ConfigError(
+            f"delimiter must be what separates the columns of {path}; got {delimiter!r}, and its first line has "
+            f"{names[0].count(other)} of {other!r}. Pass delimiter={json.dumps(other)}."
+        )
+    if unnamed := [str(i) for i, name in enumerate(names) if INDEX.fullmatch(name)]:
+        raise DataError(
+            f"{path} must have a name for each column; got none for column {', '.join(unnamed)}, as pandas writes its "
+            "index, which would be a feature. Write it by to_csv(index=False), or name the column."
+        )
+    if names != [str(i) for i in range(len(names))] and names and all(map(NUMBER.fullmatch, names)):
+        raise DataError(
+            f"{path} must have one line of names above its numbers; got {', '.join(names)} there. Add a line of names."
+        )
 
 
 def _read_numpy(path: Path) -> dict[str, np.ndarray]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
+import traceback
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import Any
 from hpcdist.errors import ConfigError, suggestion
 
 _neighbours: dict[str, tuple[ModuleType, Path]] = {}  # imported neighbours by name, each with its folder
-_loaded: dict[Path, tuple[tuple[int, int], ModuleType]] = {}  # by file: its time of change and length, its module
+_loaded: dict[Path, tuple[tuple[int, int], ModuleType, int]] = {}  # by file: its `_version`, its module, its checksum
 
 
 @contextmanager
@@ -76,16 +79,59 @@ def load_file(path: Path) -> ModuleType:
         raise ConfigError(f"a Python file must have a name that ends in .py; got {path}. Rename it.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look for it there
-    with neighbours(path):
-        try:
-            spec.loader.exec_module(module)
-        except SystemExit as exit:
-            raise ConfigError(
-                f"{path} must not end the process while it is imported; got sys.exit({exit.code!r}). Put what only "
-                'a script does under `if __name__ == "__main__":`.'
-            ) from None
-    _loaded[path.resolve()] = _version(path), module
+    version, checksum = _version(path), _checksum(path)
+    advice = 'Put what only a script does under `if __name__ == "__main__":`.'
+    with neighbours(path), not_ending(path, "while it is imported", advice):
+        spec.loader.exec_module(module)
+    _loaded[path.resolve()] = version, module, checksum
     return module
+
+
+@contextmanager
+def not_ending(path: Path, when: str, advice: str) -> Iterator[None]:
+    """Run code of the file `path`, which must not end the process: with the status 0 all would seem to be done.
+
+    Raises:
+        ConfigError: it has called sys.exit, or raised Exit of typer or click.
+    """
+    try:
+        yield
+    except (SystemExit, RuntimeError) as exit:
+        if isinstance(exit, RuntimeError) and type(exit).__name__ != "Exit":
+            raise
+        status, place = (
+            getattr(exit, "exit_code", getattr(exit, "code", 0)),
+            traceback.extract_tb(exit.__traceback__)[-1],
+        )
+        got = f"sys.exit({status!r}) at {place.filename}:{place.lineno}"
+        raise ConfigError(f"{path} must not end the process {when}; got {got}. {advice}") from None
+
+
+def loaded_files() -> dict[str, list[int]]:
+    """Return checksums of the user's files that were loaded by their paths, or imported from beside these, by name.
+
+    Not by path: nodes may have them in different folders.
+    """
+    found = {path: checksum for path, (_, _, checksum) in _loaded.items()}
+    beside = [Path(module.__file__) for module, _ in _neighbours.values() if module.__file__]
+    found |= {path: _checksum(path) for path in beside}
+    names = sorted({path.name for path in found})
+    return {name: sorted(checksum for path, checksum in found.items() if path.name == name) for name in names}
+
+
+def _checksum(path: str | Path, before: int = 0) -> int:
+    with open(path, "rb", buffering=0) as file:
+        return zlib.crc32(file.read(), before)
+
+
+def package_checksum() -> int:
+    """Return a checksum of this package's source files: an edited copy has the same version. It takes 5 ms."""
+    found = 0
+    for folder, inner, names in os.walk(Path(__file__).parents[1]):
+        inner.sort()
+        for name in sorted(name for name in names if name.endswith(".py")):
+            found = _checksum(os.path.join(folder, name), found)
+    return found
 
 
 def load_module(path: Path) -> ModuleType:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.pieces import sum_and_norm
+from hpcdist.data.hdf5 import HDF5Dataset
 from hpcdist.model.hyperparameters import unequal_steps
 from hpcdist.records.digest import tensor_bytes
 from hpcdist.session import rules
@@ -262,7 +263,7 @@ def require_same_loader(group: Communicator, settings: Mapping[str, Any], datase
     mine: dict[str, Any] = {name: str(value) for name, value in settings.items()}
     if hasattr(dataset, "__len__"):
         mine |= {"the data set's length": len(dataset)}
-    mine |= _described(dataset)
+    mine |= marks(dataset)
     found = group.failures.retry_on_failure(partial(group.gather, mine))
     first, numbers = group.failures.living[0], group.trace.world_ranks
     for rank in group.failures.living:
@@ -273,17 +274,26 @@ def require_same_loader(group: Communicator, settings: Mapping[str, Any], datase
                 raise rules.error("workers read different data", first=one, rank=other, **facts)
 
 
+def changed_marks(dataset: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Say in which marks a data set differs from that of a checkpoint."""
+    pairs = ((name, own, saved.get(name, own)) for name, own in marks(dataset).items())
+    return [f"{name} is {own} here, and {old} in the checkpoint" for name, own, old in pairs if not _alike(own, old)]
+
+
 def _alike(one: Any, other: Any) -> bool:
     """Tell whether two values are equal; numbers that have been computed, but for rounding."""
     computed = isinstance(one, float) and isinstance(other, float)
     return str(one) == str(other) or (computed and math.isclose(one, other, rel_tol=1e-3))
 
 
-def _described(dataset: Any, path: str = "loader.dataset", holders: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Describe what a data set has for each of its samples, such as indices, and what the data sets inside of it have.
+def marks(dataset: Any, path: str = "loader.dataset", holders: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Return what a data set has for each of its samples, such as indices, and what the data sets inside of it have.
 
-    Sample i must be the same one on all workers. Samples are not read: that may open files too early, or draw numbers.
+    Ranks compare it, and a loop that goes on compares it with its checkpoint's. Sample i must be the same one on all
+    workers. Samples are not read: that may open files too early, or draw numbers.
     """
+    if isinstance(dataset, HDF5Dataset):
+        return {f"the checksum of {path}": dataset.checksum}
     found: dict[str, Any] = {}
     for name, value in getattr(dataset, "__dict__", {}).items():
         parts = {f"{path}.{name}": value}
@@ -294,7 +304,7 @@ def _described(dataset: Any, path: str = "loader.dataset", holders: tuple[int, .
             if mark is not None:
                 found[f"{mark[0]} of {label}"] = mark[1]
             elif hasattr(part, "__getitem__") and hasattr(part, "__dict__") and id(part) not in holders:
-                found |= _described(part, label, (*holders, id(dataset)))
+                found |= marks(part, label, (*holders, id(dataset)))
     return found
 
 

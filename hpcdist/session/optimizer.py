@@ -36,7 +36,7 @@ from hpcdist.session.loader.period import counts_of, relative
 from hpcdist.session.methods import guarded_methods
 from hpcdist.session.pipeline import check_optimizer, require_in_stages, share_tied
 from hpcdist.session.sync_batch_norm import synchronise_batch_norms
-from hpcdist.session.world import current, require_equal
+from hpcdist.session.world import current, require_equal, require_same_files
 from hpcdist.strategies import Strategy
 
 Loss = Literal["mean", "sum"]
@@ -341,7 +341,7 @@ def DistributedOptimizer(
     Raises:
         ConfigError: an option is unknown or out of range, or does not suit an optimiser that must be given a closure:
             its strategy must support closures, as allreduce does, without clipping and without leaving out steps.
-        MismatchError: ranks differ in strategy, options, optimiser or model.
+        MismatchError: ranks differ in strategy, options, optimiser or model, or in a plug-in's file.
     """
     session = current()
     require_own_names(options)
@@ -364,6 +364,7 @@ def DistributedOptimizer(
     more: dict[str, Any] = {"identical_batches": identical_batches, "buffers": buffers}
     settings = mine | more | {"clip_norm": clip_norm} | ({"groups": groups} if stages == 1 else {})
     require_equal(session.comm, settings, "strategy and optimiser")
+    require_same_files(session.comm)  # a strategy in a file, its compressor
     require_same_state(optimizer, outer, cls)
     if stages > 1:  # of which each may have groups of its own
         ranks_of_stage = range(session.comm.rank % stages, session.comm.size, stages)
@@ -385,6 +386,7 @@ def DistributedOptimizer(
     vars(optimizer).pop("step", None)  # a learning-rate schedule puts its own there, which would pass by ours
     stages_agree = model.agreement if isinstance(model, PartOfModel) else None
     made = cls(config, outer.split(0), flat, optimizer=optimizer, clip_norm=clip_norm, loss=loss, stages=stages_agree)
+    require_same_files(session.comm)  # also what it has loaded by now: a topology
     made.before_step = lambda: _require_allowed(made)
     made.gradients.checksums = [] if peers.size > 1 and identical_batches == "warn" else None
     flat.mark()

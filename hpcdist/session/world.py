@@ -24,6 +24,7 @@ from hpcdist.comm.launch import FINALIZE_ALONE, check_world, contradiction, tole
 from hpcdist.comm.mpi import library, start
 from hpcdist.comm.traced import begin_timeline, end_timeline
 from hpcdist.config import differences
+from hpcdist.config.files import loaded_files, package_checksum
 from hpcdist.errors import CommunicationError, ConfigError, MismatchError, WorldError
 from hpcdist.faults import excepthook
 from hpcdist.parallel.grid import Grid
@@ -128,8 +129,8 @@ def init(
     Raises:
         ConfigError: gpu_aware_mpi without a CUDA device, or where MPI was built without CUDA.
         WorldError: the launcher started more ranks than MPI found, or more than one where there is no MPI.
-        MismatchError: ranks run different versions of hpcdist, torch or Python, have other plug-ins, or differ in
-            gpu_aware_mpi.
+        MismatchError: ranks run different versions of hpcdist (other source files, with the same number, included),
+            torch or Python, have other plug-ins, or differ in gpu_aware_mpi.
     """
     log.set_up()
     if comm is not None:
@@ -177,6 +178,7 @@ def _join_world(
             versions: dict[str, Any] = {"hpcdist": __version__, "torch": torch.__version__, "mpi": comm.trace.library}
             versions["python"] = ".".join(platform.python_version_tuple()[:2])
             versions["plug-ins"] = registry.installed()
+            versions["hpcdist's source files"] = package_checksum()
             introduces = torch_distributed and dist.is_available() and not dist.is_initialized()
             settings = {"gpu_aware_mpi": gpu_aware_mpi, "torch_distributed": introduces}
             require_equal(comm, versions | settings, "versions and settings")
@@ -300,3 +302,14 @@ def require_equal(comm: Communicator, mine: Mapping[str, Any], what: str, ranks:
                 f"{what} must be the same on every rank; rank {other} differs from rank {numbers[0]}: "
                 f"{'; '.join(differences(of_ranks[0], theirs))}. Start every rank from the same files and options."
             )
+
+
+def require_same_files(comm: Communicator) -> None:
+    """Collective. Check the user's files (jobs, plug-ins): those that all ranks have loaded must be the same.
+
+    Raises:
+        MismatchError: one differs, as where a node has an old copy.
+    """
+    mine = loaded_files()
+    common = set.intersection(*map(set, comm.gather(list(mine))))
+    require_equal(comm, {name: mine[name] for name in common}, "files of jobs and plug-ins")

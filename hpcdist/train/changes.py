@@ -28,14 +28,14 @@ class Configured(Protocol):
     def strategy_options(self) -> dict[str, Any]: ...
 
     @property
-    def data_source(self) -> str: ...
+    def data(self) -> dict[str, Any]: ...
 
 
 def all_settings(trainer: Configured) -> dict[str, Any]:
     """Return every setting of a run in types that JSON has, with the defaults of torch, the strategy and the model."""
     config = trainer.config
     values = config.model_dump()
-    values["data"]["source"] = trainer.data_source
+    values["data"] |= trainer.data
     values["strategy"] = {"name": config.strategy.name, **trainer.strategy_options}
     values["optimizer"] = _resolved(optimizers()[config.optimizer.name], values["optimizer"])
     if config.schedule.name is not None:

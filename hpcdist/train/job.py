@@ -18,6 +18,7 @@ from hpcdist.data.hdf5 import COLUMNS, HDF5Dataset
 from hpcdist.data.labels import counts, dirichlet, labels_of
 from hpcdist.errors import NO_SPACE, ConfigError, OutputError, suggestion
 from hpcdist.records import writing
+from hpcdist.session.world import require_equal
 
 NEAR = 0.8  # difflib's ratio of two names of files, from which one is a slip
 
@@ -104,13 +105,23 @@ def open_data(
 
     Args:
         columns: x, y or both, as this rank reads them.
+
+    Raises:
+        MismatchError: some rank's file has other samples, as where a node has an old copy.
     """
     path = Path(str(config.data.path))
     if comm.rank == 0:
         make_data(job, path)
     comm.barrier()
     given: dict[str, Any] = {"mpi_comm": mpi_of(comm) if config.data.parallel else None, "columns": columns}
-    return HDF5Dataset(path, "train", **given), HDF5Dataset(path, "test", **given)
+    train, test = HDF5Dataset(path, "train", **given), HDF5Dataset(path, "test", **given)
+    require_equal(comm, described(train, test), "the data file's content")
+    return train, test
+
+
+def described(train: HDF5Dataset, test: HDF5Dataset) -> dict[str, Any]:
+    """Return what tells a job's data from others, wherever their file lies; among a run's settings, under `data`."""
+    return {"source": train.source, "checksums": {"train": train.checksum, "test": test.checksum}}
 
 
 def _without_digits(name: str) -> str:

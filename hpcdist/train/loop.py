@@ -26,7 +26,7 @@ from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.train import resume
 from hpcdist.train.curves import Curves
 from hpcdist.train.evaluate import IterateAverage, evaluate
-from hpcdist.train.job import Job, open_data, own_samples
+from hpcdist.train.job import Job, described, open_data, own_samples
 from hpcdist.train.log import Progress, RunLog
 from hpcdist.train.milestones import Milestones
 from hpcdist.train.numerics import Precision, count_skipped, require_finite
@@ -73,7 +73,8 @@ class Trainer:
             gpu_aware_mpi=config.gpu_aware_mpi,
             internode=config.internode,
         )
-        require_equal(comm, config.model_dump(exclude={"output", "data"}), "configuration")
+        # A node may have its data in a folder of its own: their content is compared.
+        require_equal(comm, config.model_dump(exclude={"output": True, "data": {"path"}}), "configuration")
         self.checkpoints = Path(config.checkpoint.folder or output / "checkpoints")
         self.position = Position()
         self.device = own_device(session.local_rank())
@@ -187,9 +188,9 @@ class Trainer:
             self.log.close()
 
     @property
-    def data_source(self) -> str:
-        """The source of the data, as their file tells it."""
-        return self._train.source
+    def data(self) -> dict[str, Any]:
+        """What tells the data from others."""
+        return described(self._train, self._test)
 
     @property
     def _leaves(self) -> bool:

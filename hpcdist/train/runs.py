@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from hpcdist import checkpoint, strategies
 from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.comm.traced import begin_timeline, end_timeline
 from hpcdist.config import JobConfig, describe_changes, load
-from hpcdist.config.files import git_commit, imported_beside, neighbours
+from hpcdist.config.files import git_commit, imported_beside, neighbours, not_ending
 from hpcdist.config.merge import Changes
 from hpcdist.config.optimizer import with_functions_of
 from hpcdist.errors import ConfigError, suggestion
@@ -46,6 +46,7 @@ from hpcdist.records import (
 )
 from hpcdist.records.timeline import unused
 from hpcdist.registry import label
+from hpcdist.session.world import require_same_files
 from hpcdist.train import loggers
 from hpcdist.train.changes import all_settings, changes_since
 from hpcdist.train.interruption import Interruption
@@ -96,13 +97,15 @@ def train(
 
     Raises:
         ConfigError: a setting breaks its rule, the folder holds another run, or another process works in it; a resumed
-            run would train with other settings than its checkpoint's.
+            run would train with other settings than its checkpoint's, or on other data; the job's code calls sys.exit.
+        MismatchError: ranks have other files of the job, other data, or other settings.
     """
     if allow_changes and not resume:
         raise ConfigError("--resume must be given with --allow-changes; got none. It goes on with a run that is there.")
-    with ExitStack() as until_the_end:
+    with _staying(job_path), ExitStack() as until_the_end:
         until_the_end.enter_context(neighbours(job_path))  # the job's functions may import them later
         job, config = comm.together(lambda: specify(job_path, toml_path, overrides))
+        require_same_files(comm)
         folder = cast(Path, _decided(comm, lambda: _choose(job_path, config, comm.size, output, resume, until_the_end)))
         if timeline:
             path = _decided(comm, lambda: unused(folder / merged_timeline.FILE_NAME))
@@ -120,7 +123,7 @@ def train(
             trainer.leaving.heard = interruption.heard
         try:
             summary = trainer.run(newest and newest[0])
-        except (Exception, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
             with suppress(OSError):
                 _end(comm, folder, *_outcome(error))
                 if comm.trace.timeline is not None:
@@ -134,6 +137,11 @@ def train(
             interruption.left(trainer.position.step, str(reason))
         trainer.close()
     return folder, summary
+
+
+def _staying(job_path: Path) -> AbstractContextManager[None]:
+    advice = "Raise an exception to fail. A run ends early by stop.patience, epochs or budget."
+    return not_ending(job_path, "while its run is under way", advice)
 
 
 def _end(comm: Communicator, folder: Path, outcome: Outcome, reason: str | None) -> None:
@@ -175,7 +183,8 @@ def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) ->
     Standing(job, config)
     _check_model(job, config)
     if not config.parallel.whole:
-        _check_stages(job, config)
+        with _staying(job_path):  # it makes the model's layers
+            _check_stages(job, config)
     return job, config
 
 

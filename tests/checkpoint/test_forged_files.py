@@ -12,10 +12,11 @@ import socket
 import struct
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import hpcdist as hd
 from hpcdist import checkpoint
@@ -23,6 +24,7 @@ from hpcdist.checkpoint import Slice, SlicePlace
 from hpcdist.checkpoint.slices import cut, join
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import load as load_settings
+from hpcdist.data import HDF5Dataset, Split, create
 from hpcdist.data.format import open_file
 from hpcdist.errors import CheckpointError, ConfigError, DataError, HpcdistError
 from hpcdist.records import Evaluation, append_evaluation, load_run, load_summary, read_evaluations, read_records
@@ -467,6 +469,29 @@ def test_other_data_is_told(caplog):
 
     run_virtual(body, 1)
     assert "data has 6 samples here, and 8 in the checkpoint: this run's go on." in caplog.text
+
+
+def test_other_data_of_as_many_samples_are_told(caplog, tmp_path):
+    """By the checksum of their file, or what they have for each sample; a file may lie elsewhere."""
+    x, y = np.arange(8.0)[:, np.newaxis], np.zeros(8)
+    for folder, values in (("a", x), ("b", x), ("c", x[::-1])):
+        create(tmp_path / folder / "it.h5", {"train": Split.of(values, y)}, task="regression")
+    a, b, c = (HDF5Dataset(tmp_path / folder / "it.h5") for folder in "abc")
+    first, second = (TensorDataset(torch.from_numpy(values.copy())) for values in (x, x[::-1]))
+
+    def told(saved, own):
+        def body(comm):
+            hd.init(comm=comm)
+            caplog.clear()
+            hd.shard(DataLoader(own)).load_state_dict(hd.shard(DataLoader(saved)).state_dict())
+            return caplog.text
+
+        return run_virtual(body, 1)[0]
+
+    subsets = [Subset(each, list(range(1, 8))) for each in (a, b, c)]
+    for saved, same, other in ((a, b, c), subsets, (first, first, second)):
+        assert not told(saved, same)
+        assert "in the checkpoint: this run's data go on." in told(saved, other)
 
 
 def test_another_strategy_goes_on_from_the_parameters_and_the_optimizer_s_state(saved, caplog):

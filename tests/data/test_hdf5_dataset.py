@@ -10,13 +10,13 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from hdf5_layouts import MAPPED, READ, N, contiguous, gzip, sample_data, scattered, write_layout
+from hdf5_layouts import MAPPED, READ, N, contiguous, gzip, hole, sample_data, scattered, write_layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from harness.cases import each
-from hpcdist.data import EpochPlan, HDF5Dataset, ShardedBatchSampler, Split, create
+from hpcdist.data import EpochPlan, HDF5Dataset, ShardedBatchSampler, Split, create, hdf5
 from hpcdist.data.format import DTYPES, chunk_offsets
 from hpcdist.errors import ConfigError
 
@@ -57,6 +57,30 @@ def test_batch_equals_numpys_fancy_indexing(files, how, indices):
     path, x, y = files[how]
     with HDF5Dataset(path) as dataset:
         assert_equals(dataset.batch(indices), x[np.array(indices, int)], y[np.array(indices, int)])
+
+
+def test_a_checksum_is_that_of_the_samples_in_whatever_file(files):
+    paths = [path for how, (path, *_) in files.items() if how is not hole]  # some of whose samples are 0
+    assert len({HDF5Dataset(path, memory_map=mapped).checksum for path in paths for mapped in (True, False)}) == 1
+
+
+@pytest.mark.parametrize("checked", [hdf5.CHECKED_BYTES, 200, 1])
+def test_a_checksum_tells_other_samples(tmp_path, monkeypatch, checked):
+    """Whole columns, stretches of them, or two samples."""
+    monkeypatch.setattr(hdf5, "CHECKED_BYTES", checked)
+    x, y = sample_data("uint8", (1, 4, 4))
+
+    def checksum(x, y, **options):
+        options = {"task": "classification", "classes": CLASSES} | options
+        return HDF5Dataset(create(tmp_path / "a.h5", {"train": Split.of(x, y)}, **options)).checksum
+
+    last, label = x.copy(), y.copy()
+    last[-1, 0, 3, 3] += 1
+    label[0] = (label[0] + 1) % 7
+    others = [(last, y), (x, label), (x[::-1], y), (x[:-1], y[:-1]), (x.reshape(-1, 16), y), (x.view(np.int8), y)]
+    found = [checksum(*each) for each in ((x, y), *others)]
+    found += [checksum(x, y, scale=0.5), checksum(x, y, classes=[*CLASSES, "8"])]
+    assert len(set(found)) == len(found) and checksum(x, y, compression="gzip") == found[0]
 
 
 @EVERY_LAYOUT

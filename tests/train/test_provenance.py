@@ -11,11 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
 
 import hpcdist
+from harness.launch import IMPORTS, find_mpirun, launch
+from hpcdist.comm.launch import unlaunched
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import differing
 from hpcdist.errors import CheckpointError, ConfigError, DataError
@@ -256,3 +259,84 @@ def test_damaged_files_are_refused(tmp_path):
     run_of.write_text('{"step":1}\n')
     with pytest.raises(DataError, match='evaluations.jsonl:1 must be an evaluation; got b\'{"step":1}'):
         read_evaluations(".")
+
+
+def test_a_run_goes_on_with_its_data_wherever_they_lie_and_with_no_others():
+    """Of the same shape: a label has been corrected."""
+    train("epochs=1", "checkpoint.every_steps=10")
+    checksums = load_run("run").settings["data"]["checksums"]
+    Path("digits.h5").rename("moved.h5")
+    train("epochs=2", "data.path=moved.h5", resume=True)
+    with h5py.File("moved.h5", "r+") as file:
+        file["train/y"][70] = (file["train/y"][70] + 1) % 10
+    with pytest.raises(ConfigError, match=rf"must be those of .*; got data.checksums.train {checksums['train']} → "):
+        train("epochs=3", "data.path=moved.h5", resume=True)
+    train("epochs=3", "data.path=moved.h5", resume=True, allow_changes=True)
+    found = load_run("run").last
+    assert found.changed.keys() == {"data.checksums.train"}
+    assert found.settings["data"]["checksums"]["test"] == checksums["test"]
+
+
+ENDS = """
+import itertools, os, sys
+from train import tiny
+from dataclasses import replace
+import typer
+steps = itertools.count(1)
+def stop():
+    HOW
+def loss(outputs, targets):
+    if next(steps) == 9:
+        stop()
+    return tiny.job.loss(outputs, targets)
+job = replace(tiny.job, PART)
+"""
+
+
+@pytest.mark.parametrize(
+    ("part", "how", "got"),
+    [
+        ("loss=loss", "sys.exit(0)", r"sys.exit\(0\) at .*it.py:8"),
+        ("loss=loss", "exit()", r"sys.exit\(None\) at "),
+        ("loss=loss", "raise typer.Exit", r"sys.exit\(0\) at .*it.py:8"),
+        ("model=lambda: stop()", "sys.exit('enough')", r"sys.exit\('enough'\) at .*it.py:8"),
+        ("data=lambda path: stop()", "sys.exit(3)", r"sys.exit\(3\) at .*it.py:8"),
+    ],
+)
+def test_a_jobs_code_that_ends_the_process_fails(part, how, got):
+    Path("jobs/it.py").write_text(ENDS.replace("PART", part).replace("HOW", how))
+    with pytest.raises(ConfigError, match=f"it.py must not end the process while its run is under way; got {got}"):
+        train()
+    if part == "loss=loss":
+        assert load_run("run").outcome == "failed" and not Path("run/summary.json").exists()
+
+
+def test_what_is_no_end_of_the_process_is_raised_as_it_is():
+    Path("jobs/it.py").write_text(ENDS.replace("PART", "loss=loss").replace("HOW", "raise RuntimeError('its own')"))
+    with pytest.raises(RuntimeError, match="its own"):
+        train()
+
+
+@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun beside this Python or on PATH")
+@pytest.mark.parametrize("where", ["rank == '1'", "True"], ids=["one rank", "all"])
+@pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)"])
+def test_ranks_that_end_with_status_0_end_the_job_with_another(how, where):
+    rank = "rank = os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK'))"
+    how = f"{rank}\n    if {where}: {how}"
+    Path("jobs/it.py").write_text(ENDS.replace("PART", "loss=loss").replace("HOW", how))
+    words = ["-m", "hpcdist", "train", "jobs/it.py", "--set", "data.path=digits.h5", "--output", "run"]
+    job = launch(2, words, env=IMPORTS)
+    assert job.returncode != 0 and not Path("run/summary.json").exists(), job.stderr
+    if "sys" in how:
+        assert job.stderr.count("must not end the process while its run is under way; got sys.exit(0)") == 1, job.stderr
+
+
+def test_one_rank_that_vanishes_is_listed_as_dead():
+    """`os._exit(0)` leaves no one who could say so, or have another status."""
+    Path("jobs/it.py").write_text(ENDS.replace("PART", "loss=loss").replace("HOW", "os._exit(0)"))
+    words = ["train", "jobs/it.py", "--set", "data.path=digits.h5", "--output", "run"]
+    environment = unlaunched(os.environ) | IMPORTS
+    subprocess.run([sys.executable, "-m", "hpcdist", *words], env=environment, check=True)
+    for file in Path("run").iterdir():
+        os.utime(file, (0, 0))  # nothing has been written for a while
+    assert Run("run").state == "dead" and not Path("run/summary.json").exists()

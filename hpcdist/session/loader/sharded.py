@@ -20,7 +20,7 @@ from hpcdist.data.sharding import EpochPlan
 from hpcdist.model.passes import Passes
 from hpcdist.session import rules
 from hpcdist.session.consensus import consensus_of
-from hpcdist.session.consistency import begin_epoch, require_same_loader
+from hpcdist.session.consistency import begin_epoch, changed_marks, marks, require_same_loader
 from hpcdist.session.loader.batches import counted_as, same_everywhere, samples_in
 from hpcdist.session.loader.epoch import Epoch, Others
 from hpcdist.session.loader.period import Weighed, counts_of, joint_batch, period, relative
@@ -401,23 +401,26 @@ class ShardedLoader:
             yield from self._iterate(self._sharded, worker)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch, in samples of all ranks, for a loop that is resumed on any number of them.
 
         An epoch that was left early, by `break`, goes on there once it is loaded; a further iteration without loading
-        begins the next one.
+        begins the next one. Marks of the data set are in it, too: a loop that is resumed on other data says so.
         """
-        return {"epoch": self._epoch, "consumed": self._done, "samples": self._samples()}
+        data = marks(self._loader.dataset) if self._samples() else {}
+        return {"epoch": self._epoch, "consumed": self._done, "samples": self._samples(), "data": data}
 
     def _samples(self) -> int:
         """Return the number of samples that are dealt out in an epoch; 0 where nobody knows it."""
         return len(self._order) if self._split and not self._iterable else 0
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a position, for the next iteration to go on from; from an epoch's end with the next epoch."""
         own = self._samples()
         if state.get("samples", own) != own:
             _log.warning("data has %d samples here, and %d in the checkpoint: this run's go on.", own, state["samples"])
+        for change in changed_marks(self._loader.dataset, state.get("data", {})) if own else ():
+            _log.warning("%s: this run's data go on.", change)
         whole = state["consumed"] < own
         self._epoch, self._start = (state["epoch"] - 1, state["consumed"]) if whole else (state["epoch"], 0)
 

@@ -27,7 +27,7 @@ from hpcdist.tools import console
 from hpcdist.train import runs
 from hpcdist.train.curves import Curves
 from hpcdist.train.evaluate import evaluate_replica
-from hpcdist.train.job import Job, open_data, own_samples
+from hpcdist.train.job import Job, described, open_data, own_samples
 from hpcdist.train.log import Progress, RunLog
 from hpcdist.train.loop import own_device
 from hpcdist.train.milestones import Milestones
@@ -117,7 +117,7 @@ class BaselineTrainer:
         self._taken = 0  # steps
         self.device, self.position = own_device(session.local_rank()), Position()
         self._train, self._test = open_data(job, config, comm)
-        self.data_source = self._train.source
+        self.data = described(self._train, self._test)
         self._library = library(comm, self.device)
         self._make_model()
         parts, self.labels = own_samples(config, self._train, comm.size)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from hpcdist import compress, strategies
+from hpcdist.comm.virtual import run_virtual
 from hpcdist.tools.bench import compress as coding
 from hpcdist.tools.bench import train as training
 
 pytestmark = pytest.mark.computes
+MODEL = training.MODELS["mlp_100k"]
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +47,37 @@ def test_it_has_a_row_for_each_side(ranks, bench):
         assert rows["small/copy"]["overhead_copies"] is None
         each = rows["small/allreduce"]
         assert each["overhead_copies"] == pytest.approx(each["overhead_s"] / rows["small/copy"]["median_s"])
+
+
+def test_values_stay_finite_with_every_strategy(monkeypatch):
+    trained, make = [], training.perceptron
+    monkeypatch.setattr(training, "MODELS", {"mlp_100k": MODEL})
+    monkeypatch.setattr(training, "perceptron", lambda widths: (trained.append(make(widths)), trained[-1])[1])
+    ways = [*training.gossip_ways(2), *training.COMPRESSED_WAYS]
+    rows = run_virtual(lambda comm: training.time_steps(comm, "mlp_100k", ways, rounds=1, steps=training.PERIOD), 2)[0]
+    assert len(rows) == len(ways) and len(trained) == 2 * len(ways)
+    assert all(bool(own.isfinite().all()) for net in trained for own in net.parameters())
+
+
+def test_what_is_slow_takes_fewer_steps_in_fewer_rounds_and_whole_periods(monkeypatch):
+    monkeypatch.setattr(training, "SPAN_S", 1e-9)  # every step takes longer
+    periodic = training.Way("local_sgd", "local_sgd", {"period": 4})
+    taken = {}
+
+    def of_way(comm, name, *given):
+        side = make(comm, name, *given)
+
+        def run(steps):
+            taken.setdefault((name, comm.rank), []).append(steps)
+            return side.run(steps)
+
+        return replace(side, run=run)
+
+    make = training._side
+    monkeypatch.setattr(training, "_side", of_way)
+    run_virtual(lambda comm: training.time_steps(comm, "small", [training.ALONE, periodic], rounds=5, steps=4), 2)
+    assert taken["small/alone", 0] == [1, 1, 1] + [1] * training.FEW
+    assert taken["small/local_sgd", 0] == [1, 1, 1] + [4] * training.FEW
 
 
 def test_every_decentralised_strategy_and_compressor_is_measured():

@@ -28,6 +28,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 
 Row = dict[str, Any]
+Counts = Mapping[str, int] | int  # of each side by its name, or of all alike
 Run = Callable[[int], float | Mapping[str, float]]
 Meet = Callable[[Communicator], object]
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -135,14 +136,14 @@ def finish(like: Tensor) -> None:
 def measure(
     comm: Communicator,
     sides: Sequence[Side],
-    rounds: int,
-    steps: Mapping[str, int] | int = 1,
+    rounds: Counts,
+    steps: Counts = 1,
     meet: Meet = Communicator.barrier,
 ) -> list[Row]:
     """Collective. Time all sides in every round, in another order each time, and close them.
 
     Args:
-        rounds: how often each side is timed; the median counts, of the slowest rank.
+        rounds: how often each side is timed, or each by its name; the median counts, of the slowest rank.
         steps: how many of them one timing covers, of all sides or by a side's name.
         meet: lets the ranks begin together.
 
@@ -160,7 +161,7 @@ def measure(
 
 
 def warm_up(
-    comm: Communicator, sides: Sequence[Side], *steps: int, meet: Meet = Communicator.barrier
+    comm: Communicator, sides: Sequence[Side], *steps: Counts, meet: Meet = Communicator.barrier
 ) -> dict[str, float]:
     """Collective. Run each side once for each number of steps, before it counts; return the least seconds of a step."""
     runs = [_run(comm, sides, 1, number, meet) for number in steps]
@@ -168,12 +169,15 @@ def warm_up(
 
 
 def _run(
-    comm: Communicator, sides: Sequence[Side], rounds: int, steps: Mapping[str, int] | int, meet: Meet
+    comm: Communicator, sides: Sequence[Side], rounds: Counts, steps: Counts, meet: Meet
 ) -> dict[str, list[Mapping[str, float]]]:
     """Collective. Return this rank's figures of each side, round by round."""
     by_name = {side.name: side for side in sides}
     taken: dict[str, list[Mapping[str, float]]] = {name: [] for name in by_name}
-    for name in in_turn(by_name, rounds):
+    wanted = dict.fromkeys(by_name, rounds) if isinstance(rounds, int) else rounds
+    for name in in_turn(by_name, max(wanted.values())):
+        if len(taken[name]) == wanted[name]:
+            continue
         meet(comm)
         found = by_name[name].run(steps if isinstance(steps, int) else steps[name])
         taken[name].append(found if isinstance(found, Mapping) else {"median_s": found})

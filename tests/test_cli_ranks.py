@@ -63,6 +63,17 @@ def test_a_home_that_cannot_be_written_costs_a_note(monkeypatch):
     assert line.startswith("hpcdist: the table of all-reduce times can't be kept in /proc/nowhere/.cache/hpcdist/")
 
 
+@pytest.mark.skipif(
+    os.cpu_count() != 2 or len(os.sched_getaffinity(0)) != 2, reason="needs a whole machine of 2 processors"
+)
+def test_benches_and_the_doctor_say_on_which_core_each_rank_is():
+    bench = hpcdist(2, "bench", "allreduce", "--sizes", "4096", "--algorithm", "ring", "--rounds", "1")
+    doctor = hpcdist(2, "doctor", "--limit-s", "100")
+    assert bench.returncode == doctor.returncode == 0, bench.stderr + doctor.stderr
+    said = f"{platform.node()}: cores of its ranks 0 | 1"
+    assert f"hpcdist: {said}" in bench.stderr.splitlines() and said in doctor.stdout
+
+
 BY_RANK = (
     "import sys; from hpcdist.tools import cli; sys.argv = [a.replace('%', str(cli.launched_rank())) for a in sys.argv]"
 )

@@ -104,6 +104,7 @@ def init(
     internode: str | None = None,
     timeline: str | os.PathLike[str] | None = None,
     torch_distributed: bool = True,
+    bind: bool = True,
 ) -> Communicator:
     """Collective. Join the ranks that mpirun or srun started (one rank without them); safe to call again.
 
@@ -125,6 +126,9 @@ def init(
         torch_distributed: make several real ranks known to torch.distributed (Gloo), unless the script has started it,
             and set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and their like: for libraries that ask who they are, such
             as torchmetrics and Accelerate. Counts at the first call.
+        bind: give each rank of a node an equal share of its cores, where nothing has bound any of them, they see no
+            GPU, and each has a core or more. DataLoader workers share their rank's cores; torch has a thread for each,
+            unless another number was set. False on one rank of a node counts for all. Counts at the first call.
 
     Raises:
         ConfigError: gpu_aware_mpi without a CUDA device, or where MPI was built without CUDA.
@@ -137,7 +141,7 @@ def init(
         if comm is not _thread.joined:
             _thread.begin(comm)
     elif _process.joined is None:
-        _process.joined = _join_world(deadline_s, gpu_aware_mpi, internode, torch_distributed)
+        _process.joined = _join_world(deadline_s, gpu_aware_mpi, internode, torch_distributed, bind)
         if _process.joined.size == 1 and multiprocessing.parent_process() is not None:
             _log.warning(
                 "hpcdist.init() has found one rank in %s, which multiprocessing has started: such processes are no "
@@ -159,7 +163,7 @@ def init(
 
 
 def _join_world(
-    deadline_s: float | None, gpu_aware_mpi: bool | None, internode: str | None, torch_distributed: bool
+    deadline_s: float | None, gpu_aware_mpi: bool | None, internode: str | None, torch_distributed: bool, bind: bool
 ) -> Communicator:
     tolerant = tolerates_deaths(os.environ)  # reading the launcher's variables, no setting
     if tolerant:
@@ -171,7 +175,7 @@ def _join_world(
         from hpcdist.comm.mpi.world import all_needed, world
 
         with all_needed(tolerant):
-            comm = world(tolerant=tolerant, **_given(deadline_s=deadline_s, internode=internode))
+            comm = world(tolerant=tolerant, bind=bind, **_given(deadline_s=deadline_s, internode=internode))
             check_world(comm.size, comm.trace.library, os.environ)
             if comm.size > 1:
                 excepthook.install(comm.rank, comm.abort, _advice)

@@ -1,8 +1,28 @@
-"""Say of a machine that its ranks had no cores of their own, or shared them with other work."""
+"""Say of a machine on which cores its ranks were, and that they shared them with each other or with other work."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from hpcdist.tools.doctor.base import counted, listed
+
 SLACK = 0.5  # of a load average, which nobody notices
+
+
+def cores_of_ranks(masks: Sequence[Sequence[int]]) -> str:
+    """Say which cores the ranks of one host may use, from those of each rank."""
+    texts = [counted(mask) for mask in masks]
+    if len(set(texts)) == 1:
+        return f"{'each rank' if len(texts) > 1 else 'the rank'} may use cores {texts[0]}"
+    return f"cores of its ranks {' | '.join(texts)}"
+
+
+def placement(found: Sequence[tuple[str, list[int]]]) -> list[str]:
+    """Say on which cores the ranks are, once for all hosts that are alike, from each rank's `own_cores`."""
+    hosts: dict[str, list[str]] = {}
+    for host in dict.fromkeys(host for host, _ in found):
+        hosts.setdefault(cores_of_ranks([own for there, own in found if there == host]), []).append(host)
+    return [f"{listed(alike)}: {text}" for text, alike in hosts.items()]
 
 
 def remarks(ranks: int, cores: int, processors: int, load: float) -> list[str]:

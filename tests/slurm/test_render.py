@@ -110,6 +110,10 @@ def test_the_environment_of_ranks():
     assert "unset SLURM_NTASKS_PER_NODE" in daemons
 
 
+def test_a_site_that_binds_no_ranks_has_none_bound_by_the_library_either():
+    assert "--no-bind" in lines(script(Site(cpu_bind="none")).text) and "--no-bind" not in script().text
+
+
 def test_the_fast_network():
     text = script(Site(interface="ib0", hca="mlx5_0:1")).text
     assert "export OMPI_MCA_btl_tcp_if_include=ib0 NCCL_SOCKET_IFNAME==ib0" in lines(text)

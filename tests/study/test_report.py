@@ -30,7 +30,7 @@ from hpcdist.records import (
     write_summary,
 )
 from hpcdist.registry import catalogue
-from hpcdist.tools.machine import remarks
+from hpcdist.tools.machine import placement, remarks
 from hpcdist.tools.report import wording, write
 from hpcdist.tools.report.evidence import Evidence, read_jobs
 from hpcdist.tools.report.figures.base import COLOURS, ReportTable, looks
@@ -361,6 +361,14 @@ def test_times_of_ranks_that_share_cores_or_a_busy_machine_are_doubted():
     ):
         found = remarks(ranks, cores, processors=2, load=load)
         assert len(found) == len(said) and all(text.startswith(start) for text, start in zip(found, said)), found
+
+
+def test_the_cores_of_ranks_are_said_once_for_hosts_that_are_alike():
+    assert placement([("n1", [0]), ("n2", [0]), ("n1", [1, 2]), ("n2", [1, 2]), ("n3", [3])]) == [
+        "n1, n2: cores of its ranks 0 | 1-2",
+        "n3: the rank may use cores 3",
+    ]
+    assert placement([("n1", [0, 1])] * 2) == ["n1: each rank may use cores 0-1"]
 
 
 def test_a_page_has_each_job_behind_its_name(tmp_path):

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from mpi4py import MPI
 
 from hpcdist import log
-from hpcdist.comm.mpi import library
+from hpcdist.comm.mpi import cores, library
 from hpcdist.comm.mpi.attached import allow_peers
 from hpcdist.comm.mpi.calls import GIVE_WAY_S, meet
 from hpcdist.comm.mpi.communicator import DEADLINE_S, MpiCommunicator
@@ -28,11 +28,15 @@ from hpcdist.errors import RankFailedError
 SEGMENT = re.compile(r"(?:(?:sm|vader)_segment\.|mpich_shm_)\S+")  # Open MPI's, MPICH's; without a name no more
 
 
-def unlink(node: MPI.Intracomm) -> None:
-    """Collective. Remove the names of the segments that all ranks of a node have mapped."""
-    for path in set.intersection(*map(set, node.allgather(library.loaded_here(SEGMENT)))):
+def _settle(node: MPI.Intracomm, bound: bool) -> None:
+    """Collective. Remove the names of the segments that all ranks of a node have mapped; give the ranks cores."""
+    share, threads = cores.find_share(node.Get_rank(), node.Get_size()) if bound else (set(), 0)
+    segments, shares = zip(*node.allgather((library.loaded_here(SEGMENT), share)))
+    for path in set.intersection(*map(set, segments)):
         with suppress(OSError):  # another rank has been faster
             path.unlink()
+    if all(shares):
+        cores.bind(share, threads)
 
 
 _process: Process | None = None
@@ -44,10 +48,11 @@ def world(
     nodes: tuple[int, ...] | None = None,
     internode: str = "auto",
     tolerant: bool = False,
+    bind: bool = True,
 ) -> MpiCommunicator:
     """Collective at the first call. Return the communicator of all ranks; later calls return the same one.
 
-    Arguments count at the first call only. They are those of MpiCommunicator and of Process.
+    Arguments count at the first call only. They are those of MpiCommunicator, Process, and `hpcdist.init` (`bind`).
     """
     global _process
     if _process is None:
@@ -58,7 +63,7 @@ def world(
         _process.world = MpiCommunicator(
             all_ranks, _process, deadline_s=deadline_s, nodes=nodes, internode=internode, name="world"
         )
-        unlink(_process.world.memory.node_mpi())
+        _settle(_process.world.memory.node_mpi(), bind)
         _process.close_at_exit(_process.world.calls)
     return _process.world
 

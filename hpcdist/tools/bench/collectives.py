@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from hpcdist.comm.communicator import mpi_of
 from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
+from hpcdist.records import own_cores
 from hpcdist.tools.bench import runner
 from hpcdist.tools.bench.runner import Row, Side, beside, check, meet_asleep, table, timed, warm_up
 
@@ -143,11 +145,16 @@ def _other(
         return {}
 
     found, failure = {}, None
+    cores = {core for host, own in comm.gather(own_cores()) if host == platform.node() for core in own}
     if comm.rank == 0:
+        own = own_cores()[1]
         try:
+            os.sched_setaffinity(0, cores)  # its ranks begin on those of all, not on this one's share
             found = _run(place, comm.size, calls, sizes, rounds, environment)
         except ConfigError as error:
             failure = error
+        finally:
+            os.sched_setaffinity(0, own)
     meet_asleep(comm)
 
     def known() -> Mapping[str, Mapping[str, float]]:

@@ -26,24 +26,20 @@ Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Times that each s
 def _run(title: str, measure: Callable[..., list[dict]], path: Path | None, **options: object) -> None:
     """Collective. Measure on all ranks; rank 0 shows the rows."""
     from hpcdist.records import cores_by_host, load_average, own_cores
-    from hpcdist.tools.machine import remarks
+    from hpcdist.tools.machine import placement, remarks
 
     comm, load = hd.init(), load_average()
     found = comm.gather(own_cores())
     rows = measure(comm, **options)
     if comm.rank == 0:
-        _show(f"{title} on {comm.size} rank{'s' * (comm.size > 1)}", rows, path)
+        console.rows(f"{title} on {comm.size} rank{'s' * (comm.size > 1)}", rows)
+        if path is not None:
+            path.write_text(json.dumps(rows, indent=2) + "\n")
         host, ranks = found[0][0], sum(host == found[0][0] for host, _ in found)
         load += load_average()
-        for sentence in remarks(ranks, cores_by_host(found)[host], os.cpu_count() or 1, max(load, default=0.0)):
+        doubts = remarks(ranks, cores_by_host(found)[host], os.cpu_count() or 1, max(load, default=0.0))
+        for sentence in [*placement(found), *doubts]:
             console.note(sentence)
-
-
-def _show(title: str, rows: list[dict], path: Path | None) -> None:
-    """Print rows, and write them where the user wants them."""
-    console.rows(title, rows)
-    if path is not None:
-        path.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 def _chosen(given: Sequence[str] | None, known: Sequence[str]) -> Sequence[str]:
@@ -274,6 +270,6 @@ def compress(rounds: Rounds = 7, json_path: Json = None) -> None:
     from hpcdist.tools.bench.train import COMPRESSED_WAYS, compare
 
     if hd.init().size == 1:
-        _show("coding and decoding on one core", measure_coding(rounds=rounds), json_path)
+        _run("coding and decoding", lambda comm: measure_coding(rounds=rounds), json_path)
     else:
         _run("training step", compare, json_path, ways=COMPRESSED_WAYS, rounds=rounds, steps=5)

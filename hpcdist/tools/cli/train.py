@@ -37,6 +37,7 @@ def train(
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Write timeline.json: who did what when, and waited for whom.")
     ] = False,
+    bind: Annotated[bool, typer.Option(help="Give each rank cores of its own where nothing has bound it.")] = True,
 ) -> None:
     """Train a job on the ranks that mpirun or srun started. Collective.
 
@@ -47,7 +48,7 @@ def train(
     from hpcdist.tools.slurm.queue import end_time
     from hpcdist.train import runs
 
-    comm = session.init()
+    comm = session.init(bind=bind)
     show = console.progress(progress)
     ends_at = end_time(os.environ) if comm.rank == 0 else None
     folder, summary = runs.train(

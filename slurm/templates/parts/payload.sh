@@ -8,6 +8,10 @@ payload=({{ (site.container + ["hpcdist", "train"])|words }} {{ spec.job|file }}
 #: The run's settings.
     --config {{ spec.config|file }}
 {% endif %}
+{% if site.cpu_bind == "none" %}
+#: The site binds no ranks, and neither does the library.
+    --no-bind
+{% endif %}
 {% if site.interface %}
 #: One-sided strategies take the fast network, too.
     --set {{ "internode=auto:" ~ site.interface }}

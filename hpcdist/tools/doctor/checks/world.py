@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from hpcdist.comm.launch import Task, check_world, declared_size, task
 from hpcdist.errors import WorldError
 from hpcdist.records import own_cores
-from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, counted, gather, listed
+from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, gather, listed
+from hpcdist.tools.machine import cores_of_ranks
 
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
@@ -61,7 +62,8 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
     text = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {len(nodes.names)} node{'s' * (len(nodes.names) > 1)}"
     text += f", {next(iter(counts.values()))} each" * (equal and len(nodes.names) > 1)
     yield Finding(OK, f"{text} ({nodes}), {measured['library']}{launcher}")
-    yield from _together(nodes, {name: _cores(nodes.ranks(i), ranks) for i, name in enumerate(nodes.names)}, OK)
+    masks = [[row["cores"] for row, of in zip(ranks, nodes.of) if of == node] for node in range(len(nodes.names))]
+    yield from _together(nodes, dict(zip(nodes.names, map(cores_of_ranks, masks))), OK)
     yield from _together(nodes, {name: _crowding(nodes.ranks(i), ranks) for i, name in enumerate(nodes.names)}, WARNING)
 
 
@@ -99,14 +101,6 @@ def _together(nodes: Nodes, texts: Mapping[str, str], status: str) -> Iterator[F
         names = [name for name in nodes.names if texts[name] == text]
         whose = tuple(names) if status != OK and len(names) == 1 < len(nodes.names) else ()
         yield Finding(status, f"{listed(names)}: {text}", whose)
-
-
-def _cores(here: Sequence[int], ranks: Sequence[dict]) -> str:
-    """Say which cores the ranks of one node may use."""
-    masks = [counted(ranks[rank]["cores"]) for rank in here]
-    if len(set(masks)) == 1:
-        return f"{'each rank' if len(masks) > 1 else 'the rank'} may use cores {masks[0]}"
-    return f"cores of its ranks {' | '.join(masks)}"
 
 
 def _crowding(here: Sequence[int], ranks: Sequence[dict]) -> str:

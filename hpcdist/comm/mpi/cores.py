@@ -1,0 +1,52 @@
+"""Cores of their own for ranks that neither the launcher nor the user has bound.
+
+The kernel often leaves two ranks that wait for each other on one core while another one idles. Open MPI binds none
+where it may start more ranks than there are cores (`:oversubscribe`), and MPICH's mpiexec and srun often none either.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+PROCESSORS = Path("/sys/devices/system/cpu")
+
+
+def find_share(rank: int, ranks: int) -> tuple[set[int], int]:
+    """Return the processors that one of a node's ranks may have to itself, and torch's threads there.
+
+    There are none where it must stay as it is: its mask is not the whole machine (it is bound, or in a container's
+    part); it sees a GPU, near which it should be; or cores are fewer than the ranks, or than the threads it was given.
+    """
+    if ranks == 1 or not hasattr(os, "sched_setaffinity") or torch.cuda.device_count() or torch.xpu.is_available():
+        return set(), 0
+    mask, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    cores = whole_cores(mask)
+    each = len(cores) // ranks
+    share = {processor for core in cores[rank * each : (rank + 1) * each] for processor in core}
+    if threads in (len(cores), len(mask)):  # torch has counted the machine's at its import
+        threads = each
+    is_whole = len(mask) == os.sysconf("SC_NPROCESSORS_ONLN")
+    return (share, threads) if is_whole and threads <= len(share) else (set(), 0)
+
+
+def whole_cores(mask: Collection[int], folder: Path = PROCESSORS) -> list[list[int]]:
+    """Return the processors of each core, those of one socket side by side; each is a core where Linux does not say."""
+    cores: dict[tuple[int, str], list[int]] = {}
+    for processor in sorted(mask):
+        topology, key = folder / f"cpu{processor}" / "topology", (0, str(processor))
+        with suppress(OSError, ValueError):
+            key = int((topology / "physical_package_id").read_text()), (topology / "thread_siblings_list").read_text()
+        cores.setdefault(key, []).append(processor)
+    return [core for _, core in sorted(cores.items(), key=lambda item: item[0][0])]
+
+
+def bind(share: Collection[int], threads: int) -> None:
+    """Keep this thread, and those that it starts from here on, to these processors."""
+    with suppress(OSError):  # a sandbox may forbid it
+        os.sched_setaffinity(0, share)
+        torch.set_num_threads(threads)

@@ -1,0 +1,112 @@
+"""Each rank of a node has cores of its own where nobody has bound it, and is left as it is everywhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+
+from comm.jobs_here import run
+from harness.cases import each
+from harness.launch import find_mpirun
+from hpcdist.comm.mpi import cores
+
+WHOLE = set(range(os.cpu_count() or 1))
+needs_cores = pytest.mark.skipif(
+    find_mpirun() is None or not 2 <= len(WHOLE) <= 8 or os.sched_getaffinity(0) != WHOLE,
+    reason="needs mpirun, and a whole machine of 2 to 8 processors",
+)
+SCRIPT = """
+    import os, sys
+    import torch
+    import hpcdist as hd
+
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    {before}
+    comm = hd.init(torch_distributed=False, bind={bind})
+    found = comm.gather([sorted(os.sched_getaffinity(0)), torch.get_num_threads()])
+    if rank == 0:
+        print(found)
+"""
+
+
+def started(folder, size: int, *, before: str = "pass", bind: str = "True", threads: int = 1):
+    """Each rank's processors, and torch's threads, after `hd.init`."""
+    done = run(folder, SCRIPT.format(before=before, bind=bind), size, env={"OMP_NUM_THREADS": str(threads)})
+    assert done.returncode == 0, done.stderr
+    return [(set(own), threads) for own, threads in json.loads(done.stdout)]
+
+
+@needs_cores
+def test_ranks_that_nobody_has_bound_get_equal_shares_of_the_cores(tmp_path):
+    (first, threads), (second, others) = started(tmp_path, 2, threads=len(WHOLE))
+    assert first and second and len(first) == len(second) and not first & second
+    assert threads == others == len(cores.whole_cores(first))
+
+
+@needs_cores
+@each(
+    "case",
+    [
+        (len(WHOLE) + 1, "pass", "True", [WHOLE] * (len(WHOLE) + 1)),  # more ranks than cores
+        (2, "os.sched_setaffinity(0, {0} if rank else os.sched_getaffinity(0))", "True", [WHOLE, {0}]),
+        (2, "pass", "rank == 0", [WHOLE] * 2),
+        (2, "torch.cuda.device_count = lambda: rank", "True", [WHOLE] * 2),
+    ],
+)
+def test_they_are_left_as_they_are(tmp_path, case):
+    size, before, bind, masks = case
+    assert started(tmp_path, size, before=before, bind=bind) == [(mask, 1) for mask in masks]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Two sockets of two cores of two processors, which Linux numbers by turns; a process that may use all of them."""
+    layout = [[0, 4], [2, 6], [1, 5], [3, 7]]
+    monkeypatch.setattr(cores, "whole_cores", lambda mask: layout)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda who: set(range(8)))
+    monkeypatch.setattr(os, "sysconf", lambda name: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+
+
+def test_shares_are_whole_cores_side_by_side(machine):
+    assert [cores.find_share(rank, 2)[0] for rank in range(2)] == [{0, 4, 2, 6}, {1, 5, 3, 7}]
+    assert [cores.find_share(rank, 3)[0] for rank in range(3)] == [{0, 4}, {2, 6}, {1, 5}]
+    assert cores.find_share(0, 1) == cores.find_share(4, 5) == (set(), 0)
+
+
+def test_threads_that_torch_has_by_default_are_those_of_the_share(machine, monkeypatch):
+    for threads, found in ((8, 2), (4, 2), (1, 1), (2, 2), (3, 3)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert cores.find_share(0, 2) == ({0, 4, 2, 6}, found)
+    for threads in (5, 6, 16):  # somebody has set so many
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert cores.find_share(0, 2) == (set(), 0)
+
+
+@each(
+    "change",
+    [
+        (os, "sched_getaffinity", lambda who: set(range(7))),
+        (torch.cuda, "device_count", lambda: 1),
+        (torch.xpu, "is_available", lambda: True),
+    ],
+)
+def test_a_part_of_a_machine_and_a_gpu_are_left_alone(machine, monkeypatch, change):
+    with monkeypatch.context() as changed:
+        changed.setattr(*change)
+        assert cores.find_share(0, 2) == (set(), 0)
+
+
+def test_processors_of_a_core_stay_together_and_cores_of_a_socket_side_by_side(tmp_path):
+    for processor in range(8):
+        folder = tmp_path / f"cpu{processor}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{processor % 4},{processor % 4 + 4}\n")
+        (folder / "physical_package_id").write_text(f"{processor % 2}\n")
+    assert cores.whole_cores(range(8), tmp_path) == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert cores.whole_cores(range(3), tmp_path / "none") == [[0], [1], [2]], "where Linux does not say"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import Announcer, Bucket, make_buckets
-from hpcdist.model.passes import Passes
+from hpcdist.model.passes import Passes, uncompiled
 from hpcdist.model.slots import Slot
 from hpcdist.records.digest import tensor_bytes
 
@@ -116,6 +116,7 @@ class Gradients:
     def _make_hook(self, position: int) -> Callable[[Tensor], None]:
         views, pointers, blank, passes = self._views, self._pointers, self._blank, self._passes
 
+        @uncompiled
         def hook(parameter: Tensor) -> None:
             task = torch._C._current_graph_task_id()
             announcer = self._announcer or self._laid_out()
@@ -173,8 +174,11 @@ class Gradients:
 
     def removed_since_backward(self) -> bool:
         """Tell whether the loop has set gradients to None since the backward pass, whose means `release` has given."""
-        given = sum(slot.tensor.grad is not None for slot in self._slots)
-        return bool(self._passes) and given < self._released
+        return bool(self._passes) and sum(self.present()) < self._released
+
+    def present(self) -> list[bool]:
+        """Tell of each trainable parameter whether it has a gradient."""
+        return [slot.tensor.grad is not None for slot in self._slots]
 
     def _some_replaced(self) -> bool:
         """Tell whether a gradient is not in its slice, as after `p.grad = ...`."""

@@ -6,12 +6,28 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 _NONE = -1
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """Let torch.compile call a function, and look neither inside nor at what it calls.
+
+    As torch.compiler.disable does, which takes seconds to import.
+    """
+    own: Any = function
+    own._torchdynamo_disable = True  # read where a function that calls it is compiled
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):  # from torch 2.7 on
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(own.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 class Passes:
@@ -118,6 +134,7 @@ class Passes:
         finally:
             parameter.requires_grad_(trained)
 
+    @uncompiled
     def _weigh(self, parameter: nn.Parameter, grad: Tensor) -> Tensor | None:
         if not self._needs_hooks:
             return None
@@ -171,6 +188,7 @@ class Passes:
             self._joined = self.more_follow = False
         self._end()
 
+    @uncompiled
     def _end(self) -> None:
         self.current = _NONE
         if not self._weights:  # a step was taken inside the pass, in a hook on the last of its parameters

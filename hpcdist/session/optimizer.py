@@ -18,6 +18,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters
+from hpcdist.model.passes import uncompiled
 from hpcdist.parallel.agreement import PartOfModel
 from hpcdist.parallel.pipeline import Pipeline
 from hpcdist.records import StepRecord
@@ -45,8 +46,11 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 
 
 def _as_it_is(step: Step) -> Step:
-    """Keep torch from wrapping a `step` whose local step it has wrapped already: hooks would run twice."""
-    marked: Any = step
+    """Keep torch from wrapping a `step` whose local step it has wrapped already: hooks would run twice.
+
+    And from compiling it: it communicates.
+    """
+    marked: Any = uncompiled(step)
     marked.hooked = True
     marked._wrapped_by_lr_sched = True  # schedules warn where a step doesn't look like one that they count...
     return step

@@ -28,6 +28,7 @@ from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.comm.transfer import TAG_LIMIT, Closed
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import ConfigError, DeadlineError, WorldError
+from hpcdist.model.passes import uncompiled
 from hpcdist.session.world import init
 from hpcdist.torch_backend.work import NO_LIMIT, Begun, FromAnyone, Over, Sent, Several
 
@@ -67,19 +68,7 @@ def by_device(method: Callable[..., Any]) -> Callable[..., Any]:
             return getattr(elsewhere, method.__name__)(tensors, *more, **options)
         return method(group, tensors, *more, **options)
 
-    _leave_uncompiled(call)
-    return call
-
-
-def _leave_uncompiled(function: Callable[..., Any]) -> None:
-    """Let torch.compile call a function, and look neither inside nor at what it calls.
-
-    As torch.compiler.disable does, which takes seconds to import.
-    """
-    frames = torch._C._dynamo.eval_frame
-    if hasattr(frames, "set_code_exec_strategy"):  # from torch 2.7 on
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return uncompiled(call)
 
 
 class MpiGroup(dist.ProcessGroup):

@@ -32,6 +32,22 @@ __all__ = ["FlatModel", "describe_difference"]
 _MOVED = " (by module.to(), .half(), p.data = ... or the like)"
 
 
+@contextmanager
+def set_aside(parts: Sequence[Tensor], *, adds: bool = False) -> Iterator[None]:
+    """Have zeros in these tensors inside the context, and afterwards what was there; or, if it `adds`, both together.
+
+    A parameter of which no rank has a gradient is left alone, as torch's optimisers leave one whose gradient is None.
+    So what earlier steps have left must not move it: momentum of an outer step, which waits so for its next gradient;
+    and what compression has not sent, to which a message adds what it leaves out.
+    """
+    before = [part.clone() for part in parts]
+    for part in parts:
+        part.zero_()
+    yield
+    for part, value in zip(parts, before, strict=True):
+        part.add_(value) if adds else part.copy_(value)
+
+
 class FlatModel:
     """A module whose tensors lie in flat memory: a change there changes the module, and the other way round.
 
@@ -233,6 +249,22 @@ class FlatModel:
         """Yield each trainable parameter, in the order of `names`, with its part of `flats`, tensors like `params`."""
         for slot in self._slots:
             yield cast(nn.Parameter, slot.tensor), slot.view(flats[slot.group])
+
+    def of_unused(
+        self, used: Iterable[bool], *of: Sequence[Tensor], ranges: Sequence[tuple[int, int]] | None = None
+    ) -> list[Tensor]:
+        """Return the parts that parameters without a True in `used` have of several lists of tensors like `params`.
+
+        Args:
+            ranges: the elements of `params` that the tensors have; None: all.
+        """
+        spans = ranges or [(0, flat.numel()) for flat in self.params]
+        parts = []
+        for slot in (slot for slot, is_used in zip(self._slots, used, strict=True) if not is_used):
+            first, last = spans[slot.group]
+            place = slice(max(slot.start - first, 0), max(min(slot.stop, last) - first, 0))
+            parts += [flats[slot.group][place] for flats in of if flats]
+        return parts
 
     def mark(self) -> None:
         """Remember the parameters' values for `touched`."""

@@ -11,9 +11,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hpcdist.errors import ConfigError
+from hpcdist.model.flat import set_aside
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, attribute, dropped, first, held_tensors, zeros
+from hpcdist.strategies.common.state import Entry, attribute, dropped, first, flags, held_tensors, zeros
 from hpcdist.strategies.server.channel import GRADIENT, Reply, ReplyHead, ServerRequest, waited_for
 from hpcdist.strategies.server.loop import Handler
 from hpcdist.strategies.server.strategy import ServerStrategy, Worker
@@ -143,6 +144,7 @@ class _PeriodWorker(Worker):
         skipped, heads = self.left_out(), list[ReplyHead]()
         if not skipped:
             strategy.gradients.clip()
+            strategy.gradients.note()
             update()
         self.done += 1
         self.gradients += len(strategy.gradients.staleness(skipped))
@@ -156,7 +158,7 @@ class _PeriodWorker(Worker):
         """Push the way of this period, and begin the next one at what the servers have."""
         config = self._config
         way = [before - own for before, own in zip(self._read, self.model.params, strict=True)]
-        used = torch.ones(len(self.model.names), dtype=torch.bool)
+        used = self.strategy.gradients.take_used() > 0
         self.client.push(GRADIENT, tensors=way, used=used, weight=float(self.gradients), **self.stamps())
         if config.dynamic:
             own = self._timed / self._timed_s if self._timed_s > 0 else 0.0
@@ -197,6 +199,7 @@ class _PeriodWorker(Worker):
             replace(attribute(self, "done"), combine=dropped(0)),
             replace(attribute(self, "gradients"), combine=dropped(0)),
             replace(attribute(self, "steps"), name="period", combine=dropped(self._config.period)),
+            flags("used", self.strategy.gradients.used),
         ]
 
 
@@ -211,6 +214,7 @@ class _WayServer(Handler):
         self._momentum = [torch.zeros_like(part) for part in self._params]  # m
         self._sum = [torch.zeros_like(part) for part in self._params]  # Δ
         self.count = 0  # pushes since the last step of the momentum
+        self._used = torch.zeros(len(strategy.model.names), dtype=torch.bool)  # in any of them
         self._held: list[tuple[ServerRequest, list[Tensor]]] = []
         self._since_s = 0.0  # the first of them came
 
@@ -252,9 +256,15 @@ class _WayServer(Handler):
         staleness = self._replica.clock - request.clocks[0]
         self.count += 1
         ends = self.count == self._every
-        for x, momentum, total, way in zip(self._params, self._momentum, self._sum, ways, strict=True):
-            self._step(x, momentum, total, way, staleness, ends)
-        self.count = 0 if ends else self.count
+        self._used |= request.used
+        alone = self._config.rule in ("nesterov", "discounted")
+        used = request.used if alone else self._used
+        with set_aside(self._model.of_unused(used, self._momentum, ranges=self._shard.ranges)):
+            for x, momentum, total, way in zip(self._params, self._momentum, self._sum, ways, strict=True):
+                self._step(x, momentum, total, way, staleness, ends)
+        if ends:
+            self.count = 0
+            self._used.zero_()
         self._loop.count_update([staleness] * int(request.weight))  # of each gradient in it
 
     def _step(self, x: Tensor, momentum: Tensor, total: Tensor, way: Tensor, staleness: int, ends: bool) -> None:
@@ -285,4 +295,5 @@ class _WayServer(Handler):
             held_tensors("momentum", self._momentum, first, ranges),
             held_tensors("sum", self._sum, zeros(self._sum), ranges),
             replace(attribute(self, "count"), combine=dropped(0)),
+            flags("pushed", self._used),
         ]

@@ -26,8 +26,9 @@ class DiLoCo(Periodic):
     Replicas are bitwise equal after each outer step, and differ between two outer steps; evaluations use their mean. A
     run of fewer than H steps never communicates: evaluate, and end, at multiples of H.
 
-    Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters. Memory per rank: three parameter vectors (x,
-    its momentum, the mean), with `overlap` four.
+    Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, and 8/H for each parameter: one that no rank has
+    had a gradient of since the last outer step is not moved by its momentum. Memory per rank: three parameter vectors
+    (x, its momentum, the mean), with `overlap` four.
 
     Reference: Arthur Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023,
     algorithm 1; Qinggang Zhou et al., "DaSGD: squeezing SGD parallelization performance in distributed training using
@@ -54,6 +55,9 @@ class DiLoCo(Periodic):
         for x, by in zip(self.common, mean, strict=True):
             x.grad = by
         self._outer.step()
+
+    def momentum(self) -> list[Tensor]:
+        return self._save_outer()
 
     def entries(self) -> list[Entry]:
         return [*super().entries(), Along("outer", self._save_outer, self._load_outer)]

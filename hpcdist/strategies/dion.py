@@ -80,9 +80,10 @@ class Dion(OwnStep):
         matrices, others = self._divided()
         self._average([one.views[0] for one in others])
         self._step_matrices(matrices)
-        is_other = {one.name for one in others}
+        is_other, present = {one.name for one in others}, self.model.gradients.present()
         self.model.gradients.release([name in is_other for name in self.model.names])
         update()
+        self.model.gradients.release(present)
 
     def _divided(self) -> tuple[list[Trained], list[Trained]]:
         """Return the matrices, with views of gradients and momentum; and the other parameters."""

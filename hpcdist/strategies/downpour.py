@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hpcdist.model.flat import FlatModel
+from hpcdist.model.flat import FlatModel, set_aside
 from hpcdist.model.hyperparameters import Hyperparameters
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.contract import Contract
@@ -76,7 +76,8 @@ class ShardAdagrad:
 def _reference_rate(optimizer: torch.optim.Optimizer | None) -> float:
     """Return the learning rate before any schedule, or a schedule's largest."""
     group = {} if optimizer is None else optimizer.param_groups[0]
-    return float(group.get("max_lr", group.get("initial_lr", group.get("lr", 0.0))))
+    rates = (group.get(name) for name in ("max_lr", "initial_lr", "lr"))
+    return float(next((rate for rate in rates if rate is not None), 0.0))
 
 
 @final
@@ -200,7 +201,8 @@ class _Worker(Worker):
 
     def _push(self, kind: int) -> None:
         """Push the sum, and begin a new one."""
-        self._request(kind, tensors=self._sum, used=self._used, weight=1.0)
+        with set_aside(self.unsent(self._used), adds=True):
+            self._request(kind, tensors=self._sum, used=self._used, weight=1.0)
         for total in self._sum:
             total.zero_()
         self._used.zero_()

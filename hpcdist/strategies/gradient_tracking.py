@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, final
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from hpcdist.config import Named
 from hpcdist.strategies.base import Outcome, Strategy, Update
@@ -28,8 +30,9 @@ class GradientTracking(Strategy):
     the noise of two of them, so that for data that do not differ `dpsgd` is less noisy. A rank whose gradient is left
     out, because it is not finite, keeps the one before in y. On one rank the optimiser runs alone.
 
-    Bytes per rank and step: two parameter vectors to each neighbour, x and y. Memory: y, the gradient before, and two
-    vectors per neighbour.
+    Bytes per rank and step: two parameter vectors to each neighbour, x and y, and two elements for each parameter,
+    which tell whether a rank has a gradient of it: where none has it is left alone. Memory: y, the gradient before, and
+    two vectors per neighbour.
 
     Reference: Angelia Nedić, Alex Olshevsky, Wei Shi, "Achieving geometric convergence for distributed optimization
     over time-varying graphs", 2017 (DIGing); Shi Pu, Angelia Nedić, "Distributed stochastic gradient tracking methods",
@@ -50,27 +53,47 @@ class GradientTracking(Strategy):
         super().__init__(config, comm, model, **given)
         self._mixing = Mixing(comm, topology, overlap=False)
         like = model.params if comm.size > 1 else []
-        self._tracked = [torch.zeros_like(x) for x in like]  # y
+        # With the first part of y go two flags of each parameter: it has a gradient now; it has one on some ranks only.
+        flags = 2 * len(model.names)
+        self._sent = [x.new_zeros(len(x) + (0 if place else flags)) for place, x in enumerate(like)]
+        self._tracked = [sent[: len(x)] for sent, x in zip(self._sent, like)]  # y
+        self._flags = self._sent[0][len(like[0]) :].view(2, -1) if like else torch.empty(2, 0)
         self._before = [torch.zeros_like(x) for x in like]  # the gradient of the last step
 
     def advance(self, update: Update) -> Outcome:
         if self.comm.size == 1:
             return self.gradients.step_alone(update)
+        params = self.model.params
+        self.model.gradients.settle()
         if self.config.order == "before":
-            self._mix()
-        outcome = self.gradients.step_alone(lambda: self._step(update))
-        if self.config.order == "after":
-            self._mix()
+            used = self._mix(params, self.steps)
+            return self.gradients.step_alone(lambda: self._step(update, used))
+        used = self._mix((), max(self.steps - 1, 0))
+        outcome = self.gradients.step_alone(lambda: self._step(update, used))
+        self._mixing.mix(params, self.steps)
         return outcome
 
-    def _mix(self) -> None:
-        self._mixing.mix((*self.model.params, *self._tracked), self.steps)
+    def _mix(self, params: Sequence[Tensor], step: int) -> list[bool]:
+        """Collective. Mix these and y; tell which parameters are to be stepped.
 
-    def _step(self, update: Update) -> None:
+        That are those with a gradient here or on a neighbour. On a sparse graph others may have one, too: a parameter
+        is stepped always once ranks that differ in it are heard of, unless it is frozen.
+        """
+        own, uneven = self._flags
+        own.copy_(torch.tensor(self.model.gradients.present()))
+        here = own > 0
+        self._mixing.mix((*params, *self._sent), step)
+        seen = own > 0
+        if self.model.passes.contributes:
+            uneven.copy_((uneven > 0) | (seen & ~here))
+        trainable = torch.tensor([p.requires_grad for p in self.model.parameters()]).to(seen.device)
+        return (seen | ((uneven > 0) & trainable)).tolist()
+
+    def _step(self, update: Update, used: Sequence[bool]) -> None:
         """Let the optimiser step along y; afterwards the gradients are this rank's own again."""
         own = []
         tracked, before = (self.model.views(flats) for flats in (self._tracked, self._before))
-        for (parameter, along), (_, last) in zip(tracked, before, strict=True):
+        for (parameter, along), (_, last), steps in zip(tracked, before, used, strict=True):
             gradient = parameter.grad
             own.append((parameter, gradient))
             along.sub_(last)
@@ -79,7 +102,7 @@ class GradientTracking(Strategy):
             else:
                 last.copy_(gradient.to_dense())
                 along.add_(last)
-            parameter.grad = along
+            parameter.grad = along if steps else None
         update()
         for parameter, gradient in own:
             parameter.grad = gradient

@@ -8,9 +8,10 @@ import torch
 from pydantic import Field
 
 from hpcdist.config import Named
+from hpcdist.model.flat import set_aside
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, held_tensors, mean_of_ranks
+from hpcdist.strategies.common.state import Entry, flags, held_tensors, mean_of_ranks
 from hpcdist.strategies.decentralised.mixing import Mixing
 from hpcdist.topology import make_topology
 
@@ -28,8 +29,9 @@ class NoLoCo(Strategy):
     A slow rank holds up the others of its group, and no one else. Replicas are never all equal unless all are one
     group; evaluations use their mean. Each rank keeps the state of its inner optimiser. On one rank it runs alone.
 
-    Bytes per rank and exchange: two parameter vectors to each other rank of the group. Memory per rank: four parameter
-    vectors (x, v, the way and x as they are sent), and two for each other rank of the group.
+    Bytes per rank and exchange: two parameter vectors to each other rank of the group, and 4 for each parameter, as
+    momentum moves none of which the group has had no gradient. Memory per rank: four parameter vectors (x, v, the way
+    and x as they are sent), and two for each other rank of the group.
 
     Reference: Jari Kolehmainen, Nikolay Blagoev, John Donaghy, Oğuzhan Ersoy, Christopher Nies, "NoLoCo: no-all-reduce
     low communication training method for large models", 2025; signs and defaults as in its published code.
@@ -72,17 +74,20 @@ class NoLoCo(Strategy):
         config, params = self.config, self.model.params
         ways = [own - x for own, x in zip(params, self.outer, strict=True)]
         means = [x.clone() for x in self.outer]
-        self._mixing.mix((*ways, *means), (self.steps + 1) // config.period)
-        for own, x, v, way, mean in zip(params, self.outer, self._momentum, ways, means, strict=True):
-            v.mul_(config.outer_momentum).add_(way, alpha=config.outer_lr).add_(mean.sub_(x), alpha=config.pull)
-            x.add_(v)
-            own.copy_(x)
+        used = self.gradients.take_used()
+        self._mixing.mix((*ways, *means, used), (self.steps + 1) // config.period)
+        with set_aside(self.model.of_unused(used > 0, self._momentum)):
+            for own, x, v, way, mean in zip(params, self.outer, self._momentum, ways, means, strict=True):
+                v.mul_(config.outer_momentum).add_(way, alpha=config.outer_lr).add_(mean.sub_(x), alpha=config.pull)
+                x.add_(v)
+                own.copy_(x)
 
     def entries(self) -> list[Entry]:
         return [
             *super().entries(),
             held_tensors("outer", self.outer, mean_of_ranks),
             held_tensors("momentum", self._momentum, mean_of_ranks),
+            flags("used", self.gradients.used),
         ]
 
     def take_up(self) -> None:

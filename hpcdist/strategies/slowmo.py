@@ -42,7 +42,8 @@ class SlowMo(Periodic):
     in its Nesterov form is `diloco` with Nesterov. With β = 0, α = 1 it is `local_sgd`.
 
     On one rank the optimiser runs alone, without a slow step. Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of
-    parameters, and the base's. Memory per rank: three parameter vectors (x, u, the mean), and the base's.
+    parameters, and the base's; and 8/H for each parameter, as with `diloco`. Memory per rank: three parameter vectors
+    (x, u, the mean), and the base's.
 
     Reference: Jianyu Wang, Vinayak Tantia, Nicolas Ballas, Michael Rabbat, "SlowMo: improving communication-efficient
     distributed SGD with slow momentum", 2020; Kai Chen, Qiang Huo, "Scalable training of deep learning machines by
@@ -143,6 +144,9 @@ class SlowMo(Periodic):
 
     def exchanges_at(self, step: int) -> bool:
         return step % self.config.period == 0
+
+    def momentum(self) -> list[Tensor]:
+        return self._slow
 
     def move(self, mean: Sequence[Tensor]) -> None:
         alpha, beta = self.config.slow_lr, self.config.slow_momentum

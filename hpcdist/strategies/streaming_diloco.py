@@ -12,9 +12,10 @@ from torch import Tensor
 from hpcdist import compress
 from hpcdist.compress import CompressionConfig, Reduction
 from hpcdist.errors import ConfigError
+from hpcdist.model.flat import set_aside
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Along, Entry, first, held_tensors, mean_of_ranks
+from hpcdist.strategies.common.state import Along, Entry, first, flags, held_tensors, mean_of_ranks
 from hpcdist.strategies.synchronous.exchanges import Exchanges
 from hpcdist.strategies.synchronous.fragments import Fragment, cut
 
@@ -41,8 +42,9 @@ class StreamingDiLoCo(Strategy):
     discards are lost.
 
     Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, as with `diloco`; but at most those of a fragment
-    in one step. With `compression` = e3m0, (p − 1)(n/8 + 4F)/H: each rank sends its codes to every other one. Memory
-    per rank: four parameter vectors (x, its momentum, the means, δᵢ; three with blend and delayed).
+    in one step. With `compression` = e3m0, (p − 1)(n/8 + 4F)/H: each rank sends its codes to every other one; and 8/H
+    for each parameter, as with `diloco`. Memory per rank: four parameter vectors (x, its momentum, the means, δᵢ; three
+    with blend and delayed).
 
     Reference: Arthur Douillard et al., "Streaming DiLoCo with overlapping communication: towards a distributed free
     lunch", 2025. There δᵢ is the distance from the rank's own parameters of a period ago; here it is that from x, the
@@ -110,8 +112,9 @@ class StreamingDiLoCo(Strategy):
         super().__init__(config, comm, model, **given)
         self.alone = comm.size == 1
         self.fragments: list[Fragment] = []
+        self._used = torch.ones_like(self.gradients.used)  # by some rank, in the period of `_mean`
         self._sent: dict[int, int] = {}  # the step in which each fragment under way was sent
-        self._values: dict[int, list[Tensor]] = {}  # of each: δᵢ, and then the mean
+        self._values: dict[int, list[Tensor]] = {}  # of each: δᵢ and what is used; then means
         aside = config.delay > 0 or config.lasts_a_period
         self.exchanges = Exchanges(comm, self.records, config.algorithm, aside)
         channel = self.exchanges.channel
@@ -177,10 +180,19 @@ class StreamingDiLoCo(Strategy):
 
     def _send(self, number: int, step: int) -> None:
         """Begin to replace a fragment's δᵢ by their mean."""
-        values = self.fragments[number].take(self._mean)
-        self._sent[number], self._values[number] = step, values
+        fragment = self.fragments[number]
+        values, used = fragment.take(self._mean), self.gradients.take_used(fragment.numbers)
+        self._sent[number], self._values[number] = step, [*values, used]
         compressed = self._compressed[number] if self._compressed else None
-        self.exchanges.begin(lambda: self.exchanges.mean(values, compressed))
+        residuals = fragment.split([feedback.residual for feedback in compressed.feedbacks] if compressed else [])
+        waiting = [part for part, is_used in zip(residuals, used.tolist()) if not is_used]
+
+        def average() -> None:
+            with set_aside(waiting, adds=True):
+                self.exchanges.mean(values, compressed)
+            self.exchanges.mean([used])
+
+        self.exchanges.begin(average)
 
     def _await(self, number: int | None = None) -> None:
         """Wait for a fragment, and those sent before; or for all. Put the means that have come in their places."""
@@ -190,7 +202,9 @@ class StreamingDiLoCo(Strategy):
         arrived = under_way if number is None else under_way[: under_way.index(number) + 1]
         self.exchanges.wait(len(under_way) - len(arrived))
         for one in arrived:
-            self.fragments[one].put(self._values.pop(one), self._mean)
+            *values, used = self._values.pop(one)
+            self.fragments[one].put(values, self._mean)
+            self._used[self.fragments[one].numbers] = used > 0
 
     def _take_up(self, number: int) -> None:
         """Move a fragment's common parameters by the mean, and this rank's towards them."""
@@ -200,8 +214,9 @@ class StreamingDiLoCo(Strategy):
         if self._shifts:
             for own, x, gone in fragment.views(self.model.params, self.common, self._gone):
                 own.sub_(x).add_(gone)  # x − gone is where it was
-        for x, momentum, mean in fragment.views(self.common, self._momentum, self._mean):
-            self._move(x, momentum, mean)
+        with set_aside(self.model.of_unused(self._used, self._momentum)):
+            for x, momentum, mean in fragment.views(self.common, self._momentum, self._mean):
+                self._move(x, momentum, mean)
         for own, x in fragment.views(self.model.params, self.common):
             if self._shifts:
                 own.add_(x)
@@ -223,14 +238,16 @@ class StreamingDiLoCo(Strategy):
                 mean.zero_()
                 before.zero_()
         views = fragment.views(self.model.params, self.common, self._momentum, self._mean, gone)
-        for own, x, momentum, mean, before in views:
-            difference = x - own
-            if eager:
-                mean.add_(difference - before, alpha=1 / self.comm.size)
-                before.copy_(difference)
-            self._move(x, momentum, mean)
-            own.copy_(x)
-            mean.copy_(difference)
+        used = self._used | self.gradients.used if eager else self._used
+        with set_aside(self.model.of_unused(used, self._momentum)):
+            for own, x, momentum, mean, before in views:
+                difference = x - own
+                if eager:
+                    mean.add_(difference - before, alpha=1 / self.comm.size)
+                    before.copy_(difference)
+                self._move(x, momentum, mean)
+                own.copy_(x)
+                mean.copy_(difference)
 
     def _move(self, x: Tensor, momentum: Tensor, gradient: Tensor) -> None:
         """Step as torch's SGD with Nesterov momentum; overwrites the gradient."""
@@ -250,6 +267,8 @@ class StreamingDiLoCo(Strategy):
             Entry("under_way", under_way, self._load_under_way),
             Along("common", lambda: self.common, self._load_common, of_x),
             held_tensors("momentum", self._momentum, of_x),
+            flags("used", self.gradients.used),
+            flags("moving", self._used),
             Along("mean", lambda: self._mean if self._sent else [], lambda saved: _copy(self._mean, saved)),
             # In another world all begin at the mean of the parameters, which is as far from x as ranks were on average.
             Along(

@@ -17,6 +17,7 @@ from hpcdist.compress import CompressionConfig, Feedback, spans
 from hpcdist.compress.coding.reduction import cut, join
 from hpcdist.config import Named
 from hpcdist.errors import RankFailedError
+from hpcdist.model.flat import set_aside
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, dropped, feedbacks, spread
@@ -140,7 +141,9 @@ class Strom(Strategy):
         if self._floods:
             (link,) = self._links
             parts = list(zip(link.feedbacks, self.model.params, self._old, strict=True))
-            messages = [feedback.encode_change_(own, old, share, whole) for feedback, own, old in parts]
+            residuals = [feedback.residual for feedback in link.feedbacks]
+            with set_aside(self.model.of_unused(self.model.gradients.present(), residuals), adds=True):
+                messages = [feedback.encode_change_(own, old, share, whole) for feedback, own, old in parts]
             self._send(join(messages), link.peers, tag)
             for (feedback, own, _), message in zip(parts, messages, strict=True):
                 feedback.add(message, own, whole)
@@ -148,8 +151,11 @@ class Strom(Strategy):
         for own, old in zip(self.model.params, self._old, strict=True):
             for new, before in alongside(own, old):
                 new.sub_(before).mul_(share)
-        for link in self._links:
-            messages = [f.encode(change, whole) for f, change in zip(link.feedbacks, self.model.params, strict=True)]
+        trained = [parameter.requires_grad for parameter in self.model.parameters()]
+        for link in self._links:  # which also passes on what others have sent, so that all but frozen parameters go on
+            with set_aside(self.model.of_unused(trained, [f.residual for f in link.feedbacks]), adds=True):
+                encoded = zip(link.feedbacks, self.model.params, strict=True)
+                messages = [f.encode(change, whole) for f, change in encoded]
             self._send(join(messages), link.peers, tag)
         for own, old in zip(self.model.params, self._old, strict=True):
             own.add_(old)

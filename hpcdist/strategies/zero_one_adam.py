@@ -35,8 +35,8 @@ class ZeroOneAdam(AdamStep):
     bias correction.
 
     Bytes per rank of n bytes of float32 gradients: at a full step 2n(p − 1)/p, at a compressed one and at an exchange a
-    32ⁿᵈ of that and eight for each parameter and rank, at the others nothing; in the first phase 32 of agreement.
-    Memory: m, v, u, x, what was not sent, and a second part of that for a pᵗʰ.
+    32ⁿᵈ of that and eight for each parameter and rank, at the others nothing; in the first phase 32 of agreement, at an
+    exchange 24 for each parameter. Memory: m, v, u, x, what was not sent, and a second part of that for a pᵗʰ.
 
     Reference: Yucheng Lu, Conglong Li, Minjia Zhang, Christopher De Sa, Yuxiong He, "Maximizing communication
     efficiency for large-scale training via 0/1 Adam", 2022.
@@ -81,7 +81,7 @@ class ZeroOneAdam(AdamStep):
         if full:
             self.exchanges.mean(flats)
         elif not alone:
-            self._mean(flats)
+            self.average_compressed(self._mean, flats, self.model.gradients.present())
         for one in self.trained(flats):
             self.take_in(one, one.views[0], squares=full or alone)
             self.step_along(one, self.direction(one))
@@ -121,18 +121,30 @@ class ZeroOneAdam(AdamStep):
             self.step_along(one, direction)
 
     def _count(self) -> None:
-        """Count a step's rate and decay, on every rank alike."""
+        """Count a step's rate and decay of each parameter that has a gradient here."""
         for one in self.trained():
             rate = rate_of(one.group)
             self.rates[one.name] = self.rates.get(one.name, 0.0) + rate
-            self.decays[one.name] = self.decays.get(one.name, 1.0) * (1 - rate * one.group["weight_decay"])
+            self.decays[one.name] = self.decays.get(one.name, 1.0) * (1 - rate * float(one.group["weight_decay"]))
+
+    def _agree(self) -> list[bool]:
+        """Collective. Average rates and decays over the ranks that have stepped; tell which parameters any has."""
+        names = self.model.names
+        rows = [[float(name in self.rates), self.rates.get(name, 0.0), self.decays.get(name, 0.0)] for name in names]
+        sums = torch.tensor(rows, dtype=torch.float64)
+        self.comm.allreduce(sums.view(-1))
+        found = {name: row for name, row in zip(names, sums.tolist(), strict=True) if row[0]}
+        self.rates = {name: rate / count for name, (count, rate, _) in found.items()}
+        self.decays = {name: decay / count for name, (count, _, decay) in found.items()}
+        return [name in found for name in names]
 
     def _exchange(self) -> None:
         """Collective. Go on from the common parameters and the mean of all ranks' moves."""
-        for one in self.trained(self._moves):
+        used = self._agree()
+        for one in self.trained(self._moves, used=used):
             one.views[0].mul_(self.scale(one))
-        self._mean(self._moves)
-        for one in self.trained(self._moves, self._common):
+        self.average_compressed(self._mean, self._moves, used)
+        for one in self.trained(self._moves, self._common, used=used):
             received, x = one.views
             self.still(one, received)
             if self.rates[one.name]:

@@ -183,7 +183,14 @@ def test_overlap_changes_nothing(ranks, name, strategy):
 
 
 # --- and other strategies there ---------------------------------------------------------------------------------------
-ELSEWHERE = ("plain_loop", "one_cycle_per_step_with_momentum", "uneven_data", "gan", "figures_shared_in_the_loop")
+ELSEWHERE = (
+    "plain_loop",
+    "a_layer_frozen_later",
+    "one_cycle_per_step_with_momentum",
+    "uneven_data",
+    "gan",
+    "figures_shared_in_the_loop",
+)
 
 
 @quiet

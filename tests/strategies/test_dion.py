@@ -68,6 +68,8 @@ def starts(fraction):
         cls, module = strategies.load("dion"), problem.model()
         local = torch.optim.SGD(module.parameters(), lr=RATE)
         made = cls(cls.Config(fraction=fraction), comm, FlatModel(module), optimizer=local)
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
         return {one.name: made._basis_of(one, one.parameter.detach()) for one in made._divided()[0]}
 
     return run_virtual(body, 1)[0]

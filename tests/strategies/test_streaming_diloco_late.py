@@ -170,6 +170,6 @@ def test_an_exchange_that_lasts_no_longer_than_it_may_takes_no_time(options):
     free_s = seconds(0.0)
     steps = 6 if "take_up" in options else options["delay"]
     exchanges = 5 if options.get("fragment_layers") == 1 else 1  # of fragments, one after the other, in these steps
-    lasts = steps * 0.1 / (4 * exchanges)  # a ring of three has four messages
+    lasts = steps * 0.1 / (8 * exchanges)  # a ring of three has four messages, and four of flags
     assert seconds(0.9 * lasts) == pytest.approx(free_s)
     assert seconds(2 * lasts) > free_s + 0.05

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import NonFiniteError
@@ -22,6 +23,7 @@ class LocalGradients:
     Attributes:
         checksums: of this rank's own gradients, before they are averaged, in each of its first steps: 0 where they are
             zero. None where nobody wants them.
+        used: which parameters have had a gradient in an update here since `take_used`, bool, shape (parameters,).
 
     Args:
         policy: `on_nonfinite` of the strategy's options: stop, skip or ignore.
@@ -36,6 +38,7 @@ class LocalGradients:
         self._comm, self._model, self._stages = comm, model, stages
         self._step, self._skips = 1, policy == "skip"
         self.checksums: list[int] | None = None
+        self.used = torch.zeros(len(model.names), dtype=torch.bool)
         self._looked: list[int] = []  # checksums of this step's gradients, perhaps bucket by bucket
 
     def look(self, bucket: Bucket | None = None) -> None:
@@ -109,6 +112,16 @@ class LocalGradients:
         """Return the staleness of this rank's own gradient, (0,); () if it was left out, or its batch weighs 0."""
         return () if left_out or not self._model.passes.contributes else (0,)
 
+    def note(self) -> None:
+        """Note which parameters an update is about to move."""
+        self.used |= torch.tensor(self._model.gradients.present(), dtype=torch.bool)
+
+    def take_used(self, of: slice | list[int] = slice(None)) -> Tensor:
+        """Return which parameters, all or these, have had a gradient since the last call: 1, or else 0."""
+        found = self.used[of].float()
+        self.used[of] = False
+        return found
+
     def step_alone(self, update: Callable[[], None]) -> Outcome:
         """Take the local optimiser's step on this rank's own gradient, left out where that is not finite."""
         self._model.gradients.settle()
@@ -116,6 +129,7 @@ class LocalGradients:
         event = self.leave_out({self._comm.rank: bad}) if bad else None
         if not bad:
             self.clip()
+            self.note()
             update()
         return Outcome(clock=self._step, staleness=self.staleness(bad), event=event)
 

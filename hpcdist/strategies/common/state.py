@@ -142,6 +142,15 @@ def held_tensors(name: str, own: Sequence[Tensor], combine: Callable[..., Any], 
     return Along(name, lambda: own, load, combine, ranges=ranges)
 
 
+def flags(name: str, own: Tensor) -> Entry:
+    """Declare flags of the parameters, a bool tensor; another world begins with True."""
+
+    def load(saved: Sequence[bool]) -> None:
+        own.copy_(torch.tensor(saved, dtype=torch.bool))
+
+    return Entry(name, own.tolist, load, Anew(lambda: [True] * len(own)), optional=True)
+
+
 def part(name: str, owned: Stateful | None, combine: Callable[..., Any]) -> Iterable[Entry]:
     """Declare the state of an object that the strategy owns; None has no entry."""
     return [] if owned is None else [Entry(name, owned.state, owned.load_state, combine, True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -19,8 +20,12 @@ from hpcdist.topology import Topology, make_topology
 
 
 def rates(model: FlatModel, optimizer: torch.optim.Optimizer | None) -> list[float]:
-    """Return the learning rate of each parameter, in the order of `model.names`; 1 where none is known."""
-    return [1.0 if group is None else float(group.get("lr", 1.0)) for group in groups(model, optimizer)]
+    """Return the learning rate of each parameter, in the order of `model.names`; 1 where none is known.
+
+    Adafactor's may be None, for example, where it finds its own.
+    """
+    found = (None if group is None else group.get("lr") for group in groups(model, optimizer))
+    return [1.0 if rate is None else float(rate) for rate in found]
 
 
 def conserving(chosen: Named, comm: Communicator, strategy: str) -> Topology:
@@ -90,14 +95,16 @@ class Mixing:
         if self._kept:
             weights = {peer: (1 - self._kept) * weight for peer, weight in weights.items()}
             weights[self._comm.rank] += self._kept
-        own = weights.pop(self._comm.rank)
+        whole, own = sum(weights.values()), weights.pop(self._comm.rank)
         with torch.no_grad():
             for tensor, sent, received in zip(tensors, self._sent, self._received, strict=True):
                 for mine, as_sent, *theirs in alongside(tensor, sent, *received.view(len(weights), tensor.numel())):
                     if sent.dtype != tensor.dtype:
                         mine.sub_(as_sent, alpha=1 - own)
-                    elif weights:  # else the weight is 1, to the bit
-                        mine.mul_(own)
+                    else:  # by differences, so that equal values stay the same to the bit
+                        theirs = [part.sub_(mine) for part in theirs]
+                        if not math.isclose(whole, 1):  # only columns of W add up to 1
+                            mine.mul_(whole)
                     for weight, part in zip(weights.values(), theirs, strict=True):
                         mine.add_(part, alpha=weight)
 

@@ -22,14 +22,19 @@ class Fragment:
     Args:
         pieces: in `model.params`: by group the slices, ascending; each group has at least one.
         spans: of each group: the parameters, one after the other as `take` puts them.
+        numbers: of these parameters, in the same order, among the model's.
     """
 
-    def __init__(self, pieces: dict[int, list[slice]], spans: list[list[Span]]):
-        self.pieces, self.spans = pieces, spans
+    def __init__(self, pieces: dict[int, list[slice]], spans: list[list[Span]], numbers: list[int]):
+        self.pieces, self.spans, self.numbers = pieces, spans, numbers
 
     def take(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return the fragment's elements, a flat tensor for each group: a view where they lie one after the other."""
         return [_joined([flats[group][piece] for piece in pieces]) for group, pieces in self.pieces.items()]
+
+    def split(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Cut what `take` returns, or tensors like that, into parameters, in the order of `numbers`."""
+        return [value[s.start : s.stop] for value, own in zip(values, self.spans) for s in own]
 
     def put(self, values: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
         """Copy what `take` has returned, of these or others, to its places, unless it lies there."""
@@ -65,16 +70,16 @@ def cut(model: FlatModel, layers: int | None, order: Literal["strided", "sequent
     count = max(places, default=0) + 1
     fragments = 1 if layers is None else -(-count // layers)
     of_layer = (lambda layer: layer % fragments) if order == "strided" else (lambda layer: layer // (layers or count))
-    found: list[list[tuple[int, int, int, tuple[int, ...]]]] = [[] for _ in range(fragments)]
-    for (_, group, start, stop, shape), layer in zip(slots, places, strict=True):
-        found[of_layer(layer)].append((group, start, stop, tuple(shape)))
+    found: list[list[tuple[int, int, int, int, tuple[int, ...]]]] = [[] for _ in range(fragments)]
+    for number, ((_, group, start, stop, shape), layer) in enumerate(zip(slots, places, strict=True)):
+        found[of_layer(layer)].append((group, start, stop, number, tuple(shape)))
     return [_fragment(sorted(parts)) for parts in found if parts]
 
 
-def _fragment(parts: Sequence[tuple[int, int, int, tuple[int, ...]]]) -> Fragment:
+def _fragment(parts: Sequence[tuple[int, int, int, int, tuple[int, ...]]]) -> Fragment:
     pieces: dict[int, list[slice]] = {}
     spans: dict[int, list[Span]] = {}
-    for group, start, stop, shape in parts:
+    for group, start, stop, _, shape in parts:
         of_group, of_spans = pieces.setdefault(group, []), spans.setdefault(group, [])
         if of_group and of_group[-1].stop == start:
             of_group[-1] = slice(of_group[-1].start, stop)
@@ -82,7 +87,7 @@ def _fragment(parts: Sequence[tuple[int, int, int, tuple[int, ...]]]) -> Fragmen
             of_group.append(slice(start, stop))
         at = of_spans[-1].stop if of_spans else 0
         of_spans.append(Span(at, at + stop - start, shape))
-    return Fragment(pieces, list(spans.values()))
+    return Fragment(pieces, list(spans.values()), [number for _, _, _, number, _ in parts])
 
 
 def _layers(names: Sequence[str]) -> list[int]:

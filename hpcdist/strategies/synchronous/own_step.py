@@ -32,7 +32,8 @@ class OwnStep(Strategy):
     """Train all ranks in step by a rule of the strategy's own: gradients stay here, and what they become is exchanged.
 
     The loop sees this rank's own gradients, and clips these. A gradient that is not finite on one rank leaves the
-    update out on all. A parameter that has no gradient counts as one of zeros. Buffers that change in training become
+    update out on all. A parameter that has no gradient counts as one of zeros, and is left alone where no rank has one.
+    Buffers that change in training become
     their mean over the ranks in every step, and param_groups are compared, as with `allreduce`.
 
     Attributes:
@@ -81,11 +82,11 @@ class OwnStep(Strategy):
         self.require_optimizer()
         used, bad = self.agreement(self.model.gradients.collect(), self.gradients.nonfinite())
         event = self.gradients.leave_out(bad) if bad else None
+        self.model.gradients.release(used)  # None, which leaves a parameter alone, where no rank has one
         if not bad:
             self.gradients.clip(self.model.passes.mean_weight)
             self.hooked(lambda: self.move(update))
             self.updates += 1
-        self.model.gradients.release(used)
         return Outcome(self.updates, staleness=self.gradients.staleness(bad), event=event)
 
     def hooked(self, step: Callable[[], None]) -> None:
@@ -117,6 +118,8 @@ class OwnStep(Strategy):
 
     def _check_settings(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
+            if group.get("lr") is None:  # as Adafactor's, which finds its own
+                raise self.useless("lr", "a number", None)
             for key, plain in self.plain.items():
                 if group.get(key, plain) != plain:
                     raise self.useless(key, plain, group[key])
@@ -128,12 +131,17 @@ class OwnStep(Strategy):
             f"Take {self.advice}."
         )
 
-    def trained(self, *flats: Sequence[Tensor]) -> Iterator[Trained]:
-        """Yield each parameter that the optimiser has, in the order of `model.names`, with its views of `flats`."""
+    def trained(self, *flats: Sequence[Tensor], used: Sequence[bool] | None = None) -> Iterator[Trained]:
+        """Yield each parameter that is used and the optimiser has, as in `model.names`, with its views of `flats`.
+
+        Args:
+            used: of each parameter; by default those that have a gradient.
+        """
+        used = self.model.gradients.present() if used is None else used
         views = ([view for _, view in self.model.views(flat)] for flat in flats)
-        of_all = zip(self.model.names, self.model.parameters(), groups(self.model, self.optimizer), *views, strict=True)
-        for name, parameter, group, *own in of_all:
-            if group is not None:
+        of = self.model.names, self.model.parameters(), groups(self.model, self.optimizer), used
+        for name, parameter, group, is_used, *own in zip(*of, *views, strict=True):
+            if is_used and group is not None:
                 yield Trained(name, parameter, group, tuple(own))
 
     # --- state ----------------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.compress import CompressionConfig, Reduction, spans
+from hpcdist.model.flat import set_aside
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Along, Entry, mean_of_ranks, reduction
+from hpcdist.strategies.common.state import Along, Entry, flags, mean_of_ranks, reduction
 from hpcdist.strategies.synchronous.exchanges import Exchanges
 
 
@@ -61,6 +62,7 @@ class Periodic(Strategy):
         shared = channel.memory.shared_like(self.common) if self._compressed is None else None
         self._mean = [torch.empty_like(x) for x in self.common] if shared is None else shared
         self._gone: list[Tensor] = []  # δᵢ of the exchange under way; empty where there is none
+        self._used = torch.ones_like(self.gradients.used)  # by some rank, in the period of `_mean`
 
     @property
     def over_senders(self) -> bool:
@@ -75,6 +77,10 @@ class Periodic(Strategy):
         Args:
             mean: flat tensors like `model.params`; the method may overwrite them.
         """
+
+    def momentum(self) -> Sequence[Tensor]:
+        """Return the momentum with which x moves, along the parameters; none where it moves without."""
+        return ()
 
     def exchanges_at(self, step: int) -> bool:
         """Tell whether all ranks exchange at the end of a step; counts from 1."""
@@ -97,20 +103,34 @@ class Periodic(Strategy):
     def _exchange(self) -> None:
         for mean, x, own in zip(self._mean, self.common, self.model.params, strict=True):
             torch.sub(x, own, out=mean)
+        used = self.gradients.take_used()
         if not self.config.overlap:
-            self.exchanges.mean(self._mean, self._compressed)
-            self.move(self._mean)
+            self._average(used)
+            self._move()
             self.model.load_params(self.common)
             return
         self._gone = [mean.clone() for mean in self._mean]
-        self.exchanges.begin(lambda: self.exchanges.mean(self._mean, self._compressed))
+        self.exchanges.begin(lambda: self._average(used))
+
+    def _average(self, used: Tensor) -> None:
+        """Collective. Average δᵢ over the ranks, of which this one has used these parameters."""
+        waiting = [] if self._compressed is None else [feedback.residual for feedback in self._compressed.feedbacks]
+        with set_aside(self.model.of_unused(used, waiting), adds=True):
+            self.exchanges.mean(self._mean, self._compressed)
+        if self.momentum():
+            self.exchanges.mean([used])
+            self._used.copy_(used > 0)
+
+    def _move(self) -> None:
+        with set_aside(self.model.of_unused(self._used, self.momentum())):
+            self.move(self._mean)
 
     def _take_up(self) -> None:
         """Move `common` by the exchange under way; add this rank's own change since that began."""
         self.exchanges.wait()
         for own, x, gone in zip(self.model.params, self.common, self._gone, strict=True):
             own.sub_(x).add_(gone)  # x − gone is where it was
-        self.move(self._mean)
+        self._move()
         for own, x in zip(self.model.params, self.common, strict=True):
             own.add_(x)
         self._gone = []
@@ -123,6 +143,8 @@ class Periodic(Strategy):
             # In another world all begin at the mean of the parameters, which is as far from x as ranks were on average.
             Along("gone", lambda: self._gone, self._load_gone, mean_of_ranks),
             Along("mean", lambda: self._mean if self._gone else [], self._load_mean),
+            flags("used", self.gradients.used),
+            flags("moving", self._used),
             *reduction("compressed", self._compressed),
         ]
 

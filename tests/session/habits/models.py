@@ -8,7 +8,7 @@ import warnings
 
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
@@ -277,6 +277,13 @@ enter(
     make=using(SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
     epochs=3,
     begin=lambda model, epoch: model[0].requires_grad_(epoch != 1),
+)
+enter(
+    "a_layer_frozen_later_with_adamw",
+    make=using(AdamW, lr=0.01, weight_decay=0.1),
+    epochs=3,
+    begin=lambda model, epoch: model[0].requires_grad_(epoch != 1),
+    tolerance=1e-9,
 )
 enter(
     "a_layer_unfrozen_later",

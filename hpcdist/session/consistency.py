@@ -19,7 +19,6 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.pieces import sum_and_norm
-from hpcdist.data.hdf5 import HDF5Dataset
 from hpcdist.model.hyperparameters import unequal_steps
 from hpcdist.records.digest import tensor_bytes
 from hpcdist.session import rules
@@ -292,8 +291,8 @@ def marks(dataset: Any, path: str = "loader.dataset", holders: tuple[int, ...] =
     Ranks compare it, and a loop that goes on compares it with its checkpoint's. Sample i must be the same one on all
     workers. Samples are not read: that may open files too early, or draw numbers.
     """
-    if isinstance(dataset, HDF5Dataset):
-        return {f"the checksum of {path}": dataset.checksum}
+    if isinstance(checksum := getattr(dataset, "checksum", None), str):  # of all samples, as HDF5Dataset's
+        return {f"the checksum of {path}": checksum}
     found: dict[str, Any] = {}
     for name, value in getattr(dataset, "__dict__", {}).items():
         parts = {f"{path}.{name}": value}

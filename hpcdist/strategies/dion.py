@@ -55,7 +55,7 @@ class Dion(OwnStep):
     config: Config
     kinds: ClassVar = ()
     advice: ClassVar = "one of torch's"
-    runs_optimizer: ClassVar = True  # for the others
+    runs_optimizer = True  # for the others
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)

@@ -25,8 +25,8 @@ class OneBitAdam(AdamStep):
     elements whose v is tiny beside the others' jump: ε of 1e-4 rather than 1e-8 bounds that.
 
     β₁, β₂, ε, η and λ are those of the local optimiser, torch's AdamW, or Adam without decay, in whose `state` m and v
-    lie; its own step is not run. Replicas are bitwise equal. On one rank, which sends nothing, the warm-up has no end:
-    it is Adam without bias correction. A warm-up of 15 to 20 % of all steps is usual. The compressor is ef_signsgd
+    lie; its own step is not run. Replicas are bitwise equal. On one rank, which sends nothing, the optimiser makes
+    its own step. A warm-up of 15 to 20 % of all steps is usual. The compressor is ef_signsgd
     unless another is given; the published code multiplies signs by the root of the mean square, whose error may be
     larger than what is sent, and here it is the mean magnitude. none is exact.
 
@@ -52,9 +52,9 @@ class OneBitAdam(AdamStep):
         super().__init__(config, comm, model, **given)
         self._mean = TwoWayMean(self.exchanges.channel, config.compression, model.params, spans(model))
 
-    def move(self, update) -> None:
+    def move_all(self) -> None:
         grads = self.model.grads
-        if self.comm.size == 1 or self.updates < self.config.warmup_steps:  # v is frozen for the sake of messages
+        if self.updates < self.config.warmup_steps:
             self.exchanges.mean(grads)
             for one in self.trained(grads):
                 self.take_in(one, one.views[0], squares=True)

@@ -31,8 +31,7 @@ class ZeroOneAdam(AdamStep):
 
     β₁, β₂, ε, η and λ are those of the local optimiser, as in `onebit_adam`; there is no bias correction. Every rank
     counts alike, also one that had fewer samples. In the first phase and after each exchange replicas are bitwise
-    equal; evaluations use their mean. On one rank, which sends nothing, each step is a full one: it is Adam without
-    bias correction.
+    equal; evaluations use their mean. On one rank, which sends nothing, the optimiser makes its own step.
 
     Bytes per rank of n bytes of float32 gradients: at a full step 2n(p − 1)/p, at a compressed one and at an exchange a
     32ⁿᵈ of that and eight for each parameter and rank, at the others nothing; in the first phase 32 of agreement, at an
@@ -75,15 +74,15 @@ class ZeroOneAdam(AdamStep):
         self.decays: dict[str, float] = {}  # Π(1 − ηλ) since then
 
     # --- the first phase ------------------------------------------------------------------------------------------
-    def move(self, update) -> None:
+    def move_all(self) -> None:
         flats, step = self.model.grads, self.steps + 1
-        full, alone = step % self.distance == 0, self.comm.size == 1
+        full = step % self.distance == 0
         if full:
             self.exchanges.mean(flats)
-        elif not alone:
+        else:
             self.average_compressed(self._mean, flats, self.model.gradients.present())
         for one in self.trained(flats):
-            self.take_in(one, one.views[0], squares=full or alone)
+            self.take_in(one, one.views[0], squares=full)
             self.step_along(one, self.direction(one))
         self.full += full
         if self.full == self.config.full_steps:

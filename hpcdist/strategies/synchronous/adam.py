@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -9,8 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.compress.coding.two_way import TwoWayMean
-from hpcdist.model.flat import set_aside
+from hpcdist.model.flat import FlatModel, set_aside
+from hpcdist.strategies.base import Update
 from hpcdist.strategies.synchronous.own_step import OwnStep, Trained, rate_of
 
 
@@ -20,12 +23,28 @@ class AdamStep(OwnStep):
     Nothing corrects the moments' bias towards zero in the first steps, as in the published codes: warm the learning
     rate up. An element whose gradient has always been 0 has v = 0; it stays, because a bit has no zero and would move
     it by m/ε.
+
+    On one rank, which has nothing to save by all this, the optimiser makes its own step.
     """
 
     contract = replace(OwnStep.contract, optimizer="Adam")
     kinds: ClassVar = (torch.optim.Adam, torch.optim.AdamW)
     plain: ClassVar = {"amsgrad": False, "maximize": False}
     advice: ClassVar = "torch.optim.AdamW, or torch.optim.Adam without weight_decay"
+
+    def __init__(self, config: OwnStep.Config, comm: Communicator, model: FlatModel, **given: Any):
+        super().__init__(config, comm, model, **given)
+        self.runs_optimizer = comm.size == 1
+
+    def move(self, update: Update) -> None:
+        if self.runs_optimizer:
+            update()
+        else:
+            self.move_all()
+
+    @abc.abstractmethod
+    def move_all(self) -> None:
+        """Collective. Move the parameters of several ranks, see `move`."""
 
     def moments(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
         """Return m and v of a parameter."""

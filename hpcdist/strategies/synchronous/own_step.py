@@ -50,7 +50,7 @@ class OwnStep(Strategy):
     contract = Contract(averages="gradients", meets="every step", step="the strategy's")
     kinds: ClassVar[tuple[type[torch.optim.Optimizer], ...]]  # whose numbers the rule reads; none: any
     plain: ClassVar[Mapping[str, Any]] = {}  # settings that the rule does not have, with the value that is none
-    runs_optimizer: ClassVar[bool] = False  # a part of the parameters is stepped by it, with its hooks
+    runs_optimizer: bool = False  # a part of the parameters is stepped by it, with its hooks
     advice: ClassVar[str]  # what to take, for messages
 
     def __init__(self, config: Config, comm, model, **given):

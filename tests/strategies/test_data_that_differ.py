@@ -233,9 +233,11 @@ def test_without_momentum_qg_is_dpsgd_that_steps_first_to_the_bit(ranks):
     for step in range(STEPS):
         stepped = [own.add(own - target, alpha=-RATE) for own, target in zip(x, b, strict=True)]
         for rank in range(size):
-            x[rank] = stepped[rank].clone()
-            for peer, weight in ring.in_neighbours(rank, step).items():
-                x[rank].add_(stepped[peer] - stepped[rank], alpha=weight)
+            weights = ring.in_neighbours(rank, step)
+            x[rank], whole = stepped[rank].clone(), weights.pop(rank)
+            for peer, weight in weights.items():
+                whole += weight
+                x[rank].lerp_(stepped[peer], weight / whole)
             assert torch.equal(found[rank][step], x[rank])
 
 

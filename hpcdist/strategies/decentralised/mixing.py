@@ -95,18 +95,21 @@ class Mixing:
         if self._kept:
             weights = {peer: (1 - self._kept) * weight for peer, weight in weights.items()}
             weights[self._comm.rank] += self._kept
-        whole, own = sum(weights.values()), weights.pop(self._comm.rank)
+        own = weights.pop(self._comm.rank)
         with torch.no_grad():
             for tensor, sent, received in zip(tensors, self._sent, self._received, strict=True):
                 for mine, as_sent, *theirs in alongside(tensor, sent, *received.view(len(weights), tensor.numel())):
                     if sent.dtype != tensor.dtype:
                         mine.sub_(as_sent, alpha=1 - own)
-                    else:  # by differences, so that equal values stay the same to the bit
-                        theirs = [part.sub_(mine) for part in theirs]
-                        if not math.isclose(whole, 1):  # only columns of W add up to 1
-                            mine.mul_(whole)
+                        for weight, part in zip(weights.values(), theirs, strict=True):
+                            mine.add_(part, alpha=weight)
+                        continue
+                    whole = own
                     for weight, part in zip(weights.values(), theirs, strict=True):
-                        mine.add_(part, alpha=weight)
+                        whole += weight
+                        mine.lerp_(part, weight / whole)  # by differences: equal values stay the same to the bit
+                    if not math.isclose(whole, 1):  # only columns of W add up to 1
+                        mine.mul_(whole)
 
     def mix(self, tensors: Sequence[Tensor], step: int) -> None:
         """Collective. Mix `tensors` with the neighbours of `step`, in place, and wait for it."""

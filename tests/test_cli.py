@@ -692,7 +692,12 @@ def _make_table(folder: Path) -> Path:
 
 CASES = {  # importer: source, options of each type, the shape of the training split's x, and its samples
     "mnist": (_make_mnist, ["classes=zero,one,two", "compression=gzip"], (1, 5, 4), 6),
-    "table": (_make_table, ["target=a", "delimiter=;", "dtype=float64", "test_fraction=0", "task=regression"], (2,), 10),
+    "table": (
+        _make_table,
+        ["target=a", "delimiter=;", "dtype=float64", "test_fraction=0", "task=regression"],
+        (2,),
+        10,
+    ),
 }
 
 

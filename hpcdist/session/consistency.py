@@ -98,14 +98,12 @@ def require_same_state(optimizer: Any, comm: Communicator, strategy: Any, loads:
     for rank in comm.failures.living:
         near = all(_near(one, other, 3e-4 * norm) for one, other in zip(found[first][3:], found[rank][3:], strict=True))
         if found[rank][:3] != found[first][:3] or not near:
-            texts = [
+            own, theirs = (
                 f"{n} parameters{f', norm {norm:.6g}' if norm else ''}, loaded {times} times"
-                for times, n, _, _, norm in found
-            ]
-            one, other = names[first], names[rank]
-            raise rules.error(
-                "the optimiser's state differs", own=texts[first], theirs=texts[rank], first=one, rank=other
+                for times, n, _, _, norm in (found[first], found[rank])
             )
+            one, other = names[first], names[rank]
+            raise rules.error("the optimiser's state differs", own=own, theirs=theirs, first=one, rank=other)
 
 
 def follow_servers(optimizer: Any, place: str) -> None:

@@ -171,6 +171,11 @@ class _Distributed:
         if not strategy.is_worker:
             raise rules.error("a rank that serves takes a step", rank=strategy.comm.rank)
         module = strategy.model.module
+        if strategy.contract.batch == "portions":
+            parameters = zip(strategy.model.names, strategy.model.parameters(), strict=True)
+            still = next((name for name, parameter in parameters if not parameter.requires_grad), None)
+            if still is not None:
+                rules.refuse("a layer is frozen later", strategy, name=still)
         if not own.modes:
             own.others = [name for name, each in module.named_modules() if each.training != module.training]
         own.modes |= 1 << module.training

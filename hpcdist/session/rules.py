@@ -164,6 +164,12 @@ RULES = {
         "DistributedOptimizer after; with plain allreduce it may be unfrozen at any time.",
         alone=True,
     ),
+    "a layer is frozen later": Rule(
+        lambda contract: contract.batch == "portions",
+        "requires_grad of {name!r} must stay True with {strategy}, whose directions follow earlier gradients and would "
+        "move it on; got False. Freeze it before DistributedOptimizer, or take another strategy.",
+        alone=True,
+    ),
     "replicas differ": Rule(
         lambda contract: contract.replicates,
         "parameters must be the same on all ranks with {strategy}; those of rank {rank} differ from rank {first}'s. "

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -87,10 +87,9 @@ def current() -> Session:
 
 
 def shared_calls() -> int:
-    """Count the calls of all ranks that the loop has made: hpcdist's, and torch.distributed's in the default group."""
-    count = current().calls
-    if dist.is_available() and dist.is_initialized():
-        group: Any = dist.group.WORLD
+    """Count the calls of all ranks that the loop has made: hpcdist's, and torch.distributed's in all groups."""
+    count, groups = current().calls, dist.distributed_c10d._world.pg_map if dist.is_available() else ()
+    for group in cast(Iterable[Any], groups):
         with suppress(RuntimeError):  # a backend that doesn't count
             count += group._get_sequence_number_for_group()
     return count

@@ -93,6 +93,13 @@ REFUSED = {
     "loss must be mean with sandblaster, .*; got sum. Let the closure return the mean loss of its portion": (
         lambda model, optimizer: made(optimizer, model, strategy="sandblaster", loss="sum")
     ),
+    "requires_grad of '.*' must stay True with sandblaster, .*; got False. Freeze it before": (
+        lambda model, optimizer: (
+            made(optimizer, model, strategy="sandblaster"),
+            model.requires_grad_(False),
+            optimizer.step(lambda: None),
+        )
+    ),
     "strategy.provider.op must be average with loss = 'sum', .*; got adasum. Leave it out": (
         lambda model, optimizer: made(optimizer, model, loss="sum", provider={"name": "horovod", "op": "adasum"})
     ),

@@ -92,6 +92,7 @@ def test_rules_that_look_at_the_contract_each_have_a_loop_here():
     looking = {h for h, rule in rules.RULES.items() if len({rule.refused(contract) for contract in CONTRACTS}) > 1}
     elsewhere = {  # batches in portions: tests/session/test_lbfgs.py
         "several optimisers share a loop", "the model is in stages", "the loss is a sum",
+        "a layer is frozen later",  # tests/session/test_refusals.py
         "the loader draws batches, or reads its own samples",
         "joint batches are split by label",  # tests/data/test_labels.py
         "micro-batches go to other replicas",  # tests/session/test_random_routing.py

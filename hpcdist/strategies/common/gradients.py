@@ -114,7 +114,9 @@ class LocalGradients:
 
     def note(self) -> None:
         """Note which parameters an update is about to move."""
-        self.used |= torch.tensor(self._model.gradients.present(), dtype=torch.bool)
+        present = torch.tensor(self._model.gradients.present(), dtype=torch.bool)
+        if len(present) == len(self.used):  # else a layer was unfrozen, where nobody asks
+            self.used |= present
 
     def take_used(self, of: slice | list[int] = slice(None)) -> Tensor:
         """Return which parameters, all or these, have had a gradient since the last call: 1, or else 0."""

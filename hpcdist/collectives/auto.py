@@ -13,7 +13,7 @@ from torch import Tensor
 from hpcdist.collectives import load
 from hpcdist.collectives.base import SUMMED_AS, AllReduce
 from hpcdist.collectives.direct import Direct
-from hpcdist.collectives.tuning.table import DEFAULT_CACHE, cached_table, predicted_ranges
+from hpcdist.collectives.tuning.table import cached_table, predicted_ranges
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual.network import Network
 
@@ -39,7 +39,7 @@ class Auto(AllReduce):
     2005 (choice by length and number of ranks).
     """
 
-    def __init__(self, comm: Communicator, cache_dir: Path = DEFAULT_CACHE, *, refresh: bool = False):
+    def __init__(self, comm: Communicator, cache_dir: Path | None = None, *, refresh: bool = False):
         super().__init__(comm)
         self.ranges = _ranges(comm, cache_dir, refresh)
         algorithms = {name: load(name)(comm) for name in dict.fromkeys(name for _, name in self.ranges)}
@@ -87,7 +87,7 @@ class Auto(AllReduce):
             algorithm.close()
 
 
-def _ranges(comm: Communicator, cache_dir: Path, refresh: bool) -> list[tuple[float, str]]:
+def _ranges(comm: Communicator, cache_dir: Path | None, refresh: bool) -> list[tuple[float, str]]:
     """Collective. List (largest number of bytes, algorithm), ascending; see TimingTable.ranges."""
     if comm.size == 1:
         return [(math.inf, "native")]

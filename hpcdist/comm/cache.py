@@ -11,13 +11,16 @@ from pathlib import Path
 
 import platformdirs
 
-FOLDER = platformdirs.user_cache_path("hpcdist", appauthor=False)  # in XDG_CACHE_HOME, or ~/.cache
-
 
 def cache_file(kind: str, *depends_on: object, folder: Path | None = None) -> Path:
-    """Name the file of a measurement that depends on this machine and on the values of `depends_on`."""
+    """Name the file of a measurement that depends on this machine and on the values of `depends_on`.
+
+    Args:
+        folder: where it lies; by default in XDG_CACHE_HOME, or ~/.cache.
+    """
     key = repr((_processor(), os.cpu_count(), *depends_on))
-    return (folder or FOLDER).expanduser() / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    folder = folder or platformdirs.user_cache_path("hpcdist", appauthor=False)
+    return folder.expanduser() / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def _processor() -> str:

@@ -47,7 +47,7 @@ def neighbours(path: Path) -> Iterator[None]:
     finally:
         if str(folder) in sys.path:
             sys.path.remove(str(folder))
-        for name, module in list(sys.modules.items()):
+        for name, module in sys.modules.copy().items():  # threads may import meanwhile
             top = name.partition(".")[0]
             if top not in before and _is_beside(sys.modules.get(top), folder):
                 _neighbours[name] = module, folder
@@ -58,7 +58,7 @@ def neighbours(path: Path) -> Iterator[None]:
 def imported_beside(path: Path) -> list[Path]:
     """List the files in the folder of `path`, or in packages there, that have been imported; sorted."""
     folder, files = path.resolve().parent, set()
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # threads may import meanwhile
         top, file = name.partition(".")[0], getattr(module, "__file__", None)
         if top not in ("__main__", "hpcdist") and file and _is_beside(sys.modules.get(top), folder):
             files.add(Path(file).resolve())

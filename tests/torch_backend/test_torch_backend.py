@@ -95,8 +95,8 @@ def test_under_torchrun_it_says_what_to_do():
     for rank in ranks:
         _, shown = rank.communicate(timeout=LIMIT_S)
         assert rank.returncode != 0
-        assert "must run under a launcher of MPI's, which starts 2 ranks; MPI knows 1." in shown
-        assert "use `mpirun -n 2 python script.py`, or srun" in shown
+        assert "must be the launcher's, 2 (torchrun, accelerate launch or their like); got 1" in shown
+        assert "hpcdist trains over MPI, which that launcher does not start. Type `mpirun -n 2 python " in shown
 
 
 def test_strategies_and_groups_of_torch_work_in_one_script():

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpcdist.data import importers
+from hpcdist.data import hdf5, importers
 from hpcdist.data.hdf5 import StoredRows
 from train import staged
 
@@ -28,7 +28,17 @@ def counted(monkeypatch):
         read[threading.get_ident(), self._column.name.rpartition("/")[2]] += values.nbytes
         return values
 
+    def uncounted(*given):
+        """All ranks compare a checksum of all data, which reads little of them where they are large."""
+        before = read.copy()
+        found = checksum(*given)
+        for name in "xy":
+            read[threading.get_ident(), name] = before[threading.get_ident(), name]
+        return found
+
+    checksum = hdf5._checksum
     monkeypatch.setattr(StoredRows, "take", counting)
+    monkeypatch.setattr(hdf5, "_checksum", uncounted)
     return read
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from hpcdist.collectives import available, load
 from hpcdist.collectives.base import Algorithm, AllReduce
 from hpcdist.collectives.tuning.timing import between, calls_within, interleaved
-from hpcdist.comm.cache import FOLDER as DEFAULT_CACHE
 from hpcdist.comm.cache import cache_file, keep
 from hpcdist.comm.communicator import Communicator
 from hpcdist.records import read_bounded
@@ -228,14 +227,14 @@ def _joined(sizes: Sequence[float], chosen: Sequence[str]) -> list[tuple[float, 
     return [(end, name) for end, name, after in zip(ends, chosen, following, strict=True) if name != after]
 
 
-def cached_table(comm: Communicator, cache_dir: Path = DEFAULT_CACHE, *, refresh: bool = False) -> TimingTable:
+def cached_table(comm: Communicator, cache_dir: Path | None = None, *, refresh: bool = False) -> TimingTable:
     """Collective. Read the table of this machine from its file, or measure it and write it there.
 
     Rank 0 alone reads and writes; all ranks get the same table. A file that can't be used is measured anew, with a
     warning; one that can't be written too.
 
     Args:
-        cache_dir: where the file lies; `~` is the user's home. Made where it is missing.
+        cache_dir: where the file lies; `~` is the user's home; None: the user's cache. Made where it is missing.
         refresh: measure although there is a file, and replace it.
     """
     hosts = len(set(comm.gather(platform.node())))  # fewer than nodes where ranks of one host are taken to be apart

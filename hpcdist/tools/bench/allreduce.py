@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcdist.collectives import load
 from hpcdist.collectives.auto import Auto
 from hpcdist.collectives.base import AllReduce
-from hpcdist.collectives.tuning.table import DEFAULT_CACHE, candidates
+from hpcdist.collectives.tuning.table import candidates
 from hpcdist.collectives.tuning.timing import between, calls_within
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.torch_distributed import default_group
@@ -65,7 +65,7 @@ def measure_beside(
     algorithms: Sequence[str],
     rounds: int,
     others: Mapping[str, Call] | None = None,
-    cache_dir: Path = DEFAULT_CACHE,
+    cache_dir: Path | None = None,
 ) -> list[Row]:
     """Collective. Time algorithms, others' in-place sums and a plain copy.
 

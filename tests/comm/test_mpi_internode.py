@@ -183,7 +183,7 @@ def test_a_measurement_that_can_not_be_kept_warns(tmp_path):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.time_limit(60)
 def test_the_benchmark_has_a_row_for_each_call_and_for_the_owners_step(ranks, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "FOLDER", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def body(comm):
         return bench(comm, sizes=(4000, 400_000), rounds=3)

@@ -109,7 +109,7 @@ class Compressor(abc.ABC):
         self.add(message, out.zero_())
 
     def sent(self, message: Tensor) -> Tensor:
-        """Tell which elements a message gives, 0 or not: those in it, and those that it shows to be 0.
+        """Return which elements a message gives: the elements in it, and elements that it shows to be 0.
 
         Returns:
             Shape (count,), bool. Each element, unless the compressor chooses some.

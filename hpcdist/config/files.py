@@ -106,10 +106,8 @@ def not_ending(path: Path, when: str, advice: str) -> Iterator[None]:
     except (SystemExit, RuntimeError) as exit:
         if isinstance(exit, RuntimeError) and type(exit).__name__ != "Exit":
             raise
-        status, last = (
-            getattr(exit, "exit_code", getattr(exit, "code", 0)),
-            traceback.extract_tb(exit.__traceback__)[-1],
-        )
+        status = getattr(exit, "exit_code", getattr(exit, "code", 0))
+        last = traceback.extract_tb(exit.__traceback__)[-1]
         got = f"sys.exit({status!r}) at {last.filename}:{last.lineno}"
         raise ConfigError(rule % got) from None
     finally:

@@ -43,9 +43,11 @@ def set_aside(parts: Sequence[Tensor], *, adds: bool = False) -> Iterator[None]:
     before = [part.clone() for part in parts]
     for part in parts:
         part.zero_()
-    yield
-    for part, value in zip(parts, before, strict=True):
-        part.add_(value) if adds else part.copy_(value)
+    try:
+        yield
+    finally:  # also where a rank has died, and the others go on
+        for part, value in zip(parts, before, strict=True):
+            part.add_(value) if adds else part.copy_(value)
 
 
 class FlatModel:

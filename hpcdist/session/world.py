@@ -308,7 +308,7 @@ def require_equal(comm: Communicator, mine: Mapping[str, Any], what: str, ranks:
 
 
 def require_same_files(comm: Communicator) -> None:
-    """Collective. Check the user's files (jobs, plug-ins): those that all ranks have loaded must be the same.
+    """Collective. Check that files of the user's (jobs, plug-ins) are the same on all ranks that have loaded them.
 
     Raises:
         MismatchError: one differs, as where a node has an old copy.

@@ -19,8 +19,9 @@ PROCESSORS = Path("/sys/devices/system/cpu")
 def find_share(rank: int, ranks: int) -> tuple[set[int], int]:
     """Return the processors that one of a node's ranks may have to itself, and torch's threads there.
 
-    There are none where it must stay as it is: its mask is not the whole machine (it is bound, or in a container's
-    part); it sees a GPU, near which it should be; or cores are fewer than the ranks, or than the threads it was given.
+    The set is empty where the rank keeps its mask: the mask is not the whole machine (the rank is bound, or in a part
+    of it, as in a container); the rank sees a GPU, near which its cores should be; or there are fewer cores than ranks
+    or than torch's threads.
     """
     if ranks == 1 or not hasattr(os, "sched_setaffinity") or torch.cuda.device_count() or torch.xpu.is_available():
         return set(), 0

@@ -36,8 +36,8 @@ NUMBERS = {
     torch.complex128: MPI.C_DOUBLE_COMPLEX,
 }
 
-# Those that it adds the same way everywhere. Sums of shorter integers are clamped to their range by Open MPI's vector
-# instructions and wrap around in its scalar code, both in one tensor: they are summed in int32, which wraps on return.
+# Types whose sums MPI computes by one rule everywhere. Open MPI's vector instructions clamp sums of shorter integers to
+# their range, and its scalar code wraps around, both in one tensor. hpcdist sums these in int32, which wraps on return.
 SUMMED = {dtype: kind for dtype, kind in NUMBERS.items() if dtype.itemsize > 2}
 
 memory_at = MPI.memory.fromaddress

@@ -28,6 +28,7 @@ class Milestones:
         self.stopped: str | None = None
         self._config, self._comm, self._position = config, comm, position
         self._seconds = 0.0  # of training, as all ranks know it
+        self._clocks: list[float | None] = [0.0] * comm.size  # each rank's seconds at the last look
         self._unlooked = 1  # steps until they look at the clock again
 
     @property
@@ -83,9 +84,11 @@ class Milestones:
         budget_s = self._config.budget.seconds
         if budget_s is None:
             return
-        now_s = self._comm.failures.retry_on_failure(lambda: self._comm.gather(train_s))[self._comm.failures.living[0]]
+        before, self._clocks = self._clocks, self._comm.failures.retry_on_failure(lambda: self._comm.gather(train_s))
+        first = self._comm.failures.living[0]
+        now_s = self._clocks[first]
         if steps:
-            step_s = (now_s - self._seconds) / steps
+            step_s = (now_s - before[first]) / steps  # by one clock, as that of a dead rank may have been ahead
             if step_s <= 0:
                 raise ConfigError(
                     f"budget.seconds must be given where steps take time; got {budget_s:g}, and virtual ranks whose "

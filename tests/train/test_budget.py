@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from comm.jobs_here import run
+from faults.deaths import ULFM, survivable
 from faults.deaths import job as job_with_deaths
-from faults.deaths import survivable
 from hpcdist import checkpoint
 from hpcdist.comm.virtual import Constant, run_virtual
 from hpcdist.config import JobConfig
@@ -197,6 +198,29 @@ def test_where_rank_0_dies_the_next_ones_clock_decides(tmp_path):
     # It ends when it should: the first evaluation of all after 3 s is the last.
     assert all(evaluation.seconds < 3 for evaluation in evaluations[:-1])
     assert len({evaluation.samples // 500 for evaluation in evaluations}) > 2
+
+
+CLOCKS = """
+import os, signal
+import hpcdist as hd
+from hpcdist.config import JobConfig
+from hpcdist.train.milestones import Milestones
+from hpcdist.train.resume import Position
+
+comm = hd.init(deadline_s=60).apart()
+milestones = Milestones(JobConfig(epochs="none", budget={"seconds": 20}), comm, Position(), 1000)
+milestones.look([5.0, 1.0][comm.rank], steps=1)
+if comm.rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+milestones.look(2.0, steps=1)
+print(milestones.ended, milestones.steps)
+"""
+
+
+@survivable
+def test_the_next_ranks_clock_may_be_behind_that_of_the_dead_one(tmp_path):
+    done = run(tmp_path, CLOCKS, 2, options=ULFM)
+    assert done.stdout.split() == ["False", "8"], done.stderr
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

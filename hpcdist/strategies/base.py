@@ -23,13 +23,7 @@ from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.gradients import LocalGradients
 from hpcdist.strategies.common.records import Outcome, Recorder
 from hpcdist.strategies.common.replicas import mean_over, spread_model, with_buffers
-from hpcdist.strategies.common.state import (
-    Entry,
-    Flats,
-    attribute,
-    load_entries,
-    save_entries,
-)
+from hpcdist.strategies.common.state import Entry, Flats, attribute, load_entries, save_entries
 
 Update = Callable[[], None]  # runs the local optimiser on the gradients that are in the model
 

@@ -9,20 +9,24 @@ segments. Before anything is taken, all ranks have compared notes of what they c
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from hpcdist.collectives.base import TAG, Scratch
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.pieces import slices
 from hpcdist.comm.slots import Slots
 
 SLOT_BYTES = 1 << 21  # two of them per rank
 MESSAGE_BYTES = 1 << 22
 NOTE_BITS = 40  # so many ranks' notes can be added
 
-Take = Callable[[int, Sequence[Tensor]], None]  # gets where a segment begins, and what each rank has brought of it
+Counts = Sequence[int]  # elements of each rank
+Parts = Sequence[Tensor]  # of each rank
+Ranks = Collection[int]
+Take = Callable[[int, Parts], None]  # gets where a segment begins, and what each rank has brought of it
 
 
 class Copies:
@@ -35,7 +39,7 @@ class Copies:
     def __init__(self, into: Mapping[int, Tensor] | Sequence[Tensor]):
         self.into = into if isinstance(into, Mapping) else dict(enumerate(into))
 
-    def __call__(self, start: int, found: Sequence[Tensor]) -> None:
+    def __call__(self, start: int, found: Parts) -> None:
         for source, whole in self.into.items():
             into = whole[start : start + len(found[source])]
             into.copy_(found[source][: len(into)])
@@ -60,15 +64,7 @@ class Exchange(abc.ABC):
         """Return every rank's short tensor, of the same length on all; copies."""
 
     @abc.abstractmethod
-    def share(
-        self,
-        note: int,
-        own: Tensor,
-        counts: Sequence[int],
-        take: Take,
-        sources: Collection[int],
-        takers: Collection[int],
-    ) -> bool:
+    def share(self, note: int, own: Tensor, counts: Counts, take: Take, sources: Ranks, takers: Ranks) -> bool:
         """Let `takers` take what each of `sources` brings.
 
         Args:
@@ -79,15 +75,7 @@ class Exchange(abc.ABC):
         """
 
     @abc.abstractmethod
-    def deal(
-        self,
-        note: int,
-        own: Sequence[Tensor],
-        counts: Sequence[int],
-        longest: int,
-        take: Take,
-        sources: Collection[int],
-    ) -> bool:
+    def deal(self, note: int, own: Parts, counts: Counts, longest: int, take: Take, sources: Ranks) -> bool:
         """Let every rank take the part that each of `sources` has for it.
 
         Args:
@@ -116,15 +104,7 @@ class SlotExchange(Exchange):
         shown.rows[self.rank].copy_(own)
         return list(shown.table.clone()) if self.slots.meet(0, shown.shown) else []
 
-    def share(
-        self,
-        note: int,
-        own: Tensor,
-        counts: Sequence[int],
-        take: Take,
-        sources: Collection[int],
-        takers: Collection[int],
-    ) -> bool:
+    def share(self, note: int, own: Tensor, counts: Counts, take: Take, sources: Ranks, takers: Ranks) -> bool:
         slots, step, count = self.slots, self.slots.n_bytes // own.itemsize, max(counts)
         brings, takes = self.rank in sources, self.rank in takers
         for start in range(0, max(count, 1), step):
@@ -142,15 +122,7 @@ class SlotExchange(Exchange):
                 take(start, rows)
         return True
 
-    def deal(
-        self,
-        note: int,
-        own: Sequence[Tensor],
-        counts: Sequence[int],
-        longest: int,
-        take: Take,
-        sources: Collection[int],
-    ) -> bool:
+    def deal(self, note: int, own: Parts, counts: Counts, longest: int, take: Take, sources: Ranks) -> bool:
         slots, size = self.slots, self.size
         step = slots.n_bytes // own[0].itemsize // size
         in_place = self.size == 2 or isinstance(take, Copies)  # else the own part may be where the result is built up
@@ -201,59 +173,31 @@ class MessageExchange(Exchange):
         self._pass(dict.fromkeys(range(self.size), own), dict(enumerate(found)))
         return found
 
-    def share(
-        self,
-        note: int,
-        own: Tensor,
-        counts: Sequence[int],
-        take: Take,
-        sources: Collection[int],
-        takers: Collection[int],
-    ) -> bool:
+    def share(self, note: int, own: Tensor, counts: Counts, take: Take, sources: Ranks, takers: Ranks) -> bool:
         if not self.agree(note):
             return False
-        for start, length in self._segments(own, max(counts)):
-            outgoing = dict.fromkeys(takers, own[start : start + length]) if self.rank in sources else {}
-            self._take(own, start, length, counts, take, outgoing, sources if self.rank in takers else ())
+        for at in slices(max(counts), MESSAGE_BYTES // own.itemsize):
+            outgoing = dict.fromkeys(takers, own[at]) if self.rank in sources else {}
+            self._take(own, at, counts, take, outgoing, sources if self.rank in takers else ())
         return True
 
-    def deal(
-        self,
-        note: int,
-        own: Sequence[Tensor],
-        counts: Sequence[int],
-        longest: int,
-        take: Take,
-        sources: Collection[int],
-    ) -> bool:
+    def deal(self, note: int, own: Parts, counts: Counts, longest: int, take: Take, sources: Ranks) -> bool:
         if not self.agree(note):
             return False
-        for start, length in self._segments(own[0], longest):
-            parts = enumerate(own) if self.rank in sources else ()
-            outgoing = {rank: part[start : start + length] for rank, part in parts}
-            self._take(own[0], start, length, counts, take, outgoing, sources)
+        for at in slices(longest, MESSAGE_BYTES // own[0].itemsize):
+            outgoing = {rank: part[at] for rank, part in enumerate(own)} if self.rank in sources else {}
+            self._take(own[0], at, counts, take, outgoing, sources)
         return True
-
-    @staticmethod
-    def _segments(like: Tensor, count: int) -> Iterator[tuple[int, int]]:
-        step = MESSAGE_BYTES // like.itemsize
-        return ((start, min(step, count - start)) for start in range(0, count, step))
 
     def _take(
-        self,
-        like: Tensor,
-        start: int,
-        length: int,
-        counts: Sequence[int],
-        take: Take,
-        outgoing: dict[int, Tensor],
-        sources: Collection[int],
+        self, like: Tensor, at: slice, counts: Counts, take: Take, outgoing: dict[int, Tensor], sources: Ranks
     ) -> None:
         """Send pieces of a segment, and take one of each source."""
+        length = at.stop - at.start
         inbox = self._inbox.like(like, length * self.size).split(length)
-        self._pass(outgoing, {source: inbox[source][: max(0, counts[source] - start)] for source in sources})
+        self._pass(outgoing, {source: inbox[source][: max(0, counts[source] - at.start)] for source in sources})
         if sources:
-            take(start, inbox)
+            take(at.start, inbox)
 
     def _pass(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
         """Send to each rank, and receive from each, neighbours first, so that not all send to the same one."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hpcdist.collectives.calls.reduction import array_reduction, reduction
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.pieces import slices
 from hpcdist.comm.slots import Shown, Slots, array_of
 
 SLICED_BYTES = 1 << 15  # of longer tensors, each of three ranks or more adds up a slice, and they share the slices
@@ -254,7 +255,7 @@ class PreparedCalls:
     ) -> SlotCall:  # fmt: skip
         """Cut so many elements, of each of a rank's parts, into segments that fit into a slot together."""
         step = self.slots.n_bytes // dtype.itemsize // parts
-        cuts = [slice(start, min(start + step, count)) for start in range(0, count, step)]
+        cuts = list(slices(count, step))
         made = {length: of_length(length) for length in {cut.stop - cut.start for cut in cuts}}
         segments = [(cut, made[cut.stop - cut.start]) for cut in cuts]
         return SlotCall(self.slots, self.comm, note, views, segments, fetched if self.slots.counted else 0)

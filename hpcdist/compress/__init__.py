@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hpcdist.compress.base import Compressor, Linear, Recoded, Span, spans
-from hpcdist.compress.coding.feedback import CompressionConfig, Feedback, JointCompression
+from hpcdist.compress.coding.feedback import CompressionConfig, Feedback, JointCompression, Used, only_used
 from hpcdist.compress.coding.reduction import Reduction
 from hpcdist.registry import catalogue
 
@@ -18,8 +18,10 @@ __all__ = [
     "Recoded",
     "Reduction",
     "Span",
+    "Used",
     "available",
     "load",
+    "only_used",
     "spans",
 ]
 

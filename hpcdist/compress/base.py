@@ -16,18 +16,19 @@ from hpcdist.model.flat import FlatModel
 
 @dataclass(frozen=True)
 class Span:
-    """The position of a parameter in a flat tensor, and its shape."""
+    """The position of a parameter in a flat tensor, its shape, and its number among all parameters."""
 
     start: int
     stop: int
     shape: tuple[int, ...]
+    number: int = 0
 
 
 def spans(model: FlatModel) -> list[list[Span]]:
     """List the trainable parameters in each of `model.params`, ascending."""
     of_groups: list[list[Span]] = [[] for _ in model.params]
-    for _, group, start, stop, shape in model.named_slices():
-        of_groups[group].append(Span(start, stop, tuple(shape)))
+    for number, (_, group, start, stop, shape) in enumerate(model.named_slices()):
+        of_groups[group].append(Span(start, stop, tuple(shape), number))
     return of_groups
 
 

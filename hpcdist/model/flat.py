@@ -37,8 +37,8 @@ def set_aside(parts: Sequence[Tensor], *, adds: bool = False) -> Iterator[None]:
     """Have zeros in these tensors inside the context, and afterwards what was there; or, if it `adds`, both together.
 
     A parameter of which no rank has a gradient is left alone, as torch's optimisers leave one whose gradient is None.
-    So what earlier steps have left must not move it: momentum of an outer step, which waits so for its next gradient;
-    and what compression has not sent, to which a message adds what it leaves out.
+    So what earlier steps have left must not move it, and waits for its next gradient: momentum of an outer step
+    (`FlatModel.leave_alone`), and what compression has not sent (`compress.only_used`).
     """
     before = [part.clone() for part in parts]
     for part in parts:
@@ -252,21 +252,23 @@ class FlatModel:
         for slot in self._slots:
             yield cast(nn.Parameter, slot.tensor), slot.view(flats[slot.group])
 
-    def of_unused(
-        self, used: Iterable[bool], *of: Sequence[Tensor], ranges: Sequence[tuple[int, int]] | None = None
-    ) -> list[Tensor]:
-        """Return the parts that parameters without a True in `used` have of several lists of tensors like `params`.
+    @contextmanager
+    def leave_alone(
+        self, used: Iterable[bool], momentum: Sequence[Tensor], ranges: Sequence[tuple[int, int]] | None = None
+    ) -> Iterator[None]:
+        """Have zeros in the momentum of parameters without a True in `used`; put it back afterwards.
 
         Args:
+            momentum: tensors like `params`, or none.
             ranges: the elements of `params` that the tensors have; None: all.
         """
         spans = ranges or [(0, flat.numel()) for flat in self.params]
         parts = []
-        for slot in (slot for slot, is_used in zip(self._slots, used, strict=True) if not is_used):
+        for slot in (slot for slot, is_used in zip(self._slots, used, strict=True) if momentum and not is_used):
             first, last = spans[slot.group]
-            place = slice(max(slot.start - first, 0), max(min(slot.stop, last) - first, 0))
-            parts += [flats[slot.group][place] for flats in of if flats]
-        return parts
+            parts.append(momentum[slot.group][max(slot.start - first, 0) : max(min(slot.stop, last) - first, 0)])
+        with set_aside(parts):
+            yield
 
     def mark(self) -> None:
         """Remember the parameters' values for `touched`."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from hpcdist.compress import JointCompression, Reduction, spans
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import Bucket
-from hpcdist.model.flat import set_aside
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
@@ -313,9 +312,7 @@ class AllReduce(Strategy):
             for flat in self.model.grads:  # so that all ranks see that it was not
                 flat.fill_(torch.nan)
         else:
-            residuals = [feedback.residual for feedback in sum_up.feedbacks]
-            with set_aside(self.model.of_unused(used, residuals), adds=True):
-                sum_up.mean(self.model.grads)
+            sum_up.mean(self.model.grads, used)
         return used, bad
 
     def _agree(self, used: Tensor) -> tuple[Tensor, dict[int, list[str]]]:

@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hpcdist.errors import ConfigError
-from hpcdist.model.flat import set_aside
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, attribute, dropped, first, flags, held_tensors, zeros
@@ -259,7 +258,7 @@ class _WayServer(Handler):
         self._used |= request.used
         alone = self._config.rule in ("nesterov", "discounted")
         used = request.used if alone else self._used
-        with set_aside(self._model.of_unused(used, self._momentum, ranges=self._shard.ranges)):
+        with self._model.leave_alone(used, self._momentum, self._shard.ranges):
             for x, momentum, total, way in zip(self._params, self._momentum, self._sum, ways, strict=True):
                 self._step(x, momentum, total, way, staleness, ends)
         if ends:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hpcdist.compress import CompressionConfig, Reduction, Span, spans
 from hpcdist.compress.coding.blocks import Blocks
-from hpcdist.model.flat import set_aside
 from hpcdist.strategies.common.state import Entry, reduction
 from hpcdist.strategies.synchronous.own_step import OwnStep, rate_of
 
@@ -78,9 +77,7 @@ class DeMo(OwnStep):
         for one in self.trained(flats):
             one.views[0].mul_(rate_of(one.group))
         self._transform(flats, back=False)
-        momentum = [feedback.residual for feedback in self._sum.feedbacks]
-        with set_aside(self.model.of_unused(self.model.gradients.present(), momentum), adds=True):
-            ranks = self._sum(flats)
+        ranks = self._sum(flats, self.model.gradients.present())
         self._transform(flats, back=True)
         for one in self.trained(flats):
             rate, (step,) = rate_of(one.group), one.views

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hpcdist.model.flat import FlatModel, set_aside
+from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.contract import Contract
@@ -201,8 +201,7 @@ class _Worker(Worker):
 
     def _push(self, kind: int) -> None:
         """Push the sum, and begin a new one."""
-        with set_aside(self.unsent(self._used), adds=True):
-            self._request(kind, tensors=self._sum, used=self._used, weight=1.0)
+        self._request(kind, tensors=self._sum, used=self._used, weight=1.0)
         for total in self._sum:
             total.zero_()
         self._used.zero_()

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.model.flat import FlatModel, set_aside
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Update
 from hpcdist.strategies.common.state import Entry, held_tensors, zeros
 from hpcdist.strategies.server.elastic import ElasticConfig, Motion, tie_to_centre
@@ -32,8 +32,7 @@ class Nesterov(Motion):
         if not self._model.passes.contributes:
             update()
             return
-        still = self._model.of_unused(self._model.gradients.present(), self._velocity)
-        with torch.no_grad(), set_aside(still):
+        with torch.no_grad(), self._model.leave_alone(self._model.gradients.present(), self._velocity):
             x, ahead = self.position(), [params.clone() for params in self._model.params]
             update()
             for params, velocity, start, gone_from in zip(self._model.params, self._velocity, x, ahead, strict=True):

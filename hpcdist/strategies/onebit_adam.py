@@ -63,7 +63,7 @@ class OneBitAdam(AdamStep):
             for one in self.trained(grads, sent):
                 self.take_in(one, one.views[0], squares=False)
                 one.views[1].copy_(self.moments(one.parameter)[0])
-            self.average_compressed(self._mean, sent, self.model.gradients.present())
+            self._mean(sent, self.model.gradients.present())
             for one in self.trained(sent):
                 self.moments(one.parameter)[0].copy_(self.still(one, one.views[0]))
         for one in self.trained():

@@ -9,7 +9,6 @@ from pydantic import Field
 
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
-from hpcdist.model.flat import set_aside
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, held_tensors, mean_of_ranks
@@ -64,7 +63,7 @@ class QGDSGD(Strategy):
         for x, was in zip(self.model.params, before, strict=True):
             was.sub_(x)
         moved, kept = self.model.views(before), self.config.memory
-        with set_aside(self.model.of_unused(self.model.gradients.present(), self._momentum)):
+        with self.model.leave_alone(self.model.gradients.present(), self._momentum):
             for (_, momentum), (_, move), rate in zip(
                 self.model.views(self._momentum), moved, rates(self.model, local), strict=True
             ):

@@ -12,7 +12,6 @@ from torch import Tensor
 from hpcdist import compress
 from hpcdist.compress import CompressionConfig, Reduction
 from hpcdist.errors import ConfigError
-from hpcdist.model.flat import set_aside
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Along, Entry, first, flags, held_tensors, mean_of_ranks
@@ -184,12 +183,9 @@ class StreamingDiLoCo(Strategy):
         values, used = fragment.take(self._mean), self.gradients.take_used(fragment.numbers)
         self._sent[number], self._values[number] = step, [*values, used]
         compressed = self._compressed[number] if self._compressed else None
-        residuals = fragment.split([feedback.residual for feedback in compressed.feedbacks] if compressed else [])
-        waiting = [part for part, is_used in zip(residuals, used.tolist()) if not is_used]
 
         def average() -> None:
-            with set_aside(waiting, adds=True):
-                self.exchanges.mean(values, compressed)
+            self.exchanges.mean(values, compressed, used)
             self.exchanges.mean([used])
 
         self.exchanges.begin(average)
@@ -214,7 +210,7 @@ class StreamingDiLoCo(Strategy):
         if self._shifts:
             for own, x, gone in fragment.views(self.model.params, self.common, self._gone):
                 own.sub_(x).add_(gone)  # x − gone is where it was
-        with set_aside(self.model.of_unused(self._used, self._momentum)):
+        with self.model.leave_alone(self._used, self._momentum):
             for x, momentum, mean in fragment.views(self.common, self._momentum, self._mean):
                 self._move(x, momentum, mean)
         for own, x in fragment.views(self.model.params, self.common):
@@ -239,7 +235,7 @@ class StreamingDiLoCo(Strategy):
                 before.zero_()
         views = fragment.views(self.model.params, self.common, self._momentum, self._mean, gone)
         used = self._used | self.gradients.used if eager else self._used
-        with set_aside(self.model.of_unused(used, self._momentum)):
+        with self.model.leave_alone(used, self._momentum):
             for own, x, momentum, mean, before in views:
                 difference = x - own
                 if eager:

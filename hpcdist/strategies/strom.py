@@ -13,11 +13,10 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import ANY, Request
 from hpcdist.comm.pieces import alongside
-from hpcdist.compress import CompressionConfig, Feedback, spans
+from hpcdist.compress import CompressionConfig, Feedback, only_used, spans
 from hpcdist.compress.coding.reduction import cut, join
 from hpcdist.config import Named
 from hpcdist.errors import RankFailedError
-from hpcdist.model.flat import set_aside
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, dropped, feedbacks, spread
@@ -141,8 +140,7 @@ class Strom(Strategy):
         if self._floods:
             (link,) = self._links
             parts = list(zip(link.feedbacks, self.model.params, self._old, strict=True))
-            residuals = [feedback.residual for feedback in link.feedbacks]
-            with set_aside(self.model.of_unused(self.model.gradients.present(), residuals), adds=True):
+            with only_used(link.feedbacks, self.model.gradients.present()):
                 messages = [feedback.encode_change_(own, old, share, whole) for feedback, own, old in parts]
             self._send(join(messages), link.peers, tag)
             for (feedback, own, _), message in zip(parts, messages, strict=True):
@@ -153,7 +151,7 @@ class Strom(Strategy):
                 new.sub_(before).mul_(share)
         trained = [parameter.requires_grad for parameter in self.model.parameters()]
         for link in self._links:  # which also passes on what others have sent, so that all but frozen parameters go on
-            with set_aside(self.model.of_unused(trained, [f.residual for f in link.feedbacks]), adds=True):
+            with only_used(link.feedbacks, trained):
                 encoded = zip(link.feedbacks, self.model.params, strict=True)
                 messages = [f.encode(change, whole) for f, change in encoded]
             self._send(join(messages), link.peers, tag)

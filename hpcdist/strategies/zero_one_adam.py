@@ -80,7 +80,7 @@ class ZeroOneAdam(AdamStep):
         if full:
             self.exchanges.mean(flats)
         else:
-            self.average_compressed(self._mean, flats, self.model.gradients.present())
+            self._mean(flats, self.model.gradients.present())
         for one in self.trained(flats):
             self.take_in(one, one.views[0], squares=full)
             self.step_along(one, self.direction(one))
@@ -142,7 +142,7 @@ class ZeroOneAdam(AdamStep):
         used = self._agree()
         for one in self.trained(self._moves, used=used):
             one.views[0].mul_(self.scale(one))
-        self.average_compressed(self._mean, self._moves, used)
+        self._mean(self._moves, used)
         for one in self.trained(self._moves, self._common, used=used):
             received, x = one.views
             self.still(one, received)

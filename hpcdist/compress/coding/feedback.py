@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 import torch
@@ -16,9 +16,11 @@ from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.none import Uncompressed
 from hpcdist.config import Named
 from hpcdist.errors import UnknownNameError
+from hpcdist.model.flat import set_aside
 from hpcdist.registry import catalogue
 
 NONE = "none"
+Used = Tensor | Sequence[bool] | None  # whether each parameter has a gradient, see `only_used`; None: all have
 
 
 class CompressionConfig(Named):
@@ -197,3 +199,16 @@ class Feedback:
     def load_state(self, state: dict) -> None:
         self.set_residual(state["residual"])
         self.compressor.load_state(state["compressor"])
+
+
+@contextmanager
+def only_used(feedbacks: Iterable[Feedback], used: Used) -> Iterator[None]:
+    """Let what is left of parameters without a gradient wait while others are sent; what messages leave out is added.
+
+    `used` has a flag for each number of the compressors' spans.
+    """
+    flags = None if used is None else torch.as_tensor(used).tolist()
+    spans = ((feedback.residual, span) for feedback in feedbacks for span in feedback.compressor.spans)
+    left = [] if flags is None else [part[span.start : span.stop] for part, span in spans if not flags[span.number]]
+    with set_aside(left, adds=True):
+        yield

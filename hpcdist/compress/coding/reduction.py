@@ -14,7 +14,7 @@ from hpcdist.collectives.base import bounds
 from hpcdist.comm.communicator import Communicator, Envelope, Request
 from hpcdist.comm.transfer import WIDE
 from hpcdist.compress.base import Linear, Recoded, Span
-from hpcdist.compress.coding.feedback import CompressionConfig
+from hpcdist.compress.coding.feedback import CompressionConfig, Used, only_used
 
 TAG = 1 << 14  # strategies and collectives use smaller ones
 
@@ -55,12 +55,17 @@ class Reduction:
         self._allreduce = collectives.load("auto")(comm)
         self.calls = 0
 
-    def __call__(self, tensors: Sequence[Tensor]) -> int:
+    def __call__(self, tensors: Sequence[Tensor], used: Used = None) -> int:
         """Collective. Replace the tensors by their sums over the ranks; return the number by which means divide them.
 
         That is how many ranks have sent any, or 1 where each element is its mean already.
         """
-        config, self.calls = self._config, self.calls + 1
+        self.calls += 1
+        with only_used(self.feedbacks, used):
+            return self._sum(tensors)
+
+    def _sum(self, tensors: Sequence[Tensor]) -> int:
+        config = self._config
         senders = self._comm.size
         if self.calls <= config.warmup_steps and config.warmup_ranks is None:
             for tensor, feedback in zip(tensors, self.feedbacks, strict=True):
@@ -77,10 +82,10 @@ class Reduction:
                 return 1
         return senders
 
-    def mean(self, tensors: Sequence[Tensor]) -> None:
+    def mean(self, tensors: Sequence[Tensor], used: Used = None) -> None:
         """Collective. Replace the tensors by their means over the ranks that have sent any."""
         wide = [tensor.to(WIDE.get(tensor.dtype, tensor.dtype)) for tensor in tensors]  # the mean of a sum not rounded
-        senders = self(wide)
+        senders = self(wide, used)
         for tensor, total in zip(tensors, wide, strict=True):
             total.div_(senders)
             if total is not tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from hpcdist.collectives.base import bounds
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress.base import Span
-from hpcdist.compress.coding.feedback import CompressionConfig, Feedback
+from hpcdist.compress.coding.feedback import CompressionConfig, Feedback, Used, only_used
 from hpcdist.compress.coding.reduction import TAG, receive
 from hpcdist.errors import ConfigError
 
@@ -77,10 +77,11 @@ class TwoWayMean:
             self.owed.append(back.residual)
             self.ranges.append((mine.start, mine.stop))
 
-    def __call__(self, tensors: Sequence[Tensor]) -> None:
+    def __call__(self, tensors: Sequence[Tensor], used: Used = None) -> None:
         """Collective. Replace the tensors by their means over the ranks, the same bits on all of them."""
         for tensor, (pieces, sent, back) in zip(tensors, self._ends, strict=True):
-            self._average(tensor, pieces, sent, back)
+            with only_used([*sent, back], used):
+                self._average(tensor, pieces, sent, back)
 
     def _average(self, tensor: Tensor, pieces: list[slice], sent: list[Feedback], back: Feedback) -> None:
         comm = self._comm

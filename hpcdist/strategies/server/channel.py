@@ -247,15 +247,16 @@ class Client:
             values: hyper-parameters; none leaves those that lie in the slots.
         """
         channel = self._channel
+        flags = used  # where they are new
         if used is not None and self._last_used is not None and torch.equal(used, self._last_used):
-            used = None
+            flags = None
         new_values = torch.tensor(values, dtype=torch.float64) if values and values != self._last_values else None
         puts = []
         for i, (parent, slot, at) in enumerate(self._places):
-            found, lengths = channel.up.puts(parent, channel.shards[parent].of(tensors) if tensors else ())
+            found, lengths = channel.up.puts(parent, channel.shards[parent].of(tensors) if tensors else (), used)
             puts += found
-            if used is not None:
-                puts.append(Put(channel.used, used, parent, slot * channel.names))
+            if flags is not None:
+                puts.append(Put(channel.used, flags, parent, slot * channel.names))
             if new_values is not None:
                 puts.append(Put(channel.values, new_values, parent, slot * channel.width))
             stamps = () if clocks is None else clocks[i]
@@ -263,7 +264,7 @@ class Client:
             puts.append(channel.put(parent, at + KIND, kind, *weight_bits, *lengths, len(stamps), *stamps))
         self._comm.memory.put_all(puts)
         self.pushed += 1
-        self._last_used = self._last_used if used is None else used.clone()
+        self._last_used = self._last_used if flags is None else flags.clone()
         self._last_values = values or self._last_values
         tickets = [(parent, at, channel.words.fetch_add(1, parent) + 1) for parent, _, at in self._places]
         self._comm.memory.put_all([channel.put(parent, at + TICKET, ticket) for parent, at, ticket in tickets])

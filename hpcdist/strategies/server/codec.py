@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.compress import CompressionConfig, Compressor, Feedback, Span, load
+from hpcdist.compress import CompressionConfig, Compressor, Feedback, Span, Used, load, only_used
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.common.state import Entry, dropped, held_tensors, mean_of_workers
 from hpcdist.strategies.server.placement import Shard
@@ -96,14 +96,16 @@ class Encoder:
             feedback.residual = part
             self._feedbacks.append(feedback)
 
-    def encode(self, parts: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+    def encode(self, parts: Sequence[Tensor], used: Used = None) -> tuple[list[Tensor], list[int]]:
         """Return the messages to send, and what stands in the place of their lengths."""
         self.sent += 1
         whole = self._whole or self.sent <= self._warmup
         messages = []
         for part, kept, feedback in zip(parts, self.kept, self._feedbacks, strict=True):
-            found = None if whole or not part.numel() else self._compressed(part, kept, feedback)
-            messages.append(self._uncompressed(part, kept, feedback, whole) if found is None else (found, len(found)))
+            with only_used([feedback], used if self._content == "gradients" else None):
+                found = None if whole or not part.numel() else self._compressed(part, kept, feedback)
+                sent = self._uncompressed(part, kept, feedback, whole) if found is None else (found, len(found))
+                messages.append(sent)
         return [message for message, _ in messages], [length for _, length in messages]
 
     def _compressed(self, part: Tensor, kept: Tensor, feedback: Feedback) -> Tensor | None:
@@ -218,11 +220,11 @@ class Coding:
         }
         self.begin(like)
 
-    def encode(self, dest: int, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[int]]:
+    def encode(self, dest: int, tensors: Sequence[Tensor], used: Used = None) -> tuple[Sequence[Tensor], list[int]]:
         """Return the messages that bring this shard's `tensors`, or none, to `dest`, and their lengths."""
         if not tensors:
             return [], [NOTHING] * len(self._codec.spans)
-        return self._encoders[dest].encode(tensors)
+        return self._encoders[dest].encode(tensors, used)
 
     def sent(self, dest: int) -> Sequence[Tensor]:
         """Return what the last message to `dest` stands for."""

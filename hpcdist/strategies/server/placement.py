@@ -52,15 +52,15 @@ def _pieces(span: Span, start: int, stop: int) -> Iterator[Span]:
     width = (span.stop - span.start) // span.shape[0] if len(span.shape) > 1 else 1
     top, bottom = (-(-(first - span.start) // width), (last - span.start) // width) if width > 1 else (0, 0)
     if (first, last) == (span.start, span.stop):
-        yield Span(first - start, last - start, span.shape)
+        yield Span(first - start, last - start, span.shape, span.number)
     elif top >= bottom:
-        yield Span(first - start, last - start, (last - first,))
+        yield Span(first - start, last - start, (last - first,), span.number)
     else:
         ends = (first, span.start + top * width, span.start + bottom * width, last)
         shapes = ((ends[1] - first,), (bottom - top, *span.shape[1:]), (last - ends[2],))
         for begin, end, shape in zip(ends, ends[1:], shapes):
             if begin < end:
-                yield Span(begin - start, end - start, shape)
+                yield Span(begin - start, end - start, shape, span.number)
 
 
 def broadcast_shards(comm: Communicator, shards: Iterable[tuple[int, Shard]], tensors: Sequence[Tensor]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator, Put
+from hpcdist.compress import Used
 from hpcdist.strategies.server.codec import Codec, Coding, buffers, room
 from hpcdist.strategies.server.placement import Shard
 
@@ -68,9 +69,9 @@ class TensorSlots:
         slot = [source for source, _ in ends].index(rank)
         return [first for first, _ in self._lay(ends)[0][slot]]
 
-    def puts(self, dest: int, tensors: Sequence[Tensor]) -> tuple[list[Put], list[int]]:
+    def puts(self, dest: int, tensors: Sequence[Tensor], used: Used = None) -> tuple[list[Put], list[int]]:
         """Return the puts that bring this shard's `tensors`, or none, to `dest`, and the lengths to send along."""
-        payload, lengths = (tensors, []) if self.coding is None else self.coding.encode(dest, tensors)
+        payload, lengths = (tensors, []) if self.coding is None else self.coding.encode(dest, tensors, used)
         places = zip(self._windows, payload, self._begins[dest])
         return [Put(window, part, dest, begin) for window, part, begin in places if part.numel()], lengths
 

@@ -331,11 +331,6 @@ class Worker(abc.ABC):
             values.append(float(self.model.passes.left_out))
         return {"clocks": self.replica.stamps(), "values": values}
 
-    def unsent(self, used: Tensor) -> list[Tensor]:
-        """Return what compression has not sent of the gradients of unused parameters."""
-        coding = self.channel.up.coding
-        return [] if coding is None else self.model.of_unused(used, coding.whole)
-
     def left_out(self) -> str | None:
         """Return the event where this step's gradients are left out because they are not finite.
 

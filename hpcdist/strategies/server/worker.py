@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hpcdist.errors import ConfigError
-from hpcdist.model.flat import set_aside
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.server.channel import GRADIENT, SUM, ReplyHead, waited_for
 from hpcdist.strategies.server.strategy import ServerStrategy, Worker
@@ -50,8 +49,7 @@ class GradientWorker(Worker):
             dropped = f"dropped: a gradient of the warm-up, in which only {ranks} workers' count"
         pushes = contributes and not skipped and not dropped
         if pushes:
-            with set_aside(self.unsent(used), adds=True):
-                self.client.push(SUM, **stamps, tensors=self.model.grads, used=used, weight=weight)
+            self.client.push(SUM, **stamps, tensors=self.model.grads, used=used, weight=weight)
         elif not self._overlap:
             self.client.push(GRADIENT, **stamps)  # weight 0: it arrives, and counts for nothing
         heads: list[ReplyHead] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.compress.coding.two_way import TwoWayMean
-from hpcdist.model.flat import FlatModel, set_aside
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Update
 from hpcdist.strategies.synchronous.own_step import OwnStep, Trained, rate_of
 
@@ -74,12 +72,6 @@ class AdamStep(OwnStep):
     def direction(self, one: Trained) -> Tensor:
         """Return m/(√v + ε)."""
         return self.moments(one.parameter)[0] / self.scale(one)
-
-    def average_compressed(self, mean: TwoWayMean, flats: Sequence[Tensor], used: Sequence[bool]) -> None:
-        """Collective. Replace tensors by their means; what was not sent of an unused parameter waits."""
-        waiting = self.model.of_unused(used, mean.left) + self.model.of_unused(used, mean.owed, ranges=mean.ranges)
-        with set_aside(waiting, adds=True):
-            mean(flats)
 
     def step_along(self, one: Trained, direction: Tensor) -> None:
         """Move a parameter by −η(direction + λθ), and count the step."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hpcdist import collectives
 from hpcdist.comm.communicator import Communicator, beside
-from hpcdist.compress import Reduction
+from hpcdist.compress import Reduction, Used
 from hpcdist.strategies.common.records import Recorder
 
 
@@ -33,12 +33,12 @@ class Exchanges:
         self.reduce = collectives.load(algorithm)(self.channel)
         self._background = beside(self.channel) if aside and comm.size > 1 else None
 
-    def mean(self, tensors: Sequence[Tensor], compressed: Reduction | None = None) -> None:
+    def mean(self, tensors: Sequence[Tensor], compressed: Reduction | None = None, used: Used = None) -> None:
         """Collective. Replace each rank's tensors by the mean over all ranks, the same to the bit on all of them."""
         if compressed is None:
             average(tensors, self.reduce)
         else:
-            compressed.mean(tensors)
+            compressed.mean(tensors, used)
 
     def begin(self, exchange: Callable[[], None]) -> None:
         """Make an exchange, or let the other thread make it; valid once `wait` has returned."""

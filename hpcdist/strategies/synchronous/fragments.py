@@ -21,7 +21,7 @@ class Fragment:
 
     Args:
         pieces: in `model.params`: by group the slices, ascending; each group has at least one.
-        spans: of each group: the parameters, one after the other as `take` puts them.
+        spans: of each group: the parameters, one after the other as `take` puts them, numbered in this order.
         numbers: of these parameters, in the same order, among the model's.
     """
 
@@ -31,10 +31,6 @@ class Fragment:
     def take(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return the fragment's elements, a flat tensor for each group: a view where they lie one after the other."""
         return [_joined([flats[group][piece] for piece in pieces]) for group, pieces in self.pieces.items()]
-
-    def split(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Cut what `take` returns, or tensors like that, into parameters, in the order of `numbers`."""
-        return [value[s.start : s.stop] for value, own in zip(values, self.spans) for s in own]
 
     def put(self, values: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
         """Copy what `take` has returned, of these or others, to its places, unless it lies there."""
@@ -79,14 +75,14 @@ def cut(model: FlatModel, layers: int | None, order: Literal["strided", "sequent
 def _fragment(parts: Sequence[tuple[int, int, int, int, tuple[int, ...]]]) -> Fragment:
     pieces: dict[int, list[slice]] = {}
     spans: dict[int, list[Span]] = {}
-    for group, start, stop, _, shape in parts:
+    for number, (group, start, stop, _, shape) in enumerate(parts):
         of_group, of_spans = pieces.setdefault(group, []), spans.setdefault(group, [])
         if of_group and of_group[-1].stop == start:
             of_group[-1] = slice(of_group[-1].start, stop)
         else:
             of_group.append(slice(start, stop))
         at = of_spans[-1].stop if of_spans else 0
-        of_spans.append(Span(at, at + stop - start, shape))
+        of_spans.append(Span(at, at + stop - start, shape, number))
     return Fragment(pieces, list(spans.values()), [number for _, _, _, number, _ in parts])
 
 

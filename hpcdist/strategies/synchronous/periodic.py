@@ -10,7 +10,6 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.compress import CompressionConfig, Reduction, spans
-from hpcdist.model.flat import set_aside
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Along, Entry, flags, mean_of_ranks, reduction
@@ -114,15 +113,13 @@ class Periodic(Strategy):
 
     def _average(self, used: Tensor) -> None:
         """Collective. Average δᵢ over the ranks, of which this one has used these parameters."""
-        waiting = [] if self._compressed is None else [feedback.residual for feedback in self._compressed.feedbacks]
-        with set_aside(self.model.of_unused(used, waiting), adds=True):
-            self.exchanges.mean(self._mean, self._compressed)
+        self.exchanges.mean(self._mean, self._compressed, used)
         if self.momentum():
             self.exchanges.mean([used])
             self._used.copy_(used > 0)
 
     def _move(self) -> None:
-        with set_aside(self.model.of_unused(self._used, self.momentum())):
+        with self.model.leave_alone(self._used, self.momentum()):
             self.move(self._mean)
 
     def _take_up(self) -> None:

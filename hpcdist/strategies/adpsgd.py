@@ -23,7 +23,7 @@ from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.replicas import mean_over, with_buffers
-from hpcdist.strategies.common.state import Along, Entry, Flats, dropped
+from hpcdist.strategies.common.state import Along, Entry, Flats, copy_all, dropped
 from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, Peers
 from hpcdist.topology import Topology, make_topology
 
@@ -135,8 +135,7 @@ class ADPSGD(Strategy):
         if self._passive:
             for window, values in zip(self._shared, params, strict=True):
                 window.put(values, self.comm.rank)
-            for before, own in zip(self._scratch, self.model.params, strict=True):
-                before.copy_(own)
+            copy_all(self._scratch, self.model.params)
 
     def _values(self) -> list[Tensor]:
         """Return this rank's parameters x; a passive rank's are copied from its window."""

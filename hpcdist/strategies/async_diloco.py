@@ -13,7 +13,7 @@ from torch import Tensor
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, attribute, dropped, first, flags, held_tensors, zeros
+from hpcdist.strategies.common.state import Entry, attribute, copy_all, dropped, first, flags, held_tensors, zeros
 from hpcdist.strategies.server.channel import GRADIENT, Reply, ReplyHead, ServerRequest, waited_for
 from hpcdist.strategies.server.loop import Handler
 from hpcdist.strategies.server.strategy import ServerStrategy, Worker
@@ -185,16 +185,11 @@ class _PeriodWorker(Worker):
     def begin(self) -> None:
         """Begin a period at the parameters that are in the model."""
         self.done, self.gradients, self._timed, self._timed_s = 0, 0, 0, 0.0
-        for before, own in zip(self._read, self.model.params, strict=True):
-            before.copy_(own)
+        copy_all(self._read, self.model.params)
 
     def entries(self) -> list[Entry]:
-        def load(saved: Sequence[Tensor]) -> None:
-            for before, value in zip(self._read, saved or self.model.params, strict=True):
-                before.copy_(value)
-
         return [
-            replace(held_tensors("read", self._read, dropped([])), load=load),
+            held_tensors("read", self._read, dropped([]), otherwise=self.model.params),
             replace(attribute(self, "done"), combine=dropped(0)),
             replace(attribute(self, "gradients"), combine=dropped(0)),
             replace(attribute(self, "steps"), name="period", combine=dropped(self._config.period)),

@@ -20,7 +20,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Along, Entry, dropped
+from hpcdist.strategies.common.state import Along, Entry, copy_all, dropped, held_tensors
 from hpcdist.strategies.decentralised.mixing import Mixing
 from hpcdist.topology import Topology, make_topology
 
@@ -214,7 +214,7 @@ class CompressedMixing:
         In another world each rank's copy is what it has, which it sends to its neighbours whole.
         """
         return [
-            Along("copies", lambda: self._public, self._load_copies, dropped([])),
+            held_tensors("copies", self._public, dropped([]), otherwise=self._params),
             Along("mixed", lambda: self._public_mixed, self._load_mixed, dropped([])),
             Entry("coders", lambda: self._before if self.under_way else self._coders(), self._load_coders, dropped([])),
         ]
@@ -222,11 +222,8 @@ class CompressedMixing:
     def _coders(self) -> list[dict]:
         return [deepcopy(feedback.compressor.state()) for feedback in self._feedbacks]
 
-    def _load_copies(self, saved: Sequence[Tensor]) -> None:
-        self._public = [_on_host(flat) for flat in saved or self._params]
-
     def _load_mixed(self, saved: Sequence[Tensor]) -> None:
-        self._public_mixed = [_on_host(flat) for flat in saved or self._public]
+        copy_all(self._public_mixed, saved or self._public)
         if not saved:
             mixing = Mixing(self._comm, self._topology, overlap=False)
             mixing.mix(self._public_mixed, 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from hpcdist.comm.snapshot import Publication
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry
+from hpcdist.strategies.common.state import Entry, copy_all
 from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, MixingConfig, Peers, Wire, average_in, check_count
 
 
@@ -101,8 +101,7 @@ class GossipPull(Strategy):
 
     def _take_back(self) -> None:
         """Set the own parameters to what was published last."""
-        for own, published in zip(self.model.params, self._published.own(), strict=True):
-            own.copy_(published)
+        copy_all(self.model.params, self._published.own())
 
     def entries(self) -> list[Entry]:
         return [*super().entries(), self.draw.entry()]

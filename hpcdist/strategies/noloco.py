@@ -10,7 +10,7 @@ from pydantic import Field
 from hpcdist.config import Named
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, flags, held_tensors, mean_of_ranks
+from hpcdist.strategies.common.state import Entry, copy_all, flags, held_tensors, mean_of_ranks
 from hpcdist.strategies.decentralised.mixing import Mixing
 from hpcdist.topology import make_topology
 
@@ -90,8 +90,7 @@ class NoLoCo(Strategy):
         ]
 
     def take_up(self) -> None:
-        for x, own in zip(self.outer, self.model.params):
-            x.copy_(own)
+        copy_all(self.outer, self.model.params)
 
     def close(self) -> None:
         self._mixing.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
 
@@ -14,7 +13,7 @@ from hpcdist.config import Named
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.replicas import mean_over, with_buffers
-from hpcdist.strategies.common.state import Along, Entry, Flats, dropped
+from hpcdist.strategies.common.state import Entry, Flats, copy_all, dropped, held_tensors
 from hpcdist.strategies.decentralised.mixing import Mixing
 from hpcdist.strategies.decentralised.peers import Wire, WireConfig
 from hpcdist.topology import load, make_topology
@@ -112,7 +111,7 @@ class SGP(Strategy):
         self._mixing.drop()
 
     def take_up(self) -> None:
-        self._load_x(())
+        copy_all(self._x, self.model.params)
         self._set_weight(1.0)
 
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -123,7 +122,7 @@ class SGP(Strategy):
     def entries(self) -> list[Entry]:
         return [
             *super().entries(),
-            Along("x", lambda: [x.clone() for x in self._x], self._load_x, dropped([])),
+            held_tensors("x", self._x, dropped([]), otherwise=self.model.params),
             Entry("weight", self._weight.item, self._set_weight, dropped(1.0)),
         ]
 
@@ -133,10 +132,6 @@ class SGP(Strategy):
     def load_state(self, saved: dict) -> None:
         super().load_state(saved)
         self._mixing.drop()  # what was sent is not what was loaded
-
-    def _load_x(self, saved: Sequence[Tensor]) -> None:
-        for x, value in zip(self._x, saved or self.model.params):
-            x.copy_(value)
 
     def _set_weight(self, weight: float) -> None:
         self._weight.fill_(weight)

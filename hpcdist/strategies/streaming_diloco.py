@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, final
 
 import torch
@@ -14,7 +15,7 @@ from hpcdist.compress import CompressionConfig, Reduction
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Along, Entry, first, flags, held_tensors, mean_of_ranks
+from hpcdist.strategies.common.state import Along, Entry, copy_all, first, flags, held_tensors, mean_of_ranks
 from hpcdist.strategies.synchronous.exchanges import Exchanges
 from hpcdist.strategies.synchronous.fragments import Fragment, cut
 
@@ -261,15 +262,13 @@ class StreamingDiLoCo(Strategy):
         entries = [
             *super().entries(),
             Entry("under_way", under_way, self._load_under_way),
-            Along("common", lambda: self.common, self._load_common, of_x),
+            held_tensors("common", self.common, of_x, otherwise=self.model.params),
             held_tensors("momentum", self._momentum, of_x),
             flags("used", self.gradients.used),
             flags("moving", self._used),
-            Along("mean", lambda: self._mean if self._sent else [], lambda saved: _copy(self._mean, saved)),
+            replace(held_tensors("mean", self._mean, first), save=lambda: self._mean if self._sent else []),
             # In another world all begin at the mean of the parameters, which is as far from x as ranks were on average.
-            Along(
-                "gone", lambda: self._gone if self._sent else [], lambda saved: _copy(self._gone, saved), mean_of_ranks
-            ),
+            replace(held_tensors("gone", self._gone, mean_of_ranks), save=lambda: self._gone if self._sent else []),
         ]
         if self._compressed:
             entries += [
@@ -285,9 +284,6 @@ class StreamingDiLoCo(Strategy):
     def _load_under_way(self, saved: Sequence[Sequence[int]]) -> None:
         self._await()
         self._sent = {} if self.alone else {number: sent for number, sent in saved}
-
-    def _load_common(self, saved: Sequence[Tensor]) -> None:
-        _copy(self.common, saved or self.model.params)
 
     def _residuals(self) -> list[Tensor]:
         """Return what was not sent, along the parameters."""
@@ -314,13 +310,8 @@ class StreamingDiLoCo(Strategy):
     def take_up(self) -> None:
         self._await()
         self._sent.clear()
-        _copy(self.common, self.model.params)
+        copy_all(self.common, self.model.params)
         self.exchanges.mean(self.common)
 
     def close(self) -> None:
         self.exchanges.close(self._compressed)
-
-
-def _copy(own: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
-    for tensor, value in zip(own, saved):
-        tensor.copy_(value)

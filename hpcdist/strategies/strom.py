@@ -19,7 +19,7 @@ from hpcdist.config import Named
 from hpcdist.errors import RankFailedError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, dropped, feedbacks, spread
+from hpcdist.strategies.common.state import Entry, copy_all, dropped, feedbacks, spread
 from hpcdist.strategies.decentralised.peers import Peers, PeersConfig
 from hpcdist.topology import Topology, load, make_topology
 
@@ -122,8 +122,7 @@ class Strom(Strategy):
     def advance(self, update: Update) -> Outcome:
         if not self._links:
             return self.gradients.step_alone(update)
-        for old, own in zip(self._old, self.model.params, strict=True):
-            old.copy_(own)
+        copy_all(self._old, self.model.params)
         outcome = self.gradients.step_alone(update)
         with torch.no_grad():
             self._send_change()

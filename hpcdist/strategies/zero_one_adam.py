@@ -11,7 +11,7 @@ from pydantic import Field
 from hpcdist.compress import CompressionConfig, spans
 from hpcdist.compress.coding.two_way import TwoWayMean
 from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.common.state import Anew, Entry, attribute, dropped, held_tensors, two_way, zeros
+from hpcdist.strategies.common.state import Entry, attribute, dropped, held_tensors, two_way, zeros
 from hpcdist.strategies.synchronous.adam import AdamStep
 from hpcdist.strategies.synchronous.own_step import rate_of
 
@@ -154,13 +154,12 @@ class ZeroOneAdam(AdamStep):
 
     # --- state ----------------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:
-        anew = Anew(lambda: [own.clone() for own in self.model.params])
         return [
             *super().entries(),
             *two_way("mean", self._mean),
             attribute(self, "distance"),
             attribute(self, "full"),
-            held_tensors("common", self._common, anew),
+            held_tensors("common", self._common, dropped([]), otherwise=self.model.params),
             held_tensors("moves", self._moves, zeros(self._moves)),
             replace(attribute(self, "rates"), combine=dropped({})),
             replace(attribute(self, "decays"), combine=dropped({})),

@@ -36,7 +36,7 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("gradient_tracking", {"order": "after"}), ("d2", {"topology": "complete"}), ("dpsgd", TOPK),
     ("strom", {"topology": "ring", **TOPK}),
     *(("async_diloco", {"period": 2, "rule": rule}) for rule in ("nesterov", "discounted", "buffered")),
-    ("async_diloco", {"period": 2, "spread": 0.25}),
+    ("async_diloco", {"period": 2, "spread": 0.25}), ("async_diloco", {"period": 2, "compress_answers": False, **TOPK}),
     ("demo", {"keep": 1, "sign": False}), ("onebit_adam", {"warmup_steps": 2, **TOPK}),
     ("zero_one_adam", {"variance_steps": 2, "local_steps": 2, **TOPK}),
 ]  # fmt: skip

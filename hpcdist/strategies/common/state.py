@@ -132,14 +132,18 @@ def attribute(owner: object, name: str) -> Entry:
     return Entry(name, lambda: getattr(owner, name), load)
 
 
-def held_tensors(name: str, own: Sequence[Tensor], combine: Callable[..., Any], ranges: Ranges | None = None) -> Along:
-    """Declare tensors along the parameters that are taken up in their place."""
+def copy_all(own: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy values into tensors; none where either list is empty, as on one rank alone."""
+    for tensor, value in zip(own, values):
+        tensor.copy_(value)
 
-    def load(saved: Sequence[Tensor]) -> None:
-        for tensor, value in zip(own, saved):
-            tensor.copy_(value)
 
-    return Along(name, lambda: own, load, combine, ranges=ranges)
+def held_tensors(
+    name: str, own: Sequence[Tensor], combine: Callable[..., Any], ranges: Ranges | None = None,
+    otherwise: Sequence[Tensor] = (),
+) -> Along:  # fmt: skip
+    """Declare tensors along the parameters that are taken up in their place; `otherwise`: those of a state without."""
+    return Along(name, lambda: own, lambda saved: copy_all(own, saved or otherwise), combine, ranges=ranges)
 
 
 def flags(name: str, own: Tensor) -> Entry:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.common.state import Along, Entry, Ranges
+from hpcdist.strategies.common.state import Along, Entry, Ranges, copy_all
 from hpcdist.strategies.server.placement import Shard, cut
 
 # The numbers of the vectors. Pairs (s, y) of the history follow, see `CurvaturePairs`.
@@ -80,8 +80,7 @@ class LocalVectors:
 
     def fill(self, into: int, parts: Sequence[Tensor]) -> None:
         """Copy these parts into a vector."""
-        for own, part in zip(self[into], parts, strict=True):
-            own.copy_(part)
+        copy_all(self[into], parts)
 
 
 class RemoteVectors:
@@ -245,8 +244,7 @@ class HistoryShard:
 
     def show(self) -> None:
         """Copy the parameters into the model, for loops whose rank evaluates or saves it."""
-        for mine, part in zip(self._shard.of(self._model.params), self.vectors[X], strict=True):
-            mine.copy_(part)
+        copy_all(self._shard.of(self._model.params), self.vectors[X])
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     @property

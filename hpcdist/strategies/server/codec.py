@@ -15,7 +15,7 @@ from torch import Tensor
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, Compressor, Feedback, Span, Used, load, only_used
 from hpcdist.errors import ConfigError
-from hpcdist.strategies.common.state import Entry, dropped, held_tensors, mean_of_workers
+from hpcdist.strategies.common.state import Entry, copy_all, dropped, held_tensors, mean_of_workers
 from hpcdist.strategies.server.placement import Shard
 
 Content = Literal["gradients", "values", "moves"]  # of the tensors that go one way, see `Codec`
@@ -242,8 +242,7 @@ class Coding:
             whole.copy_(values) if self._codec.content == "values" else whole.zero_()
         if self._codec.content == "values":
             for child, shard in self._children.items():
-                for own, values in zip(self._common[child], shard.of(like), strict=True):
-                    own.copy_(values)
+                copy_all(self._common[child], shard.of(like))
 
     def entries(self, name: str) -> list[Entry]:
         """Declare what compressors remember, and what a child has in common with its parents.

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpcdist.comm.transfer import WIDE
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import unequal, unequal_steps
-from hpcdist.strategies.common.state import Entry, dropped
+from hpcdist.strategies.common.state import Entry, copy_all, dropped
 from hpcdist.strategies.server.channel import GRADIENT, NOBODY, SUM, Reply, ServerRequest
 from hpcdist.strategies.server.loop import Handler
 from hpcdist.strategies.server.placement import Shard
@@ -115,8 +115,7 @@ class Aggregate:
         update()
         if self._apart:  # the worker's loop may look at its gradients
             self._model.gradients.release(had)
-        for view, values in zip(outside, saved, strict=True):
-            view.copy_(values)
+        copy_all(outside, saved)
         for old, new in zip(before, params):
             torch.lerp(old, new, rate, out=new)
         self.forget()
@@ -130,8 +129,7 @@ class Aggregate:
 
     def load_state(self, state: dict) -> None:
         """Take up an update under way."""
-        for total, saved in zip(self.sums, state["sums"]):
-            total.copy_(saved)
+        copy_all(self.sums, state["sums"])
         self.clocks, self.weights = list(state["clocks"]), list(state["weights"])
         self.values = dict(state.get("values", []))
         self.used = torch.tensor(state["used"], dtype=torch.bool)

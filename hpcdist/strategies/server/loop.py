@@ -10,7 +10,7 @@ from torch import Tensor
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.common.state import Entry, dropped
+from hpcdist.strategies.common.state import Entry, copy_all, dropped
 from hpcdist.strategies.server.channel import PAUSE, Reply, ReplyHead, RequestChannel, ServerRequest
 from hpcdist.strategies.server.liveness import Liveness
 from hpcdist.strategies.server.placement import Placement
@@ -42,8 +42,7 @@ class Replica:
     def take(self, heads: Sequence[ReplyHead], arrived: Sequence[Tensor]) -> None:
         """Copy what has arrived from all parents into the model."""
         for shard in self._shards:
-            for params, values in zip(shard.of(self.model.params), shard.of(arrived), strict=True):
-                params.copy_(values)
+            copy_all(shard.of(self.model.params), shard.of(arrived))
         self._set_clocks([head.clock for head in heads])
 
     def follow(self, clocks: Sequence[int]) -> None:
@@ -200,13 +199,11 @@ class ServerLoop:
 
     def take_up(self) -> None:
         """Serve the parameters that are in the model."""
-        for served, own in zip(self.handler.master(), self._place.shard.of(self.replica.model.params), strict=True):
-            served.copy_(own)
+        copy_all(self.handler.master(), self._place.shard.of(self.replica.model.params))
 
     def show(self) -> None:
         """Copy the parameters that are served into the model."""
-        for own, served in zip(self._place.shard.of(self.replica.model.params), self.handler.master(), strict=True):
-            own.copy_(served)
+        copy_all(self._place.shard.of(self.replica.model.params), self.handler.master())
 
     def _deal_early(self) -> None:
         """Handle requests of this period that came before it began here."""

@@ -19,7 +19,7 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.replicas import with_buffers
-from hpcdist.strategies.common.state import Entry, Flats, own_numbers
+from hpcdist.strategies.common.state import Entry, Flats, copy_all, own_numbers
 from hpcdist.strategies.server.channel import PAUSE, RequestChannel
 from hpcdist.strategies.server.codec import Codec, Content
 from hpcdist.strategies.server.loop import Handler, Replica, ServerLoop
@@ -235,8 +235,7 @@ class ServerStrategy(Strategy):
         """Collective. Take the servers' parameters; average buffers, which only workers compute, over the workers."""
         params = [flat.clone() for flat in self.model.params]
         if self.comm.rank in self.roles.servers:
-            for part, own in zip(self.place.shard.of(params), self.loop.handler.master(), strict=True):
-                part.copy_(own)
+            copy_all(self.place.shard.of(params), self.loop.handler.master())
         broadcast_shards(self.comm, self._shards_of_servers(), params)
         return with_buffers(self, params)
 

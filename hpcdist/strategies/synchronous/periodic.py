@@ -12,7 +12,7 @@ from torch import Tensor
 from hpcdist.compress import CompressionConfig, Reduction, spans
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Along, Entry, flags, mean_of_ranks, reduction
+from hpcdist.strategies.common.state import Along, Entry, copy_all, first, flags, held_tensors, mean_of_ranks, reduction
 from hpcdist.strategies.synchronous.exchanges import Exchanges
 
 
@@ -136,10 +136,10 @@ class Periodic(Strategy):
     def entries(self) -> list[Entry]:
         return [
             *super().entries(),
-            Along("common", lambda: self.common, self._load_common),
+            held_tensors("common", self.common, first, otherwise=self.model.params),
             # In another world all begin at the mean of the parameters, which is as far from x as ranks were on average.
             Along("gone", lambda: self._gone, self._load_gone, mean_of_ranks),
-            Along("mean", lambda: self._mean if self._gone else [], self._load_mean),
+            Along("mean", lambda: self._mean if self._gone else [], lambda saved: copy_all(self._mean, saved)),
             flags("used", self.gradients.used),
             flags("moving", self._used),
             *reduction("compressed", self._compressed),
@@ -149,22 +149,13 @@ class Periodic(Strategy):
         self.exchanges.wait()
         return super().state()
 
-    def _load_common(self, saved: Sequence[Tensor]) -> None:
-        for x, value in zip(self.common, [] if self.alone else saved or self.model.params, strict=True):
-            x.copy_(value)
-
     def _load_gone(self, saved: Sequence[Tensor]) -> None:
         self._gone = [gone.to(x.device, copy=True) for gone, x in zip(saved, self.common)]
-
-    def _load_mean(self, saved: Sequence[Tensor]) -> None:
-        for mean, value in zip(self._mean, saved):
-            mean.copy_(value)
 
     def take_up(self) -> None:
         self.exchanges.wait()
         self._gone = []
-        for x, own in zip(self.common, self.model.params):
-            x.copy_(own)
+        copy_all(self.common, self.model.params)
         self.exchanges.mean(self.common)
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -48,6 +49,8 @@ class Compressor(abc.ABC):
         feeds_back: error feedback is on by default.
         combines: ranks combine their messages by the mean, or by a majority vote for each element. A vote needs the
             messages of all ranks at once, which servers do not have.
+        remembers: the attributes that a message changes: tensors, numbers, None.
+        along: entries of the state that have an element for each of the tensor's, or are None.
         stream: seeds random rounding, so that each rank draws its own numbers.
     """
 
@@ -63,6 +66,8 @@ class Compressor(abc.ABC):
     faithful: ClassVar[bool] = False
     feeds_back: ClassVar[bool] = True
     combines: ClassVar[Literal["mean", "majority"]] = "mean"
+    remembers: ClassVar[tuple[str, ...]] = ()
+    along: ClassVar[tuple[str, ...]] = ()
     stream: int = 0
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
@@ -117,14 +122,14 @@ class Compressor(abc.ABC):
         """
         return torch.ones(self.count, dtype=torch.bool)
 
-    along: ClassVar[tuple[str, ...]] = ()  # entries of the state that have an element for each of the tensor's, or None
-
     def state(self) -> dict:
-        """Return what the compressor keeps between steps (tensors, numbers, None), for a checkpoint."""
-        return {}
+        """Return what the compressor remembers, for a checkpoint."""
+        return {name: getattr(self, name) for name in self.remembers}
 
     def load_state(self, state: dict) -> None:
         """Restore what `state()` returned."""
+        for name in self.remembers:
+            setattr(self, name, deepcopy(state[name]))
 
 
 class Linear(Compressor):

@@ -53,12 +53,13 @@ class Dgc(Largest):
         )
 
     config: Config
+    remembers = ("steps", "velocity")
     along = ("velocity",)
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
-        self._velocity: Tensor | None = None  # made by the first gradient, with its dtype
-        self._steps = 0
+        self.velocity: Tensor | None = None  # made by the first gradient, with its dtype
+        self.steps = 0
 
     def accumulate(self, residual: Tensor, tensor: Tensor) -> None:
         momentum, scale = self.config.momentum, self._scale(tensor)
@@ -79,24 +80,16 @@ class Dgc(Largest):
         message, indices = self._encode_(tensor.numpy(), self._ratio())
         if self.config.masking:
             self._velocity_like(tensor).numpy()[indices] = 0
-        self._steps += 1
+        self.steps += 1
         return message
 
     def _ratio(self) -> float:
         ratio, ramp = self.config.ratio, self.config.ramp_steps
-        if self._steps >= ramp or ratio >= _FIRST_RATIO:
+        if self.steps >= ramp or ratio >= _FIRST_RATIO:
             return ratio
-        return _FIRST_RATIO * (ratio / _FIRST_RATIO) ** (self._steps / ramp)
+        return _FIRST_RATIO * (ratio / _FIRST_RATIO) ** (self.steps / ramp)
 
     def _velocity_like(self, tensor: Tensor) -> Tensor:
-        if self._velocity is None:
-            self._velocity = torch.zeros_like(tensor)
-        return self._velocity
-
-    def state(self) -> dict:
-        return {**super().state(), "steps": self._steps, "velocity": self._velocity}
-
-    def load_state(self, state: dict) -> None:
-        super().load_state(state)
-        self._steps = state["steps"]
-        self._velocity = None if state["velocity"] is None else state["velocity"].clone()
+        if self.velocity is None:
+            self.velocity = torch.zeros_like(tensor)
+        return self.velocity

@@ -62,6 +62,7 @@ class Qsgd(Compressor):
                 )
 
     faithful = True
+    remembers = ("taken",)
 
     config: Config
 
@@ -71,7 +72,7 @@ class Qsgd(Compressor):
         self._bucket = max(8, min(config.bucket, -(-count // 8) * 8))
         self._chunk = self._bucket * max(1, CACHED // self._bucket)
         self._buckets = -(-count // self._bucket)
-        self._taken = 0  # messages so far
+        self.taken = 0  # messages so far
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
         return self._encode_(tensor)
@@ -81,8 +82,8 @@ class Qsgd(Compressor):
 
     def _encode_(self, tensor: Tensor, addend: Tensor | None = None) -> Tensor:
         """Add `addend` to `tensor` and encode it; leave the error in `tensor`."""
-        source = np.random.SFC64((self.config.seed, self.stream, self._taken))
-        self._taken += 1
+        source = np.random.SFC64((self.config.seed, self.stream, self.taken))
+        self.taken += 1
         values = tensor.numpy()
         message = np.empty(4 * self._buckets + self._bits * -(-self.count // 8), np.uint8)
         norms, codes = views(message, self._buckets)
@@ -155,12 +156,6 @@ class Qsgd(Compressor):
         rest = out[whole * self._bucket :]
         if len(rest):
             rest += torch.from_numpy(steps[-1, : len(rest)]) * columns[-1]
-
-    def state(self) -> dict:
-        return {"taken": self._taken}
-
-    def load_state(self, state: dict) -> None:
-        self._taken = state["taken"]
 
 
 def _fields(bits: int) -> Iterator[tuple[int, int]]:

@@ -42,13 +42,14 @@ class SignSgd(Recoded):
 
     feeds_back = False
     combines = "majority"
+    remembers = ("turn",)
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
-        self._turn = 0  # ties count as + in odd turns, as − in even turns
+        self.turn = 0  # ties count as + in odd turns, as − in even turns
 
     def accumulate(self, residual: Tensor, tensor: Tensor) -> None:
-        self._turn ^= 1
+        self.turn ^= 1
         super().accumulate(residual, tensor)
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ class SignSgd(Recoded):
         values = tensor.numpy()
         if not values.any():
             return torch.empty(0, dtype=torch.uint8)
-        bits = np.packbits(values >= 0 if self._turn else values > 0)
+        bits = np.packbits(values >= 0 if self.turn else values > 0)
         add_signs(bits, values, -size)
         return torch.from_numpy(np.concatenate([np.array([size], np.float32).view(np.uint8), bits]))
 
@@ -70,9 +71,3 @@ class SignSgd(Recoded):
         if len(message):
             size = message[:_HEAD].numpy().copy().view(np.float32).item()
             add_signs(message[_HEAD:].numpy(), out.numpy(), weight * size)
-
-    def state(self) -> dict:
-        return {"turn": self._turn}
-
-    def load_state(self, state: dict) -> None:
-        self._turn = state["turn"]

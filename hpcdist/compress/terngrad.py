@@ -49,6 +49,7 @@ class TernGrad(Compressor):
             )
 
     feeds_back = False
+    remembers = ("taken",)
 
     config: Config
 
@@ -56,11 +57,11 @@ class TernGrad(Compressor):
         super().__init__(config, count, spans)
         self._parts = [slice(span.start, span.stop) for span in self.spans if span.stop > span.start]
         self._bytes = -(-count // _PER_BYTE)
-        self._taken = 0  # messages so far
+        self.taken = 0  # messages so far
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
-        source = np.random.SFC64((self.config.seed, self.stream, self._taken))
-        self._taken += 1
+        source = np.random.SFC64((self.config.seed, self.stream, self.taken))
+        self.taken += 1
         message = np.empty(4 * len(self._parts) + self._bytes, np.uint8)
         scales, packed = views(message, len(self._parts))
         signs = np.zeros(_PER_BYTE * self._bytes, np.int8)
@@ -100,12 +101,6 @@ class TernGrad(Compressor):
             for piece in slices(part.stop - part.start):
                 place = slice(part.start + piece.start, part.start + piece.stop)
                 out[place].add_(signs[place], alpha=weight * scale)
-
-    def state(self) -> dict:
-        return {"taken": self._taken}
-
-    def load_state(self, state: dict) -> None:
-        self._taken = state["taken"]
 
 
 def _pack(signs: np.ndarray, out: np.ndarray) -> None:

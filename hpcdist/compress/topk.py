@@ -59,9 +59,10 @@ class Largest(Compressor):
         return max(1, round(ratio * self.count))
 
     def state(self) -> dict:
-        return {"drawn": self._sample.drawn}
+        return {"drawn": self._sample.drawn, **super().state()}
 
     def load_state(self, state: dict) -> None:
+        super().load_state(state)
         self._sample.drawn = state["drawn"]
 
 

@@ -190,9 +190,9 @@ class _PeriodWorker(Worker):
     def entries(self) -> list[Entry]:
         return [
             held_tensors("read", self._read, dropped([]), otherwise=self.model.params),
-            replace(attribute(self, "done"), combine=dropped(0)),
-            replace(attribute(self, "gradients"), combine=dropped(0)),
-            replace(attribute(self, "steps"), name="period", combine=dropped(self._config.period)),
+            attribute(self, "done", dropped(0)),
+            attribute(self, "gradients", dropped(0)),
+            replace(attribute(self, "steps", dropped(self._config.period)), name="period"),
             flags("used", self.strategy.gradients.used),
         ]
 
@@ -288,6 +288,6 @@ class _WayServer(Handler):
             held_tensors("params", self._params, first, ranges),
             held_tensors("momentum", self._momentum, first, ranges),
             held_tensors("sum", self._sum, zeros(self._sum), ranges),
-            replace(attribute(self, "count"), combine=dropped(0)),
+            attribute(self, "count", dropped(0)),
             flags("pushed", self._used),
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import final
 
 import numpy as np
@@ -13,7 +12,7 @@ from hpcdist.config import Named
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, dropped, held_tensors, zeros
+from hpcdist.strategies.common.state import Entry, attribute, dropped, held_tensors, zeros
 from hpcdist.strategies.decentralised.mixing import Mixing, rates
 from hpcdist.topology import make_topology
 
@@ -66,7 +65,7 @@ class D2(Strategy):
         super().__init__(config, comm, model, **given)
         self._mixing = Mixing(comm, topology, overlap=False, kept=0.5 if config.lazy else 0.0)
         self._changed = [torch.zeros_like(x) for x in model.params] if comm.size > 1 else []  # c
-        self._rates: list[float] = []  # of the parameters, at the last step
+        self.rates: list[float] = []  # of the parameters, at the last step
 
     def advance(self, update: Update) -> Outcome:
         outcome = self.gradients.step_alone(update)
@@ -84,28 +83,25 @@ class D2(Strategy):
     def _scale(self) -> None:
         """Multiply c by ηₜ/ηₜ₋₁; after a step with a rate of 0 begin anew, as at the first step."""
         now = rates(self.model, self.optimizer)
-        if self._rates:
-            for (_, part), rate, before in zip(self.model.views(self._changed), now, self._rates, strict=True):
+        if self.rates:
+            for (_, part), rate, before in zip(self.model.views(self._changed), now, self.rates, strict=True):
                 if not before:
                     part.zero_()
                 elif rate != before:
                     part.mul_(rate / before)
-        self._rates = now
+        self.rates = now
 
     def entries(self) -> list[Entry]:
         return [
             *super().entries(),
             held_tensors("changed", self._changed, zeros(self._changed)),
-            Entry("rates", lambda: self._rates, self._load_rates, dropped([])),
+            attribute(self, "rates", dropped([])),
         ]
-
-    def _load_rates(self, saved: Sequence[float]) -> None:
-        self._rates = list(saved)
 
     def take_up(self) -> None:
         for changed in self._changed:
             changed.zero_()
-        self._rates = []
+        self.rates = []
 
     def close(self) -> None:
         self._mixing.close()

@@ -14,7 +14,7 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, dropped, first, held_tensors, zeros
+from hpcdist.strategies.common.state import Entry, first, flags, held_tensors, zeros
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, PUSH, Reply, ServerRequest
 from hpcdist.strategies.server.gradient_server import Aggregate
 from hpcdist.strategies.server.loop import Handler
@@ -218,14 +218,7 @@ class _Worker(Worker):
             self.strategy.loop.show()
 
     def entries(self) -> list[Entry]:
-        def load(saved: Sequence[bool]) -> None:
-            self._used.copy_(torch.tensor(saved))
-
-        none_used = [False] * len(self._used)
-        return [
-            held_tensors("sum", self._sum, zeros(self._sum)),
-            Entry("used", self._used.tolist, load, dropped(none_used), optional=True),
-        ]
+        return [held_tensors("sum", self._sum, zeros(self._sum)), flags("used", self._used, new=False)]
 
 
 class _Server(Handler):

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
 
-from pydantic import Field
-
 from hpcdist.strategies.server.gradient_server import exchange_gradients
 from hpcdist.strategies.server.policy import Held, Policy
+from hpcdist.strategies.server.roles import FanIn
 from hpcdist.strategies.server.strategy import ServerStrategy
 
 
@@ -48,12 +47,7 @@ class Hardsync(ServerStrategy):
     class Config(ServerStrategy.Config):
         """Options of hardsync."""
 
-        fan_in: int | None = Field(
-            None,
-            ge=2,
-            description="workers send to a tree of aggregators with at most so many children "
-            "each; none: directly to the servers",
-        )
+        fan_in: FanIn = None
 
     contract = replace(ServerStrategy.contract, averages="gradients", meets="every step")
 

@@ -11,6 +11,7 @@ from pydantic import Field
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.server.gradient_server import exchange_gradients
 from hpcdist.strategies.server.policy import Held
+from hpcdist.strategies.server.roles import FanIn
 from hpcdist.strategies.server.stale import OF_EACH_GRADIENT, StaleConfig, StalePolicy
 from hpcdist.strategies.server.strategy import ServerStrategy
 
@@ -51,12 +52,7 @@ class Softsync(ServerStrategy):
         """Options of softsync."""
 
         splits: int = Field(1, ge=1, description="n: the server updates after every ⌊workers/n⌋ gradients")
-        fan_in: int | None = Field(
-            None,
-            ge=2,
-            description="workers send to a tree of aggregators with at most so many children "
-            "each; none: directly to the servers",
-        )
+        fan_in: FanIn = None
 
         def averages(self, workers: int) -> bool:
             return _quota(self, workers) > 1

@@ -161,8 +161,8 @@ class ZeroOneAdam(AdamStep):
             attribute(self, "full"),
             held_tensors("common", self._common, dropped([]), otherwise=self.model.params),
             held_tensors("moves", self._moves, zeros(self._moves)),
-            replace(attribute(self, "rates"), combine=dropped({})),
-            replace(attribute(self, "decays"), combine=dropped({})),
+            attribute(self, "rates", dropped({})),
+            attribute(self, "decays", dropped({})),
         ]
 
     def take_up(self) -> None:

@@ -21,16 +21,18 @@ from hpcdist.comm.transfer import LibraryCalls
 
 SUMMED = {torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128}
 
+Agree = Callable[[int], bool]  # tells whether all ranks have a note
+Fastest = Callable[[str], Callable[[Tensor], None]]  # returns the fastest all-reduce, for a sum or a mean
+
 
 class AgreedCall(PreparedCall):
     """A call that is made once all ranks have agreed on it.
 
     Args:
-        agree: tells whether all ranks have the note.
         make: the call, of flat tensors.
     """
 
-    def __init__(self, agree: Callable[[int], bool], note: int, make: Callable[..., None]):
+    def __init__(self, agree: Agree, note: int, make: Callable[..., None]):
         self._agree, self._note, self._make = agree, note, make
 
     def __call__(self, *tensors: Tensor) -> bool:
@@ -43,20 +45,10 @@ class AgreedCall(PreparedCall):
 class CallsByLibrary:
     """Prepares calls; None where messages are faster.
 
-    Args:
-        agree: tells whether all ranks have a note.
-        fastest: returns the fastest all-reduce, for a sum or a mean.
-
     See PreparedCalls for the args of the methods.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        library: LibraryCalls,
-        agree: Callable[[int], bool],
-        fastest: Callable[[str], Callable[[Tensor], None]],
-    ):
+    def __init__(self, comm: Communicator, library: LibraryCalls, agree: Agree, fastest: Fastest):
         self.comm, self.size, self.library = comm, comm.size, library
         self._agree, self._fastest, self._inbox = agree, fastest, Scratch()
 

@@ -169,7 +169,7 @@ class Collectives:
     def _reduce_scatter(self, out: Tensor, given: Tensors, operation: str, factor: float | None) -> None:
         combine = reduction(operation, out.dtype)
         with (
-            for_each_rank(self.comm, given, "given", write=False, together=True) as (parts, whole),
+            for_each_rank(self.comm, given, "given", write=False, joint=True) as (parts, whole),
             flattened(self.comm, out) as flat,
         ):
             counts = [len(part) for part in parts]
@@ -215,7 +215,7 @@ class Collectives:
 
     def _all_gather(self, out: Tensors, tensor: Tensor) -> None:
         with (
-            for_each_rank(self.comm, out, "out", together=True) as (parts, whole),
+            for_each_rank(self.comm, out, "out", joint=True) as (parts, whole),
             flattened(self.comm, tensor, write=False) as own,
         ):
             counts = [len(part) for part in parts]
@@ -281,8 +281,8 @@ class Collectives:
     def _all_to_all(self, out: Tensors, given: Tensors) -> None:
         """Exchange at once where all parts of all ranks are as long; else tell each other how long they are, first."""
         with (
-            for_each_rank(self.comm, out, "out", together=True) as (outs, whole),
-            for_each_rank(self.comm, given, "given", write=False, together=True) as (own, brought),
+            for_each_rank(self.comm, out, "out", joint=True) as (outs, whole),
+            for_each_rank(self.comm, given, "given", write=False, joint=True) as (own, brought),
         ):
             dtype, lengths, longest = outs[0].dtype, {len(part) for part in (*own, *outs)}, len(own[0])
             if own[0].dtype != dtype:

@@ -55,19 +55,13 @@ def by_dtype(
 
 @contextmanager
 def for_each_rank(
-    comm: Communicator,
-    given: Tensors | None,
-    name: str,
-    *,
-    write: bool = True,
-    here: bool = True,
-    together: bool = False,
+    comm: Communicator, given: Tensors | None, name: str, *, write: bool = True, here: bool = True, joint: bool = False
 ) -> Iterator[tuple[list[Tensor], Tensor | None]]:
     """Yield a flat tensor for each rank, of a list, or equal parts of one tensor, with that one; or none at all.
 
     Args:
         here: this rank has such tensors.
-        together: of a list of equal lengths make one tensor, so that ranks with a list do what those with a tensor do.
+        joint: of a list of equal lengths make one tensor, so that ranks with a list do what those with a tensor do.
     """
     size = comm.size
     if isinstance(given, Tensor):
@@ -88,7 +82,7 @@ def for_each_rank(
     with ExitStack() as until:
         flat = [until.enter_context(flattened(comm, one, write=write)) for one in parts]
         lengths = {len(one) for one in flat}
-        if not together or len(lengths) != 1 or 0 in lengths:
+        if not joint or len(lengths) != 1 or 0 in lengths:
             yield flat, None
             return
         whole = torch.cat(flat)

@@ -9,18 +9,16 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 
+Sides = Mapping[str, Callable[[Tensor], object]]  # what to time, by name
+
 
 def interleaved(
-    comm: Communicator,
-    sides: Mapping[str, Callable[[Tensor], object]],
-    tensor: Tensor,
-    rounds: int,
-    calls: Mapping[str, int] | None = None,
+    comm: Communicator, sides: Sides, tensor: Tensor, rounds: int, calls: Mapping[str, int] | None = None
 ) -> dict[str, list[float]]:
     """Collective. Time the sides in turns; return seconds per call by side and round, of the slowest rank.
 
     Args:
-        sides: what to time, by name; the same names in the same order on all ranks.
+        sides: the same names in the same order on all ranks.
         tensor: handed to every call.
         rounds: how often each side is timed.
         calls: how many calls one timing of a side covers; by default one.

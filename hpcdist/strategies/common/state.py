@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,14 +20,6 @@ from hpcdist.errors import CheckpointError, HpcdistError
 from hpcdist.model.hyperparameters import Hyperparameters
 
 Ranges = Sequence[tuple[int, int]]  # elements [start, stop) of each flat tensor
-
-
-class Stateful(Protocol):
-    """An object that can return its state, and restore it."""
-
-    def state(self) -> Any: ...
-
-    def load_state(self, state: Any) -> None: ...
 
 
 class Flats(NamedTuple):
@@ -117,8 +109,8 @@ class Along(Entry):
     ranges: Ranges | None = None
 
 
-def attribute(owner: object, name: str) -> Entry:
-    """Declare an attribute of `owner`, under its own name; another world takes the first rank's."""
+def attribute(owner: object, name: str, combine: Callable[..., Any] = first) -> Entry:
+    """Declare an attribute of `owner`, under its own name."""
 
     def load(value: Any) -> None:
         own = getattr(owner, name)
@@ -129,7 +121,7 @@ def attribute(owner: object, name: str) -> Entry:
             )
         setattr(owner, name, value)
 
-    return Entry(name, lambda: getattr(owner, name), load)
+    return Entry(name, lambda: getattr(owner, name), load, combine)
 
 
 def copy_all(own: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -146,18 +138,13 @@ def held_tensors(
     return Along(name, lambda: own, lambda saved: copy_all(own, saved or otherwise), combine, ranges=ranges)
 
 
-def flags(name: str, own: Tensor) -> Entry:
-    """Declare flags of the parameters, a bool tensor; another world begins with True."""
+def flags(name: str, own: Tensor, new: bool = True) -> Entry:
+    """Declare flags of the parameters, a bool tensor; another world begins with `new`."""
 
     def load(saved: Sequence[bool]) -> None:
         own.copy_(torch.tensor(saved, dtype=torch.bool))
 
-    return Entry(name, own.tolist, load, Anew(lambda: [True] * len(own)), optional=True)
-
-
-def part(name: str, owned: Stateful | None, combine: Callable[..., Any]) -> Iterable[Entry]:
-    """Declare the state of an object that the strategy owns; None has no entry."""
-    return [] if owned is None else [Entry(name, owned.state, owned.load_state, combine, True)]
+    return Entry(name, own.tolist, load, Anew(lambda: [new] * len(own)), optional=True)
 
 
 def own_numbers(hyperparameters: Hyperparameters) -> Entry:

@@ -12,7 +12,7 @@ from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.lbfgs import vectors as ops
 from hpcdist.strategies.lbfgs.line_search import SearchPoint, strong_wolfe
 from hpcdist.strategies.lbfgs.portions import JointBatch
-from hpcdist.strategies.lbfgs.vectors import PAIRS, RemoteVectors, Vectors
+from hpcdist.strategies.lbfgs.vectors import PAIRS, LocalVectors, RemoteVectors
 
 _log = logging.getLogger("hpcdist")
 LEAST_CURVATURE = 1e-10  # of a pair's s·y over |s||y|
@@ -43,7 +43,7 @@ class CurvaturePairs:
         spare: where the next pair is made, before it is added.
     """
 
-    def __init__(self, vectors: Vectors, limit: int):
+    def __init__(self, vectors: RemoteVectors | LocalVectors, limit: int):
         self._vectors, self.limit = vectors, limit
         self.kept: list[CurvaturePair] = []
         self.spare = CurvaturePair(0, 0.0, 0.0)

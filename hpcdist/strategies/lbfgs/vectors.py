@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.common.state import Along, Entry, Ranges, copy_all
+from hpcdist.strategies.common.state import Along, Entry, copy_all
 from hpcdist.strategies.server.placement import Shard, cut
 
 # The numbers of the vectors. Pairs (s, y) of the history follow, see `CurvaturePairs`.
@@ -20,22 +19,6 @@ COPY, SCALE, AXPY, DOT, GATHER, TAKE_UP, FINISH = range(7)
 RETURNING = (DOT, TAKE_UP)  # the operations that have a result
 WORDS = 5  # of one operation
 MOST = 16  # operations in one message
-
-
-class Vectors(Protocol):
-    """The operations that L-BFGS is made of."""
-
-    def dot(self, a: int, b: int) -> float:
-        """Compute the inner product of two vectors."""
-
-    def axpy(self, into: int, vector: int, factor: float) -> None:
-        """Add `factor` times a vector to another one."""
-
-    def scale(self, vector: int, factor: float) -> None:
-        """Multiply a vector by a number."""
-
-    def copy(self, into: int, vector: int) -> None:
-        """Copy a vector into another one."""
 
 
 class LocalVectors:
@@ -68,6 +51,7 @@ class LocalVectors:
         return sum(torch.dot(one.double(), other.double()).item() for one, other in zip(self[a], self[b]))
 
     def axpy(self, into: int, vector: int, factor: float) -> None:
+        """Add `factor` times a vector to another one."""
         for own, other in zip(self[into], self[vector]):
             own.add_(other, alpha=factor)
 
@@ -247,10 +231,6 @@ class HistoryShard:
         copy_all(self._shard.of(self._model.params), self.vectors[X])
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
-    @property
-    def ranges(self) -> Ranges:
-        return self._shard.ranges
-
     def entries(self, history: int) -> list[Entry]:
         """Declare the vectors that later steps need, of so many pairs and one that is being made."""
         numbers = [number for number in range(PAIRS + 2 * (history + 1)) if number not in PASSING]
@@ -264,4 +244,4 @@ class HistoryShard:
         def save() -> list[Tensor]:
             return self.vectors[number] if number in self.vectors.numbers else []
 
-        return Along(f"vector {number}", save, load, ranges=self.ranges)
+        return Along(f"vector {number}", save, load, ranges=self._shard.ranges)

@@ -13,6 +13,7 @@ from torch import Tensor
 from hpcdist.comm.transfer import WIDE
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import unequal, unequal_steps
+from hpcdist.strategies.base import Update
 from hpcdist.strategies.common.state import Entry, copy_all, dropped
 from hpcdist.strategies.server.channel import GRADIENT, NOBODY, SUM, Reply, ServerRequest
 from hpcdist.strategies.server.loop import Handler
@@ -86,13 +87,7 @@ class Aggregate:
         columns = zip(*self.values.values())
         return [column[0] if len(set(column)) == 1 else math.fsum(column) / len(column) for column in columns]
 
-    def apply(
-        self,
-        update: Callable[[], None],
-        divisor: float,
-        rate: float = 1.0,
-        clip: Callable[[], None] | None = None,
-    ) -> None:
+    def apply(self, update: Update, divisor: float, rate: float = 1.0, clip: Callable[[], None] | None = None) -> None:
         """Run the optimiser on sum / divisor, clipped, with its learning rate times `rate`, and begin a new update.
 
         The rate is modulated by taking only that part of the optimiser's step, which is the same for every optimiser

@@ -10,7 +10,7 @@ from torch import Tensor
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.common.state import Entry, copy_all, dropped
+from hpcdist.strategies.common.state import Entry, attribute, copy_all, dropped
 from hpcdist.strategies.server.channel import PAUSE, Reply, ReplyHead, RequestChannel, ServerRequest
 from hpcdist.strategies.server.liveness import Liveness
 from hpcdist.strategies.server.placement import Placement
@@ -64,16 +64,10 @@ class Replica:
     def entries(self) -> list[Entry]:
         """Declare the clocks; on another number of ranks all parents have the largest one that was saved."""
 
-        def load(clock: int) -> None:
-            self.clock = clock
-
-        def load_clocks(saved: Sequence[int]) -> None:
+        def load(saved: Sequence[int]) -> None:
             self.clocks = list(saved) or [self.clock] * len(self._place.parents)
 
-        return [
-            Entry("clock", lambda: self.clock, load, max),
-            Entry("clocks", lambda: self.clocks, load_clocks, dropped([])),
-        ]
+        return [attribute(self, "clock", max), Entry("clocks", lambda: self.clocks, load, dropped([]))]
 
 
 class Handler(abc.ABC):

@@ -10,6 +10,10 @@ from pydantic import Field
 from hpcdist.errors import ConfigError
 
 Servers = Annotated[int, Field(ge=1)] | Literal["colocated"]
+FanIn = Annotated[
+    int | None,
+    Field(ge=2, description="send to a tree of aggregators with at most so many children each; none: to the servers"),
+]
 
 
 @dataclass(frozen=True)

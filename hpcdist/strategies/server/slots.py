@@ -13,6 +13,7 @@ from hpcdist.strategies.server.codec import Codec, Coding, buffers, room
 from hpcdist.strategies.server.placement import Shard
 
 Ends = Sequence[tuple[int, Shard]]  # ranks, and the shard that goes from or to each
+EndsOf = Callable[[int], Ends]  # of a rank
 
 
 class TensorSlots:
@@ -32,13 +33,7 @@ class TensorSlots:
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        codec: Codec | None,
-        like: Sequence[Tensor],
-        sources: Callable[[int], Ends],
-        dests: Ends,
-        up: bool,
+        self, comm: Communicator, codec: Codec | None, like: Sequence[Tensor], sources: EndsOf, dests: Ends, up: bool
     ):
         self._wide: Sequence[Tensor] = like if codec is None else buffers(like)
         self._room: Callable[[Tensor], int] = Tensor.numel if codec is None else room

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from pydantic import Field
 
 from hpcdist.errors import UnknownNameError
-from hpcdist.strategies.common.state import Entry, dropped, part
+from hpcdist.strategies.common.state import Entry, dropped
 from hpcdist.strategies.server.policy import Held, Policy
 from hpcdist.strategies.server.strategy import ServerStrategy
 
@@ -126,4 +126,5 @@ class StalePolicy(Policy):
         self.measured.note(staleness)
 
     def entries(self) -> Iterable[Entry]:
-        return part("measured", self.measured, dropped([]))  # another number of ranks measures anew
+        # Another number of ranks measures anew.
+        return [Entry("measured", self.measured.state, self.measured.load_state, dropped([]), optional=True)]

@@ -44,12 +44,8 @@ class Dgc(Largest):
         nesterov: bool = Field(False, description="Nesterov's momentum: velocities are added one step ahead")
         masking: bool = Field(True, description="set velocities of sent elements to 0 (momentum factor masking)")
         ramp_steps: int = Field(0, ge=0, description="steps in which the ratio falls from 0.25, or stays if larger")
-        clip_norm: float | None = Field(
-            None,
-            gt=0,
-            allow_inf_nan=True,
-            description="largest norm of a rank's gradient, or of its part for one server; none: no "
-            "limit. The paper has 1/√p of the whole gradient's",
+        clip_norm: float | None = Field(  # the paper has 1/√p of the whole gradient's
+            None, gt=0, allow_inf_nan=True, description="largest norm of a rank's gradient, or of its part for a server"
         )
 
     config: Config

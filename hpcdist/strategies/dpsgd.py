@@ -57,11 +57,7 @@ class DPSGD(Strategy):
         overlap: bool = Field(True, description="exchange parameters while the next gradient is computed")
         compression: CompressionConfig = Field(CompressionConfig(), description="how differences are compressed")
         consensus_rate: float | None = Field(
-            None,
-            gt=0,
-            le=1,
-            description="part of the way to the neighbours' mean in one step; none: "
-            "1 with fp16, bf16 and qsgd, else 0.05",
+            None, gt=0, le=1, description="γ, part of the way to the mean; none: 1 with fp16, bf16 and qsgd, else 0.05"
         )
 
         @model_validator(mode="after")

@@ -44,13 +44,9 @@ class LocalSGD(Periodic):
 
         warmup_steps: int = Field(0, ge=0, description="number of first steps that all end with an average")
         node_period: int | None = Field(
-            None,
-            ge=1,
-            description="steps between averages inside each node, fewer than period; none averages over all ranks only",
+            None, ge=1, description="steps between averages inside each node, fewer than period; none: no such averages"
         )
-        average_optimizer_state: bool = Field(
-            False, description="also average the optimiser's momentum and mean squares"
-        )
+        average_optimizer_state: bool = Field(False, description="also average the optimiser's moments")
 
         @model_validator(mode="after")
         def _nodes_average_more_often(self):

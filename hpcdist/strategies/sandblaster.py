@@ -88,14 +88,12 @@ class Sandblaster(Strategy):
             0.0,
             ge=0,
             le=0.5,
-            description="part of a batch that the next batch repeats; y is computed on it; 0: on one whole batch",
+            description="part of a batch that the next one repeats, for y; 0: y is of a whole batch",
         )
         c1: float = Field(1e-4, gt=0, lt=0.5, description="c1 of the strong Wolfe conditions: sufficient decrease")
         c2: float = Field(0.9, gt=0, lt=1, description="c2 of the strong Wolfe conditions: curvature")
         seed: int = Field(
-            0,
-            ge=0,
-            description="seed of dropout and other random layers, which are the same for all evaluations of a step",
+            0, ge=0, description="seed of dropout and other random layers, the same in all evaluations of a step"
         )
         max_evaluations: int = Field(20, ge=2, description="evaluations of the loss in one line search")
 

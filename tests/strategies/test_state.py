@@ -1,5 +1,6 @@
 """What a strategy declares of its state: it comes back, and is carried over to other worlds by parameter names."""
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -25,7 +26,6 @@ from hpcdist.strategies.common.state import (
     load_entries,
     mean_of_ranks,
     mean_of_workers,
-    part,
     save_entries,
     spread,
     zeros,
@@ -33,40 +33,29 @@ from hpcdist.strategies.common.state import (
 from strategies import problem
 
 
-class Counter:
-    def __init__(self):
-        self.calls = 0
-
-    def state(self):
-        return self.calls
-
-    def load_state(self, state):
-        self.calls = state
-
-
 def _declare(owner):
     fresh = Entry("fresh", lambda: owner.fresh, lambda value: setattr(owner, "fresh", value), dropped("new"))
-    return [attribute(owner, "steps"), fresh, *part("counter", owner.counter, max)]
+    return [attribute(owner, "steps"), fresh, replace(attribute(owner, "calls", max), optional=True)]
 
 
-def _owner(steps, counter):
-    return SimpleNamespace(steps=steps, fresh=str(steps), counter=counter)
+def _owner(steps):
+    return SimpleNamespace(steps=steps, fresh=str(steps), calls=0)
 
 
 def test_entries_come_back_as_they_were_saved():
-    saved = save_entries(_declare(_owner(3, Counter())))
-    assert saved == {"steps": 3, "fresh": "3", "counter": 0}
-    other = _owner(0, Counter())
-    load_entries(_declare(other), {**saved, "counter": 5, "of another version": 1})
-    assert (other.steps, other.fresh, other.counter.calls) == (3, "3", 5)
+    saved = save_entries(_declare(_owner(3)))
+    assert saved == {"steps": 3, "fresh": "3", "calls": 0}
+    other = _owner(0)
+    load_entries(_declare(other), {**saved, "calls": 5, "of another version": 1})
+    assert (other.steps, other.fresh, other.calls) == (3, "3", 5)
 
 
 def test_a_missing_entry_begins_anew_or_stays_or_is_refused():
-    owner = _owner(0, Counter())
+    owner = _owner(0)
     load_entries(_declare(owner), {"steps": 3})
-    assert (owner.steps, owner.fresh, owner.counter.calls) == (3, "new", 0)
-    with pytest.raises(CheckpointError, match="the strategy's state must have 'steps'; got counter, fresh. Resume"):
-        load_entries(_declare(owner), {"fresh": "a", "counter": 1})
+    assert (owner.steps, owner.fresh, owner.calls) == (3, "new", 0)
+    with pytest.raises(CheckpointError, match="the strategy's state must have 'steps'; got calls, fresh. Resume"):
+        load_entries(_declare(owner), {"fresh": "a", "calls": 1})
     with pytest.raises(CheckpointError, match="the strategy's 'steps' must be of type int; got 'three'. Resume from"):
         load_entries(_declare(owner), {"steps": "three"})
 
@@ -81,7 +70,7 @@ class Held:
         self._ranges, self._combine, self.of_rank = ranges, combine, of_rank
 
     def entries(self):
-        owner = _owner(self.of_rank.get("steps", 0), None)
+        owner = _owner(self.of_rank.get("steps", 0))
         return [*_declare(owner), held_tensors("vector", self.vector, self._combine, self._ranges)]
 
     def saved(self, works=True):

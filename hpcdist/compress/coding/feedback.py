@@ -28,15 +28,11 @@ class CompressionConfig(Named):
 
     name: str = Field(NONE, description="compressor, see `hpcdist compressors`; none sends everything uncompressed")
     error_feedback: bool = Field(
-        True,
-        description="add the part of a gradient that a message leaves out to the next "
-        "one; with signsgd and terngrad false",
+        True, description="add what a message leaves out to the next one; with signsgd and terngrad false"
     )
     warmup_steps: int = Field(0, ge=0, description="first steps in which messages are uncompressed")
     warmup_ranks: int | None = Field(
-        None,
-        ge=1,
-        description="in the warm-up steps only so many ranks send, compressed messages; none: all ranks, uncompressed",
+        None, ge=1, description="so many ranks send in the warm-up steps, compressed; none: all ranks, uncompressed"
     )
 
     _votes: ClassVar[bool] = False  # ranks can vote, because all messages are there at once

@@ -62,24 +62,15 @@ class ServerStrategy(Strategy):
         """Options that all strategies with servers have."""
 
         servers: Servers = Field(
-            1,
-            description="number of ranks that only serve, each a part of the parameters; "
-            "colocated: every worker also serves",
+            1, description="ranks that only serve, each a part of the parameters; colocated: all workers also serve"
         )
         learner_deadline_s: float | None = Field(
-            None,
-            gt=0,
-            description="seconds without a gradient from a worker after which servers stop waiting "
-            "for it (it may come back); none: wait for ever",
+            None, gt=0, description="seconds after which servers go on without a silent worker; none: they wait for it"
         )
-        compression: CompressionConfig = Field(
-            CompressionConfig(), description="compression of messages to the servers"
-        )
+        compression: CompressionConfig = Field(CompressionConfig(), description="how messages to servers are coded")
         compress_answers: bool = Field(True, description="also compress what servers send")
         split_parameters: bool = Field(
-            False,
-            description="equal parts for all servers, which may split a parameter; the "
-            "optimiser must treat elements one by one",
+            False, description="equal parts for all servers; needs an optimiser that treats elements one by one"
         )
 
         @model_validator(mode="after")

@@ -31,8 +31,7 @@ class ProviderConfig(Named):
     model_config = ConfigDict(extra="forbid")
 
     name: Literal["hpcdist", "horovod", "nccl", "gloo"] = Field(
-        "hpcdist",
-        description="library that sums gradients: hpcdist over MPI, horovod, or torch.distributed's nccl or gloo",
+        "hpcdist", description="library that sums gradients: hpcdist by MPI, horovod, or torch.distributed's others"
     )
     op: Literal["average", "sum", "adasum"] = Field(
         "average", description="horovod: combine gradients by their mean, their sum, or Adasum"

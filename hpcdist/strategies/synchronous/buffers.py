@@ -29,17 +29,13 @@ class ChangingBuffers:
         self._steps = 0
         buffers = model.flat_buffers
         self._kinds = [buffers.kinds[slot.group] for slot in buffers.slots]
+        self._common = [position for position, kind in enumerate(self._kinds) if kind in ("mean", "first")]
         self._note()
 
     def _note(self) -> None:
-        self._seen = self._stamps()
-        pairs = zip(self._model.flat_buffers.tensors(), self._kinds, strict=True)
-        self._values = [
-            t.detach().clone() if kind in ("mean", "first") and t.numel() <= _SMALL else None for t, kind in pairs
-        ]
-
-    def _stamps(self) -> list[tuple[int, int]]:
-        return [(id(tensor), tensor._version) for tensor in self._model.flat_buffers.tensors()]
+        tensors = self._model.flat_buffers.tensors()
+        common = [tensors[position] for position in self._common]
+        self._seen = [(id(t), t._version, t.detach().clone() if t.numel() <= _SMALL else None) for t in common]
 
     def look(self) -> int:
         """Look for changed buffers; return this rank's part of a sum over all ranks, for `average`."""
@@ -47,13 +43,11 @@ class ChangingBuffers:
         return int(bool(changed)) + _UNKNOWN * (not set(changed) <= set(self._agreed))
 
     def _changed(self) -> list[int]:
-        tensors, now = self._model.flat_buffers.tensors(), self._stamps()
-        changed = []
-        for i, (tensor, old, new, values) in enumerate(zip(tensors, self._seen, now, self._values, strict=True)):
-            if self._kinds[i] in ("mean", "first") and (
-                old != new or (values is not None and not torch.equal(values, tensor))
-            ):
-                changed.append(i)
+        tensors, changed = self._model.flat_buffers.tensors(), []
+        for position, (*stamp, values) in zip(self._common, self._seen, strict=True):
+            now = tensors[position]
+            if stamp != [id(now), now._version] or (values is not None and not torch.equal(values, now)):
+                changed.append(position)
         return changed
 
     def average(self, changes: int) -> None:

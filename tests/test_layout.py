@@ -11,7 +11,8 @@ from torch import nn
 from harness.cases import each
 from hpcdist.comm.pieces import CACHED, alongside
 from hpcdist.errors import ConfigError
-from hpcdist.model.flat import FlatModel, describe_difference
+from hpcdist.model.flat import FlatModel
+from hpcdist.model.slots import describe_difference
 
 
 class Subclass(torch.Tensor):

@@ -106,9 +106,8 @@ class PowerSgd(Linear):
         for m in self._matrices:
             largest = second[m.right].abs().max()
             if largest > 0:  # a matrix of zeros has no directions
-                self._start[m.right] = (
-                    second[m.right] / largest
-                )  # only directions matter, and sizes might grow without bound
+                # Only directions matter, and sizes might grow without bound.
+                self._start[m.right] = second[m.right] / largest
         return first, second
 
     @staticmethod

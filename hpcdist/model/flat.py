@@ -24,11 +24,9 @@ from hpcdist.model.slots import (
     check_parameters,
     check_values,
     describe,
-    describe_difference,
     flatten,
 )
 
-__all__ = ["FlatModel", "describe_difference"]
 _MOVED = " (by module.to(), .half(), p.data = ... or the like)"
 
 

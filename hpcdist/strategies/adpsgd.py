@@ -22,7 +22,6 @@ from hpcdist.config import Named
 from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.replicas import mean_over, with_buffers
 from hpcdist.strategies.common.state import Along, Entry, Flats, copy_all, dropped
 from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, Peers
 from hpcdist.topology import Topology, make_topology
@@ -147,7 +146,7 @@ class ADPSGD(Strategy):
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Compute the exact means of x and of the buffers; the model is untouched."""
         self.comm.barrier()  # nobody averages any more
-        return with_buffers(self, mean_over(self.comm, self._values(), self.comm.failures.living))
+        return super().consensus()
 
     def entries(self) -> list[Entry]:
         shared = Along("shared", self._save_shared, self._load_shared, dropped([]))

@@ -153,7 +153,8 @@ class Strategy(abc.ABC):
 
         Returns new tensors shaped like `model.params` and `model.buffers`; the model is untouched.
         """
-        return with_buffers(self, mean_over(self.comm, self.model.params, self.comm.failures.living))
+        params = (self.masters() or Flats(self.model.params)).tensors
+        return with_buffers(self, mean_over(self.comm, params, self.comm.failures.living))
 
     def take_up(self) -> None:
         """Collective. Update the strategy's copies of the parameters, which the loop has set anew on all ranks."""

@@ -10,15 +10,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hpcdist.model.flat import FlatModel
-from hpcdist.model.hyperparameters import Hyperparameters
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, first, flags, held_tensors, zeros
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, PUSH, Reply, ServerRequest
 from hpcdist.strategies.server.gradient_server import Aggregate
 from hpcdist.strategies.server.loop import Handler
-from hpcdist.strategies.server.placement import Shard
 from hpcdist.strategies.server.strategy import ServerStrategy, Worker
 
 
@@ -26,27 +23,20 @@ class ShardAdagrad:
     """Step along a gradient at the rate γ/√Σg² of each element, times what a schedule makes of the workers' rate.
 
     Args:
+        strategy: whose workers' schedules are followed.
         rate: γ.
-        optimizer: the workers', whose schedules are followed.
 
     Attributes:
         params: the shard, one flat tensor per group, in memory of its own.
     """
 
-    def __init__(
-        self,
-        model: FlatModel,
-        shard: Shard,
-        rate: float,
-        optimizer: torch.optim.Optimizer | None,
-        hyperparameters: Hyperparameters,
-    ):
-        self._shard, self._rate = shard, rate
-        self._first_rate, self._hyperparameters = _reference_rate(optimizer), hyperparameters
+    def __init__(self, strategy: ServerStrategy, rate: float):
+        self._shard, self._rate = strategy.place.shard, rate
+        self._first_rate, self._hyperparameters = _reference_rate(strategy.optimizer), strategy.hyperparameters
         # In float32 at least: in float16 Adagrad's eps is 0, and in bfloat16 a sum soon stops growing.
         self._parameters = [
             torch.nn.Parameter(part.to(torch.promote_types(part.dtype, torch.float32), copy=True))
-            for part in shard.of(model.params)
+            for part in self._shard.of(strategy.model.params)
         ]
         self.params = [parameter.detach() for parameter in self._parameters]
         self._adagrad = torch.optim.Adagrad(self._parameters, lr=rate)
@@ -233,8 +223,7 @@ class _Server(Handler):
         if config.server_rule == "optimizer":
             self._rule = Aggregate(self._model, self._shard, apart=False)
         else:
-            given = strategy.optimizer, strategy.hyperparameters
-            self._rule = ShardAdagrad(self._model, self._shard, config.rate, *given)
+            self._rule = ShardAdagrad(strategy, config.rate)
 
     def master(self) -> list[Tensor]:
         return self._rule.params if isinstance(self._rule, ShardAdagrad) else self._shard.of(self._model.params)

@@ -40,9 +40,8 @@ class Nesterov(Motion):
                 torch.add(start, velocity, alpha=1 + self._momentum, out=params)
 
     def entries(self) -> list[Entry]:
-        return [
-            held_tensors("velocity", self._velocity, zeros(self._velocity))
-        ]  # others begin at the centre, and at rest
+        # Others begin at the centre, and at rest.
+        return [held_tensors("velocity", self._velocity, zeros(self._velocity))]
 
 
 @final

@@ -12,7 +12,6 @@ from torch import Tensor
 from hpcdist.config import Named
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.replicas import mean_over, with_buffers
 from hpcdist.strategies.common.state import Entry, Flats, copy_all, dropped, held_tensors
 from hpcdist.strategies.decentralised.mixing import Mixing
 from hpcdist.strategies.decentralised.peers import Wire, WireConfig
@@ -113,10 +112,6 @@ class SGP(Strategy):
     def take_up(self) -> None:
         copy_all(self._x, self.model.params)
         self._set_weight(1.0)
-
-    def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Collective. Compute the mean of x, which messages conserve, and of the buffers."""
-        return with_buffers(self, mean_over(self.comm, self.masters().tensors, self.comm.failures.living))
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:

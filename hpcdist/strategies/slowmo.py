@@ -182,12 +182,9 @@ class SlowMo(Periodic):
         return [
             *super().entries(),
             held_tensors("slow", self._slow, first),
-            Entry("rates", self._named_rates, self._load_rates, joined, optional=True),
+            Entry("rates", lambda: dict(zip(self.model.names, self._rates)), self._load_rates, joined, optional=True),
             *(replace(entry, name=f"base.{entry.name}") for entry in own),
         ]
-
-    def _named_rates(self) -> dict[str, float]:
-        return dict(zip(self.model.names, self._rates))
 
     def _load_rates(self, saved: dict[str, float]) -> None:
         self._rates = [saved.get(name, 0.0) for name in self.model.names] if saved else []

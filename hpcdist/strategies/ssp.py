@@ -51,10 +51,8 @@ class SSPPolicy(Policy):
         self._completed[worker] = max(self._completed[worker], min(others, default=0))
 
     def entries(self) -> Iterable[Entry]:
-        def save() -> list[list[int]]:
-            return [[worker, steps] for worker, steps in self._completed.items()]
-
-        return [Entry("completed", save, self._completed.update, dropped([]), optional=True)]
+        clocks = self._completed
+        return [Entry("completed", lambda: list(map(list, clocks.items())), clocks.update, dropped([]), optional=True)]
 
 
 @final

@@ -17,7 +17,7 @@ from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Along, Entry, copy_all, first, flags, held_tensors, mean_of_ranks
 from hpcdist.strategies.synchronous.exchanges import Exchanges
-from hpcdist.strategies.synchronous.fragments import Fragment, cut
+from hpcdist.strategies.synchronous.fragments import cut
 
 
 @final
@@ -111,37 +111,29 @@ class StreamingDiLoCo(Strategy):
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self.alone = comm.size == 1
-        self.fragments: list[Fragment] = []
         self._used = torch.ones_like(self.gradients.used)  # by some rank, in the period of `_mean`
         self._sent: dict[int, int] = {}  # the step in which each fragment under way was sent
         self._values: dict[int, list[Tensor]] = {}  # of each: δᵢ and what is used; then means
         aside = config.delay > 0 or config.lasts_a_period
         self.exchanges = Exchanges(comm, self.records, config.algorithm, aside)
         channel = self.exchanges.channel
-        self.common: list[Tensor] = []
-        self._momentum: list[Tensor] = []
-        self._mean: list[Tensor] = []
-        self._gone: list[Tensor] = []
-        self._compressed: list[Reduction] = []
-        if self.alone:
-            return
-        self.fragments = cut(model, config.fragment_layers, config.order)
+        self.fragments = [] if self.alone else cut(model, config.fragment_layers, config.order)
         if len(self.fragments) > config.period:
             raise ConfigError(
                 f"strategy.period must be at least the number of fragments, {len(self.fragments)}; got "
                 f"{config.period}. Take a longer period, or more strategy.fragment_layers."
             )
-        self.common = [params.clone() for params in model.params]  # x
+        self.common = [] if self.alone else [params.clone() for params in model.params]  # x
         self._momentum = [torch.zeros_like(x) for x in self.common]
         shared = None if config.compression else channel.memory.shared_like(self.common)
         # δᵢ, and then their mean, of fragments under way
         self._mean = [torch.empty_like(x) for x in self.common] if shared is None else shared
-        if self._shifts or config.take_up == "eager":
-            self._gone = [torch.zeros_like(x) for x in self.common]  # δᵢ of fragments under way
-        if config.compression:
-            for fragment in self.fragments:
-                like = fragment.take(self.common)
-                self._compressed.append(Reduction(channel, config.compression, like, fragment.spans))
+        keeps = self._shifts or config.take_up == "eager"
+        self._gone = [torch.zeros_like(x) for x in self.common if keeps]  # δᵢ of fragments under way
+        self._compressed = [
+            Reduction(channel, config.compression, fragment.take(self.common), fragment.spans)
+            for fragment in (self.fragments if config.compression else ())
+        ]
 
     @property
     def _shifts(self) -> bool:
@@ -255,13 +247,10 @@ class StreamingDiLoCo(Strategy):
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:
-        def under_way() -> list[list[int]]:
-            return [[number, sent] for number, sent in sorted(self._sent.items())]
-
         of_x = mean_of_ranks if self.config.take_up == "eager" else first
         entries = [
             *super().entries(),
-            Entry("under_way", under_way, self._load_under_way),
+            Entry("under_way", lambda: sorted(map(list, self._sent.items())), self._load_under_way),
             held_tensors("common", self.common, of_x, otherwise=self.model.params),
             held_tensors("momentum", self._momentum, of_x),
             flags("used", self.gradients.used),

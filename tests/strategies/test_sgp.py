@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ def _push(comm, steps, **options):
     found = [(values.clone(), values.clone(), 1.0)]
     for _ in range(steps):
         strategy.step(lambda: None)
-        state = strategy.state()
+        state = deepcopy(strategy.state())
         z = strategy.model.params[0].clone()
         found.append((z, state["x"][0] if state["x"] else z, state["weight"]))
     consensus = strategy.consensus()[0][0]
@@ -146,7 +148,7 @@ def test_a_state_is_taken_up_whatever_was_being_sent(ranks, shared_tmp_path, nam
         ends = []
         for step in range(9):
             if step == 5:
-                saved, state = params.clone(), strategy.state()
+                saved, state = params.clone(), deepcopy(strategy.state())
             strategy.step(lambda: params.add_(0.125 * (comm.rank + 1)))
         ends.append(params.clone())
         params.copy_(saved)

@@ -115,10 +115,8 @@ class SlotsAcrossNodes(Slots):
                  if n_bytes and source in (None, rank)]
                 for start in (me, me + distance)
             )  # fmt: skip
-            outgoing, incoming = (
-                _rows_in(self._outbox, len(sent), n_bytes),
-                _rows_in(self._inbox, len(received), n_bytes),
-            )
+            outgoing = _rows_in(self._outbox, len(sent), n_bytes)
+            incoming = _rows_in(self._inbox, len(received), n_bytes)
             packet = self._outbox[: HEAD + outgoing.nbytes]
             dest, heard = (me - distance) % n_nodes, (me + distance) % n_nodes
             rounds.append(_Round(dest, heard, _some(sent), _some(received), packet, outgoing, incoming))

@@ -110,24 +110,24 @@ class Feedback:
 
     Args:
         like: a tensor of the same length and dtype. The residual of half precision is float32.
+        residual: the memory of the residual, zeros; None: of its own.
 
     Reference: Frank Seide, Hao Fu, Jasha Droppo, Gang Li, Dong Yu, "1-bit stochastic gradient descent and its
     application to data-parallel distributed training of speech DNNs", 2014; Sai Praneeth Karimireddy, Quentin Rebjock,
     Sebastian Stich, Martin Jaggi, "Error feedback fixes SignSGD and other gradient compression schemes", 2019.
     """
 
-    def __init__(self, compressor: Compressor, like: Tensor, enabled: bool = True):
+    def __init__(self, compressor: Compressor, like: Tensor, enabled: bool = True, residual: Tensor | None = None):
         self.compressor, self._enabled = compressor, enabled
         self._whole = Uncompressed(Uncompressed.Config(), like.numel())
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        self.residual = torch.zeros(like.numel(), dtype=dtype)
+        self.residual = torch.zeros(like.numel(), dtype=dtype) if residual is None else residual
         self._all_sent = True  # the residual is zero
 
     def encode(self, tensor: Tensor, whole: bool = False) -> Tensor:
         """Encode the sum of `tensor`, on any device, and the residual; uncompressed if `whole`."""
         if whole:
-            self._accumulate(tensor)
-            return self._whole.encode_residual_(self.residual)
+            return self._whole.encode_residual_(self.to_send(tensor))
         return self.compressor.encode_sum_(self.residual, self._on_host(tensor))
 
     def encode_change_(self, new: Tensor, old: Tensor, share: float, whole: bool = False) -> Tensor:
@@ -146,8 +146,7 @@ class Feedback:
         """Add the residual to `tensor`, on any device; the rounding error in its dtype stays in the residual."""
         if self._all_sent and self._adds:
             return
-        self._accumulate(tensor)
-        tensor.copy_(self.residual)
+        tensor.copy_(self.to_send(tensor))
         self.residual.sub_(tensor.to(self.residual))
 
     def add(self, message: Tensor, out: Tensor, whole: bool = False, weight: float = 1.0) -> None:
@@ -162,11 +161,8 @@ class Feedback:
 
     def to_send(self, tensor: Tensor) -> Tensor:
         """Add `tensor`, on any device, to the residual, and return the residual for the compressor to encode."""
-        self._accumulate(tensor)
-        return self.residual
-
-    def _accumulate(self, tensor: Tensor) -> None:
         self.compressor.accumulate(self.residual, self._on_host(tensor))
+        return self.residual
 
     def _on_host(self, tensor: Tensor) -> Tensor:
         """Copy a tensor that will be added to the residual to its device."""

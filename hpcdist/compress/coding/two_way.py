@@ -61,17 +61,14 @@ class TwoWayMean:
         for number, (flat, own) in enumerate(zip(like, spans, strict=True)):
             pieces = [slice(*pair) for pair in itertools.pairwise(bounds(flat.numel(), comm.size))]
             stream = number * comm.size + comm.rank
-            sent = []
-            left = torch.zeros(flat.numel(), dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
-            for piece in pieces:
-                made = config.make(piece.stop - piece.start, _within(own, piece), stream)
-                feedback = Feedback(made, flat[piece], config.error_feedback)
-                feedback.residual = left[piece]
-                sent.append(feedback)
             mine = pieces[comm.rank]
-            back = Feedback(
-                config.make(mine.stop - mine.start, _within(own, mine), stream), flat[mine], config.error_feedback
-            )
+
+            def ends(piece: slice, residual: Tensor | None = None) -> Feedback:
+                made = config.make(piece.stop - piece.start, _within(own, piece), stream)
+                return Feedback(made, flat[piece], config.error_feedback, residual)
+
+            left = torch.zeros(flat.numel(), dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
+            sent, back = [ends(piece, left[piece]) for piece in pieces], ends(mine)
             self._ends.append((pieces, sent, back))
             self.left.append(left)
             self.owed.append(back.residual)

@@ -90,11 +90,8 @@ class Encoder:
         self._content, self.kept = codec.content, list(kept)
         self._warmup = config.warmup_steps if config.warmup_ranks is None else 0
         self._whole, self.sent = whole, 0
-        self._feedbacks = []
-        for compressor, part in zip(codec.compressors(shard, stream), self.kept, strict=True):
-            feedback = Feedback(compressor, part[:0], config.error_feedback)
-            feedback.residual = part
-            self._feedbacks.append(feedback)
+        coders = zip(codec.compressors(shard, stream), self.kept, strict=True)
+        self._feedbacks = [Feedback(coder, part, config.error_feedback, part) for coder, part in coders]
 
     def encode(self, parts: Sequence[Tensor], used: Used = None) -> tuple[list[Tensor], list[int]]:
         """Return the messages to send, and what stands in the place of their lengths."""
@@ -149,29 +146,6 @@ class Encoder:
             feedback.compressor.load_state(saved)
 
 
-class Decoder:
-    """Decode what one rank sends of one shard.
-
-    Args:
-        compressors: of `Codec.compressors`, for all senders of the shard.
-        slots: where messages arrive.
-        out: buffers, overwritten by what each message stands for; values are kept up to date there.
-    """
-
-    def __init__(self, codec: Codec, compressors: list[Compressor], slots: Sequence[Tensor], out: Sequence[Tensor]):
-        self._adds = codec.content == "values"
-        self._compressors, self._slots, self.out = compressors, list(slots), list(out)
-
-    def read(self, lengths: Sequence[int]) -> Iterator[Tensor]:
-        """Decode messages of these lengths, one after the other; to be taken once."""
-        for compressor, slot, out, length in zip(self._compressors, self._slots, self.out, lengths, strict=True):
-            if length == WHOLE:
-                out.copy_(slot[: out.nbytes].view(out.dtype))
-            elif length != NOTHING:
-                (compressor.add if self._adds else compressor.decode)(slot[:length], out)
-            yield out
-
-
 class Coding:
     """Encode and decode the tensors that go one way between this rank and its children and parents.
 
@@ -213,9 +187,10 @@ class Coding:
             dest: Encoder(codec, shard, leaving[dest], comm.rank * comm.size + dest, whole=dest == comm.rank)
             for dest, shard in dests
         }
-        shared_decoders = codec.compressors(own[0][1]) if own and up else None  # for all children the same
+        shared_coders = codec.compressors(own[0][1]) if own and up else None  # for all children the same
+        # What each source's messages are decoded by, where they arrive, and what they overwrite or are added to.
         self._decoders = {
-            source: Decoder(codec, shared_decoders or codec.compressors(shard), slots[source], arriving[source])
+            source: (shared_coders or codec.compressors(shard), slots[source], arriving[source])
             for source, shard in own
         }
         self.begin(like)
@@ -232,8 +207,16 @@ class Coding:
 
     def decode(self, source: int, lengths: Sequence[int]) -> Iterable[Tensor]:
         """Decode what has arrived from `source`; compressed gradients are decoded as they are gone through, once."""
-        found = self._decoders[source].read(lengths)
+        found = self._read(source, lengths)
         return found if self._codec.content == "gradients" else list(found)
+
+    def _read(self, source: int, lengths: Sequence[int]) -> Iterator[Tensor]:
+        for compressor, slot, out, length in zip(*self._decoders[source], lengths, strict=True):
+            if length == WHOLE:
+                out.copy_(slot[: out.nbytes].view(out.dtype))
+            elif length != NOTHING:
+                (compressor.add if self._codec.content == "values" else compressor.decode)(slot[:length], out)
+            yield out
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def begin(self, like: Sequence[Tensor]) -> None:

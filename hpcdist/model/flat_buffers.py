@@ -104,10 +104,6 @@ class FlatBuffers:
         for tensor, values in zip(stays, joint, strict=True):
             tensor.copy_(values)
 
-    def forget(self) -> None:
-        """Drop the remembered values."""
-        self._kept = []
-
     def _restore_places(self) -> None:
         for _, owner, key, slot in self._places:
             if getattr(owner, key, None) is not slot.tensor:

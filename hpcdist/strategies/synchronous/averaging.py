@@ -45,9 +45,9 @@ class ProviderConfig(Named):
 
     @model_validator(mode="after")
     def _has_its_options(self) -> ProviderConfig:
-        own = {"horovod": {"op", "compression", "fusion_mb", "cycle_time_ms"}}
-        torchs = {"nccl": {"interface"}, "gloo": {"interface"}}
-        others = sorted(self.model_fields_set - {"name"} - {**own, **torchs}.get(self.name, set()))
+        horovods, torchs = {"op", "compression", "fusion_mb", "cycle_time_ms"}, {"interface"}
+        own = {"horovod": horovods, "nccl": torchs, "gloo": torchs}.get(self.name, set())
+        others = sorted(self.model_fields_set - {"name"} - own)
         if others:
             raise ValueError(
                 f"strategy.provider.{others[0]} must be left out with {self.name}, which has no such option; got "

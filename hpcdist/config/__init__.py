@@ -40,15 +40,16 @@ __all__ = [
     "schedules",
     "without_changeable",
 ]
-_MERGE = ("changes", "describe_changes", "differences", "differing", "fingerprint", "load")
-_SETTINGS = (
-    "Named", "Option", "Settings", "checked_options", "describe", "meaning", "options_of", "without_changeable"
-)  # fmt: skip
+_HOMES = {  # all other names are of `settings`
+    "job": ("CheckpointConfig", "DataConfig", "JobConfig", "StrategyConfig"),
+    "merge": ("changes", "describe_changes", "differences", "differing", "fingerprint", "load"),
+    "optimizer": ("OptimizerConfig", "ScheduleConfig", "optimizers", "schedules"),
+}
 
 
 def __getattr__(name: str) -> Any:
     # Looked up on first use: settings need pydantic, and a job's configuration torch, which takes seconds to load.
     if name in __all__:
-        home = "merge" if name in _MERGE else "settings" if name in _SETTINGS else "job"
+        home = next((home for home, names in _HOMES.items() if name in names), "settings")
         return getattr(importlib.import_module(f"hpcdist.config.{home}"), name)
     raise AttributeError(f"module 'hpcdist.config' has no attribute {name!r}")

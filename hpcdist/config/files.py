@@ -18,8 +18,7 @@ from hpcdist import log
 from hpcdist.errors import ConfigError, suggestion
 
 _neighbours: dict[str, tuple[ModuleType, Path]] = {}  # imported neighbours by name, each with its folder
-_loaded: dict[Path, tuple[tuple[int, int], ModuleType, int]] = {}  # by file: its `_version`, its module, its checksum
-
+_loaded: dict[Path, tuple[ModuleType, int]] = {}  # by file: its module, and its checksum when it ran
 _running: list[tuple[int, str]] = []  # the process in which code runs that must not end it, and the message
 _exit = os._exit
 
@@ -83,11 +82,11 @@ def load_file(path: Path) -> ModuleType:
         raise ConfigError(f"a Python file must have a name that ends in .py; got {path}. Rename it.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look for it there
-    version, checksum = _version(path), _checksum(path)
+    checksum = _checksum(path)
     advice = 'Put what only a script does under `if __name__ == "__main__":`.'
     with neighbours(path), not_ending(path, "while it is imported", advice):
         spec.loader.exec_module(module)
-    _loaded[path.resolve()] = version, module, checksum
+    _loaded[path.resolve()] = module, checksum
     return module
 
 
@@ -126,7 +125,7 @@ def loaded_files() -> dict[str, list[int]]:
 
     Not by path: nodes may have them in different folders.
     """
-    found = {path: checksum for path, (_, _, checksum) in _loaded.items()}
+    found = {path: checksum for path, (_, checksum) in _loaded.items()}
     beside = [Path(module.__file__) for module, _ in _neighbours.values() if module.__file__]
     found |= {path: _checksum(path) for path in beside}
     names = sorted({path.name for path in found})
@@ -150,8 +149,8 @@ def package_checksum() -> int:
 
 def load_module(path: Path) -> ModuleType:
     """Return the module of a file, which runs again only if it has changed."""
-    loaded = _loaded.get(path.resolve())
-    return loaded[1] if loaded is not None and loaded[0] == _version(path) else load_file(path)
+    module, checksum = _loaded.get(path.resolve(), (None, 0))
+    return load_file(path) if module is None or checksum != _checksum(path) else module
 
 
 def load_function(reference: str, where: str) -> Callable[..., Any]:
@@ -175,11 +174,6 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
         close = suggestion(name, [known for known, value in vars(module).items() if callable(value)])
         raise ConfigError(f"{where} must be a function of {file}; got {name!r}, which is none.{close}")
     return function
-
-
-def _version(path: Path) -> tuple[int, int]:
-    stat = path.stat()
-    return stat.st_mtime_ns, stat.st_size
 
 
 def git_commit(folder: Path | None = None) -> tuple[str | None, bool]:

@@ -8,21 +8,9 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hpcdist.config.optimizer import OWN_RATES, OptimizerConfig, ScheduleConfig, optimizers, schedules
+from hpcdist.config.optimizer import OWN_RATES, OptimizerConfig, ScheduleConfig
 from hpcdist.config.settings import MayChange, Named, Settings
 from hpcdist.errors import ConfigError
-
-__all__ = [
-    "CheckpointConfig",
-    "DataConfig",
-    "JobConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "ScheduleConfig",
-    "StrategyConfig",
-    "optimizers",
-    "schedules",
-]
 
 
 class StrategyConfig(Named):
@@ -237,19 +225,14 @@ class JobConfig(Settings):
                 f"{self.optimizer.scale!r}. Leave it out."
             )
         schedule = self.schedule.build(self.optimizer.build([torch.zeros(1, 1, requires_grad=True)]))
-        if isinstance(schedule, OneCycleLR) and self.epochs is None:
-            self._require_end(schedule.total_steps)
-        return self
-
-    def _require_end(self, total: int) -> None:
-        """Check that a run without a number of epochs ends before its schedule, which has `total` rates."""
-        limit = self.budget.steps if self.schedule.per == "step" else None
-        if limit is None or limit > total:
-            setting = "budget.steps" if self.schedule.per == "step" else "epochs"
+        setting, limit = ("budget.steps", self.budget.steps) if self.schedule.per == "step" else ("epochs", None)
+        total = schedule.total_steps if isinstance(schedule, OneCycleLR) else None
+        if total is not None and self.epochs is None and (limit is None or limit > total):
             raise ConfigError(
                 f"{setting} must be at most {total} with OneCycleLR, which has rates for so many {self.schedule.per}s; "
                 f"got {'none' if limit is None else limit}. Give it, or another schedule.total_steps."
             )
+        return self
 
     def with_cut(self, sizes: tuple[int, ...]) -> JobConfig:
         """Return these settings with these numbers of layers for `parallel.cut`."""

@@ -127,7 +127,7 @@ class SchedulePart(Named):
 
     @model_validator(mode="after")
     def _check(self) -> SchedulePart:
-        _check("schedule.schedules", self.name, self.options, self.schedules)
+        _check("schedule.schedules", self)
         if self.name == ON_EVALUATIONS:
             raise ConfigError(
                 f"schedule.schedules must be schedules that advance by themselves; got {self.name}, which looks at "
@@ -154,8 +154,7 @@ class ScheduleConfig(Named):
         None,
         gt=0,
         le=1,
-        description="first rate as a part of the full one; none begins at the unscaled "
-        "rate, or without scaling at 1 / warmup_steps",
+        description="first rate as a part of the full one; none: the unscaled one, or 1 / warmup_steps",
     )
 
     @model_validator(mode="after")
@@ -165,7 +164,7 @@ class ScheduleConfig(Named):
             if given:
                 raise ConfigError(f"schedule.name must be given with the options {', '.join(given)}; got none.")
         else:
-            _check("schedule", self.name, self.options, self.schedules)
+            _check("schedule", self)
         if self.warmup_steps and self.per != "step":
             raise ConfigError(
                 f"schedule.per must be step with schedule.warmup_steps; got {self.per!r}. Count the schedule in steps, "
@@ -191,7 +190,7 @@ class ScheduleConfig(Named):
         Raises:
             ConfigError: torch refuses the options, or a function does not exist.
         """
-        main = None if self.name is None else _build("schedule", self.name, self.options, self.schedules, optimizer)
+        main = None if self.name is None else _build("schedule", self, optimizer)
         if not self.warmup_steps:
             return main
         start = self.warmup_from or (1 / factor if factor > 1 else 1 / self.warmup_steps)
@@ -217,28 +216,26 @@ def with_functions_of(path: Path, table: Any) -> Any:
     return complete
 
 
-def _check(where: str, name: str, options: Mapping[str, Any], parts: list[SchedulePart]) -> None:
+def _check(where: str, given: SchedulePart | ScheduleConfig) -> None:
     known = schedules()
-    if name not in known:
-        raise UnknownNameError(f"{where}.name", name, known)
-    if (name in MADE_OF_OTHERS) != bool(parts):
+    if given.name not in known:
+        raise UnknownNameError(f"{where}.name", str(given.name), known)
+    if (given.name in MADE_OF_OTHERS) != bool(given.schedules):
         raise ConfigError(
             f"schedule.schedules must be given with {' and '.join(MADE_OF_OTHERS)}, and only there; got "
-            f"{len(parts) or 'none'} with {name}. Write a table [[schedule.schedules]] for each."
+            f"{len(given.schedules) or 'none'} with {given.name}. Write a table [[schedule.schedules]] for each."
         )
-    check_options(where, known[name], options)
+    check_options(where, known[given.name], given.options)
 
 
 def _build(
-    where: str, name: str, options: dict[str, Any], parts: list[SchedulePart], optimizer: torch.optim.Optimizer
+    where: str, given: SchedulePart | ScheduleConfig, optimizer: torch.optim.Optimizer
 ) -> lr_scheduler.LRScheduler:
-    cls, given = schedules()[name], dict(options)
-    if FUNCTION in given:
-        given[FUNCTION] = load_function(str(given[FUNCTION]), f"{where}.{FUNCTION}")
-    if parts:
-        given["schedulers"] = [
-            _build(f"{where}.schedules", part.name, part.options, part.schedules, optimizer) for part in parts
-        ]
-    if name == "ChainedScheduler":
-        return call(where, cls, given.pop("schedulers"), {**given, "optimizer": optimizer}, options)
-    return call(where, cls, optimizer, given, options)
+    cls, options = schedules()[str(given.name)], given.options
+    if FUNCTION in options:
+        options[FUNCTION] = load_function(str(options[FUNCTION]), f"{where}.{FUNCTION}")
+    if given.schedules:
+        options["schedulers"] = [_build(f"{where}.schedules", part, optimizer) for part in given.schedules]
+    if given.name == "ChainedScheduler":
+        return call(where, cls, options.pop("schedulers"), {**options, "optimizer": optimizer}, given.options)
+    return call(where, cls, optimizer, options, given.options)

@@ -29,21 +29,14 @@ Show = Callable[[str, int, "int | None"], None]  # (file's name, bytes so far, b
 
 @dataclass(frozen=True)
 class Release:
-    """A data set as its authors released it.
-
-    Args:
-        importer: writes the files as HDF5.
-        sha256: the checksum of each file, uncompressed.
-        mirrors: addresses of folders with the gzipped files, tried in this order.
-        package: Debian's package with the same files, which it installs in the folder `installed`.
-    """
+    """A data set as its authors released it."""
 
     title: str
-    importer: str
-    sha256: Mapping[str, str]
-    mirrors: Sequence[str]
-    package: str | None = None
-    installed: Path | None = None
+    importer: str  # writes the files as HDF5
+    sha256: Mapping[str, str]  # the checksum of each file, uncompressed
+    mirrors: Sequence[str]  # addresses of folders with the gzipped files, tried in this order
+    package: str | None = None  # Debian's, with the same files
+    installed: Path | None = None  # the folder in which the package installs them
 
 
 RELEASES = {  # the mirrors are those of torchvision

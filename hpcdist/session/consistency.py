@@ -123,7 +123,7 @@ def follow_servers(optimizer: Any, place: str) -> None:
 
 
 def require_same_steps(optimizer: Any, place: str) -> None:
-    """Collective. Check that all ranks are there, and that those which step together did so for as many batches.
+    """Collective. Check that ranks are at one place in the loop, and after as many batches where they step together.
 
     Args:
         place: where in the loop that is, for the message.

@@ -58,41 +58,23 @@ def _as_it_is(step: Step) -> Step:
 
 @dataclass
 class Attachment:
-    """All that a distributed optimiser has beside a plain one, under one name: `optimizer.attachment`.
+    """All that a distributed optimiser has beside a plain one, under one name: `optimizer.attachment`."""
 
-    Attributes:
-        strategy: takes the steps.
-        local_step: the optimiser's own step.
-        local_state_dict: its own `state_dict`.
-        workers: the ranks that take steps.
-        peers: those of them that have the same stage of the model; all of them where each has the whole model.
-        counts: number of parameters in each group.
-        record: the record of the last step.
-        looks: the loop must not change parameters between steps, in which they are replaced, or sent meanwhile.
-        begun: an epoch has begun.
-        loads: how often the loop has loaded the optimiser's state.
-        modes: bit 1 says that steps since ranks met last were taken in training mode, bit 0 in evaluation mode.
-        others: modules that were in the other mode than the model then, at the first step.
-        running: the optimiser's own step, or another method of its own, is running.
-        seen: the model's `changes` after the last step, where it `looks`.
-        end_guard: lets the model run inside DistributedDataParallel again.
-    """
-
-    strategy: Any  # a Strategy, perhaps one that supports closures
-    local_step: Callable[..., Any]
-    local_state_dict: Callable[[], dict[str, Any]]
-    workers: Communicator
-    peers: Communicator
-    counts: list[int]
-    looks: bool
-    end_guard: Callable[[], None]
-    record: StepRecord | None = None
-    begun: bool = False
-    loads: int = 0
-    modes: int = 0
-    others: Sequence[str] = ()
-    running: bool = False
-    seen: list[int | bytes] | None = None
+    strategy: Any  # takes the steps; perhaps one that supports closures
+    local_step: Callable[..., Any]  # the optimiser's own
+    local_state_dict: Callable[[], dict[str, Any]]  # the optimiser's own
+    workers: Communicator  # the ranks that take steps
+    peers: Communicator  # the workers with this rank's stage of the model; all workers where each has a whole model
+    counts: list[int]  # number of parameters in each group
+    looks: bool  # parameters are replaced in steps, or sent between them: the loop must not change them there
+    end_guard: Callable[[], None]  # lets the model run inside DistributedDataParallel again
+    record: StepRecord | None = None  # of the last step
+    begun: bool = False  # an epoch has begun
+    loads: int = 0  # how often the loop has loaded the optimiser's state
+    modes: int = 0  # of the steps since ranks met last: bit 1 for training mode, bit 0 for evaluation mode
+    others: Sequence[str] = ()  # modules that were not in the model's mode at the first of these steps
+    running: bool = False  # the optimiser's own step, or another method of its own, is running
+    seen: list[int | bytes] | None = None  # the model's `changes` after the last step, where it `looks`
 
     @contextmanager
     def run_own(self) -> Iterator[None]:
@@ -369,10 +351,11 @@ def DistributedOptimizer(
         rules.refuse("the loss is a sum", cls)
         if isinstance(model, Pipeline):
             raise rules.error(_MICRO_BATCHES, found="loss='sum'")
-    mine = {"strategy": strategy, "options": config.model_dump(), "optimizer": type(optimizer).__name__, "loss": loss}
-    more: dict[str, Any] = {"identical_batches": identical_batches, "buffers": buffers}
-    settings = mine | more | {"clip_norm": clip_norm} | ({"groups": groups} if stages == 1 else {})
-    require_equal(session.comm, settings, "strategy and optimiser")
+    settings: dict[str, Any] = {
+        "strategy": strategy, "options": config.model_dump(), "optimizer": type(optimizer).__name__, "loss": loss,
+        "identical_batches": identical_batches, "buffers": buffers, "clip_norm": clip_norm,
+    }  # fmt: skip
+    require_equal(session.comm, settings | ({"groups": groups} if stages == 1 else {}), "strategy and optimiser")
     require_same_files(session.comm)  # a strategy in a file, its compressor
     require_same_state(optimizer, outer, cls)
     if stages > 1:  # of which each may have groups of its own

@@ -194,10 +194,6 @@ def _same_kind(told: Any) -> list[Any]:
     return all_told
 
 
-def _gathered(comm: Communicator, value: Tensor) -> list[Tensor]:
-    return [tensor.to(value.device) for tensor in _values_of_all(comm, value.detach().cpu().contiguous())]
-
-
 def _values_of_all(comm: Communicator, value: Any) -> list[Any]:
     pickles = comm.gather(_pickled(value))
     return [pickle.loads(pickles[rank]) for rank in comm.failures.living]
@@ -214,8 +210,8 @@ def allgather(value: Any) -> Any:
     comm = _ranks()
     if not isinstance(value, Tensor):
         return _values_of_all(comm, value)
-    tensors = _gathered(comm, value)
-    return torch.cat(tensors) if value.dim() else torch.stack(tensors)
+    tensors = _values_of_all(comm, value.detach().cpu().contiguous())
+    return (torch.cat(tensors) if value.dim() else torch.stack(tensors)).to(value.device)
 
 
 def metric(value: Any, weight: float = 1.0) -> Any:

@@ -27,23 +27,14 @@ PIECE = 1 << 20  # elements of a message
 
 
 class JobReplica(abc.ABC):
-    """This rank's part in a replica of the model.
+    """This rank's part in a replica of the model."""
 
-    Attributes:
-        module: this rank's layers.
-        others: the ranks with the same layers, one of each replica; a rank in it is a replica's number.
-        speaks: this rank records the replica's samples, losses and staleness.
-        grid: stages and replicas; None if each rank has a whole model.
-        cut: the numbers of layers of the stages; empty if each rank has a whole model.
-        columns: of the data that this rank reads: the first stage x, the last one y.
-    """
-
-    module: nn.Module
-    others: Communicator
-    speaks: bool = True
-    grid: Grid | None = None
-    cut: tuple[int, ...] = ()
-    columns: tuple[str, ...] = COLUMNS
+    module: nn.Module  # this rank's layers
+    others: Communicator  # the ranks with the same layers, one of each replica; a rank in it is a replica's number
+    speaks: bool = True  # this rank records the replica's samples, losses and staleness
+    grid: Grid | None = None  # stages and replicas; None if each rank has a whole model
+    cut: tuple[int, ...] = ()  # the numbers of layers of the stages; empty if each rank has a whole model
+    columns: tuple[str, ...] = COLUMNS  # of the data that this rank reads: the first stage x, the last one y
 
     @abc.abstractmethod
     def speaker(self, number: int) -> int:
@@ -121,7 +112,6 @@ class StagedReplica(JobReplica):
         self._batch_size, self._micro_batches = config.batch_size, settings.micro_batches
         self.grid = Grid(comm, settings.stages, settings.spread)
         self.others = self.grid.outer
-
         self.module = Pipeline(
             lambda: job.model(**config.model), lambda outputs, targets: job.loss(outputs, targets), self.grid,
             cut=settings.sizes, micro_batches=settings.micro_batches * config.accumulation, device=device,

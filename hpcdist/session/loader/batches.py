@@ -18,15 +18,11 @@ from hpcdist.session import rules
 
 
 class _Contents(pickle.Pickler):
-    """Goes through all that is in a batch; writes a checksum of each tensor, whose own pickles have addresses in them.
-
-    Attributes:
-        shapes: of the tensors and arrays, in their order.
-    """
+    """Goes through all that is in a batch; writes checksums of tensors, whose own pickles have addresses in them."""
 
     def __init__(self, file: io.BytesIO, sums: bool):
         super().__init__(file)
-        self.shapes: list[tuple[int, ...]] = []
+        self.shapes: list[tuple[int, ...]] = []  # of the tensors and arrays, in their order
         self._sums = sums
 
     def reducer_override(self, value: Any) -> Any:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -53,14 +53,9 @@ class Order:
     ):
         self._length, self._sampler, self.batch_size, self.drop_last = length, sampler, batch_size, drop_last
         self.single, self._seed, self._shuffle, self._epochs = single, seed, shuffle, epochs
-        self.parts: Callable[[int], tuple[np.ndarray, ...]] | None = None  # of so many workers, each with its own
+        self._parts: Callable[[int], tuple[np.ndarray, ...]] | None = None  # each worker's samples, by their number
         self._items: list[Any] | None = None  # once drawn; a position in a plan stands for one of them
         self._ahead = False  # they are those of the next epoch
-
-    @property
-    def samples_itself(self) -> bool:
-        """Whether a sampler decides which samples there are, or in which order."""
-        return self._sampler is not None
 
     def __len__(self) -> int:
         return self._length() if self._items is None else len(self._items)
@@ -70,8 +65,14 @@ class Order:
         kind = None if self._sampler is None else type(self._sampler).__name__
         return {
             "batch_size": self.batch_size, "drop_last": self.drop_last, "shuffle": self._shuffle,
-            "sampler": kind, "seed": self._seed, "split": self.parts is not None,
+            "sampler": kind, "seed": self._seed, "split": self._parts is not None,
         }  # fmt: skip
+
+    def split_by_label(self, labels: np.ndarray, alpha: float, seed: int) -> None:
+        """Give each worker a part of the samples, the same in all epochs; raise ConfigError where a sampler draws."""
+        if self._sampler is not None:
+            raise rules.error("a sampler draws what is split by label")
+        self._parts = cache(lambda workers: dirichlet(labels, workers, alpha, seed))
 
     def take(self, group: Communicator) -> None:
         """Collective in `group` where there is a sampler. Draw an epoch on the first worker, and share it with all."""
@@ -116,7 +117,7 @@ class Order:
         """Plan the distribution of samples over workers and steps."""
         return EpochPlan(
             len(self), workers, self.batch_size or 1, seed=self._seed, epoch=max(epoch, 0), shuffle=self._shuffle,
-            start=start, parts=() if self.parts is None else self.parts(workers),
+            start=start, parts=() if self._parts is None else self._parts(workers),
         )  # fmt: skip
 
     def batch(self, plan: EpochPlan, step: int, worker: int) -> Any:
@@ -148,41 +149,20 @@ def order_of(loader: DataLoader[Any], seed: int) -> Order:
         if name in vars(loader) or getattr(type(loader), name) is not getattr(DataLoader, name):
             raise rules.error("the loader iterates in a way of its own", kind=type(loader).__name__, name=name)
     batches: Any = loader.batch_sampler
-    if batches is None:
-        return _sampled(loader.sampler, loader, None, False, seed, single=True)
-    if type(batches) is BatchSampler:
-        return _sampled(batches.sampler, loader, batches.batch_size, batches.drop_last, seed)
-    return Order(lambda: len(batches), sampler=batches, batch_size=None)
-
-
-def split_by_label(order: Order, labels: np.ndarray, alpha: float, seed: int) -> None:
-    """Give each worker a part of the samples, which stays its own.
-
-    Raises:
-        ConfigError: a sampler draws them.
-    """
-    if order.samples_itself:
-        raise rules.error("a sampler draws what is split by label")
-    order.parts = cache(lambda workers: dirichlet(labels, workers, alpha, seed))
-
-
-def _sampled(
-    sampler: Any, loader: DataLoader[Any], batch_size: int | None, drop_last: bool, seed: int, single: bool = False
-) -> Order:
-    kind: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last, "single": single}
+    if batches is not None and type(batches) is not BatchSampler:
+        return Order(lambda: len(batches), sampler=batches, batch_size=None)
+    kind: dict[str, Any] = {"batch_size": None, "single": True}
+    if batches is not None:
+        kind = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+    sampler: Any = loader.sampler if batches is None else batches.sampler
     if type(sampler) is DistributedSampler:
+        kind["drop_last"] = sampler.drop_last or kind.get("drop_last", False)
         kind |= {"seed": seed or sampler.seed, "shuffle": sampler.shuffle, "epochs": sampler}
-        kind["drop_last"] = drop_last or sampler.drop_last
         return Order(lambda: len(sampler.dataset), **kind)  # type: ignore[arg-type]
-    if type(sampler) is SequentialSampler or _is_permutation(sampler):
-        return Order(lambda: len(sampler), seed=seed, shuffle=type(sampler) is RandomSampler, **kind)
+    permutes = type(sampler) is RandomSampler and sampler.num_samples == len(sampler.data_source)
+    if type(sampler) is SequentialSampler or (permutes and not sampler.replacement):
+        return Order(lambda: len(sampler), seed=seed, shuffle=permutes, **kind)
     return Order(lambda: len(sampler), sampler=sampler, **kind)
-
-
-def _is_permutation(sampler: Any) -> bool:
-    if type(sampler) is not RandomSampler:
-        return False
-    return sampler.num_samples == len(sampler.data_source) and not sampler.replacement
 
 
 def iter_apart(loader: Any, worker: int) -> Iterator[Any]:
@@ -219,8 +199,7 @@ def drawn_alike(loader: DataLoader[Any], inner: Communicator, place: tuple[int, 
     """
     with _drawing(place, "begin"):
         batches = iter(loader)
-    step = 0
-    while True:
+    for step in count():
         with _drawing(place, step):
             batch = next(batches, _END)
         if step == 0:
@@ -228,7 +207,6 @@ def drawn_alike(loader: DataLoader[Any], inner: Communicator, place: tuple[int, 
         if batch is _END:
             return
         yield batch
-        step += 1
 
 
 _END = object()

@@ -22,15 +22,9 @@ from hpcdist.session import rules
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.consistency import begin_epoch, changed_marks, marks, require_same_loader
 from hpcdist.session.loader.batches import counted_as, same_everywhere, samples_in
-from hpcdist.session.loader.epoch import Epoch, Others
+from hpcdist.session.loader.epoch import Epoch
 from hpcdist.session.loader.period import Weighed, counts_of, joint_batch, period, relative
-from hpcdist.session.loader.sampling import (
-    Order,
-    drawn_alike,
-    iter_apart,
-    order_of,
-    split_by_label,
-)
+from hpcdist.session.loader.sampling import Order, drawn_alike, iter_apart, order_of
 from hpcdist.session.values import broadcast_in
 from hpcdist.session.world import current, shared_calls
 from hpcdist.strategies import Strategy
@@ -215,7 +209,7 @@ class ShardedLoader:
         """Give each worker a part of the samples, by their labels; see `shard`."""
         if self._iterable:
             raise rules.error("a sampler draws what is split by label")
-        split_by_label(self._order, labels_of(self._loader.dataset, labels), alpha, self._seed)
+        self._order.split_by_label(labels_of(self._loader.dataset, labels), alpha, self._seed)
 
     # --- an epoch of training -------------------------------------------------------------------------------------
     def _train(self) -> Iterator[Any]:
@@ -238,7 +232,7 @@ class ShardedLoader:
         session.loader = self
         if len(workers) < session.outer.size:
             session.group, session.peers = optimizers[0].attachment.workers, optimizers[0].attachment.peers
-        epoch, others = Epoch(strategies), Others(strategies)
+        epoch = Epoch(strategies)
         for strategy in strategies:
             strategy.model.refresh()
             strategy.model.mark()
@@ -247,9 +241,7 @@ class ShardedLoader:
         try:
             batches = epoch.watch(self._weighed(strategies, workers))
             yield from period(optimizers, batches, pauses_when_left=True)
-            epoch.require_steps()
-            epoch.require_no_evaluation()
-            others.require_unchanged()
+            epoch.check()
         finally:
             session.loader = session.group = session.peers = None
             for strategy in strategies:

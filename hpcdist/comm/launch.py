@@ -83,10 +83,8 @@ def task(environ: Mapping[str, str]) -> Task | None:
     Raises:
         WorldError: the launcher contradicts itself.
     """
-    for variables in LAUNCHERS:
-        if all(name in environ for name in variables[1:]):
-            break
-    else:
+    variables = next((each for each in LAUNCHERS if all(name in environ for name in each[1:])), None)
+    if variables is None:
         return None
     rank, size, local_rank = (number(environ, name) for name in variables[1:])
     for name, value in ((variables.rank, rank), (variables.local_rank, local_rank)):
@@ -124,9 +122,7 @@ def contradiction(size: int, environ: Mapping[str, str]) -> tuple[int, str] | No
     """Read the number of ranks that a launcher started, and its name, where MPI's world of `size` contradicts it."""
     declared = declared_size(environ)
     if size == 1 and (declared or (1, ""))[0] == 1:
-        whole = (
-            each for each in PLURAL if environ.get(each.rank, "").isdigit() and environ.get(each.size, "").isdigit()
-        )
+        whole = (each for each in PLURAL if all(environ.get(name, "").isdigit() for name in (each.rank, each.size)))
         declared = max(((int(environ[each.size]), each.launcher) for each in whole), default=None)
     return None if declared is None or declared[0] == size else declared
 

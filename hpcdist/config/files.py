@@ -72,11 +72,7 @@ def _is_beside(module: Any, folder: Path) -> bool:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Run a file, each time anew, and return its module.
-
-    Raises:
-        ConfigError: its name does not end in .py, or it ends the process.
-    """
+    """Run a file, each time anew, and return its module; raise ConfigError where its name does not end in .py."""
     spec = importlib.util.spec_from_file_location(f"hpcdist_job_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"a Python file must have a name that ends in .py; got {path}. Rename it.")

@@ -97,11 +97,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML, whose integers have 64 bits.
-
-    Raises:
-        ValueError: it is none; an integer is larger; or values are nested too deep.
-    """
+    """Parse TOML; raise ValueError also where an integer has more than 64 bits, or values are nested too deep."""
     try:
         table = tomllib.loads(text)
         _check_integers(table)

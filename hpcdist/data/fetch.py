@@ -108,12 +108,9 @@ def fetch(name: str, folder: Path, *, source: Path | None = None, show: Show = l
 
 
 def fetch_first(names: Sequence[str], folder: Path) -> str:
-    """Fetch the first of these data sets that is available into a folder of its name, and return its name.
+    """Fetch the first available data set into a folder of its name, and return its name; one in `folder` comes first.
 
-    A data set that is in `folder` already comes first.
-
-    Raises:
-        DataError: none is available; the message gives the reasons.
+    Raises DataError, with the reasons, where none is available.
     """
     reasons = []
     for name in sorted(

@@ -353,11 +353,7 @@ class StoredRows:
 
 
 def in_range(indices: np.ndarray, samples: int) -> np.ndarray:
-    """Convert negative indices, which count from the end as in NumPy, to 0..samples-1.
-
-    Raises:
-        IndexError: an index is out of bounds.
-    """
+    """Convert negative indices to 0..samples-1, as NumPy does; raise IndexError where one is out of bounds."""
     indices = np.where(indices < 0, indices + samples, indices)
     if ((indices < 0) | (indices >= samples)).any():
         raise IndexError(f"an index is out of bounds for {samples} samples")

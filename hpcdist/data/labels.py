@@ -62,10 +62,9 @@ def _drawn(generator: np.random.Generator, shares: np.ndarray, there: np.ndarray
 
 
 def labels_of(dataset: Any, given: Sequence[int] | np.ndarray | Tensor | None = None) -> np.ndarray:
-    """Find the label of each sample of a data set: those given, or its `targets`, `labels` or last tensor.
+    """Return the label of each sample: those given, or the data set's `targets`, `labels` or last tensor.
 
-    Raises:
-        ConfigError: they are not to be found, not as many as samples, or no integers.
+    Raises ConfigError where there are none, or not one integer for each sample.
     """
     found = _found(dataset) if given is None else given
     if found is None:

@@ -35,9 +35,8 @@ _ROWS, _ENTRIES = 8, 1024  # of the samples that are compared
 def begin_epoch(optimizer: Any) -> None:
     """Collective. Take up parameters that the loop has set since the last epoch.
 
-    Raises:
-        MismatchError: they must be the same on all ranks, and are not, or the optimiser's state; or some rank begins no
-            epoch.
+    Raises MismatchError where these, or the optimiser's state, must be the same on all ranks and are not, and where a
+    rank begins no epoch.
     """
     strategy: Strategy = optimizer.strategy
     first, optimizer.attachment.begun = not optimizer.attachment.begun, True
@@ -74,14 +73,10 @@ def _masks(strategy: Strategy) -> int:
 def require_same_state(optimizer: Any, comm: Communicator, strategy: Any, loads: int | None = None) -> None:
     """Collective. Check that all ranks' optimisers have state of the same parameters, and have loaded it alike.
 
-    Where parameters are the same on all ranks the state must have the same sums, too.
+    Where parameters are the same on all ranks the state must have the same sums, too. Raises MismatchError otherwise.
 
     Args:
-        strategy: that will take the steps, or its class.
         loads: how often the loop has loaded the state; None before the first step.
-
-    Raises:
-        MismatchError: it differs.
     """
     summed = strategy.contract.replicates and strategy.contract.step == "the optimiser's"
     held: list[tuple[int, dict[str, Any]]] = []
@@ -109,11 +104,7 @@ def require_same_state(optimizer: Any, comm: Communicator, strategy: Any, loads:
 def follow_servers(optimizer: Any, place: str) -> None:
     """Collective where servers make the updates. Give this rank's model what they have changed outside of an epoch.
 
-    Args:
-        place: where in the loop that is, for the message.
-
-    Raises:
-        MismatchError: some rank is elsewhere.
+    Raises MismatchError where a rank is at another `place` in the loop.
     """
     strategy: Strategy = optimizer.strategy
     if strategy.contract.updates == "on servers" and strategy.comm.size > 1:
@@ -123,13 +114,9 @@ def follow_servers(optimizer: Any, place: str) -> None:
 
 
 def require_same_steps(optimizer: Any, place: str) -> None:
-    """Collective. Check that ranks are at one place in the loop, and after as many batches where they step together.
+    """Collective. Raise MismatchError where a rank is at another `place` in the loop, or has taken other steps.
 
-    Args:
-        place: where in the loop that is, for the message.
-
-    Raises:
-        MismatchError: they did not.
+    Ranks that take their steps together must have used as many batches; replicas must have the same parameters.
     """
     strategy: Strategy = optimizer.strategy
     if strategy.comm.size == 1:
@@ -147,13 +134,9 @@ def require_same_steps(optimizer: Any, place: str) -> None:
 
 
 def _gathered(optimizer: Any, place: str, value: Any) -> dict[int, Any]:
-    """Collective. Return each living rank's value, which it has at the same place in the loop.
+    """Collective. Return each living rank's value; raise MismatchError where a rank is at another place in the loop.
 
-    Workers compare whether they have trained in the same mode, and those that don't take their steps together whether
-    they have begun with the same batch.
-
-    Raises:
-        MismatchError: some rank is elsewhere, or has trained in another mode.
+    Workers must have trained in the same mode. Those that don't take their steps together compare their first batches.
     """
     strategy: Strategy = optimizer.strategy
     comm, own = strategy.comm, optimizer.attachment
@@ -250,12 +233,9 @@ def _near(one: float, other: float, tolerance: float) -> bool:
 
 # --- loaders ----------------------------------------------------------------------------------------------------------
 def require_same_loader(group: Communicator, settings: Mapping[str, Any], dataset: Any) -> None:
-    """Collective in `group`. Check that all workers' loaders deal out the same samples.
+    """Collective in `group`. Raise MismatchError unless all workers' loaders deal out the same samples.
 
-    Of the data set, and of those inside of it, lengths, files and what they have for each sample are compared.
-
-    Raises:
-        MismatchError: they don't.
+    Compares settings, the data set's length, and its `marks`.
     """
     mine: dict[str, Any] = {name: str(value) for name, value in settings.items()}
     if hasattr(dataset, "__len__"):
@@ -284,10 +264,10 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def marks(dataset: Any, path: str = "loader.dataset", holders: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Return what a data set has for each of its samples, such as indices, and what the data sets inside of it have.
+    """Return checksums of a data set's files and of its lists with an entry for each sample, nested data sets included.
 
-    Ranks compare it, and a loop that goes on compares it with its checkpoint's. Sample i must be the same one on all
-    workers. Samples are not read: that may open files too early, or draw numbers.
+    They differ where sample i is another one: on another rank, or in a checkpoint. Samples are not read: that may open
+    files too early, or draw numbers.
     """
     if isinstance(checksum := getattr(dataset, "checksum", None), str):  # of all samples, as HDF5Dataset's
         return {f"the checksum of {path}": checksum}
@@ -306,7 +286,7 @@ def marks(dataset: Any, path: str = "loader.dataset", holders: tuple[int, ...] =
 
 
 def _mark(value: Any, n: int) -> tuple[str, Any] | None:
-    """Return what tells a value from another rank's, if it is a file, or has an entry for each of `n` samples."""
+    """Return the kind and value of a checksum, if `value` is a file, or has an entry for each of `n` samples."""
     if isinstance(value, (str, os.PathLike)):
         return ("the file", f"{Path(value).name}, {os.path.getsize(value)} bytes") if os.path.isfile(value) else None
     if getattr(value, "num_columns", None) == 1:  # the indices of a data set in Arrow's tables
@@ -325,5 +305,5 @@ def _mark(value: Any, n: int) -> tuple[str, Any] | None:
 
 
 def _sum_of(rows: Tensor) -> float:
-    """Return a sum in which each row has another weight, so that their order counts."""
+    """Return a weighted sum that depends on the order of the rows."""
     return sum(weight * row.to(torch.float64).abs().sum().item() for weight, row in enumerate(rows, start=1))

@@ -143,12 +143,7 @@ class _Distributed:
             vars(self).update(settings)  # which the scaler takes away
 
     def _require_own_step(self) -> None:
-        """Check that this rank takes steps, and that one can go from the parameters that there are.
-
-        Raises:
-            ConfigError: it serves; or the step would be lost, or what the loop has done to the parameters; or there are
-                some that it does not know.
-        """
+        """Raise ConfigError on a server, and where a step would be lost, or would lose the loop's changes."""
         strategy, own = self.strategy, self.attachment
         if not strategy.is_worker:
             raise rules.error("a rank that serves takes a step", rank=strategy.comm.rank)
@@ -172,11 +167,7 @@ class _Distributed:
             raise rules.error("parameters are changed between steps", strategy)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the local optimiser's state. Between epochs where ranks serve, for those have the state.
-
-        Raises:
-            ConfigError: it is inside of the loop there.
-        """
+        """Load the local optimiser's state; raise ConfigError inside of the loop where servers have the state."""
         if current().group is not None:
             rules.refuse("the optimiser's state is loaded within an epoch", self.strategy)
         super().load_state_dict(state_dict)  # type: ignore[misc]
@@ -215,8 +206,7 @@ class _Distributed:
     def synchronize(self) -> None:
         """Collective where ranks average gradients. Average those that are not averaged yet, before a step uses them.
 
-        Raises:
-            ConfigError: the strategy's update is of several workers' gradients, and made elsewhere.
+        Raises ConfigError where servers make the updates, of several workers' gradients.
         """
         rules.refuse("synchronize() is called", self.strategy)
         self.strategy.synchronize()
@@ -254,9 +244,7 @@ class _Distributed:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, such as a layer that is unfrozen later.
 
-        Raises:
-            ConfigError: the model that was wrapped lacks one; or numbers of param_groups travel to servers, which
-                have those of the groups that there were.
+        Raises ConfigError where the model lacks one, and where servers have the numbers of the groups that there were.
         """
         given = param_group["params"]
         given = [given] if isinstance(given, torch.Tensor) else list(given)
@@ -269,7 +257,7 @@ class _Distributed:
 
 
 class _Evaluating(_Distributed):
-    """The same mix-in for an optimiser whose step evaluates its closure as often as it likes, such as L-BFGS."""
+    """A mix-in for an optimiser whose step evaluates its closure several times, such as L-BFGS."""
 
     @_as_it_is
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -47,11 +47,7 @@ def refuse(habit: str, strategy: Strategy | type[Strategy], **facts: Any) -> Non
 
 
 def error(habit: str, strategy: Strategy | type[Strategy] | None = None, **facts: Any) -> HpcdistError:
-    """Make the error of a habit.
-
-    Args:
-        facts: values of the names in the message.
-    """
+    """Make the error of a habit; `facts` are the values of the names in the message."""
     rule = RULES[habit]
     if strategy is not None:
         facts["strategy"] = name_of(strategy)

@@ -75,8 +75,7 @@ def require_state_fits(changed: Changes, path: Path) -> None:
 def take_over(optimizer: Optimizer, schedule: LRScheduler | None, changed: Changes, path: Path) -> None:
     """Put changed options of the optimiser and of the schedule in place of those that a checkpoint's state has.
 
-    Raises:
-        CheckpointError: the schedule has computed with its former option.
+    Raises CheckpointError where the schedule has computed with the former option.
     """
     for setting, (saved, now) in changed.items():
         table, _, key = setting.partition(".")

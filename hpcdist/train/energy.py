@@ -28,12 +28,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")  # one for all containers of a ho
 
 
 class RunEnergy:
-    """Measures what the hosts' processors and the ranks' GPUs use, each of them once.
-
-    Args:
-        device: where this rank computes.
-        root: the folder of sysfs.
-    """
+    """Measures what the hosts' processors and the ranks' GPUs use, each of them once; `root` is sysfs's folder."""
 
     def __init__(self, comm: Communicator, device: torch.device | None, root: Path = SYSFS):
         self._comm, self._device, self._root = comm, device, root

@@ -17,13 +17,11 @@ _logger = logging.getLogger(__name__)
 
 
 class Interruption:
-    """What one rank, which speaks for all, tells and writes down about an interruption.
+    """Tells the user of an interruption, on one rank for all, and writes it into the run's folder.
 
     Args:
-        folder: of the run.
         words: of the command line.
-        environ: of this process: it says what has started the ranks.
-        ranks: their number.
+        environ: this process's environment, which has the launcher's variables.
     """
 
     def __init__(self, folder: Path, checkpoints: Path, words: Sequence[str], environ: Mapping[str, str], ranks: int):

@@ -58,11 +58,7 @@ class Job:
 
 
 def load_job(path: str | Path) -> Job:
-    """Load the job that a file defines; the file may import files beside it.
-
-    Raises:
-        ConfigError: there is no such file, or it defines no `job`.
-    """
+    """Load the `job` that a file defines; the file may import files beside it."""
     path = Path(path)
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
@@ -86,11 +82,7 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 def own_samples(
     config: JobConfig, data: HDF5Dataset, workers: int
 ) -> tuple[tuple[np.ndarray, ...], list[dict[str, int]] | None]:
-    """Return the samples of each worker, and how many of each label these are; nothing where any may be any one's.
-
-    Raises:
-        ConfigError: samples are to be split by label, and have none.
-    """
+    """Return the samples of each worker, and their number by label; nothing where workers have none of their own."""
     if config.data.split == "any":
         return (), None
     labels = labels_of(data)
@@ -129,11 +121,7 @@ def _without_digits(name: str) -> str:
 
 
 def check_path(job: Job, path: Path) -> None:
-    """Refuse the name of a data file that is missing, and seems to be misspelt.
-
-    Raises:
-        ConfigError: the name is nearly that of a file which is there, or of the job's own.
-    """
+    """Raise ConfigError where a data file is missing, and its name is nearly that of another, or of the job's own."""
     if path.exists():
         return
     own = Path(str(job.defaults.get("data", {}).get("path") or ""))
@@ -148,11 +136,7 @@ def check_path(job: Job, path: Path) -> None:
 
 
 def make_data(job: Job, path: Path) -> None:
-    """Make a missing data file; remove it again if it could not be written to its end.
-
-    Raises:
-        ConfigError: as for `check_path`.
-    """
+    """Make a missing data file, unless `check_path` refuses its name; remove a file that is not whole."""
     check_path(job, path)
     if path.exists():
         return

@@ -81,7 +81,9 @@ class Trainer:
         self.config = config = with_measured_cut(comm, job, config, self.device)
         self.precision = Precision(config.amp, self.device)
         self._make_model()
-        self._open_data()
+        self._train, self._test = open_data(job, config, comm, self.replica.columns)
+        self.milestones = Milestones(config, comm, self.position, len(self._train))
+        self._deal_samples(self.strategy.config.workers(self.replica.others.size))
         speakers = tuple(map(self.replica.speaker, self.workers))
         curves = Curves(config, comm, speakers, self.strategy_options, self.optimizer, output, tuple(job.metrics))
         self.log = RunLog(output, config, comm, self.position, self.milestones, report, curves, self.device)
@@ -133,11 +135,6 @@ class Trainer:
         self.rate_factor = config.optimizer.factor(workers * config.batch_size * config.accumulation)
         self.optimizer = config.optimizer.build(self.replica.module.parameters(), self.rate_factor)
         self.schedule = config.schedule.build(self.optimizer, self.rate_factor)
-
-    def _open_data(self) -> None:
-        self._train, self._test = open_data(self.job, self.config, self.comm, self.replica.columns)
-        self.milestones = Milestones(self.config, self.comm, self.position, len(self._train))
-        self._deal_samples(self.strategy.config.workers(self.replica.others.size))
 
     def _deal_samples(self, workers: tuple[int, ...]) -> None:
         """Divide the samples of the next epochs among these replicas."""
@@ -204,7 +201,10 @@ class Trainer:
         batches, done = iter(self.loader), 0
         while done < plan.steps and not self._leaves and not self.milestones.ended:
             count, before = self._count_steps(plan.steps - done), self.milestones.samples
-            self._timed(lambda: self._steps(batches, done, count))
+            self.strategy.records.start()
+            with self.log.training():
+                self._steps(batches, done, count)
+                self._surviving(self.comm.barrier)
             done, position.step = done + count, position.step + count
             position.consumed = plan.position(done)
             self.milestones.look(self.log.train_s, count)
@@ -296,12 +296,6 @@ class Trainer:
             return action()
 
         return self.comm.failures.retry_on_failure(shrunk, self.strategy.comm.failures)
-
-    def _timed(self, work: Callable[[], None]) -> None:
-        self.strategy.records.start()
-        with self.log.training():
-            work()
-            self._surviving(self.comm.barrier)
 
     def _steps(self, batches: Iterator[Batch], first: int, count: int) -> None:
         """Take `count` steps of this epoch from step `first` on. Servers serve meanwhile."""

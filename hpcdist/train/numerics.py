@@ -50,11 +50,7 @@ class Precision:
 
 
 def count_skipped(in_a_row: int, record: StepRecord, most: int) -> int:
-    """Count the steps in a row that this worker has skipped for a NaN or infinite gradient, up to this record.
-
-    Raises:
-        NonFiniteError: they are `most`.
-    """
+    """Count the steps in a row that this worker has skipped, up to this record; raise NonFiniteError at `most`."""
     if not record.samples:
         return in_a_row
     in_a_row = in_a_row + 1 if is_skipped(record) else 0
@@ -67,12 +63,9 @@ def count_skipped(in_a_row: int, record: StepRecord, most: int) -> int:
 
 
 def require_finite(strategy: Strategy, comm: Communicator, step: int) -> None:
-    """Collective among the living. Check that all parameters are finite.
+    """Collective among the living. Raise NonFiniteError, on all ranks, unless all parameters are finite.
 
     An update may be infinite although the gradient is finite: 1e37 times a rate of 100.
-
-    Raises:
-        NonFiniteError: a parameter is NaN or infinite. All ranks raise it.
     """
     if strategy.config.on_nonfinite == "ignore":
         return

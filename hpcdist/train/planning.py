@@ -17,6 +17,7 @@ from hpcdist.data.loader import Loader
 from hpcdist.parallel.cost import LayerCost, measure
 from hpcdist.parallel.grid import checked_stages
 from hpcdist.parallel.plan import measured_cut
+from hpcdist.session.optimizer import release
 from hpcdist.train.job import Job, make_data
 
 REPEATS = 15  # passes that measure a layer
@@ -27,10 +28,7 @@ WIDTH = 128  # of the model in a rehearsal: each of that many ranks can hold a s
 def measure_layers(job: Job, config: JobConfig, device: torch.device) -> list[LayerCost]:
     """Measure each layer of a job's model on its largest micro-batch, on a GPU or with one thread.
 
-    Makes a missing data file.
-
-    Raises:
-        ConfigError: the model is not a chain of layers.
+    Makes a missing data file. Raises ConfigError where the model is not a chain of layers.
     """
     samples = -(-config.batch_size // config.parallel.micro_batches)
     threads = torch.get_num_threads()
@@ -98,7 +96,4 @@ def _set_up(config: JobConfig, comm: Communicator) -> None:
     optimizer = config.optimizer.build(module.parameters())
     options = {"on_nonfinite": "skip" if config.amp == "fp16" else config.on_nonfinite, **config.strategy.options}
     session.DistributedOptimizer(optimizer, module, config.strategy.name, clip_norm=config.clip_norm, **options)
-    strategy = optimizer.strategy
-    strategy.close()
-    strategy.comm.close()
-    strategy.model.close()
+    release(optimizer)

@@ -164,11 +164,7 @@ def _decided(comm: Communicator, work: Callable[[], Path | None]) -> Path | None
 
 
 def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) -> tuple[Job, JobConfig]:
-    """Load a job and its settings, checked as far as one process can.
-
-    Raises:
-        ConfigError: the file defines no job, or a setting breaks its rule.
-    """
+    """Load a job and its settings, checked as far as one process can."""
     job = load_job(job_path)
     given = load({}, toml_path, overrides)
     defaults = {"data": {"path": f"data/{job_path.stem}.h5"}, **job.defaults}
@@ -264,8 +260,7 @@ def _with_saved_cut(comm: Communicator, config: JobConfig, checkpoints: Path) ->
 def _newest(trainer: Trainer, allow_changes: bool) -> tuple[tuple[Path, checkpoint.Manifest] | None, Changes]:
     """Collective. Find the newest checkpoint that all ranks can read, and what has changed since, also their number.
 
-    Raises:
-        ConfigError: settings have changed, and may not.
+    Raises ConfigError where settings have changed, and may not.
     """
     comm, checkpoints = trainer.comm, trainer.checkpoints
     found = checkpoint.latest_together(comm, checkpoints)

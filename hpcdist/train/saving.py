@@ -21,11 +21,7 @@ class Saving:
         self._since: dict[str, float] = {}  # the run's start, the epoch's and the last checkpoint
 
     def is_due(self, step: int, *, epoch_ends: bool, run_ends: bool, improved: bool) -> bool:
-        """Tell whether to save after this step.
-
-        Args:
-            improved: it was evaluated, and is the best so far.
-        """
+        """Return whether to save after this step; `improved` says that its evaluation is the best so far."""
         config, long = self._config, self._long()
         is_due = (config.every_steps > 0 and step % config.every_steps == 0) or (
             "checkpoint" in long

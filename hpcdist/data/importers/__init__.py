@@ -21,11 +21,7 @@ def available() -> list[str]:
 
 
 def load(name: str) -> Callable[..., Path]:
-    """Return the function `convert` of an importer, by its name or as `path/to/file.py:convert`.
-
-    Raises:
-        UnknownNameError: no importer has this name; the message lists the known ones.
-    """
+    """Return the function `convert` of an importer, by its name or as `path/to/file.py:convert`."""
     known = available()
     if ":" not in name and name.replace("_", "-") not in known:
         raise UnknownNameError("importer", name, known)

@@ -76,20 +76,12 @@ def samples_in(batch: Any) -> tuple[int, int]:
 
 
 def same_everywhere(group: Communicator, batch: Any) -> bool:
-    """Collective. Tell whether all ranks have the same batch, as from an iterable data set without regard to ranks.
-
-    Raises:
-        ConfigError: it can't be pickled.
-    """
+    """Collective. Return whether all ranks have the same batch; raise ConfigError where it can't be pickled."""
     return len(set(_digests(group, batch))) == 1
 
 
 def require_same(inner: Communicator, batch: Any) -> None:
-    """Collective in the replica. Check that all ranks have the same batch, or none.
-
-    Raises:
-        MismatchError: they have different ones.
-    """
+    """Collective in the replica. Raise MismatchError unless all ranks have the same batch, or none."""
     digests = _digests(inner, batch)
     odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if odd is not None:

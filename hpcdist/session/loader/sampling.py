@@ -81,14 +81,11 @@ class Order:
         self._ahead = False
 
     def require_joint(self, group: Communicator, first: int) -> None:
-        """Collective in `group` where there is a sampler. Check that it draws the same samples on all ranks.
+        """Collective in `group`. Raise ConfigError where a sampler splits samples among ranks by itself.
 
-        All draw the next epoch with the random state of rank `first`, whose draw counts. Where a sampler has a state of
-        its own others draw other samples, of which many are the same. Parts of a split have none in common, or one that
-        fills up the last part.
-
-        Raises:
-            ConfigError: it splits samples among ranks by itself.
+        All ranks draw the next epoch with the random state of rank `first`, whose draw counts. Samplers with a state of
+        their own may draw other samples, of which many are the same. Parts of a split have no sample in common, or one
+        that fills up the last part.
         """
         if self._sampler is None or group.size == 1:
             return
@@ -140,11 +137,7 @@ class Order:
 
 
 def order_of(loader: DataLoader[Any], seed: int) -> Order:
-    """Find the order in which the loader's samples are dealt out.
-
-    Raises:
-        ConfigError: it iterates in a way of its own.
-    """
+    """Return the order of the loader's samples; raise ConfigError where the loader iterates in a way of its own."""
     for name in _ITERATES:
         if name in vars(loader) or getattr(type(loader), name) is not getattr(DataLoader, name):
             raise rules.error("the loader iterates in a way of its own", kind=type(loader).__name__, name=name)

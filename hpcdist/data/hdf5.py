@@ -117,8 +117,9 @@ class HDF5Dataset(Dataset):
         if self._pid != os.getpid():
             self._open()
         indices = np.asarray(indices)
-        if indices.dtype != np.int64 or indices.ndim != 1:
-            indices = _as_int64(indices)
+        if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
+            raise IndexError(f"indices must be a list of integers; got shape {indices.shape} of {indices.dtype}.")
+        indices = indices.astype(np.int64, copy=False)
         return self._read_x(indices), self._read_y(indices)
 
     def _read_x(self, indices: np.ndarray) -> Tensor:
@@ -255,12 +256,6 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _as_int64(indices: np.ndarray) -> np.ndarray:
-    if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
-        raise IndexError(f"indices must be a list of integers; got shape {indices.shape} of {indices.dtype}.")
-    return indices.astype(np.int64)
 
 
 # --- samples by index, in any order and repeatedly --------------------------------------------------------------------

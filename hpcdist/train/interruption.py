@@ -29,6 +29,7 @@ class Interruption:
         task = undisputed_task(environ)
         self._launcher = None if task is None else task.launcher
         self.command = shlex.join([*_launch(self._launcher, ranks), *_train(words, folder)])
+        self._go_on = f"Go on with:\n  {self.command}"
 
     def heard(self, name: str) -> None:
         """Tell at once that a signal has come; `run.json` says so, too, for the ranks may be ended before they leave.
@@ -54,10 +55,6 @@ class Interruption:
         """Tell that all ranks have saved and leave."""
         path = checkpoint.latest(self._checkpoints)
         _logger.info(f"left after step {step} ({reason}), saved in {path}. {self._go_on}")
-
-    @property
-    def _go_on(self) -> str:
-        return f"Go on with:\n  {self.command}"
 
 
 def _launch(launcher: str | None, ranks: int) -> list[str]:

@@ -168,8 +168,9 @@ def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) ->
     job = load_job(job_path)
     given = load({}, toml_path, overrides)
     defaults = {"data": {"path": f"data/{job_path.stem}.h5"}, **job.defaults}
-    if "epochs" not in given and _has_budget(given):  # it replaces the job's own number of epochs
-        defaults.pop("epochs", None)
+    budget = given.get("budget")
+    if "epochs" not in given and isinstance(budget, Mapping) and any(limit != "none" for limit in budget.values()):
+        defaults.pop("epochs", None)  # the budget replaces the job's own number of epochs
     values = load(defaults, toml_path, overrides)
     if "schedule" in values:
         values["schedule"] = with_functions_of(job_path, values["schedule"])
@@ -182,11 +183,6 @@ def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) ->
         with _staying(job_path):  # it makes the model's layers
             _check_stages(job, config)
     return job, config
-
-
-def _has_budget(values: Mapping[str, Any]) -> bool:
-    budget = values.get("budget")
-    return isinstance(budget, Mapping) and any(limit != "none" for limit in budget.values())
 
 
 def _check_model(job: Job, config: JobConfig) -> None:

@@ -19,14 +19,9 @@ def require(names: Iterable[str]) -> None:
     """Raise UnknownNameError for an unknown logger, and ConfigError if the package that it needs is missing."""
     for name in names:
         package = load(name).package
-        if package and not _is_installed(package):
+        spec = importlib.util.find_spec(package) if package else None
+        if package and (spec is None or spec.origin is None):  # a folder of that name, such as the tool's output
             raise ConfigError(
                 f"log must name tools whose packages are installed; got {name!r}, and there is no package {package}. "
                 f"Install it (pip install {package}), or leave {name} out."
             )
-
-
-def _is_installed(package: str) -> bool:
-    """Look for a package without importing it. A folder of that name, such as the tool's output, does not count."""
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None

@@ -226,7 +226,21 @@ def _plain(config: BaseModel | Mapping[str, Any]) -> Any:
 
 
 def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
+    return json.dumps(value, sort_keys=True, default=by_value)
+
+
+def by_value(value: Any) -> Any:
+    """Return what JSON has for a function or an object in settings: `default` of json.dumps.
+
+    Processes compare it. Addresses in memory, the order of a set and the device of a tensor differ between them.
+    """
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if hasattr(value, "tolist"):  # a tensor or an array
+        return value.tolist()
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(by_value(item)) for item in value)
+    return re.sub(r" at 0x[0-9A-Fa-f]+", "", str(value))
 
 
 def _leaves(value: Any, key: str = "") -> dict[str, str]:

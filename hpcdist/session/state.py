@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.checkpoint import Slice, SlicePlace
+from hpcdist.config.merge import by_value
 from hpcdist.errors import CheckpointError
 from hpcdist.model.flat import FlatModel
 from hpcdist.parallel.agreement import PartOfModel
@@ -294,7 +295,7 @@ def settings_of(optimizer: Any) -> dict[str, Any]:
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings in types that JSON has; whatever else as text."""
-    return json.loads(json.dumps(settings, default=str))
+    return json.loads(json.dumps(settings, default=by_value))
 
 
 def compare_settings(saved: Any, own: Mapping[str, Any], path: Path, *, told: bool, name: str = "") -> None:

@@ -25,6 +25,7 @@ from hpcdist.comm.mpi import library, start
 from hpcdist.comm.traced import begin_timeline, end_timeline
 from hpcdist.config import differences
 from hpcdist.config.files import loaded_files, package_checksum
+from hpcdist.config.merge import by_value
 from hpcdist.errors import CommunicationError, ConfigError, MismatchError, WorldError
 from hpcdist.faults import excepthook
 from hpcdist.parallel.grid import Grid
@@ -297,7 +298,7 @@ def require_equal(comm: Communicator, mine: Mapping[str, Any], what: str, ranks:
     Raises:
         MismatchError: one differs from the first one's; names the first such rank and the keys.
     """
-    of_ranks = [json.loads(data) for data in comm.gather(json.dumps(mine, sort_keys=True, default=str).encode())]
+    of_ranks = [json.loads(data) for data in comm.gather(json.dumps(mine, sort_keys=True, default=by_value).encode())]
     numbers = range(comm.size) if ranks is None else ranks
     for other, theirs in zip(numbers, of_ranks, strict=True):
         if theirs != of_ranks[0]:

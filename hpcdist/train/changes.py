@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hpcdist.config import JobConfig, changes, optimizers, schedules, without_changeable
-from hpcdist.config.merge import Changes
+from hpcdist.config.merge import Changes, by_value
 from hpcdist.config.optimizer import OWN_RATES
 from hpcdist.errors import CheckpointError
 from hpcdist.train.job import Job
@@ -41,7 +41,7 @@ def all_settings(trainer: Configured) -> dict[str, Any]:
     if config.schedule.name is not None:
         values["schedule"] = _resolved(schedules()[config.schedule.name], values["schedule"])
     values["model"] = _resolved(trainer.job.model, values["model"])
-    return json.loads(json.dumps(values, default=str))
+    return json.loads(json.dumps(values, default=by_value))
 
 
 def _resolved(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:

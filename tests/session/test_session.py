@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from harness import loops
 from harness.cases import each
 from hpcdist.comm.launch import check_world, contradiction, declared_size, unlaunched
 from hpcdist.comm.virtual import run_virtual
+from hpcdist.config.merge import by_value
 from hpcdist.errors import MismatchError, WorldError
 from hpcdist.model.flat import FlatModel
 from strategies import problem
@@ -175,6 +178,52 @@ def test_different_options_are_refused_on_all_ranks(ranks):
         return True
 
     assert all(ranks(body))
+
+
+def decay(group):
+    return group
+
+
+class Shape:
+    pass
+
+
+# What each rank makes for itself, all alike: in two processes reprs differ in addresses, and sets in their order.
+OF_EACH_RANK = {
+    "function": lambda: decay,
+    "lambda": lambda: lambda group: group,
+    "partial": lambda: functools.partial(decay, 1),
+    "object": lambda: Shape(),
+    "method": lambda: torch.nn.Linear(1, 1).forward,
+    "list": lambda: [Shape(), {"by": decay}],
+    "class": lambda: Shape,
+    "tensor": lambda: torch.tensor([0.1, 0.2]),
+    "array": lambda: np.arange(3),
+    "generator": lambda: torch.Generator(),
+}
+
+
+@pytest.mark.sizes(2)
+def test_param_groups_hold_functions_and_objects(ranks):
+    def body(comm, make):
+        hd.init(comm=comm)
+        optimizer, model = _optimizer()
+        optimizer.param_groups[0]["shape"] = make()
+        hd.finish(hd.DistributedOptimizer(optimizer, model).strategy.model.module)
+        return True
+
+    for make in OF_EACH_RANK.values():
+        assert all(ranks(lambda comm, make=make: body(comm, make)))
+    for one, other in ((lambda: decay, lambda: Shape), (lambda: torch.zeros(2), lambda: torch.ones(2))):
+        with pytest.raises(MismatchError, match=r"strategy and optimiser must be the same on every rank; .*shape"):
+            ranks(lambda comm, makes=(one, other): body(comm, makes[comm.rank]))
+
+
+def test_settings_are_compared_by_their_values():
+    parts = [{"b", "a", decay}, torch.tensor(0.1), functools.partial(decay, 1), decay]
+    found = json.loads(json.dumps(parts, default=by_value))
+    assert found[0] == ["a", "b", f"{__name__}.decay"] and found[1] == pytest.approx(0.1)
+    assert " at 0x" not in str(found) and found[3] == f"{__name__}.decay"
 
 
 @each("strategy", ["allreduce", "hardsync colocated"])

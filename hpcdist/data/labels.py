@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hpcdist.data.sharding import check_range
 from hpcdist.errors import ConfigError
 
 _SPLIT = 2  # spawn key, beside those of an epoch's order
@@ -25,7 +28,7 @@ def dirichlet(labels: np.ndarray, workers: int, alpha: float, seed: int = 0) -> 
     Args:
         labels: one integer for each sample, shape (n,).
         alpha: α, more than 0.
-        seed: of the draw; the split depends on nothing else.
+        seed: of the draw, at least 0; the split depends on nothing else.
 
     Returns:
         For each worker the indices of its samples, ascending, int64.
@@ -33,8 +36,14 @@ def dirichlet(labels: np.ndarray, workers: int, alpha: float, seed: int = 0) -> 
     Reference: Tzu-Ming Harry Hsu, Hang Qi, Matthew Brown, "Measuring the effects of non-identical data distribution for
     federated visual classification", 2019.
     """
-    if not alpha > 0 or not np.isfinite(alpha):
-        raise ConfigError(f"alpha must be a finite number above 0; got {alpha}. Take 0.1 for parts that differ much.")
+    check_range("seed", seed, 0)
+    if not isinstance(alpha, Real) or not 0 < alpha < math.inf:
+        raise ConfigError(f"alpha must be a finite number above 0; got {alpha!r}. Take 0.1 for parts that differ much.")
+    if len(labels) < workers:
+        raise ConfigError(
+            f"samples must be at least {workers}, one for each worker, to be split by label; got {len(labels)}. Start "
+            "fewer ranks, or leave the split out."
+        )
     names, place, counts = np.unique(labels, return_inverse=True, return_counts=True)
     generator = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(_SPLIT,)))
     waiting = [generator.permutation(np.flatnonzero(place == label)) for label in range(len(names))]
@@ -72,7 +81,7 @@ def labels_of(dataset: Any, given: Sequence[int] | np.ndarray | Tensor | None = 
             f"labels must be given where samples are split by label; a {type(dataset).__name__} has none in targets, "
             "labels or tensors. Pass labels=, one integer for each sample."
         )
-    labels = (found.numpy(force=True) if isinstance(found, Tensor) else np.asarray(found)).reshape(-1)
+    labels = _array(found).reshape(-1)
     if len(labels) != len(dataset) or not np.issubdtype(labels.dtype, np.integer):
         raise ConfigError(
             f"labels must be one integer for each of {len(dataset)} samples; got {len(labels)} of {labels.dtype}. Pass "
@@ -84,13 +93,22 @@ def labels_of(dataset: Any, given: Sequence[int] | np.ndarray | Tensor | None = 
 def _found(dataset: Any) -> Any:
     if isinstance(dataset, torch.utils.data.Subset):
         inner = _found(dataset.dataset)
-        return None if inner is None else torch.as_tensor(inner)[torch.as_tensor(dataset.indices)]
+        return None if inner is None else _array(inner)[np.asarray(dataset.indices, dtype=np.int64)]
     for name in ("targets", "labels"):
         value = getattr(dataset, name, None)
         if value is not None:
             return value() if callable(value) else value
     tensors = getattr(dataset, "tensors", None)
     return tensors[-1] if isinstance(tensors, (tuple, list)) and tensors else None
+
+
+def _array(values: Any) -> np.ndarray:
+    if isinstance(values, Tensor):
+        return values.numpy(force=True)
+    try:
+        return np.asarray(values)
+    except ValueError:  # lists of several lengths
+        return np.asarray(values, dtype=object)
 
 
 def counts(labels: np.ndarray, parts: Sequence[np.ndarray]) -> list[dict[str, int]]:

@@ -52,8 +52,8 @@ class EpochPlan:
 
     def __post_init__(self) -> None:
         for name, minimum in (("n_samples", 1), ("workers", 1), ("batch_size", 1), ("seed", 0), ("epoch", 0)):
-            _check_range(name, getattr(self, name), minimum)
-        _check_range("start", self.start, 0, self.n_samples)
+            check_range(name, getattr(self, name), minimum)
+        check_range("start", self.start, 0, self.n_samples)
 
     @cached_property
     def global_batch(self) -> int:
@@ -69,7 +69,7 @@ class EpochPlan:
 
     def position(self, step: int) -> int:
         """Return the samples of this epoch that are consumed after `step` steps: the `start` of a resumed plan."""
-        _check_range("step", step, 0, self.steps)
+        check_range("step", step, 0, self.steps)
         if self.parts:
             return self._consumed(self._steps_before + step)
         return min(self.start + step * self.global_batch, self.n_samples)
@@ -81,7 +81,7 @@ class EpochPlan:
 
     def indices(self, step: int, worker: int) -> np.ndarray:
         """Return the samples of `worker` in `step`: int64, a copy, possibly empty."""
-        _check_range("worker", worker, 0, self.workers - 1)
+        check_range("worker", worker, 0, self.workers - 1)
         low, high = self._bounds(step)[worker : worker + 2]
         return self._order[low:high].copy() if self.shuffle or self.parts else np.arange(low, high)
 
@@ -115,7 +115,7 @@ class EpochPlan:
 
     def _bounds(self, step: int) -> list[int]:
         """Return the workers + 1 bounds of their slices of the epoch's order in `step`."""
-        _check_range("step", step, 0, self.steps - 1)
+        check_range("step", step, 0, self.steps - 1)
         if self.parts:
             before = self._steps_before + step
             left = [min(max(len(part) - before * self.batch_size, 0), self.batch_size) for part in self.parts]
@@ -156,7 +156,7 @@ class EpochPlan:
         return {name: value for name, value in vars(self).items() if name != "_order"}  # drawn again when needed
 
 
-def _check_range(name: str, value: int, minimum: int, maximum: int | None = None) -> None:
+def check_range(name: str, value: int, minimum: int, maximum: int | None = None) -> None:
     if not isinstance(value, (int, np.integer)):
         raise ConfigError(f"{name} must be a whole number; got {value!r}.")
     if value < minimum or (maximum is not None and value > maximum):

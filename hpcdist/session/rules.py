@@ -302,6 +302,11 @@ RULES = {
         "loader's sampler must draw from all samples, which hpcdist.shard splits among the ranks; got {kind}, which "
         "splits them among ranks already. Leave it out, or pass split=False.",
     ),
+    "a sampler has no end": _always(
+        "loader's sampler must end in each epoch where hpcdist.shard deals out its samples; got {kind}, which draws on "
+        "after {drawn} samples of a data set of {length}. Let it end after an epoch; or pass split=False, and let each "
+        "rank's loader draw samples of its own."
+    ),
     "the loader iterates in a way of its own": _always(
         "loader must iterate as torch's DataLoader does where hpcdist.shard deals out its samples; got {kind}, which "
         "has its own {name}. Pass split=False, and let each rank's loader read samples of its own, such as "

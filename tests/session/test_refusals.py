@@ -270,6 +270,65 @@ def test_a_state_that_is_in_parts_is_warned_of(options, warns):
     assert not warns or told[0].startswith(start)
 
 
+class Again(torch.utils.data.Sampler):
+    """Draws again and again what another sampler draws, as of loaders that keep their workers over epochs."""
+
+    def __init__(self, sampler, length=None):
+        self.sampler, self.length = sampler, length
+
+    def __iter__(self):
+        while True:
+            yield from self.sampler
+
+    def __len__(self):
+        return len(self.sampler) if self.length is None else self.length
+
+
+class WithoutLength:
+    __iter__ = Again.__iter__
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+
+ENDLESS = {
+    "samples": {"sampler": Again(range(48)), "batch_size": 4},
+    "batches": {"batch_sampler": Again(torch.utils.data.BatchSampler(range(48), 4, False))},
+    "without a length": {"batch_sampler": WithoutLength([[0, 1], [2]])},
+    "of any length": {"sampler": Again(range(48), 1 << 62), "batch_size": None},
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+@each("ranks", [1, 2])
+@each("training", [True, False])
+def test_a_sampler_that_never_ends_is_refused_on_all_ranks(name, ranks, training):
+    def body(comm):
+        hd.init(comm=comm)
+        model = nn.Linear(1, 1)
+        hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        data = torch.arange(48.0).reshape(48, 1)
+        loader = torch.utils.data.DataLoader(data, **ENDLESS[name])
+        with pytest.raises(ConfigError, match="sampler must end in each epoch .*; got .*, which draws on after 48"):
+            next(iter(hd.shard(loader, training=training)))
+        hd.finish(model)
+        return True
+
+    assert all(run_virtual(body, ranks))
+
+
+def test_a_long_epoch_of_a_small_data_set_is_drawn():
+    def body(comm):
+        hd.init(comm=comm)
+        model = nn.Linear(1, 1)
+        hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, strategy="gossip_pull")
+        sampler = torch.utils.data.WeightedRandomSampler([1.0, 1.0], 100)
+        loader = torch.utils.data.DataLoader(torch.arange(2.0).reshape(2, 1), batch_size=5, sampler=sampler)
+        return sum(len(x) for x in hd.shard(loader))
+
+    assert sum(run_virtual(body, 2)) == 100
+
+
 def test_an_epoch_left_early_goes_on_where_it_was_left_once_it_is_loaded():
     def body(comm):
         hd.init(comm=comm)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import chain, count
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from hpcdist.session.values import broadcast_in
 
 # How a DataLoader iterates. A class that does so in a way of its own can't be replaced by a plain one.
 _ITERATES = ("__iter__", "_get_iterator", "_index_sampler", "_auto_collation")
+_ENDLESS = 10  # epochs in one, after which a sampler is taken to have no end
+_LONG = 1 << 24  # draws: a sampler that claims more has no end
 
 
 class Order:
@@ -32,6 +35,7 @@ class Order:
 
     Args:
         length: how many of them there are; None: as many as are drawn.
+        dataset: has the samples.
         sampler: draws them, on the first worker; None: they are those of the data set, in its order or shuffled.
         batch_size: single samples per worker and step; None where a sampler draws whole batches, or batches of one.
         single: batches are single samples, which the loader does not join.
@@ -43,6 +47,7 @@ class Order:
         self,
         length: Callable[[], int],
         *,
+        dataset: Any,
         sampler: Any = None,
         batch_size: int | None,
         drop_last: bool = False,
@@ -52,6 +57,7 @@ class Order:
         epochs: DistributedSampler[Any] | None = None,
     ):
         self._length, self._sampler, self.batch_size, self.drop_last = length, sampler, batch_size, drop_last
+        self._dataset = dataset
         self.single, self._seed, self._shuffle, self._epochs = single, seed, shuffle, epochs
         self._parts: Callable[[int], tuple[np.ndarray, ...]] | None = None  # each worker's samples, by their number
         self._items: list[Any] | None = None  # once drawn; a position in a plan stands for one of them
@@ -77,8 +83,25 @@ class Order:
     def take(self, group: Communicator) -> None:
         """Collective in `group` where there is a sampler. Draw an epoch on the first worker, and share it with all."""
         if self._sampler is not None and not self._ahead:
-            self._items = broadcast_in(group, list(self._sampler) if group.rank == 0 else None)
+            self._items = broadcast_in(group, group.together(lambda: self._draw() if group.rank == 0 else None))
         self._ahead = False
+
+    def _draw(self) -> list[Any]:
+        """Draw an epoch; raise ConfigError where the sampler has no end.
+
+        That is where it draws several times the data set, and several times its own length, which may be an estimate.
+        """
+        samples, told, drawn = length_hint(self._dataset, 1 << 20), None, 0
+        items: list[Any] = []
+        for item in self._sampler:
+            items.append(item)
+            drawn += max(len(item), 1) if isinstance(item, (list, tuple)) else 1
+            if drawn > _ENDLESS * samples:
+                told = length_hint(self._sampler, 0) if told is None else told  # some draw to tell it
+                if told > _LONG or len(items) > _ENDLESS * told:
+                    kind = type(self._sampler).__name__
+                    raise rules.error("a sampler has no end", kind=kind, drawn=drawn, length=samples)
+        return items
 
     def require_joint(self, group: Communicator, first: int) -> None:
         """Collective in `group`. Raise ConfigError where a sampler splits samples among ranks by itself.
@@ -91,10 +114,14 @@ class Order:
             return
         here = group.rank == first
         state = broadcast_in(group, random_state() if here else None, first)
-        with nullcontext() if here else callers_state_kept():
-            if not here:
-                set_random_state({name: value for name, value in state.items() if name != "cuda"})
-            own = list(self._sampler)
+
+        def draw() -> list[Any]:
+            with nullcontext() if here else callers_state_kept():
+                if not here:
+                    set_random_state({name: value for name, value in state.items() if name != "cuda"})
+                return self._draw()
+
+        own = group.together(draw)
         self._items, self._ahead = broadcast_in(group, own if here else None, first), True
         mine, theirs = ({*map(repr, self._singly(items))} for items in (own, self._items or ()))
         apart = len(mine & theirs) < max(2, min(len(mine), len(theirs)) / 4) and mine != theirs
@@ -143,10 +170,10 @@ def order_of(loader: DataLoader[Any], seed: int) -> Order:
             raise rules.error("the loader iterates in a way of its own", kind=type(loader).__name__, name=name)
     batches: Any = loader.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:
-        return Order(lambda: len(batches), sampler=batches, batch_size=None)
-    kind: dict[str, Any] = {"batch_size": None, "single": True}
+        return Order(lambda: len(batches), dataset=loader.dataset, sampler=batches, batch_size=None)
+    kind: dict[str, Any] = {"batch_size": None, "single": True, "dataset": loader.dataset}
     if batches is not None:
-        kind = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+        kind |= {"batch_size": batches.batch_size, "drop_last": batches.drop_last, "single": False}
     sampler: Any = loader.sampler if batches is None else batches.sampler
     if type(sampler) is DistributedSampler:
         kind["drop_last"] = sampler.drop_last or kind.get("drop_last", False)

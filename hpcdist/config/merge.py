@@ -226,20 +226,27 @@ def _plain(config: BaseModel | Mapping[str, Any]) -> Any:
 
 
 def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=by_value)
+    return json.dumps(by_value(value), sort_keys=True)
 
 
 def by_value(value: Any) -> Any:
-    """Return what JSON has for a function or an object in settings: `default` of json.dumps.
+    """Return settings in types that JSON has, the same in each process that has the same settings.
 
-    Processes compare it. Addresses in memory, the order of a set and the device of a tensor differ between them.
+    A repr may hold an address in memory; the order of a set and the device of a tensor are a process's own, too.
     """
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    if hasattr(value, "tolist"):  # a tensor or an array
-        return value.tolist()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(by_value(key)): by_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [by_value(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted(str(by_value(item)) for item in value)
+    if hasattr(value, "tolist"):  # a tensor or an array
+        values = by_value(value.tolist())
+        return values if len(str(values)) < 1000 else fingerprint({"values": values})
+    if hasattr(value, "__qualname__"):  # a function or a class
+        return f"{value.__module__}.{value.__qualname__}"
     return re.sub(r" at 0x[0-9A-Fa-f]+", "", str(value))
 
 

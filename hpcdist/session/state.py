@@ -6,7 +6,6 @@ parameters and buffers that a rank has, of the optimiser's state, and of what it
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -288,14 +287,9 @@ def settings_of(optimizer: Any) -> dict[str, Any]:
     """Return what a DistributedOptimizer was made with, in types that JSON has."""
     strategy = optimizer.strategy
     return {
-        "strategy": {"name": name_of(strategy), **plain(strategy.config.model_dump())},
-        "optimizer": {"name": type(optimizer).__name__, **plain(optimizer.defaults)},
+        "strategy": {"name": name_of(strategy), **by_value(strategy.config.model_dump())},
+        "optimizer": {"name": type(optimizer).__name__, **by_value(optimizer.defaults)},
     }
-
-
-def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in types that JSON has; whatever else as text."""
-    return json.loads(json.dumps(settings, default=by_value))
 
 
 def compare_settings(saved: Any, own: Mapping[str, Any], path: Path, *, told: bool, name: str = "") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,7 +40,7 @@ def all_settings(trainer: Configured) -> dict[str, Any]:
     if config.schedule.name is not None:
         values["schedule"] = _resolved(schedules()[config.schedule.name], values["schedule"])
     values["model"] = _resolved(trainer.job.model, values["model"])
-    return json.loads(json.dumps(values, default=by_value))
+    return by_value(values)
 
 
 def _resolved(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:

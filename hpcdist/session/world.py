@@ -300,10 +300,11 @@ def require_equal(comm: Communicator, mine: Mapping[str, Any], what: str, ranks:
     of_ranks = comm.gather(by_value(mine))
     numbers = range(comm.size) if ranks is None else ranks
     for other, theirs in zip(numbers, of_ranks, strict=True):
-        if theirs != of_ranks[0]:
+        unequal = differences(of_ranks[0], theirs)  # by text, where a NaN is equal to itself
+        if unequal and theirs != of_ranks[0]:
             raise MismatchError(
                 f"{what} must be the same on every rank; rank {other} differs from rank {numbers[0]}: "
-                f"{'; '.join(differences(of_ranks[0], theirs))}. Start every rank from the same files and options."
+                f"{'; '.join(unequal)}. Start every rank from the same files and options."
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -198,6 +199,7 @@ OF_EACH_RANK = {
     "class": lambda: Shape,
     "tensor": lambda: torch.tensor([0.1, 0.2]),
     "array": lambda: np.arange(3),
+    "nan": lambda: [math.nan, {"at": torch.tensor(math.nan)}],
     "long": lambda: torch.arange(10_000.0),
     "generator": lambda: torch.Generator(),
 }

@@ -14,7 +14,7 @@ from comm.dtypes import DTYPES
 from harness.cases import each
 from hpcdist.collectives.calls import Collectives
 from hpcdist.comm.alone import Alone
-from hpcdist.comm.communicator import ANY, TAG_LIMIT
+from hpcdist.comm.communicator import ANY, TAG_LIMIT, library_calls
 from hpcdist.errors import (
     CheckpointError,
     CommunicationError,
@@ -119,6 +119,53 @@ def test_a_message_longer_than_its_tensor_is_an_error(ranks):
         with pytest.raises(CommunicationError, match="engths and dtypes must agree"):
             comm.irecv(torch.zeros(4), comm.rank, 1).wait()
         send.wait()
+
+    ranks(body)
+
+
+@pytest.mark.mpi(min_size=2)
+@each("count", [5, 6, 10, 23])
+def test_counts_that_mpi_has_no_number_for_are_carried_by_a_type_or_in_parts(ranks, count):
+    """MPI counts up to 2^31 - 1; here up to 5."""
+
+    def body(comm):
+        comm = comm.apart("rma")
+        comm.staging.longest = 5
+        after, before = ring(comm)
+        own, theirs = numbered(count, torch.int16, comm.rank), numbered(count, torch.int16, before)
+        out, late, first = (torch.zeros(count, dtype=torch.int16) for _ in range(3))
+        comm.sendrecv(own, after, out, before)
+        sending = comm.isend(own, after)
+        assert comm.probe(before).n_bytes == own.nbytes
+        comm.irecv(late, before).wait()
+        sending.wait()
+        first.copy_(own)
+        comm.broadcast(first, 1)
+        assert torch.equal(out, theirs) and torch.equal(late, theirs)
+        assert torch.equal(first, numbered(count, torch.int16, 1))
+        for dtype in (torch.float32, torch.float16):
+            summed = numbered(count, dtype, comm.rank)
+            comm.allreduce(summed)
+            assert torch.equal(summed, sum(numbered(count, dtype, rank) for rank in range(comm.size)))
+        assert comm.gather(bytes([comm.rank]) * (count + comm.rank)) == [
+            bytes([rank]) * (count + rank) for rank in range(comm.size)
+        ]
+        of_all = torch.stack([numbered(count, torch.int16, rank) for rank in range(comm.size)])
+        shown, swapped = torch.zeros_like(of_all).view(-1), torch.zeros_like(of_all).view(-1)
+        library_calls(comm).all_gather(shown, own)
+        library_calls(comm).all_to_all(swapped, own.repeat(comm.size))
+        assert torch.equal(shown, of_all.view(-1)) and torch.equal(swapped, of_all.view(-1))
+        around, received = comm.neighbourhood([before], [after]), torch.zeros_like(own)
+        around.start(own, received).wait()
+        assert torch.equal(received, theirs)
+        around.close()
+        window = comm.window(count, torch.int16)
+        window.put(own, after)
+        comm.barrier()
+        window.get(out, after)
+        assert torch.equal(window.local, theirs) and torch.equal(out, own)
+        window.close()
+        comm.close()
 
     ranks(body)
 

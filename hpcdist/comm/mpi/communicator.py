@@ -31,7 +31,6 @@ from hpcdist.comm.mpi.messages import (
     MpiRequest,
     Staging,
     memory_at,
-    message,
     numbers,
 )
 from hpcdist.comm.mpi.process import Process
@@ -114,11 +113,11 @@ class MpiCommunicator(Communicator):
         check_rank(source, self.size, "source")
         check_tag(tag)
         if self.staging.direct(send) and self.staging.direct(recv):
-            args = (message(send), dest, tag, message(recv), source, tag)
+            args = (self.staging.message(send), dest, tag, self.staging.message(recv), source, tag)
             self.calls.communicate("sendrecv", source, self.mpi.Sendrecv, *args)
         else:
             with self.staging.host(send, write=False) as out, self.staging.host(recv, read=False) as into:
-                args = (message(out), dest, tag, message(into), source, tag)
+                args = (self.staging.message(out), dest, tag, self.staging.message(into), source, tag)
                 self.calls.communicate("sendrecv", source, self.mpi.Sendrecv, *args)
         self.traffic.sent(send.nbytes)
 
@@ -129,7 +128,7 @@ class MpiCommunicator(Communicator):
         host, start = tensor, clock()
         if not self.staging.direct(tensor):
             host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
-        request = self.calls.attempt(SENDING, dest, self.mpi.Isend, message(host), dest, tag)
+        request = self.calls.attempt(SENDING, dest, self.mpi.Isend, self.staging.message(host), dest, tag)
         self.traffic.communicating_s += clock() - start  # MPI copies or sends here what goes at once
         self.traffic.sent(tensor.nbytes)
         return MpiRequest(self.calls, request, SENDING, dest, host)
@@ -138,7 +137,7 @@ class MpiCommunicator(Communicator):
         check_flat(tensor)
         source, tag, peer = self._wanted(source, tag)
         host = tensor if self.staging.direct(tensor) else torch.empty_like(tensor, device="cpu", pin_memory=True)
-        request = self.calls.attempt("irecv", peer, self.mpi.Irecv, message(host), source, tag)
+        request = self.calls.attempt("irecv", peer, self.mpi.Irecv, self.staging.message(host), source, tag)
         return MpiRequest(self.calls, request, "irecv", peer, host, None if host is tensor else tensor)
 
     def probe(self, source: int = ANY, tag: int = ANY, *, block: bool = True) -> Envelope | None:
@@ -153,7 +152,7 @@ class MpiCommunicator(Communicator):
             self.calls.await_until(arrived, "probe", f"a message from {whom} on {self.name}", peer)
         elif not arrived():
             return None
-        return Envelope(status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE))
+        return Envelope(status.Get_source(), status.Get_tag(), status.Get_elements(MPI.BYTE))
 
     def _wanted(self, source: int, tag: int) -> tuple[int, int, int]:
         """Return MPI's source and tag for a message to receive, and the peer to wait for."""
@@ -169,7 +168,8 @@ class MpiCommunicator(Communicator):
         those of a ring, 2n(p-1)/p, the least that any algorithm sends for large n; MPI does not tell what it sent.
         """
         kind = SUMMED.get(tensor.dtype)
-        if kind is None or not tensor.is_cpu or tensor.ndim != 1 or not tensor.is_contiguous():
+        other = kind is None or not tensor.is_cpu or tensor.ndim != 1 or not tensor.is_contiguous()
+        if other or tensor.nbytes > self.staging.longest:
             return self._allreduce_converted(tensor)
         # As `communicate` does, written out and with one Call for all: MPI sums a short tensor in 3 µs, of which each
         # call here is a fiftieth and each object made a tenth.
@@ -195,8 +195,10 @@ class MpiCommunicator(Communicator):
         check_flat(tensor)
         if tensor.dtype in SUMMED:
             with self.staging.host(tensor) as host:
-                self.calls.count += 1
-                self.calls.communicate("allreduce", EVERYONE, self.failures.alive.Allreduce, _IN_PLACE, numbers(host))
+                for part in host.split(self.staging.longest):
+                    self.calls.count += 1
+                    into = numbers(part)
+                    self.calls.communicate("allreduce", EVERYONE, self.failures.alive.Allreduce, _IN_PLACE, into)
                 self.traffic.sent(self._hops * tensor.nbytes // self.size, self._hops)
         elif tensor.dtype in NUMBERS or tensor.dtype in (torch.float16, torch.bfloat16):
             wide = tensor.to(WIDE.get(tensor.dtype, torch.int32))
@@ -211,7 +213,7 @@ class MpiCommunicator(Communicator):
         self.calls.count += 1
         with self.staging.host(tensor, read=self.rank == root, write=self.rank != root) as host:
             self.calls.communicate(
-                BROADCAST, root, self.failures.alive.Bcast, message(host), self.failures.living.index(root)
+                BROADCAST, root, self.failures.alive.Bcast, self.staging.message(host), self.failures.living.index(root)
             )
         if self.rank == root and self.size > 1:
             self.traffic.sent(tensor.nbytes)
@@ -221,14 +223,18 @@ class MpiCommunicator(Communicator):
         lengths = np.zeros(len(living), np.int64)
         self.calls.count += 1
         self.calls.communicate("gather", EVERYONE, alive.Allgather, np.array([len(data)], np.int64), lengths)
-        gathered, ends = bytearray(int(lengths.sum())), lengths.cumsum()
-        into = [gathered, lengths, ends - lengths, MPI.BYTE]
-        self.calls.communicate("gather", EVERYONE, alive.Allgatherv, [data, len(data), MPI.BYTE], into)
+        unit = 1 + int(lengths.sum()) // self.staging.longest  # bytes: MPI counts these
+        counts = -(-lengths // unit)
+        starts = (counts.cumsum() - counts) * unit
+        gathered, padded = bytearray(int(counts.sum()) * unit), data + bytes(-len(data) % unit)
+        kind = MPI.BYTE if unit == 1 else MPI.BYTE.Create_contiguous(unit).Commit()
+        into = [gathered, counts, starts // unit, kind]
+        self.calls.communicate("gather", EVERYONE, alive.Allgatherv, [padded, len(padded) // unit, kind], into)
         others = len(living) - 1
         self.traffic.sent(len(data) * others, others)
         data_of: list[bytes | None] = [None] * self.size
-        for rank, n, stop in zip(living, lengths, ends, strict=True):
-            data_of[rank] = bytes(gathered[stop - n : stop])
+        for rank, n, start in zip(living, lengths, starts, strict=True):
+            data_of[rank] = bytes(gathered[start : start + n])
         return data_of
 
     def barrier(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from mpi4py import MPI
@@ -16,8 +17,7 @@ from hpcdist.comm.messages import check_graph
 from hpcdist.comm.mpi.calls import EVERYONE, Calls
 from hpcdist.comm.transfer import LibraryCalls, Neighbourhood, Request
 
-# Transfers move bits, so any MPI type of the right width carries them; counting elements rather than bytes keeps
-# messages of up to 8 GiB of float32 within MPI's 32-bit counts.
+# Transfers move bits, so any MPI type of the right width carries them.
 CARRIERS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 
 # The types that MPI can add up. It has none for float16 and bfloat16: those are summed in float32.
@@ -43,9 +43,31 @@ SUMMED = {dtype: kind for dtype, kind in NUMBERS.items() if dtype.itemsize > 2}
 memory_at = MPI.memory.fromaddress
 
 
-def message(tensor: Tensor) -> list:
-    """Describe a flat tensor to MPI for a transfer: elements of its width, of any type."""
-    return [memory_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), CARRIERS[tensor.itemsize]]
+LONGEST = 2**30  # elements, or bytes, of one count: MPI's are of 32 bits
+
+
+def message(tensor: Tensor, count: int | None = None, longest: int = LONGEST) -> list:
+    """Describe a flat tensor to MPI for a transfer: elements of its width, of any type.
+
+    Args:
+        count: of the elements that go to, or come from, one rank, where that is not all.
+        longest: the count from which on one element of a type made for that count stands for all of them.
+    """
+    count = tensor.numel() if count is None else count
+    counted = [count, CARRIERS[tensor.itemsize]] if count <= longest else [1, _long(tensor.itemsize, count, longest)]
+    return [memory_at(tensor.data_ptr(), tensor.nbytes), *counted]
+
+
+@cache
+def _long(itemsize: int, count: int, longest: int) -> MPI.Datatype:
+    """Make a type of `count` elements side by side.
+
+    Reference: Jeff R. Hammond, Andreas Schäfer, Rob Latham, "To INT_MAX... and beyond! Exploring large-count support in
+    MPI", 2014.
+    """
+    carrier, (blocks, rest) = CARRIERS[itemsize], divmod(count, longest)
+    block = carrier.Create_contiguous(longest)
+    return MPI.Datatype.Create_struct([blocks, rest], [0, (count - rest) * itemsize], [block, carrier]).Commit()
 
 
 def numbers(tensor: Tensor) -> list:
@@ -62,10 +84,15 @@ class Staging:
     Args:
         device_aware: True when MPI itself reads and writes device memory; then nothing is staged. Off unless the
             user asks: sites warn that device-aware MPI beside NCCL can deadlock.
+        longest: of `message`.
     """
 
-    def __init__(self, device_aware: bool = False):
-        self.device_aware = device_aware
+    def __init__(self, device_aware: bool = False, longest: int = LONGEST):
+        self.device_aware, self.longest = device_aware, longest
+
+    def message(self, tensor: Tensor, count: int | None = None) -> list:
+        """Describe a flat tensor; see the function."""
+        return message(tensor, count, self.longest)
 
     def direct(self, tensor: Tensor) -> bool:
         """Tell whether MPI may use the tensor's own memory; wait until the device has finished with it."""
@@ -157,9 +184,8 @@ class MpiLibraryCalls(LibraryCalls):
             self._communicate(what, function, given, into, count)
 
     def _communicate(self, what: str, function: Callable, send: Tensor, out: Tensor, count: int) -> None:
-        (source, _, carrier), (target, *_) = message(send), message(out)
-        # MPI counts what goes to, or comes from, one rank.
-        self._comm.calls.communicate(what, EVERYONE, function, [source, count, carrier], [target, count, carrier])
+        describe = self._comm.staging.message
+        self._comm.calls.communicate(what, EVERYONE, function, describe(send, count), describe(out, count))
 
 
 class MpiNeighbourhood(Neighbourhood):
@@ -184,9 +210,9 @@ class MpiNeighbourhood(Neighbourhood):
         direct = comm.staging.direct(received)
         host = received if direct else torch.empty_like(received, device="cpu", pin_memory=True)
         comm.calls.count += 1
-        memory, _, carrier = message(host)
-        into = [memory, send.numel() if self.sources else 0, carrier]  # MPI counts what comes from one source
-        request = comm.calls.attempt(EXCHANGE, EVERYONE, self._graph.Ineighbor_allgather, message(sent), into)
+        into = comm.staging.message(host, send.numel() if self.sources else 0)
+        given = comm.staging.message(sent)
+        request = comm.calls.attempt(EXCHANGE, EVERYONE, self._graph.Ineighbor_allgather, given, into)
         comm.traffic.sent(len(self.destinations) * send.nbytes, len(self.destinations))
         return MpiRequest(comm.calls, request, EXCHANGE, EVERYONE, host, None if direct else received, sent)
 

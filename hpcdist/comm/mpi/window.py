@@ -17,7 +17,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist.comm.mpi.calls import clock
-from hpcdist.comm.mpi.messages import CARRIERS, Staging, memory_at, message
+from hpcdist.comm.mpi.messages import Staging, memory_at
 from hpcdist.comm.mpi.node_memory import LockedMemory, NodeMemory, OwnedMemory
 from hpcdist.comm.mpi.tcp import TcpTransfers
 from hpcdist.comm.pieces import alongside
@@ -233,7 +233,8 @@ class OneSided:
         self._comm.calls.communicate("window put", rank, self._complete, self._win.Put, values, rank, offset)
 
     def _complete(self, call: Callable[..., None], tensor: Tensor, rank: int, offset: int) -> None:
-        call(message(tensor), rank, [offset, tensor.numel(), CARRIERS[tensor.itemsize]])
+        memory, *counted = self._comm.staging.message(tensor)
+        call([memory, *counted], rank, [offset, *counted])
         self._win.Flush(rank)
 
     def close(self) -> None:

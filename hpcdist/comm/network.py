@@ -19,6 +19,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from ipaddress import IPv4Interface, IPv6Interface, ip_address, ip_interface, ip_network
 from pathlib import Path
 from typing import NamedTuple
@@ -105,7 +106,11 @@ def _within(address: Address, network: str) -> bool:
 TOKEN_BYTES = 32
 NONCE_BYTES, PROOF_BYTES = 16, 32
 CONNECT_S = 3.0  # how long an address may take to answer; a packet that is lost is sent again after 1 s
-PROVE_S = 10.0  # how long the other end may take to prove itself
+PROVE_S = 2.0  # how long who connects may take to prove itself
+ANSWER_S = 10.0  # how long a rank that listens, and computes, may take to do so
+UNPROVEN = 64  # connections that a listener keeps of those that have proven nothing yet
+PAUSE_S = 0.5  # that each of them has at least; before a listener, or who was hung up on, tries again
+ATTEMPTS = 4  # of who was hung up on
 
 
 def listen(address: str = "") -> socket.socket:
@@ -123,7 +128,7 @@ def accept(connection: socket.socket, token: bytes) -> bool:
     connection.settimeout(PROVE_S)
     own = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(own)
-    reply = _read(connection, NONCE_BYTES + PROOF_BYTES)
+    reply = _read(connection, NONCE_BYTES + PROOF_BYTES, PROVE_S)
     nonces = own + reply[:NONCE_BYTES]
     if not hmac.compare_digest(reply[NONCE_BYTES:], _proof(token, b"asks", nonces)):
         return False
@@ -133,15 +138,20 @@ def accept(connection: socket.socket, token: bytes) -> bool:
 
 
 def connect(address: str, port: int, token: bytes, longest_s: float = math.inf) -> socket.socket | None:
-    """Connect to the listener that has this token; None if another one answers. Raise OSError if none does."""
+    """Connect to the listener that has this token; None if another one answers, or who answers hangs up.
+
+    Raise OSError if nobody does.
+    """
     connection = socket.create_connection((address, port), timeout=min(CONNECT_S, longest_s))
     proven = False
     try:
-        connection.settimeout(min(PROVE_S, longest_s))
+        connection.settimeout(min(ANSWER_S, longest_s))
         own = secrets.token_bytes(NONCE_BYTES)
-        nonces = _read(connection, NONCE_BYTES) + own
+        nonces = _read(connection, NONCE_BYTES, ANSWER_S) + own
         connection.sendall(own + _proof(token, b"asks", nonces))
-        proven = hmac.compare_digest(_read(connection, PROOF_BYTES), _proof(token, b"answers", nonces))
+        proven = hmac.compare_digest(_read(connection, PROOF_BYTES, ANSWER_S), _proof(token, b"answers", nonces))
+    except ConnectionError:
+        pass
     finally:
         if not proven:
             connection.close()
@@ -177,12 +187,18 @@ def receive(connection: socket.socket, into: memoryview) -> None:
         received += n_bytes
 
 
+def hang_up(connection: socket.socket) -> None:
+    """End a connection or a listener, and wake the thread that waits in it, which then closes it.
+
+    Closed here, its number could be another connection's before that thread looks, which would then wait for that one.
+    """
+    with suppress(OSError):  # the other end was first
+        connection.shutdown(socket.SHUT_RDWR)  # closing alone would wake nobody, and not count if a child has it too
+
+
 def close(connection: socket.socket) -> None:
     """End a connection or a listener, and wake the thread that waits in it."""
-    try:
-        connection.shutdown(socket.SHUT_RDWR)  # closing alone would wake nobody, and not count if a child has it too
-    except OSError:
-        pass  # the other end was first
+    hang_up(connection)
     connection.close()
 
 
@@ -190,8 +206,8 @@ def _proof(token: bytes, role: bytes, nonces: bytes) -> bytes:
     return hmac.digest(token, role + nonces, "sha256")
 
 
-def _read(connection: socket.socket, n_bytes: int) -> bytes:
-    data, until = bytearray(n_bytes), time.monotonic() + PROVE_S
+def _read(connection: socket.socket, n_bytes: int, seconds: float) -> bytes:
+    data, until = bytearray(n_bytes), time.monotonic() + seconds
     view = memoryview(data)
     while view and time.monotonic() < until:  # a byte now and then doesn't keep a thread busy for ever
         received = connection.recv_into(view)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -133,6 +136,50 @@ def test_a_stranger_is_refused_and_others_are_still_served(apart):
         out = torch.empty(4)
         window.get(out, (comm.rank + 1) % comm.size)
         assert (out == 7).all() and (window.local == 7).all()
+        window.close()
+
+    apart(body)
+
+
+@REAL
+def test_silent_strangers_give_way_and_too_many_files_are_waited_for(apart, monkeypatch):
+    """A thousand would take a minute: a moment is shorter here."""
+    monkeypatch.setattr(network, "PAUSE_S", 0.02)
+    strangers = (
+        "import socket, sys; held = [socket.create_connection((sys.argv[1], int(sys.argv[2]))) for _ in range(300)]; "
+        "print('there', flush=True); sys.stdin.read()"
+    )
+
+    def body(comm):
+        window = comm.window(4)
+        window.local.fill_(7)
+        server = comm.memory.server()
+        comm.barrier()
+        if comm.rank == 0:
+            address = list(map(str, server._listener.getsockname()[:2]))
+            assert address[0] == network.LOOPBACK, "all ranks are here"
+            before = resource.getrlimit(resource.RLIMIT_NOFILE)
+            pipe = subprocess.PIPE
+            command = [sys.executable, "-c", strangers, *address]
+            with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as others:
+                free = os.dup(0)
+                os.close(free)
+                try:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))  # none is left
+                    assert others.stdout.readline() == "there\n"
+                    assert len(server._unproven) <= 1  # the kernel takes a number before it waits
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+                comm.barrier()
+                comm.barrier()  # rank 1 has been served
+                assert len(server._asking) <= network.UNPROVEN + comm.size and server._thread.is_alive()
+                others.communicate("")
+        else:
+            comm.barrier()
+            out = torch.empty(4)
+            window.get(out, 0)
+            assert (out == 7).all()
+            comm.barrier()
         window.close()
 
     apart(body)

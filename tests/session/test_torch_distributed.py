@@ -13,7 +13,7 @@ from hpcdist.comm.virtual import run_virtual
 
 KNOWN = """
 import os
-import torch, torch.distributed as dist
+import psutil, torch, torch.distributed as dist
 import hpcdist as hd
 from torchmetrics import MeanMetric
 
@@ -22,6 +22,9 @@ assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (comm.ran
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 assert [os.environ[name] for name in names] == [str(comm.rank), "2", str(comm.rank), "2"]
 assert int(os.environ["MASTER_PORT"]) and os.environ["MASTER_ADDR"] == "127.0.0.1"
+listening = [own.laddr.ip for own in psutil.Process().net_connections("inet") if own.status == "LISTEN"
+             and own.laddr.port == int(os.environ["MASTER_PORT"])]
+assert listening == ["127.0.0.1"] * (comm.rank == 0), "torch's store asks nobody for a secret"
 metric = MeanMetric()
 metric.update(torch.tensor([1.0, 2.0]) if comm.rank == 0 else torch.tensor([6.0]))
 assert metric.compute() == 3

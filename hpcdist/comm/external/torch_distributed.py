@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.base import WATCHDOG_S, OutsideSum, Pending
-from hpcdist.comm.network import LOOPBACK, addresses, here, in_order, interface_of
+from hpcdist.comm.network import LOOPBACK, addresses, here, in_order, interface_of, listen
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, ConfigError
 
@@ -124,7 +124,9 @@ class Rendezvous(NamedTuple):
 def meet(comm: Communicator, interface: str = "") -> Rendezvous:
     """Collective. Make torch.distributed's store, at a free port of rank 0, which sends its addresses over MPI.
 
-    Loopback is used where all ranks share a network stack, and nowhere else.
+    Whoever reaches the store may read and change it: torch asks for no secret. So it listens on loopback where all
+    ranks share a network stack, and nowhere else; on the address at which all others reach rank 0; on all of them only
+    where ranks of different networks reach different ones.
 
     Args:
         interface: name of a network interface, or a network such as 10.1.0.0/16; by default the fastest one.
@@ -133,30 +135,41 @@ def meet(comm: Communicator, interface: str = "") -> Rendezvous:
         CommunicationError: a rank reaches none of rank 0's addresses.
         UnknownNameError: a host has no such interface or network.
     """
-    timeout = timedelta(seconds=STORE_S)
-    if comm.rank == 0:
-        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)  # listens everywhere
-    stacks, ports = zip(*comm.gather([here(), store.port if comm.rank == 0 else 0]), strict=True)
-    port = ports[0]
-    if len(set(stacks)) == 1:
-        if comm.rank > 0:
-            store = TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
-        return Rendezvous(store, LOOPBACK, LOOPBACK)
+    stacks = comm.gather(here())
+    near = [stack == stacks[0] for stack in stacks]
+    at, host, address = [LOOPBACK] * 3 if all(near) else _try_out(comm, interface, near)
+    listener, more = listen(at) if comm.rank == 0 else None, {}
+    port = comm.gather(listener.getsockname()[1] if listener else 0)[0]
+    if listener:
+        more = {"is_master": True, "master_listen_fd": listener.detach()}
+    store = TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=STORE_S), **more)
+    return Rendezvous(store, host, address)
+
+
+def _try_out(comm: Communicator, interface: str, near: list[bool]) -> tuple[str, str, str]:
+    """Collective. Reach rank 0 by a socket that nobody answers at.
+
+    Args:
+        near: the ranks that share rank 0's network stack: they take an address that others have reached.
+
+    Returns:
+        The address at which rank 0 is to listen, empty for all; its address for this rank; and this rank's own one.
+    """
     own = addresses(interface)
-    theirs = comm.gather([str(a.ip.ip) for a in own])[0]
-    host, address = (_reach(in_order(theirs, own), port) if comm.rank > 0 else None) or ("", "")
-    reached = comm.gather(host)
-    for rank, at in enumerate(reached[1:], 1):
+    with listen() if comm.rank == 0 else nullcontext() as probe:
+        theirs, port = comm.gather([[str(a.ip.ip) for a in own], probe.getsockname()[1] if probe else 0])[0]
+        host, address = (None if near[comm.rank] else _reach(in_order(theirs, own), port)) or ("", "")
+        reached = comm.gather(host)
+    others = {rank: at for rank, at in enumerate(reached) if not near[rank]}
+    for rank, at in others.items():
         if not at:
             raise CommunicationError(
                 f"rank 0 must be reached by all ranks over TCP; rank {rank} got no answer from port {port} at "
                 f"{', '.join(theirs) or 'any address, as rank 0 has none but loopback'}. Name the network that they "
                 "share: interface = 'ib0'."
             )
-    if comm.rank > 0:
-        store = TCPStore(host, port, is_master=False, timeout=timeout)
-        return Rendezvous(store, host, address)
-    return Rendezvous(store, reached[1], reached[1])
+    first, *further = dict.fromkeys(others.values())
+    return "" if further else first, host or first, address or first
 
 
 def _timeout(comm: Communicator) -> timedelta:

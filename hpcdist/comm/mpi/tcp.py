@@ -75,10 +75,12 @@ class Server:
         self._adding = threading.Lock()  # the others sleep; inside MPI they would spin
         self._token = secrets.token_bytes(network.TOKEN_BYTES)
         self._own = network.addresses(interface)
-        only = str(self._own[0].ip.ip) if interface else ""
+        everyone = {stack for stack in comm.gather(network.here()) if stack}  # None: of a rank that has died
+        only = str(self._own[0].ip.ip) if interface else network.LOOPBACK if len(everyone) == 1 else ""
         self._listener = network.listen(only)
         self._peers = [_Peer(**(address or {})) for address in comm.gather(self._address(only))]
         self._asking: dict[threading.Thread, socket.socket] = {}  # who serves which connection
+        self._unproven: dict[threading.Thread, float] = {}  # the last ones of those who have not proven themselves
         self._stopped = False
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._thread = threading.Thread(target=self._listen, name="hpcdist-window-listener", daemon=True)
@@ -222,6 +224,7 @@ class Server:
         own_host = peer.here and peer.here == network.here()
         ips = [network.LOOPBACK] * bool(own_host) + network.in_order(peer.ips, self._own)
         until = time.perf_counter() + self._comm.failures.deadline_s
+        left = network.ATTEMPTS
         while True:
             problems: list[OSError] = []
             for ip in ips:
@@ -233,29 +236,44 @@ class Server:
                 except OSError as error:
                     problems.append(error)
             late = [error for error in problems if isinstance(error, TimeoutError)]
-            if not late or time.perf_counter() > until:
+            left -= len(problems) < len(ips)  # who hung up is another job's listener, or had to make room for others
+            if not (late or (left and len(problems) < len(ips))) or time.perf_counter() > until:
                 strangers = ConnectionRefusedError(f"nobody of this job answers at {', '.join(ips) or 'any address'}")
                 raise (late or problems or [strangers])[0]
+            time.sleep(network.PAUSE_S)
 
     # --- answering ------------------------------------------------------------------------------------------------
     def _listen(self) -> None:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except ConnectionAbortedError:
-                continue  # whoever it was has changed its mind
-            except OSError:
-                if not self._stopped:  # such as too many open files
-                    sys.excepthook(*sys.exc_info())
-                return
+            except OSError:  # too many open files, such as a stranger's connections, of which some will end
+                if self._stopped:
+                    return
+                time.sleep(network.PAUSE_S)
+                continue
             thread = threading.Thread(target=self._serve, args=[connection], name="hpcdist-window", daemon=True)
-            self._asking[thread] = connection
+            self._asking[thread], self._unproven[thread] = connection, time.monotonic()
             thread.start()
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Hang up on the oldest connection that has proven nothing where there are too many of them.
+
+        Each has a moment to prove itself before, also where it has ended already: so whoever opens one after the other
+        costs little time, and shuts nobody out.
+        """
+        for thread, since in list(self._unproven.items())[: -network.UNPROVEN]:
+            time.sleep(max(0.0, since + network.PAUSE_S - time.monotonic()))
+            connection = self._asking.get(thread)
+            if self._unproven.pop(thread, None) is not None and connection is not None:
+                network.hang_up(connection)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
                 if network.accept(connection, self._token):
+                    self._unproven.pop(threading.current_thread(), None)
                     self._answer_all(connection)
         except Exception as error:
             if isinstance(error, HpcdistError) or not isinstance(error, OSError):  # an OSError: who asked has gone

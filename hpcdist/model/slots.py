@@ -32,8 +32,9 @@ class Slot:
     pointer: int = 0  # address of the slot's memory
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return the slot's elements of `flat`, in the shape and dtype of the tensor."""
-        return flat[self.start : self.stop].view(self.dtype).view(self.shape)
+        """Return the slot's elements of `flat`, in the shape of the tensor and in the precision of `flat`."""
+        dtype = flat.dtype.to_complex() if self.dtype.is_complex else flat.dtype
+        return flat[self.start : self.stop].view(dtype).view(self.shape)
 
     def bind(self, flat: Tensor) -> None:
         """Make `flat` the memory of the tensor, which stays the same object."""

@@ -1,10 +1,10 @@
 """Send, beside local steps, the parameters to random ranks, one-sidedly, and average the messages: push gossip.
 
-Each rank has a slot for every other one, which holds the sum of the messages that it has not taken yet, and a word
-that counts them; ranks that step change the word by atomics only. The sender marks the slot as being written, writes
-or adds, and counts one more. The receiver copies a slot and then swaps the count that it saw before for 0: that fails
-if the sender has begun to write meanwhile, and the slot is then left for the receiver's next step. So no message is
-lost, counted twice or read torn, and nobody waits.
+Each rank has a slot for every other one, which holds the sum of the messages that it has not taken yet (in float16
+their mean, which the sender reads and writes), and a word that counts them; ranks that step change it by atomics only.
+The sender marks the slot as being written, writes or adds, and counts one more. The receiver copies a slot and then
+swaps the count that it saw before for 0: that fails if the sender has begun to write meanwhile, and the slot is then
+left for the receiver's next step. So no message is lost, counted twice or read torn, and nobody waits.
 """
 
 from __future__ import annotations
@@ -92,9 +92,13 @@ class GossipPush(Strategy):
         slot, count = (self.comm.rank - peer) % self.comm.size - 1, 0
         while (current := self._counts.compare_and_swap(count, _WRITING, peer, slot)) != count:
             count = current  # only the receiver changes it meanwhile, and only to 0: the third attempt succeeds
-        for window, own in zip(self._slots, self._wire.pack(self.model.params), strict=True):
-            write = window.accumulate if count else window.put
-            write(own, peer, slot * own.numel())
+        for window, own, held in zip(self._slots, self._wire.pack(self.model.params), self._taken, strict=True):
+            write, at = window.accumulate if count else window.put, slot * own.numel()
+            if count and own.dtype is torch.float16:  # a sum may be beyond its range: such a slot holds the mean
+                window.get(held, peer, at)
+                average_in([held], [own], 1, count)
+                write, own = window.put, held
+            write(own, peer, at)
         self._counts.fetch_add(count + 1 - _WRITING, peer, slot)
 
     # --- the receiver ---------------------------------------------------------------------------------------------
@@ -102,7 +106,8 @@ class GossipPush(Strategy):
         """Average the own parameters, weighted `weight` times, with all messages that have arrived."""
         for slot, count in enumerate(self._arrived()):
             if count > 0 and self._take(slot, count):
-                average_in(self.model.params, self._taken, count, weight)
+                sums = [t.float() * count if t.dtype is torch.float16 else t for t in self._taken]
+                average_in(self.model.params, sums, count, weight)
                 weight += count  # a mean of that many from here on
 
     def _arrived(self) -> list[int]:

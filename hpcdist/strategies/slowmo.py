@@ -10,6 +10,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hpcdist.comm.transfer import WIDE
 from hpcdist.config import Named
 from hpcdist.model.optimizer_state import Moments, required
 from hpcdist.strategies.base import Outcome, Strategy, Update
@@ -106,7 +107,7 @@ class SlowMo(Periodic):
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
-        self._slow = [torch.zeros_like(x) for x in self.common]  # u
+        self._slow = [torch.zeros_like(x, dtype=WIDE.get(x.dtype)) for x in self.common]  # u, of gradients' size
         self._rates: list[float] = []  # of each parameter, the last one above 0, with which it has moved
         self._moments = Moments(comm, model)
         self._base: Strategy | None = None

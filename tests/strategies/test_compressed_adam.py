@@ -325,3 +325,11 @@ def test_what_the_rule_does_not_have_is_refused(make, message):
     cls = strategies.load("onebit_adam")
     with pytest.raises(ConfigError, match=message):
         run_virtual(lambda c: cls(cls.Config(), c, FlatModel(module), optimizer=make(module.parameters())), 1)
+
+
+@each("name", ["onebit_adam", "zero_one_adam"])
+def test_float16_is_refused_where_ranks_are_several(name):
+    """Adam's eps is 0 there: an element without a gradient would become 0/0."""
+    make = lambda: problem.model().half()  # noqa: E731
+    with pytest.raises(ConfigError, match=f"or bfloat16 with {name}; got '.*' in float16, which holds"):
+        run_virtual(lambda comm: go(comm, name, {}, make=make), 2)

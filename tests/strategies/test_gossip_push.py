@@ -56,6 +56,26 @@ def test_a_step_averages_the_own_parameters_with_every_message(ranks):
     assert torch.equal(second, first) and torch.equal(third, first), "a message was counted again"
 
 
+@pytest.mark.sizes(2, 3)
+def test_messages_of_float16_may_have_a_sum_beyond_its_range(ranks):
+    """Three wait in a slot: their mean is (4 · 10⁴ + 2 · 10⁴ + 3 · 10⁴)/3 in both parameters."""
+
+    def body(comm):
+        strategy = problem.make(comm, NAME, torch.nn.Linear(1, 1).half())
+        for value in (40_000, 20_000, 30_000):
+            strategy.model.params[0].fill_(value)
+            if comm.rank == 0:
+                strategy._push(1)
+        comm.barrier()
+        if comm.rank == 1:
+            strategy._average(1)
+        found = strategy.model.params[0].tolist()
+        strategy.close()
+        return found
+
+    assert ranks(body)[1] == [30_000] * 2
+
+
 @pytest.mark.sizes(2, 4)
 def test_a_slot_that_is_written_while_it_is_copied_is_left_for_the_next_step(ranks):
     """Rank 1 pushes 1, and 3 between rank 0's copy of the slot and its attempt to empty it."""

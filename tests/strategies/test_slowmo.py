@@ -9,6 +9,7 @@ from harness.cases import each
 from hpcdist import strategies
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
+from hpcdist.model.flat import FlatModel
 from strategies import replicas
 
 pytestmark = pytest.mark.computes
@@ -24,6 +25,28 @@ GOSSIPS = [
 def test_the_defaults_are_those_of_the_published_code():
     config = strategies.load(NAME).Config()
     assert (config.period, config.slow_lr, config.slow_momentum, config.base.name) == (48, 1.0, 0.5, "local")
+
+
+@pytest.mark.sizes(2)
+def test_gradients_whose_sum_is_beyond_float16s_range_move_as_in_float32(ranks):
+    """And 1/rate, 10⁵, is beyond it, too."""
+
+    def body(comm):
+        found = []
+        for dtype in (torch.float16, torch.float32):
+            module = torch.nn.Linear(2, 1, bias=False, dtype=dtype)
+            module.weight.data.fill_(1.0)
+            local, cls = torch.optim.SGD(module.parameters(), lr=1e-5), strategies.load(NAME)
+            strategy = cls(cls.Config(period=2), comm.split(0), FlatModel(module), optimizer=local)
+            for _ in range(4):
+                module.weight.grad = torch.full_like(module.weight, 4e4)
+                strategy.step(local.step)
+            found.append(module.weight[0, 0].item())
+            strategy.close()
+        return found
+
+    for half, single in ranks(body):
+        assert half == pytest.approx(single, abs=2e-3) and single == pytest.approx(-1, abs=1e-6)
 
 
 def close(found, expected):

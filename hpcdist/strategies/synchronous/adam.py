@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Update
+from hpcdist.strategies.base import Update, name_of
 from hpcdist.strategies.synchronous.own_step import OwnStep, Trained, rate_of
 
 
@@ -33,6 +34,12 @@ class AdamStep(OwnStep):
     def __init__(self, config: OwnStep.Config, comm: Communicator, model: FlatModel, **given: Any):
         super().__init__(config, comm, model, **given)
         self.runs_optimizer = comm.size == 1
+        half = [name for name, one in zip(model.names, model.parameters()) if one.dtype is torch.float16]
+        if half and not self.runs_optimizer:
+            raise ConfigError(
+                f"parameters must be float32, float64 or bfloat16 with {name_of(self)}; got {half[0]!r} in float16, "
+                "which holds neither squares of gradients nor Adam's eps. Keep them in float32; use torch.autocast."
+            )
 
     def move(self, update: Update) -> None:
         if self.runs_optimizer:

@@ -188,10 +188,7 @@ def receive(connection: socket.socket, into: memoryview) -> None:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """End a connection or a listener, and wake the thread that waits in it, which then closes it.
-
-    Closed here, its number could be another connection's before that thread looks, which would then wait for that one.
-    """
+    """Wake the thread that waits in a connection, and closes it: closed here, its number may be another's meanwhile."""
     with suppress(OSError):  # the other end was first
         connection.shutdown(socket.SHUT_RDWR)  # closing alone would wake nobody, and not count if a child has it too
 

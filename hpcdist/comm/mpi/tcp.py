@@ -258,11 +258,7 @@ class Server:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Hang up on the oldest connection that has proven nothing where there are too many of them.
-
-        Each has a moment to prove itself before, also where it has ended already: so whoever opens one after the other
-        costs little time, and shuts nobody out.
-        """
+        """Hang up on the oldest of too many that have proven nothing, each after a moment: so a flood costs little."""
         for thread, since in list(self._unproven.items())[: -network.UNPROVEN]:
             time.sleep(max(0.0, since + network.PAUSE_S - time.monotonic()))
             connection = self._asking.get(thread)

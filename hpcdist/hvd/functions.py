@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hpcdist.hvd.operations import allgather, broadcast_, broadcast_async_, synchronize
 from hpcdist.hvd.state import ProcessSet, global_process_set, rank
+from hpcdist.session.values import AnyDtype
 
 
 def broadcast_parameters(
@@ -38,8 +40,13 @@ def broadcast_optimizer_state(
         optimizer.load_state_dict(state)
 
 
+class _ScriptPickler(AnyDtype, cloudpickle.Pickler):
+    """Pickles functions of scripts, too."""
+
+
 def _bytes_of(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(cloudpickle.dumps(value)), dtype=torch.uint8)
+    _ScriptPickler(file := io.BytesIO()).dump(value)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
 def broadcast_object(

@@ -61,15 +61,19 @@ def broadcast_in(comm: Communicator, value: Any, root: int = 0) -> Any:
     return pickle.loads(comm.gather(_pickled(value) if comm.rank == root else b"")[root])
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles tensors of all dtypes: of unsigned integers and narrow floats, of which torch reads few, as integers."""
+class AnyDtype:
+    """Lets a pickler take tensors of all dtypes: unsigned and narrow ones, of which torch reads few, as integers."""
 
     def reducer_override(self, value: Any) -> Any:
         narrow = type(value) is Tensor and (value.dtype in SIGNED or value.dtype in WIDE)
         if not narrow or value.layout is not torch.strided or value.requires_grad:
-            return NotImplemented
+            return getattr(super(), "reducer_override", lambda _: NotImplemented)(value)  # cloudpickle has one
         integers = getattr(torch, f"int{8 * value.itemsize}")
         return Tensor.view, (value.resolve_conj().resolve_neg().view(integers), value.dtype)
+
+
+class _Pickler(AnyDtype, pickle.Pickler):
+    """Pickles by reference, as pickle does."""
 
 
 def _pickled(value: Any) -> bytes:

@@ -317,6 +317,9 @@ def adasum_and_sparse_optimizers():
 def layers_and_objects():
     require(hvd.allgather_object({"rank": rank}) == [{"rank": r} for r in range(size)])
     require(hvd.broadcast_object([rank], root_rank=1) == [1])
+    for dtype in (torch.uint16, torch.uint64, torch.float8_e5m2):
+        found = [*hvd.allgather_object([torch.ones(3).to(dtype)]), hvd.broadcast_object([torch.ones(3).to(dtype)], 0)]
+        require(all(one.dtype == dtype and one.tolist() == [1, 1, 1] for (one,) in found))
     layer, plain = hvd.SyncBatchNorm(8), nn.BatchNorm1d(8)
     torch.testing.assert_close(layer(inputs[mine]), plain(inputs)[mine], rtol=1e-4, atol=1e-5)
 

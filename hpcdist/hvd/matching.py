@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -34,8 +34,10 @@ SHORTEST_S, LONGEST_S = 50e-6, 1e-3  # pauses of ranks that wait for each other'
 NEWS_S = 2.0  # so much later than a failure MPI may tell of the death behind it
 AWAKE = 100  # times that the thread looks for requests in vain before it sleeps
 KNOWN = 1 << 16  # names whose numbers are kept
-WORDS = 2  # of a request: its name, and what must be the same on all ranks
-HEAD = 2  # words before them: how many there are, and when the rank joined
+WORDS = 2  # of a request: its name with its kind, and what must be the same on all ranks
+KINDS = 255  # the bits of the first that its kind sets
+HEAD = 3  # words before them: how many there are, when the rank joined, and whether one has waited past the deadline
+SHOWN = 8  # requests of a rank that a message names
 
 
 class NamedCall(abc.ABC):
@@ -50,6 +52,7 @@ class NamedCall(abc.ABC):
         PROPERTIES: names of what must be the same on all ranks.
         found: the result.
         over: the result is there, or the error.
+        told_s: when the other ranks were told of it.
     """
 
     kind: ClassVar[str] = ""
@@ -59,7 +62,7 @@ class NamedCall(abc.ABC):
         self.name, self.like = name, like
         self.found: Any = None
         self.error: BaseException | None = None
-        self.over = False
+        self.over, self.told_s = False, 0.0
 
     @property
     def together(self) -> Any:
@@ -69,7 +72,7 @@ class NamedCall(abc.ABC):
     @property
     def key(self) -> tuple[int, int]:
         """Return numbers for the name, and for what must be the same on all ranks."""
-        return _number(self.kind, self.name), _number(*self.like)
+        return _place(self.kind, self.name), _number(*self.like)
 
     @abc.abstractmethod
     def make(self, calls: Collectives) -> None:
@@ -246,13 +249,15 @@ class Matcher:
             some = self._round(told)
         except BaseException as error:  # of the exchange itself: no call can be made any more
             broken = error
-            self._abandon()
+            with suppress(Exception):  # whatever comes of it, requests end
+                self._abandon()
         self._lock.acquire()
         self._at_work = False
         if broken is not None:
             self._error = broken
-            for request in self._pending.values():
-                self._end_failed(request)
+            for request in (*told, *self._pending.values()):
+                if not request.over:
+                    self._end_failed(request)
             self._pending.clear()
         self._changed.notify_all()
         if broken is not None and not isinstance(broken, Exception):  # such as KeyboardInterrupt
@@ -283,7 +288,10 @@ class Matcher:
         joined = next((request for request in told if isinstance(request, Join)), None)
         own = [request for request in told if request is not joined]
         keys = [request.key for request in own]
-        asked, since_ns = self._tell_all([*itertools.chain(*keys)], 0 if joined is None else joined.since_ns)
+        late = self._is_late(own)
+        asked, since_ns, any_late = self._tell_all(
+            [*itertools.chain(*keys)], 0 if joined is None else joined.since_ns, late
+        )
         if self.watcher is not None:
             self.watcher.met()
         present = [rank for rank, moment in enumerate(since_ns) if not moment]
@@ -298,7 +306,9 @@ class Matcher:
         by_rank = [dict(zip(row[::WORDS], row[1::WORDS])) for row in asked]
         common = [name for name in by_rank[present[0]] if all(name in by_rank[rank] for rank in present)]
         if not common:
-            return False
+            if any_late:
+                self._end_late(own)
+            return self._refuse_kinds(own, [by_rank[rank] for rank in present])
         by_name = {key[0]: request for key, request in zip(keys, own)}
         if len(present) < len(asked):
             by_name = self._stand_in(present, by_name, common)
@@ -309,10 +319,48 @@ class Matcher:
         self._make([by_name[name] for name in common if name not in differ])
         return True
 
-    def _tell_all(self, words: Sequence[int], since_ns: int) -> tuple[list[list[int]], list[int]]:
-        """Collective. Return all ranks' words, and when each has joined: 0 where it has not."""
+    def _is_late(self, requests: Sequence[NamedCall]) -> bool:
+        """Tell whether one has waited for other ranks' for longer than the deadline, since it was told of first."""
+        now_s, late = time.perf_counter(), False
+        for request in requests:
+            request.told_s = request.told_s or now_s
+            late |= now_s - request.told_s > self.comm.failures.deadline_s
+        return late
+
+    def _end_late(self, requests: Sequence[NamedCall]) -> None:
+        """Collective. Raise DeadlineError, which says what each rank waits for."""
+        names = [f"{one.kind} of {one.name!r}" for one in requests[:SHOWN]]
+        names += [f"{len(requests) - SHOWN} more"] * (len(requests) > SHOWN)
+        found = self.comm.gather(", ".join(names))
+        texts = [f"rank {rank} waits for {calls}" for rank, calls in enumerate(found) if calls]
+        raise DeadlineError(
+            f"a call must be asked for by all ranks, under one name, within {self.comm.failures.deadline_s:g} s; got "
+            f"{'; '.join(texts)}. Give it the same name on all ranks, and have each of them ask for it."
+        )
+
+    def _refuse_kinds(self, requests: Sequence[NamedCall], told: Sequence[Collection[int]]) -> bool:
+        """Collective. End requests whose name two ranks have for different kinds of call; tell whether there are any.
+
+        Args:
+            told: by rank, of those that have not joined, the first words of its requests.
+        """
+        names = set.intersection(*({word & ~KINDS for word in words} for words in told))
+        for name in sorted(names):
+            here = [one for one in requests if one.key[0] & ~KINDS == name]
+            found = self.comm.gather([one.kind for one in here])
+            texts = [f"{' and '.join(kinds)} on rank {rank}" for rank, kinds in enumerate(found) if kinds]
+            for request in here:
+                request.error = HorovodInternalError(
+                    f"Mismatched calls of {request.name!r}: all ranks must make the same call under one name; got "
+                    f"{'; '.join(texts)}. Give each call a name of its own."
+                )
+            self._end(here)
+        return bool(names)
+
+    def _tell_all(self, words: Sequence[int], since_ns: int, late: bool) -> tuple[list[list[int]], list[int], bool]:
+        """Collective. Return all ranks' words, when each has joined (0 where it has not), and whether one is late."""
         own, everyone = self._own.numpy(), self._all.numpy()
-        own[:HEAD], told = (len(words), since_ns), len(own) - HEAD
+        own[:HEAD], told = (len(words), since_ns, late), len(own) - HEAD
         own[HEAD : HEAD + len(words)] = words[:told]
         self.calls.all_gather(self._all, self._own)
         counts, moments = everyone[:, 0].tolist(), everyone[:, 1].tolist()
@@ -327,7 +375,7 @@ class Matcher:
                 self._make_room(min(2 * most // WORDS, MOST_OF_ALL))
         else:
             rows = everyone[:, HEAD:]
-        return [row[:count].tolist() for row, count in zip(rows, counts)], moments
+        return [row[:count].tolist() for row, count in zip(rows, counts)], moments, bool(everyone[:, 2].any())
 
     def _stand_in(
         self, present: Sequence[int], own: dict[int, NamedCall], common: Sequence[int]
@@ -337,7 +385,7 @@ class Matcher:
         described = self.comm.gather(told)
         found = {}
         for kind, name, like in described[present[0]]:
-            number = _number(kind, name)
+            number = _place(kind, name)
             request = own.get(number) or STANDINS.get(kind, Refused)(name, like)
             if kind not in STANDINS:
                 request.error = HorovodInternalError(f"{kind} must not be called once a rank has joined; got {name!r}.")
@@ -406,6 +454,12 @@ def _number(*values: Any) -> int:
     """Return a number for values that is the same on all ranks."""
     text = repr(list(map(_shown, values))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+@lru_cache(maxsize=KNOWN)
+def _place(kind: str, name: str) -> int:
+    """Return the number of a name, with that of its kind in the last bits."""
+    return (_number(name) & ~KINDS) | (_number(kind) & KINDS)
 
 
 def _shown(value: Any) -> str:

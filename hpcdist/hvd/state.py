@@ -54,7 +54,7 @@ class ProcessSet:
     def number(self, kind: str) -> str:
         """Return a name for the next call of its kind without one."""
         self.unnamed[kind] += 1
-        return f"noname.{self.joins}.{self.unnamed[kind]}"
+        return f"{kind}.noname.{self.joins}.{self.unnamed[kind]}"
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={list(self.ranks)})"

@@ -124,6 +124,9 @@ def ranks_that_differ_are_told():
     while not poll(handle):
         time.sleep(0.001)
     synchronize(handle)
+    kinds = (hvd.allreduce, hvd.allgather)
+    text = "all ranks must make the same call under one name; got allreduce on rank 0; allgather on rank 1"
+    raises(HorovodInternalError, text, lambda: kinds[rank % 2](torch.ones(1), name="kinds"))
     raises(ValueError, "op must be one of hvd's", lambda: hvd.allreduce(torch.ones(1), op="mean"))
     raises(ValueError, "average must not be given", lambda: hvd.allreduce(torch.ones(1), True, op=hvd.Sum))
     raises(ValueError, "rows must be as many", lambda: hvd.alltoall(torch.ones(size + 1)))

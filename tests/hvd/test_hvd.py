@@ -22,6 +22,31 @@ def test_a_script_that_imports_horovod_does_what_it_should(size):
     assert {"optimizers", "process_sets", "it_ends_and_begins_again"} <= set(job.stdout.split())
 
 
+def test_names_that_one_rank_alone_has_are_told_at_the_deadline_and_later_calls_end_so(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("""
+import time
+import torch
+import hpcdist
+import horovod.torch as hvd
+hpcdist.init(deadline_s=2)
+hvd.init()
+start = time.monotonic()
+for name in ("epoch 1" if hvd.rank() == 0 else "epoch 2", "later"):
+    try:
+        hvd.allreduce(torch.ones(1), name=name)
+    except hvd.HorovodInternalError as error:
+        print(error, time.monotonic() - start > 2, time.monotonic() - start < 60)
+""")
+    job = launch(2, ["-m", "hpcdist.hvd", script], env=IMPORTS, timeout_s=LIMIT_S)
+    text = (
+        "a call must be asked for by all ranks, under one name, within 2 s; got rank 0 waits for allreduce of "
+        "'epoch 1'; rank 1 waits for allreduce of 'epoch 2'. Give it the same name on all ranks, and have each of them "
+        "ask for it. True True"
+    )
+    assert job.returncode == 0 and job.stdout.splitlines() == [text] * 4, (job.stdout, job.stderr)
+
+
 def test_a_script_finds_the_modules_beside_it(tmp_path):
     (tmp_path / "beside.py").write_text("answer = 42\n")
     script = tmp_path / "script.py"

@@ -74,7 +74,8 @@ class Background:
     def close(self) -> None:
         """End the thread once all tasks are done."""
         self._tasks.put(None)
-        self._thread.join()
+        with self.awaited():
+            self._thread.join()
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:

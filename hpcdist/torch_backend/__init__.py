@@ -51,9 +51,25 @@ def _met_by_mpi(otherwise: Callable[..., Iterator[Any]]) -> Callable[..., Iterat
 
         comm = init(torch_distributed=False)
         given = dict(parse_qsl(urlparse(url).query))
-        yield meet(comm).store, int(given.get("rank", comm.rank)), int(given.get("world_size", comm.size))
+        rank, size = int(given.get("rank", comm.rank)), int(given.get("world_size", comm.size))
+        if size == comm.size:
+            numbers_of(comm, rank)
+        yield meet(comm).store, rank, size
 
     return meet_by_mpi
+
+
+def numbers_of(world: Any, rank: int) -> list[int]:
+    """Collective. Return torch.distributed's numbers of MPI's ranks; raise WorldError where two have the same."""
+    from hpcdist.errors import WorldError
+
+    found: list[int] = world.gather(rank)
+    if sorted(found) != list(range(world.size)):
+        raise WorldError(
+            f"rank of init_process_group must be another number from 0 to {world.size - 1} on each rank; got "
+            f"{', '.join(map(str, found))} on MPI's ranks 0 to {world.size - 1}. Leave it out: MPI tells the ranks."
+        )
+    return found
 
 
 register()

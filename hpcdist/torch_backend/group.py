@@ -30,6 +30,7 @@ from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import ConfigError, DeadlineError, WorldError
 from hpcdist.model.passes import uncompiled
 from hpcdist.session.world import init
+from hpcdist.torch_backend import numbers_of
 from hpcdist.torch_backend.work import NO_LIMIT, Begun, FromAnyone, Over, Sent, Several
 
 OPERATIONS = {
@@ -101,15 +102,17 @@ class MpiGroup(dist.ProcessGroup):
         """
         world, ranks = init(torch_distributed=False), list(options.global_ranks_in_group)
         rank, size = options.group_rank, options.group_size
+        limit_s = start_s = options.timeout.total_seconds() or world.failures.deadline_s
         if not ranks:  # the default group
             require_same_world(world, rank, size)
-            everyone = world.gather(rank)
+            everyone = numbers_of(world, rank)
             ranks = sorted(range(size), key=everyone.__getitem__)
         elif isinstance(dist.group.WORLD, MpiGroup):
             ranks = [dist.group.WORLD.in_world[rank] for rank in ranks]
-        comm = _among(world, ranks, f"torch.distributed/{options.group_id}")
-        limit_s = options.timeout.total_seconds()
-        comm.failures.deadline_s = limit_s if limit_s > 0 else comm.failures.deadline_s
+            # torch gives a group without a timeout half an hour, whatever the default group has.
+            start_s = min(limit_s, dist.group.WORLD.comm.failures.deadline_s)
+        comm = _among(world, ranks, f"torch.distributed/{options.group_id}", start_s)
+        comm.failures.deadline_s = limit_s
         return cls(comm, options.store, ranks)
 
     # --- what torch asks of a group -----------------------------------------------------------------------------------
@@ -141,7 +144,8 @@ class MpiGroup(dist.ProcessGroup):
         return (self.on_gpus() if torch.device(device).type == "cuda" else None) or self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self.comm.failures.deadline_s = timeout.total_seconds()
+        for comm in (self.comm, self._calls.comm):
+            comm.failures.deadline_s = timeout.total_seconds()
 
     def _set_sequence_number_for_group(self) -> None:
         self._sequence = 0
@@ -352,14 +356,18 @@ class MpiGroup(dist.ProcessGroup):
         return Several(works, None)
 
     def shutdown(self) -> None:
-        """Collective. Wait for all calls, and release what the group holds; nothing happens the second time."""
+        """Collective. Wait for all calls, and release what the group holds; nothing happens the second time.
+
+        Raises what a call has raised that was begun and that nobody has waited for.
+        """
         if isinstance(self.comm, Closed):
             return
         if self._elsewhere:
             self._elsewhere.shutdown()
-        self._calls.close()
-        self.comm.close()
+        calls, comm = self._calls, self.comm
         self.comm = self._calls = self._elsewhere = cast(Any, Closed("a process group", "destroyed"))
+        calls.close()
+        comm.close()
 
     abort = shutdown
 
@@ -373,11 +381,11 @@ def require_same_world(world: Communicator, rank: int, size: int) -> None:
         )
 
 
-def _among(world: Communicator, ranks: Sequence[int], name: str) -> Communicator:
+def _among(world: Communicator, ranks: Sequence[int], name: str, limit_s: float) -> Communicator:
     """Collective among these ranks. Make a communicator of them."""
     if mpi_of(world) is None:  # one rank, without MPI
         return world.split(0)
-    return cast(Any, world).among(ranks, name)
+    return cast(Any, world).among(ranks, name, limit_s)
 
 
 def _operation(options: Any) -> tuple[str, float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -19,6 +20,10 @@ NO_LIMIT = timedelta(0)
 # What a script has a future call may itself make collective calls, and wait for them: so it must not keep the thread
 # that makes those. More threads than that wait for each other in no script.
 _FOLLOWERS = ThreadPoolExecutor(64, "hpcdist-futures")
+# Works that Python has let go of, and not waited for: C++ may keep one, as DistributedDataParallel does for `join`, and
+# can't wait for it without Python's half of it. Nobody tells until when, so the last ones stay.
+LET_GO: deque[Begun] = deque(maxlen=256)
+KEPT_BYTES = 1 << 12  # of a tensor that stays with them
 
 
 class Over(dist.Work):
@@ -64,11 +69,20 @@ class Begun(Over):
         work: of hpcdist's.
     """
 
+    _asked = False  # somebody has waited for it, or has its future
+
     def __init__(self, work: Any, found: Any):
         super().__init__(found)
         self._work = work
 
+    def __del__(self, keep: Callable[[Begun], None] = LET_GO.append) -> None:
+        if not self._asked:
+            if not all(isinstance(one, torch.Tensor) and one.nbytes <= KEPT_BYTES for one in self.found):
+                self.found = []
+            keep(self)
+
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
+        self._asked = True
         self._work.wait(timeout.total_seconds() if timeout > NO_LIMIT else None)
         return True
 
@@ -76,19 +90,23 @@ class Begun(Over):
         return self._work.done()
 
     def exception(self) -> BaseException | None:
+        self._work.told = self._work.done()
         return self._work.error
 
     def get_future(self) -> torch.futures.Future:
-        future: torch.futures.Future = torch.futures.Future()
-
-        def over() -> None:
-            if self._work.error is None:
-                future.set_result(self.found)
-            else:
-                future.set_exception(self._work.error)
-
-        self._work.when_over(partial(_FOLLOWERS.submit, over))
+        self._asked = True
+        over: torch.futures.Future = torch.futures.Future()
+        # What a callback raises is an error to C++, too; what `set_exception` sets is a value there.
+        future = over.then(self._value)
+        if self._work.done():
+            over.set_result(None)
+        else:
+            self._work.when_over(partial(_FOLLOWERS.submit, over.set_result, None))
         return future
+
+    def _value(self, _: object) -> Any:
+        self._work.raise_error()
+        return self.found
 
 
 class Sent(Over):

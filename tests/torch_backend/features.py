@@ -6,6 +6,8 @@ Prints the name of each feature that does what it should. With names: these alon
 from __future__ import annotations
 
 import copy
+import inspect
+import itertools
 import tempfile
 import time
 import warnings
@@ -34,6 +36,7 @@ from harness.features import OWN, STEPS, feature, network, require, run, samples
 from hpcdist.registry import catalogue
 from hpcdist.torch_backend.group import BARRIER_TAG
 from hpcdist.torch_backend.hooks import CompressionState, compressed
+from hpcdist.torch_backend.work import LET_GO
 
 
 def sgd(params):
@@ -61,10 +64,19 @@ def ddp():
         {"static_graph": True},
         {"find_unused_parameters": True},
         {"gradient_as_bucket_view": True},
+        {"broadcast_buffers": False, "check_reduction": True, "process_group": dist.new_group(list(range(size)))},
+        {"device_mesh": init_device_mesh("cpu", (size,))},
+        {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+        {"bucket_cap_mb_list": [1, 2]},
+        {"batched_grad_copy": True},
     ):
-        net = DistributedDataParallel(network(), **options)
-        train(net, sgd(net.parameters()), inputs[mine], targets[mine])
-        same(net.parameters(), alone())
+        if options.keys() <= inspect.signature(DistributedDataParallel).parameters.keys():  # not all torches have all
+            net = DistributedDataParallel(network(), **options)
+            train(net, sgd(net.parameters()), inputs[mine], targets[mine])
+            same(net.parameters(), alone())
+    net = DistributedDataParallel(network() if rank == 0 else network(2), init_sync=True)
+    train(net, sgd(net.parameters()), inputs[mine], targets[mine])
+    same(net.parameters(), alone())
 
 
 @feature
@@ -89,6 +101,33 @@ def ddp_buffers_and_join():
     everyone = [torch.empty(4) for _ in range(size)]
     dist.all_gather(everyone, net.module[0].bias.grad)
     same(everyone[1:], everyone[:1] * (size - 1))
+
+
+@feature
+def ddp_joins_with_either_divisor_and_with_hooks():
+    hooks = {None: 0.0, default_hooks.allreduce_hook: 0.0, default_hooks.fp16_compress_hook: 1e-2}
+    for (hook, tolerance), by_all in itertools.product(hooks.items(), (True, False)):
+        net = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+        if hook is not None:
+            net.register_comm_hook(None, hook)
+        with net.join(divide_by_initial_world_size=by_all):
+            for step in range(rank + 1):  # rank r brings gradients of r + 1, in r + 1 steps
+                net.zero_grad()
+                net(torch.full((1, 1), rank + 1.0)).sum().backward()
+                here = range(step, size)
+                # Hooks divide by the number of the group's ranks themselves.
+                divisor = size if by_all or hook is not None else len(here)
+                same([net.module.weight.grad], [torch.full((1, 1), sum(r + 1.0 for r in here) / divisor)], tolerance)
+
+
+@feature
+def works_that_nobody_waits_for_stay_few():
+    for _ in range(2000):
+        dist.all_reduce(torch.ones(1), async_op=True)
+    large = dist.all_reduce(torch.ones(5000), async_op=True)
+    dist.barrier()
+    del large
+    require(len(LET_GO) == 256 and not LET_GO[-1].found and LET_GO[-2].found, len(LET_GO))
 
 
 class Slow(torch.autograd.Function):

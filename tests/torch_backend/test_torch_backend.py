@@ -130,6 +130,7 @@ say("alike")
 REFUSED = {
     "dist.all_to_all_single(torch.ones(3), torch.ones(3))": "output of all_to_all_single must have as many rows",
     "dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX)": "op of a sparse all_reduce must be SUM; got max",
+    "dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG)": "operation 'mean' must have",
     "dist.group.WORLD.allreduce([torch.ones(1)], Odd()).wait()": "op must be one of ReduceOp's; got odd",
 }
 
@@ -170,6 +171,52 @@ say("refused")
 """
     job = mpirun(2, "-c", SAY + text)
     assert job.returncode == 0 and job.stdout.strip() == "['refused', 'refused']", job.stderr
+
+
+MEETING = """
+import sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+import hpcdist.torch_backend
+dist.init_process_group("hpcdist", timeout=timedelta(seconds=3))
+rank = dist.get_rank()
+"""
+LEFT_OVER = """
+import contextlib
+with contextlib.suppress(RuntimeError):
+    dist.all_reduce(torch.ones(3 + rank))
+works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(1 - rank)]
+dist.destroy_process_group()
+"""
+NEVER_MADE = {
+    "groups in another order": (
+        "[dist.new_group(ranks) for ranks in ([[0, 1], [0, 1, 2]] if rank else [[0, 1, 2], [0, 1]])]",
+        "for every rank in the start of a group of ranks 0, 1, 2",
+    ),
+    "a group that one rank does not make": ("rank and dist.new_group([0, 1, 2])", "rank 0: in exit on world"),
+    "a call that was begun and never waited for": (LEFT_OVER, "rank 1 to come to the collective call"),
+}
+
+
+@pytest.mark.parametrize("what", NEVER_MADE)
+def test_what_other_ranks_never_do_is_named_at_the_deadline(what):
+    line, text = NEVER_MADE[what]
+    job = mpirun(2 if line is LEFT_OVER else 3, "-c", MEETING + line)
+    assert job.returncode != 0 and text in job.stderr, job.stderr
+
+
+ASKED = {
+    "hpcdist.init(); dist.init_process_group('hpcdist')": "hpcdist.init() has made the ranks known",
+    "dist.init_process_group('hpcdist', rank=0, world_size=2)": "another number from 0 to 1 on each rank; got 0, 0 on",
+    "dist.init_process_group('gloo', rank=0, world_size=2)": "another number from 0 to 1 on each rank; got 0, 0 on",
+}
+
+
+@pytest.mark.parametrize("line", ASKED)
+def test_a_start_that_contradicts_the_ranks_is_refused(line):
+    job = mpirun(2, "-c", f"import hpcdist, hpcdist.torch_backend, torch.distributed as dist; {line}")
+    assert job.returncode != 0 and ASKED[line] in job.stderr, job.stderr
 
 
 def test_a_destroyed_group_is_refused_by_name_and_another_one_can_be_made():

@@ -16,12 +16,14 @@ class Work:
 
     Attributes:
         error: what the call raised.
+        told: somebody has got the error.
     """
 
     def __init__(self, call: Callable[[], None], awaited: Callable[[], AbstractContextManager[None]] = nullcontext):
         self._call, self._awaited, self._over = call, awaited, threading.Event()
         self._lock, self._followers = threading.Lock(), list[Callable[[], object]]()
         self.error: BaseException | None = None
+        self.told = False
 
     def run(self) -> None:
         """Make the call; keep what it raises for whoever waits."""
@@ -55,7 +57,12 @@ class Work:
             over = self._over.wait(limit_s)
         if not over:
             raise DeadlineError(f"a collective call was not over after {limit_s:g} s. Give it more time.")
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise what the call raised, if it has."""
         if self.error is not None:
+            self.told = True
             raise self.error
 
 
@@ -68,6 +75,7 @@ class CallQueue:
     def __init__(self, comm: Communicator):
         self._comm, self._concurrent = comm, concurrent(comm) and comm.trace.virtual is None and comm.size > 1
         self._thread: Background | None = None
+        self._failed: list[Work] = []
 
     @property
     def waiting(self) -> int:
@@ -83,14 +91,23 @@ class CallQueue:
         if self._thread is None:
             self._thread = Background(self._comm.failures, "hpcdist-collectives")
         work = Work(call, self._thread.awaited)
-        self._thread.submit(work.run)
+
+        def run() -> None:
+            work.run()
+            if work.error is not None:
+                self._failed.append(work)
+
+        self._thread.submit(run)
         return work
 
     def close(self) -> None:
-        """Wait for all calls, and end the thread."""
+        """Wait for all calls, and end the thread; raise the error of one that has failed and nobody has waited for."""
         if self._thread is not None:
             self._thread.close()
             self._thread = None
+        for work in self._failed:
+            if not work.told:
+                work.raise_error()
 
 
 def _nothing() -> None:

@@ -58,6 +58,7 @@ class Call:
 
     `peer` is a rank of the communicator, EVERYONE or ANYONE; `deadline_s` is infinite where the call itself minds it.
     A wait for a change in memory ends when `ready()` is true; only the ranks `by` can make it so (none: it isn't said).
+    Where the peer is EVERYONE all of them must come (none: all ranks of the communicator).
     """
 
     what: str
@@ -104,9 +105,9 @@ class Calls:
         self.inside -= 1
 
     @contextmanager
-    def blocked(self, what: str, peer: int, deadline_s: float) -> Iterator[None]:
+    def blocked(self, what: str, peer: int, deadline_s: float, by: Collection[int] = ()) -> Iterator[None]:
         """Note, inside the context, the call that this rank is blocked in, for the watchdog."""
-        outer, self.current = self.current, Call(what, peer, clock(), deadline_s)
+        outer, self.current = self.current, Call(what, peer, clock(), deadline_s, by)
         try:
             yield
         finally:
@@ -168,8 +169,8 @@ class Calls:
         Any thread may ask.
         """
         count, call = self.count, self.current  # in this order: a call that begins meanwhile has a higher number
-        if call is None or call.what == EXIT:
-            return None
+        if call is None or call.what == EXIT or (call.by and call.peer == EVERYONE):
+            return None  # of some ranks alone no count of calls tells who is late
         together = self.inside > 0 or call.peer == EVERYONE or call.what == BROADCAST
         by = () if together else call.by or ((call.peer,) if call.peer >= 0 and call.what in RECEIVES else ())
         if not together and not by:

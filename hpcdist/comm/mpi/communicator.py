@@ -259,15 +259,19 @@ class MpiCommunicator(Communicator):
         index = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
         return tuple(index[node] for node in nodes)
 
-    def among(self, ranks: Sequence[int], name: str) -> MpiCommunicator:
+    def among(self, ranks: Sequence[int], name: str, deadline_s: float | None = None) -> MpiCommunicator:
         """Collective among these ranks alone. Make a communicator of them, in this order.
 
         Args:
             name: how messages call it; all that these ranks make have another one.
+            deadline_s: in which all of them must come; by default this communicator's.
         """
+        limit_s = self.failures.deadline_s if deadline_s is None else deadline_s
         everyone = self.mpi.Get_group()
         group = everyone.Incl(list(ranks))
-        mpi = self.mpi.Create_group(group, zlib.crc32(name.encode()) % TAG_LIMIT)
+        what = f"the start of a group of ranks {', '.join(map(str, ranks))}, {name},"
+        with self.calls.blocked(what, EVERYONE, limit_s, ranks):
+            mpi = self.mpi.Create_group(group, zlib.crc32(name.encode()) % TAG_LIMIT)
         group.Free()
         everyone.Free()
         return self._made(mpi, self._nodes_of(ranks), self.memory.wanted, name)

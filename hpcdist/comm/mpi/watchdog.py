@@ -231,8 +231,9 @@ class Watchdog:
             missing = {calls.world_ranks[call.peer]}
         else:  # all that are not in this very call
             place = calls.place(call)
-            missing = {r for r in calls.world_ranks if r in answers and not answers[r].text.startswith(place)}
-            if any(r < self.rank for r in calls.world_ranks if r not in missing):
+            ranks = [calls.world_ranks[r] for r in call.by] or calls.world_ranks
+            missing = {r for r in ranks if r in answers and not answers[r].text.startswith(place)}
+            if any(r < self.rank for r in ranks if r not in missing):
                 time.sleep(POLL_S + ANSWER_S)  # the lowest waiting rank speaks for all; speak if it doesn't
         states = {rank: place.state for rank, place in answers.items() if place.state}
         missing = behind(missing, states) - {self.rank} or missing

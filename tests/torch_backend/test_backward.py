@@ -1,0 +1,43 @@
+"""A rank that fails inside a backward pass ends the job within the deadline, by what calls of torch.distributed say."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import pytest
+
+from comm.jobs_here import LIMIT_S
+from faults.deaths import ULFM, survivable
+from harness.launch import IMPORTS, find_mpirun, launch
+
+pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
+SCRIPT = Path(__file__).with_name("backward.py")
+SAYS = {
+    "hangs": "rank 1: not in a call of hpcdist; at ",
+    "stops": "rank 1: does not answer: it is stopped, by SIGSTOP or a debugger",
+    "ends": "rank 1: in exit on world",
+    "calls": "broadcast: float32 (3,), root 0 on rank 1. Make the same on each.",
+    "raises": "[rank 1] ValueError: labels must be below 10; got 12.",
+    "killed": "signal 9",
+}
+WITH_ULFM = SAYS | {"killed": "rank 1 has died; this call needs all of them."}
+FEW = {("ddp", how, False) for how in SAYS} | {("ddp", "killed", True), ("fsdp2", "ends", False)}
+
+
+def cases():
+    for case in itertools.product(("plain", "ddp", "fsdp2"), SAYS, (False, True)):
+        wrapped, how, tolerant = case
+        marks = [survivable] * tolerant + [pytest.mark.extended] * (case not in FEW)
+        yield pytest.param(*case, marks=marks, id=f"{wrapped}-{how}{'-ulfm' * tolerant}")
+
+
+@pytest.mark.parametrize(("wrapped", "how", "tolerant"), cases())
+def test_a_rank_that_fails_in_a_backward_pass_is_named_and_the_job_ends(wrapped, how, tolerant):
+    start = time.monotonic()
+    job = launch(2, [SCRIPT, wrapped, how], env=IMPORTS, options=ULFM * tolerant, timeout_s=LIMIT_S)
+    shown = job.stdout + job.stderr
+    assert job.returncode not in (0, 139) and "Segmentation fault" not in shown, shown[-3000:]
+    assert (WITH_ULFM if tolerant else SAYS)[how] in shown, shown[-3000:]
+    assert time.monotonic() - start < LIMIT_S / 2

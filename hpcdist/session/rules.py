@@ -393,6 +393,13 @@ RULES = {
         "inside. Do it between epochs: after the loop over hpcdist.shard(loader).",
         lambda contract: contract.ranks == "some serve",
     ),
+    "ranks that serve are called by torch.distributed": Rule(
+        "calls of torch.distributed must be outside of the training loop where ranks serve, for they never make them; "
+        "got one inside that needs rank {serving}. Call hpcdist.allreduce, allgather, broadcast or metric there, which "
+        "the workers share, or torch.distributed between epochs; or give what calls it a group of the workers alone, "
+        "dist.new_group({workers}), made before the loop: a metric takes it as process_group.",
+        lambda contract: contract.ranks == "some serve",
+    ),
     "the model is trained by no distributed optimiser": _always(
         "model must be one that a DistributedOptimizer trains; got another one, or one that is finished. Pass the "
         "module that DistributedOptimizer was given."

@@ -25,9 +25,10 @@ from hpcdist.comm.traced import begin_timeline, end_timeline
 from hpcdist.config import differences
 from hpcdist.config.files import loaded_files, package_checksum
 from hpcdist.config.merge import by_value
-from hpcdist.errors import CommunicationError, ConfigError, MismatchError, WorldError
+from hpcdist.errors import CommunicationError, ConfigError, HpcdistError, MismatchError, WorldError
 from hpcdist.faults import excepthook
 from hpcdist.parallel.grid import Grid
+from hpcdist.session import rules
 from hpcdist.version import __version__
 
 _log = logging.getLogger("hpcdist")
@@ -46,6 +47,7 @@ class Session:
         self.loader: Any = None  # the sharded loader that is being iterated for training
         self.group: Communicator | None = None  # the ranks that iterate it, where others serve them meanwhile
         self.peers: Communicator | None = None  # those of them that have this rank's stage
+        self.begun: Mapping[Any, int] | None = None  # calls of torch.distributed before that loop, by process group
         self.grid: Grid | None = None  # of the pipeline, where there is one
         self.calls = 0  # of all ranks, that the loop has made
         self.serves = False  # this rank serves, or has served, others that train
@@ -88,11 +90,35 @@ def current() -> Session:
 
 def shared_calls() -> int:
     """Count the calls of all ranks that the loop has made: hpcdist's, and torch.distributed's in all groups."""
-    count, groups = current().calls, dist.distributed_c10d._world.pg_map if dist.is_available() else ()
-    for group in cast(Iterable[Any], groups):
+    return current().calls + sum(group_calls().values())
+
+
+def group_calls() -> dict[Any, int]:
+    """Count the calls that this rank has begun in each process group of torch.distributed. Any thread may ask."""
+    counts: dict[Any, int] = {}
+    for group in cast(list[Any], list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []):
         with suppress(RuntimeError):  # a backend that doesn't count
-            count += group._get_sequence_number_for_group()
-    return count
+            counts[group] = group._get_sequence_number_for_group()
+            if group is dist.group.WORLD:  # all of its ranks make each new group, too
+                counts[group] += dist.distributed_c10d._world.group_count
+    return counts
+
+
+def call_of_servers(session: Session) -> HpcdistError | None:
+    """Return the error of a loop that has called ranks which serve meanwhile, by torch.distributed; None otherwise.
+
+    Such a call is never answered, whatever the others do: a rank that serves is in the loop until the workers leave it.
+    So it need not be known where this rank waits, in which call, or whether it waits at all. Any thread may ask.
+    """
+    before, workers = session.begun, session.group
+    if before is None or workers is None:
+        return None
+    own, ranks_of = workers.trace.world_ranks, dist.distributed_c10d._world.pg_group_ranks
+    called = [group for group, count in group_calls().items() if count > before.get(group, -1)]  # -1: made in the loop
+    serving = sorted({rank for group in called for rank in ranks_of.get(group, ())}.difference(own))
+    if not serving or session.begun is not before:  # else the loop has ended meanwhile, and counts are of what follows
+        return None
+    return rules.error("ranks that serve are called by torch.distributed", serving=serving[0], workers=list(own))
 
 
 def init(
@@ -187,7 +213,7 @@ def _join_world(
             require_equal(comm, versions | settings, "versions and settings")
             if introduces and comm.size > 1:
                 _introduce(comm, (internode or "").partition(":")[2])
-            comm.watch(lambda: "it serves" if _process.serves else "")
+            comm.watch(lambda: "it serves" if _process.serves else "", lambda: call_of_servers(_process))
     return comm
 
 

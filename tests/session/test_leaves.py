@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 
@@ -143,6 +144,40 @@ SERVES = r"\[rank 0\] This rank serves the ranks that train: a loop over hpcdist
 )
 def test_what_fails_on_a_rank_that_serves_says_that_it_serves(tmp_path, text, error):
     assert re.search(error, ends(tmp_path, "hardsync", text, 2))
+
+
+CALLS = """
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce as sum_of
+workers = dist.new_group(range(1, hd.size()))
+for x, y in loader:
+    step(x, y)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=workers)
+    assert total == hd.allreduce(1, "sum") == hd.size() - 1
+    {call}
+hd.finish(model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "call"),
+    [
+        ("parameter_server", "dist.all_reduce(total)"),
+        ("easgd", "dist.all_reduce(total, async_op=True).wait()"),
+        ("hardsync", "dist.broadcast(total, 1)"),  # the root's ends without an answer
+        pytest.param("hardsync", "dist.new_group([0, 1])", marks=pytest.mark.extended),
+        pytest.param("softsync", "dist.all_gather_object([None] * 2, 1)", marks=pytest.mark.extended),
+        pytest.param("hardsync", "sum_of(total, 'sum', dist.group.WORLD) + 1", marks=pytest.mark.extended),
+    ],
+)
+def test_a_call_of_torch_distributed_that_ranks_which_serve_never_make_is_named(tmp_path, strategy, call):
+    begin = time.monotonic()
+    shown = ends(tmp_path, strategy, CALLS.format(call=call), 2)
+    assert "calls of torch.distributed must be outside of the training loop where ranks serve" in shown
+    assert re.search(r"needs rank 0. Call hpcdist.allreduce, .* dist.new_group\(\[1\]\), made before the loop", shown)
+    assert "broadcast" in call or re.search(rf"rank 1 is at .*: {re.escape(call)}\n", shown), shown
+    assert time.monotonic() - begin < 30, "and not after the deadline"
 
 
 def test_a_loop_without_a_data_loader_serves_where_its_range_is_sharded(tmp_path):

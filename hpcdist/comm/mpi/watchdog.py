@@ -24,6 +24,7 @@ from hpcdist.comm.lines import line_of
 from hpcdist.comm.mpi.calls import EXIT, Call, Calls, Place
 from hpcdist.comm.mpi.library import end
 from hpcdist.comm.mpi.stuck import RankState, behind, nearest, stuck
+from hpcdist.errors import HpcdistError
 
 POLL_S, BLOCKED_S = 0.25, 0.05  # pause between two looks, and while this rank is blocked
 PATIENCE_S = 0.2  # a rank that is blocked for so long says so
@@ -44,6 +45,7 @@ class Watchdog:
         pids: processes of the ranks of this node.
         in_use: gives the calls of the communicators in use.
         role: tells what is special about this rank, for messages.
+        refused: tells what the thread has done for which the job must end, because nobody else may ever say so.
         tolerant: the library survives a rank that dies.
     """
 
@@ -53,11 +55,12 @@ class Watchdog:
         pids: Mapping[int, int],
         in_use: Callable[[], Sequence[Calls]],
         role: Callable[[], str],
+        refused: Callable[[], HpcdistError | None],
         *,
         tolerant: bool,
     ):
         self._mpi, self._pids, self._in_use, self._tolerant = mpi, pids, in_use, tolerant
-        self._role = role
+        self._role, self._refused = role, refused
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
         self._watched = threading.get_ident()
         self._stopped, self._wanted, self._complete = threading.Event(), threading.Event(), threading.Event()
@@ -112,6 +115,9 @@ class Watchdog:
             late = self._late()
             if late is not None:
                 self._end(*late)
+            if (error := self._refused()) is not None:
+                log.before_end(f"rank {self.rank} is at {self._line()}\n{error} Ending the job.")
+                end(STATUS)
 
     def _oldest_s(self) -> float:
         """Return for how long this rank has been blocked."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, IterableDataset
 
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.data.labels import labels_of
 from hpcdist.data.sharding import EpochPlan
 from hpcdist.model.passes import Passes
@@ -26,7 +26,7 @@ from hpcdist.session.loader.epoch import Epoch
 from hpcdist.session.loader.period import Weighed, counts_of, joint_batch, period, relative
 from hpcdist.session.loader.sampling import Order, drawn_alike, iter_apart, order_of
 from hpcdist.session.values import broadcast_in
-from hpcdist.session.world import current, shared_calls
+from hpcdist.session.world import call_of_servers, current, group_calls, shared_calls
 from hpcdist.strategies import Strategy
 
 _log = logging.getLogger("hpcdist")
@@ -232,6 +232,7 @@ class ShardedLoader:
         session.loader = self
         if len(workers) < session.outer.size:
             session.group, session.peers = optimizers[0].attachment.workers, optimizers[0].attachment.peers
+            session.begun = None if mpi_of(session.comm) is None else group_calls()
         epoch = Epoch(strategies)
         for strategy in strategies:
             strategy.model.refresh()
@@ -241,9 +242,11 @@ class ShardedLoader:
         try:
             batches = epoch.watch(self._weighed(strategies, workers))
             yield from period(optimizers, batches, pauses_when_left=True)
+            if (error := call_of_servers(session)) is not None:  # that has ended all the same, and had no answer
+                raise error
             epoch.check()
         finally:
-            session.loader = session.group = session.peers = None
+            session.loader = session.group = session.peers = session.begun = None
             for strategy in strategies:
                 strategy.model.mark()
 

@@ -212,8 +212,36 @@ def test_buffers_that_no_longer_fit_are_refused(change, message):
     module = net()
     model = FlatModel(module)
     change(module)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"(?s){message}.*pass persistent=False to register_buffer"):
         model.buffers  # noqa: B018
+
+
+@pytest.mark.parametrize("change", ["longer", "resized", "gone", "late", "same"])
+def test_a_buffer_that_is_not_persistent_is_left_to_the_module_once_it_is_another(change):
+    module = net()
+    module.register_buffer("angles", torch.zeros(3), persistent=False)
+    model = FlatModel(module)
+    before = [len(flat) for flat in model.buffers]
+    if change == "late":
+        module.register_buffer("mask", torch.ones(2), persistent=False)
+    elif change == "resized":
+        module.angles.data = torch.ones(5)
+    else:
+        values = {"longer": torch.ones(5), "gone": None, "same": torch.ones(3)}[change]
+        module.register_buffer("angles", values, persistent=False)
+    for _ in range(2):
+        assert [len(flat) for flat in model.buffers] == before, "places are those of all ranks"
+        with model.swapped(buffers=[torch.full_like(flat, 2) for flat in model.buffers]):
+            swapped = module.angles
+        assert (swapped is None) == (change == "gone")
+        if swapped is not None:
+            expected = {"longer": [1.0] * 5, "resized": [1.0] * 5}.get(change)
+            assert swapped.tolist() == expected if expected else module.angles.data_ptr() == swapped.data_ptr()
+    model.flat_buffers.keep()
+    model.flat_buffers.restore()
+    assert len(model.flat_buffers.tensors()) == len(model.flat_buffers.slots)
+    model.close()
+    assert (module.angles is None) == (change == "gone") and ("mask" in module._buffers) == (change == "late")
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from hpcdist.model.slots import (
     check_values,
     describe,
     flatten,
+    unwrapped,
 )
 
 _MOVED = " (by module.to(), .half(), p.data = ... or the like)"
@@ -132,7 +133,7 @@ class FlatModel:
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         """Return this view's parameters, in the module's order."""
-        named = [*self.module.named_parameters(), *self._extra]
+        named = [*unwrapped(self.module, self.module.named_parameters()), *self._extra]
         return [(name, p) for name, p in named if (self.trains(p) if p.requires_grad else self._rest)]
 
     def trains(self, parameter: Tensor) -> bool:
@@ -346,13 +347,14 @@ class FlatModel:
         dict lacks, such as parameters of a loss.
         """
         names = {id(slot.tensor): slot.name for slot in (*self._all_slots, *self.flat_buffers.slots)}
-        module, known = self.module, self.module.state_dict(keep_vars=True)
+        module, known = self.module, {id(tensor) for tensor in self.module.state_dict(keep_vars=True).values()}
         all_names = [
             *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
         ]  # fmt: skip
-        also = {name: names[id(t)] for name, t in all_names if id(t) in names and name != names[id(t)]}
+        plain = unwrapped(module, all_names)
+        also = {name: names[id(t)] for name, t in plain if id(t) in names and name != names[id(t)]}
         slots = {"params": self._slots, "frozen": self._frozen_slots, "buffers": self.flat_buffers.slots}
-        beside = [name for name in names.values() if name not in known]
+        beside = [name for number, name in names.items() if number not in known]
         return {key: [slot.place() for slot in own] for key, own in slots.items()} | {"also": also, "beside": beside}
 
     def name_of(self, parameter: Tensor) -> str | None:
@@ -368,8 +370,10 @@ class FlatModel:
         return hashlib.sha256(self.description().encode()).hexdigest()
 
     def close(self) -> None:
-        """Remove the hooks. The module goes on alone, in the same memory. May be called twice."""
+        """Remove the hooks. The module goes on alone, each tensor in memory of its own. May be called twice."""
         self.gradients.remove_hooks()
         self.passes.end_batches()
         self.passes.on_end = None
         self.gradients.on_bucket_ready(None)
+        for slot in (*self._all_slots, *self.flat_buffers.slots):  # of a view torch saves all that it is a view of
+            slot.tensor.data = slot.tensor.detach().clone()

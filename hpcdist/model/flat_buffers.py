@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hpcdist.errors import ConfigError, UnknownNameError
-from hpcdist.model.slots import bind, flatten, getter
+from hpcdist.model.slots import bind, flatten, getter, unwrapped
 
 KINDS = ("mean", "first", "own")
 
@@ -38,7 +38,7 @@ class FlatBuffers:
         self.joint: list[Tensor] = []
         self.told = False
         kinds = _kinds(module, wanted or {})
-        self.slots, self.flats = flatten(module.named_buffers(), kinds)
+        self.slots, self.flats = flatten(unwrapped(module, module.named_buffers()), kinds)
         self.kinds = [next(kinds[slot.name] for slot in self.slots if slot.group == i) for i in range(len(self.flats))]
         slots = {id(slot.tensor): slot for slot in self.slots}
         # A buffer registered under several names has several places and one slot.
@@ -47,24 +47,37 @@ class FlatBuffers:
     def tensors(self) -> list[Tensor]:
         """Return the buffers as the module has them now, each once, with or without `sync`."""
         now = {slot.name: getter(owner._buffers)(key) for _, owner, key, slot in self._places}
-        return [slot.tensor if (tensor := now[slot.name]) is None else tensor for slot in self.slots]
+        return [slot.tensor if (tensor := now.get(slot.name)) is None else tensor for slot in self.slots]
 
     def sync(self) -> None:
         """Copy buffers that the module has replaced (`self.mean = new`) into flat memory and bind them again.
 
+        One that is not persistent is no part of the model's state, but a cache, such as angles of positions. With
+        another shape, new or gone, it is this rank's own from then on: others' batches may have other lengths.
+
         Raises:
-            ConfigError: a buffer is new, gone, of another shape, dtype or device, or no longer tied.
+            ConfigError: a persistent buffer is new, gone, of another shape, dtype or device, or no longer tied.
         """
         now = list(_buffer_places(self._module))
+        tensors = {name: tensor for name, *_, tensor in now}
+        for name, owner, key, slot in list(self._places):
+            tensor = tensors.get(name)
+            if _is_cache(owner, key) and (tensor is None or not slot.fits(tensor, self.flats[slot.group])):
+                self._places = [place for place in self._places if place[0] != name]
+                slot.tensor = slot.view(self.flats[slot.group])  # all ranks have this place, and it stays as it is
+                slot.pointer = slot.tensor.data_ptr()
+        known = {name for name, *_ in self._places}
+        now = [place for place in now if place[0] in known or not _is_cache(*place[1:3])]
         odd = {name for name, *_ in now} ^ {name for name, *_ in self._places}
         if odd:
             raise ConfigError(
                 f"the module's buffers must be the same as when it was wrapped; got {min(odd)!r} added or removed. "
-                "Register every buffer first, wrap after."
+                "Register every buffer first, wrap after; or pass persistent=False to register_buffer, if it is "
+                "computed anew wherever it is missing."
             )
         by_name = {name: slot for name, _, _, slot in self._places}
         self._places = [(name, owner, key, by_name[name]) for name, owner, key, _ in now]
-        current: dict[str, Tensor] = {}
+        current: dict[str, Tensor] = {}  # by slot
         for name, _, _, tensor in now:
             slot = by_name[name]
             if current.setdefault(slot.name, tensor) is not tensor:
@@ -73,9 +86,10 @@ class FlatBuffers:
                     "Change them in place (copy_), or untie them first and wrap after."
                 )
         for slot in self.slots:
-            if current[slot.name] is not slot.tensor or slot.moved():
-                flat = self.flats[slot.group]
-                slot.move_in(current[slot.name], flat, "buffer", "", "Change it first, wrap after.")
+            tensor = current.get(slot.name, slot.tensor)
+            if tensor is not slot.tensor or slot.moved():
+                how = "Change it first, wrap after; or pass persistent=False to register_buffer, if it may grow."
+                slot.move_in(tensor, self.flats[slot.group], "buffer", "", how)
         self._restore_places()
 
     def bind(self, flats: tuple[Tensor, ...]) -> None:
@@ -117,7 +131,7 @@ def _kinds(module: nn.Module, wanted: Mapping[str, str]) -> dict[str, str]:
         ConfigError: there is no such kind or buffer, or numbers without a mean are to be averaged.
     """
     kinds: dict[str, str] = {}
-    for name, owner, _, tensor in _buffer_places(module):
+    for name, (owner, tensor) in unwrapped(module, ((name, (o, t)) for name, o, _, t in _buffer_places(module))):
         scripted = getattr(nn, str(getattr(owner, "original_name", None)), None)  # of torch.jit.script
         cls = scripted if isinstance(scripted, type) else type(owner)
         normalises = getattr(owner, "normalises", False) or issubclass(cls, _NormBase)
@@ -133,6 +147,11 @@ def _kinds(module: nn.Module, wanted: Mapping[str, str]) -> dict[str, str]:
         if not any(fnmatchcase(name, pattern) for name in kinds):
             raise UnknownNameError("buffers", pattern, kinds)
     return kinds
+
+
+def _is_cache(owner: nn.Module, key: str) -> bool:
+    """Tell whether a buffer is registered with persistent=False."""
+    return key in getattr(owner, "_non_persistent_buffers_set", ())
 
 
 def _buffer_places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +49,17 @@ class Slot:
         """Tell whether the tensor was given other memory or another dtype."""
         return self.tensor.data_ptr() != self.pointer or self.tensor.dtype != self.dtype
 
+    def fits(self, tensor: Tensor, flat: Tensor) -> bool:
+        """Tell whether a tensor can be copied into the slot."""
+        return (tensor.shape, tensor.dtype, tensor.device) == (self.shape, self.dtype, flat.device)
+
     def move_in(self, tensor: Tensor, flat: Tensor, role: str, how: str, remedy: str) -> None:
         """Copy the values of `tensor` into the slot, and bind the slot's own tensor to it again.
 
         Raises:
             ConfigError: shape, dtype or device differ. The message names the role, how it happens and the remedy.
         """
-        if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != flat.device:
+        if not self.fits(tensor, flat):
             raise ConfigError(
                 f"{role} {self.name!r} must stay {self.dtype} of shape {tuple(self.shape)} on {flat.device}; got "
                 f"{kind(tensor)} on {tensor.device}{how}. {remedy}"
@@ -133,6 +137,25 @@ def getter(held: Any) -> Callable[[str], Tensor | None]:
         held: the dict of a module, or what a module of torch.jit.script has in its place, which lacks `get`.
     """
     return held.get if isinstance(held, dict) else lambda key: held[key] if key in held else None  # noqa: SIM401
+
+
+_WRAPPERS = {"OptimizedModule": "_orig_mod", "ActivationWrapper": "_checkpoint_wrapped_module"}
+T = TypeVar("T")
+
+
+def unwrapped(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """Yield what is named after a module's parts, under the names that it has without torch's own wrappers.
+
+    torch.compile and torch's checkpoint_wrapper change how a module runs and not what it is: a checkpoint of either
+    is one of the plain module.
+    """
+    kinds = [(path, cls.__name__) for path, part in module.named_modules() for cls in type(part).__mro__]
+    wrappers = [(f"{path}." if path else "", f"{_WRAPPERS[kind]}.") for path, kind in kinds if kind in _WRAPPERS]
+    for name, value in named:
+        for outer, inner in reversed(wrappers):  # the innermost one first
+            if name.startswith(outer + inner):
+                name = outer + name.removeprefix(outer + inner)
+        yield name, value
 
 
 class Structure:

@@ -173,7 +173,7 @@ def _require_one_mode(modes: Mapping[int, Any]) -> None:
 
 
 class _Sketch(NamedTuple):
-    """What tells replicas apart: sum and norm of each flat tensor, and in how many steps the loop changed gradients."""
+    """What tells replicas apart: sum and norm of each flat tensor, and how the loop has changed gradients."""
 
     parameters: Sequence[Sequence[float]] = ()
     changed: int = 0
@@ -223,7 +223,7 @@ def _require_replicas(strategy: Strategy, sketches: Mapping[int, _Sketch]) -> No
                 continue
             if own != theirs:
                 habit = "gradients are changed on some ranks only"
-                raise rules.error(habit, strategy, rank=rank, first=first, own=own, theirs=theirs)
+                raise rules.error(habit, strategy, rank=rank, first=first)
             raise rules.error("replicas differ", strategy, rank=rank, first=first)
 
 

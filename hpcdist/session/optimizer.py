@@ -396,8 +396,8 @@ def _require_allowed(strategy: Strategy) -> None:
         if gradients.changed_since_backward():
             raise rules.error(habit, strategy)
     elif rules.forbids("replicas differ", strategy):
-        changed = gradients.changed_since_backward() or gradients.removed_since_backward()
-        strategy.model.passes.changed_by_loop += changed
+        change = strategy.model.passes.change() if gradients.changed_since_backward() else 0
+        strategy.model.passes.changed_by_loop += change + gradients.removed_since_backward()
 
 
 def _refreshing(optimizer: Any, flat: FlatModel) -> Callable[..., Any]:

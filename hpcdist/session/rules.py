@@ -14,6 +14,7 @@ from hpcdist import strategies
 from hpcdist.errors import ConfigError, HpcdistError, MismatchError
 from hpcdist.strategies import Contract, Strategy
 from hpcdist.strategies.base import name_of
+from hpcdist.strategies.synchronous.agreement import CHANGED_APART
 
 
 class Rule(NamedTuple):
@@ -169,12 +170,7 @@ RULES = {
         error=MismatchError,
     ),
     "gradients are changed on some ranks only": Rule(
-        "gradients must be changed alike on all ranks with {strategy}, which averages them in backward(); between that "
-        "and step() the loop has changed them in {theirs} of rank {rank}'s steps and in {own} of rank {first}'s, and "
-        "parameters now differ. Change them on all ranks, or scale the loss before backward(). To leave out a batch of "
-        "one rank, call optimizer.weigh(0) before its forward pass, and optimizer.weigh(1) on the others.",
-        lambda contract: contract.replicates,
-        error=MismatchError,
+        CHANGED_APART, lambda contract: contract.replicates, error=MismatchError
     ),
     "embeddings are normalised in the forward pass": Rule(
         "max_norm of embeddings must be None where ranks train one model; got {max_norm} in {name!r}, whose forward "
@@ -394,14 +390,13 @@ RULES = {
         lambda contract: contract.ranks == "some serve",
     ),
     "ranks that serve are called by torch.distributed": Rule(
-        "calls of torch.distributed must be outside of the training loop where ranks serve, for they never make them; "
-        "got one inside that needs rank {serving}. Call hpcdist.allreduce, allgather, broadcast or metric there, which "
-        "the workers share, or torch.distributed between epochs; or give what calls it a group of the workers alone, "
-        "dist.new_group({workers}), made before the loop: a metric takes it as process_group.",
+        "calls of torch.distributed must be outside of the training loop where ranks serve, and never make them; got "
+        "one that needs rank {serving}. Call hpcdist.allreduce, allgather, broadcast or metric there, which workers "
+        "share; or give the call, or a metric's process_group, dist.new_group({workers}), made before the loop.",
         lambda contract: contract.ranks == "some serve",
     ),
     "the model is trained by no distributed optimiser": _always(
-        "model must be one that a DistributedOptimizer trains; got another one, or one that is finished. Pass the "
-        "module that DistributedOptimizer was given."
+        "model must be one that a DistributedOptimizer trains; got another one, or one that ranks have changed since "
+        "its end. Pass the module that DistributedOptimizer was given."
     ),
 }

@@ -7,9 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hpcdist.errors import MismatchError
 from hpcdist.model.hyperparameters import difference, digests, sums_are_of_equals
-from hpcdist.strategies.base import Strategy
+from hpcdist.strategies.base import Strategy, name_of
 from hpcdist.strategies.synchronous.buffers import ChangingBuffers
+
+CHANGED_APART = (
+    "gradients must be changed alike on all ranks with {strategy}, which averages them in backward(); between that and "
+    "step() the loop has changed them on rank {rank} otherwise than on rank {first}, and parameters now differ. Change "
+    "them on all ranks by the same factor, or scale the loss before backward(). Where each rank divides by a count of "
+    "its own, such as tokens, call optimizer.weigh(count) before its forward pass; weigh(0) leaves a rank's batch out."
+)
 
 
 class StepAgreement:
@@ -37,18 +45,24 @@ class StepAgreement:
             bad: names of those whose gradient on this rank is not finite.
 
         Raises:
-            MismatchError: param_groups differ, or ranks are at different batches.
+            MismatchError: param_groups differ, or batches, or changes that the loop has made of averaged gradients.
         """
         strategy = self._strategy
         comm, numbers = strategy.comm, strategy.hyperparameters
         if comm.size == 1:
             return used, {0: list(bad)} if bad else {}
         news = bool(bad) or not torch.equal(used, self._used[0])
-        mine = digests(numbers.digest(strategy.model.passes.batch))
+        passes = strategy.model.passes
+        changed = passes.changed_by_loop if passes.on_end is not None else 0  # else changes are of what is averaged yet
+        mine = digests(numbers.digest(passes.batch, changed))
         word = torch.tensor([news, self._changing.look(), *mine], dtype=torch.int64)
         comm.allreduce(word)
         news, changing, *sums = word.tolist()
         if not sums_are_of_equals(sums, comm.size):
+            for rank, each in enumerate(comm.gather(changed)):
+                if each != changed:
+                    ranks = {"rank": max(rank, comm.rank), "first": min(rank, comm.rank)}
+                    raise MismatchError(CHANGED_APART.format(strategy=name_of(strategy), **ranks))
             raise difference(comm, numbers, strategy.steps + 1)
         self._changing.average(changing)
         if news == 0:  # on every rank as in the last step

@@ -11,6 +11,7 @@ from habits import groups
 from habits.run import EPOCHS, data, enter, evaluation, habit, mse, net, sgd, train, trained
 
 CHANGED = "gradients are changed between backward() and step()"
+APART = "gradients are changed on some ranks only", CHANGED
 UNEVEN = ("joint", "one", "many")
 
 
@@ -71,7 +72,7 @@ def gradients_by_autograd_grad(run):
     return trained(run, model, optimizer, run.loader(), backward=backward)
 
 
-@habit(where=("allreduce",), ways=("joint",), exact=False, breaks="replicas differ")
+@habit(where=("allreduce",), ways=("joint",), exact=False, breaks=APART)
 def noise_from_another_seed_on_each_rank(run):
     model, generator = net(), torch.Generator().manual_seed(run.rank)
 
@@ -95,14 +96,30 @@ def _on_one_rank(name, change):
         return run.finish(model)
 
     loop.__name__ = name
-    breaks = "gradients are changed on some ranks only", CHANGED
-    habit(where=("allreduce",), ways=("joint",), exact=False, breaks=breaks)(loop)
+    habit(where=("allreduce",), ways=("joint",), exact=False, breaks=APART)(loop)
 
 
 _on_one_rank("gradients_scaled_on_one_rank", lambda p: p.grad.mul_(0.5))
 _on_one_rank("gradients_scaled_by_their_data_on_one_rank", lambda p: p.grad.data.mul_(0.5))
 _on_one_rank("gradients_spoilt_by_their_data_on_one_rank", lambda p: p.grad.data.fill_(torch.nan))
 _on_one_rank("gradients_removed_on_one_rank", lambda p: setattr(p, "grad", None))
+
+
+@habit(where=("allreduce",), ways=("joint",), exact=False, breaks=APART)
+def gradients_divided_by_each_ranks_tokens(run):
+    """As in recipes of one process; in the first step already, and not at the epoch's end."""
+    model = net()
+    optimizer = sgd(run, model)
+    steps = []
+
+    def divide():
+        assert len(steps) < 2 or run.size == 1
+        steps.append(1)
+        for parameter in model.parameters():
+            parameter.grad /= 3 + run.rank
+
+    train(run, model, optimizer, run.loader, change=divide)
+    return run.finish(model)
 
 
 @habit(breaks="synchronize() is called")

@@ -14,30 +14,33 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, deserialize, safe_open
+from safetensors import __version__ as LIBRARY
 from torch import Tensor
 
 from hpcdist.checkpoint.slices import SlicePlace
 from hpcdist.errors import CheckpointError
 from hpcdist.records import Stamp, sync, tensor_bytes, write_durably
 
-STORED = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_NAMES = {  # as the format has them; some in later versions of the library and of torch alone
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "bool": "BOOL",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0", "float4_e2m1fn_x2": "F4",
+}  # fmt: skip
+
+
+def _is_read(name: str) -> bool:
+    """Tell whether the installed library reads tensors of this type."""
+    header = json.dumps({"x": {"dtype": name, "shape": [0], "data_offsets": [0, 0]}}).encode()
+    try:
+        return bool(deserialize(len(header).to_bytes(8, "little") + header))
+    except SafetensorError:
+        return False
+
+
+STORED = {getattr(torch, kind): name for kind, name in _NAMES.items() if hasattr(torch, kind) and _is_read(name)}
 
 SUFFIXES = (".pt", ".pth", ".safetensors")  # of exported files
 
@@ -61,7 +64,10 @@ def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Itera
     for name in names:
         tensor, start = tensors[name], end
         end += tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        shape = list(tensor.shape)
+        if shape and STORED[tensor.dtype] == "F4":  # elements of torch's are pairs
+            shape[-1] *= 2
+        header[name] = {"dtype": STORED[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
@@ -104,8 +110,8 @@ def export(state: Mapping[str, Tensor], file: str | Path) -> None:
         if file.suffix == ".safetensors":
             if odd := next((name for name, tensor in state.items() if tensor.dtype not in STORED), None):
                 raise CheckpointError(
-                    f"tensors must be of a type that safetensors has; got {odd!r} of {state[odd].dtype}. Write a .pt "
-                    "file."
+                    f"tensors must be of a type that safetensors {LIBRARY} has; got {odd!r} of {state[odd].dtype}. "
+                    "Write a .pt file."
                 )
             write_tensors(temporary, state, {"format": "pt"})  # Hugging Face demands the format
         else:

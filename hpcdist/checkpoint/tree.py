@@ -20,14 +20,14 @@ from torch import Tensor
 
 from hpcdist.checkpoint.refusal import understood
 from hpcdist.checkpoint.slices import Slice, SlicePlace
-from hpcdist.checkpoint.tensors import STORED
+from hpcdist.checkpoint.tensors import LIBRARY, STORED
 from hpcdist.errors import CheckpointError
 
 MAX_DEPTH = 100
 _JSON_INTEGER = 1 << 63  # Python reads longer ones from text slowly, and past 4300 digits not at all
 _RULE = (
-    "must be None, a bool, int, float, str, bytes, list, tuple, dict, Counter, dense tensor, or a NumPy scalar or "
-    "array of a type that torch has"
+    "must be None, a bool, int, float, str, bytes, list, tuple, dict, Counter, dense tensor of a type that safetensors "
+    f"{LIBRARY} has, or a NumPy scalar or array of a type that torch has"
 )
 
 

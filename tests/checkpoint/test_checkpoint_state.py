@@ -16,10 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file
 from states import bits, loaded, save_alone, through_a_file
 
 from harness.cases import each
-from hpcdist.checkpoint.tensors import STORED
+from hpcdist.checkpoint.tensors import STORED, export
 from hpcdist.errors import CheckpointError
 
 floats = st.floats() | st.binary(min_size=8, max_size=8).map(lambda data: struct.unpack(">d", data)[0])
@@ -160,7 +161,7 @@ def ragged():
         (torch.ones(2).to_sparse(), "Tensor of torch.float32, torch.sparse_coo, on cpu"),
         (torch.ones(2, device="meta"), "Tensor of torch.float32, torch.strided, on meta"),
         (torch.ones(2).as_subclass(Subclass), "Subclass of torch.float32"),
-        (torch.ones(2).to(torch.float8_e4m3fnuz), "Tensor of torch.float8_e4m3fnuz, torch.strided, on cpu"),
+        (torch.empty(2, dtype=torch.bits8), "Tensor of torch.bits8, torch.strided, on cpu"),
         (ragged(), "Tensor of torch.float32, torch.strided, nested, on cpu"),
         (np.array(["a"]), "numpy.ndarray (array(['a']"),
         (np.array([None]), "numpy.ndarray (array([None]"),
@@ -214,3 +215,12 @@ def test_others_can_read_the_tensors_by_their_place(tmp_path):
         "state['model']['weight']": state["model"]["weight"],
         "state[5][0]": state[5][0],
     })  # fmt: skip
+
+
+def test_tensors_of_all_types_that_the_installed_library_reads_are_exported(tmp_path):
+    bytes_of = {kind: torch.empty(0, dtype=kind).element_size() for kind in STORED}
+    state = {str(kind): torch.randint(0, 2, (2, 3 * n), dtype=torch.uint8).view(kind) for kind, n in bytes_of.items()}
+    export(state, tmp_path / "all.safetensors")
+    read = load_file(tmp_path / "all.safetensors")
+    assert {name: bits(each) for name, each in read.items()} == {name: bits(each) for name, each in state.items()}
+    assert {torch.complex64, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2} <= STORED.keys()

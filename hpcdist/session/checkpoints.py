@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from hpcdist import checkpoint
 from hpcdist.errors import CheckpointError
+from hpcdist.model.slots import unwrapped
 from hpcdist.session.consensus import normal_tensors, require_all_ranks
 from hpcdist.session.resharding import SavedWorld
-from hpcdist.session.state import capture, compare_settings, require_saved, restore, settings_of
+from hpcdist.session.state import capture, compare_settings, require_same_model, restore, settings_of
 from hpcdist.session.world import current
 
 
@@ -42,7 +43,7 @@ class _Objects:
     def settings(self) -> dict[str, dict[str, Any]]:
         """Return the model's signature and the settings of each optimiser."""
         return {
-            name: {"model": optimizer.strategy.model.signature(), **settings_of(optimizer)}
+            name: {"model": optimizer.strategy.model.description(), **settings_of(optimizer)}
             for name, optimizer in self.trained.items()
         }
 
@@ -76,6 +77,8 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
     saved = {name: capture(optimizer) for name, optimizer in objects.trained.items()}
     for name, value in objects.others.items():
         saved[name] = value.state_dict() if hasattr(value, "state_dict") else value
+        if isinstance(value, nn.Module):
+            saved[name] = dict(unwrapped(value, saved[name].items()))
     meta: dict[str, Any] = {"loop": objects.settings(), "kinds": objects.kinds()}
     if session.stages > 1:
         meta["stages"] = session.stages
@@ -151,14 +154,20 @@ def _read(objects: _Objects, saved: SavedWorld, same: bool) -> tuple[dict[str, A
             states[name] = saved.rank(mine).at("state", name)
         else:
             joined = saved.module_state(mine // saved.stages, "state", name)
-            states[name] = {key: joined[key] for key in value.state_dict() if key in joined}
+            states[name] = {key: joined[key] for key, _ in _own_names(value) if key in joined}
     plain = sorted(names - {*objects.trained, *objects.others})
     return states, {name: saved.rank(mine).at("state", name) for name in plain}
 
 
 def _load_others(objects: _Objects, states: Mapping[str, Any]) -> None:
     for name, value in objects.others.items():
-        value.load_state_dict(states[name])
+        own = dict(_own_names(value)) if isinstance(value, nn.Module) else {}
+        value.load_state_dict({own.get(key, key): each for key, each in states[name].items()} if own else states[name])
+
+
+def _own_names(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names in a module's state dict, each after that in a checkpoint."""
+    return unwrapped(module, ((key, key) for key in module.state_dict()))
 
 
 def _require_same(objects: _Objects, saved: SavedWorld) -> None:
@@ -175,9 +184,9 @@ def _require_same(objects: _Objects, saved: SavedWorld) -> None:
             )
     for name, mine in objects.settings().items():
         theirs = saved.meta.get("loop", {}).get(name, {})
-        model = mine.pop("model")
+        mine.pop("model")
         if max(saved.stages, session.stages) == 1:
-            require_saved("model", theirs.get("model"), model, path)
+            require_same_model(theirs.get("model"), objects.trained[name].strategy.model, path)
         where = "" if name == "optimizer" else f"{name}: "
         compare_settings(theirs, mine, path, told=session.comm.rank == 0, name=where)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from hpcdist.checkpoint import Slice, SlicePlace
 from hpcdist.config.merge import by_value
 from hpcdist.errors import CheckpointError
-from hpcdist.model.flat import FlatModel
+from hpcdist.model.flat import FlatModel, describe_difference
 from hpcdist.parallel.agreement import PartOfModel
 from hpcdist.strategies import Strategy
 from hpcdist.strategies.base import name_of
@@ -273,11 +273,12 @@ def _numbered(optimizer: Any, layout: ParameterLayout, saved: Mapping[str, Any])
     return {**saved, "state": state, "param_groups": groups}
 
 
-def require_saved(what: str, saved: object, own: object, path: Path) -> None:
-    """Check that a saved value is this run's own; raise CheckpointError otherwise."""
-    if saved != own:
+def require_same_model(saved: object, model: FlatModel, path: Path) -> None:
+    """Check that a saved model's description is this run's own; raise CheckpointError with the first difference."""
+    if saved not in (model.description(), model.signature()):  # the latter in checkpoints of before
+        difference = describe_difference(model.description(), str(saved), "here", "there")
         raise CheckpointError(
-            f"{what} must be that of the checkpoint to resume from it; got another one than in {path}. "
+            f"model must be that of the checkpoint to resume from it; got another one than in {path}: {difference}. "
             "Resume with the configuration of that run, or start anew in another output folder."
         )
 

@@ -49,7 +49,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
 def save(trainer: Trainer, folder: Path, keep: int, best: Sequence[int]) -> Path:
     """Collective. Save the run after its current step; see `checkpoint.save`."""
     meta: dict[str, Any] = {
-        "model": trainer.model.signature(),
+        "model": trainer.model.description(),
         "settings": all_settings(trainer),
     }
     if not trainer.config.parallel.whole:
@@ -96,7 +96,7 @@ def _compare(trainer: Trainer, saved: SavedWorld) -> Changes:
     if changed and comm.rank == comm.failures.living[0]:
         _logger.info(f"settings have changed since {saved.path}: {describe_changes(changed)}")
     if max(saved.stages, current().stages) == 1:  # models in stages are compared by names
-        states.require_saved("model", meta.get("model"), trainer.model.signature(), saved.path)
+        states.require_same_model(meta.get("model"), trainer.model, saved.path)
     return changed
 
 

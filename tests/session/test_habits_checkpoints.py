@@ -8,6 +8,7 @@ from habits.groups import GOSSIPS, SERVED, SERVERLESS, SYNCHRONOUS
 from habits.optimizers import Averaging
 from habits.run import copied, data, difference, mse, net, train
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import Adam, lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 import hpcdist as hd
 from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
+from hpcdist.errors import CheckpointError
 from hpcdist.session.world import current
 from strategies import problem
 
@@ -237,6 +239,45 @@ def test_counts_that_steps_change_in_param_groups_go_on_as_in_one_process(tmp_pa
         assert own == count == 6
 
 
+def _compiled(model):
+    model[0] = torch.compile(model[0], backend="eager")
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [_compiled, lambda model: nn.Sequential(*map(checkpoint_wrapper, model))])
+def test_a_checkpoint_of_a_wrapped_model_is_one_of_the_plain_one(tmp_path, wrap):
+    def loop(comm, make, rate):
+        hd.init(comm=comm)
+        model = make(net(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+        optimizer, ema = Adam(model.parameters(), lr=rate), AveragedModel(model)
+        optimizer = hd.DistributedOptimizer(optimizer, model, buffers={"1.running_*": "mean"})
+        found = hd.load(tmp_path, optimizer=optimizer, ema=ema)
+        train(None, model, optimizer, hd.shard(DataLoader(data(), batch_size=4)), 1)
+        ema.update_parameters(model)
+        hd.save(tmp_path, optimizer=optimizer, ema=ema, epoch=1)
+        plain = net(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        plain.load_state_dict(hd.unsplit(tmp_path))
+        assert all(map(torch.equal, plain.state_dict().values(), hd.finish(model).state_dict().values()))
+        return found
+
+    for i, make in enumerate([wrap, lambda model: model, wrap]):
+        assert run_virtual(lambda comm: loop(comm, make, 0.01), 2) == [{"epoch": 1} if i else None] * 2
+
+
+def test_the_first_difference_of_another_model_is_named(tmp_path):
+    def loop(comm, width):
+        hd.init(comm=comm)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, width))
+        optimizer = hd.DistributedOptimizer(Adam(model.parameters()), model)
+        hd.load(tmp_path, optimizer=optimizer)
+        hd.save(tmp_path, optimizer=optimizer)
+
+    run_virtual(lambda comm: loop(comm, 1), 1)
+    difference = r"got another one than in .*: '1.weight: .*\[3, 2\].* here .*\[1, 2\].* there"
+    with pytest.raises(CheckpointError, match=difference):
+        run_virtual(lambda comm: loop(comm, 3), 1)
+
+
 @pytest.mark.sizes(2)
 def test_torch_saves_what_finish_leaves(ranks, tmp_path):
     def body(comm):
@@ -247,7 +288,9 @@ def test_torch_saves_what_finish_leaves(ranks, tmp_path):
         hd.finish(model)
         path = tmp_path / f"{comm.rank}.pt"
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-        saved = torch.load(path, weights_only=True)
+        saved, part = torch.load(path, weights_only=True), tmp_path / f"part{comm.rank}.pt"
+        torch.save(model[-1].state_dict(), part)
+        assert part.stat().st_size < 2500, "memory of its own, and not that of the whole model"
         fresh = net()
         fresh.load_state_dict(saved["model"])
         plain = Adam(fresh.parameters(), lr=0.01)

@@ -31,7 +31,8 @@ class GossipSync(Strategy):
     the local optimiser; the gradient is computed at θᵢ before the average.
 
     Bytes per rank and step with an average: one parameter vector sent, half with fp16 or bf16; none if π(i) = i, which
-    has probability 1/p. Without `draw_self` permutations with π(i) = i are drawn again.
+    has probability 1/p. At meetings 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings. Without
+    `draw_self` permutations with π(i) = i are drawn again.
 
     Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
     2016, synchronous gossiping SGD. Matchings: Stephen Boyd, Arpita Ghosh, Balaji Prabhakar, Devavrat Shah,

@@ -25,8 +25,9 @@ class NoLoCo(Strategy):
     follow the rule of `diloco` with heavy-ball momentum, whatever the groups. With one group of all ranks all x are
     equal, to rounding, and this is that `diloco`.
 
-    A slow rank holds up the others of its group, and no one else. Replicas are never all equal unless all are one
-    group; evaluations use their mean. Each rank keeps the state of its inner optimiser. On one rank it runs alone.
+    A slow rank holds up the others of its group, and all at meetings 1, 2, 4, 8... and each 64th, where an all-reduce
+    of 16 bytes compares settings. Replicas are never all equal unless all are one group; evaluations use their mean.
+    Each rank keeps the state of its inner optimiser. On one rank it runs alone.
 
     Bytes per rank and exchange: two parameter vectors to each other rank of the group, and 4 for each parameter, as
     momentum moves none of which the group has had no gradient. Memory per rank: four parameter vectors (x, v, the way

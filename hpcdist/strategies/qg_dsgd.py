@@ -29,8 +29,8 @@ class QGDSGD(Strategy):
     W must be doubly stochastic; it may be directed, and change from step to step. On one rank SGD runs alone, with
     momentum of its own.
 
-    Bytes per rank and step: one parameter vector to each neighbour. Memory: m̂, x before the step, and one vector per
-    neighbour.
+    Bytes per rank and step: one parameter vector to each neighbour. At meetings 1, 2, 4, 8... and each 64th an
+    all-reduce of 16 bytes compares settings. Memory: m̂, x before the step, and one vector per neighbour.
 
     Reference: Tao Lin, Sai Praneeth Karimireddy, Sebastian U. Stich, Martin Jaggi, "Quasi-global momentum: accelerating
     decentralized deep learning on heterogeneous data", 2021.

@@ -30,9 +30,9 @@ class SGP(Strategy):
     With `overlap` messages are sent while the next gradient is computed, and added one step later: x ← Px − η g(z),
     with the z before that step. A change of parameters between steps must then be part of the optimiser's step.
 
-    Bytes per rank and step: one parameter vector to each rank sent to, half with fp16 or bf16, and 8 bytes for w.
-    Memory: one parameter vector per rank received from, and x. With `overlap` one more exchange after the last step
-    of a run, unused.
+    Bytes per rank and step: one parameter vector to each rank sent to, half with fp16 or bf16, and 8 bytes for w. At
+    meetings 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings. Memory: one parameter vector per
+    rank received from, and x. With `overlap` one more exchange after the last step of a run, unused.
 
     Reference: Mahmoud Assran, Nicolas Loizou, Nicolas Ballas, Mike Rabbat, "Stochastic gradient push for distributed
     deep learning", 2019, algorithm 1; with `overlap` algorithm 2 for τ = 1.

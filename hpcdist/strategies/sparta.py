@@ -40,8 +40,9 @@ class SPARTA(Strategy):
     1/`share` steps; evaluations use their mean. With `share` = 1 this is `local_sgd` with a period of 1, to rounding.
     As the base of `slowmo` it is joined with a slow outer step. On one rank the optimiser runs alone.
 
-    Bytes per rank and step: 2·share·n(p − 1)/p for n bytes of parameters. Memory: a part, twice, for each step of the
-    delay; with shuffled and partition an index of 8 bytes for each element.
+    Bytes per rank and step: 2·share·n(p − 1)/p for n bytes of parameters. At meetings 1, 2, 4, 8... and each 64th an
+    all-reduce of 16 bytes compares settings. Memory: a part, twice, for each step of the delay; with shuffled and
+    partition an index of 8 bytes for each element.
 
     Reference: Matt Beton, Mohamed Baioumy, Tycho van der Ouderaa, Matthew Reed, Seth Howes, Alex Cheema, Gelu Vrabie,
     "Improving the efficiency of distributed training using sparse parameter averaging", 2025. What becomes of the steps

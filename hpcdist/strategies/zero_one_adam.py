@@ -35,7 +35,8 @@ class ZeroOneAdam(AdamStep):
 
     Bytes per rank of n bytes of float32 gradients: at a full step 2n(p − 1)/p, at a compressed one and at an exchange a
     32ⁿᵈ of that and eight for each parameter and rank, at the others nothing; in the first phase 32 of agreement, at an
-    exchange 24 for each parameter. Memory: m, v, u, x, what was not sent, and a second part of that for a pᵗʰ.
+    exchange 24 for each parameter. At meetings 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings.
+    Memory: m, v, u, x, what was not sent, and a second part of that for a pᵗʰ.
 
     Reference: Yucheng Lu, Conglong Li, Minjia Zhang, Christopher De Sa, Yuxiong He, "Maximizing communication
     efficiency for large-scale training via 0/1 Adam", 2022.

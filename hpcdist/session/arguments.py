@@ -7,6 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -45,23 +46,27 @@ def checked_model(optimizer: object, model: nn.Module | None, clip_norm: float |
     return model
 
 
-def guard_against_ddp(model: nn.Module) -> Callable[[], None]:
-    """Let the model refuse to run inside DistributedDataParallel, and its parts to be wrapped; return what ends that.
+_wrappers: WeakSet[nn.Module] = WeakSet()  # DistributedDataParallel's, all that there are
+register_module_module_registration_hook(
+    lambda wrapper, *_: _wrappers.add(wrapper) if isinstance(wrapper, DistributedDataParallel) else None
+)
 
-    A model of torch.jit.script takes no hook by which it would see that it runs.
+
+def guard_against_ddp(model: nn.Module) -> Callable[[], None]:
+    """Let DistributedDataParallel refuse to run this model, and to wrap a part of it; return what ends that.
+
+    The model itself gets no hook: it is saved, copied and sent to other processes as the plain one.
     """
 
-    def refuse(model: nn.Module, inputs: Any) -> None:
-        if DistributedDataParallel._active_ddp_module is not None:
-            raise rules.error("the model is wrapped in DistributedDataParallel")
+    def refuse(*_: Any) -> None:
+        raise rules.error("the model is wrapped in DistributedDataParallel")
 
     def refuse_part(wrapper: nn.Module, name: str, part: nn.Module | None) -> None:
         if isinstance(wrapper, DistributedDataParallel) and any(module is part for module in model.modules()):
-            raise rules.error("the model is wrapped in DistributedDataParallel")
+            refuse()
 
-    handles = [register_module_module_registration_hook(refuse_part)]
-    if not isinstance(model, torch.jit.ScriptModule):
-        handles.append(model.register_forward_pre_hook(refuse))
+    own, handles = set(model.modules()), [register_module_module_registration_hook(refuse_part)]
+    handles += [each.register_forward_pre_hook(refuse) for each in _wrappers if own & set(each.modules())]
 
     def end() -> None:
         for handle in handles:

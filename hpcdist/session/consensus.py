@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from hpcdist.comm.pieces import sum_and_norm
 from hpcdist.session import rules
 from hpcdist.session.consistency import require_same_steps
 from hpcdist.session.optimizer import release
@@ -99,10 +100,10 @@ def finish(*models: nn.Module) -> Any:
     """Collective. End the training of the models, leave the trained ones on every rank, and return them.
 
     Parameters and buffers become the consensus of all ranks (see `consensus`). The optimisers are plain ones again.
-    One model is returned itself, several as a tuple.
+    One model is returned itself, several as a tuple. A model that is finished, as by a Trainer's end, stays as it is.
 
     Raises:
-        ConfigError: no DistributedOptimizer trains a model; or ranks that serve can't take part, inside the loop.
+        ConfigError: no DistributedOptimizer has trained a model; or ranks that serve can't take part, inside the loop.
     """
     require_all_ranks("the end of training")
     for model in models:
@@ -122,13 +123,18 @@ def _finish(model: nn.Module) -> None:
             own.copy_(value)
         release(optimizer)
         current().optimizers.remove(optimizer)
+    current().finished.add(model)
     share_tied(model)
 
 
 def _holders(model: nn.Module) -> list[Any]:
-    optimizers = [o for o in current().optimizers if o.strategy.model.module is model]
+    """Collective for a model that is finished: ranks compare it, since they may have trained it on alone."""
+    session = current()
+    optimizers = [o for o in session.optimizers if o.strategy.model.module is model]
     if not optimizers:
-        raise rules.error("the model is trained by no distributed optimiser")
+        norms = [f"{sum_and_norm(each.detach().reshape(-1))[1]:.6g}" for each in model.parameters()]
+        if model not in session.finished or any(theirs != norms for theirs in session.outer.gather(norms)):
+            raise rules.error("the model is trained by no distributed optimiser")
     return optimizers
 
 

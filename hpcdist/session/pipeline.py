@@ -96,7 +96,7 @@ def pipeline(
         x, y = _micro_batch(example, micro_batches)
         cut = measured_cut(session.comm, lambda: measure(model, x, loss, y, device=device or "cpu"), stages, **how)
     made = Pipeline(model, loss, grid, cut=cut, routing=routing, seed=seed, device=device, **how)
-    session.grid = grid
+    session.grid, session.grid_by = grid, "hpcdist.pipeline"
     return made
 
 
@@ -151,9 +151,8 @@ def require_in_stages(session: Session, model: nn.Module) -> None:
             )
     elif session.stages > 1:
         raise ConfigError(
-            f"model must be what hpcdist.pipeline has returned where ranks hold {session.stages} stages; got "
-            f"{type(model).__name__}. Pass that, or what local_shards has returned, to DistributedOptimizer, and its "
-            "parameters() to the optimiser."
+            f"model must be what {session.grid_by} has returned where {session.stages} ranks hold one model together; "
+            f"got {type(model).__name__}. Pass that to DistributedOptimizer, and its parameters() to the optimiser."
         )
 
 
@@ -213,7 +212,7 @@ def device_mesh(
     require_equal(session.comm, mine, "the device mesh")
     grid = grid_of(session, math.prod(sizes), spread)
     mesh = make_mesh(grid.inner, sizes, names, device_type)
-    session.grid = grid
+    session.grid, session.grid_by = grid, "hpcdist.local_shards, on the mesh of hpcdist.device_mesh,"
     return mesh
 
 

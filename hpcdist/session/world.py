@@ -11,7 +11,8 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,10 @@ from hpcdist.comm.traced import begin_timeline, end_timeline
 from hpcdist.config import differences
 from hpcdist.config.files import loaded_files, package_checksum
 from hpcdist.config.merge import by_value
-from hpcdist.errors import CommunicationError, ConfigError, HpcdistError, MismatchError, WorldError
+from hpcdist.errors import CommunicationError, ConfigError, MismatchError, WorldError
 from hpcdist.faults import excepthook
 from hpcdist.parallel.grid import Grid
-from hpcdist.session import rules
+from hpcdist.session import arguments, rules  # noqa: F401  (from here on DistributedDataParallel's models are noted)
 from hpcdist.version import __version__
 
 _log = logging.getLogger("hpcdist")
@@ -44,11 +45,13 @@ class Session:
         """Begin a session with these ranks."""
         self.joined = comm
         self.optimizers: list[Any] = []  # distributed ones, until `finish`
+        self.finished: WeakSet[Any] = WeakSet()  # models whose training has ended
         self.loader: Any = None  # the sharded loader that is being iterated for training
         self.group: Communicator | None = None  # the ranks that iterate it, where others serve them meanwhile
         self.peers: Communicator | None = None  # those of them that have this rank's stage
         self.begun: Mapping[Any, int] | None = None  # calls of torch.distributed before that loop, by process group
-        self.grid: Grid | None = None  # of the pipeline, where there is one
+        self.grid: Grid | None = None  # of the pipeline or the device mesh, where there is one
+        self.grid_by = ""  # the call whose result DistributedOptimizer is to get there
         self.calls = 0  # of all ranks, that the loop has made
         self.serves = False  # this rank serves, or has served, others that train
 
@@ -88,15 +91,11 @@ def current() -> Session:
     return session
 
 
-def shared_calls() -> int:
-    """Count the calls of all ranks that the loop has made: hpcdist's, and torch.distributed's in all groups."""
-    return current().calls + sum(group_calls().values())
-
-
-def group_calls() -> dict[Any, int]:
-    """Count the calls that this rank has begun in each process group of torch.distributed. Any thread may ask."""
-    counts: dict[Any, int] = {}
-    for group in cast(list[Any], list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []):
+def shared_calls() -> dict[Any, int]:
+    """Count the calls that the loop has begun: hpcdist's (None), and those in each group of torch.distributed."""
+    counts: dict[Any, int] = {None: current().calls}
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []
+    for group in groups:
         with suppress(RuntimeError):  # a backend that doesn't count
             counts[group] = group._get_sequence_number_for_group()
             if group is dist.group.WORLD:  # all of its ranks make each new group, too
@@ -104,21 +103,19 @@ def group_calls() -> dict[Any, int]:
     return counts
 
 
-def call_of_servers(session: Session) -> HpcdistError | None:
-    """Return the error of a loop that has called ranks which serve meanwhile, by torch.distributed; None otherwise.
+def refuse_calls_of_servers(session: Session) -> None:
+    """Raise ConfigError where the loop has called ranks that serve, by torch.distributed. Any thread may ask.
 
-    Such a call is never answered, whatever the others do: a rank that serves is in the loop until the workers leave it.
-    So it need not be known where this rank waits, in which call, or whether it waits at all. Any thread may ask.
+    A rank that serves does so until the workers leave the loop, so that no such call is ever answered, whatever it is.
     """
     before, workers = session.begun, session.group
     if before is None or workers is None:
-        return None
+        return
     own, ranks_of = workers.trace.world_ranks, dist.distributed_c10d._world.pg_group_ranks
-    called = [group for group, count in group_calls().items() if count > before.get(group, -1)]  # -1: made in the loop
+    called = [group for group, count in shared_calls().items() if count > before.get(group, -1)]  # -1: made in the loop
     serving = sorted({rank for group in called for rank in ranks_of.get(group, ())}.difference(own))
-    if not serving or session.begun is not before:  # else the loop has ended meanwhile, and counts are of what follows
-        return None
-    return rules.error("ranks that serve are called by torch.distributed", serving=serving[0], workers=list(own))
+    if serving and session.begun is before:  # else the loop has ended meanwhile, and counts are of what follows
+        raise rules.error("ranks that serve are called by torch.distributed", serving=serving[0], workers=list(own))
 
 
 def init(
@@ -213,8 +210,13 @@ def _join_world(
             require_equal(comm, versions | settings, "versions and settings")
             if introduces and comm.size > 1:
                 _introduce(comm, (internode or "").partition(":")[2])
-            comm.watch(lambda: "it serves" if _process.serves else "", lambda: call_of_servers(_process))
+            comm.watch(_role)
     return comm
+
+
+def _role() -> str:
+    refuse_calls_of_servers(_process)
+    return "it serves" * _process.serves
 
 
 def _introduce(comm: Communicator, interface: str) -> None:
@@ -253,6 +255,12 @@ def _advice(error: BaseException) -> str:
         return (
             "hpcdist.init() has made the ranks known to torch.distributed. Leave init_process_group() out, call it "
             "before hpcdist.init(), or use hpcdist.init(torch_distributed=False)."
+        )
+    if "explicit nodesplitter" in str(error):
+        return (
+            "webdataset sees all ranks, since hpcdist.init() has made them known to torch.distributed. Pass it "
+            "nodesplitter=webdataset.split_by_node, with which each rank reads shards of its own, at least one; or "
+            "nodesplitter=None, with which each reads all of them, and hpcdist.shard(loader) deals out the batches."
         )
     if not _process.serves:
         return ""

@@ -124,6 +124,8 @@ def fit(strategy, make=Net, *, ckpt_path=None, data=loaders, then=None, **settin
     size = 4 if strategy else 8
     train, *validation = data(size)
     trainer.fit(model, train, *validation, ckpt_path=ckpt_path)
+    if strategy:
+        hd.finish(model)  # as loops of one's own end: it is finished
     found = {name: round(float(value), 12) for name, value in trainer.callback_metrics.items()}
     found |= then(trainer, model, *validation) if then else {}
     own = {"rates": model.rates} if isinstance(model, Net) else {}

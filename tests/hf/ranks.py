@@ -25,7 +25,7 @@ def trained(name, batch, strategy="allreduce", kind=Trainer, resume=None, data=N
         eval_dataset=Tokens(TESTED, 2), compute_metrics=metrics, compute_loss_func=loss if kind is Trainer else None,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    return trainer if hd.finish(trainer.model) is trainer.model else None  # it is finished already
 
 
 def compared():

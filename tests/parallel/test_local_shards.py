@@ -190,6 +190,9 @@ def test_ddp_on_other_ranks_is_refused(ranks):
             (own, *_) = [dist.new_group([rank]) for rank in range(2)][dist.get_rank() :]
             with pytest.raises(ConfigError, match="must be on the 2 ranks of a replica; got a process group of 1"):
                 hd.local_shards(DistributedDataParallel(make(), process_group=own))
+            plain = make()
+            with pytest.raises(ConfigError, match="local_shards, on the mesh of .*device_mesh, .* got Sequential"):
+                hd.DistributedOptimizer(torch.optim.SGD(plain.parameters()), plain)
 
     ranks(body)
 

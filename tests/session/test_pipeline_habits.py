@@ -443,7 +443,7 @@ def optimized(model, optimizer=sgd, **options):
 
 REFUSALS = {
     "stages must divide the number of ranks, 4; got 3": lambda comm: pipeline(comm, 3),
-    "model must be what hpcdist.pipeline has returned where ranks hold 2 stages; got Linear": lambda comm: (
+    "model must be what hpcdist.pipeline has returned where 2 ranks hold one model together; got Linear": lambda comm: (
         pipeline(comm, 2), optimized(nn.Linear(2, 1)),
     ),
     "optimizer must have parameters of this rank's stages; got 8 others": lambda comm: (

@@ -145,8 +145,8 @@ REFUSED = {
     "each parameter must be in one DistributedOptimizer; got 'bias' in two": (
         lambda model, optimizer: (made(optimizer, model), made(torch.optim.SGD([model.bias], lr=0.1), model))
     ),
-    "model must be one that a DistributedOptimizer trains; got another one, or one that is finished": (
-        lambda model, optimizer: (made(optimizer, model), hd.finish(model), optimizer.step(), hd.finish(model))
+    "model must be one that a DistributedOptimizer trains; got another one, or one that ranks have": (
+        lambda model, optimizer: (made(optimizer, model), hd.finish(model), hd.finish(nn.Linear(2, 1)))
     ),
     "loader must be a torch DataLoader, whose samples hpcdist.shard splits .*; got list. .* or pass split=False": (
         lambda model, optimizer: hd.shard([torch.ones(2, 2)])
@@ -214,17 +214,30 @@ def test_several_models_are_finished_at_once_and_their_loader_keeps_its_length()
     assert run_virtual(alone, 2) == [(([2], 1), 1, torch.optim.SGD)] * 2
 
 
-def test_an_optimiser_is_pickled_and_copied_as_the_plain_one():
+@pytest.mark.parametrize("strategy", ["allreduce", "gossip_sync", "hardsync"])
+def test_a_model_and_its_optimiser_are_pickled_and_copied_as_the_plain_ones(strategy):
     def alone(comm):
         hd.init(comm=comm)
-        model = nn.Linear(2, 1)
-        optimizer = made(torch.optim.Adam(model.parameters(), lr=0.1), model)
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+        adam = torch.optim.Adam(model.parameters(), lr=0.1)
+        optimizer = made(adam, model, strategy=strategy, identical_batches="allow")
+        for batch in hd.shard([torch.ones(2, 2), torch.eye(2)], split=False):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
         file = io.BytesIO()
-        torch.save(optimizer, file)
+        torch.save((model, optimizer), file)
+        assert b"hpcdist" not in file.getvalue(), "it can be read elsewhere"
         file.seek(0)
-        for plain in (torch.load(file, weights_only=False), copy.deepcopy(optimizer)):
+        for other, plain in (torch.load(file, weights_only=False), copy.deepcopy((model, optimizer))):
+            torch.testing.assert_close(other.state_dict(), model.state_dict())
+            assert all(a is b for a, b in zip(other.parameters(), plain.param_groups[0]["params"], strict=True))
+            assert not other._forward_pre_hooks
+            before = [p.clone() for p in model.parameters()]
+            other(torch.eye(2)).sum().backward()
+            plain.step()
+            torch.testing.assert_close(before, list(model.parameters()), rtol=0, atol=0)
+            plain = copy.deepcopy(optimizer)
             assert type(plain) is torch.optim.Adam
             found = plain.state_dict()
             assert found["param_groups"] == optimizer.state_dict()["param_groups"]
@@ -232,6 +245,26 @@ def test_an_optimiser_is_pickled_and_copied_as_the_plain_one():
         return True
 
     assert all(run_virtual(alone, 2))
+
+
+def test_a_model_that_has_been_finished_stays_as_it_is():
+    def body(comm):
+        hd.init(comm=comm)
+        model = nn.Linear(2, 1)
+        optimizer = made(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        assert hd.finish(model) is model  # as a Trainer's end does
+        with hd.consensus(model):
+            values = copy.deepcopy(model.state_dict())
+        assert hd.finish(model) is model and type(optimizer) is torch.optim.SGD
+        torch.testing.assert_close(model.state_dict(), values)
+        model.weight.data += 1.0  # as loading the best checkpoint does
+        hd.finish(model)
+        model.weight.data += comm.rank
+        with pytest.raises(ConfigError, match="one that ranks have changed since its end"):
+            hd.finish(model)
+        return True
+
+    assert all(run_virtual(body, 2))
 
 
 def test_loops_of_strategies_with_other_workers_are_refused():

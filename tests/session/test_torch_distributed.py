@@ -10,6 +10,7 @@ import hpcdist as hd
 from comm.jobs_here import run
 from harness.launch import find_mpirun
 from hpcdist.comm.virtual import run_virtual
+from hpcdist.session.world import _advice
 
 KNOWN = """
 import os
@@ -98,3 +99,10 @@ def test_virtual_ranks_start_nothing():
         return dist.is_initialized() or "MASTER_ADDR" in os.environ
 
     assert run_virtual(body, 2) == [False, False]
+
+
+def test_an_error_of_webdataset_is_explained():
+    """Its `single_node_only`, the default, which saw one rank before the ranks were made known."""
+    error = ValueError("you need to add an explicit nodesplitter to your input pipeline for multi-node training")
+    assert "nodesplitter=webdataset.split_by_node, with which each rank reads shards of its own" in _advice(error)
+    assert _advice(ValueError("another one")) == ""

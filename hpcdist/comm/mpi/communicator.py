@@ -49,7 +49,7 @@ from hpcdist.comm.transfer import (
     check_wanted,
 )
 from hpcdist.comm.window import Window
-from hpcdist.errors import CommunicationError, HpcdistError
+from hpcdist.errors import CommunicationError
 
 DEADLINE_S = 600.0
 _IN_PLACE = MPI.IN_PLACE
@@ -323,16 +323,15 @@ class MpiCommunicator(Communicator):
     def now(self) -> float:
         return clock()
 
-    def watch(self, role: Callable[[], str] = str, refused: Callable[[], HpcdistError | None] = lambda: None) -> None:
+    def watch(self, role: Callable[[], str] = str) -> None:
         """Collective. End the job from now on where a call of this thread takes longer than its deadline.
 
         Args:
             role: tells what is special about this rank, for messages.
-            refused: tells what this thread has done for which the job must end.
         """
         nodes = self.memory.nodes
         here = {rank: pid for rank, pid in enumerate(self.pids) if nodes[rank] == nodes[self.rank]}
-        self.process.watch(self.mpi.Dup(), here, role, refused)
+        self.process.watch(self.mpi.Dup(), here, role)
 
     def abort(self, status: int = 1) -> None:
         """End every rank of the job, with this exit status; where ranks outlive others and one has died, this rank."""

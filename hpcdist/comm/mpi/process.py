@@ -19,7 +19,6 @@ from mpi4py import MPI
 from hpcdist.comm.mpi.calls import EVERYONE, EXIT, Calls, Place, meet
 from hpcdist.comm.mpi.watchdog import Watchdog
 from hpcdist.comm.waiting import wait_until
-from hpcdist.errors import HpcdistError
 
 PROGRESS_S = 1e-3  # pause between two calls of MPI; they use 1 to 2 % of a core
 
@@ -88,22 +87,15 @@ class Process:
         """Return the calls of the communicators in use. Any thread may call this."""
         return [calls for reference in self.calls.valuerefs() if (calls := reference()) is not None]
 
-    def watch(
-        self,
-        mpi: MPI.Intracomm,
-        pids: Mapping[int, int],
-        role: Callable[[], str],
-        refused: Callable[[], HpcdistError | None],
-    ) -> None:
+    def watch(self, mpi: MPI.Intracomm, pids: Mapping[int, int], role: Callable[[], str]) -> None:
         """Collective. Watch the calling thread: past a deadline the job ends with a message of where each rank is.
 
         Args:
             mpi: all ranks; used from here on by the watchdog alone.
             pids: processes of the ranks of this node.
             role: tells what is special about this rank, for messages.
-            refused: tells what that thread has done for which the job must end.
         """
-        watchdog = Watchdog(mpi, pids, self.calls_in_use, role, refused, tolerant=self.tolerant)
+        watchdog = Watchdog(mpi, pids, self.calls_in_use, role, tolerant=self.tolerant)
         if watchdog.start():
             self._watchdog = watchdog
             self.threads.append(watchdog)

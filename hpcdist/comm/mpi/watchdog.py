@@ -44,8 +44,7 @@ class Watchdog:
         mpi: all ranks; the watchdog alone sends messages on it.
         pids: processes of the ranks of this node.
         in_use: gives the calls of the communicators in use.
-        role: tells what is special about this rank, for messages.
-        refused: tells what the thread has done for which the job must end, because nobody else may ever say so.
+        role: tells what is special about this rank, for messages; raises what the job must end for.
         tolerant: the library survives a rank that dies.
     """
 
@@ -55,12 +54,11 @@ class Watchdog:
         pids: Mapping[int, int],
         in_use: Callable[[], Sequence[Calls]],
         role: Callable[[], str],
-        refused: Callable[[], HpcdistError | None],
         *,
         tolerant: bool,
     ):
         self._mpi, self._pids, self._in_use, self._tolerant = mpi, pids, in_use, tolerant
-        self._role, self._refused = role, refused
+        self._role = role
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
         self._watched = threading.get_ident()
         self._stopped, self._wanted, self._complete = threading.Event(), threading.Event(), threading.Event()
@@ -96,6 +94,7 @@ class Watchdog:
     def _run(self) -> None:
         while not self._stopped.wait(BLOCKED_S if self._oldest_s() > PATIENCE_S else POLL_S):
             try:
+                self._role()
                 self._answer()
                 self._report()
                 if self.rank == 0:
@@ -104,6 +103,9 @@ class Watchdog:
                         self._unclear = False
                         self._end_if_stuck()
                 self._sent = [(request, text) for request, text in self._sent if not request.Test()]
+            except HpcdistError as error:
+                log.before_end(f"rank {self.rank} is at {line_of(self._watched)}\n{error} Ending the job.")
+                end(STATUS)
             except MPI.Exception:
                 if not self._tolerant:
                     raise
@@ -115,9 +117,6 @@ class Watchdog:
             late = self._late()
             if late is not None:
                 self._end(*late)
-            if (error := self._refused()) is not None:
-                log.before_end(f"rank {self.rank} is at {self._line()}\n{error} Ending the job.")
-                end(STATUS)
 
     def _oldest_s(self) -> float:
         """Return for how long this rank has been blocked."""

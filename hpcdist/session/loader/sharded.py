@@ -26,7 +26,7 @@ from hpcdist.session.loader.epoch import Epoch
 from hpcdist.session.loader.period import Weighed, counts_of, joint_batch, period, relative
 from hpcdist.session.loader.sampling import Order, drawn_alike, iter_apart, order_of
 from hpcdist.session.values import broadcast_in
-from hpcdist.session.world import call_of_servers, current, group_calls, shared_calls
+from hpcdist.session.world import current, refuse_calls_of_servers, shared_calls
 from hpcdist.strategies import Strategy
 
 _log = logging.getLogger("hpcdist")
@@ -232,7 +232,7 @@ class ShardedLoader:
         session.loader = self
         if len(workers) < session.outer.size:
             session.group, session.peers = optimizers[0].attachment.workers, optimizers[0].attachment.peers
-            session.begun = None if mpi_of(session.comm) is None else group_calls()
+            session.begun = None if mpi_of(session.comm) is None else shared_calls()
         epoch = Epoch(strategies)
         for strategy in strategies:
             strategy.model.refresh()
@@ -242,8 +242,7 @@ class ShardedLoader:
         try:
             batches = epoch.watch(self._weighed(strategies, workers))
             yield from period(optimizers, batches, pauses_when_left=True)
-            if (error := call_of_servers(session)) is not None:  # that has ended all the same, and had no answer
-                raise error
+            refuse_calls_of_servers(session)  # that have ended all the same, and had no answer
             epoch.check()
         finally:
             session.loader = session.group = session.peers = session.begun = None
@@ -272,7 +271,7 @@ class ShardedLoader:
             for passes in watched:
                 passes.on_begin = None
 
-    def _look_at_calls(self, passes: Passes, before: int) -> None:
+    def _look_at_calls(self, passes: Passes, before: Mapping[Any, int]) -> None:
         """Say once that a loss may be weighed twice: by its batch's samples, and by a count of all ranks."""
         if passes.weighs and not passes.weighed_by_loop and not self._shares and shared_calls() != before:
             self._shares = True

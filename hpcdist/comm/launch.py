@@ -1,7 +1,8 @@
 """The ranks according to the launcher, to compare with MPI's world.
 
-The wrong launcher (another MPI's mpirun, or srun with the wrong PMI) starts N processes that each see a world of
-size 1, without any error; each then trains alone.
+The wrong launcher starts N processes that each see a world of size 1, and each would train alone: Open MPI 5.0 under
+MPICH's mpiexec, or under srun with the wrong PMI. MPICH 5.0 under Open MPI's mpirun ends by itself, in MPI_Init:
+"unsupported PMI version PMIx".
 """
 
 from __future__ import annotations
@@ -137,10 +138,14 @@ def check_world(size: int, library: str, environ: Mapping[str, str]) -> None:
     advice = f"Launch with the mpirun of that same MPI: `mpirun -n {count} {command}`"
     if any(launcher == each.launcher for each in PLURAL):
         advice = f"hpcdist trains over MPI, which that launcher does not start. Type `mpirun -n {count} {command}`"
+    variable = next(each.size for each in (*LAUNCHERS, *PLURAL) if each.launcher == launcher and each.size in environ)
+    if size == 1 and "SLURM_PTY_PORT" in environ:  # this process's shell is one task of several
+        advice = f"This is a shell of `srun --pty`: start it with one task, `srun -n 1 --pty bash`. {advice}"
     raise WorldError(
         f"the number of ranks in MPI's world must be the launcher's, {count} ({launcher}); got {size} with "
         f"{library}. Each process would train alone. {advice} (`python -m mpi4py --mpi-lib-version` names the MPI), or "
-        "under Slurm srun with the matching PMI: `srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH."
+        "under Slurm srun with the matching PMI: `srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH. Where no "
+        f"launcher is meant, unset {variable}, which another one has left."
     )
 
 

@@ -280,6 +280,10 @@ def test_what_the_launcher_declared(environ, declared):
         check_world(declared, "Open MPI", environ)
         with pytest.raises(WorldError, match=f"must be the launcher's, {declared} .*; got 1 with Open MPI"):
             check_world(1, "Open MPI", environ)
+        with pytest.raises(
+            WorldError, match=f"shell of `srun --pty`: .*`srun -n 1 --pty bash`.* unset {next(iter(environ))}"
+        ):
+            check_world(1, "Open MPI", environ | {"SLURM_PTY_PORT": "1"})
     else:
         check_world(np.random.default_rng(0).integers(1, 9), "Open MPI", environ)
 

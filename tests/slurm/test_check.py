@@ -11,9 +11,9 @@ import pytest
 
 from hpcdist import strategies
 from hpcdist.tools.slurm import check, limits
-from hpcdist.tools.slurm.check import Problem, examine
+from hpcdist.tools.slurm.check import Problem, _directives, examine
 from hpcdist.tools.slurm.limits import minutes, misfits, nodes, unknown_pmi
-from hpcdist.tools.slurm.spec import JobSpec, Site
+from hpcdist.tools.slurm.spec import Directives, JobSpec, Site
 
 GOOD = {"job": "it.py", "nodes": 2, "settings": ["checkpoint.every_steps=100"], "cpus_per_rank": 2}
 NO_SLURM = Problem(
@@ -194,6 +194,30 @@ def test_strategies_say_themselves_what_they_need():
     contracts = {name: strategies.load(name).contract for name in strategies.available()}
     assert {n for n, c in contracts.items() if c.deaths == "others go on"} == alone | served | {"sandblaster"}
     assert {n for n, c in contracts.items() if c.memory == "read by others"} == {"adpsgd", "gossip_pull", "gossip_push"}
+
+
+@pytest.mark.parametrize(
+    ("add", "settings", "key"),
+    [
+        ({"signal": "B:TERM@300"}, {}, "warn_s"),
+        ({"ntasks": 3}, {}, "ranks_per_node"),
+        ({"mem-per-cpu": "1G"}, {"mem_gb": 4}, "mem_gb"),
+        ({"hetjob": True}, {}, "nodes"),
+        ({"time": "5"}, {}, "time_min"),
+        ({"no-requeue": True}, {}, "requeue"),
+        ({"gres": "gpu:2"}, {"gpus_per_rank": 1}, "gpus_per_rank"),
+        ({"mem-per-cpu": "1G", "gres": "craynetwork:1", "exclusive": True, "nice": 3, "requeue": False}, {}, None),
+    ],
+)
+def test_directives_leave_to_the_jobs_own_settings_what_these_say(add, settings, key):
+    spec = JobSpec.from_mapping({"command": ["true"], "directives": {"add": add}, **settings})
+    for found in (_directives(spec, Site()), _directives(spec.model_copy(update={"directives": Directives()}),
+                                                        Site(directives={"add": add}))):  # fmt: skip
+        texts = [problem.text for problem in found]
+        assert len(texts) == (key is not None)
+        assert key is None or re.match(
+            f"directives.add must leave {next(iter(add))} to {key}, which is .*; got ", texts[0]
+        )
 
 
 # --- what Slurm says --------------------------------------------------------------------------------------------------

@@ -22,7 +22,14 @@ if TYPE_CHECKING:  # its package imports torch
 
 WARN_S = 60  # Slurm looks at time limits about once a minute, and may send its signal that much early or late
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
-
+# What sbatch takes for the job's own settings, or beside them as another way to say the same.
+OWNED = {option: key for key, options in {
+    "name": "job-name", "output": "output", "cases": "array", "time_min": "time", "warn_s": "signal",
+    "requeue": "requeue no-requeue open-mode", "nodes": "nodes hetjob het-group",
+    "ranks_per_node": "ntasks ntasks-per-node ntasks-per-gpu ntasks-per-socket",
+    "cpus_per_rank": "cpus-per-task cpus-per-gpu", "mem_gb": "mem mem-per-cpu mem-per-gpu",
+    "gpus": "gpus gpus-per-node gpus-per-task gpus-per-socket",
+}.items() for option in options.split()}  # fmt: skip
 
 Problems = Iterator[Problem]
 
@@ -55,6 +62,18 @@ def _time(spec: JobSpec, site: Site) -> Problems:
             f"time_min must leave time to work before the warning; got {limit_s - spec.warn_s} s. Raise time_min, or "
             "the job does little but start again."
         )
+
+
+def _directives(spec: JobSpec, site: Site) -> Problems:
+    """Check that no directive contradicts a setting of the job, by which the script was made."""
+    for option, value in {**site.directives.add, **spec.directives.add}.items():
+        name = "gpus" if option == "gres" and "gpu" in str(value) else OWNED.get(option, "")
+        if value is not False and name and (own := getattr(spec, name)) not in (None, []) and (own or name != "gpus"):
+            key = "gpus_per_rank" if name == "gpus" else name
+            yield error(
+                f"directives.add must leave {option} to {key}, which is {own!r}; got {value!r}. Set {key}, by which "
+                "the script counts ranks, saves and goes on."
+            )
 
 
 def _paths(spec: JobSpec, site: Site) -> Problems:
@@ -233,7 +252,7 @@ def _files_exist(spec: JobSpec) -> bool:
 
 
 RULES: tuple[Callable[[JobSpec, Site], Problems], ...] = (
-    _time, _paths, _output, _strategy, _servers, _stages, _gpus, _cores, _going_on, _study, _settings,
+    _time, _directives, _paths, _output, _strategy, _servers, _stages, _gpus, _cores, _going_on, _study, _settings,
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ else:
         ({"shape": "gpu"}, "shape must be 'allreduce', 'cpu', 'gossip', 'hybrid', 'interactive', "),
         ({"name": "a\nb"}, "name must be one line of printable characters; got 'a\\nb'. Take another name."),
         ({"name": "a\n#SBATCH --uid=0"}, "name must be one line of printable characters"),
+        ({"name": "é" * 101}, "name must have at most 200 bytes; got 202. It is part of the log's name."),
         ({"name": ""}, "name must be one line of printable characters; got ''"),
         ({"name": "a/b"}, "name must be a file's name without / and \\; got 'a/b'. It is part of the log's name."),
         ({"output": "a\\b"}, "output must be a path without \\, at which Slurm expands no %j; got 'a\\\\b'."),

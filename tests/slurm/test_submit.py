@@ -86,7 +86,7 @@ def test_a_job_without_results_says_how_it_ended(local):
 
 
 def test_a_call_is_refused_by_another_python(tmp_path):
-    call.write_call(tmp_path, max, (1, 2), {})
+    (tmp_path / "call.pickle").write_bytes(call.pickled_call(max, (1, 2), {}))
     assert call.make_call(tmp_path) == 2
     path = tmp_path / "call.pickle"
     with open(path, "rb") as file:
@@ -104,6 +104,17 @@ def test_what_is_wrong_is_refused_before_there_is_a_folder(local, tmp_path, monk
         local(max, 1, site="nowhere")
     with pytest.raises(ConfigError, match="warn_s must be less than the time limit, 60 s; got 100"):
         local(max, 1, site="generic", time_min=1, warn_s=100)
+    lock = threading.Lock()
+    with pytest.raises(
+        ConfigError, match="argument 2 must be what cloudpickle can pickle, .*; got a lock .*Make it on"
+    ):
+        local(max, 1, lock)
+    with pytest.raises(ConfigError, match="key must be what cloudpickle can pickle, .*; got a lock"):
+        local(max, 1, key=lock)
+    with pytest.raises(ConfigError, match="function must be what cloudpickle can pickle, .*; got a function"):
+        local(lambda: lock)
+    with pytest.raises(ConfigError, match="name must have at most 200 bytes; got 300"):
+        local(max, 1, name="n" * 300)
     assert not (tmp_path / "runs").exists()
 
 
@@ -115,3 +126,4 @@ def test_without_slurm_it_says_so(local, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(bash.parent.absolute()))
     with pytest.raises(QueueError, match="sbatch must be on PATH to reach Slurm"):
         local(max, 1, 2, site="generic")
+    assert not list((tmp_path / "runs").iterdir()), "nothing is left of a job that was not submitted"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from hpcdist.comm.launch import task
-from hpcdist.errors import MismatchError, RunError
+from hpcdist.errors import ConfigError, MismatchError, RunError
 from hpcdist.records import replace_durably
 
 PYTHON = sys.version_info[:2]
@@ -31,10 +31,26 @@ class CallOutcome(NamedTuple):
     traceback: str = ""
 
 
-def write_call(folder: Path, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Write a call down: first what reading the rest needs, the version of Python and the folders of modules."""
+def pickled_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
+    """Write a call down: first what reading the rest needs, the version of Python and the folders of modules.
+
+    Raises:
+        ConfigError: the function or an argument can't be pickled.
+    """
     head = pickle.dumps((PYTHON, [os.path.abspath(place) for place in sys.path]))
-    (folder / "call.pickle").write_bytes(head + cloudpickle.dumps((function, args, kwargs)))
+    try:
+        return head + cloudpickle.dumps((function, args, kwargs))
+    except Exception as error:  # pickle raises anything
+        numbered = {f"argument {number}": value for number, value in enumerate(args, 1)}
+        for name, value in {"function": function, **numbered, **kwargs}.items():
+            try:
+                cloudpickle.dumps(value)
+            except Exception:
+                raise ConfigError(
+                    f"{name} must be what cloudpickle can pickle, for the ranks are other processes; got a "
+                    f"{type(value).__name__} ({error}). Make it on the ranks, in the function."
+                ) from error
+        raise
 
 
 def make_call(folder: Path) -> Any:

@@ -56,6 +56,8 @@ def _file_name(text: str) -> str:
     r"""Refuse / and \ in a job's name, which is %x in the log's name. Slurm expands nothing in a name with \."""
     if "/" in _one_line(text) or "\\" in text:
         raise ValueError(f"must be a file's name without / and \\; got {text!r}. It is part of the log's name.")
+    if (length := len(text.encode())) > 200:  # of the 255 of a file's name, with the job's number and task
+        raise ValueError(f"must have at most 200 bytes; got {length}. It is part of the log's name.")
     return text
 
 

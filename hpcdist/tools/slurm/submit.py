@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,10 +18,11 @@ import psutil
 
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError, RunError
+from hpcdist.records import making
 from hpcdist.tools.compare.launchers import LAST_LINES, end, find_launcher, ranks_environment
 from hpcdist.tools.runs import last_lines
 from hpcdist.tools.slurm import queue
-from hpcdist.tools.slurm.call import CallOutcome, outcome_file, write_call
+from hpcdist.tools.slurm.call import CallOutcome, outcome_file, pickled_call
 from hpcdist.tools.slurm.check import examine
 from hpcdist.tools.slurm.render import render
 from hpcdist.tools.slurm.spec import JobSpec, load_site, load_spec
@@ -62,7 +64,7 @@ def submit(function: Callable[..., Any], /, *args: Any, site: str = "generic", *
             bind those that share a name with a setting by functools.partial.
 
     Raises:
-        ConfigError: a setting is wrong, or a check of the job finds an error.
+        ConfigError: a setting is wrong, a check of the job finds an error, or a value can't be pickled.
         QueueError: there is no Slurm, or it refuses.
     """
     job = {name: settings.pop(name) for name in SETTINGS if name in settings}
@@ -71,13 +73,16 @@ def submit(function: Callable[..., Any], /, *args: Any, site: str = "generic", *
     spec = load_spec(**named, site=site, command=[sys.executable])
     if site != LOCAL:
         _require_no_errors(spec)
-    above = Path(spec.output).absolute()
-    above.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{spec.name}-", dir=above))  # which only its owner may enter
-    write_call(folder, function, args, settings)
-    if site == LOCAL:
-        return Future(LocalJob(spec, folder), folder, spec.size)
-    return Future(SlurmJob(spec, folder), folder, spec.size)
+    call, above = pickled_call(function, args, settings), Path(spec.output).absolute()
+    with making(above):
+        above.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"{spec.name}-", dir=above))  # which only its owner may enter
+    try:
+        (folder / "call.pickle").write_bytes(call)
+        return Future((LocalJob if site == LOCAL else SlurmJob)(spec, folder), folder, spec.size)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
 
 
 def _require_no_errors(spec: JobSpec) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from hpcdist.errors import QueueError
+from hpcdist.records import open_regular
 from hpcdist.tools.runs import Run, is_done
 from hpcdist.tools.slurm import queue
 from hpcdist.tools.slurm.history import Submission
@@ -74,7 +75,7 @@ def show_logs(job: str, follow: bool) -> None:
     def show(*_: object) -> None:
         paths = queue.logs(job)
         for path in paths:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 file.seek(printed.get(path, 0))
                 data = file.read()
             printed[path] = printed.get(path, 0) + len(data)

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from hpcdist import checkpoint
 from hpcdist.comm.launch import undisputed_task
 from hpcdist.records import end_run
@@ -22,10 +24,20 @@ class Interruption:
     Args:
         words: of the command line.
         environ: this process's environment, which has the launcher's variables.
+        processes: the number of each rank's process, on this host.
     """
 
-    def __init__(self, folder: Path, checkpoints: Path, words: Sequence[str], environ: Mapping[str, str], ranks: int):
+    def __init__(
+        self,
+        folder: Path,
+        checkpoints: Path,
+        words: Sequence[str],
+        environ: Mapping[str, str],
+        ranks: int,
+        processes: Mapping[int, int],
+    ):
         self._folder, self._checkpoints = folder, checkpoints
+        self._processes = {rank: pid for rank, pid in processes.items() if psutil.pid_exists(pid)}
         task = undisputed_task(environ)
         self._launcher = None if task is None else task.launcher
         self.command = shlex.join([*_launch(self._launcher, ranks), *_train(words, folder)])
@@ -35,14 +47,17 @@ class Interruption:
         """Tell at once that a signal has come; `run.json` says so, too, for the ranks may be ended before they leave.
 
         On Ctrl-C, or SIGTERM, Open MPI's mpirun sends its ranks SIGTERM, kills them a quarter of a second later, and
-        shows none of their output any more: only the terminal itself can be written to.
+        shows none of their output any more: only the terminal itself can be written to. It does the same to the others
+        where a rank has died.
         """
+        died = [f"rank {rank}" for rank, pid in self._processes.items() if not psutil.pid_exists(pid)]
         with suppress(OSError):
-            end_run(self._folder, "interrupted", name)
+            end_run(self._folder, *(("failed", f"{', '.join(died)} has died") if died else ("interrupted", name)))
         if name == signal.SIGTERM.name and self._launcher == "Open MPI's mpirun":
             newest = checkpoint.latest(self._checkpoints)
             saved = "no checkpoint has been saved yet" if newest is None else f"the newest checkpoint is {newest}"
-            text = f"interrupted. Ranks save if mpirun leaves them the time; until then {saved}. {self._go_on}"
+            why = f"{', '.join(died)} has died, and mpirun ends the others" if died else "interrupted by mpirun"
+            text = f"{why}. Ranks save if mpirun leaves them the time; until then {saved}. {self._go_on}"
             with suppress(OSError), open("/dev/tty", "w") as terminal:
                 terminal.write(f"\nhpcdist: {text}\n")
                 return

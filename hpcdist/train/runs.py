@@ -118,7 +118,9 @@ def train(
         newest, changed = _newest(trainer, allow_changes) if resume else (None, {})
         write_down(trainer, job_path, command, newest, changed)
         leads = comm.rank == comm.failures.living[0]
-        interruption = Interruption(folder, trainer.checkpoints, command, environment, comm.size)
+        here = [rank for rank, node in enumerate(comm.memory.nodes) if node == comm.memory.nodes[comm.rank]]
+        processes = {rank: pids[rank] for rank in here} if (pids := getattr(comm, "pids", None)) else {}
+        interruption = Interruption(folder, trainer.checkpoints, command, environment, comm.size, processes)
         if trainer.leaving is not None and leads:
             trainer.leaving.heard = interruption.heard
         try:

@@ -126,10 +126,8 @@ def test_a_signal_makes_all_ranks_save_and_leave_with_status_75(tmp_path, monkey
 
 
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun beside this Python or on PATH")
-@pytest.mark.parametrize(
-    "typed", [True, pytest.param(False, marks=pytest.mark.extended)], ids=["typed", "mpirun alone"]
-)
-def test_ctrl_c_under_mpirun_shows_the_command_that_goes_on(tmp_path, monkeypatch, typed):
+@pytest.mark.parametrize("how", ["typed", pytest.param("mpirun alone", marks=pytest.mark.extended), "a rank is killed"])
+def test_ctrl_c_under_mpirun_shows_the_command_that_goes_on(tmp_path, monkeypatch, how):
     """Open MPI's mpirun kills its ranks half a second later, and shows nothing of them: they write to the terminal."""
     monkeypatch.chdir(tmp_path)
     Path("slow.py").write_text(WAITING)
@@ -143,8 +141,10 @@ def test_ctrl_c_under_mpirun_shows_the_command_that_goes_on(tmp_path, monkeypatc
             said = threading.Thread(target=_read_to_end, args=(terminal, shown := bytearray()), daemon=True)
             said.start()
             wait_until(lambda: len(list(Path().glob("pid-*"))) == 2 or not said.is_alive())
-            if typed:
+            if how == "typed":
                 os.write(terminal, b"\x03")
+            elif how == "a rank is killed":
+                os.kill(max(int(path.name[4:]) for path in Path().glob("pid-*")), signal.SIGKILL)
             else:
                 os.kill(mpirun, signal.SIGINT)
             said.join(60)
@@ -153,9 +153,12 @@ def test_ctrl_c_under_mpirun_shows_the_command_that_goes_on(tmp_path, monkeypatc
             _, status = os.waitpid(mpirun, 0)
             os.close(terminal)
     text = shown.decode().replace("\r\n", "\n")
-    assert status != 0 and "hpcdist: interrupted. Ranks save if mpirun leaves them the time" in text, text
+    killed = how == "a rank is killed"
+    why = "rank 1 has died, and mpirun ends the others" if killed else "interrupted by mpirun"
+    assert status != 0 and f"hpcdist: {why}. Ranks save if mpirun leaves them the time" in text, text
     assert f"Go on with:\n  {GO_ON}\n" in text, text
-    assert load_run("it").last.outcome == "interrupted" and not Path("it/summary.json").exists()
+    assert load_run("it").last.outcome == ("failed" if killed else "interrupted")
+    assert not Path("it/summary.json").exists()
 
 
 def _read_to_end(terminal: int, shown: bytearray) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import h5py
@@ -10,6 +11,7 @@ import numpy as np
 from hpcdist.data.format import VERSION, damage, named_faults, open_file, split_names
 from hpcdist.data.hdf5 import HDF5Dataset
 
+SAMPLED_BYTES = 1 << 28  # of samples, at most
 SAMPLED = 1024  # evenly spaced samples for the statistics of x
 
 
@@ -43,7 +45,8 @@ def describe(path: str | Path) -> dict:
 def _describe_split(path: Path, name: str, file: h5py.File) -> dict:
     with HDF5Dataset(path, name) as dataset:
         n = len(dataset)
-        x, _ = dataset.batch(np.linspace(0, n - 1, min(n, SAMPLED)).astype(np.int64))
+        count = min(n, SAMPLED, max(1, SAMPLED_BYTES // (dataset.x_dtype.itemsize * math.prod(dataset.x_shape))))
+        x, _ = dataset.batch(np.linspace(0, n - 1, count).astype(np.int64))
         y = file[name]["y"][:]
         split = {
             "samples": n,

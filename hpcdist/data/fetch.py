@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import logging
 import os
 import shutil
@@ -19,7 +20,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from hpcdist.errors import DataError, UnknownNameError
-from hpcdist.records.files import open_regular, stamp, writing
+from hpcdist.records.files import MOST_BYTES, read_bounded, writing
 
 TIMEOUT_S = 20.0  # longest silence of a mirror
 BLOCK_BYTES = 1 << 20
@@ -169,18 +170,21 @@ def _accept(path: Path, target: Path, sha: str) -> None:
 def _blocks(path: Path) -> Iterator[bytes]:
     """Read a file, uncompressed."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+        plain, read = io.BytesIO(read_bounded(path)), 0
+        with gzip.open(plain) if path.suffix == ".gz" else plain as file:
             while block := file.read(BLOCK_BYTES):
+                if (read := read + len(block)) > MOST_BYTES:
+                    raise Unavailable(f"{path.name} has more than {MOST_BYTES} bytes")
                 yield block
     except (EOFError, OSError, zlib.error) as error:
         raise Unavailable(f"{path.name} can't be read ({error})") from None
 
 
 def _is_original(path: Path, sha: str) -> bool:
-    if not path.is_file():
+    try:
+        return hashlib.sha256(read_bounded(path)).hexdigest() == sha
+    except OSError:
         return False
-    with open_regular(path) as file:
-        return stamp(file).sha256 == sha
 
 
 # --- Debian's package -------------------------------------------------------------------------------------------------

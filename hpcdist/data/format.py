@@ -12,6 +12,7 @@ that broadcast against one sample.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+import psutil
 
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import open_regular
@@ -38,6 +40,15 @@ TARGET_BYTES = 512 << 10  # a chunk has 50 to 100 % of that: parallel file syste
 def damage(path: str | Path, fault: str, advice: str = "Import it again.") -> DataError:
     """Make the error for a file that can't be used."""
     return DataError(f"{path} {fault}. {advice}")
+
+
+def require_memory(path: str | Path, n_bytes: int, what: str) -> None:
+    """Refuse what is held in memory as a whole, and what this machine has not the memory for.
+
+    A file with holes, or a damaged one, may claim any size.
+    """
+    if n_bytes > (most := psutil.virtual_memory().total):
+        raise damage(path, f"has {n_bytes} bytes of {what}, more than this machine's memory of {most}", "Divide it.")
 
 
 @contextmanager
@@ -64,7 +75,7 @@ class Column:
 
     @property
     def sample_bytes(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def end_bytes(self) -> int:
@@ -113,6 +124,9 @@ def open_file(path: Path, *, locking: bool | str | None = "best-effort", mpi_com
     except BlockingIOError as error:
         raise damage(path, f"is locked ({error})", "Wait for its writer to end, or pass locking=False.") from error
     except (OSError, RuntimeError) as error:
+        if "already open for" in str(error):  # HDF5's words for a mark that a writer leaves in the file, locks or not
+            advice = f"Wait for its writer to end; after one that has died: h5clear --status {path}."
+            raise damage(path, f"is open for writing, in SWMR mode or without locks ({error})", advice) from error
         raise damage(path, f"is truncated or corrupt ({error})") from error
 
 
@@ -162,6 +176,8 @@ def _read_column(file: h5py.File, path: str, name: str) -> Column:
         raise damage(path, f"has dtype {dataset.dtype} in {name}, which must be one of {', '.join(DTYPES)}")
     if not dataset.ndim or 0 in dataset.shape:
         raise damage(path, f"has shape {dataset.shape} in {name}, which must be (samples, ...) with no dimension of 0")
+    held = math.prod(dataset.shape[1:] if name.endswith("x") else dataset.shape) * dataset.dtype.itemsize
+    require_memory(path, held, f"a sample of {name}" if name.endswith("x") else name)
     offsets = chunk_offsets(dataset)
     column = Column(name, len(dataset), dataset.shape[1:], dataset.dtype, samples_per_chunk(dataset), offsets)
     if column.end_bytes > os.path.getsize(path):
@@ -206,7 +222,7 @@ def samples_per_chunk(dataset: h5py.Dataset) -> int:
     """Return the samples of a chunk, or those of a contiguous dataset that are best read together."""
     if dataset.chunks:
         return dataset.chunks[0]
-    return preferred_chunk_samples(dataset.dtype.itemsize * int(np.prod(dataset.shape[1:])), len(dataset))
+    return preferred_chunk_samples(dataset.dtype.itemsize * math.prod(dataset.shape[1:]), len(dataset))
 
 
 def chunk_offsets(dataset: h5py.Dataset) -> np.ndarray | None:
@@ -218,7 +234,7 @@ def chunk_offsets(dataset: h5py.Dataset) -> np.ndarray | None:
     if dataset.file.driver != "sec2" or dataset.file.userblock_size or dataset.is_virtual or dataset.external:
         return None
     chunk_samples = samples_per_chunk(dataset)
-    chunk_bytes = chunk_samples * dataset.dtype.itemsize * int(np.prod(dataset.shape[1:]))
+    chunk_bytes = chunk_samples * dataset.dtype.itemsize * math.prod(dataset.shape[1:])
     chunks = -(-len(dataset) // chunk_samples)
     if not dataset.chunks:
         start = dataset.id.get_offset()

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from hpcdist.data.format import Column, Header, damage, open_file, read_header
 from hpcdist.data.loader import Samples
 from hpcdist.errors import ConfigError
+from hpcdist.records import open_regular
 
 COLUMNS = ("x", "y")
 CHECKED_BYTES = 16 << 20  # of a column, for its checksum; of larger ones in so many stretches:
@@ -198,7 +199,7 @@ class HDF5Dataset(Dataset):
     def _rows(self, column: Column) -> MappedRows | StoredRows:
         if not self._is_mapped(column):
             return StoredRows(column, self._file, self._cache_bytes)
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             return MappedRows(column, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self.path)
 
     def _is_mapped(self, column: Column) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -110,8 +112,11 @@ class _Disk(io.FileIO):
 
     _failure: OSError | None = None
 
-    def check(self, path: Path) -> None:
-        """Raise OutputError for `path` if a write has failed."""
+    def check(self, path: Path, planned: int = 0) -> None:
+        """Raise OutputError for `path` if a write has failed, or if there is no room for so many bytes to come."""
+        disk = os.fstatvfs(self.fileno()) if planned else None
+        if disk and 0 < disk.f_bavail * disk.f_frsize < planned:
+            self._failure = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self._failure is not None:
             raise OutputError.of(path, self._failure)
 
@@ -134,10 +139,10 @@ class _Disk(io.FileIO):
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
+def _replacing(path: Path) -> Iterator[tuple[h5py.File, Callable[..., None]]]:
     """Open a new HDF5 file that replaces `path` when it is complete and on disk.
 
-    Yields the file, and a function that raises OutputError if a write has failed.
+    Yields the file, and a function that raises OutputError if a write has failed, or the bytes given have no room.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -146,7 +151,7 @@ def _replacing(path: Path) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
             disk = _Disk(temporary, "x+")
         with disk:
             with h5py.File(disk, "w", libver=LIBRARY, rdcc_nbytes=16 << 20) as file:
-                yield file, lambda: disk.check(path)
+                yield file, partial(disk.check, path)
             disk.check(path)
         with writing(path):
             sync(temporary)
@@ -162,7 +167,7 @@ def _write(
     n_classes: int,
     chunk_samples: int | None,
     compression: str | None,
-    check: Callable[[], None],
+    check: Callable[..., None],
 ) -> h5py.Dataset:
     """Write the blocks of one split and return its x; `check` raises if a write has failed."""
     blocks = iter(split.blocks)
@@ -172,6 +177,7 @@ def _write(
     x, y = (np.asarray(values) for values in first)
     stored_x = _dataset(group, "x", split.samples, x, chunk_samples, compression)
     stored_y = _dataset(group, "y", split.samples, y, None, compression)
+    check(0 if compression else stored_x.nbytes + stored_y.nbytes)
     done = 0
     for block in chain([(x, y)], blocks):
         x, y = (np.asarray(values) for values in block)

@@ -226,6 +226,27 @@ def test_removed_while_closed(path):
         dataset.batch([0])
 
 
+@pytest.mark.parametrize("swmr", [True, False])
+def test_open_for_writing_elsewhere(path, swmr):
+    with h5py.File(path, "r+", libver="latest", locking=swmr) as writer:
+        if swmr:
+            writer.swmr_mode = True
+        read = "import sys, hpcdist.data; hpcdist.data.HDF5Dataset(sys.argv[1])"
+        done = subprocess.run([sys.executable, "-c", read, path], capture_output=True, text=True)
+    message = rf"a\.h5 is open for writing, in SWMR mode or without locks .*h5clear --status {path}\.\n"
+    assert re.search(message, done.stderr), done.stderr
+
+
+def test_what_no_memory_holds_is_refused_by_its_size(path):
+    def claim(file):
+        del file["train/x"], file["train/y"]
+        file["train"].create_dataset("x", (1 << 50,), "u1")  # never written: it takes no room in the file
+        file["train"].create_dataset("y", (1 << 50,), "i8")
+
+    change(path, claim)
+    refused(path, r"has 9007199254740992 bytes of train/y, more than this machine's memory of \d+. Divide it.")
+
+
 def test_locked_by_a_writer(path):
     hold = "import h5py, sys; file = h5py.File(sys.argv[1], 'r+', locking=True); print(); input()"
     with subprocess.Popen(

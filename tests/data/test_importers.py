@@ -169,6 +169,12 @@ MNIST_DAMAGES = [  # a file, what becomes of its bytes (None: it is removed), th
         r"one integer in 0\.\.9 per sample; got .* 10 to 10.",
     ),
     (IMAGES + ".gz", lambda data: gzip.compress(data)[:-20], "must be a whole gzip file .*. Download it again."),
+    (IMAGES + ".gz", lambda data: gzip.compress(data) + bytes(1 << 20), "-ubyte.gz must end after 5000 samples but"),
+    (
+        IMAGES + ".gz",
+        lambda data: gzip.compress(data[:4] + b"\xff" * 4 + data[8:]),
+        r"is truncated: \d+ bytes are missing",
+    ),
     (IMAGES + ".gz", lambda data: data, "must be a whole gzip file .*. Download it again."),
     (IMAGES + ".gz", lambda data: flipped(gzip.compress(data)), "must be a whole gzip file .*. Download it again."),
 ]

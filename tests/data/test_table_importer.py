@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import numpy as np
@@ -258,3 +259,11 @@ def test_a_target_beside_arrays_x_and_y_is_refused(tmp_path):
     source = save(tmp_path / "a.npz", x=VALUES, y=VALUES)
     with pytest.raises(ConfigError, match="target must be left out where .* has arrays x and y; got 'x0'."):
         convert(source, tmp_path / "a.h5", target="x0")
+
+
+def test_a_table_must_fit_into_memory(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("a,b\n1,2\n")
+    os.truncate(path, 1 << 43)
+    with pytest.raises(DataError, match="a.csv has 8796093022208 bytes of text, more than this machine's memory of"):
+        importers.load("table")(path, tmp_path / "a.h5")

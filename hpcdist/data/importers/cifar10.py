@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 from hpcdist.data.importers import need_folder
 from hpcdist.data.writer import Block, Split, create
 from hpcdist.errors import DataError
+from hpcdist.records import open_regular
 
 SHAPE = (3, 32, 32)
 RECORD_BYTES = 1 + 3 * 32 * 32
@@ -45,18 +47,23 @@ def convert(source: str | Path, destination: str | Path, *, compression: str | N
 
 
 def _records(path: Path) -> int:
-    records, rest = divmod(path.stat().st_size, RECORD_BYTES)
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise DataError(f"{path} must be readable; got {error.strerror}. {ADVICE}") from None
+    records, rest = divmod(size, RECORD_BYTES)
     if rest or not records:
         raise DataError(
-            f"{path} must have a whole number of records of {RECORD_BYTES} bytes, at least 1; "
-            f"got {path.stat().st_size} bytes. {ADVICE}"
+            f"{path} must have a whole number of records of {RECORD_BYTES} bytes, at least 1; got {size} bytes. "
+            + ADVICE
         )
     return records
 
 
 def _blocks(paths: Sequence[Path]) -> Iterator[Block]:
     for path in paths:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             while data := file.read(BLOCK * RECORD_BYTES):
                 records = np.frombuffer(data, np.uint8).reshape(-1, RECORD_BYTES)
                 if records[:, 0].max() >= len(CLASSES):

@@ -11,6 +11,7 @@ from PIL import Image, ImageOps
 from hpcdist.data.importers import draw_splits, need_folder
 from hpcdist.data.writer import Block, Split, create
 from hpcdist.errors import ConfigError, DataError
+from hpcdist.records import open_regular
 
 MODES = ("RGB", "L")
 BLOCK = 64  # images held in memory at once
@@ -107,7 +108,7 @@ def _blocks(images: Sequence[Labelled], mode: str, size: tuple[int, int]) -> Ite
 def _read(path: Path, mode: str, size: tuple[int, int]) -> np.ndarray:
     """Read one image as uint8 (channels, height, width)."""
     try:
-        with Image.open(path) as image:
+        with open_regular(path) as file, Image.open(file) as image:
             if image.mode[0] in "IF":
                 raise ValueError(f"it has mode {image.mode}, more than the 8 bits that are kept")
             upright = ImageOps.exif_transpose(image).convert(mode)

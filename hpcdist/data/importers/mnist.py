@@ -16,6 +16,7 @@ import numpy as np
 from hpcdist.data.importers import need_folder
 from hpcdist.data.writer import Block, Split, create
 from hpcdist.errors import DataError
+from hpcdist.records import open_regular
 
 PREFIXES = {"train": "train", "test": "t10k"}
 UINT8 = 0x08
@@ -82,8 +83,9 @@ class IdxFile:
         self.path = next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
         if not self.path.is_file():
             raise DataError(f"{folder} must have one of the files {', '.join(names)}; it has none. Download it again.")
-        opened = gzip.open(self.path) if self.path.suffix == ".gz" else open(self.path, "rb")
-        self._file = stack.enter_context(cast(BinaryIO, opened))
+        plain = stack.enter_context(open_regular(self.path))
+        packed = self.path.suffix == ".gz"
+        self._file = stack.enter_context(cast(BinaryIO, gzip.open(plain))) if packed else plain
         magic = self._bytes(4)
         if magic != bytes((0, 0, UINT8, dimensions)):
             raise DataError(
@@ -96,6 +98,17 @@ class IdxFile:
                 f"{self.path} must have at least 1 sample, and rows and columns in 1..{MAX_SIDE}; "
                 f"got {self.shape}. Download it again."
             )
+        self._check_length(self.path.stat().st_size, 4 + 4 * dimensions + math.prod(self.shape), packed)
+
+    def _check_length(self, stored: int, content: int, packed: bool) -> None:
+        """Refuse a file of another length than its header says, before anything of that length is made or read.
+
+        gzip makes files shorter by a factor of at most 1032, and longer by less than a thousandth and its header.
+        """
+        if content > stored * (1032 if packed else 1):
+            raise DataError(f"{self.path} is truncated: {content - stored} bytes are missing. Download it again.")
+        if stored > content + packed * (content // 1000 + 1000):
+            raise DataError(f"{self.path} must end after {self.shape[0]} samples but goes on. Download it again.")
 
     def read(self, count: int) -> np.ndarray:
         """Read the next `count` samples: uint8 (count, *shape of a sample)."""

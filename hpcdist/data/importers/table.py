@@ -8,11 +8,10 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 
-from hpcdist.data.format import TASKS
+from hpcdist.data.format import TASKS, require_memory
 from hpcdist.data.importers import draw_splits
 from hpcdist.data.writer import Split, create
 from hpcdist.errors import ConfigError, DataError, HpcdistError
@@ -140,6 +139,7 @@ def _read(path: Path, target: str, delimiter: str) -> Table:
 
 def _read_csv(path: Path, delimiter: str) -> tuple[list[str], np.ndarray]:
     try:
+        require_memory(path, path.stat().st_size, "text")
         with io.TextIOWrapper(open_regular(path), "utf-8-sig", newline="") as file:
             names = [name.strip() for name in next(csv.reader(file, delimiter=delimiter), [])]
             lines = file.readlines()
@@ -178,8 +178,12 @@ def _read_numpy(path: Path) -> dict[str, np.ndarray]:
     try:
         with open_regular(path) as file:
             loaded = np.load(file, allow_pickle=False)
+            if not isinstance(loaded, np.ndarray):
+                require_memory(path, sum(member.file_size for member in loaded.zip.infolist()), "arrays")
             arrays = {"table": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
-    except (ValueError, OSError, EOFError, BadZipFile) as error:
+    except Exception as error:  # whatever the readers of archives, of headers and of zlib's streams raise
+        if isinstance(error, HpcdistError):
+            raise
         raise DataError(f"{path} must be a NumPy file of numbers ({error}). Save it again.") from error
     for name, values in arrays.items():
         if values.dtype.kind not in "biuf":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from dataclasses import asdict, replace
 
@@ -316,3 +317,16 @@ def test_a_digest_tells_order_shape_dtype_and_every_bit_apart():
     assert digest([lazy.conj().imag]) == digest([-lazy.imag])
     parameter = torch.nn.Parameter(one)
     assert digest([parameter]) == digest(iter([one])) and re.fullmatch("[0-9a-f]{64}", digest([]))
+
+
+def test_a_hole_in_a_file_is_no_line(tmp_path):
+    path = record_path(tmp_path, 0)
+    with RecordWriter(path) as writer:
+        writer.write(StepRecord(1))
+    os.truncate(path, 1 << 40)
+    with pytest.raises(
+        DataError, match=r"records-rank0000.jsonl:2 must be a step record; got \d+ bytes without a line"
+    ):
+        read_records(tmp_path)
+    with pytest.raises(DataError, match=r"records-rank0000.jsonl must have lines; got more than \d+ bytes without"):
+        RecordWriter(path, first_step=2)

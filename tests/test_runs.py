@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from hpcdist.tools import cli
 from hpcdist.tools.cli.runs import rm, tag
 from hpcdist.tools.runs.listing import read_listed, read_tags
 from hpcdist.train import runs
+from study import evidence
 
 JOB = Path(__file__).with_name("train") / "tiny.py"
 
@@ -89,7 +91,44 @@ def test_tags_are_added_listed_and_taken_away(hpcdist, made):
     Path("runs/tiny-allreduce-1-1/tags.json").write_text("3")
     with pytest.raises(DataError, match="tags.json must be a list of words"):
         tag("tiny-allreduce-1-1", ["good"])
-    assert "left out" in hpcdist("runs")[2]
+    assert "tiny-allreduce-1-1 is damaged: " in hpcdist("runs")[2]
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "reason"),
+    [
+        ("run.json", {"started": "yesterday"}, "must be what a run was started with; got started: "),
+        ("run.json", {"started": "2026-01-31T12:00:00"}, "got started: "),
+        ("run.json", {"settings": {"strategy": "allreduce"}}, "got settings.strategy: "),
+        ("run.json", {"changed": {"seed": [1]}}, "got changed.seed: "),
+        ("run.json", "loop", "got Too many levels of symbolic links"),
+        ("tags.json", "folder", "must be a list of words; got Is a directory"),
+        ("summary.json", "hole", "got it has more than 268435456 bytes"),
+    ],
+)
+def test_a_damaged_run_is_listed_with_the_reason_and_hides_no_other(file, damage, reason, hpcdist, tmp_path):
+    for name in ("good", "bad"):
+        evidence.write_run(tmp_path / name)
+    path = tmp_path / "bad" / file
+    if isinstance(damage, dict):
+        path.write_text(json.dumps({**json.loads(path.read_text()), **damage}))
+    elif damage == "folder":
+        path.mkdir()
+    else:
+        path.unlink()
+        path.symlink_to(path) if damage == "loop" else path.touch()
+    if damage == "hole":
+        os.truncate(path, 1 << 40)
+    status, out, err = hpcdist("runs", "--in", str(tmp_path))
+    assert status == 0 and "damaged" in out and "ended" in out
+    assert f"{tmp_path}/bad is damaged: {path} must be" in err and reason in err
+    if file != "tags.json":  # which reports don't read
+        status, out, err = hpcdist("report", str(tmp_path), "--json")
+        rows = json.loads(out)["jobs"] if isinstance(json.loads(out), dict) else json.loads(out)
+        assert status == 0 and len(rows) >= 1
+        assert hpcdist("report", str(tmp_path / "bad"))[0] == 1
+    rm([str(tmp_path / "bad")], yes=True)
+    assert not (tmp_path / "bad").exists()
 
 
 def test_runs_are_removed_but_not_those_at_work(hpcdist, made):

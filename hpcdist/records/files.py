@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import numpy as np
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from hpcdist.errors import HpcdistError, OutputError
+from hpcdist.errors import DataError, HpcdistError, OutputError
 
 CHUNK_BYTES = 1 << 20
 ASIDE_BYTES = 1 << 16  # smaller pieces are hashed faster here than by another thread
@@ -114,7 +115,17 @@ def replace_durably(path: Path, data: bytes) -> None:
 
 
 # --- files that others may have made ----------------------------------------------------------------------------------
+Count = Annotated[int, Field(ge=0, le=1 << 53)]  # in a file: what floats hold, and sums of it int64
 MOST_BYTES = 1 << 28  # of a file of settings, of a summary or a manifest
+
+
+def _as_path(text: str) -> str:
+    if "\0" in text or any(len(os.fsencode(part)) > 255 for part in text.split("/")):
+        raise ValueError("no system has a file of that name")
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_as_path)]
 _KINDS = {
     stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"
 }  # fmt: skip
@@ -143,10 +154,9 @@ def read_bounded(path: str | Path, limit: int = MOST_BYTES) -> bytes:
         OSError: as for `open_regular`; or the file is larger.
     """
     with open_regular(path) as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
-    return content
+        if os.fstat(file.fileno()).st_size <= limit and len(content := file.read(limit + 1)) <= limit:
+            return content
+    raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
 
 
 def parse_json(text: bytes | str, where: str | Path, error: type[HpcdistError], remedy: str = "") -> Any:
@@ -159,3 +169,29 @@ def parse_json(text: bytes | str, where: str | Path, error: type[HpcdistError], 
         return json.loads(text)
     except (ValueError, RecursionError) as reason:
         raise error(f"{where} must be JSON; got damaged content ({reason}).{remedy and f' {remedy}'}") from None
+
+
+def first_fault(error: ValidationError) -> str:
+    """Say in a line where a value first breaks a model's rules, and how."""
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}, got {first['input']!r:.60}"
+
+
+def read_checked(path: Path, kind: Any, what: str, remedy: str) -> Any:
+    """Read a file of JSON that others may have made, and check it by `kind`, a model of pydantic's or a type.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is no such file.
+        DataError: it can't be read, or breaks a rule of the model: `path` must be `what`; the reason; `remedy`.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(parse_json(read_bounded(path), path, DataError))
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        reason = str(error.strerror)
+    except ValidationError as error:
+        reason = first_fault(error)
+    except DataError as error:
+        reason = str(error)
+    raise DataError(f"{path} must be {what}; got {reason}. {remedy}")

@@ -9,12 +9,13 @@ import platform
 import re
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 from hpcdist.errors import ConfigError
+from hpcdist.records.files import open_regular
 
 FILE_NAME = ".lock"
 RETRY_S = 0.2
@@ -36,7 +37,8 @@ def locked(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     Raises:
         ConfigError: another process holds it.
     """
-    file = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+    with making(folder):
+        file = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         if not _acquired(file, wait_s):
             raise ConfigError(
@@ -85,11 +87,8 @@ def is_abandoned(folder: Path, quiet_s: float) -> bool:
     Args:
         quiet_s: seconds since the last write to the folder.
     """
-    try:
-        file = os.open(folder / FILE_NAME, os.O_RDONLY)
-    except OSError:  # nobody has ever worked there, or the file is invisible
-        return False
-    try:
+    with suppress(OSError), open_regular(folder / FILE_NAME) as lock:
+        file = lock.fileno()
         holder = _read(file)
         match = _HOLDER.fullmatch(holder)
         here = match is not None and match[2] == platform.node()
@@ -101,8 +100,7 @@ def is_abandoned(folder: Path, quiet_s: float) -> bool:
         except OSError as error:
             return error.errno in _NO_LOCKS and (match is None or (here and not _holder_lives(holder)))
         return True
-    finally:
-        os.close(file)
+    return False  # nobody has ever worked there, or the file can't be read
 
 
 def _acquired(file: int, wait_s: float) -> bool:

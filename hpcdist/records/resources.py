@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +15,10 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from hpcdist.records.energy import SYSFS, NvidiaGpu
-from hpcdist.records.files import append, open_regular, writing
+from hpcdist.records.files import Count, append, open_regular, writing
 
 EVERY_S = 2.0  # seconds between samples
+MOST_BYTES = 1 << 23  # that are read at a time
 SPARING = 1000  # after so many samples the next ones come half as often: some 7,000 of them are a week
 _FILE_NAME = re.compile(r"resources-rank(\d{4,})\.jsonl")
 _logger = logging.getLogger(__name__)
@@ -28,11 +30,11 @@ class Usage:
 
     time: float  # in seconds since 1970
     cores: float  # busy with this process, in the mean
-    memory_bytes: int  # of this process
+    memory_bytes: Count  # of this process
     received_bytes_s: float  # by the rank's host, over its network interfaces
     sent_bytes_s: float
     gpu: float | None = None  # share of the last moment in which this rank's GPU was busy
-    gpu_memory_bytes: int | None = None  # of this rank's GPU, whoever uses it
+    gpu_memory_bytes: Count | None = None  # of this rank's GPU, whoever uses it
 
 
 _USAGE: TypeAdapter[Usage] = TypeAdapter(Usage)
@@ -139,13 +141,14 @@ class Resources:
 
     def _read_file(self, rank: int, path: Path) -> None:
         with open_regular(path) as file:
-            file.seek(self._read.get(rank, 0))
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read[rank] = self._read.get(rank, 0) + len(whole)
-        samples = self.samples.setdefault(rank, [])
-        for line in whole.splitlines():
-            try:
-                samples.append(_USAGE.validate_json(line))
-            except ValidationError:
-                continue
+            samples = self.samples.setdefault(rank, [])
+            while True:
+                file.seek(self._read.get(rank, 0))
+                data = file.read(MOST_BYTES)
+                whole = data[: data.rfind(b"\n") + 1]
+                if not whole:
+                    return
+                self._read[rank] = self._read.get(rank, 0) + len(whole)
+                for line in whole.splitlines():
+                    with suppress(ValidationError):
+                        samples.append(_USAGE.validate_json(line))

@@ -9,17 +9,41 @@ from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
-from hpcdist.errors import DataError
-from hpcdist.records.files import parse_json, read_bounded, replace_durably, writing
+from hpcdist.records.files import Count, PathText, read_bounded, read_checked, replace_durably, writing
 from hpcdist.records.summary import FILE_NAME as SUMMARY
 
 FILE_NAME = "run.json"
 DATE = "%Y-%m-%dT%H:%M:%SZ"
 Outcome = Literal["ended", "interrupted", "failed"]
+Date = Annotated[str, AfterValidator(lambda text: datetime.strptime(text, DATE) and text)]
+
+
+class _Table(BaseModel):
+    """A table of settings, as far as tools read it; the others may be anything."""
+
+    name: str = ""
+    folder: PathText | None = None
+    stages: Annotated[Count, Field(ge=1)] = 1
+    samples: Count | None = None
+    steps: Count | None = None
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+
+
+class _Settings(BaseModel):
+    """The settings that tools read."""
+
+    strategy: _Table = _Table()
+    parallel: _Table = _Table()
+    checkpoint: _Table | None = None
+    budget: _Table | None = None
+    epochs: Count | None = None
+    batch_size: Count | None = None
+    accumulation: Count = 1
+    seed: Count | None = None
 
 
 class JobFile(BaseModel):
@@ -38,8 +62,8 @@ class Start(BaseModel):
     # A setting may be infinite, and must be read back as such.
     model_config = ConfigDict(extra="allow", ser_json_inf_nan="constants")
 
-    started: str
-    ended: str | None = Field(None, description="none for a start that was killed, or that still runs")
+    started: Date
+    ended: Date | None = Field(None, description="none for a start that was killed, or that still runs")
     outcome: Outcome | None = Field(
         default=None, description="interrupted: it left before its end, and goes on with --resume; none as for `ended`"
     )
@@ -48,8 +72,8 @@ class Start(BaseModel):
     job: JobFile
     commit: str | None = Field(description="of the job's folder; none outside of git")
     dirty: bool = Field(description="whether files differed from that commit")
-    ranks: int
-    samples: int | None = Field(None, description="in an epoch")
+    ranks: Count
+    samples: Count | None = Field(None, description="in an epoch")
     labels: list[dict[str, int]] | None = Field(
         None, description="how many samples of each label each worker has, where data.split gives it its own"
     )
@@ -67,16 +91,21 @@ class Start(BaseModel):
     )
     went_on_from: str | None = Field(None, description="the checkpoint, in the run's folder")
     step: int = Field(default=0, description="of that checkpoint")
-    changed: dict[str, list[Any]] = Field(
+    changed: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]] = Field(
         default_factory=dict,
         description="settings, and `ranks`, that differ from the checkpoint's: its value, this one's",
     )
 
+    @field_validator("settings")
+    @classmethod
+    def _can_be_read(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        _Settings.model_validate(settings)
+        return settings
+
     @property
     def took_s(self) -> float:
         """Return the seconds from this start to its end, or until now."""
-        began, ended = (datetime.strptime(date, DATE) for date in (self.started, self.ended or now()))
-        return (ended - began).total_seconds()
+        return seconds_since(self.started, self.ended)
 
 
 class RunRecord(Start):
@@ -106,6 +135,12 @@ class RunRecord(Start):
 def now() -> str:
     """Return the current time in UTC, such as 2026-01-31T12:00:00Z."""
     return datetime.now(timezone.utc).strftime(DATE)
+
+
+def seconds_since(began: str, ended: str | None = None) -> float:
+    """Return the seconds from one date to another, or to now."""
+    start, end = (datetime.strptime(date, DATE) for date in (began, ended or now()))
+    return (end - start).total_seconds()
 
 
 def cores_by_host(found: Iterable[tuple[str, list[int]]]) -> dict[str, int]:
@@ -164,12 +199,9 @@ def load_run(folder: str | Path) -> RunRecord | None:
     """
     path = Path(folder) / FILE_NAME
     try:
-        return RunRecord.model_validate(parse_json(read_bounded(path), path, DataError))
+        return read_checked(path, RunRecord, "what a run was started with", "Move it away to go on.")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValidationError, DataError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"{path} must be what a run was started with; got {reason}. Move it away to go on.") from None
 
 
 def copy_job(folder: Path, path: Path, neighbours: Iterable[Path]) -> JobFile:

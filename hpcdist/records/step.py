@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from hpcdist.errors import DataError
-from hpcdist.records.files import append, open_regular, read_bounded, replace_durably, writing
+from hpcdist.records.files import Count, append, first_fault, open_regular, read_bounded, replace_durably, writing
 
 _FILE_NAME = re.compile(r"records-rank(\d{4,})\.jsonl")
 RESTART = re.compile(rb'\{"first_step":(\d{1,18})\}\n')
-_TAIL_BYTES = 1 << 16
 _MOST_BYTES = 1 << 23  # that one call of RecordTail reads; the next one goes on
 
 
@@ -25,21 +24,21 @@ _MOST_BYTES = 1 << 23  # that one call of RecordTail reads; the next one goes on
 class StepRecord:
     """The record of one rank's step. Traffic and seconds are those of this step, not totals."""
 
-    step: int  # of this rank, from 1
-    clock: int = 0  # number of updates so far, of the server if there is one, else of this rank
-    staleness: tuple[int, ...] = ()  # in updates, one value for each gradient applied in this step
-    samples: int = 0  # whose gradients this rank computed; 0 on a server
+    step: Count  # of this rank, from 1
+    clock: Count = 0  # number of updates so far, of the server if there is one, else of this rank
+    staleness: tuple[Count, ...] = ()  # in updates, one value for each gradient applied in this step
+    samples: Count = 0  # whose gradients this rank computed; 0 on a server
     loss: float | None = None  # mean over those samples
-    bytes_sent: int = 0
-    messages_sent: int = 0
-    bytes_fetched: int = 0  # by one-sided gets
-    messages_fetched: int = 0
+    bytes_sent: Count = 0
+    messages_sent: Count = 0
+    bytes_fetched: Count = 0  # by one-sided gets
+    messages_fetched: Count = 0
     computing_s: float = 0.0
     communicating_s: float = 0.0  # in calls that move data
     waiting_s: float = 0.0  # for another rank to act
-    dropped: int = 0  # gradients that were too stale
+    dropped: Count = 0  # gradients that were too stale
     waited_for: dict[int, float] = field(default_factory=dict)  # seconds by the rank that a server waited for
-    stage_bytes: int = 0  # of bytes_sent: to other stages of the model
+    stage_bytes: Count = 0  # of bytes_sent: to other stages of the model
     stage_s: float = 0.0  # of communicating_s and waiting_s: the pipeline's bubble
     event: str | None = None  # such as a checkpoint or a skipped update
 
@@ -72,11 +71,11 @@ class RecordWriter:
         self.path = Path(path)
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            drop_partial_line(self.path)
             self._file = open(self.path, "a+b", buffering=0)
         self._flush_s, self._flush_records = flush_s, flush_records
         self._lines: list[bytes] = []
         self._flushed_at = time.monotonic()
-        _drop_partial_line(self._file)
         if self._file.seek(0, os.SEEK_END):
             self._lines.append(b'{"first_step":%d}\n' % first_step)
             self.flush()
@@ -110,17 +109,24 @@ class RecordWriter:
         self.close()
 
 
-def _drop_partial_line(file: io.FileIO) -> None:
-    end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - _TAIL_BYTES)
-        file.seek(start)
-        newline = file.read(end - start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
-    file.truncate(end)
+def drop_partial_line(path: Path) -> None:
+    """Cut off what follows the last line end of a file, as a killed writer leaves it; nothing where there is none.
+
+    Raises:
+        DataError: the last line is longer than any that is written.
+    """
+    with suppress(FileNotFoundError), open_regular(path) as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - _MOST_BYTES))
+        last = file.read(_MOST_BYTES)
+        kept = end - len(last) + last.rfind(b"\n") + 1
+        if kept == end:
+            return
+        if b"\n" not in last and len(last) < end:
+            raise DataError(
+                f"{path} must have lines; got more than {_MOST_BYTES} bytes without a line end. Move it away to go on."
+            )
+        os.truncate(path, kept)
 
 
 class RecordTail:
@@ -159,6 +165,11 @@ class RecordTail:
             return []
         except OSError as error:
             raise DataError(f"{self._path} must be readable; got {error.strerror}. Move it away to go on.") from None
+        if len(data) == _MOST_BYTES and b"\n" not in data:
+            raise DataError(
+                f"{self._path}:{self.lines + 1} must be a step record; got {_MOST_BYTES} bytes without a line end. The "
+                "file is damaged: move it away to go on."
+            )
         for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
             try:
                 restart = RESTART.fullmatch(line)
@@ -229,9 +240,9 @@ FILE_NAME = "evaluations.jsonl"
 class Evaluation:
     """One evaluation of the ranks' common parameters."""
 
-    step: int  # since the run began
-    epoch: int  # number of epochs that have ended
-    samples: int  # trained on so far, by all ranks together
+    step: Count  # since the run began
+    epoch: Count  # number of epochs that have ended
+    samples: Count  # trained on so far, by all ranks together
     seconds: float  # of training, without evaluations and checkpoints
     metrics: dict[str, float]
     joules: float | None = None  # since the run began, without this evaluation; None where they were not measured
@@ -277,9 +288,11 @@ def read_evaluations(folder: str | Path) -> list[Evaluation]:
             break
         try:
             evaluations.append(_EVALUATION.validate_json(line))
-        except ValidationError as error:
+            if len(evaluations) > 1 and evaluations[-1].step < evaluations[-2].step:
+                raise ValueError("its step is before that of the line above")
+        except ValueError as error:  # pydantic's, too
+            reason = first_fault(error) if isinstance(error, ValidationError) else error
             raise DataError(
-                f"{path}:{number} must be an evaluation; got {line[:60]!r} ({error.errors()[0]['msg']}). Delete this "
-                "line to read the others."
+                f"{path}:{number} must be an evaluation; got {line[:60]!r} ({reason}). Delete this line to go on."
             ) from None
     return evaluations

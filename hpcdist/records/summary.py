@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpcdist.errors import DataError
 from hpcdist.records.energy import Energy
-from hpcdist.records.files import parse_json, read_bounded, replace_durably
+from hpcdist.records.files import Count, parse_json, read_bounded, replace_durably
 from hpcdist.records.step import StepRecord
 
 FILE_NAME = "summary.json"
@@ -23,8 +23,8 @@ class Staleness(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     mean: float = Field(ge=0)
-    max: int = Field(ge=0)
-    histogram: dict[int, int] = Field(description="number of gradients per staleness")
+    max: Count
+    histogram: dict[Count, Count] = Field(description="number of gradients per staleness")
 
 
 class Seconds(BaseModel):
@@ -44,7 +44,7 @@ class Best(BaseModel):
 
     metric: str
     value: float
-    step: int
+    step: Count
     checkpoint: str | None = Field(description="the best that is there, which may be of a step that was less good")
 
 
@@ -55,21 +55,21 @@ class Summary(BaseModel):
     model_config = ConfigDict(extra="allow", ser_json_inf_nan="constants")
 
     strategy: str
-    ranks: int = Field(ge=1)
-    stages: int = Field(1, ge=1, description="ranks that hold one whole model together, a worker")
-    cut: list[int] = Field(default_factory=list, description="numbers of layers of the stages")
-    workers: int = Field(ge=1, description="ranks, or with stages groups of as many, that compute gradients")
-    seed: int
-    samples: int = Field(ge=0, description="whose gradients were computed, all ranks together")
+    ranks: Count = Field(ge=1)
+    stages: Count = Field(1, ge=1, description="ranks that hold one whole model together, a worker")
+    cut: list[Count] = Field(default_factory=list, description="numbers of layers of the stages")
+    workers: Count = Field(ge=1, description="ranks, or with stages groups of as many, that compute gradients")
+    seed: Count
+    samples: Count = Field(ge=0, description="whose gradients were computed, all ranks together")
     wall_s: float = Field(ge=0)
     metrics: dict[str, float] = Field(description="evaluated at the end on the mean of the ranks' parameters")
     best: Best | None = Field(None, description="none where no evaluation had a finite metric, and in older versions")
     stopped_early: str | None = Field(None, description="why the run ended before its epochs and its budget")
     staleness: Staleness
-    dropped: int = Field(0, ge=0, description="gradients that were too stale to be applied")
-    skipped: int = Field(0, ge=0, description="steps of workers, left out for a NaN or infinite gradient")
-    pending: int = Field(0, ge=0, description="gradients that no update had applied when the run ended")
-    lost_ranks: list[int] = Field(default_factory=list, description="ranks that died, and the run went on without")
+    dropped: Count = Field(0, ge=0, description="gradients that were too stale to be applied")
+    skipped: Count = Field(0, ge=0, description="steps of workers, left out for a NaN or infinite gradient")
+    pending: Count = Field(0, ge=0, description="gradients that no update had applied when the run ended")
+    lost_ranks: list[Count] = Field(default_factory=list, description="ranks that died, and the run went on without")
     waited_for_s: dict[int, dict[int, float]] = Field(
         default_factory=dict, description="by worker: seconds that a server held it up, by the rank it waited for"
     )

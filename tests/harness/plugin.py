@@ -60,6 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--all", action="store_true", help="also tests marked extended, and on real ranks those that compute"
     )
+    group.addoption("--mutations", type=int, default=12, help="changes of each kind of file that tools read")
     group.addoption("--gpu-as", choices=("cuda", "cpu"), help="device that tests marked gpu use instead of a GPU")
     group.addoption("--time-limit", type=float, default=240.0, help="seconds that a test may take")
 

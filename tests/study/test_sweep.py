@@ -115,6 +115,51 @@ def test_the_folder_tells_the_space_and_each_trial(tmp_path):
     assert again.made == ["runs/trial-000-r2-s0"] and not (tmp_path / again.made[0] / FAILURE).exists()
 
 
+def test_what_a_killed_process_has_left_is_removed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    output = Path("relative")
+    Sweep(DECLARED, output).write()
+    journal = output / study.JOURNAL
+    whole = journal.read_bytes()
+    (output / study.LOCK).symlink_to(journal)  # as Optuna made it where the path was relative: it leads nowhere
+    journal.write_bytes(whole + whole.splitlines()[-1][:20])
+    assert len(Trials(output, DECLARED).all()) == 8 and journal.read_bytes() == whole
+    Trials(output, DECLARED).begin(0)
+    assert all(json.loads(line)["worker_id"] for line in journal.read_text().splitlines())
+    assert not os.path.lexists(output / study.LOCK)
+
+
+def test_damaged_files_of_a_sweep_are_refused_by_name(tmp_path):
+    Sweep(DECLARED, tmp_path).make(runner(tmp_path, PretendedRuns()))
+    journal, first = tmp_path / study.JOURNAL, tmp_path / COMPARISON
+    whole = journal.read_text()
+    for text in (
+        "{\n" + whole,
+        whole.replace('"trial_id":0', '"trial_id":"0"', 1),
+        whole.replace("sweep", "swept"),
+        "",
+    ):
+        journal.write_text(text)
+        with pytest.raises(DataError, match="optuna.log must be the journal that `hpcdist sweep` has written; got "):
+            Trials(tmp_path, DECLARED).all()
+    journal.unlink()
+    os.mkfifo(journal)
+    with pytest.raises(DataError, match="optuna.log must be the journal .* it is a named pipe, not a regular file"):
+        Trials(tmp_path, DECLARED).all()
+    content = json.loads((tmp_path / SWEEP).read_text())
+    content["trials"][0]["settings"]["optimizer.lr"] = "3"
+    (tmp_path / SWEEP).write_text(json.dumps(content))
+    with pytest.raises(
+        DataError, match="sweep.json must be .*; got it: .*trial 0 must have a value of each axis, and folders"
+    ):
+        read_sweep(tmp_path)
+    first.write_text(first.read_text().replace('"trials": 8', '"trials": "many"'))
+    with pytest.raises(
+        DataError, match="comparison.json must hold a declaration; got trials: .*, got 'many'. Give JOB"
+    ):
+        folder.declared_in(tmp_path, SweepDeclaration)
+
+
 def test_random_settings_lie_in_their_ranges_and_are_always_the_same(tmp_path):
     over = ("optimizer.lr=0.01..1:log", "batch_size=8..12")
     drawn = []

@@ -169,7 +169,12 @@ def test_a_change_of_what_a_schedule_has_computed_with_is_refused():
 
 
 def test_changes_that_a_later_start_has_taken_back_are_in_no_result():
-    start = {"started": "", "command": [], "job": {"path": "", "sha256": "", "copies": {}}, "commit": None}
+    start = {
+        "started": "2026-01-31T12:00:00Z",
+        "command": [],
+        "job": {"path": "", "sha256": "", "copies": {}},
+        "commit": None,
+    }
     start |= {"dirty": False, "ranks": 1, "hosts": [], "versions": {}, "settings": {}}
     resumed = [
         {**start, "step": 10, "changed": {"optimizer.lr": [1, 2]}},

@@ -91,6 +91,13 @@ def test_a_line_that_is_no_record_yet_is_read_later_or_skipped(tmp_path):
     assert len(Run(tmp_path, follow=True).records) == 2
 
 
+def test_evaluations_have_an_order(tmp_path):
+    for step in (2, 1):
+        append_evaluation(tmp_path, Evaluation(step, 0, 10 * step, 1.0, {}))
+    with pytest.raises(DataError, match=r"evaluations.jsonl:2 must be .*\(its step is before that of the line above\)"):
+        Run(tmp_path)
+
+
 # --- steps as a frame -------------------------------------------------------------------------------------------------
 def write(folder: Path, last: int, first: int = 0, rank: int = 0) -> None:
     with RecordWriter(record_path(folder, rank), first_step=first) as writer:
@@ -239,7 +246,12 @@ def test_runs_are_found_at_any_depth_without_those_of_tuning(tmp_path):
         (tmp_path / "study" / "comparison.json").write_text(text)
         with pytest.raises(DataError, match="must be what `hpcdist compare` writes; got"):
             read_comparison(tmp_path / "study")
-    with pytest.raises(DataError, match="TypeError: a run's folder is no text"):
+    for name in ("a\0", "é" * 200):
+        (tmp_path / "study" / "comparison.json").write_text(json.dumps({"runs": [{"folder": name}]}))
+        with pytest.raises(DataError, match=r"got runs.0.folder: .*no system has a file of that name"):
+            read_comparison(tmp_path / "study")
+    (tmp_path / "study" / "comparison.json").write_text(text)
+    with pytest.raises(DataError, match=r"got runs.0.folder: Input should be a valid string, got 1\. Make it again"):
         read_comparison(tmp_path / "study")
 
 

@@ -65,6 +65,8 @@ def report(
         for run in (one.run for job in jobs for one in job.runs):
             for line in run.changes:
                 console.note(f"{run.folder}: {line}")
+            if run.damage is not None:
+                console.note(f"{run.folder} is damaged: {run.damage}")
     if html or output is not None:
         from hpcdist.tools.report import write
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from hpcdist.errors import ConfigError, DataError, UnknownNameError
+from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.tools import completion, console
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ def runs(
             help="Only runs with this job, strategy, ranks, comparison or setting: optimizer.lr=0.1. Repeatable.",
         ),
     ] = None,
-    state: Annotated[str | None, typer.Option(help="Only these: running, ended, interrupted, failed or dead.")] = None,
+    state: Annotated[
+        str | None, typer.Option(help="Only running, ended, interrupted, failed, dead or damaged ones.")
+    ] = None,
     tag: Annotated[list[str] | None, typer.Option(metavar="WORD", help="Only runs with this tag. Repeatable.")] = None,
     sort: Annotated[str, typer.Option(metavar="COLUMN", help="Column that the rows are sorted by.")] = "age",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with numbers that are not rounded.")] = False,
@@ -76,6 +78,9 @@ def runs(
     for comparison, group in groupby(sorted(found, key=lambda one: one.comparison or ""), lambda one: one.comparison):
         above = Path(comparison or folder)
         console.rows(comparison, [_row(one, above) for one in group], left=("run", "state", "metric", "tags"))
+    for one in found:
+        if one.damage is not None:
+            console.note(f"{one.folder} is damaged: {one.damage}")
 
 
 @app.command()
@@ -165,19 +170,13 @@ def _find(name: str) -> Path:
 
 
 def _listed(folder: Path) -> list[ListedRun]:
-    """Read all runs in a folder; one that is damaged is left out with a note."""
+    """Read all runs in a folder."""
     from hpcdist.tools.runs import find_runs
     from hpcdist.tools.runs.listing import read_listed
 
     if not folder.is_dir():
         raise ConfigError(f"--in must be a folder with runs in it; got {folder}. `hpcdist train` makes {HOME}.")
-    found = []
-    for run, comparison in find_runs([folder]).items():
-        try:
-            found.append(read_listed(run, comparison))
-        except DataError as error:
-            console.note(f"left out: {error}")
-    return found
+    return [read_listed(run, comparison) for run, comparison in find_runs([folder]).items()]
 
 
 def _condition(text: str) -> tuple[str, str]:

@@ -8,9 +8,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
 from hpcdist.config import differences
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import replace_durably
+from hpcdist.records.files import first_fault
 from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, RunDeclaration
 from hpcdist.tools.runs import COMPARISON, read_comparison
 
@@ -48,10 +51,12 @@ def declared_in(output: Path, kind: type[D]) -> D:
             f"JOB must be given where there is no {noun} to go on with; got none, and {output / COMPARISON} holds "
             f"{there}."
         )
-    values: dict[str, Any] = {
-        name: tuple(given[name]) if isinstance(given[name], list) else given[name] for name in names
-    }
-    return kind(**values)
+    try:
+        return TypeAdapter(kind).validate_python({name: given[name] for name in names})
+    except ValidationError as error:
+        raise DataError(
+            f"{output / COMPARISON} must hold a declaration; got {first_fault(error)}. Give JOB, or another folder."
+        ) from None
 
 
 def default(wanted: Path, declared: RunDeclaration) -> Path:

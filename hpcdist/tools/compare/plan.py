@@ -11,7 +11,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.registry import label
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from hpcdist.records import Summary
 
 WHOLE = ("parallel.stages=1", "parallel.chunks=1", "parallel.cut=none")  # a model that is in no stages
+MOST = 100_000  # trials or seeds of a declaration that is read from a file
 BUDGETS = ("samples", "steps", "seconds")
 COMMAS = re.compile(r",(?![^\[{]*[\]}])")  # that are in no brackets
 _OPTION = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*=")
@@ -74,10 +77,10 @@ class RunDeclaration:
     job_sha256: str = ""
     metric: str
     target: float | None = None
-    budget: Mapping[str, float] = field(default_factory=dict)
+    budget: Mapping[str, int | float] = field(default_factory=dict)
     evaluations: int = 0
     settings: tuple[str, ...] = ()
-    seeds: int = 1
+    seeds: Annotated[int, Field(ge=1, le=MOST)] = 1
     threads: int = 1
     virtual: Mapping[str, Any] | None = None
 
@@ -118,7 +121,7 @@ class SweepDeclaration(RunDeclaration):
 
     strategy: str
     over: tuple[str, ...]
-    trials: int
+    trials: Annotated[int, Field(ge=1, le=MOST)]
     ranks: int
     sampler: str = "tpe"
     pruner: str = "none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,13 @@ class Axis:
     high: float = 0.0
     log: bool = False
     whole: bool = False
+
+    def has(self, text: str) -> bool:
+        """Tell whether a trial may have this value, as `text` writes it."""
+        if self.values:
+            return text in self.values
+        value, low, high = (math.log(float(one)) if self.log else float(one) for one in (text, self.low, self.high))
+        return math.isfinite(value) and low < high
 
     def text(self, value: object) -> str:
         """Write a value as `--set` takes it."""

@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hpcdist.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hpcdist.errors import ConfigError, DataError, HpcdistError
+from hpcdist.records import read_bounded
+from hpcdist.records.files import Count, first_fault
 
 if TYPE_CHECKING:
     import optuna
 
 JOURNAL = "optuna.log"
 STUDY = "sweep"  # its name in the journal
+LOCK = f"{JOURNAL}.lock"  # Optuna's, while it appends
+
+
+class _Line(BaseModel):
+    """A line of the journal. Optuna itself checks values less than it acts on them."""
+
+    model_config = ConfigDict(strict=True)  # Optuna ignores an id of another type
+
+    op_code: Count
+    worker_id: str
+    study_id: Count = 0
+    trial_id: Count = 0
+    step: Count = 0
+    param_name: str = ""
+    user_attr: dict[str, Any] = {}
+    system_attr: dict[str, Any] = {}
+    values: list[float] | None = None
+    intermediate_value: float = 0.0
+    param_value_internal: float = 0.0
+
+
+@contextmanager
+def named_faults(folder: Path) -> Iterator[None]:
+    """Turn errors that Optuna raises on a damaged journal into DataError."""
+    try:
+        yield
+    except HpcdistError:
+        raise
+    except (OSError, RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        reason = first_fault(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error!s:.200}"
+        raise DataError(
+            f"{folder / JOURNAL} must be the journal that `hpcdist sweep` has written; got {reason}. Put a copy of it "
+            "in its place, or give another folder."
+        ) from error
 
 
 def require_optuna(what: str) -> None:
@@ -22,9 +62,17 @@ def require_optuna(what: str) -> None:
 
 
 def open_journal(folder: Path) -> optuna.storages.JournalStorage:
-    """Open the journal of a sweep, or begin it; hush Optuna's lines on each trial."""
+    """Open the journal of a sweep, or begin it; hush Optuna's lines on each trial.
+
+    Raises:
+        DataError: it is no journal, or damaged.
+    """
     import optuna
     from optuna.storages.journal import JournalFileBackend
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna.storages.JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
+    path = (folder / JOURNAL).absolute()  # which the link that is Optuna's lock points to, from the folder
+    with named_faults(folder):
+        for line in read_bounded(path).split(b"\n")[:-1] if path.exists() else ():
+            _Line.model_validate_json(line)
+        return optuna.storages.JournalStorage(JournalFileBackend(str(path)))

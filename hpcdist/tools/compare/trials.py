@@ -22,11 +22,11 @@ from hpcdist import strategies
 from hpcdist.config import JobConfig
 from hpcdist.config.files import neighbours
 from hpcdist.errors import ConfigError
-from hpcdist.records import load_summary, locked, read_evaluations
+from hpcdist.records import drop_partial_line, load_summary, locked, making, read_evaluations
 from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, SweepDeclaration, mean_metric, read_strategy
 from hpcdist.tools.compare.space import Axis, grid, read_axis
-from hpcdist.tools.compare.study import JOURNAL, STUDY, open_journal, require_optuna
+from hpcdist.tools.compare.study import JOURNAL, LOCK, STUDY, named_faults, open_journal, require_optuna
 from hpcdist.tools.runs import FAILURE, is_done
 from hpcdist.train.runs import specify
 
@@ -80,10 +80,13 @@ class Trials:
         import optuna
 
         direction = optuna.study.StudyDirection.MAXIMIZE if higher_is_better else optuna.study.StudyDirection.MINIMIZE
-        study = optuna.create_study(storage=self._journal, study_name=STUDY, direction=direction, load_if_exists=True)
-        study.set_user_attr("first", max(1, evaluations // FIRST))
-        for point in self.points[len(study.get_trials(deepcopy=False)) :]:
-            study.enqueue_trial(point)
+        with self._turn():
+            study = optuna.create_study(
+                storage=self._journal, study_name=STUDY, direction=direction, load_if_exists=True
+            )
+            study.set_user_attr("first", max(1, evaluations // FIRST))
+            for point in self.points[len(study.get_trials(deepcopy=False)) :]:
+                study.enqueue_trial(point)
 
     # --- runs ---------------------------------------------------------------------------------------------------------
     def begin(self, number: int) -> tuple[str, ...]:
@@ -141,9 +144,9 @@ class Trials:
             study = self._study(0)
             self._tell(study)
             frozen = study.get_trials(deepcopy=False)
-        return [
-            SweepTrial(of.number, self._state(of), self._settings(of), of.value, of.last_step or 0) for of in frozen
-        ]
+            return [
+                SweepTrial(of.number, self._state(of), self._settings(of), of.value, of.last_step or 0) for of in frozen
+            ]
 
     # --- the study ----------------------------------------------------------------------------------------------------
     @cached_property
@@ -152,10 +155,16 @@ class Trials:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Let no other process draw or tell meanwhile."""
+        """Let no other process draw or tell meanwhile, and remove what a process has left that was killed in its turn.
+
+        These are half a line at the end of the journal, and Optuna's lock, which it would wait for.
+        """
         turn = self.output / "runs"
-        turn.mkdir(exist_ok=True)
-        with locked(turn, TURN_S):
+        with making(turn):
+            turn.mkdir(exist_ok=True)
+        with locked(turn, TURN_S), named_faults(self.output):
+            (self.output / LOCK).unlink(missing_ok=True)
+            drop_partial_line(self.output / JOURNAL)
             yield
 
     def _study(self, number: int) -> optuna.Study:

@@ -16,7 +16,7 @@ from pandas import DataFrame, Index
 from hpcdist.config import differing
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import Evaluation
-from hpcdist.tools.runs import COMPARISON, Run, Steps, find_runs, is_done, read_comparison
+from hpcdist.tools.runs import COMPARISON, Run, Steps, find_runs, read_comparison
 from hpcdist.tools.statistics import first_reaching
 
 POINTS = 60  # of a curve of losses
@@ -202,7 +202,7 @@ def _comparison(folder: Path, plan: Mapping[str, Any], progress: Progress) -> Ev
             runs=runs,
             settings=_settings(runs),
         )
-    except (KeyError, AttributeError) as error:
+    except KeyError as error:
         raise DataError(
             f"{folder / COMPARISON} must be what `hpcdist compare` writes; got {type(error).__name__}: {error}. Make "
             "it again."
@@ -214,6 +214,8 @@ def _loose(folders: Sequence[Path], progress: Progress) -> list[Evidence]:
     found = [_run(folder) for folder in progress(list(find_runs(folders)), READING)]
     title = ", ".join(map(str, folders))
     if not any(one.run.ended for one in found):
+        if damages := [one.run.damage for one in found if one.run.damage]:
+            raise DataError(damages[0])
         raise ConfigError(
             f"folders must hold a run that has ended; got none in {title}. A run writes summary.json at its end."
         )
@@ -274,11 +276,12 @@ def _name(one: RunEvidence, settings: Mapping[str, Mapping[Path, str]]) -> str:
 
 # --- one run ----------------------------------------------------------------------------------------------------------
 def _run(folder: Path, planned: Mapping[str, Any] | None = None, is_virtual: bool = False) -> RunEvidence:
-    run = Run(folder, follow=not is_done(folder))  # one that is at work may have half-written files
+    run = Run(folder, follow=True)  # a damaged one is shown with the reason, and hides no other
     if planned is None:
         known = run.summary or run.start
         seed = run.settings.get("seed") if run.summary is None else run.summary.seed
-        planned = {"name": run.strategy or "unknown", "kind": "strategy", "ranks": known and known.ranks, "seed": seed}
+        ranks = known.ranks if known else 0
+        planned = {"name": run.strategy or "unknown", "kind": "strategy", "ranks": ranks, "seed": seed}
     virtual = is_virtual or bool(run.start and run.start.virtual)
     one = RunEvidence(run, **{key: planned[key] for key in ("name", "kind", "ranks", "seed")}, virtual=virtual)
     # A run that went on with other settings is not of the others' kind.

@@ -6,11 +6,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from hpcdist.errors import DataError
-from hpcdist.records import parse_json, read_bounded
-from hpcdist.tools.compare.study import STUDY, open_journal
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+
+from hpcdist.records import read_checked
+from hpcdist.records.files import Count
+from hpcdist.tools.compare.space import Axis
+from hpcdist.tools.compare.study import JOURNAL, STUDY, named_faults, open_journal
+from hpcdist.tools.compare.trials import State
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.figures.base import COLOURS, WIDTH, ReportFigure, ReportTable, Section, axes_of
 from hpcdist.tools.report.verdict import Verdict
@@ -18,6 +22,42 @@ from hpcdist.tools.runs import SWEEP
 
 LEAST = 4  # complete trials, from which importance is computed
 EDGE = 0.05  # of a range: a best value so near its end may lie beyond
+
+
+class _Trial(BaseModel):
+    number: Count
+    state: State
+    settings: dict[str, str]
+    value: FiniteFloat | None
+    samples: Count | None
+    folders: list[str]
+
+
+class _SweepFile(BaseModel):
+    """What the page reads of `sweep.json`; the other keys are kept as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    job: str
+    strategy: str
+    metric: str
+    sampler: str
+    pruner: str
+    ranks: Count
+    seeds: Count
+    higher_is_better: bool
+    space: Annotated[list[Axis], Field(min_length=1)]
+    trials: list[_Trial]
+
+    @model_validator(mode="after")
+    def _has_the_settings_of_each_trial(self) -> _SweepFile:
+        axes = {axis.key: axis for axis in self.space}
+        for trial in self.trials:
+            settings, begun = trial.settings, trial.settings or trial.folders or trial.value is not None
+            known = settings.keys() == axes.keys() and all(axes[key].has(text) for key, text in settings.items())
+            if begun and not (known and trial.folders):
+                raise ValueError(f"trial {trial.number} must have a value of each axis, and folders")
+        return self
 
 
 @dataclass(frozen=True)
@@ -50,17 +90,13 @@ def read_sweep(folder: Path) -> SweptSettings:
     Raises:
         DataError: its file is damaged.
     """
-    path = folder / SWEEP
-    try:
-        content = parse_json(read_bounded(path), path, DataError)
-        sign = -1 if content["higher_is_better"] else 1
-        known = sorted(
-            (trial for trial in content["trials"] if trial["value"] is not None), key=lambda one: sign * one["value"]
-        )
-        complete, cut = ([one for one in known if one["state"] == state] for state in ("complete", "cut"))
-        return SweptSettings(content, complete, cut, _importance(folder) if len(complete) >= LEAST else {})
-    except (LookupError, TypeError) as error:
-        raise DataError(f"{path} must be what `hpcdist sweep` writes; got {error!r}. Make it again.") from None
+    content = read_checked(folder / SWEEP, _SweepFile, "what `hpcdist sweep` writes", "Make it again.").model_dump()
+    sign = -1 if content["higher_is_better"] else 1
+    known = sorted(
+        (trial for trial in content["trials"] if trial["value"] is not None), key=lambda one: sign * one["value"]
+    )
+    complete, cut = ([one for one in known if one["state"] == state] for state in ("complete", "cut"))
+    return SweptSettings(content, complete, cut, _importance(folder) if len(complete) >= LEAST else {})
 
 
 def _importance(folder: Path) -> dict[str, float]:
@@ -73,9 +109,12 @@ def _importance(folder: Path) -> dict[str, float]:
         import optuna
     except ImportError:
         return {}
-    study = optuna.load_study(study_name=STUDY, storage=open_journal(folder))
-    evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
-    return dict(optuna.importance.get_param_importances(study, evaluator=evaluator))
+    if not (folder / JOURNAL).exists():
+        return {}
+    with named_faults(folder):
+        study = optuna.load_study(study_name=STUDY, storage=open_journal(folder))
+        evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
+        return dict(optuna.importance.get_param_importances(study, evaluator=evaluator))
 
 
 # --- the answer -------------------------------------------------------------------------------------------------------

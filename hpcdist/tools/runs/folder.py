@@ -7,13 +7,40 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcdist.errors import DataError
-from hpcdist.records import parse_json, read_bounded
+from pydantic import BaseModel, ConfigDict, FiniteFloat
+
+from hpcdist.records import read_checked
+from hpcdist.records.files import Count, PathText
 
 COMPARISON = "comparison.json"  # in the folder of a comparison or a sweep: its declaration and its runs
 SWEEP = "sweep.json"  # beside it in the folder of a sweep: its space and its trials
 TUNING = "tuning"  # beside it: the runs by which rates were chosen
 FILES = ("run.json", "summary.json")  # one of them makes a folder a run's
+
+
+class _ListedRun(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    folder: PathText
+    name: str = ""
+    kind: str = ""
+    ranks: Count = 0
+    seed: Count = 0
+
+
+class _Comparison(BaseModel):
+    """The types of what tools read of `comparison.json`; the other keys are kept as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    job: str = ""
+    metric: str = ""
+    higher_is_better: bool = False
+    target: FiniteFloat | None = None
+    budget: dict[str, int | FiniteFloat] | None = None
+    reference: str | None = None
+    tuning: dict[str, Any] | None = None
+    runs: list[_ListedRun]
 
 
 def find_runs(folders: Sequence[Path]) -> dict[Path, Path | None]:
@@ -48,13 +75,8 @@ def read_comparison(folder: Path) -> dict[str, Any] | None:
     """
     path = folder / COMPARISON
     try:
-        found = parse_json(read_bounded(path), path, DataError)
-        if not all(isinstance(run["folder"], str) for run in found["runs"]):
-            raise TypeError("a run's folder is no text")
-        return found
+        return read_checked(path, _Comparison, "what `hpcdist compare` writes", "Make it again.").model_dump(
+            exclude_unset=True
+        )
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (DataError, LookupError, TypeError, OSError) as error:
-        raise DataError(
-            f"{path} must be what `hpcdist compare` writes; got {type(error).__name__}: {error}. Make it again."
-        ) from None

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
 from hpcdist.errors import DataError
-from hpcdist.records import Start, is_abandoned, load_run, load_summary, parse_json, read_bounded, replace_durably
+from hpcdist.records import Start, is_abandoned, load_run, load_summary, read_checked, replace_durably
+from hpcdist.records.run import seconds_since
 from hpcdist.tools.runs.run import Outcome, is_done, outcome_without_summary, quiet_s
 
 TAGS = "tags.json"  # in the folder of a run; training never opens it, so that no lock is needed
-ListedState = Literal["running", Outcome]
+ListedState = Literal["running", Outcome, "damaged"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class ListedRun:
         metrics: at its end; empty before.
         comparison: the folder of the comparison or sweep that it is a part of.
         settings: of its newest start.
+        damage: the reason why a file of it could not be read.
     """
 
     folder: str
@@ -39,16 +40,18 @@ class ListedRun:
     tags: list[str]
     comparison: str | None
     settings: dict[str, Any]
+    damage: str | None = None
 
 
 def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
-    """Read a run for a list.
-
-    Raises:
-        DataError: a file is damaged.
-    """
+    """Read a run for a list, in which one with a damaged file is `damaged`."""
+    above = None if comparison is None else str(comparison)
     abandoned = not is_done(folder) and is_abandoned(folder, quiet_s(folder))  # before the summary, which it may leave
-    record, summary = load_run(folder), load_summary(folder) if is_done(folder) else None
+    try:
+        record, summary = load_run(folder), load_summary(folder) if is_done(folder) else None
+        tags = read_tags(folder)
+    except DataError as error:
+        return ListedRun(str(folder), "damaged", "", "", 0, None, None, {}, [], above, {}, str(error))
     start = None if record is None else record.last
     name = "" if start is None else str(start.settings.get("strategy", {}).get("name", ""))
     outcome: Outcome | None = "ended" if summary else outcome_without_summary(folder, start, abandoned)
@@ -59,28 +62,18 @@ def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
         job="" if record is None else Path(record.job.path).stem,
         strategy=name or (summary.strategy if summary else ""),
         ranks=start.ranks if start is not None else (summary.ranks if summary else 0),
-        age_s=None if record is None else _since(record.started),
+        age_s=None if record is None else seconds_since(record.started),
         time_s=None if record is None else sum(_taken(one, state) for one in (record, *record.resumed)),
         metrics={} if summary is None else summary.metrics,
-        tags=read_tags(folder),
-        comparison=None if comparison is None else str(comparison),
+        tags=tags,
+        comparison=above,
         settings={} if start is None else start.settings,
     )
 
 
-def _since(started: str, ended: str | None = None) -> float:
-    """Return the seconds from one date of a record to another, or to now."""
-    end = datetime.now(timezone.utc) if ended is None else _date(ended)
-    return (end - _date(started)).total_seconds()
-
-
-def _date(text: str) -> datetime:
-    return datetime.fromisoformat(text.replace("Z", "+00:00"))
-
-
 def _taken(start: Start, state: ListedState) -> float:
     """Return the seconds of a start; 0 for one that was killed, as its end is not known."""
-    return _since(start.started, start.ended) if start.ended is not None or state == "running" else 0.0
+    return start.took_s if start.ended is not None or state == "running" else 0.0
 
 
 # --- tags -------------------------------------------------------------------------------------------------------------
@@ -90,14 +83,10 @@ def read_tags(folder: Path) -> list[str]:
     Raises:
         DataError: their file is damaged.
     """
-    path = folder / TAGS
     try:
-        found = parse_json(read_bounded(path), path, DataError)
-    except FileNotFoundError:
+        return sorted(read_checked(folder / TAGS, list[str], "a list of words", "Remove it, and tag the run again."))
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    if not isinstance(found, list) or not all(isinstance(tag, str) for tag in found):
-        raise DataError(f"{path} must be a list of words; got something else. Remove it, and tag the run again.")
-    return sorted(found)
 
 
 def write_tags(folder: Path, tags: set[str]) -> None:

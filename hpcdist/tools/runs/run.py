@@ -106,11 +106,12 @@ class Run:
         return found
 
     def _stamp(self, name: str) -> tuple[int, ...] | None:
-        """Return a file's time of writing, length and number; None where it is not there."""
-        with suppress(FileNotFoundError, NotADirectoryError):
+        """Return a file's time of writing, length and number; None where it is not there, () if the system refuses."""
+        try:
             stat = (self.folder / name).stat()
-            return stat.st_mtime_ns, stat.st_size, stat.st_ino
-        return None
+        except OSError as error:
+            return None if isinstance(error, (FileNotFoundError, NotADirectoryError)) else ()
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
     # --- the run ------------------------------------------------------------------------------------------------------
     @property
@@ -158,6 +159,8 @@ class Run:
         """Return why there is no summary: the run's last lines where a comparison has kept them. None if it ended."""
         if self.ended:
             return None
+        if self.damage is not None:
+            return f"is damaged: {self.damage}"
         if lines := last_lines(self.folder / FAILURE, 4):
             return "\n".join(["failed:", *lines])
         if self.start is None:
@@ -240,7 +243,7 @@ def last_lines(log: Path, count: int) -> list[str]:
 
 def is_done(folder: Path) -> bool:
     """Tell whether a run has ended well: it has its summary."""
-    return (folder / "summary.json").exists()
+    return os.path.exists(folder / "summary.json")  # Path's own raises where the folder must not be searched
 
 
 def quiet_s(folder: Path) -> float:

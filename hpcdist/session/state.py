@@ -18,7 +18,8 @@ from torch import Tensor
 from hpcdist.checkpoint import Slice, SlicePlace
 from hpcdist.config.merge import by_value
 from hpcdist.errors import CheckpointError
-from hpcdist.model.flat import FlatModel, describe_difference
+from hpcdist.model.flat import FlatModel
+from hpcdist.model.slots import describe_difference
 from hpcdist.parallel.agreement import PartOfModel
 from hpcdist.strategies import Strategy
 from hpcdist.strategies.base import name_of

@@ -28,7 +28,7 @@ class Milestones:
         self.stopped: str | None = None
         self._config, self._comm, self._position = config, comm, position
         self._seconds = 0.0  # of training, as all ranks know it
-        self._clocks: list[float | None] = [0.0] * comm.size  # each rank's seconds at the last look
+        self._clocks = [0.0] * comm.size  # each rank's seconds at the last look
         self._unlooked = 1  # steps until they look at the clock again
 
     @property

@@ -138,7 +138,8 @@ def meet(comm: Communicator, interface: str = "") -> Rendezvous:
     stacks = comm.gather(here())
     near = [stack == stacks[0] for stack in stacks]
     at, host, address = [LOOPBACK] * 3 if all(near) else _try_out(comm, interface, near)
-    listener, more = listen(at) if comm.rank == 0 else None, {}
+    listener = listen(at) if comm.rank == 0 else None
+    more: dict[str, Any] = {}
     port = comm.gather(listener.getsockname()[1] if listener else 0)[0]
     if listener:
         more = {"is_master": True, "master_listen_fd": listener.detach()}

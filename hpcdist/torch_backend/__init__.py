@@ -46,7 +46,7 @@ def _met_by_mpi(otherwise: Callable[..., Iterator[Any]]) -> Callable[..., Iterat
         if all(name in os.environ for name in PLACE) or declared_size(os.environ) is None:
             yield from otherwise(url, **({} if timeout is None else {"timeout": timeout}), **more)
             return
-        from hpcdist.comm.external.torch_distributed import meet
+        from hpcdist.comm.external.torch_distributed import meet, numbers_of
         from hpcdist.session.world import init
 
         comm = init(torch_distributed=False)
@@ -57,19 +57,6 @@ def _met_by_mpi(otherwise: Callable[..., Iterator[Any]]) -> Callable[..., Iterat
         yield meet(comm).store, rank, size
 
     return meet_by_mpi
-
-
-def numbers_of(world: Any, rank: int) -> list[int]:
-    """Collective. Return torch.distributed's numbers of MPI's ranks; raise WorldError where two have the same."""
-    from hpcdist.errors import WorldError
-
-    found: list[int] = world.gather(rank)
-    if sorted(found) != list(range(world.size)):
-        raise WorldError(
-            f"rank of init_process_group must be another number from 0 to {world.size - 1} on each rank; got "
-            f"{', '.join(map(str, found))} on MPI's ranks 0 to {world.size - 1}. Leave it out: MPI tells the ranks."
-        )
-    return found
 
 
 register()

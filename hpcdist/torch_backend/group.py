@@ -25,12 +25,12 @@ from torch.distributed.distributed_c10d import (
 
 from hpcdist.collectives.calls import Collectives
 from hpcdist.comm.communicator import Communicator, mpi_of
+from hpcdist.comm.external.torch_distributed import numbers_of
 from hpcdist.comm.transfer import TAG_LIMIT, Closed
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import ConfigError, DeadlineError, WorldError
 from hpcdist.model.passes import uncompiled
 from hpcdist.session.world import init
-from hpcdist.torch_backend import numbers_of
 from hpcdist.torch_backend.work import NO_LIMIT, Begun, FromAnyone, Over, Sent, Several
 
 OPERATIONS = {

@@ -20,7 +20,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.base import WATCHDOG_S, OutsideSum, Pending
 from hpcdist.comm.network import LOOPBACK, addresses, here, in_order, interface_of, listen
 from hpcdist.comm.waiting import wait_until
-from hpcdist.errors import CommunicationError, ConfigError
+from hpcdist.errors import CommunicationError, ConfigError, WorldError
 
 if TYPE_CHECKING:  # it starts MPI, which importing this must not
     from hpcdist.comm.mpi.communicator import MpiCommunicator
@@ -171,6 +171,17 @@ def _try_out(comm: Communicator, interface: str, near: list[bool]) -> tuple[str,
             )
     first, *further = dict.fromkeys(others.values())
     return "" if further else first, host or first, address or first
+
+
+def numbers_of(world: Communicator, rank: int) -> list[int]:
+    """Collective. Return torch.distributed's numbers of MPI's ranks; raise WorldError where two have the same."""
+    found: list[int] = world.gather(rank)
+    if sorted(found) != list(range(world.size)):
+        raise WorldError(
+            f"rank of init_process_group must be another number from 0 to {world.size - 1} on each rank; got "
+            f"{', '.join(map(str, found))} on MPI's ranks 0 to {world.size - 1}. Leave it out: MPI tells the ranks."
+        )
+    return found
 
 
 def _timeout(comm: Communicator) -> timedelta:

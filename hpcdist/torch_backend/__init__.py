@@ -13,14 +13,15 @@ from importlib import import_module
 from typing import Any
 from urllib.parse import parse_qsl, urlparse
 
-import torch.distributed as dist
-
 NAME = "hpcdist"
 PLACE = ("MASTER_ADDR", "MASTER_PORT")  # variables that say where ranks meet
 
 
 def register() -> None:
     """Register the backend, and let ranks that a launcher of MPI's has started meet without those variables."""
+    # Here, since torch calls this function while it is imported, which may be by this module.
+    import torch.distributed as dist
+
     if not dist.is_available() or hasattr(dist.Backend, NAME.upper()):
         return
     dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])

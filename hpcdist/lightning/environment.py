@@ -6,7 +6,6 @@ import socket
 from collections.abc import Sequence
 
 from lightning.fabric.plugins import ClusterEnvironment
-from typing_extensions import override
 
 from hpcdist.session import broadcast, init, local_rank
 
@@ -26,48 +25,38 @@ class HpcdistEnvironment(ClusterEnvironment):
         self._main: tuple[str, int] | None = None
 
     @property
-    @override
     def creates_processes_externally(self) -> bool:
         return True
 
     @staticmethod
-    @override
     def detect() -> bool:
         """Return False: it is passed to a Trainer, or comes with an HpcdistStrategy."""
         return False
 
-    @override
     def world_size(self) -> int:
         return self._comm.size
 
-    @override
     def global_rank(self) -> int:
         return self.order.index(self._comm.rank)
 
-    @override
     def local_rank(self) -> int:
         return local_rank()
 
-    @override
     def node_rank(self) -> int:
         nodes = list(dict.fromkeys(self._comm.memory.nodes))
         return nodes.index(self._comm.memory.nodes[self._comm.rank])
 
-    @override
     def set_world_size(self, size: int) -> None:
         """Do nothing: the launcher has set it."""
 
-    @override
     def set_global_rank(self, rank: int) -> None:
         """Do nothing: the launcher has set it."""
 
     @property
-    @override
     def main_address(self) -> str:
         return self._rendezvous()[0]
 
     @property
-    @override
     def main_port(self) -> int:
         return self._rendezvous()[1]
 

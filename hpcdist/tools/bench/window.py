@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from statistics import median
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -41,11 +41,7 @@ def measure(comm: MpiCommunicator, sizes: Sequence[int] = SIZES, *, rounds: int 
     Rows `node/...` are between two ranks of one node, `internode/...` between two nodes; where all ranks share a node
     they are made to count as being on nodes of their own for these. Every round times every side.
 
-    Args:
-        sizes: lengths in bytes, multiples of 4 (float32).
-        rounds: how often each side is timed; the median counts.
-
-    Returns: the same rows on all ranks: name, bytes, ranks, median_s (of a call, or of an owner's step), bytes_sent
+    Returns: name, bytes, ranks, median_s (of a call, or of an owner's step), bytes_sent
     (by the calling rank, in one call), ratio_to_copy (median_s as a multiple of a plain copy of the same bytes), and
     for the owner's step only slowdown_percent and spare_cores: how many of the cores that the owner may use were idle
     meanwhile. Where there was none to spare without a window, a slower step says little about the window.
@@ -184,25 +180,20 @@ def _owner_step(comm: MpiCommunicator, name: str, products: int, window_bytes: i
         idle_s, lasted_s = (sum(spent) for spent in zip(*spent_s, strict=True))
         mine = [median(calls_s or [0.0]), idle_s / lasted_s if comm.rank == OWNER else -math.inf]
         call_s, spare = slowest(comm, mine)
-        called = {"call": f"internode/{way}/get, owner computes", "call_s": call_s}
         return {
-            **called,
+            "call": f"internode/{way}/get, owner computes",
+            "call_s": call_s,
             "bytes": read_bytes or window_bytes,
-            "spare_cores": None if math.isnan(spare) else round(spare, 2),
+            "spare_cores": round(spare, 2),
         }
 
     return Side(name, run, columns)
 
 
 def _idle_s() -> float:
-    """Read the seconds since boot that the cores this process may run on were idle, together; NaN where unknown."""
-    try:
-        cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-    except (AttributeError, OSError):  # not Linux
-        return math.nan
-    ticks = sum(int(fields[4]) + int(fields[5]) for fields in lines if fields[0] in cores)  # idle, waiting for a disk
-    return ticks / os.sysconf("SC_CLK_TCK")
+    """Read the seconds since boot that the cores this process may run on were idle, together."""
+    times = psutil.cpu_times(percpu=True)
+    return sum(times[core].idle + times[core].iowait for core in os.sched_getaffinity(0))
 
 
 def _step(products: int) -> float:

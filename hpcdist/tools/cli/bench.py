@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,12 +15,22 @@ from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import writable
 
 app = typer.Typer(
-    name="bench", no_args_is_help=True, help="Measure a part of hpcdist beside its alternatives, in one run."
+    name="bench",
+    no_args_is_help=True,
+    help="Measure a part of hpcdist beside its alternatives, in one run. Collective: start it with mpirun.",
 )
 Json = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows to this file.", callback=writable)
 ]
+Sizes = Annotated[
+    list[int] | None, typer.Option(metavar="BYTES", help="Length of the longest tensor. May be repeated.")
+]
 Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Times that each side is measured. The median counts.")]
+
+
+def _calls(*more: str) -> Any:
+    names = ", ".join(["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", *more])
+    return typer.Option(metavar="NAME", help=f"{names}. May be repeated. Default: all.")
 
 
 def _run(title: str, measure: Callable[..., list[dict]], path: Path | None, **options: object) -> None:
@@ -54,9 +64,7 @@ def _chosen(given: Sequence[str] | None, known: Sequence[str]) -> Sequence[str]:
 
 @app.command()
 def allreduce(
-    sizes: Annotated[
-        list[int] | None, typer.Option(metavar="BYTES", help="Length of the messages. May be repeated.")
-    ] = None,
+    sizes: Sizes = None,
     algorithm: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,8 +78,6 @@ def allreduce(
 ) -> None:
     """Time the sum of float32 tensors over all ranks: by hpcdist's algorithms, MPI, gloo and Horovod.
 
-    Collective: start it with mpirun.
-
     Example: mpirun -n 2 hpcdist bench allreduce --sizes 4096 --algorithm ring
     """
     from hpcdist.tools.bench.allreduce import SIZES, measure
@@ -81,16 +87,8 @@ def allreduce(
 
 @app.command()
 def collectives(
-    call: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="all_reduce, broadcast, all_gather, reduce_scatter or all_to_all. May be repeated. Default: all.",
-        ),
-    ] = None,
-    sizes: Annotated[
-        list[int] | None, typer.Option(metavar="BYTES", help="Length of the longer tensor. May be repeated.")
-    ] = None,
+    call: Annotated[list[str] | None, _calls()] = None,
+    sizes: Sizes = None,
     rounds: Rounds = 15,
     other: Annotated[
         Path | None, typer.Option("--with", metavar="ENVIRONMENT", help="Also measure the MPI library of this one.")
@@ -98,8 +96,6 @@ def collectives(
     json_path: Json = None,
 ) -> None:
     """Time every collective call on float32 tensors: hpcdist's, MPI's, gloo's, another MPI library's.
-
-    Collective: start it with mpirun.
 
     Example: mpirun -n 2 hpcdist bench collectives --call broadcast --sizes 4096
     """
@@ -113,23 +109,13 @@ def collectives(
 
 @app.command("torch")
 def torch_calls(
-    call: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, send. May be repeated. Default: all.",
-        ),
-    ] = None,
-    sizes: Annotated[
-        list[int] | None, typer.Option(metavar="BYTES", help="Length of the longer tensor. May be repeated.")
-    ] = None,
+    call: Annotated[list[str] | None, _calls("send")] = None,
+    sizes: Sizes = None,
     steps: Annotated[bool, typer.Option(help="Also time steps of DistributedDataParallel and FSDP2.")] = True,
     rounds: Rounds = 15,
     json_path: Json = None,
 ) -> None:
     """Time torch.distributed's calls on the backend hpcdist, on gloo, and hpcdist's own below them.
-
-    Collective: start it with mpirun.
 
     Example: mpirun -n 2 hpcdist bench torch --call send --no-steps
     """
@@ -141,16 +127,12 @@ def torch_calls(
 
 @app.command("horovod")
 def horovod_calls(
-    sizes: Annotated[
-        list[int] | None, typer.Option(metavar="BYTES", help="Length of a tensor. May be repeated.")
-    ] = None,
+    sizes: Sizes = None,
     steps: Annotated[bool, typer.Option(help="Also time steps of DistributedOptimizer.")] = True,
     rounds: Rounds = 15,
     json_path: Json = None,
 ) -> None:
     """Time what scripts written for Horovod do, by hpcdist.hvd and by Horovod, which has to be built.
-
-    Collective: start it with mpirun.
 
     Example: mpirun -n 2 hpcdist bench horovod --sizes 4096 --no-steps
     """
@@ -162,8 +144,6 @@ def horovod_calls(
 @app.command()
 def train(rounds: Rounds = 9, json_path: Json = None) -> None:
     """Time a training step with the strategy allreduce, with Horovod, and with torch's DDP on gloo.
-
-    Collective: start it with mpirun.
 
     Example: mpirun -n 2 hpcdist bench train
     """
@@ -179,8 +159,6 @@ def loader(
 ) -> None:
     """Time the reading of shuffled batches from HDF5 and from a NumPy memory map.
 
-    Collective: start it with mpirun.
-
     Example: mpirun -n 2 hpcdist bench loader --batch-size 64
     """
     from hpcdist.tools.bench.loader import measure
@@ -191,8 +169,6 @@ def loader(
 @app.command()
 def window(rounds: Rounds = 15, json_path: Json = None) -> None:
     """Time one-sided operations, what they cost the owner of the memory, and a server's pull and push.
-
-    Collective: start it with mpirun.
 
     Example: mpirun -n 2 hpcdist bench window
     """
@@ -211,8 +187,6 @@ def server(
 ) -> None:
     """Time updates through parameter servers, and the same exchange by send and recv on gloo.
 
-    Collective: start it with mpirun.
-
     Example: mpirun -n 2 hpcdist bench server --sizes 100000
     """
     from hpcdist.tools.bench.server import SIZES, measure
@@ -223,8 +197,6 @@ def server(
 @app.command()
 def gossip(rounds: Rounds = 7, json_path: Json = None) -> None:
     """Time a training step with each decentralised strategy, with all-reduce, and without communication.
-
-    Collective: start it with mpirun.
 
     Example: mpirun -n 2 hpcdist bench gossip
     """
@@ -248,8 +220,6 @@ def pipeline(
 ) -> None:
     """Time steps of a pipeline with each schedule, on one rank, and with torch.distributed.pipelining.
 
-    Collective: start it with mpirun.
-
     Example: mpirun -n 2 hpcdist bench pipeline --stages 2
     """
     from hpcdist.tools.bench.pipeline import STAGES, measure
@@ -261,8 +231,6 @@ def pipeline(
 @app.command()
 def compress(rounds: Rounds = 7, json_path: Json = None) -> None:
     """Time the coding of each compressor on one rank; on several ranks, a training step with each.
-
-    Collective: start it with mpirun, or alone.
 
     Example: mpirun -n 2 hpcdist bench compress
     """

@@ -70,20 +70,15 @@ def measure_beside(
     """Collective. Time algorithms, others' in-place sums and a plain copy.
 
     Args:
-        sizes: lengths in bytes, each a multiple of 4 (float32) and at least 4.
         algorithms: names of `available()`.
-        rounds: how often each side is timed, and the median counts. Short tensors get more.
+        rounds: at least; short tensors get more.
         others: in-place sums of a tensor over the same ranks, by name.
         cache_dir: where the table of `auto` lies; it is measured anew.
 
     Returns:
-        The same rows on all ranks, one per size and side: name, bytes, ranks, median_s (of the slowest rank),
-        bytes_sent (by the busiest rank in one call; None for others, which don't tell) and copies (median_s as a
-        multiple of the row `copy`, which every rank makes of its own tensor at the same time; None where that takes
-        no time, on virtual ranks).
-
-    Raises:
-        ConfigError: a size or the number of rounds breaks its rule.
+        One row per size and side: name, bytes, ranks, median_s, bytes_sent (by the busiest rank in one call; None for
+        others, which don't tell) and copies (median_s as a multiple of the row `copy`, which every rank makes of its
+        own tensor at the same time; None where that takes no time, on virtual ranks).
     """
     check(comm, rounds, sizes_bytes=sizes)
     own: dict[str, AllReduce] = {}

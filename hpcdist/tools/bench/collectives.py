@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -45,12 +46,10 @@ def measure(
     other: Path | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Row]:
-    """Collective. Time calls on float32 tensors; the same rows on all ranks, by call and size.
+    """Collective. Time calls on float32 tensors, by call and size.
 
     Args:
-        calls: of CALLS.
-        sizes: bytes of the longer of a call's tensors: of what is gathered, or handed out.
-        rounds: how often each side is timed; the median counts, of the slowest rank.
+        sizes: of the longer of a call's tensors: of what is gathered, or handed out.
         other: an environment with another MPI library, mpi4py and NumPy, whose `bin` has `mpiexec` and `python`. It is
             measured before and after the others, and the faster time counts.
         environment: this process's environment, for that library's processes.
@@ -60,28 +59,23 @@ def measure(
         multiple of a copy's, which every rank makes at the same time.
 
     Raises:
-        ConfigError: a size, the number of rounds or the environment breaks its rule.
+        ConfigError: the environment breaks its rule.
     """
     check(comm, rounds, sizes_bytes=sizes, ranks=2)
+    cases = list(itertools.product(calls, sizes))
     runs = [_other(comm, other, calls, sizes, rounds, environment)]
-    own, rows = Collectives(comm), []
+    own = Collectives(comm)
     with default_group(comm):
-        for call in calls:
-            for n_bytes in sizes:
-                rows += _of_size(comm, own, call, n_bytes, rounds)
+        measured = [_of_size(comm, own, call, n_bytes, rounds) for call, n_bytes in cases]
     own.close()
     runs.append(_other(comm, other, calls, sizes, rounds, environment))
-    name = "" if other is None else other.name
-    for call in calls if other else ():
-        for n_bytes in sizes:
-            fastest_s = min(found[call][str(n_bytes)] for found in runs)
-            rows.append({"call": call, "name": name, "bytes": n_bytes, "ranks": comm.size, "median_s": fastest_s})
     found = []
-    for call in calls:
-        for n_bytes in sizes:
-            of_size = [row for row in rows if (row["call"], row["bytes"]) == (call, n_bytes)]
-            peers = [row["name"] for row in of_size if row["name"] not in (OURS, COPY)]
-            found += beside(beside(of_size, peers, speedup="speedup"), [COPY], copies="multiple")
+    for (call, n_bytes), rows in zip(cases, measured, strict=True):
+        if other is not None:
+            fastest_s = min(run[call][str(n_bytes)] for run in runs)
+            rows.append({**rows[0], "name": other.name, "median_s": fastest_s})
+        peers = [row["name"] for row in rows if row["name"] not in (OURS, COPY)]
+        found += beside(beside(rows, peers, speedup="speedup"), [COPY], copies="multiple")
     return table(found, COLUMNS)
 
 

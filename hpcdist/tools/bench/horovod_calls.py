@@ -32,17 +32,14 @@ def measure(comm: MpiCommunicator, sizes: Sequence[int] = SIZES, rounds: int = 1
     Horovod runs during its own timings alone, as its thread is at work all the time.
 
     Args:
-        comm: all real ranks.
-        sizes: bytes of a tensor.
-        rounds: how often each side is timed; the median counts, of the slowest rank.
         steps: whether steps are timed, too.
 
     Returns:
-        The same rows on all ranks, with speedup (over Horovod), and for steps over_alone: the time as a multiple of
-        that of a step of one rank alone.
+        Rows with speedup (over Horovod), and for steps over_alone: the time as a multiple of that of a step of one rank
+        alone.
 
     Raises:
-        ConfigError: Horovod is not built here, or a size or the number of rounds breaks its rule.
+        ConfigError: Horovod is not built here.
     """
     from hpcdist.comm.external import horovod  # starts MPI: not at import
 

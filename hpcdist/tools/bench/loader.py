@@ -63,11 +63,9 @@ def measure(
     `hpcdist.shard`).
 
     Args:
-        comm: The ranks of the session, each of which makes the files for itself.
         kinds: Names of KINDS.
-        batch_size: Samples per batch.
         rounds: Batches that each reader reads; a quarter of it of samples above 100 kB.
-        folder: Where the files are made (and removed again); by default the system's temporary folder.
+        folder: Where each rank makes files for itself (and removes them); by default the system's temporary folder.
 
     Returns: one row per kind and reader: name, bytes (of a batch as stored), ranks, median_s (of one batch),
     bytes_sent (0), ratio (the reader's speed relative to the memory map, 1.0 being equal).

@@ -103,10 +103,9 @@ def measure(
 
     Args:
         stages: of the pipelines, each on so many ranks; those of more than there are ranks are left out.
-        rounds: how often each side is timed; the median counts.
         blocks, width, batch: of the model and the samples of a step.
 
-    Returns: the same rows on all ranks: name (`stages/schedule`), stages, chunks (stages per rank), micro_batches,
+    Returns: name (`stages/schedule`), stages, chunks (stages per rank), micro_batches,
     ranks (of the job), median_s (of a step), samples_per_s, speedup (over torch's of the same schedule), times_alone
     (samples per second over one rank's), ideal_s (one rank's seconds / stages), bubble (1 - ideal_s / median_s: all
     that is lost, waiting and other), bubble_limit ((p-1) / (m+p-1) of p stages and m micro-batches, m times the chunks

@@ -6,6 +6,10 @@ columns of its rows:
     sides = [Side("ours", timed(comm, ours), {"bytes": 8}), Side("theirs", timed(comm, theirs), {"bytes": 8})]
     rows = beside(measure(comm, sides, rounds), ["theirs"], speedup="speedup")
     return table(rows, ("name", "bytes", "ranks", "median_s", "speedup"))
+
+Its function `measure` is collective, and returns the same rows on all ranks. `rounds` says how often each side is
+timed; the median counts, of the slowest rank. `sizes` are bytes of float32 tensors. A size, a number of rounds or of
+ranks that breaks its rule is refused with a ConfigError.
 """
 
 from __future__ import annotations
@@ -26,13 +30,13 @@ from torch import Tensor, nn
 from hpcdist.collectives.tuning.timing import in_turn, slowest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
+from hpcdist.tools.doctor.base import gather
 
 Row = dict[str, Any]
 Counts = Mapping[str, int] | int  # of each side by its name, or of all alike
 Run = Callable[[int], float | Mapping[str, float]]
 Meet = Callable[[Communicator], object]
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-TAG = 1  # of messages by which ranks meet
 
 RATIOS: dict[str, Callable[[float, float], float | None]] = {
     "speedup": lambda own_s, other_s: other_s / own_s,
@@ -222,14 +226,4 @@ def check(comm: Communicator, rounds: int, *, sizes_bytes: Iterable[int] = (), r
 
 def meet_asleep(comm: Communicator) -> None:
     """Collective. Wait for all ranks, leaving the core to others meanwhile, as MPI's barrier doesn't."""
-    token = torch.zeros(1)
-    if comm.rank:
-        comm.isend(token, 0, TAG).wait()
-        comm.probe(0, TAG)
-        comm.irecv(token, 0, TAG).wait()
-        return
-    for rank in range(1, comm.size):
-        comm.probe(rank, TAG)
-        comm.irecv(token, rank, TAG).wait()
-    for request in [comm.isend(token, rank, TAG) for rank in range(1, comm.size)]:
-        request.wait()
+    gather(comm, None)

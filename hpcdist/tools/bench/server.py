@@ -43,9 +43,8 @@ def measure(comm: Communicator, sizes: Sequence[int] = SIZES, *, rounds: int = 5
 
     Args:
         sizes: numbers of parameters.
-        rounds: how often each side is timed; the median counts.
 
-    Returns: the same rows on all ranks: name, bytes (of the gradient), servers, workers (that take part), ranks,
+    Returns: name, bytes (of the gradient), servers, workers (that take part), ranks,
     median_s (per update, of all workers together), bytes_sent (per update, by all ranks; None for gloo, which doesn't
     tell), updates_per_s, per_worker (updates_per_s of one), bytes_per_s (of gradients and parameters), speedup (over
     gloo) and cpu_percent (of one core, used by rank 0, the server). Rows `idle` are with workers that sleep 0.1 s a

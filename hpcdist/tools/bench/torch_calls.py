@@ -32,18 +32,13 @@ def measure(
     """Collective. Time calls on float32 tensors, and steps of DistributedDataParallel and FSDP2.
 
     Args:
-        comm: all real ranks.
         calls: of CALLS; send: a message from rank 0 to rank 1, and back.
-        sizes: bytes of the longer of a call's tensors.
-        rounds: how often each side is timed; the median counts, of the slowest rank.
+        sizes: of the longer of a call's tensors.
         steps: whether steps are timed, too.
 
     Returns:
-        The same rows on all ranks, with speedup (over gloo) and over_below: the time as a multiple of that of hpcdist's
-        own call, and for steps of a step of one rank alone.
-
-    Raises:
-        ConfigError: a size or the number of rounds breaks its rule.
+        Rows with speedup (over gloo) and over_below: the time as a multiple of that of hpcdist's own call, and for
+        steps of a step of one rank alone.
     """
     check(comm, rounds, sizes_bytes=sizes, ranks=2)
     rows: list[Row] = []

@@ -85,7 +85,7 @@ def measure(comm: Communicator, models: Sequence[str] = (), rounds: int = 9, ste
     Where Horovod is installed, the strategy by it comes after them.
 
     Returns:
-        The same rows on all ranks: those of `time_steps`, with speedup (over ddp_gloo).
+        Rows of `time_steps`, with speedup (over ddp_gloo).
     """
     from hpcdist.comm.external.horovod import obstacle  # starts MPI: not at import
 

@@ -58,8 +58,13 @@ class Agreement:
             grads[0].fill_(torch.nan)
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Collective in the replica. Compute the 2-norm of all stages' gradients together."""
-        return global_norm(parameters, self.comm, self._repeated)
+        """Collective in the replica. Compute the 2-norm of all stages' gradients together, as a float64 on the CPU."""
+        grads = [p.grad for p in parameters if p.grad is not None and id(p) not in self._repeated]
+        squares = [float(torch.linalg.vector_norm(as_real(piece), dtype=torch.float64)) ** 2 for piece in pieces(grads)]
+        places = torch.zeros(self.comm.size, dtype=torch.float64)  # one for each rank: sums of one number are exact
+        places[self.comm.rank] = math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
+        self.comm.allreduce(places)
+        return torch.tensor(math.sqrt(sum(places.tolist())), dtype=torch.float64)
 
 
 class PartOfModel(nn.Module, abc.ABC):
@@ -87,21 +92,6 @@ class PartOfModel(nn.Module, abc.ABC):
     @abc.abstractmethod
     def share_values(self) -> None:
         """Collective in the replica. Copy parameters that several ranks have from the first of them."""
-
-
-# --- the norm of all parts' gradients ---------------------------------------------------------------------------------
-def global_norm(parameters: Iterable[nn.Parameter], comm: Communicator, repeated: Any = ()) -> Tensor:
-    """Collective. Compute the 2-norm of the ranks' gradients together: a float64 scalar on the CPU, the same on all.
-
-    Args:
-        repeated: ids of parameters that another rank counts.
-    """
-    grads = [p.grad for p in parameters if p.grad is not None and id(p) not in repeated]
-    squares = [float(torch.linalg.vector_norm(as_real(piece), dtype=torch.float64)) ** 2 for piece in pieces(grads)]
-    places = torch.zeros(comm.size, dtype=torch.float64)  # one for each rank: sums of one number and zeros are exact
-    places[comm.rank] = math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
-    comm.allreduce(places)
-    return torch.tensor(math.sqrt(sum(places.tolist())), dtype=torch.float64)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:

@@ -124,13 +124,23 @@ def _parameters(layer: nn.Module) -> int | None:
 
 
 # --- some layers of a model ------------------------------------------------------------------------------------------
-def outline(make: Make) -> Chain:
+def outline(make: Make, register: Register = lambda parameter: None) -> Chain:
     """Make the model on the meta device, with shapes but without memory. Random states stay as they are.
+
+    Args:
+        register: called with each parameter that a module registers.
 
     Raises:
         ConfigError: the model can't be made there, or does not consist of layers.
     """
-    return _outline(make, lambda parameter: None)
+    with callers_state_kept(), torch.device("meta"), _registering(register):
+        try:
+            return Chain.of(make())
+        except (RuntimeError, NotImplementedError) as error:
+            raise ConfigError(
+                "model in stages must be one that can be made on torch's meta device, without values; got an error "
+                f"there: {error} Compute nothing with parameters' values while it is made."
+            ) from error
 
 
 def build(make: Make, mine: Collection[int], device: torch.device | str | None = None) -> Chain:
@@ -150,7 +160,7 @@ def build(make: Make, mine: Collection[int], device: torch.device | str | None =
         ConfigError: as for `outline`.
     """
     registered: list[nn.Parameter] = []
-    chain = _outline(make, registered.append)
+    chain = outline(make, registered.append)
     kept = {id(parameter) for parameter in chain.part(mine).parameters()}
     others = {id(parameter) for parameter in chain.parameters()} - kept
     dropped = [id(parameter) in others for parameter in registered]
@@ -163,17 +173,6 @@ def build(make: Make, mine: Collection[int], device: torch.device | str | None =
     with _registering(replace):
         part = Chain.of(make()).part(mine)
     return part if device is None else part.to(device)
-
-
-def _outline(make: Make, register: Register) -> Chain:
-    with callers_state_kept(), torch.device("meta"), _registering(register):
-        try:
-            return Chain.of(make())
-        except (RuntimeError, NotImplementedError) as error:
-            raise ConfigError(
-                "model in stages must be one that can be made on torch's meta device, without values; got an error "
-                f"there: {error} Compute nothing with parameters' values while it is made."
-            ) from error
 
 
 @contextmanager

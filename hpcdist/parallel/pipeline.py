@@ -189,8 +189,8 @@ class Pipeline(PartOfModel):
             self._wait()
             self.tied.sum_gradients()
             if scaled is not None:
-                agreed = self.agreement if self.routing is None else self.routing
-                agreed.spread_overflow(p.grad for p in self.parameters() if p.grad is not None)
+                agreement = self.agreement if self.routing is None else self.routing.agreement
+                agreement.spread_overflow(p.grad for p in self.parameters() if p.grad is not None)
             return self._spread(batch.loss)
 
     @property

@@ -111,12 +111,12 @@ def predict(
             f"cut must have {ranks * chunks} stages, {chunks} for each of {ranks} ranks; got {cut.stages}. Change it."
         )
     if cut is None:
-        memory = _Memory(costs, table, chunks, copies, recompute)
+        memory = _memory(costs, table, chunks, copies, recompute)
         limit = None if limit_bytes is None else limit_bytes // chunks
         times = [cost.forward_s + cost.backward_s for cost in costs]
         boundaries = [cost.boundary_bytes for cost in costs]
         trained = [cost.parameter_bytes > 0 for cost in costs] if chunks == 1 else None
-        cut = balance(times, ranks * chunks, memory.of_stage, limit, boundaries, trained)
+        cut = balance(times, ranks * chunks, memory, limit, boundaries, trained)
     stages = tuple(_stage(costs, cut, number, ranks) for number in range(cut.stages))
 
     def seconds(operation: Operation) -> float:
@@ -179,20 +179,21 @@ def _kept_bytes(operations: Sequence[Operation], stages: Sequence[StageCost], re
     return peak(operations, lambda stage: stages[stage].received_bytes) + again
 
 
-class _Memory:
-    """The bytes of a stage with some layers, by the number of micro-batches that its schedule keeps."""
+def _memory(
+    costs: Sequence[LayerCost], table: Table, chunks: int, copies: float, recompute: bool
+) -> Callable[[int, range], int]:
+    """Return the bytes of a stage with some layers, by the number of micro-batches that its schedule keeps."""
+    received = [0, *(cost.boundary_bytes for cost in costs)]
+    parameters = [0, *accumulate(cost.parameter_bytes * copies for cost in costs)]
+    activations = [0, *accumulate(cost.activation_bytes for cost in costs)]
+    ranks = len(table)
+    of_stages = [[op for op in table[stage % ranks] if op.stage == stage] for stage in range(ranks * chunks)]
+    live = [peak(operations) for operations in of_stages]
+    whole = [recomputed_peak(operations) for operations in of_stages] if recompute else live
 
-    def __init__(self, costs: Sequence[LayerCost], table: Table, chunks: int, copies: float, recompute: bool):
-        self._received = [0, *(cost.boundary_bytes for cost in costs)]
-        self._parameters = [0, *accumulate(cost.parameter_bytes * copies for cost in costs)]
-        self._activations = [0, *accumulate(cost.activation_bytes for cost in costs)]
-        ranks = len(table)
-        of_stages = [[op for op in table[stage % ranks] if op.stage == stage] for stage in range(ranks * chunks)]
-        self._live = [peak(operations) for operations in of_stages]
-        self._whole = [recomputed_peak(operations) for operations in of_stages] if recompute else self._live
-
-    def of_stage(self, stage: int, layers: range) -> int:
+    def of_stage(stage: int, layers: range) -> int:
         first, end = layers.start, layers.stop
-        activations = self._activations[end] - self._activations[first]
-        kept = self._live[stage] * self._received[first] + self._whole[stage] * activations
-        return round(self._parameters[end] - self._parameters[first]) + kept
+        kept = live[stage] * received[first] + whole[stage] * (activations[end] - activations[first])
+        return round(parameters[end] - parameters[first]) + kept
+
+    return of_stage

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hpcdist.comm.communicator import Traffic
 from hpcdist.errors import ConfigError
@@ -35,6 +34,8 @@ class Routing:
 
     Attributes:
         comm: all ranks of the grid, in the grid's order.
+        agreement: of these ranks, by which all replicas skip a step with gradients that are not finite: their scales
+            must stay the same where one replica scales a loss that others differentiate.
 
     Raises:
         ConfigError: there is one stage only, or `seed` is negative.
@@ -53,7 +54,7 @@ class Routing:
             raise ConfigError(f"seed of the routing must be at least 0; got {seed}. Numpy takes no negative one.")
         self._grid, self._seed = grid, seed
         self.comm, self._column = grid.comm.split(0), grid.outer.split(0)
-        self._agreement = Agreement(self.comm)
+        self.agreement = Agreement(self.comm)
         self._batch = (-1, -1)  # steps before the latest batch, and batches since the last step
 
     def draw(self, steps: int, facts: object, boundaries: int, parts: int) -> list[np.ndarray] | None:
@@ -93,13 +94,6 @@ class Routing:
         else:
             others = (permutations if behind else permutations.argsort(axis=1))[:, replica].tolist()
         return [other * self._grid.stages + stage for other in others]
-
-    def spread_overflow(self, grads: Iterable[Tensor]) -> None:
-        """Collective. Let all replicas skip the step where one has gradients that are not finite; see `Agreement`.
-
-        Their scales then stay the same, as they must be where one replica scales a loss that others differentiate.
-        """
-        self._agreement.spread_overflow(grads)
 
     @property
     def traffic(self) -> Traffic:

@@ -322,12 +322,6 @@ def make_mesh(
         )
     if device_type not in _BACKENDS:
         raise ConfigError(f"device_type must be one of {', '.join(_BACKENDS)}; got {device_type!r}.")
-    _start_group(comm, device_type)
-    return init_device_mesh(device_type, tuple(sizes), mesh_dim_names=None if names is None else tuple(names))
-
-
-def _start_group(comm: Communicator, device_type: str) -> None:
-    """Collective. Start torch's default process group of these ranks, unless it exists."""
     if dist.is_initialized() and started_for() is None:
         raise ConfigError(
             "torch.distributed must be started by hpcdist.device_mesh, among the ranks of a replica; got a default "
@@ -335,3 +329,4 @@ def _start_group(comm: Communicator, device_type: str) -> None:
         )
     if started_for() is not comm:
         start_default_group(comm, _BACKENDS[device_type])
+    return init_device_mesh(device_type, tuple(sizes), mesh_dim_names=None if names is None else tuple(names))

@@ -155,20 +155,15 @@ class Stage:
         self, micro_batch: int, gradients: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """Recompute if set, and return the outputs that have gradients, with these."""
-        again = self._again.pop(micro_batch)
+        again, left = self._again.pop(micro_batch), self._left.pop(micro_batch)
         if again is not None:
             again.compute()
-        return _with_graph(self._left.pop(micro_batch), gradients)
+        kept = [place for place, tensor in enumerate(left) if tensor.requires_grad]  # not those of frozen layers
+        return [left[place] for place in kept], None if gradients is None else [gradients[place] for place in kept]
 
     def _gradients(self, micro_batch: int) -> list[Tensor]:
         entered = self._entered.pop(micro_batch, [])
         return [torch.zeros_like(t) if t.grad is None else t.grad for t in entered]
-
-
-def _with_graph(tensors: list[Tensor], gradients: list[Tensor] | None) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Leave out tensors without a graph, such as those of frozen layers."""
-    kept = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
-    return [tensors[place] for place in kept], None if gradients is None else [gradients[place] for place in kept]
 
 
 def _divides(left: list[Tensor], entered: list[Tensor], parameters: list[nn.Parameter]) -> bool:

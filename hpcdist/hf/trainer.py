@@ -30,6 +30,8 @@ from hpcdist.session.world import current
 
 FOLDER = "hpcdist"  # of the ranks' state, in a checkpoint of the Trainer's
 
+_Base: Any = object  # has, for checkers of types, all that a Trainer has, which follows in the order of methods
+
 # Arguments by which the Trainer distributes the model itself, or one rank goes another way than the others.
 _REFUSED = (
     *("deepspeed", "fsdp", "parallelism_config", "auto_find_batch_size", "enable_jit_checkpoint"),
@@ -53,7 +55,7 @@ class _Places(TrainerCallback):
         self.trainer.epoch_ended = True
 
 
-class TrainerMixin:
+class TrainerMixin(_Base):
     """Make a class of transformers' Trainer train on all ranks: `class Own(TrainerMixin, Seq2SeqTrainer)`.
 
     Each worker trains on its share of the samples; `per_device_train_batch_size` is a worker's. Steps, epochs and
@@ -73,19 +75,6 @@ class TrainerMixin:
         ConfigError: TrainingArguments ask for another way of distributing.
     """
 
-    args: Any
-    accelerator: Any
-    model: Any
-    optimizer: Any
-    state: Any
-    control: Any
-    callback_handler: Any
-    lr_scheduler: Any
-    compute_metrics: Any
-    is_in_train: bool
-    _tr_loss: Tensor
-    _total_loss_scalar: float
-
     def __init__(self, *args: Any, strategy: str | Mapping[str, Any] = "allreduce", **kwargs: Any):
         options = {"name": strategy} if isinstance(strategy, str) else dict(strategy)
         self._name, self._options = str(options.pop("name", "allreduce")), options
@@ -97,7 +86,7 @@ class TrainerMixin:
         self._evaluated: list[tuple[Tensor | None, int]] | None = None  # losses and sizes of an evaluation's batches
         self.epoch_ended = False
         super().__init__(*args, **kwargs)
-        self.add_callback(_Places(self))  # type: ignore[attr-defined]
+        self.add_callback(_Places(self))
 
     # --- the world ------------------------------------------------------------------------------------------------
     def create_accelerator_and_postprocess(self) -> None:
@@ -112,7 +101,7 @@ class TrainerMixin:
         state.distributed_type, state.backend, state.num_processes = DistributedType.NO, None, 1
         state.process_index = places[comm.rank]
         state.local_process_index = here.index(places[comm.rank])
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         self.accelerator.device_placement = False  # the Trainer places the model, and batches one by one
         self.accelerator.clip_grad_norm_ = self._norm  # the strategy clips
         self.accelerator.dataloader_config.dispatch_batches = False  # by which one process would read for all
@@ -126,12 +115,12 @@ class TrainerMixin:
                 raise rules.error("the Trainer distributes the model itself", name=name, value=value)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        return super().get_total_train_batch_size(args) * len(self.workers)  # type: ignore[misc]
+        return super().get_total_train_batch_size(args) * len(self.workers)
 
     # --- the beginning --------------------------------------------------------------------------------------------
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Collective while `train` runs. Make the optimiser, and distribute it."""
-        super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        super().create_optimizer(*args, **kwargs)
         if self.is_in_train and self._distributed is None:
             optimizer = self.optimizer
             while isinstance(optimizer, AcceleratedOptimizer):
@@ -146,10 +135,10 @@ class TrainerMixin:
         within = [(args.eval_strategy, args.eval_steps), (args.save_strategy, args.save_steps)]
         if not self._batches.sized and any(kind == "steps" and (n or 0) < args.max_steps for kind, n in within):
             rules.refuse("an epoch of a stream is left for an evaluation", self._distributed.strategy)
-        return super().set_initial_training_values(args, self._batches)  # type: ignore[misc]
+        return super().set_initial_training_values(args, self._batches)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        return super()._prepare_for_training(max_steps, self._batches, resume_from_checkpoint)  # type: ignore[misc]
+        return super()._prepare_for_training(max_steps, self._batches, resume_from_checkpoint)
 
     # --- steps ----------------------------------------------------------------------------------------------------
     def _run_epoch(self, **given: Any) -> None:
@@ -164,7 +153,7 @@ class TrainerMixin:
             given["num_update_steps_per_epoch"] -= self._skipped // self.args.gradient_accumulation_steps
             given["resume_from_checkpoint"] = None
         if self._distributed.strategy.is_worker:
-            super()._run_epoch(**given)  # type: ignore[misc]
+            super()._run_epoch(**given)
         else:
             self._serve_epoch(given)
 
@@ -177,7 +166,7 @@ class TrainerMixin:
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[Any, Any]:
         """Collective with allreduce and hardsync. Draw the batches of an update, and count their labels."""
-        draw = super().get_batch_samples  # type: ignore[misc]
+        draw = super().get_batch_samples
         batches, items = draw(epoch_iterator, num_batches, device)
         weights, self._batches.weights = self._batches.weights, []
         if self._skipped and self._random is not None:
@@ -215,7 +204,7 @@ class TrainerMixin:
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Add a batch's gradients; return its loss, as it counts in the mean over the workers."""
         with nullcontext() if self.accelerator.sync_gradients else self._distributed.no_sync():
-            return super().training_step(model, *args, **kwargs) * self._window.reported  # type: ignore[misc]
+            return super().training_step(model, *args, **kwargs) * self._window.reported
 
     def _norm(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Return the norm of this rank's gradients, and leave them as they are."""
@@ -225,7 +214,7 @@ class TrainerMixin:
         return norm if scaler is None else norm / scaler.get_scale()
 
     def floating_point_ops(self, inputs: Any) -> int:
-        return super().floating_point_ops(inputs) * len(self.workers)  # type: ignore[misc]
+        return super().floating_point_ops(inputs) * len(self.workers)
 
     # --- between steps --------------------------------------------------------------------------------------------
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -243,7 +232,7 @@ class TrainerMixin:
         if serves and not self._batches.open:
             place = {"more": not over, "ended": self.epoch_ended, "logged": self._globalstep_last_logged}
             broadcast({"state": self.state, "control": control, **place}, self.workers[0])
-        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
 
     def _serve_epoch(self, given: Mapping[str, Any]) -> None:
         """Serve an epoch, and take part in what the workers do between its steps."""
@@ -257,7 +246,7 @@ class TrainerMixin:
             self.state, self.control, self._globalstep_last_logged = told["state"], told["control"], told["logged"]
             self.control.should_log = False
             self.state.is_world_process_zero = self.state.is_local_process_zero = False
-            super()._maybe_log_save_evaluate(  # type: ignore[misc]
+            super()._maybe_log_save_evaluate(
                 self._tr_loss, None, given["model"], given["trial"], given["epoch"], given["ignore_keys_for_eval"],
                 given["start_time"],
             )  # fmt: skip
@@ -270,7 +259,7 @@ class TrainerMixin:
         self._tr_loss.zero_()
         finish(self.model)
         self._distributed = self._batches = self._random = None
-        return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+        return super()._finalize_training(*args, **kwargs)
 
     # --- evaluation -----------------------------------------------------------------------------------------------
     def evaluation_loop(
@@ -285,7 +274,7 @@ class TrainerMixin:
 
         With `batch_eval_metrics` each rank evaluates them all.
         """
-        run, metrics_of = super().evaluation_loop, self.compute_metrics  # type: ignore[misc]
+        run, metrics_of = super().evaluation_loop, self.compute_metrics
         rest = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         with self._consensus():
             if self.args.batch_eval_metrics:
@@ -320,7 +309,7 @@ class TrainerMixin:
         return EvalLoopOutput(predictions, labels, {**output.metrics, **metrics}, samples)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        found = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        found = super().prediction_step(model, inputs, *args, **kwargs)
         if self._evaluated is not None:
             self._evaluated.append((found[0], find_batch_size(inputs) or 1))
         return found
@@ -340,7 +329,7 @@ class TrainerMixin:
         model.should_save_on_this_rank = bool  # else torch.distributed's rank 0 alone would, which perhaps serves
         try:
             with self._consensus():
-                super().save_model(*args, **kwargs)  # type: ignore[misc]
+                super().save_model(*args, **kwargs)
         finally:
             del model.should_save_on_this_rank
         if self._distributed is not None:
@@ -354,7 +343,7 @@ class TrainerMixin:
         """Collective. Load the state of all ranks, or on every rank the one that the plain Trainer has written."""
         found = None if checkpoint_dir is None else load(os.path.join(checkpoint_dir, FOLDER), **self._stateful())
         if found is None:
-            super()._load_optimizer_and_scheduler(checkpoint_dir)  # type: ignore[misc]
+            super()._load_optimizer_and_scheduler(checkpoint_dir)
             return
         if found["workers"] != len(self.workers):
             raise rules.error("a run is resumed on other workers", saved=found["workers"], count=len(self.workers))
@@ -368,7 +357,7 @@ class TrainerMixin:
 
     def _load_rng_state(self, checkpoint_dir: str | None) -> None:
         if self._random is None:
-            super()._load_rng_state(checkpoint_dir)  # type: ignore[misc]
+            super()._load_rng_state(checkpoint_dir)
         else:
             checkpoint.set_random_state(self._random)
 

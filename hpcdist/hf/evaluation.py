@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,10 @@ def in_order(sizes: Sequence[Sequence[int]]) -> np.ndarray:
     Args:
         sizes: of each rank's batches.
     """
-    starts = np.cumsum([0, *(sum(of_rank) for of_rank in sizes)])
-    places: list[list[np.ndarray]] = []
-    for start, of_rank in zip(starts, sizes):
-        bounds = start + np.cumsum([0, *of_rank])
-        places.append([np.arange(low, high) for low, high in pairwise(bounds)])
-    return np.concatenate([np.empty(0, int), *(part for part in interleaved(places))])
+    counts = [count for of_rank in sizes for count in of_rank]
+    batches = iter(np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1]))
+    places = [[next(batches) for _ in of_rank] for of_rank in sizes]
+    return np.concatenate([np.empty(0, int), *interleaved(places)])
 
 
 def interleaved(of_ranks: Sequence[Sequence[Any]]) -> list[Any]:

@@ -11,19 +11,6 @@ import typer
 from hpcdist.errors import ConfigError
 from hpcdist.tools import completion
 
-Config = Annotated[Path | None, typer.Option(metavar="TOML", help="File of settings.")]
-JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="Python file that defines `job`, such as jobs/digits.py.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a setting. May be repeated.", autocompletion=completion.settings
-    ),
-]
-Target = Annotated[
-    str | None,
-    typer.Option(metavar="METRIC=VALUE", help="Result to reach, such as accuracy=0.97. The time until then is shown."),
-]
-
 
 def writable(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
     """Refuse a file that can't be written, before the work whose result it is to hold; for an option's `callback`.
@@ -36,6 +23,27 @@ def writable(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
         name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar
         raise ConfigError(f"{name} must be a file to write; got {path}, which {what}. Give another name.")
     return path
+
+
+Launcher = Annotated[
+    str | None,
+    typer.Option(metavar="COMMAND", help="Command that starts ranks: 'srun --mpi=pmix -n'. Default: mpirun -n."),
+]
+Json = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write all values to this file.", callback=writable)
+]
+Config = Annotated[Path | None, typer.Option(metavar="TOML", help="File of settings.")]
+JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="Python file that defines `job`, such as jobs/digits.py.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a setting. May be repeated.", autocompletion=completion.settings
+    ),
+]
+Target = Annotated[
+    str | None,
+    typer.Option(metavar="METRIC=VALUE", help="Result to reach, such as accuracy=0.97. The time until then is shown."),
+]
 
 
 def read_number(option: str, form: str, example: str, text: str) -> tuple[str, float]:

@@ -12,16 +12,13 @@ import typer
 
 import hpcdist as hd  # its init imports torch when it is called, and not before
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import writable
+from hpcdist.tools.cli.base import Json
 
 app = typer.Typer(
     name="bench",
     no_args_is_help=True,
     help="Measure a part of hpcdist beside its alternatives, in one run. Collective: start it with mpirun.",
 )
-Json = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows to this file.", callback=writable)
-]
 Sizes = Annotated[
     list[int] | None, typer.Option(metavar="BYTES", help="Length of the longest tensor. May be repeated.")
 ]

@@ -12,7 +12,7 @@ import typer
 
 from hpcdist.errors import LEFT, ConfigError
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Overrides, Target, read_counts, read_number, read_target
+from hpcdist.tools.cli.base import Config, Launcher, Overrides, Target, read_counts, read_number, read_target
 from hpcdist.tools.compare.plan import Declaration, RunDeclaration, SweepDeclaration, read_budget
 
 if TYPE_CHECKING:
@@ -48,11 +48,6 @@ Budget = Annotated[
 Evaluations = Annotated[
     int, typer.Option(min=0, help="Evaluations of a run with a budget of samples or steps. 0: after epochs only.")
 ]
-Config = Annotated[Path | None, typer.Option(metavar="TOML", help="File with settings for all runs.")]
-Launcher = Annotated[
-    str | None,
-    typer.Option(metavar="COMMAND", help="Command that starts ranks: 'srun --mpi=pmix -n'. Default: mpirun -n."),
-]
 Threads = Annotated[int, typer.Option(min=1, help="Threads of each process.")]
 Network = Annotated[
     str | None,
@@ -87,6 +82,10 @@ SlurmSet = Annotated[
 ]
 
 
+def _output(command: str) -> Any:
+    return typer.Option(metavar="FOLDER", help=f"Folder for all files. Default: runs/{command}-JOB, or -2...")
+
+
 @app.command()
 def compare(
     job: JobToBegin = None,
@@ -106,9 +105,7 @@ def compare(
     evaluations: Evaluations = 20,
     config: Config = None,
     overrides: Overrides = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder for all files. Default: runs/compare-JOB, or -2...")
-    ] = None,
+    output: Annotated[Path | None, _output("compare")] = None,
     launcher: Launcher = None,
     threads: Threads = 1,
     slurm: Slurm = None,
@@ -162,9 +159,7 @@ def simulate(
     evaluations: Evaluations = 20,
     config: Config = None,
     overrides: Overrides = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder for all files. Default: runs/simulate-JOB, or -2...")
-    ] = None,
+    output: Annotated[Path | None, _output("simulate")] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Runs at the same time. Default: one on each core.")
     ] = None,
@@ -233,9 +228,7 @@ def sweep(
     evaluations: Evaluations = 20,
     config: Config = None,
     overrides: Overrides = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder for all files. Default: runs/sweep-JOB, or -2...")
-    ] = None,
+    output: Annotated[Path | None, _output("sweep")] = None,
     launcher: Launcher = None,
     threads: Threads = 1,
     virtual: Annotated[

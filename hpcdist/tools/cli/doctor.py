@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hpcdist.tools.cli.base import writable
+from hpcdist.tools.cli.base import Json, writable
 
 app = typer.Typer()
 
@@ -36,12 +36,7 @@ def doctor(
         ),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with status 1 after warnings, too.")] = False,
-    json_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--json", metavar="FILE", help="Write findings and measured values to this file.", callback=writable
-        ),
-    ] = None,
+    json_path: Json = None,
     limit_s: Annotated[float, typer.Option(min=1.0, metavar="SECONDS", help="Longest time for everything.")] = 30.0,
 ) -> None:
     """Examine the nodes before a run: network, files, GPUs, clocks, versions, progress of messages.

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from hpcdist.tools import console
+from hpcdist.tools.cli.base import Launcher
 
 app = typer.Typer(
     name="horovod", no_args_is_help=True, help="Horovod, which sums gradients with strategy.provider=horovod."
@@ -37,10 +38,7 @@ def build(
     cxx: Annotated[str | None, typer.Option(metavar="PROGRAM", help="C++ compiler.")] = None,
     cuda_home: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder that has bin/nvcc.")] = None,
     nccl_home: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder that has include/nccl.h.")] = None,
-    launcher: Annotated[
-        str | None,
-        typer.Option(metavar="COMMAND", help="Command that starts ranks: 'srun --mpi=pmix -n'. Default: mpirun -n."),
-    ] = None,
+    launcher: Launcher = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Compilers at the same time. Default: by cores and memory.")
     ] = None,

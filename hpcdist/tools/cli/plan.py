@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Config, JobFile, Overrides, read_counts, writable
+from hpcdist.tools.cli.base import Config, JobFile, Json, Overrides, read_counts
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from hpcdist.parallel.plan import Plan
@@ -59,9 +58,7 @@ def plan(
     ] = None,
     config: Config = None,
     overrides: Overrides = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything to this file.", callback=writable)
-    ] = None,
+    json_path: Json = None,
 ) -> None:
     """Cut a job's model into stages of equal time, and predict its pipeline: idle time, memory, other schedules.
 

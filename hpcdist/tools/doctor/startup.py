@@ -18,11 +18,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import combinations
-from typing import IO, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from hpcdist.comm import network
 from hpcdist.comm.launch import number, task
 from hpcdist.tools.doctor.base import ERROR, WARNING, Finding, Nodes, Unanswered, counted, listed
+
+if TYPE_CHECKING:  # it starts MPI
+    from hpcdist.comm.mpi.first_messages import FirstMessages
 
 Pair = tuple[int, int]
 ALL_PAIRS = 128  # of more members not every pair is tried
@@ -31,27 +34,6 @@ REACH_S = 3.5  # how long another one may take to connect; a packet that is lost
 PAUSE_S = 0.05
 FIRST_PORT, PORTS = 30_000, 2_700  # below those that Linux gives to whoever names none
 AT_ONCE = 64
-
-
-class Transport(Protocol):
-    """Messages between members 0 to size − 1.
-
-    `answer_s`: how long a member may take to come. `reach_s`: how long it may take to reach another one.
-    """
-
-    rank: int
-    size: int
-    answer_s: float
-    reach_s: float
-
-    def exchange(self, text: str, limit_s: float, members: Collection[int]) -> dict[int, str]:
-        """Collective. Return the texts of those of `members` that reached member 0 within `limit_s`.
-
-        The others wait for its reply twice as long; this member's own text alone, where that does not come.
-        """
-
-    def unreachable(self, pairs: Sequence[Pair], texts: Mapping[int, str]) -> list[Pair]:
-        """Return those of `pairs` that this member has found to pass nothing. `texts`: all members' introductions."""
 
 
 class Result(NamedTuple):
@@ -65,10 +47,15 @@ class Result(NamedTuple):
     unreachable: tuple[Pair, ...] = ()  # pairs of members that pass each other nothing
 
 
-def check(transport: Transport, introduction: str, pairs: Callable[[Mapping[int, str]], Iterable[Pair]]) -> Result:
+def check(
+    transport: Tcp | FirstMessages, introduction: str, pairs: Callable[[Mapping[int, str]], Iterable[Pair]]
+) -> Result:
     """Collective. Find the members that are absent, and pairs of the others that do not reach each other.
 
     Args:
+        transport: of members 0 to size − 1. Its `exchange` returns the texts of those that reached member 0 within a
+            limit, for whose reply the others wait twice as long; where that does not come, a member's own text alone.
+            Its `unreachable` returns those pairs that this member has found to pass nothing.
         introduction: what the others are to know of this member.
         pairs: tells which pairs to try, from the introductions of those that came.
     """

@@ -89,19 +89,14 @@ def _table(comm: Communicator, nodes: Nodes, parts: list[list[tuple[int, int]]])
             ends = [nodes.leaders[node] for node in pair]
             if comm.rank in ends:
                 link = [*pair, *_pair(comm, ends[1 - ends.index(comm.rank)])]
-        measured = _gather_round(comm, nodes, pairs, link)
+        try:
+            measured = gather(comm, link)
+        except Unanswered as error:  # where both ends of a link do not answer, its messages have got stuck
+            stuck = [(nodes.leaders[a], nodes.leaders[b]) for a, b in pairs]
+            stuck = [ends for ends in stuck if set(ends) <= set(error.ranks)]
+            raise Unanswered(error.ranks, error.seconds, stuck) from error
         found |= {pair: Link(*measured[nodes.leaders[pair[0]]]) for pair in pairs}
     return found
-
-
-def _gather_round(comm: Communicator, nodes: Nodes, pairs: list[tuple[int, int]], link: list) -> list[list]:
-    """Collective. Gather the links of a round; where both ends of one do not answer, its messages have got stuck."""
-    try:
-        return gather(comm, link)
-    except Unanswered as error:
-        ends = [(nodes.leaders[a], nodes.leaders[b]) for a, b in pairs]
-        stuck = [pair for pair in ends if set(pair) <= set(error.ranks)]
-        raise Unanswered(error.ranks, error.seconds, stuck) from error
 
 
 def networks() -> list[list]:

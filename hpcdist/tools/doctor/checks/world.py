@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hpcdist.comm.launch import Task, check_world, declared_size, task
 from hpcdist.errors import WorldError
 from hpcdist.records import own_cores
 from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, gather, listed
-from hpcdist.tools.machine import cores_of_ranks
+from hpcdist.tools.machine import placement
 
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
@@ -62,9 +62,12 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
     text = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {len(nodes.names)} node{'s' * (len(nodes.names) > 1)}"
     text += f", {next(iter(counts.values()))} each" * (equal and len(nodes.names) > 1)
     yield Finding(OK, f"{text} ({nodes}), {measured['library']}{launcher}")
-    masks = [[row["cores"] for row, of in zip(ranks, nodes.of) if of == node] for node in range(len(nodes.names))]
-    yield from _together(nodes, dict(zip(nodes.names, map(cores_of_ranks, masks))), OK)
-    yield from _together(nodes, {name: _crowding(nodes.ranks(i), ranks) for i, name in enumerate(nodes.names)}, WARNING)
+    for text in placement([(nodes.name(rank), row["cores"]) for rank, row in enumerate(ranks)]):
+        yield Finding(OK, text)
+    crowding = {name: _crowding(nodes.ranks(node), ranks) for node, name in enumerate(nodes.names)}
+    for text in dict.fromkeys(filter(None, crowding.values())):
+        names = [name for name in nodes.names if crowding[name] == text]
+        yield Finding(WARNING, f"{listed(names)}: {text}", tuple(names) if len(names) == 1 < len(nodes.names) else ())
 
 
 def check_tasks(tasks: Sequence[Task | None], nodes: Sequence[int]) -> None:
@@ -93,14 +96,6 @@ def check_tasks(tasks: Sequence[Task | None], nodes: Sequence[int]) -> None:
                 f"the local ranks of a node must be 0 to {len(local) - 1}; got {local} for ranks that share a node's "
                 "memory. Two of them would take one GPU: start one task per rank, with all of a node in one step."
             )
-
-
-def _together(nodes: Nodes, texts: Mapping[str, str], status: str) -> Iterator[Finding]:
-    """Report each text in one line for all nodes that have it; none where it is empty."""
-    for text in dict.fromkeys(filter(None, texts.values())):
-        names = [name for name in nodes.names if texts[name] == text]
-        whose = tuple(names) if status != OK and len(names) == 1 < len(nodes.names) else ()
-        yield Finding(status, f"{listed(names)}: {text}", whose)
 
 
 def _crowding(here: Sequence[int], ranks: Sequence[dict]) -> str:

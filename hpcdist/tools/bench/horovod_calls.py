@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,27 +52,18 @@ def measure(comm: MpiCommunicator, sizes: Sequence[int] = SIZES, rounds: int = 1
         yield running.hvd
         horovod.leave()
 
-    @contextmanager
-    def ours() -> Iterator[Any]:
-        yield hvd
-
+    sides = {OURS: lambda: nullcontext(hvd), HOROVOD: theirs}
     hvd.init()
     rows: list[Row] = []
     for n_bytes in sizes:
-        rows += _timed(comm, "allreduce", n_bytes, _allreduce(n_bytes), {OURS: ours, HOROVOD: theirs}, rounds)
-    of_many = 4 * TENSORS * ELEMENTS
-    rows += _timed(comm, f"{TENSORS} tensors", of_many, _many, {OURS: ours, HOROVOD: theirs}, rounds)
+        rows += _timed(comm, "allreduce", n_bytes, _allreduce(n_bytes), sides, rounds)
+    rows += _timed(comm, f"{TENSORS} tensors", 4 * TENSORS * ELEMENTS, _many, sides, rounds)
     for widths in NETWORKS if steps else ():
         n_bytes = runner.perceptron_bytes(widths)
-        made = _timed(comm, "step", n_bytes, _step(widths), {OURS: ours, HOROVOD: theirs, ALONE: _nobody}, rounds)
+        made = _timed(comm, "step", n_bytes, _step(widths), {**sides, ALONE: nullcontext}, rounds)
         rows += beside(made, [ALONE], over_alone="multiple")
     hvd.shutdown()
     return table(rows, COLUMNS)
-
-
-@contextmanager
-def _nobody() -> Iterator[None]:
-    yield None
 
 
 def _timed(

@@ -173,7 +173,8 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
                     "a training must have ended before the next one begins; got one that an exception has left. Start "
                     "the script again."
                 )
-            self.running.append(max(_flat(self._module().trainer.train_dataloader), key=len))
+            loaders: Any = CombinedLoader(self._module().trainer.train_dataloader).flattened
+            self.running.append(max(loaders, key=len))
         if loader not in self.running:
             self.running.append(loader)
         return self.running[0]
@@ -338,10 +339,6 @@ def _require_one_length(loader: ShardedLoader) -> None:
             f"them; got {' and '.join(map(str, lengths))}. Let HpcdistStrategy deal out one data set; or leave out "
             "some."
         )
-
-
-def _flat(loaders: Any) -> list[Epochs]:
-    return CombinedLoader(loaders).flattened  # type: ignore[return-value]
 
 
 def _states(metric: Metric) -> dict[str, Any]:

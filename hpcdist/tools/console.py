@@ -144,16 +144,13 @@ def result(folder: Path, summary: Summary) -> None:
     ranks = f"{summary.ranks} rank{'s' * (summary.ranks > 1)}"
     if summary.stages > 1:
         replicas = summary.ranks // summary.stages
-        ranks += f" ({replicas} x {summary.stages} stages, {_bubble(summary)} of their time in the bubble)"
+        bubble = sum(summary.bubbles) / summary.stages
+        ranks += f" ({replicas} x {summary.stages} stages, {bubble:.0%} of their time in the bubble)"
     lost = f", went on without rank {', '.join(map(str, summary.lost_ranks))}" if summary.lost_ranks else ""
     skipped = f", {summary.skipped} steps skipped for NaN or infinite gradients" if summary.skipped else ""
     joules = "" if summary.energy.joules is None else f", {summary.energy.joules:.4g} J"
     cost = f"{summary.wall_s:.1f} s{joules}{skipped}"
     print(visible(f"{summary.strategy} on {ranks}{lost}: {metrics}, {cost}; records in {folder}"), flush=True)
-
-
-def _bubble(summary: Summary) -> str:
-    return f"{sum(summary.bubbles) / summary.stages:.0%}" if summary.stages > 1 else ""
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -74,10 +74,8 @@ class PageServer(ThreadingHTTPServer):
 
     def serve_forever(self, poll_interval: float = 0.5) -> None:
         """Answer requests until Ctrl-C."""
-        try:
+        with suppress(KeyboardInterrupt):
             super().serve_forever(poll_interval)
-        except KeyboardInterrupt:
-            pass
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self._open[request] = time.monotonic()

@@ -75,6 +75,9 @@ class TrainerMixin(_Base):
         ConfigError: TrainingArguments ask for another way of distributing.
     """
 
+    compute_metrics: Any
+    _total_loss_scalar: float
+
     def __init__(self, *args: Any, strategy: str | Mapping[str, Any] = "allreduce", **kwargs: Any):
         options = {"name": strategy} if isinstance(strategy, str) else dict(strategy)
         self._name, self._options = str(options.pop("name", "allreduce")), options

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hpcdist.errors import ConfigError
-from hpcdist.lightning.ranks import AmongRanks, only_adding
+from hpcdist.lightning.ranks import AmongRanks, copied, only_adding
 from hpcdist.session import broadcast, shard
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.world import current
@@ -73,8 +73,7 @@ class HpcdistFabricStrategy(AmongRanks, ParallelStrategy):
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Collective. Return the state of the model that the ranks stand for together."""
         with consensus_of([each for each in current().optimizers if each.strategy.model.module is module]):
-            state = module.state_dict()
-            return {name: value.detach().clone() for name, value in state.items()}
+            return copied(module.state_dict())
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of this rank's optimiser."""

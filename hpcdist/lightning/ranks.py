@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -156,6 +156,10 @@ def only_adding(optimizers: Sequence[Any]) -> Iterator[None]:
         for optimizer in optimizers:
             stack.enter_context(optimizer.no_sync())
         yield
+
+
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 class _Gather(torch.autograd.Function):

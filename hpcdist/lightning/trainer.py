@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
@@ -22,7 +21,7 @@ from torchmetrics import Metric
 from hpcdist.errors import ConfigError
 from hpcdist.lightning.epochs import Epochs
 from hpcdist.lightning.progress import WorkersProgress
-from hpcdist.lightning.ranks import AmongRanks, only_adding
+from hpcdist.lightning.ranks import AmongRanks, copied, only_adding
 from hpcdist.session import allgather, broadcast, finish, load, rules, save, shard
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.loader.sharded import ShardedLoader
@@ -180,7 +179,6 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
         return self.running[0]
 
     def begin_batch(self, loader: Epochs) -> None:
-        """Note that a step begins."""
         if self._progress is not None and loader is self.running[0]:
             self._progress.begin_batch()
 
@@ -241,7 +239,7 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
         self._pause_for_servers()
         with consensus_of(current().optimizers):
             state = self._module().state_dict()
-            return {name: _copied(value) for name, value in state.items()} if self.is_global_zero else {}
+            return copied(state) if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of this rank's optimiser; others', and that of servers, is saved beside the file."""
@@ -345,10 +343,6 @@ def _states(metric: Metric) -> dict[str, Any]:
     return {
         name: list(value) if isinstance(value, list) else value.clone() for name, value in metric.metric_state.items()
     }
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _differ(optimizers: Mapping[str, Any]) -> bool:

@@ -38,9 +38,6 @@ class Grid:
         ConfigError: `stages` does not divide the number of ranks, or a replica is not on one node.
     """
 
-    inner: Communicator
-    outer: Communicator
-
     def __init__(self, comm: Communicator, stages: int, spread: bool = False):
         self.comm, self.stages = comm, checked_stages(stages, comm.size)
         self.replicas = comm.size // self.stages

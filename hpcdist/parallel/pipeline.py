@@ -274,7 +274,6 @@ class Pipeline(PartOfModel):
         return stage.enter(part, tensors, layout.tree, with_gradient)
 
     def _wait(self) -> None:
-        """Wait for all sends."""
         for boundary in (*self._boundaries.values(), *self._targets):
             boundary.wait()
 

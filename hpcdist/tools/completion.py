@@ -261,18 +261,9 @@ def answer(command: Any) -> None:
         command.main(prog_name="hpcdist")
         return
     words, current = os.environ["COMP_WORDS"].split("\n"), int(os.environ["COMP_CWORD"])
-    whole: list[str] = []
-    before = ""  # of the last whole word, without bash's own current one
-    joins = False
-    for word in words[: current + 1]:
-        separates = bool(word) and not word.strip("=:")
-        if whole and (joins or separates):
-            before = whole[-1] + word * separates
-            whole[-1] += word
-        else:
-            before = ""
-            whole.append(word)
-        joins = separates
+    joined = re.sub(r"(?<=[=:])\n|\n(?=[=:]+(?:\n|$))", "", "\n".join(words[: current + 1]))
+    whole = joined.split("\n")
+    before = whole[-1].removesuffix(words[current].strip("=:"))  # what bash has in words before its current one
     os.environ |= {"COMP_WORDS": "\n".join(whole), "COMP_CWORD": str(len(whole) - 1)}
     printed = io.StringIO()
     with redirect_stdout(printed), suppress(SystemExit):

@@ -178,13 +178,12 @@ def rows(
         left = [key for key, value in found[0].items() if isinstance(value, str)]
     columns = shutil.get_terminal_size().columns if _is_shown() else None
     widths = dict.fromkeys(texts, sys.maxsize) if columns is None else _fitting(heads, texts, left, columns)
-    cells = [_folded(text, widths[key]) if key in left else text for key in widths for text in texts[key]]
-    columns_of = [cells[i : i + len(found)] for i in range(0, len(cells), len(found))]
-    widths = {key: max(map(_width, [heads[key], *of_key])) for key, of_key in zip(widths, columns_of)}
+    shown = {key: [_folded(text, widths[key]) if key in left else text for text in texts[key]] for key in widths}
+    widths = {key: max(map(_width, [heads[key], *cells])) for key, cells in shown.items()}
     if title is not None:
         line(title)
     head = _lines([heads[key] for key in widths], widths, left, above=True)
-    body = [text for row in zip(*columns_of) for text in _lines(row, widths, left)]
+    body = [text for row in zip(*shown.values()) for text in _lines(row, widths, left)]
     print("\n".join(["", *head, " " + "─" * (sum(widths.values()) + len(widths) - 1), *body, ""]), flush=True)
     if dropped := [key for key in texts if key not in widths]:
         choice = f"{option} {next(iter(widths))},{dropped[0]},... chooses columns; " if option else ""
@@ -358,15 +357,9 @@ def tracked(items: Sequence[T], title: str) -> Iterator[T]:
 def downloads() -> Iterator[Callable[[str, int, int | None], None]]:
     """Show files that are downloaded, on a terminal: a bar for each. Yield the function that is told of every block."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
     bars: dict[str, Any] = {}
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
 

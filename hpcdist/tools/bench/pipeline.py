@@ -81,7 +81,6 @@ class Workload:
         return nn.Sequential(*(nn.Sequential(*block) for block in blocks))
 
     def samples(self) -> tuple[Tensor, Tensor]:
-        """Draw the batch."""
         generator = torch.Generator().manual_seed(1)
         x, y = (torch.randn(self.batch, self.width, generator=generator).to(self.device) for _ in range(2))
         return x, y
@@ -195,7 +194,6 @@ def _alone(load: Workload) -> Step:
 
 
 def _ours(grid: Grid, variant: Variant, load: Workload) -> Step:
-    """Make the step of our pipeline."""
     pipeline = Pipeline(
         load.model,
         loss_of,

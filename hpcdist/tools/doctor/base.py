@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -154,12 +155,10 @@ def gather(comm: Communicator, value: Any) -> list[Any]:
             request.wait()
         return values
     _send(comm, value, 0, ARRIVED).wait()
-    with suppress(DeadlineError):  # rank 0 itself may wait that long for others
-        return _receive(comm, GO_ON)[1]
-    try:
-        return _receive(comm, GO_ON)[1]
-    except DeadlineError as error:
-        raise Unanswered([0], 2 * comm.failures.deadline_s) from error
+    for _ in range(2):  # rank 0 itself may wait as long for others
+        with suppress(DeadlineError):
+            return _receive(comm, GO_ON)[1]
+    raise Unanswered([0], 2 * comm.failures.deadline_s)
 
 
 def gather_by_node(comm: Communicator, nodes: Nodes, call: Callable[[], Any]) -> dict[str, Any]:
@@ -211,10 +210,6 @@ def listed(names: Sequence[str], most: int = 8) -> str:
 
 def counted(numbers: Sequence[int]) -> str:
     """Write numbers as a person does: 0-3, 7."""
-    spans: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    places = enumerate(sorted(set(numbers)))  # consecutive numbers are as far from their places
+    spans = [[number for _, number in span] for _, span in groupby(places, lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)

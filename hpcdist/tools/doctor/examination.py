@@ -230,6 +230,5 @@ class TimeLimit:
         return max(self._until - time.monotonic(), 0.0)
 
     def cancel(self) -> None:
-        """Remove the limit."""
         self._timer.cancel()
         faulthandler.cancel_dump_traceback_later()

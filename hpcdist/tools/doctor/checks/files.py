@@ -134,7 +134,6 @@ class _Lock:
         self._file: IO | None = None
 
     def take(self) -> dict:
-        """Take the lock, and keep it."""
         self._file = open(self._path, "w")
         return {"held": self._takes(self._file)}
 
@@ -152,7 +151,6 @@ class _Lock:
             return before | {"freed": freed}
 
     def drop(self) -> dict:
-        """Give the lock back."""
         if self._file is not None:
             self._file.close()
         return {}
@@ -230,7 +228,6 @@ def _sharing(measured: dict, nodes: Nodes) -> Iterator[Finding]:
 
 
 def _room(measured: dict) -> Iterator[Finding]:
-    """Report too little free space."""
     room = [row["free_bytes"] for row in measured["nodes"].values() if "free_bytes" in row]
     if room and min(room) < LITTLE_ROOM_BYTES:
         text = f"{measured['folder']} has {amount(min(room))} of free space: a run writes records and checkpoints"
@@ -263,7 +260,6 @@ def _off(environ: Mapping[str, str]) -> bool:
 
 
 def _samples(measured: dict) -> Iterator[Finding]:
-    """Report that a file could not be written or read."""
     for what in ("write", "read"):
         if "error" in measured[what]:
             yield Finding(ERROR, f"{measured['folder']} must allow to {what} a file; got {measured[what]['error']}")

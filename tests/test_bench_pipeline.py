@@ -43,7 +43,7 @@ def test_memory_is_that_of_the_call_alone():
     """Also where others have freed as much before; None where the system does not tell."""
     size = 32 << 20
     torch.ones(size // 4)
-    peak = peak_bytes(lambda: torch.ones(size // 4).sum(), torch.device("cpu"))
+    peak = peak_bytes(lambda: torch.ones(size // 4).sum())
     assert peak is None or (size <= peak + (1 << 20) and peak < 2 * size)
-    nothing = peak_bytes(lambda: None, torch.device("cpu"))
+    nothing = peak_bytes(lambda: None)
     assert nothing is None or nothing < size // 4

@@ -7,7 +7,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from hpcdist.comm.mpi.world import world
@@ -48,7 +47,7 @@ def main() -> None:
         staged.run(on, Path(name), *options, job=job)
 
     def peak(*arguments):
-        return peak_bytes(lambda: train(*arguments), torch.device("cpu"))
+        return peak_bytes(lambda: train(*arguments))
 
     train(comm, "small", "model.width=64", cut)  # imports what is needed
     stages = comm.gather(peak(comm, "staged", cut))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from torch import nn
 
 from harness.launch import IMPORTS, launch
@@ -44,7 +43,7 @@ def test_looks_at_all_parameters_make_no_copy_of_them():
             "check": lambda: require_finite(strategy, comm, 1),
             "clip": lambda: agreement.norm(model.parameters()),
         }
-        peaks = {name: peak_bytes(look, torch.device("cpu")) for name, look in looks.items()}
+        peaks = {name: peak_bytes(look) for name, look in looks.items()}
         strategy.close()
         agreement.comm.close()
         return model.n_bytes, peaks

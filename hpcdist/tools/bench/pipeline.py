@@ -24,6 +24,7 @@ STAGES = (2, 4)
 BLOCKS, WIDTH, BATCH, MICRO_BATCHES = 8, 256, 512, 8
 WARM_UP, STEPS, MEMORY_ROUNDS = 3, 2, 3
 ALONE = "alone"
+CPU = torch.device("cpu")
 COLUMNS = (
     *("name", "stages", "chunks", "micro_batches", "ranks", "median_s", "samples_per_s", "speedup", "times_alone"),
     *("ideal_s", "bubble", "bubble_limit", "peak_bytes", "loss"),
@@ -68,7 +69,6 @@ class Workload:
     width: int
     batch: int
     micro_batches: int
-    device: torch.device
 
     def model(self) -> nn.Sequential:
         """Make the blocks of a transformer's feed-forward layers, the same at every call."""
@@ -82,7 +82,7 @@ class Workload:
 
     def samples(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1)
-        x, y = (torch.randn(self.batch, self.width, generator=generator).to(self.device) for _ in range(2))
+        x, y = (torch.randn(self.batch, self.width, generator=generator) for _ in range(2))
         return x, y
 
 
@@ -112,7 +112,7 @@ def measure(
     does not tell), loss (the same for all).
     """
     check(comm, rounds)
-    load = Workload(blocks, width, batch, micro_batches, torch.device("cpu"))
+    load = Workload(blocks, width, batch, micro_batches)
     ways: Ways = {ALONE: ({"stages": 1, "chunks": 1}, lambda: None if comm.rank else _alone(load))}
     with default_group(comm):
         for number in [number for number in stages if number <= comm.size]:
@@ -121,7 +121,7 @@ def measure(
         runner.warm_up(comm, sides, WARM_UP, meet=meet_asleep)
         rows = runner.measure(comm, sides, rounds, STEPS, meet_asleep)
         for row in rows:
-            row["peak_bytes"] = _peak(comm, ways[row["name"]][1], load.device)
+            row["peak_bytes"] = _peak(comm, ways[row["name"]][1])
     return table(_compared(rows, load), COLUMNS)
 
 
@@ -148,12 +148,12 @@ def _run(step: Step | None, steps: int) -> dict[str, float]:
     return {"median_s": (time.perf_counter() - start) / steps, "loss": loss}
 
 
-def _peak(comm: Communicator, make: Callable[[], Step | None], device: torch.device) -> int | None:
+def _peak(comm: Communicator, make: Callable[[], Step | None]) -> int | None:
     """Collective. Return how much memory a way takes on the busiest rank, from its model to the end of a step."""
     peaks: list[int] = []
     for _ in range(MEMORY_ROUNDS):
         meet_asleep(comm)
-        peak = peak_bytes(lambda: _run(make(), 2), device)  # the second step begins with all gradients
+        peak = peak_bytes(lambda: _run(make(), 2))  # the second step begins with all gradients
         peaks += [] if peak is None else [peak]
     found = comm.gather(median(peaks) if peaks else None)
     return None if None in found else int(max(found))
@@ -202,7 +202,6 @@ def _ours(grid: Grid, variant: Variant, load: Workload) -> Step:
         schedule=variant.schedule,
         chunks=variant.chunks,
         recompute=variant.recompute,
-        device=load.device,
     )
     x, y = load.samples()
 
@@ -220,7 +219,7 @@ def _torch(group: dist.ProcessGroup, variant: Variant, load: Workload) -> Step:
     bounds = [load.blocks * stage // number for stage in range(number + 1)]
     model, (x, y) = load.model(), load.samples()
     parts = {stage: model[bounds[stage] : bounds[stage + 1]] for stage in range(here, number, ranks)}
-    stages = [PipelineStage(part, stage, number, load.device, group=group) for stage, part in parts.items()]
+    stages = [PipelineStage(part, stage, number, CPU, group=group) for stage, part in parts.items()]
     cls = getattr(schedules, str(variant.peer))
     several = issubclass(cls, schedules.PipelineScheduleMulti)
     schedule = cls(stages if several else stages[0], load.micro_batches, loss_fn=loss_of)

@@ -82,17 +82,12 @@ def count_bytes(comm: Communicator, call: Callable[[], object]) -> int:
     return max(comm.gather(comm.trace.traffic.bytes_sent - before))
 
 
-def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """Call, and return by how many bytes this process's memory rose at most; None where the system does not tell.
+def peak_bytes(call: Callable[[], object]) -> int | None:
+    """Call, and return by how many bytes this process's resident set rose at most; None where the system does not tell.
 
-    On a GPU it is what torch has allocated there, else the resident set, whose peak Linux lets a process begin anew.
+    Linux lets a process begin its peak anew.
     """
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        call()
-        return torch.cuda.max_memory_allocated(device) - before
     try:
         ctypes.CDLL(None).malloc_trim(0)  # else the call would be given memory that others freed, at no cost
         CLEAR.write_text("5")  # the peak begins anew: proc(5)

@@ -106,15 +106,14 @@ def run(options: BuildOptions, environ: Mapping[str, str]) -> dict:
     ):
         log.write_text(f"{tools}\n")
         pip_install(NEEDED, log, environ)
-        wheel, folder, start = wheel_in(entry), Path(scratch), time.monotonic()
-        is_new = wheel is None or options.rebuild
-        if wheel is None or options.rebuild:
-            wheel = compile_wheel(tools, folder, environ, options.source, options.jobs or most_jobs(), log)
+        kept, folder, start = None if options.rebuild else wheel_in(entry), Path(scratch), time.monotonic()
+        jobs = options.jobs or most_jobs()
+        wheel = kept or compile_wheel(tools, folder, environ, options.source, jobs, log)
         _logger.info(f"summing on {RANKS} ranks by {wheel.name}")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder / "unpacked")
         tested = prove(launcher, job_environment(environ, tools, folder / "unpacked"), log)
-        if is_new:
+        if kept is None:
             shutil.rmtree(entry, ignore_errors=True)
             os.replace(wheel.parent, entry)
             wheel = entry / wheel.name

@@ -340,9 +340,8 @@ def _require_one_length(loader: ShardedLoader) -> None:
 
 
 def _states(metric: Metric) -> dict[str, Any]:
-    return {
-        name: list(value) if isinstance(value, list) else value.clone() for name, value in metric.metric_state.items()
-    }
+    states = metric.metric_state.items()
+    return {name: list(value) if isinstance(value, list) else value.clone() for name, value in states}
 
 
 def _differ(optimizers: Mapping[str, Any]) -> bool:

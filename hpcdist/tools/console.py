@@ -309,15 +309,8 @@ def algorithm(
 
 
 def _print_text(text: str, before: str = " " * 4, hanging: int = 4) -> None:
-    print(
-        textwrap.fill(
-            " ".join(text.split()),
-            columns(),
-            initial_indent=before,
-            subsequent_indent=" " * hanging,
-            break_on_hyphens=False,
-        )
-    )
+    wrapper = textwrap.TextWrapper(columns(), before, " " * hanging, break_on_hyphens=False)
+    print(wrapper.fill(" ".join(text.split())))
 
 
 def columns() -> int:

@@ -30,9 +30,8 @@ class Interval:
         return self.mean + self.half
 
     def __format__(self, spec: str) -> str:
-        return (
-            f"{self.mean:{spec}}" if math.isnan(self.half) else f"{self.mean:{spec}} ± {self.half:{spec.lstrip('+')}}"
-        )
+        mean = f"{self.mean:{spec}}"
+        return mean if math.isnan(self.half) else f"{mean} ± {self.half:{spec.lstrip('+')}}"
 
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> Interval:

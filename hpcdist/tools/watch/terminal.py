@@ -45,10 +45,8 @@ def watch(folder: Path, every_s: float, once: bool) -> bool:
         _watch_lines(watched, every_s)
     if not watched.abandoned:
         return True
-    count = max(watched.planned, len(watched.runs), 1)
-    which = (
-        "it has" if count == 1 else f"{count - sum(run.ended for run in watched.runs.values())} of {count} runs have"
-    )
+    count, ended = max(watched.planned, len(watched.runs), 1), sum(run.ended for run in watched.runs.values())
+    which = "it has" if count == 1 else f"{count - ended} of {count} runs have"
     error(
         f"no process is at work in {folder}, and {which} no summary: see the messages of the run. The command that "
         "began it goes on with it; for hpcdist train add --resume."
@@ -135,14 +133,10 @@ def _figures(view: RunView, columns: int) -> list[Text]:
     metrics += [f"test loss {_number(view.metrics['loss'])}"] if "loss" in view.metrics else []
     now = f"{view.rate_now:,.0f} samples/s now, {view.rate_mean:,.0f} mean"
     speed = now if view.rate_now else f"{view.rate_mean:,.0f} samples/s"
+    costs = [f"staleness {view.staleness:.2f}", f"{amount(view.bytes_per_step)}/step", f"waiting {view.waiting:.0%}"]
     paragraphs = (
         [f"epoch {view.epoch}, step {view.step:,}, {view.samples:,} samples{limits}"],
-        [
-            speed,
-            f"staleness {view.staleness:.2f}",
-            f"{amount(view.bytes_per_step)}/step",
-            f"waiting {view.waiting:.0%}",
-        ],
+        [speed, *costs],
         [*([f"loss {_number(view.loss)}"] if view.loss is not None else []), *metrics],
     )
     return [Text(line) for parts in paragraphs for line in _filled(parts, columns)]
@@ -263,9 +257,8 @@ def table(
         "samples/s": [f"{rate:,.0f}" if (rate := view.rate_now or view.rate_mean) else "" for view in views],
         "slow ranks": [", ".join(_slow(view)) for view in views],
     }
-    head, *lines = _aligned(
-        [list(row) for row in zip(*([name, *column] for name, column in cells.items() if any(column)))], columns, left=2
-    )
+    filled = [[name, *column] for name, column in cells.items() if any(column)]
+    head, *lines = _aligned(list(zip(*filled)), columns, left=2)
     return Text("\n").join([Text(title, "bold"), Text(head, "bright_black"), *map(Text, lines)])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,6 +23,11 @@ def writable(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
         name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar
         raise ConfigError(f"{name} must be a file to write; got {path}, which {what}. Give another name.")
     return path
+
+
+def whole_number(meaning: str) -> Any:
+    """Make an option that is a whole number above 0."""
+    return typer.Option(min=1, metavar="N", help=meaning)
 
 
 Launcher = Annotated[

@@ -12,7 +12,7 @@ import typer
 
 import hpcdist as hd  # its init imports torch when it is called, and not before
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Json
+from hpcdist.tools.cli.base import Json, whole_number
 
 app = typer.Typer(
     name="bench",
@@ -22,7 +22,7 @@ app = typer.Typer(
 Sizes = Annotated[
     list[int] | None, typer.Option(metavar="BYTES", help="Length of the longest tensor. May be repeated.")
 ]
-Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Times that each side is measured. The median counts.")]
+Rounds = Annotated[int, whole_number("Times that each side is measured. The median counts.")]
 
 
 def _calls(*more: str) -> Any:
@@ -151,7 +151,7 @@ def train(rounds: Rounds = 9, json_path: Json = None) -> None:
 
 @app.command()
 def loader(
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Samples of a batch.")] = 128,
+    batch_size: Annotated[int, whole_number("Samples of a batch.")] = 128,
     json_path: Json = None,
 ) -> None:
     """Time the reading of shuffled batches from HDF5 and from a NumPy memory map.
@@ -204,14 +204,10 @@ def gossip(rounds: Rounds = 7, json_path: Json = None) -> None:
 
 @app.command()
 def pipeline(
-    stages: Annotated[
-        list[int] | None, typer.Option(min=1, metavar="N", help="Ranks of a pipeline. May be repeated.")
-    ] = None,
-    micro_batches: Annotated[int, typer.Option(min=1, metavar="N", help="Micro-batches of a step.")] = 8,
-    width: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Inputs, and outputs, of each layer of the model.")
-    ] = 256,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Samples of a step.")] = 512,
+    stages: Annotated[list[int] | None, whole_number("Ranks of a pipeline. May be repeated.")] = None,
+    micro_batches: Annotated[int, whole_number("Micro-batches of a step.")] = 8,
+    width: Annotated[int, whole_number("Inputs, and outputs, of each layer of the model.")] = 256,
+    batch: Annotated[int, whole_number("Samples of a step.")] = 512,
     rounds: Rounds = 7,
     json_path: Json = None,
 ) -> None:

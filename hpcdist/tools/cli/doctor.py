@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hpcdist.tools.cli.base import Json, writable
+from hpcdist.tools.cli.base import Json, whole_number, writable
 
 app = typer.Typer()
 
@@ -16,10 +16,7 @@ app = typer.Typer()
 @app.command()
 def doctor(
     ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Number of ranks that there must be. Default: as many as the launcher says."
-        ),
+        int | None, whole_number("Number of ranks that there must be. Default: as many as the launcher says.")
     ] = None,
     folder: Annotated[
         Path, typer.Option(metavar="FOLDER", file_okay=False, help="Folder that the run will write to.")

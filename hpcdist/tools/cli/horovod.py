@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from hpcdist.tools import console
-from hpcdist.tools.cli.base import Launcher
+from hpcdist.tools.cli.base import Launcher, whole_number
 
 app = typer.Typer(
     name="horovod", no_args_is_help=True, help="Horovod, which sums gradients with strategy.provider=horovod."
@@ -39,9 +39,7 @@ def build(
     cuda_home: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder that has bin/nvcc.")] = None,
     nccl_home: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder that has include/nccl.h.")] = None,
     launcher: Launcher = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Compilers at the same time. Default: by cores and memory.")
-    ] = None,
+    jobs: Annotated[int | None, whole_number("Compilers at the same time. Default: by cores and memory.")] = None,
 ) -> None:
     """Build Horovod for this environment's torch and MPI (minutes), test it on 2 ranks, and install it.
 

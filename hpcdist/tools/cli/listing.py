@@ -10,7 +10,7 @@ import typer
 
 from hpcdist.registry import catalogue
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Overrides, writable
+from hpcdist.tools.cli.base import Overrides, whole_number, writable
 
 app = typer.Typer()
 MARGIN = 10  # of a drawing, for the ranks' numbers
@@ -78,8 +78,8 @@ def datasets(name: Annotated[str | None, _name(completion.datasets)] = None) -> 
 @app.command()
 def schedules(
     name: Annotated[str | None, _name(completion.names("schedules"))] = None,
-    ranks: Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks in the drawings.")] = 4,
-    micro_batches: Annotated[int, typer.Option(min=1, metavar="N", help="Micro-batches in the drawings.")] = 8,
+    ranks: Annotated[int, whole_number("Number of ranks in the drawings.")] = 4,
+    micro_batches: Annotated[int, whole_number("Micro-batches in the drawings.")] = 8,
 ) -> None:
     """Show the schedules of pipelines, each with a drawing in which a backward pass takes two forward passes' time.
 
@@ -110,9 +110,7 @@ def topology(
             autocompletion=completion.names("topologies"),
         ),
     ],
-    ranks: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Number of ranks. Default: only describe the topology.")
-    ] = None,
+    ranks: Annotated[int | None, whole_number("Number of ranks. Default: only describe the topology.")] = None,
     overrides: Overrides = None,
     output: Annotated[
         Path | None,

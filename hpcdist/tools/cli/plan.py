@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Config, JobFile, Json, Overrides, read_counts
+from hpcdist.tools.cli.base import Config, JobFile, Json, Overrides, read_counts, whole_number
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from hpcdist.parallel.plan import Plan
@@ -22,12 +22,8 @@ app = typer.Typer()
 @app.command()
 def plan(
     job: JobFile,
-    stages: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Ranks that hold the model together (parallel.stages).")
-    ] = None,
-    micro_batches: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Parts of a batch (parallel.micro_batches).")
-    ] = None,
+    stages: Annotated[int | None, whole_number("Ranks that hold the model together (parallel.stages).")] = None,
+    micro_batches: Annotated[int | None, whole_number("Parts of a batch (parallel.micro_batches).")] = None,
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -36,9 +32,7 @@ def plan(
             autocompletion=completion.names("schedules"),
         ),
     ] = None,
-    chunks: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Stages of each rank (parallel.chunks).")
-    ] = None,
+    chunks: Annotated[int | None, whole_number("Stages of each rank (parallel.chunks).")] = None,
     cut: Annotated[
         str | None,
         typer.Option(metavar="N,N,...", help="Layers of each stage (parallel.cut). Default: the fastest cut."),

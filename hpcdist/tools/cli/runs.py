@@ -23,6 +23,7 @@ app = typer.Typer(name="runs", invoke_without_command=True)
 HOME = Path("runs")  # where `hpcdist train` makes folders
 KEYS = ("job", "strategy", "ranks", "comparison")  # of --where
 ORDERS = ("folder", "state", "job", "strategy", "ranks", "age", "time", "metric")
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Run.", autocompletion=completion.runs)]
 Names = Annotated[
     list[str],
     typer.Argument(metavar="NAME", help="Runs, by their folder, or its name in runs/.", autocompletion=completion.runs),
@@ -84,9 +85,7 @@ def runs(
 
 
 @app.command()
-def show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Run.", autocompletion=completion.runs)],
-) -> None:
+def show(name: Name) -> None:
     """Show a run: its result, its starts with their commands, its checkpoints and settings."""
     from hpcdist.checkpoint.folder import listing as checkpoints
     from hpcdist.tools.runs.listing import read_listed
@@ -111,7 +110,7 @@ def show(
 
 @app.command()
 def tag(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Run.", autocompletion=completion.runs)],
+    name: Name,
     words: Annotated[list[str], typer.Argument(metavar="WORD", help="Tags.")],
     remove: Annotated[bool, typer.Option("--remove", help="Take these tags away.")] = False,
 ) -> None:

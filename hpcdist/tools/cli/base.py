@@ -30,6 +30,11 @@ def whole_number(meaning: str) -> Any:
     return typer.Option(min=1, metavar="N", help=meaning)
 
 
+def plugin(group: str, meaning: str) -> Any:
+    """Make an option that is the name of a plug-in."""
+    return typer.Option(metavar="NAME", help=meaning, autocompletion=completion.names(group))
+
+
 Launcher = Annotated[
     str | None,
     typer.Option(metavar="COMMAND", help="Command that starts ranks: 'srun --mpi=pmix -n'. Default: mpirun -n."),

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 import hpcdist as hd  # its init imports torch when it is called, and not before
-from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Json, whole_number
+from hpcdist.tools import console
+from hpcdist.tools.cli.base import Json, plugin, whole_number
 
 app = typer.Typer(
     name="bench",
@@ -64,11 +64,7 @@ def allreduce(
     sizes: Sizes = None,
     algorithm: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Algorithm to measure. May be repeated. Default: auto and all others.",
-            autocompletion=completion.names("collectives"),
-        ),
+        plugin("collectives", "Algorithm to measure. May be repeated. Default: auto and all others."),
     ] = None,
     rounds: Rounds = 15,
     json_path: Json = None,

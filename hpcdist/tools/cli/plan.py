@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Config, JobFile, Json, Overrides, read_counts, whole_number
+from hpcdist.tools import console
+from hpcdist.tools.cli.base import Config, JobFile, Json, Overrides, plugin, read_counts, whole_number
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from hpcdist.parallel.plan import Plan
@@ -25,12 +25,7 @@ def plan(
     stages: Annotated[int | None, whole_number("Ranks that hold the model together (parallel.stages).")] = None,
     micro_batches: Annotated[int | None, whole_number("Parts of a batch (parallel.micro_batches).")] = None,
     schedule: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Order of the passes (parallel.schedule); see `hpcdist schedules`.",
-            autocompletion=completion.names("schedules"),
-        ),
+        str | None, plugin("schedules", "Order of the passes (parallel.schedule); see `hpcdist schedules`.")
     ] = None,
     chunks: Annotated[int | None, whole_number("Stages of each rank (parallel.chunks).")] = None,
     cut: Annotated[

@@ -3,18 +3,3 @@
 from hpcdist.tools.runs.folder import COMPARISON, FILES, SWEEP, find_runs, read_comparison
 from hpcdist.tools.runs.run import FAILURE, Run, State, is_done, last_lines, quiet_s
 from hpcdist.tools.runs.steps import Steps
-
-__all__ = [
-    "COMPARISON",
-    "FAILURE",
-    "FILES",
-    "SWEEP",
-    "Run",
-    "State",
-    "Steps",
-    "find_runs",
-    "is_done",
-    "last_lines",
-    "quiet_s",
-    "read_comparison",
-]

@@ -35,6 +35,8 @@ def specify(
 ) -> list[JobSpec]:
     """Describe the arrays: one for each number of ranks, because all tasks of an array have the same number.
 
+    Ranks are on one node, or on several by `ranks_per_node`.
+
     Args:
         output: the folder of the comparison or the sweep.
         site: profile of the cluster.
@@ -57,44 +59,34 @@ def specify(
     for key in load({}, None, overrides):
         if key in OWN:
             raise ConfigError(f"--slurm-set must leave {key} to the comparison or the sweep; got it there. Remove it.")
-    sizes = sorted({run.ranks for run in runs})
-    by_size = ([run for run in runs if run.ranks == size] for size in sizes)
-    return [_array(declared, of_size, output, site, overrides, at_once) for of_size in by_size]
-
-
-def _array(
-    declared: RunDeclaration,
-    runs: Sequence[PlannedRun],
-    output: Path,
-    site: str,
-    overrides: Sequence[str],
-    at_once: int | None,
-) -> JobSpec:
-    """Describe the array of runs with one number of ranks: on one node, or on several by `ranks_per_node`."""
-    ranks = runs[0].ranks
     command = "sweep" if isinstance(declared, SweepDeclaration) else "compare"
-    payload: dict[str, Any] = {"job": declared.job, "cases": [list(run.overrides) for run in runs]}
-    if runs[0].judged:  # a run finds its settings by its folder, when it begins
-        payload = {"command": ["hpcdist", "trial"], "cases": [[] for _ in runs]}
-    spec = load_spec(
-        overrides=overrides,
-        shape="study",
-        site=site,
-        name=f"{command}-{Path(declared.job).stem}",
-        output=str(output / Path(runs[0].folder).parent),
-        folders=[Path(run.folder).name for run in runs],
-        at_once=at_once,
-        ranks_per_node=ranks,
-        cpus_per_rank=declared.threads,
-        env={"OMP_NUM_THREADS": str(declared.threads)},  # also where a rank has more cores
-        **payload,
-    )
-    on_node = min(spec.ranks_per_node, ranks)
-    if ranks % on_node:
-        raise ConfigError(
-            f"ranks_per_node must divide each of --ranks that is larger; got {on_node} for {ranks} ranks. Take another."
+    specs = []
+    for ranks in sorted({run.ranks for run in runs}):
+        own = [run for run in runs if run.ranks == ranks]
+        payload: dict[str, Any] = {"job": declared.job, "cases": [list(run.overrides) for run in own]}
+        if own[0].judged:  # a run finds its settings by its folder, when it begins
+            payload = {"command": ["hpcdist", "trial"], "cases": [[] for _ in own]}
+        spec = load_spec(
+            overrides=overrides,
+            shape="study",
+            site=site,
+            name=f"{command}-{Path(declared.job).stem}",
+            output=str(output / Path(own[0].folder).parent),
+            folders=[Path(run.folder).name for run in own],
+            at_once=at_once,
+            ranks_per_node=ranks,
+            cpus_per_rank=declared.threads,
+            env={"OMP_NUM_THREADS": str(declared.threads)},  # also where a rank has more cores
+            **payload,
         )
-    return spec.model_copy(update={"nodes": ranks // on_node, "ranks_per_node": on_node})
+        on_node = min(spec.ranks_per_node, ranks)
+        if ranks % on_node:
+            raise ConfigError(
+                f"ranks_per_node must divide each of --ranks that is larger; got {on_node} for {ranks} ranks. Take "
+                "another."
+            )
+        specs.append(spec.model_copy(update={"nodes": ranks // on_node, "ranks_per_node": on_node}))
+    return specs
 
 
 def submit_missing(plan: RunPlan, site: str, overrides: Sequence[str], at_once: int | None = None) -> bool:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -106,7 +106,7 @@ class Future:
         size: number of ranks.
     """
 
-    def __init__(self, job: SubmittedJob, folder: Path, size: int):
+    def __init__(self, job: SlurmJob | LocalJob, folder: Path, size: int):
         self._job, self.folder, self.size = job, folder, size
         self.job_id = job.id
 
@@ -190,23 +190,6 @@ def _text(path: Path) -> str:
 
 
 # --- where it runs ----------------------------------------------------------------------------------------------------
-class SubmittedJob(Protocol):
-    """A job that calls a function on ranks: under Slurm, or on this machine."""
-
-    id: str
-    stdout: Path
-    stderr: Path
-
-    def state(self) -> State:
-        """Return its state."""
-
-    def wait(self) -> object:
-        """Wait until it has ended."""
-
-    def cancel(self) -> None:
-        """End it."""
-
-
 class SlurmJob:
     """A job of Slurm's. It runs the Python of the site's environment, or else this one."""
 

@@ -16,21 +16,12 @@ from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import Summary, load_summary
 from hpcdist.tools import baselines, console
 from hpcdist.tools.compare import folder
-from hpcdist.tools.compare.plan import (
-    ComparedCell,
-    Declaration,
-    PlannedRun,
-    cells,
-    counted_ranks,
-    higher_is_better,
-    mean_metric,
-    runs,
-)
+from hpcdist.tools.compare.plan import ComparedCell, Declaration, PlannedRun, cells, mean_metric, runs
 from hpcdist.tools.compare.run_all import Runner, RunPlan, missing
 from hpcdist.tools.report import table
 from hpcdist.tools.report.evidence import read_jobs
 from hpcdist.tools.report.findings import analyse
-from hpcdist.train.job import make_data
+from hpcdist.tools.report.wording import count
 from hpcdist.train.planning import rehearse
 from hpcdist.train.runs import specify
 
@@ -55,7 +46,7 @@ class ChosenRate:
 
     def __str__(self) -> str:
         edge = "" if self.between else ", though a neighbour was not tried: give --tune more runs"
-        return f"{self.name} on {counted_ranks(self.ranks)}: learning rate {self.rate:g}{edge}"
+        return f"{self.name} on {count(self.ranks, 'rank')}: learning rate {self.rate:g}{edge}"
 
 
 class Comparison(RunPlan):
@@ -76,12 +67,10 @@ class Comparison(RunPlan):
     def __init__(self, declared: Declaration, output: Path):
         self.declared, self.output = declared, output
         self.command = "compare" if declared.virtual is None else "simulate"
-        self._job_path = Path(declared.job)
         _require_whole(declared)
+        self._specify()
+        config = self._config
         with neighbours(self._job_path):
-            self._job, self._config = specify(self._job_path, None, declared.settings)
-            self.higher_is_better = higher_is_better(self._job.metrics, declared.metric)
-            config = self._config
             every = cells(declared, config.batch_size, config.accumulation, config.parallel.stages)
             self.cells, self.left_out = self._possible(every)
         self._first_rate = _first_rate(self._config)
@@ -110,7 +99,7 @@ class Comparison(RunPlan):
         for cell, reason in reasons:
             if cell.kind == "strategy" and cell.name not in {other.name for other in kept}:
                 raise ConfigError(f"{cell.name} must be able to run on one of the numbers of ranks; got: {reason}")
-        left_out = [(f"{cell.name} is left out on {counted_ranks(cell.ranks)}", why) for cell, why in reasons if why]
+        left_out = [(f"{cell.name} is left out on {count(cell.ranks, 'rank')}", why) for cell, why in reasons if why]
         return kept, [f"{which}: {why}" for which, why in left_out]
 
     def _refusal(self, cell: ComparedCell) -> str | None:
@@ -155,11 +144,6 @@ class Comparison(RunPlan):
             left_out=self.left_out,
             tuning={"runs": tune, "first_seed": FIRST_SEED, "chosen": chosen} if (tune := self.declared.tune) else None,
         )
-
-    def make_data(self) -> None:
-        """Make the job's data file if it isn't there, because runs side by side can't share that."""
-        with neighbours(self._job_path):
-            make_data(self._job, Path(self._config.data.path))
 
     def show_table(self) -> None:
         """Show the report's table, a row for each cell."""
@@ -230,7 +214,6 @@ def search_within(
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 def _require_whole(declared: Declaration) -> None:
-    """Check that a declaration's parts fit together."""
     for key in ("strategy", "seed"):
         if key in load({}, None, declared.settings):
             option = "--strategies NAME:KEY=VALUE" if key == "strategy" else "--seeds"

@@ -14,23 +14,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import pandas as pd
+from pandas import DataFrame
 
 from hpcdist.config.merge import as_flags, load
 from hpcdist.errors import ConfigError
-from hpcdist.tools import console
+from hpcdist.tools import console, report
 from hpcdist.tools.compare import folder, run_all
 from hpcdist.tools.compare.comparison import Comparison
 from hpcdist.tools.compare.launchers import mpi_launchers, share_cores
 from hpcdist.tools.compare.plan import Declaration, SweepDeclaration, read_budget, split_strategies
 from hpcdist.tools.compare.sweep import Sweep
+from hpcdist.tools.report.evidence import read_jobs
+from hpcdist.tools.report.findings import Findings, analyse
+from hpcdist.tools.report.page import sections_of
+from hpcdist.tools.report.table import tables, write_csv
+from hpcdist.tools.report.verdict import judge
 from hpcdist.tools.simulate.cluster import ClusterConfig, read_cluster
 from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
 from hpcdist.tools.simulate.step_time import on_cluster
 from hpcdist.train import load_job
-
-if TYPE_CHECKING:  # they load pandas and matplotlib
-    from pandas import DataFrame
 
 D = TypeVar("D", Declaration, SweepDeclaration)
 
@@ -288,8 +293,6 @@ class MadeRuns(abc.ABC):
 
     def report(self, output: str | Path | None = None) -> Path:
         """Write the report to a folder, None: `report` in that of the runs; return its page."""
-        from hpcdist.tools import report
-
         return report.write(self.folder, None if output is None else Path(output))
 
     def _repr_html_(self) -> str:
@@ -313,8 +316,6 @@ class SweptRuns(MadeRuns):
     @property
     def table(self) -> DataFrame:
         """Return a row for each trial that has begun, the best first."""
-        from pandas import DataFrame
-
         return DataFrame(self._sweep.table())
 
 
@@ -324,10 +325,6 @@ class ComparedRuns(MadeRuns):
     @cached_property
     def table(self) -> DataFrame:
         """Return a row for each kind of run, with the columns of `hpcdist report --csv`."""
-        import pandas as pd
-
-        from hpcdist.tools.report.table import tables, write_csv
-
         text = io.StringIO()
         write_csv(tables([self._findings]), text)
         return pd.read_csv(io.StringIO(text.getvalue()))
@@ -335,29 +332,20 @@ class ComparedRuns(MadeRuns):
     @cached_property
     def runs(self) -> DataFrame:
         """Return a row for each run, as `hpcdist.read_runs` does."""
-        from hpcdist.tools.report import read_runs
-
-        return read_runs(self.folder)
+        return report.read_runs(self.folder)
 
     @cached_property
     def verdict(self) -> str:
         """Return the answer of the report, in a sentence or two."""
-        from hpcdist.tools.report.verdict import judge
-
         return judge(self._findings).headline
 
     @cached_property
     def figures(self) -> dict[str, Any]:
         """Return the report's figures, matplotlib's, by their names."""
-        from hpcdist.tools.report.page import sections_of
-
         found = [drawn for section in sections_of(self._findings) for of in section.figures.values() for drawn in of]
         return {drawn.name: drawn.figure for drawn in found}
 
     @cached_property
-    def _findings(self) -> Any:
-        from hpcdist.tools.report.evidence import read_jobs
-        from hpcdist.tools.report.findings import analyse
-
+    def _findings(self) -> Findings:
         (evidence,) = read_jobs([self.folder])
         return analyse(evidence)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -42,7 +42,7 @@ class Launcher(Protocol):
         """
 
 
-class MpiLauncher:
+class MpiLauncher(AbstractContextManager["MpiLauncher"]):
     """Make runs by a program that starts ranks: `mpirun -n RANKS python -m hpcdist train JOB ...`.
 
     Args:
@@ -122,9 +122,6 @@ class MpiLauncher:
                 if child not in others:
                     end(child)
             raise
-
-    def __enter__(self) -> MpiLauncher:
-        return self
 
     def __exit__(self, *failure: object) -> None:
         """End the runs that threads are still making."""

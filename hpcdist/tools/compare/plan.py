@@ -229,11 +229,8 @@ def cells(declared: Declaration, batch_size: int, accumulation: int = 1, stages:
         for baseline in declared.baselines:
             found.append(ComparedCell(baseline, "baseline", ranks, samples, (), baseline, baseline))
     if declared.virtual is not None and declared.controls and 1 not in declared.ranks:  # what speed-ups are over
-        found.append(
-            ComparedCell(
-                "one rank", "serial", 1, batch_size * accumulation, ("strategy=allreduce", *whole), "serial", "serial"
-            )
-        )
+        samples, settings = batch_size * accumulation, ("strategy=allreduce", *whole)
+        found.append(ComparedCell("one rank", "serial", 1, samples, settings, "serial", "serial"))
     for replicas in sorted({max(1, ranks // stages) for ranks in declared.ranks if ranks > 1 and declared.controls}):
         batch, samples = batch_size * replicas, batch_size * accumulation * replicas
         settings, stem = ("strategy=allreduce", f"batch_size={batch}", *whole), f"serial-batch={batch}"
@@ -299,11 +296,6 @@ def mean_metric(found: Sequence[Summary | None], metric: str) -> float | None:
     """Average a metric over runs; None where one failed, or ended with a NaN."""
     values = [math.nan if one is None else one.metrics[metric] for one in found]
     return fmean(values) if all(map(math.isfinite, values)) else None
-
-
-def counted_ranks(count: int) -> str:
-    """Write `1 rank` or `4 ranks`."""
-    return f"{count} rank{'s' * (count != 1)}"
 
 
 def file_name(text: str) -> str:

@@ -15,12 +15,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hpcdist.config.files import neighbours
 from hpcdist.errors import RunError
 from hpcdist.records import claimed, load_summary
-from hpcdist.tools import console
+from hpcdist.tools import console, report
 from hpcdist.tools.compare.launchers import Launcher
-from hpcdist.tools.compare.plan import PlannedRun, RunDeclaration, counted_ranks
+from hpcdist.tools.compare.plan import PlannedRun, RunDeclaration, higher_is_better
+from hpcdist.tools.report.wording import count
 from hpcdist.tools.runs import COMPARISON, FAILURE, Run, is_done
+from hpcdist.train.job import make_data
+from hpcdist.train.runs import specify
 
 LOOK_S = 1.0  # between two looks at a run's files
 MOST_LINES = 8  # of runs that are under way at the same time; the others are counted
@@ -130,9 +134,17 @@ class RunPlan(abc.ABC):
     def write(self) -> None:
         """Write the plan down in the folder."""
 
-    @abc.abstractmethod
+    def _specify(self) -> None:
+        """Read the job's file and the settings that all runs share; check them and the metric."""
+        self._job_path = Path(self.declared.job)
+        with neighbours(self._job_path):
+            self._job, self._config = specify(self._job_path, None, self.declared.settings)
+        self.higher_is_better = higher_is_better(self._job.metrics, self.declared.metric)
+
     def make_data(self) -> None:
         """Make the job's data file if it isn't there, because runs side by side can't share that."""
+        with neighbours(self._job_path):
+            make_data(self._job, Path(self._config.data.path))
 
     @abc.abstractmethod
     def make(self, runner: Runner) -> list[PlannedRun]:
@@ -167,8 +179,6 @@ def show(plan: RunPlan, failed: Sequence[PlannedRun]) -> None:
     if find_spec("matplotlib") is None:
         console.note(f"all runs are in {plan.output}; a report needs matplotlib: pip install 'hpcdist[plots]'")
         return
-    from hpcdist.tools import report  # needs matplotlib
-
     console.note(f"all runs are in {plan.output}; the report is {report.write(plan.output)}")
 
 
@@ -298,7 +308,7 @@ def describe(run: PlannedRun) -> str:
     """Describe a run in a few words: `softsync (splits 4), 4 ranks, seed 0`."""
     rate = next((setting.partition("=")[2] for setting in run.overrides if setting.startswith("optimizer.lr=")), None)
     rate = None if rate is None or "optimizer.lr=" in run.name else rate
-    return f"{run.name}, {counted_ranks(run.ranks)}, {f'rate {float(rate):g}, ' if rate else ''}seed {run.seed}"
+    return f"{run.name}, {count(run.ranks, 'rank')}, {f'rate {float(rate):g}, ' if rate else ''}seed {run.seed}"
 
 
 def _figures(metrics: dict[str, float]) -> str:

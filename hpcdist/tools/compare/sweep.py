@@ -15,11 +15,10 @@ from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import load_summary, replace_durably
 from hpcdist.tools import console
 from hpcdist.tools.compare import folder
-from hpcdist.tools.compare.plan import PlannedRun, SweepDeclaration, higher_is_better
+from hpcdist.tools.compare.plan import PlannedRun, SweepDeclaration
 from hpcdist.tools.compare.run_all import Runner, RunPlan, missing
 from hpcdist.tools.compare.trials import ETA, SweepTrial, Trials
 from hpcdist.tools.runs import SWEEP, is_done
-from hpcdist.train.job import make_data
 from hpcdist.train.planning import rehearse
 from hpcdist.train.runs import specify
 
@@ -44,15 +43,11 @@ class Sweep(RunPlan):
 
     def __init__(self, declared: SweepDeclaration, output: Path):
         self.declared, self.output = declared, output
-        self.title = f"{declared.job}: the best settings first"
         for option, name, known in (("sampler", declared.sampler, SAMPLERS), ("pruner", declared.pruner, PRUNERS)):
             if name not in known:
                 raise UnknownNameError(f"--{option}", name, known)
         self._trials = Trials(output, declared)
-        self._job_path = Path(declared.job)
-        with neighbours(self._job_path):
-            self._job, self._config = specify(self._job_path, None, declared.settings)
-        self.higher_is_better = higher_is_better(self._job.metrics, declared.metric)
+        self._specify()
         self._evaluations = _count_evaluations(self._config, declared)
         self._planned: dict[tuple[int, int], PlannedRun] = {}  # of trials that have begun
         self._trained: dict[str, int] = {}  # samples of runs that have ended
@@ -92,11 +87,6 @@ class Sweep(RunPlan):
         """All runs; those of trials that have not begun have no settings of their own yet."""
         return [run for number in range(len(self._trials.points)) for run in self._trials.bare(number)]
 
-    def make_data(self) -> None:
-        """Make the job's data file if it isn't there, because runs side by side can't share that."""
-        with neighbours(self._job_path):
-            make_data(self._job, Path(self._config.data.path))
-
     def make(self, runner: Runner) -> list[PlannedRun]:
         """Make the runs that are missing, each with the settings that are best to try when it begins."""
         self.write()
@@ -135,17 +125,11 @@ class Sweep(RunPlan):
         seeds = range(self.declared.seeds)
         runs = [self._plan(number, seed, settings) for number, settings in begun.items() for seed in seeds]
         folder.write(self.output, self.declared, higher_is_better=self.higher_is_better, cells=(), runs=runs)
-        declared = self.declared
+        told = ("job", "strategy", "ranks", "seeds", "metric", "sampler", "pruner")
         found = {
             "version": VERSION,
-            "job": declared.job,
-            "strategy": declared.strategy,
-            "ranks": declared.ranks,
-            "seeds": declared.seeds,
-            "metric": declared.metric,
+            **{key: getattr(self.declared, key) for key in told},
             "higher_is_better": self.higher_is_better,
-            "sampler": declared.sampler,
-            "pruner": declared.pruner,
             "space": [asdict(axis) for axis in self._trials.axes],
             "trials": [self._entry(trial) for trial in trials],
         }
@@ -173,7 +157,7 @@ class Sweep(RunPlan):
 
     def show_table(self) -> None:
         """Show all points, the best first."""
-        console.rows(self.title, self.table())
+        console.rows(f"{self.declared.job}: the best settings first", self.table())
 
     def table(self) -> list[dict[str, Any]]:
         """Make a table of the trials that have begun: the best first; those that were cut, and failed, are last."""

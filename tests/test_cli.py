@@ -603,7 +603,7 @@ def test_a_report_of_several_runs(hpcdist):
     assert "runs: 3 runs; means and 95 % intervals over the seeds" in out and "0.9876 ± 0.0000" in out
     _write_summary("it", ranks="four")
     status, _, err = hpcdist("report", "it")
-    assert status == 1 and "it/summary.json must hold the fields of a run's summary; ranks" in err
+    assert status == 1 and "it/summary.json must hold the fields of a run's summary; got ranks" in err
 
 
 def test_the_columns_and_the_order_of_a_report(hpcdist):

@@ -30,7 +30,7 @@ from hpcdist.records import (
     write_summary,
 )
 
-counts = st.integers(0, 2**62)
+counts = st.integers(0, 2**53)
 seconds = st.floats(0, 1e6)
 records = st.builds(
     StepRecord,

@@ -102,7 +102,7 @@ def test_tags_are_added_listed_and_taken_away(hpcdist, made):
         ("run.json", {"settings": {"strategy": "allreduce"}}, "got settings.strategy: "),
         ("run.json", {"changed": {"seed": [1]}}, "got changed.seed: "),
         ("run.json", "loop", "got Too many levels of symbolic links"),
-        ("tags.json", "folder", "must be a list of words; got Is a directory"),
+        ("tags.json", "folder", "must be readable; got Is a directory"),
         ("summary.json", "hole", "got it has more than 268435456 bytes"),
     ],
 )

@@ -13,13 +13,14 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from hpcdist.errors import DataError, HpcdistError, OutputError
 
+T = TypeVar("T")
 CHUNK_BYTES = 1 << 20
 ASIDE_BYTES = 1 << 16  # smaller pieces are hashed faster here than by another thread
 
@@ -159,7 +160,7 @@ def read_bounded(path: str | Path, limit: int = MOST_BYTES) -> bytes:
     raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
 
 
-def parse_json(text: bytes | str, where: str | Path, error: type[HpcdistError], remedy: str = "") -> Any:
+def parse_json(text: bytes | str, where: str | Path, error: type[HpcdistError]) -> Any:
     """Parse JSON.
 
     Raises:
@@ -168,30 +169,72 @@ def parse_json(text: bytes | str, where: str | Path, error: type[HpcdistError], 
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as reason:
-        raise error(f"{where} must be JSON; got damaged content ({reason}).{remedy and f' {remedy}'}") from None
+        raise error(f"{where} must be JSON; got damaged content ({reason}).") from None
 
 
-def first_fault(error: ValidationError) -> str:
-    """Say in a line where a value first breaks a model's rules, and how."""
-    first = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}, got {first['input']!r:.60}"
+def faults_of(error: ValidationError) -> str:
+    """Say in a line where a value breaks a model's rules, and how; no more than the first three."""
+    return "; ".join(
+        f"{'.'.join(map(str, fault['loc'])) or 'it'}: {fault['msg']}, got {fault['input']!r:.60}"
+        for fault in error.errors(include_url=False)[:3]
+    )
 
 
-def read_checked(path: Path, kind: Any, what: str, remedy: str) -> Any:
-    """Read a file of JSON that others may have made, and check it by `kind`, a model of pydantic's or a type.
+def checked(value: Any, kind: Any, where: str | Path, rule: str, remedy: str = "") -> Any:
+    """Check a value by `kind`, a model of pydantic's or a type, and return it as one.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: there is no such file.
-        DataError: it can't be read, or breaks a rule of the model: `path` must be `what`; the reason; `remedy`.
+        DataError: it breaks a rule of the model: `where` must `rule`; got the reason. `remedy`.
     """
     try:
-        return TypeAdapter(kind).validate_python(parse_json(read_bounded(path), path, DataError))
-    except (FileNotFoundError, NotADirectoryError):
-        raise
-    except OSError as error:
-        reason = str(error.strerror)
+        return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        reason = first_fault(error)
+        raise DataError(f"{where} must {rule}; got {faults_of(error)}. {remedy}".rstrip()) from None
+
+
+def read_checked(path: Path, kind: Any, rule: str, remedy: str) -> Any:
+    """Read a file of JSON that others may have made, and check it as `checked` does; None where there is no such file.
+
+    Raises:
+        DataError: it can't be read, or breaks a rule of the model.
+    """
+    try:
+        content = parse_json(read_bounded(path), path, DataError)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DataError(f"{path} must be readable; got {error.strerror}. {remedy}") from None
     except DataError as error:
-        reason = str(error)
-    raise DataError(f"{path} must be {what}; got {reason}. {remedy}")
+        raise DataError(f"{path} must {rule}; got {error} {remedy}") from None
+    return checked(content, kind, path, rule, remedy)
+
+
+def read_lines(path: Path, kind: TypeAdapter[T], what: str, remedy: str, *, whole: bool = False) -> list[T]:
+    """Read a file whose lines are each JSON of a kind, which others may have made; no lines where there is no file.
+
+    Args:
+        whole: leave out a last line without its end.
+
+    Raises:
+        DataError: the file can't be read, or a line is not of that kind: it must be `what`; the reason; `remedy`.
+    """
+    try:
+        text, found = read_bounded(path), []
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise DataError(f"{path} must be readable; got {error.strerror}. Move it away to go on.") from None
+    for number, line in enumerate(text[: text.rfind(b"\n") + 1 if whole else None].splitlines(), start=1):
+        try:
+            found.append(kind.validate_json(line))
+        except ValidationError as error:
+            raise damaged_line(path, number, line, what, error, remedy) from None
+    return found
+
+
+def damaged_line(
+    path: Path, number: int, line: bytes, what: str, fault: ValidationError | str, remedy: str
+) -> DataError:
+    """Make the error of a line that is not what it must be."""
+    reason = fault if isinstance(fault, str) else faults_of(fault)
+    return DataError(f"{path}:{number} must be {what}; got {line[:60]!r} ({reason}). {remedy}")

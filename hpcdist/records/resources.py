@@ -60,10 +60,8 @@ class Sampler:
         self._path, self._process, self._root = path, psutil.Process(), root
         self._gpu: Callable[[], tuple[float | None, int | None]] = lambda: (None, None)
         if gpu is not None:
-            try:
+            with suppress(OSError):  # no driver of NVIDIA's; RunEnergy says so in the summary
                 self._gpu = NvidiaGpu(gpu).used
-            except OSError:  # no driver of NVIDIA's; RunEnergy says so in the summary
-                pass
         self._before = self._count()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hpcdist-resources", daemon=True)
@@ -110,11 +108,9 @@ def network_bytes(root: Path = SYSFS) -> tuple[int, int]:
     counted = [interfaces[name] for name in hardware or interfaces]  # else a bond would count once more
     received, sent = sum(one.bytes_recv for one in counted), sum(one.bytes_sent for one in counted)
     for counters in root.glob("class/infiniband/*/ports/*/counters"):
-        try:
+        with suppress(OSError, ValueError):  # a port that does not count
             received += 4 * int((counters / "port_rcv_data").read_text())  # in words of four bytes
             sent += 4 * int((counters / "port_xmit_data").read_text())
-        except (OSError, ValueError):  # a port that does not count
-            pass
     return received, sent
 
 
@@ -127,28 +123,25 @@ class Resources:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._read: dict[int, int] = {}  # bytes of each rank's file
+        self._read: dict[Path, int] = {}  # bytes of each rank's file
         self.samples: dict[int, list[Usage]] = {}
 
     def read(self) -> None:
         """Read the samples that are new. A line that is none, as a killed writer leaves it, is left out."""
         for path in sorted(self._folder.glob("resources-rank*.jsonl")):
             if match := _FILE_NAME.fullmatch(path.name):
-                try:
-                    self._read_file(int(match[1]), path)
-                except OSError:  # it is none that can be read; a run shows without it
-                    continue
+                with suppress(OSError):  # it is none that can be read; a run shows without it
+                    while whole := self._new(path):
+                        samples = self.samples.setdefault(int(match[1]), [])
+                        for line in whole.splitlines():
+                            with suppress(ValidationError):
+                                samples.append(_USAGE.validate_json(line))
 
-    def _read_file(self, rank: int, path: Path) -> None:
+    def _new(self, path: Path) -> bytes:
+        """Read the next whole lines of a file."""
         with open_regular(path) as file:
-            samples = self.samples.setdefault(rank, [])
-            while True:
-                file.seek(self._read.get(rank, 0))
-                data = file.read(MOST_BYTES)
-                whole = data[: data.rfind(b"\n") + 1]
-                if not whole:
-                    return
-                self._read[rank] = self._read.get(rank, 0) + len(whole)
-                for line in whole.splitlines():
-                    with suppress(ValidationError):
-                        samples.append(_USAGE.validate_json(line))
+            file.seek(self._read.get(path, 0))
+            data = file.read(MOST_BYTES)
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read[path] = self._read.get(path, 0) + len(whole)
+        return whole

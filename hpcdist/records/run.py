@@ -8,6 +8,7 @@ import platform
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime, timezone
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +24,7 @@ Date = Annotated[str, AfterValidator(lambda text: datetime.strptime(text, DATE) 
 
 
 class _Table(BaseModel):
-    """A table of settings, as far as tools read it; the others may be anything."""
+    """A table of `_Settings`, the settings that tools read; the others may be anything."""
 
     name: str = ""
     folder: PathText | None = None
@@ -34,8 +35,6 @@ class _Table(BaseModel):
 
 
 class _Settings(BaseModel):
-    """The settings that tools read."""
-
     strategy: _Table = _Table()
     parallel: _Table = _Table()
     checkpoint: _Table | None = None
@@ -153,9 +152,7 @@ def cores_by_host(found: Iterable[tuple[str, list[int]]]) -> dict[str, int]:
 
 def own_cores() -> tuple[str, list[int]]:
     """Return this process's host and the cores that it may use there."""
-    if hasattr(os, "sched_getaffinity"):
-        return platform.node(), sorted(os.sched_getaffinity(0))
-    return platform.node(), list(range(os.cpu_count() or 1))
+    return platform.node(), sorted(os.sched_getaffinity(0))
 
 
 def load_average() -> list[float]:
@@ -197,11 +194,7 @@ def load_run(folder: str | Path) -> RunRecord | None:
     Raises:
         DataError: the file is damaged.
     """
-    path = Path(folder) / FILE_NAME
-    try:
-        return read_checked(path, RunRecord, "what a run was started with", "Move it away to go on.")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    return read_checked(Path(folder) / FILE_NAME, RunRecord, "be what a run was started with", "Move it away to go on.")
 
 
 def copy_job(folder: Path, path: Path, neighbours: Iterable[Path]) -> JobFile:
@@ -209,12 +202,8 @@ def copy_job(folder: Path, path: Path, neighbours: Iterable[Path]) -> JobFile:
     home = path.resolve().parent
     files = {str(file.resolve().relative_to(home)): file.read_bytes() for file in (path, *neighbours)}
     sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    number = 1
-    while True:
-        target = folder / ("job" if number == 1 else f"job-{number}")
-        if not target.exists() or all(_has(target / name, content) for name, content in files.items()):
-            break
-        number += 1
+    targets = (folder / ("job" if number == 1 else f"job-{number}") for number in count(1))
+    target = next(one for one in targets if not one.exists() or all(_has(one / name, files[name]) for name in files))
     for name, content in files.items():
         with writing(target / name):
             (target / name).parent.mkdir(parents=True, exist_ok=True)

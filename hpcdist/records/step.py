@@ -6,14 +6,15 @@ import os
 import re
 import time
 import warnings
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from hpcdist.errors import DataError
-from hpcdist.records.files import Count, append, first_fault, open_regular, read_bounded, replace_durably, writing
+from hpcdist.records.files import Count, append, damaged_line, open_regular, read_lines, replace_durably, writing
 
 _FILE_NAME = re.compile(r"records-rank(\d{4,})\.jsonl")
 RESTART = re.compile(rb'\{"first_step":(\d{1,18})\}\n')
@@ -55,7 +56,7 @@ def record_path(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"records-rank{rank:04d}.jsonl"
 
 
-class RecordWriter:
+class RecordWriter(AbstractContextManager["RecordWriter"]):
     """Appends step records to a file, buffered, in whole lines.
 
     In a file with records, those from `first_step` on become invalid. A run that resumes after step 1000 passes 1001,
@@ -101,9 +102,6 @@ class RecordWriter:
         if not self._file.closed:
             self.flush()
             self._file.close()
-
-    def __enter__(self) -> RecordWriter:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -176,7 +174,8 @@ class RecordTail:
                 items.append(int(restart[1]) if restart else RECORD.validate_json(line))
             except ValidationError as error:
                 if self._strict:
-                    raise self._damage(line, error) from None
+                    remedy = "The file is damaged: delete this line to read the others."
+                    raise damaged_line(self._path, self.lines + 1, line, "a step record", error, remedy) from None
                 if self._doubtful != self._offset:
                     self._doubtful = self._offset
                     break
@@ -188,14 +187,6 @@ class RecordTail:
     def is_cut(self) -> bool:
         """Tell whether there is more than has been read: the last line is not whole yet."""
         return self._path.stat().st_size > self._offset
-
-    def _damage(self, line: bytes, error: ValidationError) -> DataError:
-        reason = error.errors(include_url=False)[0]
-        key = ".".join(map(str, reason["loc"]))
-        return DataError(
-            f"{self._path}:{self.lines + 1} must be a step record; got {line[:60]!r} ({key}: {reason['msg']}). "
-            "The file is damaged: delete this line to read the others."
-        )
 
 
 def record_files(folder: str | Path) -> dict[int, Path]:
@@ -275,24 +266,10 @@ def read_evaluations(folder: str | Path) -> list[Evaluation]:
     Raises:
         DataError: a line is no evaluation.
     """
-    path = Path(folder) / FILE_NAME
-    evaluations = []
-    try:
-        text = read_bounded(path)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise DataError(f"{path} must be readable; got {error.strerror}. Move it away to go on.") from None
-    for number, line in enumerate(text.splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n"):
-            break
-        try:
-            evaluations.append(_EVALUATION.validate_json(line))
-            if len(evaluations) > 1 and evaluations[-1].step < evaluations[-2].step:
-                raise ValueError("its step is before that of the line above")
-        except ValueError as error:  # pydantic's, too
-            reason = first_fault(error) if isinstance(error, ValidationError) else error
-            raise DataError(
-                f"{path}:{number} must be an evaluation; got {line[:60]!r} ({reason}). Delete this line to go on."
-            ) from None
+    path, remedy = Path(folder) / FILE_NAME, "Delete this line to go on."
+    evaluations = read_lines(path, _EVALUATION, "an evaluation", remedy, whole=True)
+    for number, (before, one) in enumerate(pairwise(evaluations), start=2):
+        if one.step < before.step:
+            reason = "its step is before that of the line above"
+            raise damaged_line(path, number, _EVALUATION.dump_json(one), "an evaluation", reason, remedy)
     return evaluations

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from hpcdist.errors import DataError
 from hpcdist.records.energy import Energy
-from hpcdist.records.files import Count, parse_json, read_bounded, replace_durably
+from hpcdist.records.files import Count, checked, read_checked, replace_durably
 from hpcdist.records.step import StepRecord
 
 FILE_NAME = "summary.json"
+Positive = Annotated[Count, Field(ge=1)]
+RULE = "hold the fields of a run's summary"
 
 
 class Staleness(BaseModel):
@@ -55,20 +57,20 @@ class Summary(BaseModel):
     model_config = ConfigDict(extra="allow", ser_json_inf_nan="constants")
 
     strategy: str
-    ranks: Count = Field(ge=1)
-    stages: Count = Field(1, ge=1, description="ranks that hold one whole model together, a worker")
+    ranks: Positive
+    stages: Positive = Field(1, description="ranks that hold one whole model together, a worker")
     cut: list[Count] = Field(default_factory=list, description="numbers of layers of the stages")
-    workers: Count = Field(ge=1, description="ranks, or with stages groups of as many, that compute gradients")
+    workers: Positive = Field(description="ranks, or with stages groups of as many, that compute gradients")
     seed: Count
-    samples: Count = Field(ge=0, description="whose gradients were computed, all ranks together")
+    samples: Count = Field(description="whose gradients were computed, all ranks together")
     wall_s: float = Field(ge=0)
     metrics: dict[str, float] = Field(description="evaluated at the end on the mean of the ranks' parameters")
     best: Best | None = Field(None, description="none where no evaluation had a finite metric, and in older versions")
     stopped_early: str | None = Field(None, description="why the run ended before its epochs and its budget")
     staleness: Staleness
-    dropped: Count = Field(0, ge=0, description="gradients that were too stale to be applied")
-    skipped: Count = Field(0, ge=0, description="steps of workers, left out for a NaN or infinite gradient")
-    pending: Count = Field(0, ge=0, description="gradients that no update had applied when the run ended")
+    dropped: Count = Field(0, description="gradients that were too stale to be applied")
+    skipped: Count = Field(0, description="steps of workers, left out for a NaN or infinite gradient")
+    pending: Count = Field(0, description="gradients that no update had applied when the run ended")
     lost_ranks: list[Count] = Field(default_factory=list, description="ranks that died, and the run went on without")
     waited_for_s: dict[int, dict[int, float]] = Field(
         default_factory=dict, description="by worker: seconds that a server held it up, by the rank it waited for"
@@ -129,14 +131,10 @@ def summarise(
         "waited_for_s": {rank: held for rank, of_rank in records.items() if (held := _waited_for(of_rank))},
         "bytes_per_step": sum(r.bytes_sent + r.bytes_fetched for r in everything) / steps,
         "messages_per_step": sum(r.messages_sent + r.messages_fetched for r in everything) / steps,
-        "seconds": {
-            "computing": per_rank("computing_s"),
-            "communicating": per_rank("communicating_s"),
-            "waiting": per_rank("waiting_s"),
-        },
+        "seconds": {part: per_rank(f"{part}_s") for part in Seconds.model_fields},
         "bubbles": _bubbles(theirs, stages) if stages > 1 else [],
     }
-    return _checked(measured | given, "summary")
+    return checked(measured | given, Summary, "summary", RULE)
 
 
 def _staleness(records: Iterable[StepRecord]) -> dict[str, Any]:
@@ -180,10 +178,10 @@ def write_summary(folder: str | Path, summary: Summary | Mapping[str, Any]) -> P
     Raises:
         DataError: a field is missing or breaks its rule.
     """
-    checked = summary if isinstance(summary, Summary) else _checked(summary, "summary")
+    whole = checked(summary, Summary, "summary", RULE)
     path = Path(folder) / FILE_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_durably(path, (checked.model_dump_json(indent=2) + "\n").encode())
+    replace_durably(path, (whole.model_dump_json(indent=2) + "\n").encode())
     return path
 
 
@@ -194,21 +192,7 @@ def load_summary(path: str | Path) -> Summary:
         DataError: the file is missing, no JSON, or not a summary.
     """
     file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
-    try:
-        text = read_bounded(file)
-    except FileNotFoundError:
-        raise DataError(f"{file} must exist; got nothing there. Has the run ended?") from None
-    except OSError as error:
-        raise DataError(f"{file} must be readable; got {error.strerror}. Has the run ended?") from None
-    return _checked(parse_json(text, file, DataError, "Write it again from the records."), str(file))
-
-
-def _checked(content: Any, where: str) -> Summary:
-    try:
-        return Summary.model_validate(content)
-    except ValidationError as error:
-        reasons = "; ".join(
-            f"{'.'.join(map(str, reason['loc'])) or 'it'}: {reason['msg']}, got {reason['input']!r:.60}"
-            for reason in error.errors(include_url=False)
-        )
-        raise DataError(f"{where} must hold the fields of a run's summary; {reasons}.") from None
+    summary = read_checked(file, Summary, RULE, "Write it again from the records.")
+    if summary is None:
+        raise DataError(f"{file} must exist; got nothing there. Has the run ended?")
+    return summary

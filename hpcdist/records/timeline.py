@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import lru_cache, wraps
+from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -86,7 +87,6 @@ class Timeline:
             self._spill()
 
     def _row(self, name: str) -> int:
-        """Give this thread a row of its own."""
         with self._writing:
             row = self._rows[threading.get_ident()] = len(self._rows)
             self._write(",\n" + _metadata(self.rank, row, "thread_name", name=name))
@@ -152,11 +152,8 @@ class EventSpan(AbstractContextManager[Details]):
 
 def unused(path: Path) -> Path:
     """Return the path, or the first free one of `timeline-2.json`... if an earlier start has written a timeline."""
-    tried, number = path, 1
-    while tried.exists() or rank_path(tried, 0).exists():
-        number += 1
-        tried = path.with_stem(f"{path.stem}-{number}")
-    return tried
+    others = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    return next(one for one in chain([path], others) if not one.exists() and not rank_path(one, 0).exists())
 
 
 def rank_path(path: Path, rank: int) -> Path:

@@ -8,12 +8,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
-
 from hpcdist.config import differences
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import replace_durably
-from hpcdist.records.files import first_fault
+from hpcdist.records.files import checked
 from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, RunDeclaration
 from hpcdist.tools.runs import COMPARISON, read_comparison
 
@@ -51,12 +49,8 @@ def declared_in(output: Path, kind: type[D]) -> D:
             f"JOB must be given where there is no {noun} to go on with; got none, and {output / COMPARISON} holds "
             f"{there}."
         )
-    try:
-        return TypeAdapter(kind).validate_python({name: given[name] for name in names})
-    except ValidationError as error:
-        raise DataError(
-            f"{output / COMPARISON} must hold a declaration; got {first_fault(error)}. Give JOB, or another folder."
-        ) from None
+    own = {name: given[name] for name in names}
+    return checked(own, kind, output / COMPARISON, "hold a declaration", "Give JOB, or another folder.")
 
 
 def default(wanted: Path, declared: RunDeclaration) -> Path:
@@ -113,25 +107,14 @@ def write(
     names = [cell.name for cell in cells if cell.kind == "strategy"]
     found = {
         "version": VERSION,
-        "job": declared.job,
-        "metric": declared.metric,
+        **{key: getattr(declared, key) for key in ("job", "metric", "target", "budget", "virtual")},
         "higher_is_better": higher_is_better,
-        "target": declared.target,
-        "budget": dict(declared.budget),
         "reference": "allreduce" if "allreduce" in names else next(iter(names), None),
-        "virtual": declared.virtual,
         "tuning": tuning,
         "left_out": list(left_out),
         "declared": asdict(declared),
         "runs": [
-            {
-                "folder": run.folder,
-                "name": run.name,
-                "kind": run.kind,
-                "ranks": run.ranks,
-                "seed": run.seed,
-                "set": list(run.overrides),
-            }
+            {key: getattr(run, key) for key in ("folder", "name", "kind", "ranks", "seed")} | {"set": run.overrides}
             for run in runs
         ],
     }

@@ -34,10 +34,14 @@ class Axis:
 
     def has(self, text: str) -> bool:
         """Tell whether a trial may have this value, as `text` writes it."""
+        return text in self.values if self.values else math.isfinite(self.place(text))
+
+    def place(self, text: str) -> float:
+        """Place a value between 0 and 1, in the order listed or in the range; NaN in a range without two ends."""
         if self.values:
-            return text in self.values
+            return self.values.index(text) / max(1, len(self.values) - 1)
         value, low, high = (math.log(float(one)) if self.log else float(one) for one in (text, self.low, self.high))
-        return math.isfinite(value) and low < high
+        return (value - low) / (high - low) if low < high else math.nan
 
     def text(self, value: object) -> str:
         """Write a value as `--set` takes it."""
@@ -71,11 +75,9 @@ def read_axis(text: str) -> Axis:
             f":log, and at least 2 POINTS where they are counted; got {values!r}."
         )
     axis = Axis(key, (), low, high, bool(match[3]), match[1].isdigit() and match[2].isdigit())
-    return (
-        axis
-        if points is None
-        else Axis(key, tuple(dict.fromkeys(_value(axis, i / (points - 1)) for i in range(points))))
-    )
+    if points is None:
+        return axis
+    return Axis(key, tuple(dict.fromkeys(_value(axis, i / (points - 1)) for i in range(points))))
 
 
 def _value(axis: Axis, part: float) -> str:

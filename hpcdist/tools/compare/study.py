@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from hpcdist.errors import ConfigError, DataError, HpcdistError
+from hpcdist.errors import DataError, HpcdistError
 from hpcdist.records import read_bounded
-from hpcdist.records.files import Count, first_fault
+from hpcdist.records.files import Count, faults_of
 
 if TYPE_CHECKING:
     import optuna
@@ -48,17 +47,11 @@ def named_faults(folder: Path) -> Iterator[None]:
     except HpcdistError:
         raise
     except (OSError, RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
-        reason = first_fault(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error!s:.200}"
+        reason = faults_of(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error!s:.200}"
         raise DataError(
             f"{folder / JOURNAL} must be the journal that `hpcdist sweep` has written; got {reason}. Put a copy of it "
             "in its place, or give another folder."
         ) from error
-
-
-def require_optuna(what: str) -> None:
-    """Raise ConfigError where Optuna is not installed."""
-    if find_spec("optuna") is None:
-        raise ConfigError(f"{what} must have Optuna; got no module of that name. Run: pip install 'hpcdist[sweep]'")
 
 
 def open_journal(folder: Path) -> optuna.storages.JournalStorage:

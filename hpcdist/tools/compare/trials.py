@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +27,7 @@ from hpcdist.records import drop_partial_line, load_summary, locked, making, rea
 from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, SweepDeclaration, mean_metric, read_strategy
 from hpcdist.tools.compare.space import Axis, grid, read_axis
-from hpcdist.tools.compare.study import JOURNAL, LOCK, STUDY, named_faults, open_journal, require_optuna
+from hpcdist.tools.compare.study import JOURNAL, LOCK, STUDY, named_faults, open_journal
 from hpcdist.tools.runs import FAILURE, is_done
 from hpcdist.train.runs import specify
 
@@ -66,7 +67,10 @@ class Trials:
     """
 
     def __init__(self, output: Path, declared: SweepDeclaration):
-        require_optuna("hpcdist sweep")
+        if find_spec("optuna") is None:
+            raise ConfigError(
+                "hpcdist sweep must have Optuna; got no module of that name. Run: pip install 'hpcdist[sweep]'"
+            )
         self.output, self.declared = output, declared
         self.axes = [read_axis(text) for text in declared.over]
         self.points = grid(self.axes) if declared.sampler == "grid" else [{}] * declared.trials

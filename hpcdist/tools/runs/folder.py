@@ -73,10 +73,5 @@ def read_comparison(folder: Path) -> dict[str, Any] | None:
     Raises:
         DataError: the file is damaged.
     """
-    path = folder / COMPARISON
-    try:
-        return read_checked(path, _Comparison, "what `hpcdist compare` writes", "Make it again.").model_dump(
-            exclude_unset=True
-        )
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    found = read_checked(folder / COMPARISON, _Comparison, "be what `hpcdist compare` writes", "Make it again.")
+    return None if found is None else found.model_dump(exclude_unset=True)

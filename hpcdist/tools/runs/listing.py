@@ -1,4 +1,4 @@
-"""The list of runs, read from `run.json` and `summary.json` of each, never from step records; tags of runs."""
+"""The list of runs, read from the files of each, but never from step records; tags of runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcdist.errors import DataError
-from hpcdist.records import Start, is_abandoned, load_run, load_summary, read_checked, replace_durably
+from hpcdist.records import Start, read_checked, replace_durably
 from hpcdist.records.run import seconds_since
-from hpcdist.tools.runs.run import Outcome, is_done, outcome_without_summary, quiet_s
+from hpcdist.tools.runs.run import Outcome, Run
 
 TAGS = "tags.json"  # in the folder of a run; training never opens it, so that no lock is needed
 ListedState = Literal["running", Outcome, "damaged"]
@@ -46,28 +46,25 @@ class ListedRun:
 def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
     """Read a run for a list, in which one with a damaged file is `damaged`."""
     above = None if comparison is None else str(comparison)
-    abandoned = not is_done(folder) and is_abandoned(folder, quiet_s(folder))  # before the summary, which it may leave
     try:
-        record, summary = load_run(folder), load_summary(folder) if is_done(folder) else None
-        tags = read_tags(folder)
+        run, tags = Run(folder), read_tags(folder)
     except DataError as error:
         return ListedRun(str(folder), "damaged", "", "", 0, None, None, {}, [], above, {}, str(error))
-    start = None if record is None else record.last
-    name = "" if start is None else str(start.settings.get("strategy", {}).get("name", ""))
-    outcome: Outcome | None = "ended" if summary else outcome_without_summary(folder, start, abandoned)
-    state: ListedState = outcome or "running"
+    record, summary = run.record, run.summary
+    state: ListedState = run.outcome or "running"
+    known = run.start or summary
     return ListedRun(
         folder=str(folder),
         state=state,
         job="" if record is None else Path(record.job.path).stem,
-        strategy=name or (summary.strategy if summary else ""),
-        ranks=start.ranks if start is not None else (summary.ranks if summary else 0),
+        strategy=run.strategy,
+        ranks=0 if known is None else known.ranks,
         age_s=None if record is None else seconds_since(record.started),
         time_s=None if record is None else sum(_taken(one, state) for one in (record, *record.resumed)),
         metrics={} if summary is None else summary.metrics,
         tags=tags,
         comparison=above,
-        settings={} if start is None else start.settings,
+        settings=run.settings,
     )
 
 
@@ -83,10 +80,8 @@ def read_tags(folder: Path) -> list[str]:
     Raises:
         DataError: their file is damaged.
     """
-    try:
-        return sorted(read_checked(folder / TAGS, list[str], "a list of words", "Remove it, and tag the run again."))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    found = read_checked(folder / TAGS, list[str], "be a list of words", "Remove it, and tag the run again.")
+    return sorted(found or ())
 
 
 def write_tags(folder: Path, tags: set[str]) -> None:

@@ -97,7 +97,6 @@ class Run:
         self.abandoned = abandoned and self.summary is None
 
     def _read(self, name: str, load: Callable[[Path], T], known: T) -> T:
-        """Read a file if it has changed."""
         stamp = self._stamp(name)
         if stamp is None or self._seen.get(name) == stamp:
             return known
@@ -143,7 +142,14 @@ class Run:
     @property
     def outcome(self) -> Outcome | None:
         """Return how the run has ended; None while it is at work, or has not begun."""
-        return "ended" if self.ended else outcome_without_summary(self.folder, self.start, self.abandoned)
+        if self.ended:
+            return "ended"
+        start = self.start
+        if (start is not None and start.outcome == "failed") or (self.folder / FAILURE).exists():
+            return "failed"
+        if start is not None and start.outcome == "interrupted":
+            return "interrupted"
+        return "dead" if self.abandoned or (start is not None and start.ended is not None) else None
 
     @property
     def state(self) -> State:
@@ -221,15 +227,6 @@ class Run:
         """Return the mean of the ranks' newest training losses; None without any."""
         losses = self.steps.losses.values()
         return statistics.fmean(losses) if losses else None
-
-
-def outcome_without_summary(folder: Path, start: Start | None, abandoned: bool) -> Outcome | None:
-    """Return how the newest start of a run has ended that has no summary; None while it is at work."""
-    if (start is not None and start.outcome == "failed") or (folder / FAILURE).exists():
-        return "failed"
-    if start is not None and start.outcome == "interrupted":
-        return "interrupted"
-    return "dead" if abandoned or (start is not None and start.ended is not None) else None
 
 
 def last_lines(log: Path, count: int) -> list[str]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from hpcdist.errors import DataError
-from hpcdist.records import read_bounded
+from hpcdist.records.files import read_lines
 
 FOLDER = Path(".hpcdist")
 
@@ -38,6 +37,9 @@ class Submission(BaseModel):
         return sorted(output.parent.glob(f"{output.name}_*")) if self.cases else [output]
 
 
+_ENTRY = TypeAdapter(Submission)
+
+
 def append(entry: Submission, folder: Path = FOLDER) -> None:
     """Add a job's line in one write, so that the lines of two processes do not mix."""
     with open(folder / "jobs.jsonl", "ab", buffering=0) as file:
@@ -50,22 +52,7 @@ def read(folder: Path = FOLDER) -> list[Submission]:
     Raises:
         DataError: a line is damaged.
     """
-    path, entries = folder / "jobs.jsonl", []
-    try:
-        lines = read_bounded(path).splitlines()
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise DataError(f"{path} must be readable; got {error.strerror}. Move it away to go on.") from None
-    for number, line in enumerate(lines, start=1):
-        try:
-            entries.append(Submission.model_validate_json(line))
-        except ValidationError as error:
-            raise DataError(
-                f"{path}:{number} must be a submitted job; got {line[:60]!r} ({error.errors()[0]['msg']}). "
-                "Delete this line to use the others."
-            ) from None
-    return entries
+    return read_lines(folder / "jobs.jsonl", _ENTRY, "a submitted job", "Delete this line to use the others.")
 
 
 def find(job: str | None, folder: Path = FOLDER) -> Submission | None:

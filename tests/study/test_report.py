@@ -74,13 +74,13 @@ def tables(section: str, findings: Findings) -> list[ReportTable]:
 def test_a_run_is_read_with_what_it_had_spent(tmp_path):
     evidence.write_run(tmp_path / "a", ranks=2, seconds=12.0)
     (run,) = only_job(tmp_path).runs
-    assert run.evaluations["samples"].tolist() == [60, 120, 180, 240]
-    assert run.evaluations["seconds"].tolist() == [3.0, 6.0, 9.0, 12.0]
-    assert run.evaluations["bytes"].tolist() == [6000, 12000, 18000, 24000], "1000 per step and rank"
-    assert run.losses["loss"].tolist() == pytest.approx([2.0 / step for step in range(1, 13)])
-    assert run.losses["seconds"].tolist() == pytest.approx(list(range(1, 13)))
-    assert run.losses["samples"].iloc[-1] == 240 and run.losses["bytes"].iloc[5] == 12000
-    assert run.times.loc[1].to_dict() == pytest.approx({"computing": 6.0, "communicating": 3.0, "waiting": 1.5})
+    assert run.curves.evaluations["samples"].tolist() == [60, 120, 180, 240]
+    assert run.curves.evaluations["seconds"].tolist() == [3.0, 6.0, 9.0, 12.0]
+    assert run.curves.evaluations["bytes"].tolist() == [6000, 12000, 18000, 24000], "1000 per step and rank"
+    assert run.curves.losses["loss"].tolist() == pytest.approx([2.0 / step for step in range(1, 13)])
+    assert run.curves.losses["seconds"].tolist() == pytest.approx(list(range(1, 13)))
+    assert run.curves.losses["samples"].iloc[-1] == 240 and run.curves.losses["bytes"].iloc[5] == 12000
+    assert run.curves.times.loc[1].to_dict() == pytest.approx({"computing": 6.0, "communicating": 3.0, "waiting": 1.5})
 
 
 def test_servers_and_ranks_that_diverge_have_their_place_in_curves(tmp_path):
@@ -97,9 +97,9 @@ def test_servers_and_ranks_that_diverge_have_their_place_in_curves(tmp_path):
     given = {"strategy": "softsync", "ranks": 3, "seed": 0, "wall_s": 12.0, "sha256": "0" * 64}
     write_summary(tmp_path, summarise(read_records(tmp_path), metrics={"accuracy": 0.75}, **given))
     (run,) = only_job(tmp_path).runs
-    assert run.evaluations["bytes"].tolist() == [1200 + 600, 2400 + 1200], "a server is as far as its workers"
-    assert len(run.losses) == 60 and run.losses["loss"].tolist() == [1.5] * 30 + [1.0] * 30
-    assert run.times["waiting"].tolist() == pytest.approx([2.4, 0.0, 0.0]) and run.run.batch is None
+    assert run.curves.evaluations["bytes"].tolist() == [1200 + 600, 2400 + 1200], "a server is as far as its workers"
+    assert len(run.curves.losses) == 60 and run.curves.losses["loss"].tolist() == [1.5] * 30 + [1.0] * 30
+    assert run.curves.times["waiting"].tolist() == pytest.approx([2.4, 0.0, 0.0]) and run.run.batch is None
 
 
 def test_runs_that_nobody_planned_are_grouped_by_what_differs(tmp_path):

@@ -335,7 +335,7 @@ def test_unknown_names_are_refused(option, tmp_path):
 
 
 def test_without_optuna_it_is_said_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "find_spec", lambda name: None)
+    monkeypatch.setattr("hpcdist.tools.compare.trials.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="hpcdist sweep must have Optuna; got no module of that name. Run: pip"):
         Sweep(DECLARED, tmp_path)
 

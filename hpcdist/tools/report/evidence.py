@@ -67,23 +67,6 @@ class RunEvidence:
         """
         return _curves(self.run)
 
-    @property
-    def losses(self) -> DataFrame:
-        return self.curves.losses
-
-    @property
-    def evaluations(self) -> DataFrame:
-        return self.curves.evaluations
-
-    @property
-    def times(self) -> DataFrame:
-        return self.curves.times
-
-    @property
-    def job(self) -> str | None:
-        """Return the path of the job's file as it was given; None where it is not written down."""
-        return None if self.run.record is None else self.run.record.job.path
-
 
 @dataclass(frozen=True)
 class Evidence:
@@ -115,7 +98,7 @@ class Evidence:
 
     def bytes_to_target(self, one: RunEvidence) -> float | None:
         """Return what all ranks had sent and fetched when the target was met, by their step records."""
-        reached, known = self.reached(one), one.evaluations
+        reached, known = self.reached(one), one.curves.evaluations
         return None if reached is None else float(known["bytes"][known["step"] == reached.step].iloc[0])
 
     def row(self, one: RunEvidence) -> dict[str, Any]:
@@ -144,10 +127,7 @@ class Evidence:
 
 
 def read_jobs(
-    folders: Sequence[Path],
-    target: tuple[str, float] | None = None,
-    *,
-    progress: Progress = lambda items, title: items,
+    folders: Sequence[Path], target: tuple[str, float] | None = None, *, progress: Progress = lambda items, title: items
 ) -> list[Evidence]:
     """Read a comparison's folder, or any folders with runs at any depth: the evidence on each job for itself.
 
@@ -173,12 +153,11 @@ def read_jobs(
         raise ConfigError(
             f"--target must name a metric of the runs, {', '.join(sorted(set().union(*known)))}; got {name}."
         )
-    return [_aimed(job, name, value) if name in metrics else job for job, metrics in zip(found, known, strict=True)]
-
-
-def _aimed(evidence: Evidence, metric: str, target: float) -> Evidence:
-    better = evidence.higher_is_better if metric == evidence.metric else is_higher_better(metric)
-    return replace(evidence, metric=metric, target=target, higher_is_better=better)
+    for number, (job, metrics) in enumerate(zip(found, known, strict=True)):
+        if name in metrics:
+            better = job.higher_is_better if name == job.metric else is_higher_better(name)
+            found[number] = replace(job, metric=name, target=value, higher_is_better=better)
+    return found
 
 
 def is_higher_better(metric: str) -> bool:
@@ -210,7 +189,6 @@ def _comparison(folder: Path, plan: Mapping[str, Any], progress: Progress) -> Ev
 
 
 def _loose(folders: Sequence[Path], progress: Progress) -> list[Evidence]:
-    """Read runs that nobody planned."""
     found = [_run(folder) for folder in progress(list(find_runs(folders)), READING)]
     title = ", ".join(map(str, folders))
     if not any(one.run.ended for one in found):
@@ -316,11 +294,7 @@ def _curves(run: Run) -> RunCurves:
 
 
 def _losses(
-    run: Run,
-    records: Mapping[Any, np.ndarray],
-    total: int,
-    last: int,
-    bytes_at: Callable[[np.ndarray], np.ndarray],
+    run: Run, records: Mapping[Any, np.ndarray], total: int, last: int, bytes_at: Callable[[np.ndarray], np.ndarray]
 ) -> DataFrame:
     """Average the training loss over some steps at a time.
 

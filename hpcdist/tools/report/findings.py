@@ -124,6 +124,11 @@ class Cell:
         return {seed: seconds[seed] / n for seed, n in samples.items() if n and seconds[seed] > 0}
 
     @property
+    def samples_per_s(self) -> Interval | None:
+        rates = [1 / seconds for seconds in self.seconds_per_sample.values()]
+        return interval(rates) if rates else None
+
+    @property
     def total_batch(self) -> int | None:
         """Return the number of samples of one step of all workers together, where runs agree on it."""
         found = {(one.run.batch, self.rows[seed]["workers"]) for seed, one in self.ended.items()}
@@ -145,7 +150,7 @@ class Cell:
     @property
     def times(self) -> DataFrame:
         """Return where each rank's seconds went, on average over the runs."""
-        found = [one.times for one in self.ended.values() if len(one.times)]
+        found = [one.curves.times for one in self.ended.values() if len(one.curves.times)]
         return concat(found).groupby("rank").mean() if found else DataFrame()
 
 

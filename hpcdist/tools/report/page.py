@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 from markupsafe import Markup
+from pandas import DataFrame
 from pydantic_core import to_json
 
 from hpcdist.errors import ConfigError
@@ -23,14 +24,12 @@ from hpcdist.registry import catalogue
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.evidence import Progress, read_jobs
 from hpcdist.tools.report.findings import Cell, Findings, analyse
+from hpcdist.tools.report.table import as_value
 from hpcdist.tools.report.verdict import Verdict, judge
 from hpcdist.tools.runs import SWEEP
-from hpcdist.tools.statistics import Interval
 from hpcdist.version import __version__
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
-
     from hpcdist.tools.report.figures.base import ReportFigure, Section
 
 TEMPLATE = "template.html.j2"
@@ -51,8 +50,6 @@ def read_runs(folder: str | Path) -> DataFrame:
         ConfigError: there is no run.
         DataError: a file is damaged.
     """
-    from pandas import DataFrame
-
     return DataFrame([row for job in read_jobs([Path(folder)]) for row in analyse(job).rows])
 
 
@@ -106,7 +103,14 @@ def write(
             writer.writerows(rows)
         content = {"version": VERSION, "jobs": list(map(numbers, jobs, verdicts))}
         (output / "runs.json").write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
-        page.write_text(_rendered(jobs, verdicts, sections, drawn), "utf-8")
+        told = [
+            {"name": findings.evidence.job or "jobs that are not written down", "facts": _facts(findings)}
+            | {"verdict": verdict, "sections": of_job, "runs": len(findings.evidence.runs)}
+            for findings, verdict, of_job in zip(jobs, verdicts, sections, strict=True)
+        ]
+        virtual = [one.virtual for findings in jobs for one in findings.evidence.runs]
+        text = _render("Which strategy?", jobs[0].evidence.title, told, drawn, ["runs.csv", "runs.json"], virtual)
+        page.write_text(text, "utf-8")
     return page
 
 
@@ -127,7 +131,6 @@ _drawn: list[ReportFigure] = []  # by a process of `_write_figures`
 
 
 def _write_figure(number: int, folder: Path) -> str:
-    """Write one of this process's figures; return it as an element of the page."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     from hpcdist.tools.report.figures.base import svg
@@ -152,21 +155,19 @@ def _write_sweep(folder: Path, output: Path) -> Path:
     with matplotlib.style.context(["default", STYLE]), writing(page):
         sections = sections_of_sweep(found)
         drawn = _write_figures(output, sections, lambda items, title: items)
-        content = {"version": VERSION, **found.content, "importance": found.importance}
+        content = {"version": VERSION, **found.model_dump()}
         (output / SWEEP).write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
-        better = "higher" if found.content["higher_is_better"] else "lower"
-        trials = found.content["trials"]
+        better = "higher" if found.higher_is_better else "lower"
         facts = {
             "metric": f"{found.metric} ({better} is better)",
-            "strategy": f"`{found.content['strategy']}` on {wording.count(found.content['ranks'], 'rank')}",
-            "sampler": found.content["sampler"],
-            "pruner": found.content["pruner"],
-            "trials": f"{len(found.complete)} of {len(trials)} with the whole budget",
+            "strategy": f"`{found.strategy}` on {wording.count(found.ranks, 'rank')}",
+            "sampler": found.sampler,
+            "pruner": found.pruner,
+            "trials": f"{len(found.complete)} of {len(found.trials)} with the whole budget",
         }
-        job = {"name": found.content["job"], "facts": facts, "verdict": judge_sweep(found), "sections": sections}
-        page.write_text(
-            _render("Which settings?", found.content["job"], [job | {"runs": len(trials)}], drawn, [SWEEP]), "utf-8"
-        )
+        job = {"name": found.job, "facts": facts, "verdict": judge_sweep(found), "sections": sections}
+        text = _render("Which settings?", found.job, [job | {"runs": len(found.trials)}], drawn, [SWEEP])
+        page.write_text(text, "utf-8")
     return page
 
 
@@ -204,26 +205,6 @@ def _unique(sections: Sequence[Section], job: int) -> list[Section]:
         )
         for section in sections
     ]
-
-
-def _rendered(
-    jobs: Sequence[Findings],
-    verdicts: Sequence[Verdict],
-    sections: Sequence[Sequence[Section]],
-    drawn: Mapping[str, str],
-) -> str:
-    return _render(
-        "Which strategy?",
-        jobs[0].evidence.title,
-        [
-            {"name": findings.evidence.job or "jobs that are not written down", "facts": _facts(findings)}
-            | {"verdict": verdict, "sections": of_job, "runs": len(findings.evidence.runs)}
-            for findings, verdict, of_job in zip(jobs, verdicts, sections, strict=True)
-        ],
-        drawn,
-        ["runs.csv", "runs.json"],
-        [one.virtual for findings in jobs for one in findings.evidence.runs],
-    )
 
 
 def _render(
@@ -303,20 +284,15 @@ def numbers(findings: Findings, verdict: Verdict) -> dict[str, Any]:
             for contrast in findings.contrasts
         ],
         "scaling": [
-            {
-                "kind": row.kind,
-                "cell": row.cell.label,
-                "base": row.base.label,
-                "speedup": row.speedup,
-                "efficiency": row.efficiency,
-            }
+            {key: getattr(row, key) for key in ("kind", "speedup", "efficiency")}
+            | {"cell": row.cell.label, "base": row.base.label}
             for row in findings.scaling
         ],
         "runs": findings.rows,
         "curves": {
             str(one.run.folder): {
-                "losses": _points(one.losses),
-                "evaluations": _points(one.evaluations.drop(columns=["step", "epoch", "joules"])),
+                "losses": _points(one.curves.losses),
+                "evaluations": _points(one.curves.evaluations.drop(columns=["step", "epoch", "joules"])),
             }
             for one in evidence.runs
         },
@@ -333,12 +309,8 @@ def _cell(cell: Cell) -> dict[str, Any]:
         "runs": len(cell.runs),
         "ended": len(cell.ended),
         "reached": len(cell.seconds_to_target),
-        "final": _interval(cell.final_mean),
+        "final": as_value(cell.final_mean),
         "seconds_to_target": cell.mean_seconds_to_target,
         "staleness": cell.staleness,
         "seconds_by_rank": cell.times.to_dict("index"),
     }
-
-
-def _interval(found: Interval | None) -> dict[str, float] | None:
-    return None if found is None else {"mean": found.mean, "low": found.low, "high": found.high}

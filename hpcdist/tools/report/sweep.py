@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
+from hpcdist.errors import DataError
 from hpcdist.records import read_checked
 from hpcdist.records.files import Count
 from hpcdist.tools.compare.space import Axis
@@ -24,7 +24,9 @@ LEAST = 4  # complete trials, from which importance is computed
 EDGE = 0.05  # of a range: a best value so near its end may lie beyond
 
 
-class _Trial(BaseModel):
+class SweptTrial(BaseModel):
+    """A trial in `sweep.json`."""
+
     number: Count
     state: State
     settings: dict[str, str]
@@ -32,9 +34,14 @@ class _Trial(BaseModel):
     samples: Count | None
     folders: list[str]
 
+    @property
+    def measured(self) -> float:
+        """Return the value; NaN without one."""
+        return math.nan if self.value is None else self.value
 
-class _SweepFile(BaseModel):
-    """What the page reads of `sweep.json`; the other keys are kept as they are."""
+
+class SweptSettings(BaseModel):
+    """A sweep, as its `sweep.json` tells it; keys that the page does not read are kept as they are."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -47,10 +54,11 @@ class _SweepFile(BaseModel):
     seeds: Count
     higher_is_better: bool
     space: Annotated[list[Axis], Field(min_length=1)]
-    trials: list[_Trial]
+    trials: list[SweptTrial]
+    importance: dict[str, float] = Field({}, description="of each setting, adding up to 1; empty if not known")
 
     @model_validator(mode="after")
-    def _has_the_settings_of_each_trial(self) -> _SweepFile:
+    def _has_the_settings_of_each_trial(self) -> SweptSettings:
         axes = {axis.key: axis for axis in self.space}
         for trial in self.trials:
             settings, begun = trial.settings, trial.settings or trial.folders or trial.value is not None
@@ -59,44 +67,27 @@ class _SweepFile(BaseModel):
                 raise ValueError(f"trial {trial.number} must have a value of each axis, and folders")
         return self
 
-
-@dataclass(frozen=True)
-class SweptSettings:
-    """A sweep, as its `sweep.json` tells it.
-
-    Attributes:
-        content: the file.
-        complete, cut: trials with a value, the best first.
-        importance: of each setting, adding up to 1; empty where it is not known.
-    """
-
-    content: Mapping[str, Any]
-    complete: Sequence[Mapping[str, Any]]
-    cut: Sequence[Mapping[str, Any]]
-    importance: Mapping[str, float]
+    def known(self, state: str) -> list[SweptTrial]:
+        """List the trials of a state that have a value, the best first."""
+        found = [trial for trial in self.trials if trial.state == state and trial.value is not None]
+        return sorted(found, key=lambda trial: trial.measured, reverse=self.higher_is_better)
 
     @property
-    def metric(self) -> str:
-        return self.content["metric"]
-
-    @property
-    def space(self) -> Sequence[Mapping[str, Any]]:
-        return self.content["space"]
+    def complete(self) -> list[SweptTrial]:
+        return self.known("complete")
 
 
 def read_sweep(folder: Path) -> SweptSettings:
     """Read the sweep in a folder.
 
     Raises:
-        DataError: its file is damaged.
+        DataError: its file is damaged, or not there.
     """
-    content = read_checked(folder / SWEEP, _SweepFile, "what `hpcdist sweep` writes", "Make it again.").model_dump()
-    sign = -1 if content["higher_is_better"] else 1
-    known = sorted(
-        (trial for trial in content["trials"] if trial["value"] is not None), key=lambda one: sign * one["value"]
-    )
-    complete, cut = ([one for one in known if one["state"] == state] for state in ("complete", "cut"))
-    return SweptSettings(content, complete, cut, _importance(folder) if len(complete) >= LEAST else {})
+    found = read_checked(folder / SWEEP, SweptSettings, "be what `hpcdist sweep` writes", "Make it again.")
+    if found is None:
+        raise DataError(f"{folder / SWEEP} must exist; got nothing there. Has the sweep begun?")
+    found.importance = _importance(folder) if len(found.complete) >= LEAST else {}
+    return found
 
 
 def _importance(folder: Path) -> dict[str, float]:
@@ -120,61 +111,45 @@ def _importance(folder: Path) -> dict[str, float]:
 # --- the answer -------------------------------------------------------------------------------------------------------
 def judge_sweep(found: SweptSettings) -> Verdict:
     """Say which settings are best, what is known of each, and what to bear in mind."""
-    trials, metric = found.content["trials"], found.metric
-    states = {
-        state: sum(trial["state"] == state for trial in trials) for state in ("cut", "failed", "waiting", "running")
-    }
-    counted = "".join(f"; {n} {state}" for state, n in states.items() if n)
-    whole = f"{len(found.complete)} of {wording.count(len(trials), 'trial')} had the whole budget"
+    trials, complete, metric = found.trials, found.complete, found.metric
+    states = Counter[str](trial.state for trial in trials)
+    others = ("cut", "failed", "waiting", "running")
+    counted = "".join(f"; {states[state]} {state}" for state in others if states[state])
+    whole = f"{len(complete)} of {wording.count(len(trials), 'trial')} had the whole budget"
     reasons = [f"{whole}{counted}."]
     caveats = []
-    if not found.complete:
+    if not complete:
         return Verdict("No trial has ended with the whole budget yet.", reasons, [])
-    best = found.complete[0]
-    headline = f"The best settings: {_described(best)}, with {metric} {wording.value(metric, best['value'])}."
-    if len(found.complete) > 1:
-        second = found.complete[1]
-        gap = wording.gap(metric, abs(best["value"] - second["value"]), sign=False) + wording.gap_unit(metric)
+    best = complete[0]
+    headline = f"The best settings: {_described(best)}, with {metric} {wording.value(metric, best.measured)}."
+    if len(complete) > 1:
+        second = complete[1]
+        gap = wording.gap(metric, abs(best.measured - second.measured), sign=False) + wording.gap_unit(metric)
         reasons.append(f"Next: {_described(second)}, {gap} behind.")
     for key, share in found.importance.items():
         reasons.append(f"`{key}` explains {100 * share:.0f} % of the differences between complete trials.")
     for axis in found.space:
-        if (end := _end(axis, best["settings"][axis["key"]])) is not None:
+        if (end := _end(axis, best.settings[axis.key])) is not None:
             caveats.append(
-                f"The best `{axis['key']}` lies at the {end} end of its range: a wider range may hold a better one."
+                f"The best `{axis.key}` lies at the {end} end of its range: a wider range may hold a better one."
             )
-    seeds = found.content["seeds"]
     caveats.append(
         f"The best of {wording.count(len(trials), 'trial')} was also lucky"
-        f"{', as each ran with one seed' if seeds == 1 else ''}: compare it again, on other seeds."
+        f"{', as each ran with one seed' if found.seeds == 1 else ''}: compare it again, on other seeds."
     )
     return Verdict(headline, reasons, caveats)
 
 
-def _described(trial: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{key}` {value}" for key, value in trial["settings"].items())
+def _described(trial: SweptTrial) -> str:
+    return ", ".join(f"`{key}` {value}" for key, value in trial.settings.items())
 
 
-def _end(axis: Mapping[str, Any], text: str) -> str | None:
+def _end(axis: Axis, text: str) -> str | None:
     """Return at which end of a range a value lies; None for one within, and for values that were listed."""
-    if axis["values"]:
+    if axis.values:
         return None
-    place = _places([axis])[axis["key"]]({axis["key"]: text})
+    place = axis.place(text)
     return "lower" if place < EDGE else "upper" if place > 1 - EDGE else None
-
-
-def _places(space: Sequence[Mapping[str, Any]]) -> dict[str, Callable[[Mapping[str, str]], float]]:
-    """Return for each setting the function that places its value between 0 and 1."""
-
-    def place(axis: Mapping[str, Any]) -> Callable[[Mapping[str, str]], float]:
-        if axis["values"]:
-            values = list(axis["values"])
-            return lambda settings: values.index(settings[axis["key"]]) / max(1, len(values) - 1)
-        scale: Callable[[float], float] = math.log if axis["log"] else float
-        low, high = scale(axis["low"]), scale(axis["high"])
-        return lambda settings: (scale(float(settings[axis["key"]])) - low) / (high - low)
-
-    return {axis["key"]: place(axis) for axis in space}
 
 
 # --- sections ---------------------------------------------------------------------------------------------------------
@@ -188,16 +163,14 @@ def sections_of_sweep(found: SweptSettings) -> list[Section]:
         f"Hutter et al. 2014). It needs Optuna, and at least {LEAST} complete trials."
     )
     importance = [ReportTable("Importance", ["setting", "share"], shares)] if shares else []
-    others = [
-        _row(found, trial) for trial in found.content["trials"] if trial["state"] != "complete" and trial["settings"]
-    ]
+    others = [_row(found, trial) for trial in found.trials if trial.state != "complete" and trial.settings]
     sections = [Section("answer", "The best first", {}, [_table(found)], [])]
     if figures:
         title = "Which settings matter"
         sections.append(Section("settings", title, {None: [*figures, *parallel]}, importance, [remark]))
     if others:
-        heads = ["trial", "state", *(axis["key"] for axis in found.space), "samples", f"last {found.metric}"]
-        said = f"Runs that `{found.content['pruner']}` cut show the metric of their last evaluation."
+        heads = ["trial", "state", *(axis.key for axis in found.space), "samples", f"last {found.metric}"]
+        said = f"Runs that `{found.pruner}` cut show the metric of their last evaluation."
         sections.append(
             Section("others", "Trials that were cut, or failed", {}, [ReportTable("Trials", heads, others)], [said])
         )
@@ -205,49 +178,43 @@ def sections_of_sweep(found: SweptSettings) -> list[Section]:
 
 
 def _table(found: SweptSettings) -> ReportTable:
-    heads = ["place", *(axis["key"] for axis in found.space), found.metric, "samples", "folder"]
-    rows = [
-        [
-            str(place),
-            *trial["settings"].values(),
-            wording.value(found.metric, trial["value"]),
-            _samples(trial),
-            trial["folders"][0],
-        ]
-        for place, trial in enumerate(found.complete, 1)
-    ]
+    heads = ["place", *(axis.key for axis in found.space), found.metric, "samples", "folder"]
+    rows = []
+    for place, trial in enumerate(found.complete, 1):
+        value = wording.value(found.metric, trial.measured)
+        rows.append([str(place), *trial.settings.values(), value, _samples(trial), trial.folders[0]])
     return ReportTable("Trials with the whole budget, the best first", heads, rows)
 
 
-def _row(found: SweptSettings, trial: Mapping[str, Any]) -> list[str]:
-    value = wording.NONE if trial["value"] is None else wording.value(found.metric, trial["value"])
-    return [str(trial["number"]), trial["state"], *trial["settings"].values(), _samples(trial), value]
+def _row(found: SweptSettings, trial: SweptTrial) -> list[str]:
+    value = wording.NONE if trial.value is None else wording.value(found.metric, trial.value)
+    return [str(trial.number), trial.state, *trial.settings.values(), _samples(trial), value]
 
 
-def _samples(trial: Mapping[str, Any]) -> str:
-    return wording.NONE if trial["samples"] is None else wording.number(trial["samples"])
+def _samples(trial: SweptTrial) -> str:
+    return wording.NONE if trial.samples is None else wording.number(trial.samples)
 
 
-def _over(found: SweptSettings, number: int, axis: Mapping[str, Any]) -> ReportFigure:
-    """Draw the metric over one setting."""
-    key, values = axis["key"], list(axis["values"])
+def _over(found: SweptSettings, number: int, axis: Axis) -> ReportFigure:
+    key, values = axis.key, list(axis.values)
     figure, axes = axes_of(2.6)
-    for trials, fill, label in ((found.cut, "none", "cut"), (found.complete, COLOURS[0], "complete")):
-        x = [values.index(one["settings"][key]) if values else float(one["settings"][key]) for one in trials]
-        y = [one["value"] for one in trials]
+    for fill, state in (("none", "cut"), (COLOURS[0], "complete")):
+        trials = found.known(state)
+        x = [values.index(one.settings[key]) if values else float(one.settings[key]) for one in trials]
+        y = [one.measured for one in trials]
         if trials:
-            axes.plot(x, y, "o", markerfacecolor=fill, markeredgecolor=COLOURS[0], linestyle="none", label=label)
-        if trials is found.complete:
+            axes.plot(x, y, "o", markerfacecolor=fill, markeredgecolor=COLOURS[0], linestyle="none", label=state)
+        if state == "complete":
             axes.plot(x[:1], y[:1], "D", color=COLOURS[1], markersize=8, label="the best")
     if values:
         axes.set_xticks(range(len(values)), values)
-    elif axis["log"]:
+    elif axis.log:
         axes.set_xscale("log")
     axes.set_xlabel(key)
     axes.set_ylabel(found.metric)
     axes.legend(fontsize=9)
     best = found.complete[0]
-    said = [f"the best trial has {key} {best['settings'][key]} and {wording.value(found.metric, best['value'])}"]
+    said = [f"the best trial has {key} {best.settings[key]} and {wording.value(found.metric, best.measured)}"]
     return ReportFigure(f"setting-{number}", f"{wording.capital(found.metric)} over {key}", said, figure)
 
 
@@ -255,21 +222,20 @@ def _parallel(found: SweptSettings) -> ReportFigure:
     """Draw each trial as a line through its settings and its metric: parallel coordinates."""
     figure, axes = axes_of(3.0)
     figure.set_figwidth(max(WIDTH, 1.2 * (len(found.space) + 1)))
-    places = _places(found.space)
-    low, high = found.complete[-1]["value"], found.complete[0]["value"]
-    ends = sorted((low, high))
-    for rank, trial in reversed(list(enumerate(found.complete))):
-        y = [places[key](trial["settings"]) for key in places]
-        y.append((trial["value"] - ends[0]) / (ends[1] - ends[0]) if ends[1] > ends[0] else 0.5)
+    complete = found.complete
+    low, high = sorted((complete[-1].measured, complete[0].measured))
+    for rank, trial in reversed(list(enumerate(complete))):
+        y = [axis.place(trial.settings[axis.key]) for axis in found.space]
+        y.append((trial.measured - low) / (high - low) if high > low else 0.5)
         style: Any = {"color": COLOURS[1], "linewidth": 2.4} if rank == 0 else {"color": COLOURS[0], "alpha": 0.45}
         axes.plot(range(len(y)), y, **style)
-    names = [*(_labelled(axis) for axis in found.space), f"{found.metric}\n{ends[0]:.4g} to {ends[1]:.4g}"]
+    names = [*(_labelled(axis) for axis in found.space), f"{found.metric}\n{low:.4g} to {high:.4g}"]
     axes.set_xticks(range(len(names)), names, fontsize=9)
     axes.set_yticks([0, 1], ["low", "high"])
-    said = [f"{_described(found.complete[0])}: the best".replace("`", "")]
+    said = [f"{_described(complete[0])}: the best".replace("`", "")]
     return ReportFigure("parallel", "Settings and metric of each complete trial; the best stands out", said, figure)
 
 
-def _labelled(axis: Mapping[str, Any]) -> str:
-    ends = (axis["values"][0], axis["values"][-1]) if axis["values"] else (f"{axis['low']:.4g}", f"{axis['high']:.4g}")
-    return f"{axis['key']}\n{ends[0]} to {ends[1]}{', log' if axis['log'] else ''}"
+def _labelled(axis: Axis) -> str:
+    ends = (axis.values[0], axis.values[-1]) if axis.values else (f"{axis.low:.4g}", f"{axis.high:.4g}")
+    return f"{axis.key}\n{ends[0]} to {ends[1]}{', log' if axis.log else ''}"

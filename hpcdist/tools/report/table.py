@@ -15,7 +15,7 @@ from hpcdist.tools import console
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.evidence import Evidence, is_higher_better
 from hpcdist.tools.report.findings import Cell, Findings, Seed
-from hpcdist.tools.statistics import Effect, GeometricMean, Interval, interval, ratio_of
+from hpcdist.tools.statistics import Effect, GeometricMean, Interval, ratio_of
 
 # Columns that are shown without --columns if they say anything, the most important ones first: those before the metric,
 # those behind it, and those behind all other metrics.
@@ -107,7 +107,7 @@ def as_data(found: Sequence[JobTable]) -> list[dict[str, Any]]:
     asked = ("job", "title", "metric", "higher_is_better", "target", "reference")
     return [
         {key: getattr(table.findings.evidence, key) for key in asked}
-        | {"rows": [{column.name: _data(column.value(cell)) for column in table.columns} for cell in table.cells]}
+        | {"rows": [{column.name: as_value(column.value(cell)) for column in table.columns} for cell in table.cells]}
         for table in found
     ]
 
@@ -132,7 +132,8 @@ def _head(name: str) -> str:
     return _short(name) if "." in name else name.replace("_per_", "\n/").replace("_", "\n")
 
 
-def _data(value: object) -> object:
+def as_value(value: object) -> object:
+    """Return a value for JSON: of a mean its number and the ends of its interval."""
     if isinstance(value, GeometricMean):
         return asdict(value)
     if isinstance(value, (Interval, Effect)):
@@ -141,7 +142,6 @@ def _data(value: object) -> object:
 
 
 def _title(findings: Findings) -> str:
-    """Say above the table what its rows are about."""
     evidence, failed = findings.evidence, len(findings.failures)
     said = f"{evidence.job or evidence.title}: {wording.count(len(evidence.runs), 'run')}"
     said += f", {failed} without a result" if failed else ""
@@ -161,7 +161,7 @@ def _columns(findings: Findings) -> list[KindColumn]:
         _number("ranks", lambda cell: cell.ranks, str),
         KindColumn("runs", lambda cell: len(cell.runs), _runs),
         _number("ended", lambda cell: len(cell.ended), str),
-        _number("samples_per_s", _samples_per_s, "{:.0f}".format),
+        _number("samples_per_s", lambda cell: cell.samples_per_s, "{:.0f}".format),
         _number("speedup", partial(_speedup, _alone(cells)), wording.times),
     ]
     if evidence.target is not None:
@@ -235,11 +235,6 @@ def _to_target(cell: Cell) -> str:
     reached = cell.seconds_to_target.values()
     some = f" ({len(reached)} of {cell.tried})" if 0 < len(reached) < cell.tried else ""
     return wording.seconds_to_target(reached, cell.tried) + some if cell.tried else wording.NONE
-
-
-def _samples_per_s(cell: Cell) -> Interval | None:
-    rates = [1 / seconds for seconds in cell.seconds_per_sample.values()]
-    return interval(rates) if rates else None
 
 
 def _costs(cell: Cell) -> dict[Seed, float]:

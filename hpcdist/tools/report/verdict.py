@@ -128,10 +128,9 @@ class _Speaker:
         said = []
         for row in rows:
             how, ratio = _times_sooner(row.speedup)
-            text = (
-                f"{self._of(row.cell)} on {wording.count(row.cell.ranks, 'rank')} trained on as many samples {how} than"
-            )
-            said.append(f"{text} {self._of(row.base)}{_within(ratio)}; {self._ends(row.cell, row.base)}")
+            on, than = wording.count(row.cell.ranks, "rank"), self._of(row.base)
+            text = f"{self._of(row.cell)} on {on} trained on as many samples {how} than {than}{_within(ratio)}"
+            said.append(f"{text}; {self._ends(row.cell, row.base)}")
         return [f"Distributing did not pay against one process with the same batch: {'. '.join(said)}."] if said else []
 
     def first_to_reach(self) -> list[str]:

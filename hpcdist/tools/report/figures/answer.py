@@ -9,7 +9,6 @@ from hpcdist.tools.report import wording
 from hpcdist.tools.report.figures.base import Part, ReportTable, dots
 from hpcdist.tools.report.findings import SIGNIFICANT, Cell, Contrast, Findings
 from hpcdist.tools.report.wording import NONE
-from hpcdist.tools.statistics import interval
 
 TITLE, ORDER = "The answer in numbers", 1
 STANDINGS = {"wins": "better", "loses": "worse", "mixed": "mixed", "alike": "within noise"}
@@ -37,8 +36,7 @@ def draw(findings: Findings) -> Iterator[Part]:
     yield from dots(findings, name, title, metric + unit, finals, lambda value: f"{value:.4g}{unit}", most=most)
     rows = []
     for cell in findings.cells:
-        rates = [1 / seconds for seconds in cell.seconds_per_sample.values()]
-        spent = (cell.mean("wall_s"), cell.mean("samples"), interval(rates) if rates else None)
+        spent = (cell.mean("wall_s"), cell.mean("samples"), cell.samples_per_s)
         to_target = []
         if evidence.target is not None:
             to_target = [wording.seconds_to_target(cell.seconds_to_target.values(), cell.tried), _seeds(cell)]
@@ -57,15 +55,8 @@ def _contrasts(findings: Findings) -> ReportTable:
     evidence, metric = findings.evidence, findings.evidence.metric
     what = "times sooner at the target" if evidence.target is not None else "times faster per sample"
     unit = wording.gap_unit(metric)
-    heads = [
-        "runs of one kind",
-        "against",
-        what,
-        "p",
-        f"difference in final {metric}{unit and f',{unit}'}",
-        "p",
-        "verdict",
-    ]
+    difference = f"difference in final {metric}{unit and f',{unit}'}"
+    heads = ["runs of one kind", "against", what, "p", difference, "p", "verdict"]
     rows = [
         [
             contrast.cell.title,

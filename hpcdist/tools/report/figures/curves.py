@@ -23,10 +23,12 @@ def draw(findings: Findings) -> Iterator[Part]:
         for value in (findings.evidence.metric, None):
             for axis in AXES:
                 yield from _curve(findings, ranks, cells, text, value, axis)
-    missing = [cell.label for cell in findings.cells if cell.ended and all(r.losses.empty for r in cell.ended.values())]
+    missing = [
+        cell.label for cell in findings.cells if cell.ended and all(r.curves.losses.empty for r in cell.ended.values())
+    ]
     if missing:
         yield f"Training loss: not measured for {'; '.join(missing)}, whose steps were not recorded."
-    if all(one.evaluations.empty for one in findings.evidence.runs):
+    if all(one.curves.evaluations.empty for one in findings.evidence.runs):
         yield "The metric over time: not measured, because no run wrote evaluations."
 
 
@@ -41,7 +43,7 @@ def _curve(
     figure, axes = axes_of(2.7)
     said = []
     for cell in cells:
-        runs = [(one.losses, "loss") if metric is None else (one.evaluations, f"metric.{metric}")
+        runs = [(one.curves.losses, "loss") if metric is None else (one.curves.evaluations, f"metric.{metric}")
                 for one in cell.ended.values()]  # fmt: skip
         curves = [curve for frame, value in runs if (curve := _series(frame, axis, value))]
         if not curves:
@@ -77,11 +79,8 @@ def _curve(
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(lambda number, _: _short(number, axis == "bytes"))
     legend(figure, axes)
-    seeds = (
-        ["The band spans the seeds; where it is pale and the line dotted, some seeds have ended"]
-        if any(len(cell.ended) > 1 for cell in cells)
-        else []
-    )
+    several = any(len(cell.ended) > 1 for cell in cells)
+    seeds = ["The band spans the seeds; where it is pale and the line dotted, some seeds have ended"] * several
     name = f"{metric or 'loss'}-against-{axis}-{ranks}-ranks"
     yield ReportFigure(name, f"{wording.capital(what)} against {axis}, {text}", [*seeds, *said], figure, ranks)
 

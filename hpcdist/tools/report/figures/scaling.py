@@ -28,26 +28,19 @@ def draw(findings: Findings) -> Iterator[Part]:
             continue
         yield _figure(findings, rows, f"{kind}-speed-up", f"Speed-up at {how}", "speed-up T₁ / Tₚ", 1)
         yield _figure(findings, rows, f"{kind}-efficiency", f"Efficiency at {how}", "efficiency T₁ / (p·Tₚ)", 0)
-        yield ReportTable(
-            f"{kind.capitalize()} scaling: {how}, seconds for as many samples",
-            ["runs of one kind", "one rank", "speed-up", "ideal", "efficiency", metric, f"{metric} on one rank"],
-            [
-                [
-                    row.cell.title,
-                    row.base.name,
-                    wording.times(row.speedup),
-                    str(row.cell.ranks),
-                    wording.percent(row.speedup, row.cell.ranks),
-                    wording.mean(metric, row.cell.final_mean),
-                    wording.mean(metric, row.base.final_mean),
-                ]
-                for row in rows
-            ],
-        )
+        caption = f"{kind.capitalize()} scaling: {how}, seconds for as many samples"
+        heads = ["runs of one kind", "one rank", "speed-up", "ideal", "efficiency", metric, f"{metric} on one rank"]
+        yield ReportTable(caption, heads, [_row(row, metric) for row in rows])
     yield (
         "Efficiency is T₁ / (p·Tₚ); on two ranks that is the percent of scaling, T₁ / (2·T₂). Parameter servers count "
         "as ranks."
     )
+
+
+def _row(row: ScalingRow, metric: str) -> list[str]:
+    finals = [wording.mean(metric, one.final_mean) for one in (row.cell, row.base)]
+    ranks, share = row.cell.ranks, wording.percent(row.speedup, row.cell.ranks)
+    return [row.cell.title, row.base.name, wording.times(row.speedup), str(ranks), share, *finals]
 
 
 def _figure(

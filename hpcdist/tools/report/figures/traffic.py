@@ -18,24 +18,16 @@ def draw(findings: Findings) -> Iterator[Part]:
         return
     for what, write in (("bytes", wording.amount), ("messages", wording.number)):
         found = [(cell, cell[f"{what}_per_step"].values(), "") for cell in cells]
-        yield from dots(
-            findings, f"{what}-per-step", f"{what.capitalize()} per step of a worker", what, found, write, least=0
-        )
+        title = f"{what.capitalize()} per step of a worker"
+        yield from dots(findings, f"{what}-per-step", title, what, found, write, least=0)
     if any(cell.name.startswith("allreduce") for cell in cells):
         yield (
             "A ring all-reduce of n bytes of gradients sends 2n(p − 1)/p bytes for each of p ranks. Beyond these, "
             "`allreduce` sends buffers, such as batch norm's averages, and 32 bytes that check gradients and settings."
         )
-    yield ReportTable(
-        "Sent and fetched by all ranks, per step of a worker",
-        ["runs of one kind", "bytes per step", "messages per step", "bytes to the target"],
-        [
-            [
-                cell.title,
-                wording.mean_amount(cell.mean("bytes_per_step")),
-                wording.plain(cell.mean("messages_per_step")),
-                wording.mean_amount(cell.spent_to_target("bytes")),
-            ]
-            for cell in cells
-        ],
-    )
+    rows = []
+    for cell in cells:
+        sent, to_target = map(wording.mean_amount, (cell.mean("bytes_per_step"), cell.spent_to_target("bytes")))
+        rows.append([cell.title, sent, wording.plain(cell.mean("messages_per_step")), to_target])
+    heads = ["runs of one kind", "bytes per step", "messages per step", "bytes to the target"]
+    yield ReportTable("Sent and fetched by all ranks, per step of a worker", heads, rows)

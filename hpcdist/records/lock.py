@@ -9,7 +9,7 @@ import platform
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -40,14 +40,13 @@ def locked(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     with making(folder):
         file = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        with making(folder):
-            if not _acquired(file, wait_s):
-                raise ConfigError(
-                    f"--output must be a folder in which no other run is at work; got {folder}, held by {_read(file)}. "
-                    "Wait until that ends, or give another folder."
-                )
-            since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-            _write(file, f"process {os.getpid()} on host {platform.node()} since {since}")
+        if not _acquired(file, wait_s):
+            raise ConfigError(
+                f"--output must be a folder in which no other run is at work; got {folder}, held by {_read(file)}. "
+                "Wait until that ends, or give another folder."
+            )
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        _write(file, f"process {os.getpid()} on host {platform.node()} since {since}")
         try:
             yield
         finally:
@@ -71,9 +70,10 @@ def making(folder: Path) -> Iterator[None]:
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Make a folder and hold its lock; raise ConfigError if it can't be made, or another process holds the lock."""
-    with making(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):
+    with ExitStack() as until_the_end:
+        with making(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            until_the_end.enter_context(locked(folder))
         yield
 
 

@@ -50,9 +50,14 @@ def broadcast(value: Any, root: int = 0) -> Any:
     if tensors is None:
         return broadcast_in(comm, value, source)
     for tensor in tensors:
-        flat = tensor.detach().contiguous().reshape(-1)
-        comm.broadcast(flat, source)
-        tensor.detach().copy_(flat.view(tensor.shape))
+        if tensor.layout is torch.strided:
+            flat = tensor.detach().contiguous().reshape(-1)
+            comm.broadcast(flat, source)
+            tensor.detach().copy_(flat.view(tensor.shape))
+        else:
+            found = broadcast_in(comm, tensor.detach().to_sparse_coo(), source)
+            with torch.no_grad():  # a detached one would not see new indices
+                tensor.copy_(found.to_sparse(layout=tensor.layout))
     return value
 
 
@@ -214,6 +219,9 @@ def allgather(value: Any) -> Any:
     comm = _ranks()
     if not isinstance(value, Tensor):
         return _values_of_all(comm, value)
+    if value.layout is not torch.strided:
+        joined = torch.cat(_values_of_all(comm, value.detach().cpu().to_sparse_coo()))
+        return joined.to_sparse(layout=value.layout).to(value.device)
     tensors = _values_of_all(comm, value.detach().cpu().contiguous())
     return (torch.cat(tensors) if value.dim() else torch.stack(tensors)).to(value.device)
 

@@ -172,7 +172,7 @@ def test_strangers_are_not_counted(monkeypatch):
         first = startup.Tcp(listener, "here", "1.0", rank=0, size=2)
         leader = threading.Thread(target=lambda: found.append(check(first, "", lambda came: [])))
         leader.start()
-        for line in (b"GET / HTTP/1.1\r\n", b'["2.0", 1, ""]\n', b"[]\n", b"7\n"):
+        for line in (b"GET / HTTP/1.1\r\n", b'["2.0", 1, ""]\n', b"[]\n", b"7\n", b"[" * (startup.LINE + 1)):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(line)
         leader.join(20)

@@ -219,3 +219,18 @@ def test_every_dtype_and_container_goes_through_all_calls(ranks):
         assert sparse.is_sparse and torch.equal(sparse.to_dense(), size * torch.eye(2))
         assert turned == (size * torch.arange(6.0).view(2, 3).T).tolist()
         assert isinstance(array, np.ndarray) and array.tolist() == [2.0 * size, size, 0.0]
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_tensors_are_gathered_and_broadcast(ranks, layout):
+    def body(comm):
+        hd.init(comm=comm)
+        own = (torch.eye(3) * (comm.rank + 1)).to_sparse(layout=layout)
+        joined, told = hd.allgather(own), hd.broadcast(own, root=1)
+        return joined.layout is layout and told is own, joined.to_dense(), own.to_dense()
+
+    for kept, joined, told in ranks(body):
+        assert kept and torch.equal(told, 2 * torch.eye(3))
+        assert torch.equal(joined, torch.cat([torch.eye(3), 2 * torch.eye(3)]))

@@ -34,6 +34,7 @@ REACH_S = 3.5  # how long another one may take to connect; a packet that is lost
 PAUSE_S = 0.05
 FIRST_PORT, PORTS = 30_000, 2_700  # below those that Linux gives to whoever names none
 AT_ONCE = 64
+LINE = 1 << 16  # characters of a node's introduction; a stranger may send more
 
 
 class Result(NamedTuple):
@@ -148,8 +149,8 @@ class Tcp:
                 with connection:
                     connection.settimeout(2 * REACH_S)
                     stream = connection.makefile("rw")
-                step, node, theirs = json.loads(stream.readline())
-            except (OSError, ValueError, TypeError):
+                step, node, theirs = json.loads(stream.readline(LINE))
+            except (OSError, ValueError, TypeError, RecursionError):
                 continue  # nobody came, or a stranger
             if step == self._step and node in members:
                 texts[node] = theirs or address[0]

@@ -35,7 +35,10 @@ def test_it_sends_half_and_learns(ranks, name, compression):
         return _moved(comm, name, compression), _moved(comm, name, "none")
 
     for half, whole in ranks(body):
-        assert 0.5 * whole <= half < 0.6 * whole  # beside the 296 bytes of the parameters are versions and counts
+        # Beside the 296 bytes of the parameters are versions and counts. A slot can't hold every sum of float16: there
+        # gossip_push reads the messages that wait.
+        most = 0.7 if (name, compression) == ("gossip_push", "fp16") else 0.6
+        assert 0.5 * whole <= half < most * whole
 
 
 @each("options", [{}, {"topology": "ring"}, {"topology": "digraph"}])

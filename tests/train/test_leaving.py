@@ -197,7 +197,9 @@ def test_the_command_that_goes_on():
             "srun --mpi=pmix -n 8 hpcdist train it.py --output 'runs/a b' --resume",
         ),
     ):
-        assert Interruption(Path("runs/a b"), Path("runs/a b/checkpoints"), given, environ, ranks).command == expected
+        assert (
+            Interruption(Path("runs/a b"), Path("runs/a b/checkpoints"), given, environ, ranks, {}).command == expected
+        )
 
 
 def _leaves(name: str, send: Callable[[subprocess.Popen, Sequence[int]], None]) -> None:

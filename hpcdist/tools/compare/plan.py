@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from annotated_types import Interval  # pydantic reads it; the command line must not load pydantic itself
 
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.registry import label
@@ -80,7 +80,7 @@ class RunDeclaration:
     budget: Mapping[str, int | float] = field(default_factory=dict)
     evaluations: int = 0
     settings: tuple[str, ...] = ()
-    seeds: Annotated[int, Field(ge=1, le=MOST)] = 1
+    seeds: Annotated[int, Interval(ge=1, le=MOST)] = 1
     threads: int = 1
     virtual: Mapping[str, Any] | None = None
 
@@ -121,7 +121,7 @@ class SweepDeclaration(RunDeclaration):
 
     strategy: str
     over: tuple[str, ...]
-    trials: Annotated[int, Field(ge=1, le=MOST)]
+    trials: Annotated[int, Interval(ge=1, le=MOST)]
     ranks: int
     sampler: str = "tpe"
     pruner: str = "none"

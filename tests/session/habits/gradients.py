@@ -72,7 +72,7 @@ def gradients_by_autograd_grad(run):
     return trained(run, model, optimizer, run.loader(), backward=backward)
 
 
-@habit(where=("allreduce",), ways=("joint",), exact=False, breaks=APART)
+@habit(where=("allreduce",), ways=("joint",), exact=False, breaks="replicas differ")
 def noise_from_another_seed_on_each_rank(run):
     model, generator = net(), torch.Generator().manual_seed(run.rank)
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from hpcdist.data.format import Column, Header, damage, open_file, read_header
 from hpcdist.data.loader import Samples
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import open_regular
 
 COLUMNS = ("x", "y")
@@ -200,7 +200,13 @@ class HDF5Dataset(Dataset):
         if not self._is_mapped(column):
             return StoredRows(column, self._file, self._cache_bytes)
         with open_regular(self.path) as file:
-            return MappedRows(column, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self.path)
+            try:
+                return MappedRows(column, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self.path)
+            except OSError as error:
+                raise DataError(
+                    f"{self.path} must fit into this process's address space to be mapped; got {file.seek(0, 2)} bytes "
+                    f"({error.strerror}). Raise the limit (ulimit -v), or pass memory_map=False."
+                ) from None
 
     def _is_mapped(self, column: Column) -> bool:
         return self._memory_map and column.chunk_offsets is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 
@@ -267,3 +268,14 @@ def test_header_only_is_written(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         header(file)
     refused(tmp_path / "a.h5", "has no split 'train'. It has none.")
+
+
+def test_a_file_beyond_the_address_space_is_refused(path):
+    os.truncate(path, 1 << 42)  # sparse
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 41, hard))
+    try:
+        with pytest.raises(DataError, match="must fit into this process's address space to be mapped; got 4398046"):
+            HDF5Dataset(path, "train").batch([0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -18,7 +18,7 @@ from hpcdist import log
 from hpcdist.errors import ConfigError, suggestion
 
 _neighbours: dict[str, tuple[ModuleType, Path]] = {}  # imported neighbours by name, each with its folder
-_loaded: dict[Path, tuple[ModuleType, int]] = {}  # by file: its module, and its checksum when it ran
+_loaded: dict[Path, tuple[ModuleType, int]] = {}  # by file: the module, and the file's checksum when it ran
 _running: list[tuple[int, str]] = []  # the process in which code runs that must not end it, and the message
 _exit = os._exit
 

@@ -78,7 +78,7 @@ class Passes:
         self._lock = threading.Lock()
         self._used: list[int] = []  # versions of the gradients after the last step
         self._seen: list[object] = []  # versions, and perhaps values, of the gradients at the end of the last pass
-        self._now: list[object] = []  # the same when `changed_since` was called last
+        self._now: list[object] = []  # the versions and values when `changed_since` was called last
         self.weighed = False  # some gradient of this batch has been weighed, perhaps one of torch.autograd.grad
         self.current = _NONE  # autograd's number of the current pass
         self._joined = False

@@ -29,8 +29,8 @@ class LocalSGD(Periodic):
     mean squares, but not its count of steps) is averaged together with the parameters; otherwise each rank keeps its
     own.
 
-    Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters; averaging the state of SGD with momentum doubles
-    this, that of Adam makes it three times as much. At meetings 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes
+    Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters; averaging SGD's momentum doubles
+    these bytes, and Adam's state triples them. At meetings 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes
     compares settings. Memory per rank: two parameter vectors, with `overlap` three.
 
     Reference: Sebastian U. Stich, "Local SGD converges fast and communicates little", 2019; Jian Zhang, Christopher

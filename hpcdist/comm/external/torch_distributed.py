@@ -139,11 +139,11 @@ def meet(comm: Communicator, interface: str = "") -> Rendezvous:
     near = [stack == stacks[0] for stack in stacks]
     at, host, address = [LOOPBACK] * 3 if all(near) else _try_out(comm, interface, near)
     listener = listen(at) if comm.rank == 0 else None
-    more: dict[str, Any] = {}
     port = comm.gather(listener.getsockname()[1] if listener else 0)[0]
-    if listener:
-        more = {"is_master": True, "master_listen_fd": listener.detach()}
-    store = TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=STORE_S), **more)
+    store = TCPStore(
+        host, port, is_master=listener is not None, wait_for_workers=False, timeout=timedelta(seconds=STORE_S),
+        master_listen_fd=listener.detach() if listener else None,
+    )  # fmt: skip
     return Rendezvous(store, host, address)
 
 
@@ -151,7 +151,7 @@ def _try_out(comm: Communicator, interface: str, near: list[bool]) -> tuple[str,
     """Collective. Reach rank 0 by a socket that nobody answers at.
 
     Args:
-        near: the ranks that share rank 0's network stack: they take an address that others have reached.
+        near: whether each rank shares rank 0's network stack. Such ranks take an address that another rank has reached.
 
     Returns:
         The address at which rank 0 is to listen, empty for all; its address for this rank; and this rank's own one.

@@ -29,7 +29,7 @@ class _ListedRun(BaseModel):
 
 
 class _Comparison(BaseModel):
-    """The types of what tools read of `comparison.json`; the other keys are kept as they are."""
+    """The types of the keys of `comparison.json` that tools read. Any other key may be there."""
 
     model_config = ConfigDict(extra="allow")
 

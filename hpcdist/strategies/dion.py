@@ -59,7 +59,7 @@ class Dion(OwnStep):
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
-        self._require_others()
+        self._names_known = False
         self._momentum = [torch.zeros_like(flat) for flat in model.params]  # M
         self.basis: dict[str, Tensor] = {}  # Q of each matrix, shape (r, n)
 
@@ -77,6 +77,9 @@ class Dion(OwnStep):
 
     # --- steps ----------------------------------------------------------------------------------------------------
     def move(self, update: Update) -> None:
+        if not self._names_known:  # compared here: a rehearsal, which takes no step, has another model
+            self._require_others()
+            self._names_known = True
         matrices, others = self._divided()
         self._average([one.views[0] for one in others])
         self._step_matrices(matrices)

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 from hpcdist import strategies
+from hpcdist.config import JobConfig
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.parallel.agreement import Agreement
+from hpcdist.train.planning import rehearse
 from strategies import problem, replicas
 
 pytestmark = pytest.mark.computes
@@ -211,13 +213,18 @@ def test_it_needs_an_optimiser_for_the_others():
 
 
 @pytest.mark.parametrize("others", [("head.weight",), ("*.weight", "embed*")])
-def test_a_name_that_matches_nothing_is_refused_before_the_first_step(others):
+def test_a_name_that_matches_nothing_is_refused_at_the_first_step(others):
     from hpcdist.comm.virtual import run_virtual
 
     with pytest.raises(
         ConfigError, match=r"strategy.others must name parameters, .* none of 0.weight, 0.bias, 2.weight"
     ):
-        run_virtual(lambda comm: go(comm, {"others": others}, steps=0), 2)
+        run_virtual(lambda comm: go(comm, {"others": others}, steps=1), 2)
+
+
+def test_a_rehearsal_knows_no_names():
+    strategy = {"name": "dion", "others": ["0.weight"]}
+    rehearse(JobConfig.model_validate({"strategy": strategy}), 2)
 
 
 def test_names_of_frozen_parameters_and_of_other_stages_are_known():
@@ -228,11 +235,16 @@ def test_names_of_frozen_parameters_and_of_other_stages_are_known():
         module[0].requires_grad_(False)
         local = torch.optim.SGD(module[2:].parameters(), lr=RATE)
         made = cls(cls.Config(others=("0.weight",)), comm.split(0), FlatModel(module), optimizer=local)
+        problem.loss(module, range(4)).backward()
+        made.step(local.step)
         made.close()
         stage = nn.ModuleDict({str(comm.rank): nn.Linear(2, 2)})
         local = torch.optim.SGD(stage.parameters(), lr=RATE)
         given = {"optimizer": local, "stages": Agreement(comm.split(0))}
-        cls(cls.Config(others=("1.weight",)), comm.split(comm.rank), FlatModel(stage), **given).close()
+        made = cls(cls.Config(others=("1.weight",)), comm.split(comm.rank), FlatModel(stage), **given)
+        stage[str(comm.rank)](torch.ones(1, 2)).sum().backward()
+        made.step(local.step)
+        made.close()
         return True
 
     assert all(run_virtual(body, 2))

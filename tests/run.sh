@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Runs the tests: those in one process, with those on a Slurm cluster beside them, and on 2 and 4 ranks with Open MPI those
-# for real ranks. With --all also what these leave out: tests marked `extended` or `alone`, Horovod's own build, MPICH,
-# Debian's MPI libraries and Intel's, 1 and 3 ranks, and tests marked `computes` on real ranks. Installs what is missing.
+# Runs the tests: those in one process, with those on a Slurm cluster and the linters beside them, then on 4 ranks of Open
+# MPI, and on 2 of these, those for real ranks. With --all also what these leave out: tests marked `extended` or `alone`,
+# Horovod's own build, 1 and 3 ranks, tests marked `computes` on real ranks, MPICH, Debian's MPI libraries and Intel's.
+# Installs what is missing. Keeps how long each test took in .venv/durations.
 #
 #   bash tests/run.sh [--all] [pytest's arguments, such as -k ring]
 #
 # HPCDIST_HOROVOD_TESTS=FOLDER: run Horovod's own tests, test_torch.py and test_adasum_pytorch.py of 0.28.1, too.
-# HPCDIST_TEST_MINUTES=60: of what --all adds, only parts begin that should end by then; the verdicts name the others.
+# HPCDIST_TEST_MINUTES=60: of what --all adds at the end, only parts begin that should end by then.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../jobs/setup.sh"
 source "$ROOT/tests/other_mpi.sh"
@@ -51,55 +52,42 @@ why_no_cluster() {
 
 apt() { RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"; } # starts no daemons
 
-# Builds Horovod beside what runs meanwhile: minutes the first time, then it is taken from the user's cache. Tests that
-# need it wait for the lock on .venv/.horovod.
-begin_horovod() {
-    HOROVOD_LOG=$VENV/horovod.log
-    exec 8>"$VENV/.horovod"
-    flock --nonblock 8 || { say "waiting for another build of Horovod" && flock 8; }
-    say "building Horovod meanwhile; its messages are in $HOROVOD_LOG"
-    build_horovod >"$HOROVOD_LOG" 2>&1 &
-    HOROVOD=$!
-    exec 8>&-
+# --- what runs beside the tests in one process ------------------------------------------------------------------------
+declare -A BESIDE BEGUN
+begin() { # NAME COMMAND...
+    say "$1, meanwhile; its messages come after the others'"
+    BEGUN[$1]=$SECONDS
+    "${@:2}" >"$LOGS/$1.log" 2>&1 &
+    BESIDE[$1]=$!
 }
 
+end() { # NAME
+    local status=0
+    wait "${BESIDE[$1]}" || status=$?
+    unset "BESIDE[$1]"
+    say "$1"
+    cat "$LOGS/$1.log"
+    judge "$status" $((SECONDS - BEGUN[$1])) "$1 (beside the tests in one process)"
+}
+
+# Rules of the source: what ruff finds, its format, types of the public API, layers of imports.
+lint() { ruff check --quiet && ruff format --check --quiet && mypy && lint-imports --no-logo; }
+
+test_cluster() { tested cluster python -m pytest "$COLOR" -m cluster $ALL ${ARGUMENTS[@]+"${ARGUMENTS[@]}"}; }
+
+# Takes minutes the first time; then Horovod is in the user's cache. Tests that need it wait for the lock on .venv/.horovod.
 build_horovod() {
     export PIP_CONSTRAINT=$CONSTRAINTS
     command -v cmake >/dev/null || python -m pip install cmake
+    flock 8
     python -m hpcdist horovod build
 }
 
-# Runs the tests on a Slurm cluster, most of whose time is waiting, beside those in one process.
-begin_cluster() {
-    CLUSTER_LOG=$VENV/cluster-tests.log CLUSTER_CACHE=$(mktemp -d)
-    CLUSTER_TESTS=(python -m pytest "$COLOR" -m cluster ${ALL:+--all} ${ARGUMENTS[@]+"${ARGUMENTS[@]}"})
-    say "${CLUSTER_TESTS[*]}, meanwhile; its messages come after the others'"
-    "${CLUSTER_TESTS[@]}" -o cache_dir="$CLUSTER_CACHE" >"$CLUSTER_LOG" 2>&1 &
-    CLUSTER=$! CLUSTER_START=$SECONDS
-}
-
-end_cluster() {
-    local status=0
-    wait "$CLUSTER" || status=$?
-    CLUSTER=
-    say "pytest -m cluster"
-    cat "$CLUSTER_LOG"
-    again "$status" "$CLUSTER_CACHE" "${CLUSTER_TESTS[@]}" && status=0 || status=$?
-    judge "$status" $((SECONDS - CLUSTER_START)) "pytest -m cluster (beside the tests in one process)"
-}
-
-end_horovod() {
-    local start=$SECONDS verdict=passed
-    wait "$HOROVOD" || { verdict="FAILED ($?)" && STATUS=1 && cat "$HOROVOD_LOG"; }
-    VERDICTS+=("$(printf '%-12s %4d s   %s' "$verdict" $((SECONDS - start)) "hpcdist horovod build (its last seconds)")")
-}
-
 # --- what --all adds --------------------------------------------------------------------------------------------------
-# fits SECONDS NAME: true where a part that takes so long on a quiet machine of 2 cores still ends in time on this one;
-# else the verdicts name it. How slow this machine is shows in the tests in one process.
+# fits SECONDS NAME: true where a part that takes so long on a quiet machine of 2 cores should end in time; else the
+# verdicts name it.
 fits() {
-    local left=$((${HPCDIST_TEST_MINUTES:-1000000} * 60 - SECONDS))
-    [ $(($1 * (PLAIN_S > PLAIN_QUIET_S ? PLAIN_S : PLAIN_QUIET_S) / PLAIN_QUIET_S)) -gt "$left" ] || return 0
+    [ $(($1 + SECONDS)) -gt $((${HPCDIST_TEST_MINUTES:-1000000} * 60)) ] || return 0
     VERDICTS+=("$(printf '%-12s          %s' "LEFT OUT" "$2: takes about $1 s, of which too few are left")")
     return 1
 }
@@ -120,23 +108,16 @@ run_other() {
     fi
     use_other "$1"
     say "MPI of $1"
-    run "${LAUNCHER[@]}" -n 2 -- "${OTHER_TESTS[@]}" -k "not leave_nothing_behind"
+    run "$1" "${LAUNCHER[@]}" -n 2 -- "${OTHER_TESTS[@]}" -k "not leave_nothing_behind"
     VERDICTS[-1]+=" ($1)"
 }
 
 run_rest() {
     local kind
-    if fits 330 "tests marked extended"; then
-        run -- "${PLAIN[@]}" --all -m "extended and not cluster and not alone"
-    fi
-    if fits 180 "tests marked alone"; then run -- --all -m alone; fi
+    if fits 180 "tests marked alone"; then run alone -- --all -m alone; fi
     use_mpich
     say "$(mpichversion --version | head -n 1)"
-    if fits 220 "MPICH on 4 ranks"; then run mpiexec -n 4; fi
-    use_openmpi
-    if fits 90 "Open MPI on 3 ranks"; then run mpirun -n 3; fi
-    if fits 20 "Open MPI on 1 rank"; then run mpirun -n 1; fi
-    if fits 200 "tests marked computes, on 4 real ranks"; then run mpirun -n 4 -- --all -m computes; fi
+    if fits 220 "MPICH on 4 ranks"; then run mpich mpiexec -n 4; fi
     for kind in "${OTHERS[@]}"; do # the last ones: what they set stays
         if fits 30 "MPI of $kind"; then run_other "$kind"; fi
     done
@@ -154,23 +135,24 @@ COLOR=--color=no
 ALL=
 ARGUMENTS=()
 for argument in "$@"; do
-    if [ "$argument" = --all ]; then ALL=yes; else ARGUMENTS+=("$argument"); fi
+    if [ "$argument" = --all ]; then ALL=--all; else ARGUMENTS+=("$argument"); fi
 done
 VERDICTS=()
 STATUS=0
-PLAIN=(--numprocesses 3 --dist loadfile --no-loadscope-reorder) # more processes than cores: many tests wait for jobs
-PLAIN_QUIET_S=800                                               # what they take on 2 quiet cores
+DURATIONS=$VENV/durations # of each test, as JUnit's XML
+rm -rf "$DURATIONS" && mkdir -p "$DURATIONS"
 
-# run [LAUNCHER...] [-- OPTION...]: pytest with these options and the script's, under that launcher or without one
+# run NAME [LAUNCHER...] [-- OPTION...]: pytest with these options and the script's, under that launcher or without one
 run() {
-    local start=$SECONDS status=0 launcher=() given name
+    local start=$SECONDS status=0 launcher=() given name file=$1
+    shift
     while [ $# -gt 0 ] && [ "$1" != -- ]; do
         launcher+=("$1") && shift
     done
     given=("${@:2}" ${ARGUMENTS[@]+"${ARGUMENTS[@]}"})
     name="${launcher[*]+${launcher[*]} }pytest${given[*]+ ${given[*]}}"
     say "$name"
-    tested ${launcher[@]+"${launcher[@]}"} python -m pytest "$COLOR" ${given[@]+"${given[@]}"} || status=$?
+    tested "$file" ${launcher[@]+"${launcher[@]}"} python -m pytest "$COLOR" ${given[@]+"${given[@]}"} || status=$?
     judge "$status" $((SECONDS - start)) "$name"
 }
 
@@ -186,32 +168,41 @@ judge() {
     VERDICTS+=("$(printf '%-12s %4d s   %s' "$verdict" "$2" "$3")")
 }
 
-# Rules of the source: what ruff finds, its format, types of the public API, layers of imports.
-lint() {
-    local start=$SECONDS verdict=passed
-    say "ruff, mypy, lint-imports"
-    { ruff check --quiet && ruff format --check --quiet && mypy && lint-imports --no-logo; } ||
-        { verdict="FAILED ($?)" && STATUS=1; }
-    VERDICTS+=("$(printf '%-12s %4d s   %s' "$verdict" $((SECONDS - start)) "ruff, mypy, lint-imports")")
+# The slowest tests of all runs; a name is followed by that of the run.
+show_slowest() {
+    python - "$DURATIONS" <<'EOF'
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+found = [
+    (float(case.get("time")), f"{case.get('classname')}::{case.get('name')}  {file.stem}")
+    for file in Path(sys.argv[1]).glob("*.xml")
+    for case in ElementTree.parse(file).iter("testcase")
+]
+for duration_s, name in sorted(found, reverse=True)[:100]:
+    print(f"{duration_s:7.1f} s   {name}")
+EOF
 }
 
 use_openmpi
 PRTE_MCA_prte_tmpdir_base=$(mktemp -d) # what a killed mpirun leaves stops a later one that has its process id
 export PRTE_MCA_prte_tmpdir_base
 LATER=$(mktemp) # the names of tests that passed only when they were run again
-trap 'rm -rf "$PRTE_MCA_prte_tmpdir_base" "$LATER"; [ -z "${CLUSTER-}" ] || pkill -P "$CLUSTER"' EXIT
+LOGS=$(mktemp -d)
+trap 'rm -rf "$PRTE_MCA_prte_tmpdir_base" "$LATER" "$LOGS"; for pid in "${BESIDE[@]}"; do pkill -P "$pid" || true; done' EXIT
 say "$(python -V), $(ompi_info --version | head -n 1)"
-[ -z "$ALL" ] || begin_horovod
-lint
-begin_cluster
-PLAIN_S=$SECONDS
-run -- "${PLAIN[@]}" -m "not cluster and not alone"
-PLAIN_S=$((SECONDS - PLAIN_S))
-end_cluster
-[ -z "$ALL" ] || end_horovod
-for n in 2 4; do
-    run mpirun -n "$n"
-done
+exec 8>"$VENV/.horovod"
+[ -z "$ALL" ] || begin horovod build_horovod
+exec 8>&-
+begin linters lint
+begin cluster test_cluster
+# More processes than cores: many tests wait for jobs.
+run plain -- --numprocesses 3 --dist loadfile --no-loadscope-reorder $ALL -m "not cluster and not alone"
+end linters
+end cluster
+[ -z "$ALL" ] || end horovod
+run openmpi mpirun -n 4 -- $ALL
 [ -z "$ALL" ] || run_rest
 
 if [ -n "$NO_CLUSTER" ]; then
@@ -219,7 +210,9 @@ if [ -n "$NO_CLUSTER" ]; then
 elif [ -n "$NO_ACCOUNTING" ]; then
     VERDICTS+=("$(printf '%-12s          %s' SKIPPED "tests/cluster/test_accounting.py: $NO_ACCOUNTING")")
 fi
-say "verdicts"
+say "the slowest tests"
+show_slowest
+say "verdicts, after $SECONDS s"
 printf '%s\n' "${VERDICTS[@]}"
 [ ! -s "$LATER" ] || sed 's/^/passed only when run again: /' "$LATER"
 exit "$STATUS"

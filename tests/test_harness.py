@@ -91,7 +91,7 @@ def test_other_sizes(ranks):
 def test_one_size(ranks):
     pass
 
-@pytest.mark.sizes(1, 2, 4, exact=True)
+@pytest.mark.sizes(1, 2, 4)
 def test_powers_of_two(ranks):
     pass
 
@@ -410,11 +410,12 @@ def test_always():
 def test_the_script_runs_a_few_failures_once_more_and_names_them(write, size, failing, always, passes, runs):
     write(FAIL_ONCE.format(real=size > 0, failing=failing, always=always))
     launcher = [str(find_mpirun()), "-n", str(size)] if size else []
-    script = f'LATER=later; touch later; source "{TESTS}/tested.sh"; tested "$@"'
+    script = f'DURATIONS=. LATER=later; touch later; source "{TESTS}/tested.sh"; tested name "$@"'
     command = ["bash", "-euc", script, "bash", *launcher, sys.executable, *PYTEST[:5]]
     with launch_environment(IMPORTS) as env:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert (done.returncode == 0) is passes, done.stdout + done.stderr
     assert done.stdout.count("test session starts") == runs
+    assert Path("name.xml").exists()
     later = Path("later").read_text().split()
     assert later == ([f"test_it.py::test_it[{case}]" for case in range(failing)] if passes else [])

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import hypothesis
@@ -21,8 +22,8 @@ from hpcdist.comm.launch import check_world, declared_size
 
 SIZES = (1, 2, 3, 4)
 MARKERS = (
-    "sizes(*sizes, exact=False): numbers of virtual ranks, default 1, 2, 3, 4. A real job runs the test if its size is "
-    "one of them, or larger than those of them up to 4; with exact=True, or where there is only one, in the first case",
+    "sizes(*sizes): numbers of ranks, default 1, 2, 3, 4. A real job runs the test on as many of its ranks, the others "
+    "wait; without --all, on the smallest and largest number above 1 only",
     "mpi(min_size=1): runs under a launcher only",
     "virtual: uses ranks, but runs on virtual ones only",
     "computes: is about what ranks compute, by communication that other tests examine; on real ranks with --all only, "
@@ -92,6 +93,8 @@ def _join(config: pytest.Config, console: Console):
     job = Job(console, config.getoption("--grace"))
     check_world(job.size, job.library, os.environ)
     config.pluginmanager.register(Verdict(config, job), "verdict")
+    if job.rank:
+        config.option.xmlpath = None  # one report is enough
     if config.option.basetemp:  # each rank empties its own
         config.option.basetemp = str(Path(config.option.basetemp) / f"rank{job.rank}")
     return job
@@ -116,29 +119,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "ranks" not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("sizes")
-    sizes = marker.args if marker else SIZES
+    sizes: Sequence = marker.args if marker else SIZES
     job = metafunc.config.stash[JOB]
     if job:
-        exact = marker is not None and marker.kwargs.get("exact", False)
-        sizes = [pytest.param(job.size, marks=_skip_size(job.size, sizes, exact), id=f"n{job.size}")]
-    metafunc.parametrize("ranks", sizes, ids=None if job else [f"n{n}" for n in sizes], indirect=True)
+        sizes = _real_sizes(job.size, sizes, metafunc.config.getoption("--all"))
+    metafunc.parametrize("ranks", sizes, ids=[f"n{n}" for n in sizes], indirect=True)
 
 
-def _skip_size(size: int, sizes: tuple[int, ...], exact: bool) -> list[pytest.MarkDecorator]:
-    reason = _why_not(size, sizes, exact)
-    return [pytest.mark.skip(reason=reason)] if reason else []
-
-
-def _why_not(size: int, sizes: tuple[int, ...], exact: bool) -> str:
-    exact = exact or len(sizes) == 1
-    if size in sizes:
-        return ""
-    if exact or size < min(sizes):
-        wanted = " or ".join(map(str, sizes)) if exact else f"{min(sizes)} or more"
-        return f"needs {wanted} ranks; this job has {size}"
-    if any(size < given <= max(SIZES) for given in sizes):
-        return f"is for {' or '.join(map(str, sizes))} ranks, to which {size} add nothing"
-    return ""
+def _real_sizes(most: int, sizes: Sequence[int], every: bool) -> list[int]:
+    """On how many of its ranks a job of `most` runs a test for these sizes."""
+    fitting = sorted(size for size in sizes if size <= most)
+    several = [size for size in fitting if size > 1]
+    return fitting if every or not several else sorted({several[0], several[-1]})
 
 
 @pytest.hookimpl(trylast=True)
@@ -222,7 +214,7 @@ def pytest_runtest_setup() -> None:
 def ranks(request: pytest.FixtureRequest) -> RealRanks | VirtualRanks:
     """Call it with a body: `results = ranks(lambda comm: ...)`; see RealRanks and VirtualRanks."""
     job = request.config.stash[JOB]
-    return RealRanks(job) if job else VirtualRanks(request.param)
+    return RealRanks(job, request.param) if job else VirtualRanks(request.param)
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ def pairwise(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (1 - dot / (2 * torch.dot(a, a))) * a + (1 - dot / (2 * torch.dot(b, b))) * b
 
 
-@pytest.mark.sizes(1, 2, 4, exact=True)
+@pytest.mark.sizes(1, 2, 4)
 def test_adasum_is_that_of_its_authors(sums):
     found = sums(lambda comm, make: replaced(make(op="adasum"), addend(comm.rank, 500, torch.float64)))
     level = [addend(rank, 500, torch.float64) for rank in range(len(found))]
@@ -117,7 +117,7 @@ def test_adasum_is_that_of_its_authors(sums):
         torch.testing.assert_close(result, level[0], rtol=0, atol=1e-12)
 
 
-@pytest.mark.sizes(3, exact=True)
+@pytest.mark.sizes(3)
 def test_adasum_needs_a_power_of_two(ranks):
     def body(comm):
         with pytest.raises(ConfigError, match=r"Adasum must run on 1, 2, 4, 8... ranks; got 3. Use op"):

@@ -63,7 +63,7 @@ def test_a_torn_replica_is_allowed_on_request_and_so_is_a_cluster_without_nodes(
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.sizes(2, 4, exact=True)
+@pytest.mark.sizes(2, 4)
 def test_real_ranks_on_nodes_of_their_own_hold_no_replica_together(ranks):
     def body(comm):
         apart = comm.apart()

@@ -20,7 +20,7 @@ import hpcdist as hd
 from hpcdist.errors import CheckpointError, ConfigError, NonFiniteError
 from hpcdist.session.world import init
 
-pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.sizes(4, exact=True)]
+pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.sizes(4)]
 FEATURES, HIDDEN, CLASSES, BATCH, STEPS = 6, 10, 5, 8, 5
 
 
@@ -471,7 +471,7 @@ def test_shards_become_stages_and_stages_shards(ranks, shared_tmp_path):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.sizes(2, 4, exact=True)
+@pytest.mark.sizes(2, 4)
 def test_state_that_cannot_be_cut_is_refused(ranks, shared_tmp_path):
     def body(comm):
         pair = comm.split(comm.rank // 2)

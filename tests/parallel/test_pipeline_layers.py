@@ -436,7 +436,7 @@ class Watched(nn.Module):
         return self.layer(y).tanh()
 
 
-@pytest.mark.sizes(2, exact=True)
+@pytest.mark.sizes(2)
 @pytest.mark.parametrize("schedule, most", [("gpipe", (0, 0)), ("one_f_one_b", (0, 0)), ("zero_bubble", (0, 1))])
 def test_a_recomputed_pass_is_run_twice_and_kept_until_its_gradients_are_made(ranks, schedule, most):
     """With zero_bubble rank 1 makes gradients of weights one micro-batch later."""

@@ -67,7 +67,7 @@ def test_averaging_beside_the_last_micro_batch_changes_no_bit(ranks, schedule, c
 
 
 @pytest.mark.mpi(min_size=4)
-@pytest.mark.sizes(4, exact=True)
+@pytest.mark.sizes(4)
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 def test_gradients_leave_while_the_last_micro_batch_is_on_its_way_back(ranks, schedule):
     def body(comm):

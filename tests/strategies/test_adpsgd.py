@@ -155,7 +155,7 @@ def test_topologies_that_are_refused(case):
         run_virtual(lambda comm: mixed.linear(comm, NAME, topology=option), 5)
 
 
-@pytest.mark.sizes(2, 4, exact=True)
+@pytest.mark.sizes(2, 4)
 @each("name", ["ring", "graph"])
 def test_other_graphs_without_odd_cycles(ranks, shared_tmp_path, name):
     """The graph is a path."""

@@ -68,7 +68,7 @@ def snoo(optimizer, steps, period, rate, momentum):
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
 @each("optimizer", ["sgd", "adam"])
-@pytest.mark.sizes(2, exact=True)
+@pytest.mark.sizes(2)
 def test_one_worker_takes_torchs_nesterov_steps_along_its_ways_to_the_bit(ranks, optimizer):
     options = {"period": 3, "outer_lr": 0.6, "outer_momentum": 0.8, "every": 1}
     (_, _, found), _ = ranks(lambda comm: go(comm, options, optimizer))
@@ -300,7 +300,7 @@ def test_a_resumed_job_goes_on(ranks, shared_tmp_path):
     assert all(ranks(body))
 
 
-@pytest.mark.sizes(2, exact=True)
+@pytest.mark.sizes(2)
 def test_the_local_state_is_kept_or_made_anew(ranks):
     def steps_of(comm, kind):
         found = []

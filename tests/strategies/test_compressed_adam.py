@@ -188,7 +188,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize(("name", "options"), [(name, options) for name in ALONE for options in ALONE[name]])
-@pytest.mark.sizes(1, exact=True)
+@pytest.mark.sizes(1)
 def test_on_one_rank_it_is_the_optimiser_to_the_bit(ranks, name, options):
     ((found, _),) = ranks(lambda comm: go(comm, name, options))
     module = problem.model()

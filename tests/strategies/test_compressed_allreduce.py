@@ -42,7 +42,7 @@ def test_it_learns_and_replicas_stay_equal(ranks, name):
 
 @every
 @each("optimizer", problem.OPTIMIZERS)
-@pytest.mark.sizes(1, exact=True)
+@pytest.mark.sizes(1)
 def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit_and_sends_nothing(ranks, name, optimizer):
     (run,) = ranks(lambda comm: problem.train(comm, "allreduce", options(name), optimizer=optimizer, samples=80))
     assert torch.equal(run.params[0], problem.serial(1, optimizer=optimizer, samples=80)[0])

@@ -103,7 +103,7 @@ def serial(gradients, spans, *, keep, momentum, side=64, sign=True, rate=lambda 
 
 
 @each("options", [{"keep": 3, "momentum": 0.9}, {"keep": 2, "momentum": 1.0, "sign": False}])
-@pytest.mark.sizes(1, exact=True)
+@pytest.mark.sizes(1)
 def test_on_one_rank_it_is_the_serial_rule(ranks, options):
     def rate(step):
         return 0.05 / (1 + step)
@@ -210,7 +210,7 @@ def test_what_came_was_sent_or_is_in_the_momentum(ranks):
         assert stays.abs().max() > 1e-6
 
 
-@pytest.mark.sizes(1, exact=True)
+@pytest.mark.sizes(1)
 def test_momentum_fades_by_its_factor_before_a_gradient_comes(ranks):
     """mₜ = βmₜ₋₁ + ηgₜ − sentₜ; one rank receives what it has sent."""
     ((values, momenta, gradients, spans),) = ranks(

@@ -44,7 +44,7 @@ def test_an_unknown_option_is_refused(name):
 
 @each("name", [name for name in problem.stepping() if not problem.steps_itself(name)])
 @each("optimizer", problem.OPTIMIZERS)
-@pytest.mark.sizes(1, exact=True)
+@pytest.mark.sizes(1)
 def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit(ranks, name, optimizer):
     (run,) = ranks(lambda comm: problem.train(comm, name, optimizer=optimizer, samples=80))
     expected = problem.serial(1, optimizer=optimizer, samples=80)
@@ -54,7 +54,7 @@ def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit(ranks, name, optimizer
 
 @each("name", [n for n in problem.stepping() if "compression" in strategies.load(n).Config.model_fields])
 @each("compression", ["fp16", "topk", "onebit"])
-@pytest.mark.sizes(1, exact=True)
+@pytest.mark.sizes(1)
 def test_on_one_rank_nothing_is_compressed(ranks, name, compression):
     options = {**problem.PERIODS.get(name, {}), "compression": compression}
     try:
@@ -184,7 +184,7 @@ def test_a_nan_gradient_ends_the_run_and_names_rank_parameter_and_step(name, siz
 
 
 @each("name", ["gossip_sync", "gossip_pull", "dpsgd", "local_sgd", "allreduce", "hardsync"])
-@pytest.mark.sizes(2, exact=True)
+@pytest.mark.sizes(2)
 def test_a_mean_of_float16_may_have_a_sum_beyond_its_range(ranks, name):
     def body(comm):
         hd.init(comm=comm)

@@ -151,7 +151,7 @@ BY_NAME = [
 
 
 @each("case", BY_NAME)
-@pytest.mark.sizes(1, exact=True)
+@pytest.mark.sizes(1)
 def test_on_one_rank_it_is_the_plain_optimiser_whatever_is_set(ranks, case):
     name, options = case
     (run,) = ranks(lambda comm: problem.train(comm, name, options))

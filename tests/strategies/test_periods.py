@@ -126,7 +126,7 @@ def test_a_resumed_job_ends_where_the_uninterrupted_one_ends(ranks, shared_tmp_p
 
 @each("optimizer", problem.OPTIMIZERS)
 @each("case", [("local_sgd", {"overlap": True}), ("local_sgd", {"average_optimizer_state": True}), ("diloco", {})])
-@pytest.mark.sizes(1, exact=True)
+@pytest.mark.sizes(1)
 def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit_and_sends_nothing(ranks, optimizer, case):
     name, options = case
     (run,) = ranks(lambda comm: problem.train(comm, name, {"period": 2, **options}, optimizer=optimizer, samples=80))

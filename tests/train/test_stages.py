@@ -20,7 +20,7 @@ def _require_close(own, whole):
 
 
 @pytest.mark.computes
-@pytest.mark.sizes(2, exact=True)
+@pytest.mark.sizes(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -43,7 +43,7 @@ def counted(monkeypatch):
 
 
 @pytest.mark.computes
-@pytest.mark.sizes(4, exact=True)
+@pytest.mark.sizes(4)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_each_rank_reads_what_its_stages_need(ranks, shared_tmp_path, counted, stages):
     replicas = 4 // stages

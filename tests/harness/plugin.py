@@ -91,6 +91,7 @@ def _join(config: pytest.Config, console: Console):
     from harness.verdict import Verdict
 
     job = Job(console, config.getoption("--grace"))
+    console.label = f"[rank {job.rank}] "
     check_world(job.size, job.library, os.environ)
     config.pluginmanager.register(Verdict(config, job), "verdict")
     if job.rank:
@@ -209,12 +210,23 @@ def pytest_runtest_setup() -> None:
         torch.manual_seed(0)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Lets the ranks of a job that a test does not use wait at its verdict."""
+    job = pyfuncitem.config.stash[JOB]
+    if not job:
+        return None
+    from harness.verdict import is_away  # starts MPI
+
+    return True if is_away(pyfuncitem, job) else None
+
+
 # --- fixtures ---------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> RealRanks | VirtualRanks:
     """Call it with a body: `results = ranks(lambda comm: ...)`; see RealRanks and VirtualRanks."""
     job = request.config.stash[JOB]
-    return RealRanks(job, request.param) if job else VirtualRanks(request.param)
+    return RealRanks(job.part(request.param)) if job else VirtualRanks(request.param)
 
 
 @pytest.fixture

@@ -21,15 +21,15 @@ RAISED = (Exception, pytest.fail.Exception, pytest.skip.Exception)  # the last t
 
 
 class RealRanks:
-    """Runs bodies once on the first ranks of the job; each call has a communicator of its own, and the others wait."""
+    """Runs bodies once on all ranks of the job; each call has a communicator of its own."""
 
     real = True
 
-    def __init__(self, job: Job, size: int):
-        self._job, self.size, self._calls = job, size, 0
+    def __init__(self, job: Job):
+        self._job, self.size, self._calls = job, job.size, 0
 
     def __call__(self, body: Body, *, seed: int = 0, network: object = None, compute: object = None) -> list[Any]:
-        """Collective. What `body(comm)` returned on each rank that takes part, in rank order.
+        """Collective. What `body(comm)` returned on every rank, in rank order.
 
         If it raised on some ranks, it raises on all: a rank's own exception, else that of the lowest rank that has
         one. `seed`, `network` and `compute` are for virtual ranks.
@@ -37,13 +37,10 @@ class RealRanks:
         __tracebackhide__ = True
         self._calls += 1
         self._job.meet(f"before call {self._calls} of ranks(...)")
-        from hpcdist.comm.mpi.world import world
-
-        takes_part = self._job.rank < self.size
-        comm = world().split(int(not takes_part))
+        comm = self._job.communicator()
         error, result = None, b""
         try:
-            result = pickle.dumps(body(comm) if takes_part else None)
+            result = pickle.dumps(body(comm))
         except RAISED as raised:
             error = raised
         part, trace = (jobs.FAILED, _text(error)) if error else (jobs.PASSED, "")
@@ -52,7 +49,7 @@ class RealRanks:
             comm.close()
         if jobs.FAILED in parts:
             self._raise(error)
-        return [pickle.loads(r) for r in self._job.gather(result)[: self.size]]
+        return [pickle.loads(r) for r in self._job.gather(result)]
 
     def _raise(self, own: BaseException | None) -> None:
         """Collective. Raises this rank's own error, or the first other rank's."""

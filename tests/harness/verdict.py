@@ -47,11 +47,13 @@ class Verdict:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> Generator[None, Report, Report]:
         report = yield
         part = jobs.SKIPPED if report.skipped else jobs.PASSED
+        if call.when == "call" and is_away(item, self._job):
+            part = jobs.AWAY
         if report.failed:
             part = jobs.ECHOED if call.excinfo and is_echo(call.excinfo.value) else jobs.FAILED
         failure = f"{item.nodeid}\n{report.longreprtext}" if part == jobs.FAILED else ""
         parts = self._job.meet(f"after {call.when} of {item.nodeid}", part, failure)
-        if len(set(parts)) > 1 or report.failed:
+        if len(set(parts) - {jobs.AWAY}) > 1 or max(parts) > jobs.SKIPPED:
             return self._agree(report, parts)
         return report
 
@@ -62,7 +64,9 @@ class Verdict:
         worst, rank = max(parts), self._job.rank
         ranks = [r for r, part in enumerate(parts) if part == worst]
         if worst == jobs.SKIPPED:
-            reasons = [f"rank {r}: {summary or 'passed'}" for r, (_, summary) in enumerate(found)]
+            reasons = [
+                f"rank {r}: {summary or 'passed'}" for r, (_, summary) in enumerate(found) if parts[r] != jobs.AWAY
+            ]
             report.longrepr = "\n".join(["every rank must skip a test or none:", *reasons])
         elif rank == 0 or rank in ranks:
             if rank == 0 and rank not in ranks:
@@ -87,6 +91,12 @@ class Verdict:
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
         self._job.meet("at the end")  # a launcher may end all ranks when the first one leaves with a failure
+
+
+def is_away(item: pytest.Item, job: Job) -> bool:
+    """Whether a test runs on fewer ranks of the job, without this one."""
+    size = item.callspec.params.get("ranks") if hasattr(item, "callspec") else None
+    return size is not None and job.rank >= size
 
 
 def _summary(report: Report) -> str:

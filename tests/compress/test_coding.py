@@ -44,7 +44,7 @@ def sets(draw) -> tuple[np.ndarray, int]:
     return np.array(sorted(found), np.int64), count
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(sets())
 def test_every_set_of_indices_comes_back(drawn):
     comes_back(*drawn)
@@ -61,7 +61,7 @@ def test_indices_at_the_ends_of_the_range_come_back():
     assert len(comes_back(np.arange(10_000) * 3 + (1 << 30), MOST)) * 32 > 1.44 * 10_000
 
 
-@each("density", [0.001, 0.003, 0.01, 0.05, 0.3, 0.5, 0.9])
+@each("density", [0.003, 0.01, 0.3, 0.9])
 def test_random_sets_take_their_entropy(density):
     count = round(20_000 / density)
     found = np.flatnonzero(np.random.default_rng(0).random(count) < density)

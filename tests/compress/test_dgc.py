@@ -64,30 +64,6 @@ def test_sent_whole_it_is_sgd_with_momentum(nesterov):
         torch.testing.assert_close(x, theirs.detach(), rtol=1e-13, atol=1e-13)
 
 
-def test_sending_all_each_time_masks_all_velocity():
-    """So nothing is left of momentum, and what is sent is the gradient."""
-    feedback = make(50, ratio=1.0, momentum=0.9, values="fp64")
-    for step in range(5):
-        assert torch.equal(sent(feedback, normal(50, step)), normal(50, step))
-
-
-def test_what_waits_gathers_momentum():
-    """A constant gradient that waits T steps is sent as momentum SGD would have moved meanwhile."""
-    feedback, momentum = make(2, ratio=0.5, momentum=0.5), 0.5
-    gradient = torch.tensor([1.0, 100.0], dtype=torch.float64)
-    for _ in range(3):
-        assert sent(feedback, gradient).tolist() == [0, 100]
-    velocities = np.cumsum(momentum ** np.arange(4))  # 1, 1.5, 1.75, 1.875
-    assert sent(feedback, torch.tensor([1.0, 0.0], dtype=torch.float64)).tolist() == [velocities.sum(), 0]
-
-
-def test_without_momentum_it_is_topk():
-    top = Feedback(vectors.make("topk", 300, ratio=0.02), torch.zeros(300, dtype=torch.float64))
-    feedback = make(300, ratio=0.02, momentum=0.0)
-    for step in range(20):
-        assert torch.equal(feedback.encode(normal(300, step)), top.encode(normal(300, step)))
-
-
 def test_the_ratio_falls_exponentially_from_a_quarter_and_a_large_one_stays():
     feedback = make(10_000, ratio=0.25 / 4**4, ramp_steps=4)
     assert [named(feedback.encode(normal(10_000, step))) for step in range(6)] == [2500, 625, 156, 39, 10, 10]

@@ -14,8 +14,8 @@ from compress import vectors
 from compress.vectors import decoded
 from harness.cases import each
 from hpcdist.checkpoint import tree
-from hpcdist.compress import Feedback, available, load
-from hpcdist.errors import ConfigError
+from hpcdist.compress import CompressionConfig, Feedback, available, load
+from hpcdist.errors import ConfigError, UnknownNameError
 
 # By name: options where the defaults suit larger tensors, and those that lead another way through the code.
 OPTIONS = {"dgc": {"ratio": 0.01, "ramp_steps": 6}}
@@ -96,26 +96,6 @@ def test_a_change_taken_back_is_encoded_as_a_tensor_is(variant, dtype, whole):
 
 @each_variant
 @dtypes
-def test_feedback_loses_nothing(variant, dtype):
-    """Σ of what was accumulated = Σ messages + residual; a compressor may accumulate more than gradients."""
-    feedback = Feedback(make(variant), torch.zeros(COUNT, dtype=dtype))
-    accumulated, sent = torch.zeros(2, COUNT, dtype=dtype)
-    plain = feedback.compressor.accumulate
-
-    def watched(residual, tensor):
-        before = residual.clone()
-        plain(residual, tensor)
-        accumulated.add_(residual - before)
-
-    feedback.compressor.accumulate = watched
-    for step in range(30):
-        feedback.compressor.add(feedback.encode(gradient(step, dtype)), sent)
-    torch.testing.assert_close(accumulated, sent + feedback.residual, **error(dtype, 100))
-    assert feedback.residual.isfinite().all()
-
-
-@each_variant
-@dtypes
 def test_messages_are_added_with_a_weight_wherever_they_lie_in_memory(variant, dtype):
     compressor, values = make(variant), gradient(0, dtype)
     message = compressor.encode(values)
@@ -168,6 +148,28 @@ def test_short_tensors_and_numbers_of_any_size(variant, dtype, case):
         torch.testing.assert_close(out + values, before, **error(dtype, 8 * most))
 
 
+def extreme(kind: str, dtype: torch.dtype) -> torch.Tensor:
+    most, info = torch.finfo(torch.float32).max, torch.finfo(dtype)
+    drawn, values = gradient(0, dtype), torch.zeros(COUNT, dtype=dtype)
+    if kind == "one":
+        values[3] = -most
+    elif kind == "mixed":
+        values.copy_(drawn)
+        values[::7], values[::11] = most, -most
+    elif kind == "row":
+        values[:16], values[16:32] = most, -most
+    else:
+        values = {
+            "largest": torch.full_like(drawn, most),
+            "signs": drawn.sign() * most,
+            "negative": torch.full_like(drawn, -most),
+            "least": drawn.sign() * info.smallest_normal / 4,
+            "beyond float32": drawn.sign() * info.max,
+            "half": drawn.clamp(-1, 1) * (most / 2),
+        }[kind]
+    return values
+
+
 @each_variant
 @dtypes
 @each("kind", ["largest", "signs", "one", "negative", "mixed", "least", "beyond float32", "row", "half"])
@@ -178,28 +180,7 @@ def test_what_is_finite_stays_finite(variant, dtype, kind, split):
     What can't be sent waits: before = message + after, but for powersgd, whose products must not overflow: where even
     that waits in part, it may end at the largest number.
     """
-    most, info = torch.finfo(torch.float32).max, torch.finfo(dtype)
-    drawn, values = gradient(0, dtype), torch.zeros(COUNT, dtype=dtype)
-    if kind == "largest":
-        values.fill_(most)
-    elif kind == "signs":
-        values.copy_(drawn.sign() * most)
-    elif kind == "one":
-        values[3] = -most
-    elif kind == "negative":
-        values.fill_(-most)
-    elif kind == "mixed":
-        values.copy_(drawn)
-        values[::7] = most
-        values[::11] = -most
-    elif kind == "least":
-        values.copy_(drawn.sign() * info.smallest_normal / 4)
-    elif kind == "beyond float32":
-        values.copy_(drawn.sign() * info.max)
-    elif kind == "row":
-        values[:16], values[16:32] = most, -most
-    else:
-        values.copy_(drawn.clamp(-1, 1) * (most / 2))
+    info, values = torch.finfo(dtype), extreme(kind, dtype)
     compressor, before = make(variant, split=split), values.clone()
     for _ in range(3):
         message = compressor.encode_residual_(values)
@@ -268,3 +249,47 @@ def test_it_sends_less_than_float32(name):
     if name != "none":
         compressor = vectors.make(name, 4096, vectors.spans_of((64, 64)))
         assert len(compressor.encode(gradient(0, torch.float32, 4096))) <= 4 * 4096 / 2
+
+
+# --- error feedback; compressors by name ------------------------------------------------------------------------------
+def test_what_a_message_lacks_comes_with_the_next_one():
+    feedback = Feedback(vectors.make("topk", 2, ratio=0.5), torch.zeros(2))
+    out = torch.zeros(2)
+    feedback.compressor.add(feedback.encode(torch.tensor([1.0, 3.0])), out)
+    assert out.tolist() == [0, 3] and feedback.residual.tolist() == [1, 0]
+    feedback.compressor.add(feedback.encode(torch.tensor([2.5, 3.0])), out)
+    assert out.tolist() == [3.5, 3] and feedback.residual.tolist() == [0, 3]
+
+
+def test_without_feedback_it_is_forgotten():
+    feedback = Feedback(vectors.make("topk", 2, ratio=0.5), torch.zeros(2), enabled=False)
+    out = torch.zeros(2)
+    for _ in range(3):
+        feedback.compressor.add(feedback.encode(torch.tensor([2.0, 3.0])), out)
+    assert out.tolist() == [0, 9]
+
+
+@each("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_residual_is_held_in_full_precision_and_the_tensor_stays(dtype):
+    gradient = torch.tensor([1.0, 2.0], dtype=dtype)
+    feedback = Feedback(vectors.make("topk", 2, ratio=0.5), gradient)
+    feedback.encode(gradient)
+    assert feedback.residual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert feedback.residual.tolist() == [1, 0] and gradient.tolist() == [1, 2]
+
+
+def test_names_and_options_that_there_are_not_are_refused():
+    with pytest.raises(UnknownNameError, match="must be one of .*threshold.*; got 'treshold'"):
+        load("treshold")
+    for options, message in (
+        ({"name": "treshold"}, "got 'treshold'"),
+        ({"name": "topk", "ration": 0.5}, r"strategy\.compression.*ration"),
+        ({"ratio": 0.5}, "with option ratio; got none"),
+        ({"name": "topk", "warmup_ranks": 2}, "warmup_ranks must be left out without warmup_steps, .*; got 2"),
+        (
+            {"name": "chunk_topk", "decay": 0.9, "error_feedback": False},
+            "decay must be left out .* is false, .*; got 0.9",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            CompressionConfig(**options)

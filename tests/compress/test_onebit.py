@@ -1,4 +1,4 @@
-"""1-bit: the best two values for the signs of each parameter, or of each row."""
+"""1-bit: the best two values for the signs of each parameter, or of each row. EF-signSGD: the paper's algorithm."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from compress import vectors
 from harness.cases import each
+from hpcdist.compress import Feedback
 
 SPANS = vectors.spans_of((7, 13), (5,), (3, 70_001), (), (2, 3, 4), (0, 4))  # whole bytes or not, pieces or not
 COUNT = SPANS[-1].stop
@@ -43,3 +44,34 @@ def test_one_negative_element_among_many_is_not_lost():
     tensor[123_456] = -1e-3
     vectors.make("onebit", len(tensor)).encode_residual_(tensor)
     assert tensor.abs().max() < 1e-6
+
+
+# --- EF-signSGD -------------------------------------------------------------------------------------------------------
+def shifted(seed: int, dtype=torch.float64) -> torch.Tensor:
+    return vectors.normal(COUNT, seed, dtype) + 0.2
+
+
+def test_it_is_the_papers_algorithm_by_layers():
+    """p = g + e; Δ = (‖p‖₁/d) sign(p); e = p − Δ."""
+    feedback = Feedback(vectors.make("ef_signsgd", COUNT, SPANS), shifted(0))
+    error = torch.zeros_like(shifted(0))
+    for step in range(5):
+        p = shifted(step) + error
+        out = torch.zeros_like(p)
+        feedback.add(feedback.encode(shifted(step)), out)
+        for span in SPANS:
+            part, found = p[span.start : span.stop], out[span.start : span.stop]
+            torch.testing.assert_close(found, part.sign() * part.abs().mean(), rtol=1e-6, atol=1e-12)
+        error = p - out
+        torch.testing.assert_close(feedback.residual, error, rtol=0, atol=1e-12)
+
+
+@each("dtype", [torch.float32, torch.float64])
+def test_its_error_is_that_of_the_docstring(dtype):
+    left = shifted(1, dtype)
+    message = vectors.make("ef_signsgd", COUNT, SPANS).encode_residual_(left)
+    assert len(message) == sum(-(-(s.stop - s.start) // 8) for s in SPANS) + 5 * 4
+    for span in SPANS[:-1]:
+        x, rest = (tensor[span.start : span.stop].double() for tensor in (shifted(1, dtype), left))
+        share = x.abs().sum() ** 2 / (len(x) * x.square().sum())
+        torch.testing.assert_close(rest.square().sum(), (1 - share) * x.square().sum(), rtol=1e-4, atol=1e-9)

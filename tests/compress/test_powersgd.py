@@ -64,17 +64,6 @@ def test_a_basis_is_orthonormal(kind, case):
     assert inside.abs().max() <= 1e-12 * rows.double().abs().max(), "the basis doesn't span the rows"
 
 
-def test_what_is_left_is_orthogonal_to_what_is_sent():
-    compressor, tensor = make(2), random(1)
-    left = tensor.clone()
-    compressor.encode_residual_(left)
-    for span in MATRICES:
-        error = left[span.start : span.stop].view(span.shape[0], -1)
-        sent = (tensor - left)[span.start : span.stop].view(span.shape[0], -1)
-        assert (sent.T @ error).abs().max() < 1e-12 and torch.linalg.matrix_rank(sent) == 2
-    assert all((left[span.start : span.stop] == 0).all() for span in (SPANS[1], SPANS[3]))
-
-
 def test_a_warm_start_finds_the_best_approximation():
     """Power iteration: the error of one matrix sent again and again tends to the least that rank 2 can leave."""
     compressor, tensor = make(2), random(1)

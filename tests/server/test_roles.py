@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdist import strategies
+from harness.cases import each
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.server.roles import Roles, assign
 
@@ -48,13 +48,11 @@ def test_few_workers_need_no_aggregators(workers, fan_in):
         assert assign(workers + 1, 1, fan_in) == assign(workers + 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("size", "fan_in", "aggregators", "workers"),
-    [(7, 2, 2, 4), (15, 2, 6, 8), (13, 3, 3, 9), (31, 5, 5, 25), (4, 2, 1, 2)],
-)
-def test_as_many_ranks_work_as_can(size, fan_in, aggregators, workers):
+@each("case", [(7, 2, 2, 4), (15, 2, 6, 8), (13, 3, 3, 9), (31, 5, 5, 25), (4, 2, 1, 2)])
+def test_as_many_ranks_work_as_can(case):
+    size, fan_in, *expected = case
     roles = assign(size, 1, fan_in)
-    assert (len(roles.aggregators), len(roles.workers)) == (aggregators, workers)
+    assert [len(roles.aggregators), len(roles.workers)] == expected
 
 
 @given(size=st.integers(2, 200))
@@ -63,32 +61,13 @@ def test_colocated_everybody_is_everything(size):
     assert assign(size, "colocated") == Roles(everyone, (), everyone, dict.fromkeys(everyone, everyone))
 
 
-@pytest.mark.parametrize("servers", [1, 3, "colocated"])
+@each("servers", [1, 3, "colocated"])
 def test_one_rank_works_alone(servers):
     assert assign(1, servers) == Roles((), (), (0,), {})
 
 
-@pytest.mark.parametrize(("size", "servers"), [(2, 2), (2, 3), (4, 9)])
-def test_a_rank_must_be_left_to_work(size, servers):
+@each("case", [(2, 2), (2, 3), (4, 9)])
+def test_a_rank_must_be_left_to_work(case):
+    size, servers = case
     with pytest.raises(ConfigError, match=f"must leave at least one rank to be a worker; got {servers} on {size} r"):
         assign(size, servers)
-
-
-@pytest.mark.parametrize("name", ["hardsync", "softsync"])
-@pytest.mark.parametrize("servers", [2, "colocated"])
-@pytest.mark.parametrize("size", [1, 5])
-def test_a_tree_has_one_root(name, servers, size):
-    cls = strategies.load(name)
-    with pytest.raises(ConfigError, match=f"fan_in must go with one server, .*; got strategy.servers {servers}"):
-        cls.Config(servers=servers, fan_in=2).workers(size)
-
-
-@pytest.mark.parametrize("servers", [0, -1, True, 1.5, "everywhere"])
-def test_a_number_of_servers_that_means_nothing_is_refused(servers):
-    with pytest.raises(ConfigError, match="servers"):
-        strategies.load("hardsync").Config(servers=servers)
-
-
-def test_a_fan_in_of_one_is_refused():
-    with pytest.raises(ConfigError, match="fan_in must be"):
-        strategies.load("hardsync").Config(fan_in=1)

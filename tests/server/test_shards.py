@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import combinations_with_replacement, pairwise
+from itertools import accumulate, combinations_with_replacement, pairwise
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.cases import each
 from hpcdist.compress import Span
 from hpcdist.strategies.server.placement import Shard, cut
 
@@ -87,35 +87,26 @@ def test_the_largest_shard_is_as_small_as_whole_parameters_allow(model, count):
     assert max(found) == least
 
 
-@pytest.mark.parametrize(
-    ("sizes", "count", "expected"),
-    [
-        ([9, 1, 1, 1], 3, [9, 2, 1]),  # the last one is not left empty
-        ([1, 1, 1, 9], 3, [2, 1, 9]),
-        ([5, 5, 5, 5, 5], 2, [15, 10]),
-        ([4, 7], 4, [4, 7, 0, 0]),
-        ([3], 1, [3]),
-        ([], 2, [0, 0]),
-    ],
-)
-def test_no_shard_is_empty_while_there_are_parameters(sizes, count, expected):
+@each("case", [
+    ([9, 1, 1, 1], 3, [9, 2, 1]),  # the last one is not left empty
+    ([1, 1, 1, 9], 3, [2, 1, 9]),
+    ([5, 5, 5, 5, 5], 2, [15, 10]),
+    ([4, 7], 4, [4, 7, 0, 0]),
+    ([3], 1, [3]),
+    ([], 2, [0, 0]),
+])  # fmt: skip
+def test_no_shard_is_empty_while_there_are_parameters(case):
+    sizes, count, expected = case
     tensor, spans = _parameters(sizes, torch.float32)
     assert [b - a for ((a, b),) in (shard.ranges for shard in cut([tensor], count, [spans]))] == expected
 
 
 def test_thousands_of_parameters_are_cut_in_no_time():
     sizes = [1 + i % 1000 * 997 for i in range(5000)]
-    spans = [[Span(a, a + size, (size,)) for a, size in zip(_starts(sizes), sizes)]]
+    spans = [[Span(stop - size, stop, (size,)) for stop, size in zip(accumulate(sizes), sizes)]]
     tensor = torch.empty(sum(sizes), dtype=torch.int8, device="meta")
     parts = [b - a for ((a, b),) in (shard.ranges for shard in cut([tensor], 64, spans))]
     assert sum(parts) == sum(sizes) and max(parts) - min(parts) < 4 * max(sizes)
-
-
-def _starts(sizes):
-    start = 0
-    for size in sizes:
-        yield start
-        start += size
 
 
 @given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12), st.integers(1, 12))

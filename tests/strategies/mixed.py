@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Network, run_virtual
 from hpcdist.config import Named
 from hpcdist.data import EpochPlan
@@ -34,9 +33,7 @@ def option(name: str, size: int, folder: Path) -> dict:
 
 def linear(comm, name: str, **options):
     """A strategy with a small model of which nothing is learned."""
-    cls = strategies.load(name)
-    module = torch.nn.Linear(3, 2, dtype=torch.float64)
-    return cls(cls.Config(**options), comm.split(0), FlatModel(module))
+    return problem.make(comm, name, torch.nn.Linear(3, 2, dtype=torch.float64), **options)
 
 
 def takes(name: str, overlap: bool, compute_s: float, exchange_s: float, network: Network) -> None:

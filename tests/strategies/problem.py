@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from harness import loops
 from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.virtual import run_virtual
 from hpcdist.data import EpochPlan
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import StepRecord
@@ -93,10 +94,13 @@ def load(module: nn.Module, params: Collection[Tensor]) -> None:
     FlatModel(module).load_params(list(params))
 
 
-def make(comm: Communicator, name: str, module: nn.Module, **options: Any) -> strategies.Strategy:
+def make(
+    comm: Communicator, name: str, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any
+) -> strategies.Strategy:
     """Collective. A strategy for `module`, on a communicator of its own."""
     cls = strategies.load(name)
-    return cls(cls.Config(**fitting(name, comm.size), **options), comm.split(0), FlatModel(module))
+    config = cls.Config(**fitting(name, comm.size) | options)
+    return cls(config, comm.split(0), FlatModel(module), optimizer=optimizer)
 
 
 @contextmanager
@@ -172,6 +176,17 @@ def train(
     strategy.close()
     channel.close()
     return run
+
+
+def virtual(options: dict, size: int, name: str | type[strategies.Strategy], **settings: Any) -> list[Run]:
+    """`train` on virtual ranks; of the settings `compute`, `network` and `seed` are of the simulation."""
+    simulation = {key: settings.pop(key) for key in ("compute", "network", "seed") if key in settings}
+    return run_virtual(lambda comm: train(comm, name, options, **settings), size, **simulation)
+
+
+def staleness(runs: Collection[Run]) -> list[int]:
+    """Of every gradient applied on any rank."""
+    return [s for run in runs for s in run.staleness]
 
 
 def _epoch(strategy, local, plan: EpochPlan, worker: int, records: list[StepRecord], poison, turns) -> None:

@@ -12,7 +12,6 @@ from hpcdist.data import EpochPlan
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.server.placement import cut
 from strategies import problem
-from strategies.watched import watched
 
 
 class Arrival(NamedTuple):
@@ -97,3 +96,19 @@ def _gradient(params, indices):
 
 def _load(model, values, within):
     model.params[0][slice(*within)] = values
+
+
+def watched(cls, note):
+    """The strategy; `note(strategy, request)` comes before each request that one of its servers deals with."""
+
+    class Watched(cls):
+        def __init__(self, *args, **given):
+            super().__init__(*args, **given)
+            if self.place.children:
+                self._receive, self.loop.handler.receive = self.loop.handler.receive, self._note
+
+        def _note(self, request):
+            note(self, request)
+            self._receive(request)
+
+    return Watched

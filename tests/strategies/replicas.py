@@ -80,30 +80,30 @@ def end(strategy) -> None:
     strategy.comm.close()
 
 
-def same_when_taken_up(comm: Communicator, name: str, options: dict, optimizer: str, at: int, steps: int) -> bool:
-    """Collective. Whether a strategy made anew, with the state after step `at`, takes the same steps to the bit."""
+def places_where_it_differs(
+    comm: Communicator, name: str, options: dict, optimizer: str, places: Sequence[int], steps: int
+) -> list[int]:
+    """Collective. After which steps a strategy made anew, with the state of then, doesn't take the same steps."""
     strategy, local = make(comm, name, options, optimizer)
-    go(strategy, local, range(at))
-    saved = HeldRank([[flat.clone() for flat in strategy.model.params], local.state_dict(), strategy.state()])
-    params, of_local, of_strategy = saved.at()
-    expected, _ = go(strategy, local, range(at, steps))
+    values, saved = [], {}
+    for step in range(steps):
+        if step in places:
+            state = [[flat.clone() for flat in strategy.model.params], local.state_dict(), strategy.state()]
+            saved[step] = HeldRank(state)
+        values += go(strategy, local, range(step, step + 1))[0]
     end(strategy)
+    return [place for place in places if not _goes_on(comm, name, options, optimizer, saved[place], values, place)]
+
+
+def _goes_on(comm, name, options, optimizer, saved: HeldRank, values: list[Tensor], place: int) -> bool:
+    params, of_local, of_strategy = saved.at()
     again, local = make(comm, name, options, optimizer)
     again.model.load_params(params)
     local.load_state_dict(of_local)
     again.load_state(of_strategy)
-    found, _ = go(again, local, range(at, steps))
+    found, _ = go(again, local, range(place, len(values)))
     end(again)
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def all_same_when_taken_up(ranks, name: str, options: dict, optimizer: str, at: Sequence[int], steps: int) -> bool:
-    """Whether that is so on all ranks, after each of the steps `at`."""
-
-    def body(comm: Communicator) -> list[bool]:
-        return [same_when_taken_up(comm, name, options, optimizer, one, steps) for one in at]
-
-    return all(all(same) for same in ranks(body))
+    return all(torch.equal(a, b) for a, b in zip(found, values[place:], strict=True))
 
 
 def same_when_resumed(comm: Communicator, folder: Path, name: str, options: Sequence[str], at: int) -> bool:
@@ -114,10 +114,7 @@ def same_when_resumed(comm: Communicator, folder: Path, name: str, options: Sequ
     def run(to: Path, path: Path | None = None) -> str:
         sgd = ("optimizer.name=SGD", "optimizer.lr=0.05") if problem.suited(name, None) is torch.optim.SGD else ()
         saving = (*sgd, "epochs=2", "batch_size=16", f"checkpoint.every_steps={at}", "checkpoint.keep=100")
-        trainer = tiny.trainer(comm, to, *settings, *saving)
-        summary = trainer.run(path)
-        trainer.close()
-        return summary.sha256
+        return tiny.run(comm, to, *settings, *saving, resume=path)[0].sha256
 
     whole = run(folder / "whole")
     return whole == run(folder / "again", folder / "whole" / "run" / "checkpoints" / f"step-{at:08d}")

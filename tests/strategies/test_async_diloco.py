@@ -8,10 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from harness import loops
 from harness.cases import each
-from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Jitter, Network, Straggler, run_virtual
-from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from strategies import problem, replicas
 
@@ -22,31 +21,21 @@ ALL = 1e9  # a grace period in which all workers push
 
 
 def go(comm, options, optimizer="sgd", steps=12, after=lambda strategy: None):
-    """Collective. A worker's parameters after each step, or what a server serves at the end; and its records."""
+    """Collective. A server's records, and the common parameters at the end."""
     module, records = problem.model(), []
     local = problem.OPTIMIZERS[optimizer](module.parameters())
-    cls = strategies.load(NAME)
-    strategy = cls(
-        cls.Config(**options), comm.split(0), FlatModel(module), optimizer=local, on_record=records.append
-    )  # fmt: skip
+    strategy = problem.make(comm, NAME, module, local, **options)
+    strategy.records.write = records.append
     strategy.records.start()
-    values = []
-    if strategy.is_worker:
-        worker = strategy.roles.workers.index(comm.rank)
-        for step in range(steps):
-            strategy.comm.compute()
-            local.zero_grad()
-            replicas.backward(module, worker, len(strategy.roles.workers), step)
-            strategy.step(local.step)
-            values.append(strategy.model.params[0].clone())
-            after(strategy)
-        strategy.pause()
-    else:
-        strategy.serve(local.step)
-        values.append(strategy.loop.handler.master()[0].clone())
+    workers = strategy.roles.workers
+
+    def backward(step):
+        replicas.backward(module, workers.index(comm.rank), len(workers), step)
+
+    loops.by_strategy(strategy, local, range(steps), backward, after=lambda step: after(strategy))
     params = strategy.consensus()[0][0]
     strategy.close()
-    return values, records, params
+    return records, params
 
 
 def snoo(optimizer, steps, period, rate, momentum):
@@ -71,58 +60,28 @@ def snoo(optimizer, steps, period, rate, momentum):
 @pytest.mark.sizes(2)
 def test_one_worker_takes_torchs_nesterov_steps_along_its_ways_to_the_bit(ranks, optimizer):
     options = {"period": 3, "outer_lr": 0.6, "outer_momentum": 0.8, "every": 1}
-    (_, _, found), _ = ranks(lambda comm: go(comm, options, optimizer))
+    (_, found), _ = ranks(lambda comm: go(comm, options, optimizer))
     assert torch.equal(found, snoo(optimizer, 12, 3, 0.6, 0.8))
 
 
 @pytest.mark.sizes(3, 4)
 def test_in_lock_step_it_is_diloco_and_else_it_is_not(ranks):
     outer = {"period": 3, "outer_lr": 0.6, "outer_momentum": 0.8}
-    found = ranks(lambda comm: go(comm, {**outer, "grace_s": ALL})[2])
-    apart = ranks(lambda comm: go(comm, outer)[2])
+    found = ranks(lambda comm: go(comm, {**outer, "grace_s": ALL})[1])
+    apart = ranks(lambda comm: go(comm, outer)[1])
     hand = replicas.by_hand(len(found) - 1, "sgd", 12, **outer)
     for own, other in zip(found, apart, strict=True):
         torch.testing.assert_close(own, hand[-1, 0], rtol=0, atol=1e-12)
         assert (other - hand[-1, 0]).abs().max() > 1e-6
 
 
-def noted(comm, options, **more):
-    """Collective. The sum of all ways that the server was pushed, and what it serves at the end."""
-    pushed = []
-
-    class Noting(strategies.load(NAME)):
-        def compose(self, worker, handler):
-            super().compose(worker, handler)
-            if self.place.children:
-                apply = self.loop.handler._apply
-
-                def note(request, ways):
-                    pushed.append([way.clone() for way in ways])
-                    apply(request, ways)
-
-                self.loop.handler._apply = note
-
-    run = problem.train(comm, Noting, options, **more)
-    return run.consensus[0], sum(ways[0] for ways in pushed) if pushed else None
-
-
-def test_without_momentum_each_way_counts_once_in_any_order():
-    options = {"period": 2, "outer_lr": 0.5, "outer_momentum": 0.0, "every": 3}
-    start = FlatModel(problem.model()).params[0]
-    for seed in (1, 2):
-        found = run_virtual(lambda comm: noted(comm, options), 4, seed=seed, compute=Jitter(0.1, 0.5))
-        (params, ways), *_ = found
-        torch.testing.assert_close(params, start - 0.5 / 3 * ways, rtol=0, atol=1e-12)
-
-
 def served(options, ways, staleness=0):
     """θ, of one element, after each of these pushes, of two workers."""
 
     def body(comm):
-        cls = strategies.load(NAME)
         module = torch.nn.Linear(1, 1, bias=False).double()
         torch.nn.init.zeros_(module.weight)
-        strategy = cls(cls.Config(**options), comm.split(0), FlatModel(module))
+        strategy = problem.make(comm, NAME, module, **options)
         found = []
         if comm.rank == 0:
             server = strategy.loop.handler
@@ -175,7 +134,7 @@ def test_the_rules_for_comparison():
 # --- who waits for whom -----------------------------------------------------------------------------------------------
 def test_the_staleness_of_equal_workers_is_one_less_than_their_number():
     def body(comm):
-        return [list(record.staleness) for record in go(comm, {"period": 2}, steps=60)[1]]
+        return [list(record.staleness) for record in go(comm, {"period": 2}, steps=60)[0]]
 
     records = run_virtual(body, 5, compute=Jitter(0.1, 0.05), network=Network(1e-4, 1e9))
     found = [value for own in records for staleness in own for value in staleness]
@@ -223,16 +182,6 @@ def test_periods_do_not_follow_the_speed_of_a_worker_that_has_died():
     assert found[2:] == [[2, 8, 8, 8, 8]] * 2
 
 
-def test_a_slow_worker_holds_up_nobody():
-    def seconds_of_workers(comm):
-        ends = []
-        go(comm, {"period": 2}, steps=20, after=lambda strategy: ends.append(strategy.comm.now()))
-        return ends[-1] if ends else 0.0
-
-    found = run_virtual(seconds_of_workers, 4, compute=Straggler(Constant(0.1), 3, 10.0))
-    assert found[1] == found[2] == pytest.approx(2.0, rel=0.01) and found[3] == pytest.approx(20.0, rel=0.01)
-
-
 def test_within_the_grace_period_workers_begin_at_the_same_parameters():
     def body(comm, grace_s):
         read = []
@@ -256,31 +205,23 @@ def test_within_the_grace_period_workers_begin_at_the_same_parameters():
 @pytest.mark.sizes(4)
 def test_no_read_is_torn(ranks, servers):
     """All elements of θ are the number of pushes, so a read of two versions would show both."""
-    options = {
-        "period": 1, "every": 1, "outer_lr": 1.0, "outer_momentum": 0.0, "servers": servers
-    }  # fmt: skip
+    options = {"period": 1, "every": 1, "outer_lr": 1.0, "outer_momentum": 0.0, "servers": servers}
 
     def body(comm):
         module = torch.nn.Linear(300, 100, bias=False).double()
         torch.nn.init.zeros_(module.weight)
-        cls = strategies.load(NAME)
-        strategy = cls(cls.Config(**options), comm.split(0), FlatModel(module))
-        params, whole = strategy.model.params[0], []
+        strategy, local = problem.make(comm, NAME, module, **options), torch.optim.SGD(module.parameters())
+        whole = []
 
-        def one_more():
-            params.add_(1.0)
+        def backward(step):
+            module.weight.grad = torch.zeros_like(module.weight)
 
-        if strategy.is_worker:
-            for _ in range(25):
-                strategy.comm.compute()
-                module.weight.grad = torch.zeros_like(module.weight)
-                strategy.step(one_more)
-                for shard in strategy.place.shards.values():
-                    for part in shard.of(strategy.model.params):
-                        whole.append(bool((part == part[:1]).all()))
-            strategy.pause()
-        else:
-            strategy.serve(one_more)
+        def look(step):
+            parts = [part for shard in strategy.place.shards.values() for part in shard.of(strategy.model.params)]
+            whole.extend(bool((part == part[:1]).all()) for part in parts)
+
+        params = strategy.model.params[0]
+        loops.by_strategy(strategy, local, range(25), backward, update=lambda: params.add_(1.0), after=look)
         (params,), _ = strategy.consensus()
         strategy.close()
         return all(whole), params.unique().tolist()
@@ -288,16 +229,6 @@ def test_no_read_is_torn(ranks, servers):
     found = ranks(body, compute=Jitter(0.01, 0.5), network=Network(1e-4, 1e8))
     workers = {1: 3, 2: 2, "colocated": 4}[servers]
     assert all(whole and values == [25.0 * workers] for whole, values in found)
-
-
-# --- checkpoints, refusals --------------------------------------------------------------------------------------------
-@pytest.mark.sizes(3)
-def test_a_resumed_job_goes_on(ranks, shared_tmp_path):
-    def body(comm):
-        same = replicas.same_when_resumed(comm, shared_tmp_path, NAME, ("period=3", "grace_s=1e9"), 6)
-        return same
-
-    assert all(ranks(body))
 
 
 @pytest.mark.sizes(2)
@@ -314,20 +245,3 @@ def test_the_local_state_is_kept_or_made_anew(ranks):
 
     kept, reset = ranks(lambda comm: [steps_of(comm, kind) for kind in ("keep", "reset")])[1]
     assert kept == [1, 2, 3, 4, 5, 6] and reset == [1, 0, 1, 0, 1, 0]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"spread": 0.1, "rule": "buffered"}, "strategy.spread must be 0 with strategy.rule buffered, .* got 0.1"),
-        ({"grace_s": 1.0, "servers": "colocated"}, "strategy.grace_s must be 0 where .* 'colocated'"),
-    ],
-)
-def test_what_has_no_meaning_is_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        strategies.load(NAME).Config(**options)
-
-
-def test_more_than_the_whole_momentum_is_refused():
-    with pytest.raises(ConfigError, match=r"strategy.spread must be at most 1/3, that a momentum acts once; got 0.4"):
-        run_virtual(lambda comm: go(comm, {"spread": 0.4}), 4)

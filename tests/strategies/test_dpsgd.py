@@ -1,16 +1,15 @@
-"""D-PSGD: the recursion x ← Wx − ηg(x), its conserved mean, its contraction, and an exchange that costs no time."""
+"""D-PSGD: the recursion x ← Wx − ηg(x), an exchange that costs no time, differences that are compressed."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
+from harness import loops
 from harness.cases import each
-from hpcdist import topology
-from hpcdist.comm.virtual import Constant, Network, run_virtual
-from hpcdist.errors import ConfigError
-from hpcdist.tools.topology import spectral_gap
+from harness.worlds import HeldRank
+from hpcdist import compress, topology
+from hpcdist.comm.virtual import Network, run_virtual
 from strategies import mixed, problem
 
 pytestmark = pytest.mark.computes
@@ -37,7 +36,7 @@ def _mix(comm, steps, **options):
 
 @overlapping
 @each("name", SYMMETRIC)
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.sizes(4, 7)
 def test_it_is_the_recursion(ranks, shared_tmp_path, name, overlap):
     """In one process: all gradients at the rows of x, x ← Wx, then each row's optimiser steps along its gradient.
 
@@ -63,82 +62,6 @@ def test_it_is_the_recursion(ranks, shared_tmp_path, name, overlap):
         assert torch.allclose(consensus, expected.mean(dim=0), rtol=0, atol=1e-12)
 
 
-@pytest.mark.sizes(2, 3, 4)
-def test_overlap_changes_no_bit(ranks):
-    def body(comm):
-        runs = [problem.train(comm, NAME, {"overlap": overlap}, samples=50) for overlap in (True, False)]
-        return torch.equal(runs[0].params[0], runs[1].params[0])
-
-    assert all(ranks(body, network=Network(1e-3, 1e6), compute=Constant(1e-3)))
-
-
-@pytest.mark.sizes(2, 3, 4)
-def test_from_a_common_start_the_first_mean_is_that_of_all_reduce(ranks):
-    """Later the gradients are at different parameters, so even on the complete graph it is another algorithm."""
-
-    def body(comm):
-        options = {"topology": "complete"}
-        few = {"optimizer": "sgd", "samples": 4 * comm.size, "epochs": 1}
-        ours, theirs = problem.train(comm, NAME, options, **few), problem.train(comm, "allreduce", **few)
-        later = problem.train(comm, NAME, options), problem.train(comm, "allreduce")
-        return [(a.consensus[0] - b.consensus[0]).abs().max().item() for a, b in ((ours, theirs), later)]
-
-    for first, later in ranks(body):
-        assert first < 1e-14 and later > 1e-5
-
-
-@overlapping
-@each("name", SYMMETRIC)
-@pytest.mark.sizes(2, 4, 7)
-def test_the_mean_is_conserved_to_rounding_and_the_distance_from_it_shrinks(ranks, shared_tmp_path, name, overlap):
-    def body(comm):
-        chosen = mixed.option(name, comm.size, shared_tmp_path)
-        comm.barrier()
-        values, consensus = _mix(comm, 30, topology=chosen, overlap=overlap)
-        return values, consensus, mixed.made(comm, chosen) if comm.rank == 0 else None
-
-    found = ranks(body, network=mixed.NODES)
-    values = torch.stack([values for values, *_ in found])
-    mean = values.mean(dim=0)
-    assert (mean - mean[0]).abs().max() < 1e-14
-    assert all(torch.allclose(consensus, mean[0], rtol=0, atol=1e-14) for _, consensus, _ in found)
-    graph, product = found[0][2], torch.eye(len(found), dtype=torch.float64)
-    for step in range(30):
-        product = mixed.matrix(graph, step) @ product
-    shrinks = torch.linalg.matrix_norm(product - 1 / len(found), 2)
-    distances = (values - mean).norm(dim=(0, 2))
-    assert distances[30] <= distances[0] * shrinks * (1 + 1e-9) + 1e-13
-    if graph.static:  # else that holds but for a constant
-        assert shrinks == pytest.approx((1 - spectral_gap(graph)) ** 30, abs=1e-13)
-
-
-@each("name", ["ring", "torus", "bipartite"])
-def test_the_slowest_mode_shrinks_by_one_minus_the_gap(name):
-    size, steps = 12, 20
-    graph = topology.load(name)(size)
-    values, vectors = np.linalg.eigh(graph.matrix())
-    second = int(np.argsort(np.abs(values))[-2])
-
-    def body(comm):
-        strategy = mixed.linear(comm, NAME, topology=name)
-        strategy.model.params[0].fill_(vectors[comm.rank, second])
-        for _ in range(steps):
-            strategy.step(lambda: None)
-        strategy.close()
-        return strategy.model.params[0][0].item()
-
-    found = np.array(run_virtual(body, size))
-    assert np.allclose(found, values[second] ** steps * vectors[:, second], rtol=0, atol=1e-13)
-    assert np.linalg.norm(found) == pytest.approx((1 - spectral_gap(graph)) ** steps, rel=1e-9)
-
-
-@each("name", ["exponential", "one_peer_exponential", "random_permutation", "digraph"])
-def test_weights_that_are_not_symmetric_are_refused(name, tmp_path):
-    message = f"topology of dpsgd must be symmetric and doubly stochastic; got {name}. Take ring, .* strategy sgp"
-    with pytest.raises(ConfigError, match=message):
-        run_virtual(lambda comm: mixed.linear(comm, NAME, topology=mixed.option(name, 4, tmp_path)), 4)
-
-
 # --- the exchange -----------------------------------------------------------------------------------------------------
 @each("compute_s", [3.0, 1.0])
 @overlapping
@@ -159,7 +82,7 @@ def test_bytes_are_a_parameter_vector_per_neighbour(case):
 
 
 @each("name", ["ring", "hierarchical"])
-@pytest.mark.sizes(2, 4)
+@pytest.mark.sizes(4)
 def test_a_state_is_taken_up_whatever_was_being_sent(ranks, name):
     """The exchange under way is of other parameters than those loaded."""
 
@@ -177,3 +100,99 @@ def test_a_state_is_taken_up_whatever_was_being_sent(ranks, name):
         return torch.equal(again, values[9])
 
     assert all(ranks(body, network=mixed.NODES))
+
+
+# --- compressed differences: all that a message lacks comes later -----------------------------------------------------
+OPTIONS = {"threshold": {"density": 0.2}, "topk": {"ratio": 0.2}, "dgc": {"ratio": 0.2, "momentum": 0.0}}
+every = each("compressor", [name for name in compress.available() if name != "none" and compress.load(name).feeds_back])
+
+
+def _options(compressor: str, **more) -> dict:
+    rate = {} if compress.load(compressor).faithful else {"consensus_rate": 0.2}
+    return {"compression": {"name": compressor, **OPTIONS.get(compressor, {}), **more}, **rate}
+
+
+def _mix_compressed(comm, options: dict, steps: int):
+    """Only averages; each rank's parameters at the start and at the end."""
+    strategy = mixed.linear(comm, "dpsgd", **options)
+    strategy.model.params[0].copy_(mixed.drawn(comm.rank))
+    strategy.load_state({"steps": 0})  # neighbours are told
+    start = strategy.model.params[0].clone()
+    for _ in range(steps):
+        mixed.step_without_samples(strategy)
+    end = strategy.model.params[0].clone()
+    strategy.close()
+    return start, end
+
+
+@every
+@pytest.mark.sizes(4)
+def test_the_mean_stays_and_the_ranks_come_together(ranks, compressor):
+    found = ranks(lambda comm: _mix_compressed(comm, _options(compressor), 60))
+    start, end = (torch.stack(rows) for rows in zip(*found, strict=True))
+    torch.testing.assert_close(end.mean(dim=0), start.mean(dim=0), rtol=0, atol=1e-12)
+    assert (end - end.mean(dim=0)).norm() < 0.3 * (start - start.mean(dim=0)).norm()
+
+
+@pytest.mark.sizes(4)
+def test_messages_that_say_all_make_it_the_uncompressed_strategy(ranks):
+    def body(comm):
+        whole = {"compression": {"name": "fp16", "warmup_steps": 1000}}
+        return [problem.train(comm, "dpsgd", options).params[0] for options in (whole, {})]
+
+    for compressed, plain in ranks(body):
+        torch.testing.assert_close(compressed, plain, rtol=0, atol=1e-12)
+
+
+@each("compressor", ["qsgd", "topk"])
+@pytest.mark.sizes(4)
+def test_it_learns(ranks, compressor):
+    problem.learns(ranks, "dpsgd", _options(compressor), epochs=4)
+
+
+@pytest.mark.sizes(4)
+def test_bytes_are_those_of_the_messages(ranks):
+    def body(comm):
+        run = problem.train(comm, "dpsgd", {"compression": "bf16"}, epochs=1, tells=False)
+        return [record.bytes_sent for record in run.records]
+
+    n = sum(p.numel() for p in problem.model().parameters())
+    for sent in ranks(body):
+        assert set(sent[1:]) == {2 * 2 * n}  # two neighbours, two bytes each
+        assert sent[0] == 2 * 2 * 2 * n  # the first exchange, and the one under way
+
+
+@each("overlap", [True, False])
+@each("compressor", ["topk", "qsgd", "powersgd"])
+@pytest.mark.sizes(3)
+def test_a_saved_state_goes_on_to_the_same_bits(ranks, compressor, overlap):
+    def body(comm):
+        options = _options(compressor) | {"overlap": overlap}
+
+        def make():
+            module = problem.model()
+            local = torch.optim.SGD(module.parameters(), lr=0.05)
+            return problem.make(comm, "dpsgd", module, **options), local
+
+        def go(strategy, local, steps):
+            module = strategy.model.module
+
+            def backward(step):
+                problem.loss(module, range(step, step + 8 + comm.rank)).backward()
+
+            loops.by_strategy(strategy, local, steps, backward, pauses=False)
+            return strategy.model.params[0].clone()
+
+        strategy, local = make()
+        go(strategy, local, range(5))
+        params, state = HeldRank([[flat.clone() for flat in strategy.model.params], strategy.state()]).at()
+        expected = go(strategy, local, range(5, 9))
+        strategy.close()
+        again, local = make()
+        again.model.load_params(params)
+        again.load_state(state)
+        found = go(again, local, range(5, 9))
+        again.close()
+        return torch.equal(found, expected)
+
+    assert all(ranks(body))

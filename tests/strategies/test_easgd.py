@@ -1,67 +1,63 @@
-"""Elastic averaging: what the springs give to one side they take from the other, whatever the order of arrival."""
+"""Elastic averaging: what springs give to one side they take from the other, in any order of arrival; with momentum."""
 
 from __future__ import annotations
+
+import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from harness import loops
+from harness.cases import each
+from harness.worlds import HeldRank, resharded
 from hpcdist import strategies
 from hpcdist.comm.virtual import Exponential, Jitter, run_virtual
-from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
+from hpcdist.session.state import capture_strategy, restore_strategy
 from strategies import elastic, problem
 
 pytestmark = pytest.mark.computes
 
 NAME = "easgd"
-BOTH = pytest.mark.parametrize("name", ["easgd", "eamsgd"])
+_train = partial(problem.virtual, name=NAME)
+BOTH = each("name", ["easgd", "eamsgd"])
 TOPK = {"name": "topk", "ratio": 0.4}
-SERVERS = pytest.mark.parametrize("servers", [1, 2, "colocated"])
-
-
-def _train(options, size, name=NAME, **settings):
-    simulation = {key: settings.pop(key) for key in ("compute", "seed", "network") if key in settings}
-    return run_virtual(lambda comm: problem.train(comm, name, options, **settings), size, **simulation)
+SERVERS = each("servers", [2, "colocated"])
 
 
 def _mix(comm, options, steps, name=NAME, gradient=0.0, rate=0.0):
     """Training with a given gradient; worker r starts at r + 1, the centre at 0. Its centre and x in the end."""
     module = torch.nn.Linear(5, 1, bias=False, dtype=torch.float64)
     torch.nn.init.zeros_(module.weight)
-    cls = strategies.load(name)
-    channel = comm.split(0)
-    strategy = cls(cls.Config(**options), channel, FlatModel(module))
-    local = torch.optim.SGD(module.parameters(), lr=rate)
+    strategy = problem.make(comm, name, module, **options)
     if strategy.is_worker:
         strategy.model.params[0].add_(torch.arange(1.0, 6.0, dtype=torch.float64) + comm.rank)
-        for _ in range(steps):
-            comm.compute()
-            module.weight.grad = torch.full_like(module.weight, gradient)
-            strategy.step(local.step)
-        strategy.pause()
-    else:
-        strategy.serve(local.step)
+
+    def backward(step):
+        module.weight.grad = torch.full_like(module.weight, gradient)
+
+    loops.by_strategy(strategy, torch.optim.SGD(module.parameters(), lr=rate), range(steps), backward)
     before = strategy.model.params[0].clone()
     (centre,) = strategy.consensus()[0]
     untouched = torch.equal(before, strategy.model.params[0])
     strategy.close()
-    channel.close()
     return centre, before if strategy.is_worker else torch.zeros(5, dtype=torch.float64), untouched
 
 
 @BOTH
-@SERVERS
-@pytest.mark.parametrize(
-    ("compression", "synchronous"),
-    [("none", False), ("none", True), (TOPK, False), (TOPK, True), ("onebit", False)],
-    ids=str,
-)
-@pytest.mark.sizes(2, 5)
-def test_without_learning_the_centre_plus_all_workers_is_conserved(ranks, name, servers, compression, synchronous):
+@each("more", [
+    {},
+    {"servers": 2, "synchronous": True},
+    {"servers": 2, "compression": TOPK},
+    {"servers": "colocated", "compression": TOPK, "synchronous": True},
+    {"servers": "colocated", "compression": "onebit"},
+])  # fmt: skip
+@pytest.mark.sizes(3, 5)
+def test_without_learning_the_centre_plus_all_workers_is_conserved(ranks, name, more):
     """And evaluating, which takes the centre, changes nobody."""
-    servers = 1 if servers == 2 and ranks.size == 2 else servers
-    options = {"period": 1, "servers": servers, "compression": compression, "synchronous": synchronous}
+    options = {"period": 1, **more}
     found = ranks(lambda comm: _mix(comm, options, 12, name), compute=Exponential(0.1))
     workers = len(strategies.load(name).Config(**options).workers(ranks.size))
     first = ranks.size - workers
@@ -75,7 +71,7 @@ def test_without_learning_the_centre_plus_all_workers_is_conserved(ranks, name, 
 
 
 @BOTH
-@pytest.mark.parametrize("servers", [1, 2])
+@each("servers", [1, 2])
 def test_one_exchange_is_of_the_old_values_on_both_sides(name, servers):
     """e = a(x − c); x ← x − e − η g, c ← c + e; with momentum δ the model then holds x + δv, v being −η g."""
     rate, gradient, beta = 0.1, 3.0, 0.6
@@ -89,14 +85,15 @@ def test_one_exchange_is_of_the_old_values_on_both_sides(name, servers):
     torch.testing.assert_close(centre, beta * start, rtol=1e-15, atol=0)
 
 
-@pytest.mark.parametrize("paces", [(1.0,), (1.0, 0.6), (0.7, 1.9, 1.1)], ids=len)
-@pytest.mark.parametrize("period", [1, 3])
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_it_is_algorithm_1_with_weight_decay_at_the_old_x(paces, period, decay):
+@each("paces", [(1.0, 0.6), (0.7, 1.9, 1.1)])
+@each("period", [1, 3])
+def test_it_is_algorithm_1_with_weight_decay_at_the_old_x(paces, period):
+    decay = 0.3 if period == 1 else 0.0
+
     def gradient(worker, x):
         return elastic.curved(worker, x) + decay * x
 
-    steps, rate = 60, 0.05
+    steps, rate = 30, 0.05
     found = elastic.run(NAME, {"period": period}, steps, paces, lr=rate, weight_decay=decay)
     centre, workers = elastic.asynchronous(found.order, len(paces), steps, period, 0.9, rate, gradient)
     np.testing.assert_allclose(found.centre, centre, rtol=0, atol=1e-13)
@@ -105,7 +102,7 @@ def test_it_is_algorithm_1_with_weight_decay_at_the_old_x(paces, period, decay):
 
 
 @BOTH
-@pytest.mark.parametrize("optimizer", ["adam", "momentum"])  # with decoupled and with common weight decay
+@each("optimizer", ["adam", "momentum"])  # with decoupled and with common weight decay
 def test_every_optimisers_step_is_from_the_old_x(name, optimizer):
     """It sees the parameters as the gradient's computation left them, also at an exchange."""
     seen, left = [], []
@@ -127,10 +124,10 @@ def test_every_optimisers_step_is_from_the_old_x(name, optimizer):
 
 # --- all at once ------------------------------------------------------------------------------------------------------
 @BOTH
-@pytest.mark.parametrize("period", [1, 3])
-@pytest.mark.parametrize("paces", [(1.0,), (1.0, 0.6), (0.7, 1.9, 1.1)], ids=len)
+@each("period", [1, 3])
+@each("paces", [(1.0,), (0.7, 1.9, 1.1)])
 def test_all_at_once_it_is_the_papers_synchronous_form(name, paces, period):
-    steps, rate, momentum = 60, 0.05, 0.9 if name == "eamsgd" else 0.0
+    steps, rate, momentum = 30, 0.05, 0.9 if name == "eamsgd" else 0.0
     found = elastic.run(name, {"period": period, "synchronous": True}, steps, paces, lr=rate)
     centre, workers = elastic.synchronous(len(paces), steps, period, 0.9, rate, elastic.curved, momentum)
     np.testing.assert_allclose(found.centre, centre, rtol=0, atol=1e-12)
@@ -140,34 +137,29 @@ def test_all_at_once_it_is_the_papers_synchronous_form(name, paces, period):
 
 @BOTH
 @SERVERS
-@pytest.mark.parametrize("compression", ["none", TOPK], ids=str)
+@each("compression", ["none", TOPK])
 def test_all_at_once_the_order_of_arrival_changes_no_bit(name, servers, compression):
     options = {"synchronous": True, "period": 2, "servers": servers, "compression": compression}
     size = 4 if servers == "colocated" else 4 + servers
-    first, *others = (_train(options, size, name=name, compute=Exponential(0.1), seed=seed) for seed in range(2))
-    for runs in others:
-        for run, expected in zip(runs, first, strict=True):
-            assert torch.equal(run.consensus[0], expected.consensus[0])
-            assert torch.equal(run.params[0], expected.params[0])
+    settings = {"samples": 80, "compute": Exponential(0.1)}
+    first, second = (_train(options, size, name=name, seed=seed, **settings) for seed in range(2))
+    for run, expected in zip(first, second, strict=True):
+        assert torch.equal(run.consensus[0], expected.consensus[0])
+        assert torch.equal(run.params[0], expected.params[0])
 
 
 def test_all_at_once_who_ends_early_holds_nobody_up_and_the_last_to_come_is_named():
     def body(comm):
         module = torch.nn.Linear(5, 1, bias=False)
-        cls, channel = strategies.load(NAME), comm.split(0)
-        strategy = cls(cls.Config(period=1, synchronous=True), channel, FlatModel(module))
-        local, records = torch.optim.SGD(module.parameters(), lr=0.1), []
-        if strategy.is_worker:
-            for _ in range(3 if comm.rank == 1 else 6):
-                comm.compute()
-                module.weight.grad = torch.ones_like(module.weight)
-                records.append(strategy.step(local.step))
-            strategy.pause()
-        else:
-            strategy.serve(local.step)
+        strategy = problem.make(comm, NAME, module, period=1, synchronous=True)
+
+        def backward(step):
+            module.weight.grad = torch.ones_like(module.weight)
+
+        steps, local = range(3 if comm.rank == 1 else 6), torch.optim.SGD(module.parameters(), lr=0.1)
+        records = loops.by_strategy(strategy, local, steps, backward)
         clock = strategy.replica.clock
         strategy.close()
-        channel.close()
         return clock, records
 
     found = run_virtual(body, 4, compute=elastic.Paces((1.0, 1.0, 1.0, 3.0)))
@@ -178,14 +170,8 @@ def test_all_at_once_who_ends_early_holds_nobody_up_and_the_last_to_come_is_name
     assert not any(record.waited_for for record in found[3][1])
 
 
-@BOTH
-@pytest.mark.sizes(3)
-def test_all_at_once_it_learns(ranks, name):
-    problem.learns(ranks, name, {"synchronous": True, "period": 2}, epochs=8, compute=Jitter(0.1, 0.2))
-
-
 # --- when and with whom -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("period", [1, 3, 7])
+@each("period", [1, 7])
 def test_it_exchanges_at_every_periodth_step_from_the_first_on(period):
     runs = _train({"period": period}, 4, samples=240, epochs=1)
     assert len(runs[0].records) == 3 * -(-20 // period)
@@ -196,19 +182,7 @@ def test_it_exchanges_at_every_periodth_step_from_the_first_on(period):
         assert all(record.bytes_sent == 0 for record in run.records if record.step not in exchanged)
 
 
-@SERVERS
-def test_without_springs_the_runs_are_independent_to_the_bit(servers):
-    size = 3 if servers == "colocated" else 3 + servers
-    runs = _train({"beta": 0.0, "period": 2, "servers": servers}, size, compute=Exponential(0.1), optimizer="adam")
-    steps = problem.SAMPLES // 12
-    for worker, run in enumerate([run for run in runs if run.is_worker]):
-        others = {(w, step) for w in range(3) if w != worker for step in range(steps)}
-        assert torch.equal(run.params[0], problem.serial(3, optimizer="adam", leave_out=others)[0])
-    start = FlatModel(problem.model()).params[0]
-    assert all(torch.equal(run.consensus[0], start) for run in runs), "the centre has moved"
-
-
-@pytest.mark.parametrize("servers", [1, "colocated"])
+@each("servers", [1, "colocated"])
 def test_a_nan_gradient_is_left_out_and_the_worker_stays_on_its_spring(servers):
     options = {"on_nonfinite": "skip", "period": 1, "servers": servers}
     runs = _train(options, 4, poison={(0, 2)}, epochs=1, compute=Jitter(0.1, 0.2))
@@ -218,7 +192,72 @@ def test_a_nan_gradient_is_left_out_and_the_worker_stays_on_its_spring(servers):
     assert first.records[2].staleness == () and first.records[3].staleness == (0,)
 
 
-@pytest.mark.parametrize("beta", [-0.1, 2.0])
-def test_a_spring_that_throws_the_centre_away_is_refused(beta):
-    with pytest.raises(ConfigError, match="beta must be"):
-        strategies.load(NAME).Config(beta=beta)
+# --- with momentum: eamsgd --------------------------------------------------------------------------------------------
+def _sgd(**options):
+    return lambda parameters: torch.optim.SGD(parameters, lr=0.02, **options)
+
+
+@each("case", itertools.product([(1.0,), (0.7, 1.9, 1.1)], [1, 3], [(0.5, 0.1), (0.99, 0.0)]))
+def test_it_is_algorithm_2(case):
+    """The centre, and the point ahead that each model holds, x + δv; the optimiser's weight decay is of that point."""
+    paces, period, (momentum, decay) = case
+    steps, rate = 30, 0.05
+
+    def gradient(worker, x):
+        return elastic.curved(worker, x) + decay * x
+
+    options = {"period": period, "momentum": momentum}
+    found = elastic.run("eamsgd", options, steps, paces, lr=rate, weight_decay=decay)
+    assert len(paces) == 1 or found.order != sorted(found.order), "one after the other"
+    centre, workers = elastic.asynchronous(
+        found.order, len(paces), steps, period, 0.9, rate, gradient, momentum=momentum
+    )
+    np.testing.assert_allclose(found.centre, centre, rtol=0, atol=1e-12)
+    for held, worker in zip(found.models, workers, strict=True):
+        assert worker.steps == steps
+        np.testing.assert_allclose(held, worker.x + momentum * worker.v, rtol=0, atol=1e-12)
+
+
+def _alike(size, one, other, atol, **settings):
+    """Two of a name, options and further settings: they end with the same parameters."""
+    found = (problem.virtual(options, size, name, **more, **settings) for name, options, more in (one, other))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours.params[0], theirs.params[0], rtol=0, atol=atol)
+        torch.testing.assert_close(ours.consensus[0], theirs.consensus[0], rtol=0, atol=atol)
+
+
+@each("servers", [1, "colocated"])
+def test_without_momentum_it_is_easgd(servers):
+    options = {"servers": servers, "period": 3}
+    settings = {"optimizer": "sgd", "samples": 50, "compute": Exponential(0.1)}
+    _alike(4, ("eamsgd", {**options, "momentum": 0.0}, settings), ("easgd", options, settings), 1e-13)
+
+
+def test_momentum_without_springs_is_torchs_nesterov():
+    """Whose parameters are the point ahead, too."""
+    ours = "eamsgd", {"beta": 0.0, "momentum": 0.9}, {"optimizer": _sgd()}
+    _alike(3, ours, ("easgd", {"beta": 0.0}, {"optimizer": _sgd(momentum=0.9, nesterov=True)}), 1e-12)
+
+
+def test_a_state_is_taken_up_with_its_velocity_and_without_one_workers_are_at_rest():
+    held = {}
+
+    def body(comm):
+        run = problem.make(comm, "eamsgd", problem.model())
+        held[comm.rank] = HeldRank(capture_strategy(run))
+        comm.barrier()
+        saved = run.state()
+        moving = {"velocity": [torch.ones_like(v) for v in saved["velocity"]]} if run.is_worker else {}
+        run.load_state(saved | moving)
+        taken = [v.clone() for v in run.state().get("velocity", [])]
+        restore_strategy(run, resharded(run, [held[0], held[1], held[1]])["strategy"])
+        if run.is_worker:
+            found = taken[0].min().item(), run.state()["velocity"][0].abs().max().item()
+            run.pause()
+        else:
+            found = None
+            run.serve(lambda: None)
+        run.close()
+        return found
+
+    assert run_virtual(body, 2)[1] == (1.0, 0.0)

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from harness.cases import each
-from hpcdist.comm.virtual import Jitter, Network, run_virtual
-from hpcdist.errors import ConfigError
+from hpcdist.comm.virtual import run_virtual
 from strategies import mixed, problem
 
 pytestmark = pytest.mark.computes
@@ -115,7 +114,7 @@ def test_steps_are_those_of_a_simulation_with_the_same_peers(name, order, case):
 @each("order", ["after", "before"])
 @each("pairing", ["permutation", "matching"])
 @each("interval", [1, 3])
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.sizes(3, 4)
 def test_synchronous_steps_are_those_of_a_simulation_with_the_same_draws(ranks, order, pairing, interval):
     found = ranks(lambda comm: _steps(comm, "gossip_sync", {"order": order, "interval": interval, "pairing": pairing}))
     sources = mixed.sources(ranks, STEPS, seed=3, pairing=pairing)
@@ -132,37 +131,16 @@ def test_synchronous_steps_are_those_of_a_simulation_with_the_same_draws(ranks, 
         np.testing.assert_allclose(np.stack([values[step - 1] for values, *_ in found]), x, rtol=0, atol=1e-14)
 
 
-@each("name", COUNT)
-@each("case", [({}, 3), ({"draw_self": False}, 2)])
-def test_more_peers_than_there_are_ranks_are_refused(name, case):
-    (options, most), option = case, COUNT[name]
-    message = f"strategy.{option} must be at most the number of ranks to draw from, {most}; got {most + 1}"
-    with pytest.raises(ConfigError, match=message):
-        run_virtual(lambda comm: problem.make(comm, name, problem.model(), **options, **{option: most + 1}), 3)
-
-
-OPTIONS = [{"interval": 3}, {"order": "before"}, {"draw_self": False}]
-BY_NAME = [
-    *[(name, options) for name in ("gossip_pull", "gossip_push", "gossip_sync") for options in OPTIONS],
+@each("case", [
     ("gossip_pull", {"pulls": 2, "interval": 2}),
-    ("gossip_push", {"pushes": 2, "interval": 2}),
+    ("gossip_push", {"pushes": 2, "interval": 2, "draw_self": False}),
     ("gossip_sync", {"pairing": "matching", "interval": 2, "order": "before"}),
-]
-
-
-@each("case", BY_NAME)
+])  # fmt: skip
 @pytest.mark.sizes(1)
 def test_on_one_rank_it_is_the_plain_optimiser_whatever_is_set(ranks, case):
     name, options = case
-    (run,) = ranks(lambda comm: problem.train(comm, name, options))
-    assert torch.equal(run.params[0], problem.serial(1)[0])
-
-
-@each("case", BY_NAME[-3:])
-@pytest.mark.sizes(4)
-def test_it_learns_with_several_settings(ranks, case):
-    name, options = case
-    problem.learns(ranks, name, options, epochs=8)
+    (run,) = ranks(lambda comm: problem.train(comm, name, options, samples=80))
+    assert torch.equal(run.params[0], problem.serial(1, samples=80)[0])
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -198,20 +176,3 @@ def test_a_message_pushed_in_between_is_averaged_in_the_next_step_whatever_the_i
         return found
 
     assert run_virtual(body, 2) == [0.5, 1.0]
-
-
-@each("name", COUNT)
-def test_with_an_interval_ranks_at_their_own_pace_come_to_agree(name):
-    def body(comm):
-        strategy = problem.make(comm, name, torch.nn.Linear(3, 2, dtype=torch.float64), seed=5, interval=3)
-        strategy.model.params[0].fill_(comm.rank)
-        strategy.load_state(strategy.state())
-        for _ in range(240):
-            comm.compute()
-            strategy.step(lambda: None)
-        found = strategy.model.params[0][0].item()
-        strategy.close()
-        return found
-
-    found = run_virtual(body, 4, compute=Jitter(0.1, 0.3), network=Network(1e-4, 1e9))
-    assert max(found) - min(found) < 1e-3

@@ -111,52 +111,6 @@ def test_a_pair_without_curvature_is_left_out():
         assert not pairs.add() and pairs.kept == []
 
 
-def _minimise(loss, x, *, iterations, c2=0.9, limit=10, evaluations=40):
-    """Plain L-BFGS of the same parts, in one process; returns the gradients' norms at the iterations' beginnings."""
-    vectors = LocalVectors([torch.zeros_like(x)])
-    pairs, norms = CurvaturePairs(vectors, limit), []
-    for _ in range(iterations):
-        value, gradient = loss(x)
-        norms.append(gradient.norm().item())
-        vectors.fill(GRADIENT, [gradient])
-        pairs.direction(DIRECTION, GRADIENT)
-        direction = vectors[DIRECTION][0].clone()
-        slope = vectors.dot(GRADIENT, DIRECTION)
-        if not slope < 0:
-            break
-        search = strong_wolfe(value, slope, 1.0, c1=1e-4, c2=c2, evaluations=evaluations, noise=1e-15 * abs(value))
-        length = next(search)
-        try:
-            while True:
-                there, its = loss(x + length * direction)
-                length = search.send((there, (its @ direction).item()))
-        except StopIteration as end:
-            found = end.value
-        if found is None:
-            break
-        x = x + found.length * direction
-        vectors.fill(pairs.spare.s, [found.length * direction])
-        vectors.fill(pairs.spare.y, [loss(x)[1] - gradient])
-        pairs.add()
-    return x, [*norms, loss(x)[1].norm().item()]
-
-
-@each("d", [1, 2, 6, 12])
-@each("history", [1, 12])
-def test_a_quadratic_ends_in_d_and_one_iterations_with_exact_line_search(d, history):
-    rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))[0]
-    matrix = rotation @ torch.diag(torch.linspace(1, 20, d, dtype=torch.float64)) @ rotation.T
-    end = torch.randn(d, generator=generator, dtype=torch.float64)
-
-    def loss(x):
-        gradient = matrix @ (x - end)
-        return 0.5 * ((x - end) @ gradient).item(), gradient
-
-    x, norms = _minimise(loss, torch.zeros(d, dtype=torch.float64), iterations=d + 1, c2=1e-9, limit=history)
-    assert norms[-1] <= 1e-7 * norms[0]
-    torch.testing.assert_close(x, end, rtol=0, atol=1e-7)
-
-
 # --- line search ------------------------------------------------------------------------------------------------------
 def _search(function, first=1.0, c1=1e-4, c2=0.9, evaluations=20):
     """The result, and all lengths tried; `function` gives value and slope."""

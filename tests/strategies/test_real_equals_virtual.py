@@ -1,4 +1,4 @@
-"""The seam, as strategies see it: 20 steps of each on real ranks are those of its run on virtual ranks."""
+"""The seam, as strategies see it: 12 steps of each on real ranks are those of its run on virtual ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, run_virtual
 from strategies import problem
 
-STEPS, BATCH = 20, 3
+STEPS, BATCH = 12, 3
 ROUNDING = 1e-13  # a library may add up in another order
 
 
@@ -23,7 +23,8 @@ def train(comm, name: str) -> tuple[list[float], list[float], list[list[int]], i
     group = comm.split(0 if comm.rank in workers else 1)
     turns = nullcontext if cls.contract.synchronous else _turns(group)
     samples = STEPS * BATCH * len(workers)
-    run = problem.train(comm, name, batch=BATCH, samples=samples, epochs=1, turns=turns)
+    options = problem.PERIODS.get(name, {})
+    run = problem.train(comm, name, options, batch=BATCH, samples=samples, epochs=1, turns=turns)
     group.close()
     staleness = [list(record.staleness) for record in run.records]
     return run.params[0].tolist(), run.consensus[0].tolist(), staleness, run.pending

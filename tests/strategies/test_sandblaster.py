@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 
@@ -15,9 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hpcdist as hd
-from faults.deaths import events, job, survivable
-from hpcdist import checkpoint, strategies
-from hpcdist.comm.virtual import ComputeModel, Constant, Straggler, run_virtual
+from faults.deaths import events, go_on, job, survivable
+from harness.cases import each
+from hpcdist import checkpoint
+from hpcdist.comm.virtual import Constant, Straggler, run_virtual
 from hpcdist.errors import ConfigError, NonFiniteError, RankFailedError
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import load_summary
@@ -38,27 +38,29 @@ class Loop:
     def __init__(self, comm, samples=problem.SAMPLES, module=None, loss=problem.loss, **options):
         self.comm, self.samples, self.loss = comm, samples, loss
         self.module = problem.model() if module is None else module
-        cls = strategies.load("sandblaster")
-        given = {"on_record": self.note}
         self.records, self.computed = [], []
-        self.strategy = cls(cls.Config(**options), comm.split(0), FlatModel(self.module), **given)
+        self.strategy = problem.make(comm, "sandblaster", self.module, **options)
+        self.strategy.records.write = self.records.append
 
-    def note(self, record):
-        self.records.append(record)
-
-    def steps(self, count, batches=None):
+    def steps(self, count, batches=None, after=lambda: None):
         """Collective. A period of so many steps; returns the losses at their beginnings."""
+        if not self.strategy.is_worker:
+            self.strategy.serve(None)
+            return []
+        losses = self.minimise(count, batches, after)
+        self.strategy.pause()
+        return losses
+
+    def minimise(self, count, batches=None, after=lambda: None):
+        """A worker's part of that, but for the end of the period."""
         strategy, losses = self.strategy, []
-        if not strategy.is_worker:
-            strategy.serve(None)
-            return losses
         for step in range(count):
             indices, joint = (np.arange(self.samples), None) if batches is None else batches[step]
             strategy.joint = joint or JointBatch(self.samples, whole=True)
             record, loss = strategy.minimise(None, lambda portion: self.evaluate(indices[portion], portion))
             self.records.append(record)
             losses.append(loss.item())
-        strategy.pause()
+            after()
         return losses
 
     def evaluate(self, indices, portion):
@@ -73,19 +75,23 @@ class Loop:
 
     def gradient(self):
         """Collective. The sum that the shards have at X, for comparison."""
-        comm, found = self.comm, [torch.zeros_like(flat) for flat in self.strategy.model.params]
-        for rank, shard in self.strategy.point.shards.items():
-            for part, own in zip(
-                shard.of(found), self.strategy.shard.vectors[GRADIENT] if comm.rank == rank else found
-            ):
-                if comm.rank == rank:
-                    part.copy_(own)
-                comm.broadcast(part, rank)
-        return torch.cat(found)
+        vectors = self.strategy.shard.vectors if self.comm.rank in self.strategy.point.shards else None
+        return _whole(self.comm, self.strategy, vectors and vectors[GRADIENT][0])
 
     def close(self):
         self.strategy.close()
         self.strategy.comm.close()
+
+
+def _whole(comm, strategy, part):
+    """Collective. A vector of which each shard has its part."""
+    found = torch.zeros_like(strategy.model.params[0])
+    for rank, shard in strategy.point.shards.items():
+        (own,) = shard.of([found])
+        if rank == comm.rank and part is not None:
+            own.copy_(part)
+        comm.broadcast(own, rank)
+    return found
 
 
 def _pairs(loop):
@@ -110,10 +116,9 @@ def _train(comm, steps=6, **options):
 
 
 # --- the sum of gradients ---------------------------------------------------------------------------------------------
-@pytest.mark.sizes(1, 2, 3, 4, 6)
-@pytest.mark.parametrize("servers", [1, 2])
-def test_the_gradient_is_that_of_the_full_batch(ranks, servers):
-    servers = servers if ranks.size > servers + 1 else 1
+@pytest.mark.sizes(1, 3, 4)
+def test_the_gradient_is_that_of_the_full_batch(ranks):
+    servers = 2 if ranks.size > 3 else 1
     for params, gradient, losses, records, _ in ranks(lambda comm: _train(comm, servers=servers)):
         loss, expected = _full(params)
         torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
@@ -135,16 +140,24 @@ def test_who_computes_and_how_often_changes_no_bit():
 
 
 @survivable
-def test_a_killed_worker_changes_no_bit(tmp_path):
-    """Killed within a portion, on real ranks: the others compute it, and end where a run without a death does."""
+def test_the_others_do_the_part_of_a_killed_worker(tmp_path):
+    """Killed within a portion, on real ranks; they end where virtual ones end without a death."""
     settings = ("strategy=sandblaster", "epochs=1", "batch_size=48")
-    for name, deaths in (("dies", {3: 15}), ("lives", {})):
+    for name in ("dies", "lives"):
         (tmp_path / name).mkdir()
-        done = job(tmp_path / name, 4, *settings, deaths=deaths)
-        assert done.returncode == 0, done.stderr
+    done = job(tmp_path / "dies", 4, *settings, deaths={3: 15})
+    assert done.returncode == 0, done.stderr
+    go_on(tmp_path / "lives", 4, None, *settings)
     assert events(tmp_path / "dies", 0) == ["goes on without rank 3: it has died"]
     died, lived = (load_summary(tmp_path / name / "run") for name in ("dies", "lives"))
-    assert died.lost_ranks == [3] and died.sha256 == lived.sha256 and died.metrics["accuracy"] > 0.5
+    assert died.lost_ranks == [3] and lived.metrics["accuracy"] > 0.5
+    assert died.metrics["accuracy"] == pytest.approx(lived.metrics["accuracy"], abs=0.03)
+
+
+def _windows_and_events(comm, loop):
+    found = [window.local.clone() for window in loop.strategy.point._windows], [r.event for r in loop.records]
+    comm.barrier()
+    return found
 
 
 def test_a_worker_that_dies_in_the_middle_leaves_the_sum_as_it_is():
@@ -157,7 +170,6 @@ def test_a_worker_that_dies_in_the_middle_leaves_the_sum_as_it_is():
         strategy.comm.failures.failed = lambda: (dead,) if dies and comm.now() > 1.0 else ()
         strategy.comm.failures.tolerant = True
         if dies and comm.rank == dead:
-            strategy.joint = JointBatch(loop.samples, whole=True)
             real = strategy.comm.memory.put_all
 
             def to_one_shard(puts):
@@ -171,12 +183,10 @@ def test_a_worker_that_dies_in_the_middle_leaves_the_sum_as_it_is():
 
             strategy.comm.memory.put_all = to_one_shard
             with pytest.raises(KeyError):
-                strategy.minimise(None, lambda portion: loop.evaluate(np.arange(loop.samples)[portion], portion))
+                loop.minimise(1)
         else:
             loop.steps(4)
-        found = [window.local.clone() for window in strategy.point._windows], [record.event for record in loop.records]
-        comm.barrier()
-        return found
+        return _windows_and_events(comm, loop)
 
     dies = run_virtual(lambda comm: body(comm, True), 6, compute=Constant(0.3))
     lives = run_virtual(lambda comm: body(comm, False), 6, compute=Constant(0.3))
@@ -185,26 +195,24 @@ def test_a_worker_that_dies_in_the_middle_leaves_the_sum_as_it_is():
         assert all(torch.equal(a, b) for a, b in zip(mine[0], theirs[0], strict=True))
 
 
-@pytest.mark.parametrize("says_so_before", [True, False], ids=["after its last message", "before it"])
+@each("says_so_before", [True, False])
 def test_a_worker_that_dies_at_the_end_of_an_epoch_is_left_behind(says_so_before):
+    """After its last message, or before it."""
+
     def body(comm, dies, gone):
         loop = Loop(comm)
         strategy, dead = loop.strategy, comm.size - 1
         strategy.comm.failures.failed = lambda: tuple(gone)
         strategy.comm.failures.tolerant = True
         if dies and comm.rank == dead:
-            strategy.joint = JointBatch(loop.samples, whole=True)
-            for _ in range(3):
-                strategy.minimise(None, lambda portion: loop.evaluate(np.arange(loop.samples)[portion], portion))
+            loop.minimise(3)
             if says_so_before:
                 strategy.work.client.push(PAUSE)
             gone.append(dead)
         else:
             loop.steps(3)
             loop.steps(2)
-        found = [window.local.clone() for window in strategy.point._windows], [record.event for record in loop.records]
-        comm.barrier()
-        return found
+        return _windows_and_events(comm, loop)
 
     dies, lives = (
         run_virtual(lambda comm, dies=dies, gone=gone: body(comm, dies, gone), 5, compute=Constant(0.3))
@@ -234,7 +242,7 @@ def _logistic():
     return loss, scipys
 
 
-@pytest.mark.sizes(1, 3, 4)
+@pytest.mark.sizes(1, 4)
 def test_it_ends_at_scipys_minimum_of_logistic_regression(ranks):
     loss, scipys = _logistic()
 
@@ -242,7 +250,7 @@ def test_it_ends_at_scipys_minimum_of_logistic_regression(ranks):
         module = nn.Linear(problem.FEATURES, 1).double()
         nn.init.zeros_(module.weight)
         nn.init.zeros_(module.bias)
-        loop = Loop(comm, module=module, loss=loss)
+        loop = Loop(comm, module=module, loss=loss, servers=2 if comm.size > 3 else 1)
         losses = loop.steps(25)
         params = loop.params()
         loop.close()
@@ -255,29 +263,8 @@ def test_it_ends_at_scipys_minimum_of_logistic_regression(ranks):
         assert all(after <= before + 1e-14 for before, after in pairwise(losses))
 
 
-def test_a_quadratic_ends_in_d_and_one_steps_on_shards():
-    d = 8
-    scales, end = torch.linspace(1, 9, d, dtype=torch.float64), torch.arange(d, dtype=torch.float64)
-
-    def body(comm):
-        module = nn.Linear(d, 1, bias=False).double()
-        nn.init.zeros_(module.weight)
-
-        def loss(module, indices):  # of every sample the same
-            return 0.5 * (scales * (module.weight.reshape(-1) - end).square()).sum()
-
-        loop = Loop(comm, module=module, loss=loss, servers=2, c1=1e-10, c2=1e-9, max_evaluations=40)
-        loop.steps(d + 1)
-        params = loop.params()
-        loop.close()
-        return params
-
-    for params in run_virtual(body, 5):
-        torch.testing.assert_close(params, end, rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize("overlap", [0.0, 0.5])
-@pytest.mark.sizes(1, 4)
+@each("overlap", [0.0, 0.5])
+@pytest.mark.sizes(4)
 def test_batches_that_change_are_learnt_from(ranks, overlap):
     problem.learns(ranks, "sandblaster", {"overlap": overlap, "portions": 2}, epochs=1)
 
@@ -323,8 +310,9 @@ def test_with_overlap_y_is_of_the_samples_that_two_batches_share():
     torch.testing.assert_close(pairs[2][2][1], gradient(ends[3], own) - gradient(ends[2], own), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("head", "added"), [(20, 1), (12, 0), (0, 0)])
-def test_no_pair_is_made_of_other_shared_samples_than_were_foreseen(head, added):
+@each("case", [(20, 1), (12, 0), (0, 0)])
+def test_no_pair_is_made_of_other_shared_samples_than_were_foreseen(case):
+    head, added = case
     batches = [
         (np.arange(0, 60), JointBatch(60, head=0, tail=20)),
         (np.arange(60 - head, 120), JointBatch(60 + head, head=head, tail=20)),
@@ -339,54 +327,32 @@ def test_no_pair_is_made_of_other_shared_samples_than_were_foreseen(head, added)
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("servers", [1, 2])
-def test_coordinator_and_shards_exchange_a_few_numbers_whatever_the_models_length(servers):
-    history, steps = 4, 12
+@each("servers", [1, 2])
+def test_the_coordinator_sends_a_few_numbers_whatever_the_models_length(servers):
+    """5 words for each operation on the shards; and portions to workers."""
+    history, steps = 4, 8
 
     def body(comm, width):
         torch.manual_seed(1)
         module = nn.Sequential(nn.Linear(problem.FEATURES, width), nn.Tanh(), nn.Linear(width, 2)).double()
         loop = Loop(comm, module=module, servers=servers, history=history)
-        sent, sums = [], loop.strategy.sums
-        push, reply = sums.client.push, sums.inbox.reply
+        sent, push = 0, loop.strategy.sums.client.push
 
-        def counted_push(*request, values=(), **more):
-            sent[-1] += len(values)
+        def counted(*request, values=(), **more):
+            nonlocal sent
+            sent += len(values)
             push(*request, values=values, **more)
 
-        def counted_reply(*replies):
-            sent[-1] += sum(numbers.numel() for each in replies for numbers in each.tensors)
-            reply(*replies)
-
-        sums.client.push, sums.inbox.reply = counted_push, counted_reply
-        for _ in range(steps):
-            sent.append(0)
-            loop.steps(1)
+        loop.strategy.sums.client.push = counted
+        before = loop.strategy.comm.trace.traffic.bytes_sent
+        loop.steps(steps)
         evaluations = loop.strategy.coordinator.evaluations if loop.strategy.coordinates else 0
-        return sent, evaluations
+        return sent, loop.strategy.comm.trace.traffic.bytes_sent - before, evaluations
 
     for width in (3, 300):
-        found = run_virtual(lambda comm, width=width: body(comm, width), servers + 2)
-        sent, evaluations = found[0]
-        words = 5 * (4 * history + 10) + 2 * history + 25 * math.ceil(evaluations / steps + 2)
-        assert max(sent) <= words, "5 words for each operation"
-        back = max(found[1][0])
-        assert back <= 2 * history + 8 + 2 * (evaluations / steps + 2)
-
-
-@dataclass(frozen=True)
-class Sudden(ComputeModel):
-    """Steps of 1 s; from its step `first` to the one before `last` a rank needs `factor` seconds."""
-
-    rank: int
-    factor: float
-    first: int = 1
-    last: float = math.inf
-    drawn: list[int] = field(default_factory=list)
-
-    def draw(self, rank, generator):
-        self.drawn.append(rank)
-        return self.factor if rank == self.rank and self.first <= self.drawn.count(rank) < self.last else 1.0
+        sent, n_bytes, evaluations = run_virtual(lambda comm, width=width: body(comm, width), servers + 2)[0]
+        words = steps * (5 * (4 * history + 10) + 2 * history) + 25 * (evaluations + 2 * steps)
+        assert 0 < sent <= words and n_bytes < 8 * servers * words + 600 * evaluations
 
 
 def _step_times(workers, portions, compute, *, slow=None):
@@ -394,14 +360,7 @@ def _step_times(workers, portions, compute, *, slow=None):
 
     def body(comm):
         loop, ends = Loop(comm, portions=portions), []
-        if not loop.strategy.is_worker:
-            loop.strategy.serve(None)
-        else:
-            loop.strategy.joint = JointBatch(loop.samples, whole=True)
-            for _ in range(5):
-                loop.strategy.minimise(None, lambda portion: loop.evaluate(np.arange(loop.samples)[portion], portion))
-                ends.append(comm.now())
-            loop.strategy.pause()
+        loop.steps(5, after=lambda: ends.append(comm.now()))
         return ends
 
     found = run_virtual(body, workers + 2, compute=compute)
@@ -409,17 +368,12 @@ def _step_times(workers, portions, compute, *, slow=None):
 
 
 def _epoch_times(workers, portions, compute):
-    """The seconds of each of ten epochs whose one batch is the whole data set, and at whose ends all ranks meet."""
+    """The seconds of each of six epochs whose one batch is the whole data set, and at whose ends all ranks meet."""
 
     def body(comm):
         loop, ends = Loop(comm, portions=portions), []
-        for _ in range(10):
-            if loop.strategy.is_worker:
-                loop.strategy.joint = JointBatch(loop.samples, whole=True)
-                loop.strategy.minimise(None, lambda part: loop.evaluate(np.arange(loop.samples)[part], part))
-                loop.strategy.pause()
-            else:
-                loop.strategy.serve(None)
+        for _ in range(6):
+            loop.steps(1)
             comm.barrier()
             ends.append(comm.now())
         return ends
@@ -435,10 +389,10 @@ def _even_times(workers, portions):
 SURELY = 1e-5  # seconds: a portion is late, of others that end at the same time, a millionth of its time later
 
 
-@pytest.mark.parametrize("factor", [1.25, 2.0, 4.0, 20.0])
-@pytest.mark.parametrize("workers", [2, 4])
-def test_a_worker_that_is_slow_does_not_delay_the_others(factor, workers):
+@each("case", [(1.25, 4), (2.0, 2), (4.0, 4), (20.0, 2)])
+def test_a_worker_that_is_slow_does_not_delay_the_others(case):
     """Portions of 1 s; beside so many workers one that is slower, with the same number of portions for all together."""
+    factor, workers = case
     without = _even_times(workers, workers + 1)
     slow = workers + 2
     slowed = _step_times(workers + 1, workers, Straggler(Constant(1.0), slow, factor), slow=slow)
@@ -452,38 +406,9 @@ def test_a_very_slow_worker_does_not_hold_up_the_ends_of_epochs():
     assert (slowed[1:] <= without[1:] + SURELY).all()
 
 
-@pytest.mark.parametrize(("first", "factor"), [(1, 4.0), (2, 1.5), (5, 4.0), (8, 1.5), (9, 4.0)])
-def test_a_worker_that_becomes_slow_delays_no_step_by_more_than_a_portion(first, factor):
-    """From one of its portions on, or in this one alone: the first of an evaluation or the last one."""
-    without = _even_times(4, 5)
-    for last in (first + 1, math.inf):
-        slowed = _step_times(5, 4, Sudden(6, factor, first, last), slow=6)
-        assert (slowed <= without + 1 + SURELY).all()
-
-
-@pytest.mark.parametrize("factor", [4.0, 20.0])
-def test_a_slow_worker_delays_an_evaluation_by_at_most_a_portion(factor):
-    """20 portions of 1 s each, 4 workers, and a slow one: it delays none."""
-
-    def body(comm, portions):
-        loop = Loop(comm, portions=portions)
-        loop.steps(6)
-        evaluations = loop.strategy.coordinator.evaluations if loop.strategy.coordinates else 0
-        return evaluations, loop.computed
-
-    (evaluations, _), *_ = without = run_virtual(lambda comm: body(comm, 5), 6, compute=Constant(1.0))
-    slowed = run_virtual(lambda comm: body(comm, 4), 7, compute=Straggler(Constant(1.0), 6, factor))
-    ended_s, later_s = (max(done for _, mine in run[2:6] for _, done in mine) for run in (without, slowed))
-    assert ended_s == pytest.approx(5 * evaluations) and slowed[0][0] == evaluations
-    assert later_s <= ended_s + SURELY
-
-
 # --- periods, checkpoints ---------------------------------------------------------------------------------------------
 def _run(comm, folder, *overrides, resume=None):
-    trainer = tiny.trainer(comm, folder, "strategy=sandblaster", *overrides)
-    summary = trainer.run(resume)
-    trainer.close()
-    return summary
+    return tiny.run(comm, folder, "strategy=sandblaster", *overrides, resume=resume)[0]
 
 
 @pytest.mark.parametrize(
@@ -508,11 +433,11 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(tmp_path, size, set
     assert again[0].metrics == whole.metrics and again[0].workers == whole.workers
 
 
-@pytest.mark.parametrize(("after", "added"), [(4, 1), (3, 0), (6, 0)])
+@pytest.mark.parametrize(("after", "added"), [(4, 1), (3, 0)])
 def test_a_pair_that_waits_for_its_y_is_dropped_where_fewer_or_more_samples_are_shared(
     tmp_path, monkeypatch, after, added
 ):
-    """Two workers of batches of 30 samples share 15 of them with the next batch; one worker shares 8, four share 30."""
+    """Two workers of batches of 30 samples share 15 of them with the next batch; one worker shares 8."""
     options = ("batch_size=30", "epochs=1", "strategy.overlap=0.25", "checkpoint.every_steps=2", "checkpoint.keep=9")
     run_virtual(lambda comm: _run(comm, tmp_path / "before", *options), 4)
     first = min((tmp_path / "before" / "run" / "checkpoints").iterdir())
@@ -529,7 +454,7 @@ def test_a_pair_that_waits_for_its_y_is_dropped_where_fewer_or_more_samples_are_
     assert len(loaded) == 1 and len(next_ones) == 1 + added and len(later[-1][1]) > len(next_ones)
 
 
-@pytest.mark.parametrize(("before", "after"), [((1, 1), (4, 2)), ((4, 2), (3, 1)), ((5, 2), (2, 1)), ((3, 1), (6, 3))])
+@pytest.mark.parametrize(("before", "after"), [((1, 1), (4, 2)), ((5, 2), (3, 1))])
 def test_on_another_number_of_ranks_it_goes_on_with_its_history(tmp_path, before, after):
     options = ("epochs=1", "checkpoint.every_steps=1", "batch_size=2000")
     run_virtual(lambda comm: _run(comm, tmp_path, *options, f"strategy.servers={before[1]}", "epochs=4"), before[0])
@@ -541,13 +466,8 @@ def test_on_another_number_of_ranks_it_goes_on_with_its_history(tmp_path, before
         strategy = trainer.strategy
         whole = [strategy.consensus()[0][0]]
         for number in range(1, 20):
-            flat = torch.zeros_like(whole[0])
-            for rank, shard in strategy.point.shards.items():
-                (part,) = shard.of([flat])
-                if rank == comm.rank and number in strategy.shard.vectors.numbers:
-                    part.copy_(strategy.shard.vectors[number][0])
-                comm.broadcast(part, rank)
-            whole.append(flat)
+            has = comm.rank in strategy.point.shards and number in strategy.shard.vectors.numbers
+            whole.append(_whole(comm, strategy, strategy.shard.vectors[number][0] if has else None))
         state = strategy.coordinator.state() if strategy.coordinates else None
         trainer.close()
         return whole, state
@@ -559,7 +479,7 @@ def test_on_another_number_of_ranks_it_goes_on_with_its_history(tmp_path, before
         assert torch.equal(mine, theirs) or number in (3, 4, 5, 6), "directions and sums are of one step"
 
 
-@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.sizes(1, 4)
 def test_a_loop_of_ones_own_gives_it_portions(ranks):
     """Uneven batches; values that the loop loads between epochs; the same model on all ranks in the end."""
 
@@ -596,23 +516,6 @@ def _start():
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"c1": 0.4, "c2": 0.3}, "strategy.c1 must be less than strategy.c2; got 0.4 and 0.3"),
-        ({"on_nonfinite": "ignore"}, "strategy.on_nonfinite must be stop or skip with sandblaster, .*; got ignore"),
-        ({"overlap": 0.6}, "overlap"),
-    ],
-)
-def test_settings_that_do_not_suit_it_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        strategies.load("sandblaster").Config(**options)
-
-
-def test_too_many_servers_are_refused():
-    message = "strategy.servers must leave a rank for the coordinator and at least one to be a worker; got 2 on 3 ranks"
-    with pytest.raises(ConfigError, match=message):
-        run_virtual(lambda comm: Loop(comm, servers=2), 3)
 
 
 def test_steps_without_a_closure_or_a_joint_batch_are_refused():
@@ -643,7 +546,7 @@ def test_loops_that_do_not_suit_it_are_refused(tmp_path):
         run_virtual(lambda comm: tiny.trainer(comm, tmp_path, "strategy=sandblaster", "amp=fp16"), 1)
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@each("size", [1, 3])
 def test_a_loss_that_is_not_finite_where_a_step_begins_ends_the_run_or_is_left_out(size):
     def body(comm, on_nonfinite):
         calls = []
@@ -665,8 +568,8 @@ def test_a_loss_that_is_not_finite_where_a_step_begins_ends_the_run_or_is_left_o
     assert _full(params)[0] < 0.7 * _full(_start())[0]
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("which", ["loss", "gradient"])
+@each("size", [1, 3])
+@each("which", ["loss", "gradient"])
 def test_where_a_portion_is_not_finite_the_step_is_shorter(size, which):
     """The first portion's loss, or its gradient alone, beyond a distance."""
     start = _start()
@@ -689,21 +592,7 @@ def test_where_a_portion_is_not_finite_the_step_is_shorter(size, which):
     assert not any(events_of for *_, events_of in found)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_step_along_which_the_gradient_stays_leaves_no_pair(size):
-    """s·y = 0: H would be infinite."""
-
-    def body(comm):
-        loop = Loop(comm, loss=lambda module, indices: sum(p.sum() for p in module.parameters()), max_evaluations=3)
-        losses = loop.steps(3)
-        return losses, _pairs(loop)
-
-    found = run_virtual(body, size)
-    losses, pairs = found[-1][0], found[0][1]
-    assert pairs == [] and losses == sorted(losses, reverse=True) and losses[2] < losses[1] < losses[0]
-
-
-@pytest.mark.parametrize("size", [1, 3])
+@each("size", [1, 3])
 def test_a_direction_without_a_lower_point_is_left_and_said(size):
     def body(comm):
         loop = Loop(comm, loss=lambda module, indices: _rising(module), max_evaluations=3)

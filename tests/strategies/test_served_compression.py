@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness import loops
+from harness.cases import each
 from harness.worlds import saved, take_up
-from hpcdist import strategies
 from hpcdist.comm.virtual import Exponential, run_virtual
-from hpcdist.errors import ConfigError
-from hpcdist.model.flat import FlatModel
 from strategies import problem
 from train import tiny
 
@@ -17,54 +16,39 @@ pytestmark = pytest.mark.computes
 
 GRADIENTS = {"hardsync": {}, "softsync": {"splits": 2}, "parameter_server": {}, "ssp": {"bound": 1}}
 SERVED = {**GRADIENTS, "downpour": {"n_push": 2, "n_fetch": 3}, "easgd": {}, "eamsgd": {"period": 2, "momentum": 0.5}}
-EACH = pytest.mark.parametrize("name", SERVED)
+EACH = each("name", SERVED)
 DENSITY = {"name": "threshold", "density": 0.1}
 TOPK = {"name": "topk", "ratio": 0.1}
 ALL = {"name": "topk", "ratio": 1.0, "values": "fp64"}  # never shorter than the tensor: all is sent as it is
 
 
 def _train(name, options, size, **settings):
-    body_settings = {"optimizer": "sgd", "epochs": 2, **settings}
-    return run_virtual(
-        lambda comm: problem.train(comm, name, {**SERVED[name], **options}, **body_settings),
-        size,
-        compute=Exponential(0.1),
-    )
-
-
-def _bytes(runs):
-    return sum(record.bytes_sent for run in runs for record in run.records)
+    settings = {"optimizer": "sgd", "epochs": 2, "compute": Exponential(0.1), **settings}
+    return problem.virtual({**SERVED[name], **options}, size, name, **settings)
 
 
 # --- what comes out ---------------------------------------------------------------------------------------------------
 @EACH
-@pytest.mark.parametrize("compression", [TOPK, "fp16"], ids=str)
-@pytest.mark.sizes(3)
-def test_it_learns(ranks, name, compression):
-    problem.learns(ranks, name, {**SERVED[name], "compression": compression}, epochs=4, below=0.9)
-
-
-@EACH
-@pytest.mark.parametrize("servers", [2, pytest.param("colocated", marks=pytest.mark.extended)])
+@each("more", [{"compression": TOPK}, {"compression": DENSITY, "servers": 2}])
 @pytest.mark.sizes(4)
-def test_it_learns_with_shards(ranks, name, servers):
-    options = {**SERVED[name], "compression": DENSITY, "servers": servers}
+def test_it_learns(ranks, name, more):
+    problem.learns(ranks, name, {**SERVED[name], **more}, epochs=3, below=0.9, compute=Exponential(0.1))
+
+
+@each("case", [("hardsync", True), ("softsync", False)])
+@pytest.mark.sizes(8)
+def test_it_learns_in_a_tree(ranks, case):
+    name, compress_answers = case
+    options = {**SERVED[name], "compression": TOPK, "fan_in": 2, "compress_answers": compress_answers}
     problem.learns(ranks, name, options, epochs=4, below=0.9, compute=Exponential(0.1))
 
 
-@pytest.mark.parametrize(("name", "compress_answers"), [("hardsync", True), ("softsync", False)])
-@pytest.mark.sizes(8)
-def test_it_learns_in_a_tree(ranks, name, compress_answers):
-    options = {**SERVED[name], "compression": TOPK, "fan_in": 2, "compress_answers": compress_answers}
-    problem.learns(ranks, name, options, epochs=6, below=0.9, compute=Exponential(0.1))
-
-
 @EACH
-@pytest.mark.parametrize(("size", "servers"), [(4, 2), (3, "colocated")])
-def test_what_is_sent_as_it_is_changes_nothing(name, size, servers):
+@each("servers", [2, "colocated"])
+def test_what_is_sent_as_it_is_changes_nothing(name, servers):
     """Neither do messages that would be longer than the tensors; elastic averaging adds what the centre lacks."""
     dense, coded = (
-        _train(name, {"servers": servers, **options}, size, samples=50) for options in ({}, {"compression": ALL})
+        _train(name, {"servers": servers, **options}, 4, samples=50, epochs=1) for options in ({}, {"compression": ALL})
     )
     for a, b in zip(dense, coded, strict=True):
         torch.testing.assert_close(a.consensus[0], b.consensus[0], rtol=0, atol=1e-12)
@@ -72,37 +56,24 @@ def test_what_is_sent_as_it_is_changes_nothing(name, size, servers):
         assert a.staleness == b.staleness
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_workers_have_almost_what_the_servers_have(name):
-    runs = _train(name, {"compression": "fp16"}, 3, epochs=3)
-    (expected,) = runs[0].consensus
-    assert torch.equal(runs[0].params[0], expected)
-    ends = [(run.params[0] - expected).abs().max().item() for run in runs[1:]]
-    dense = [(run.params[0] - run.consensus[0]).abs().max().item() for run in _train(name, {}, 3, epochs=3)[1:]]
-    assert all(0 < end < found + 1e-3 for end, found in zip(ends, dense, strict=True))
-
-
 @EACH
-@pytest.mark.parametrize("compression", [DENSITY, TOPK, "fp16"], ids=str)
+@each("compression", [DENSITY, "fp16"])
 def test_it_sends_less(name, compression):
     """Of a model of 7 kB, in one-sided calls of a few words beside the messages."""
 
     def sent(options):
         def body(comm):
             module = torch.nn.Linear(30, 60, bias=False)
-            local, cls, channel = torch.optim.SGD(module.parameters(), lr=0.01), strategies.load(name), comm.split(0)
-            strategy = cls(cls.Config(**SERVED[name], **options), channel, FlatModel(module))
-            before = channel.trace.traffic.bytes_sent
-            if strategy.is_worker:
-                for _ in range(12):
-                    module.weight.grad = torch.randn(60, 30)
-                    strategy.step(local.step)
-                strategy.pause()
-            else:
-                strategy.serve(local.step)
-            spent = channel.trace.traffic.bytes_sent - before
+            local = torch.optim.SGD(module.parameters(), lr=0.01)
+            strategy = problem.make(comm, name, module, **SERVED[name], **options)
+            before = strategy.comm.trace.traffic.bytes_sent
+
+            def backward(step):
+                module.weight.grad = torch.randn(60, 30)
+
+            loops.by_strategy(strategy, local, range(12), backward)
+            spent = strategy.comm.trace.traffic.bytes_sent - before
             strategy.close()
-            channel.close()
             return spent
 
         return sum(run_virtual(body, 3))
@@ -126,7 +97,7 @@ def test_a_nan_stays_out_of_what_is_left_to_be_sent(ranks, name):
     assert sum(bool(record.event) for run in runs for record in run.records) == 2 * len(poison)
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+@each("name", GRADIENTS)
 @pytest.mark.sizes(4)
 def test_while_it_warms_up_only_some_workers_count(ranks, name):
     compression = {"name": "topk", "ratio": 0.2, "warmup_steps": 5, "warmup_ranks": 1}
@@ -140,20 +111,6 @@ def test_while_it_warms_up_only_some_workers_count(ranks, name):
     assert applied + sum(run.pending for run in runs) == problem.SAMPLES // 4 - 10
 
 
-@pytest.mark.parametrize("name", ["downpour", "easgd", "eamsgd"])
-def test_workers_that_step_alone_all_count(name):
-    options = {"compression": {"name": "topk", "warmup_steps": 2, "warmup_ranks": 1}}
-    with pytest.raises(ConfigError, match=f"strategy.compression.warmup_ranks must be none with {name}, whose"):
-        _train(name, options, 2)
-
-
-def test_compressors_that_lose_too_much_send_gradients_only():
-    compression = {"name": "qsgd", "levels": 1, "error_feedback": False}
-    _train("hardsync", {"compression": compression, "compress_answers": False}, 2, epochs=1)
-    with pytest.raises(ConfigError, match="strategy.compression must lose less than there is where differences of par"):
-        _train("hardsync", {"compression": compression}, 2, epochs=1)
-
-
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 def _resumes(ranks, folder, name, *options):
     """Whether a job resumed from its 7th step ends on the same bits."""
@@ -163,44 +120,38 @@ def _resumes(ranks, folder, name, *options):
     settings += ["checkpoint.every_steps=7", "checkpoint.keep=100"]
 
     def body(comm):
-        def run(to, path=None):
-            trainer = tiny.trainer(comm, to, *settings)
-            summary = trainer.run(path)
-            trainer.close()
-            return summary.sha256
-
-        whole = run(folder / "whole")
-        return whole == run(folder / "again", folder / "whole/run/checkpoints/step-00000007")
+        whole = tiny.run(comm, folder / "whole", *settings)[0].sha256
+        path = folder / "whole/run/checkpoints/step-00000007"
+        return whole == tiny.run(comm, folder / "again", *settings, resume=path)[0].sha256
 
     return all(ranks(body))
 
 
-@EACH
+ONE_WORKER = [("softsync", "servers=2"), ("downpour", "servers=2"), ("eamsgd", "servers=2")]  # order is no matter
+IN_STEP = [("hardsync", "servers=colocated"), ("hardsync", "fan_in=2")]
+
+
+@pytest.mark.parametrize(("name", "option"), ONE_WORKER)
 @pytest.mark.sizes(3)
-def test_a_resumed_job_ends_on_the_same_bits(ranks, shared_tmp_path, name):
-    """With one worker, so that nothing depends on who is first."""
-    assert _resumes(ranks, shared_tmp_path, name, "servers=2")
+def test_a_resumed_job_ends_on_the_same_bits(ranks, shared_tmp_path, name, option):
+    assert _resumes(ranks, shared_tmp_path, name, option)
 
 
-@pytest.mark.parametrize("option", ["servers=1", "servers=colocated", "fan_in=2"])
+@pytest.mark.parametrize(("name", "option"), IN_STEP)
 @pytest.mark.sizes(4)
-def test_and_with_several_workers_that_are_in_step(ranks, shared_tmp_path, option):
-    assert _resumes(ranks, shared_tmp_path, "hardsync", option)
+def test_and_with_several_workers_that_are_in_step(ranks, shared_tmp_path, name, option):
+    assert _resumes(ranks, shared_tmp_path, name, option)
 
 
 def _after_five_steps(comm, options):
     """The state of hardsync, and how many workers there are."""
-    cls, module = strategies.load("hardsync"), problem.model()
-    strategy = cls(cls.Config(**options, fan_in=2), comm.split(0), FlatModel(module))
-    local = torch.optim.SGD(module.parameters(), lr=0.02)
-    if strategy.is_worker:
-        for step in range(5):
-            local.zero_grad()
-            problem.loss(module, range(10 * comm.rank + step, 10 * comm.rank + step + 10)).backward()
-            strategy.step(local.step)
-        strategy.pause()
-    else:
-        strategy.serve(local.step)
+    module = problem.model()
+    strategy, local = problem.make(comm, "hardsync", module, **options), torch.optim.SGD(module.parameters(), lr=0.02)
+
+    def backward(step):
+        problem.loss(module, range(10 * comm.rank + step, 10 * comm.rank + step + 10)).backward()
+
+    loops.by_strategy(strategy, local, range(5), backward)
     found = saved(strategy)
     strategy.close()
     return found, strategy.roles
@@ -212,7 +163,7 @@ def _flat(named):
 
 def test_in_a_world_of_another_size_no_gradient_that_was_not_sent_is_lost():
     """What is left on the workers and aggregators, as a mean over the workers, stays what it is."""
-    options = {"compression": {"name": "topk", "ratio": 0.05}}
+    options = {"compression": {"name": "topk", "ratio": 0.05}, "fan_in": 2}
     found = run_virtual(lambda comm: _after_five_steps(comm, options), 6)
     states, roles = [state for state, _ in found], found[0][1]
     assert len(roles.workers) >= 2 and roles.aggregators
@@ -220,8 +171,7 @@ def test_in_a_world_of_another_size_no_gradient_that_was_not_sent_is_lost():
     assert left.abs().max() > 0
 
     def smaller(comm):
-        cls = strategies.load("hardsync")
-        strategy = cls(cls.Config(**options, fan_in=2), comm, FlatModel(problem.model()))
+        strategy = problem.make(comm, "hardsync", problem.model(), **options)
         take_up(strategy, states)
         residual = [part.clone() for part in strategy.state()["requests.whole"]]
         strategy.close()
@@ -229,3 +179,66 @@ def test_in_a_world_of_another_size_no_gradient_that_was_not_sent_is_lost():
 
     for (residual,) in run_virtual(smaller, 3)[1:]:
         torch.testing.assert_close(residual, left / len(roles.workers), rtol=0, atol=1e-15)
+
+
+# --- as all-reduce ----------------------------------------------------------------------------------------------------
+STEPS = 12
+DGC = {"name": "dgc", "ratio": 0.1, "values": "fp64"}
+
+
+def _steps(comm, name: str, options: dict) -> list[torch.Tensor]:
+    """The parameters after each step of a worker, whose batches are its own; of a server none."""
+    module = problem.model()
+    strategy, local = problem.make(comm, name, module, **options), torch.optim.SGD(module.parameters(), lr=0.02)
+    workers, found = strategy.config.workers(comm.size), []
+
+    def backward(step):
+        first = (7 * step + 50 * workers.index(comm.rank)) % 200
+        problem.loss(module, range(first, first + 10)).backward()
+
+    loops.by_strategy(strategy, local, range(STEPS), backward, after=lambda step: found.append(loops.vector(module)))
+    strategy.close()
+    return found
+
+
+@each("more", [
+    {},
+    {"warmup_steps": 3, "ramp_steps": 4, "nesterov": True},
+    {"warmup_steps": 4, "masking": False, "clip_norm": 0.1},
+    {"warmup_steps": 4, "warmup_ranks": 1},
+])  # fmt: skip
+def test_deep_gradient_compression_step_by_step(more):
+    options = {"compression": {**DGC, **more}}
+    served = run_virtual(
+        lambda comm: _steps(comm, "hardsync", {**options, "compress_answers": False}), 4, compute=Exponential(0.1)
+    )
+    reduced = run_virtual(lambda comm: _steps(comm, "allreduce", options), 3)
+    assert [len(found) for found in served] == [0] + [STEPS] * 3
+    for step in range(STEPS):
+        torch.testing.assert_close(served[1][step], reduced[0][step], rtol=0, atol=1e-12)
+
+
+@each("nesterov", [True, False])
+@each("case", [("allreduce", 3), ("hardsync", 2), ("hardsync", 4)])
+def test_its_warmup_is_sgd_with_momentum(case, nesterov):
+    """By one worker or several; the optimiser has no momentum of its own."""
+    name, size = case
+    compression = {**DGC, "momentum": 0.8, "nesterov": nesterov, "warmup_steps": STEPS}
+    found = run_virtual(lambda comm: _steps(comm, name, {"compression": compression}), size)[-1]
+    workers, module = size - (name == "hardsync"), problem.model()
+    local = torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.8, nesterov=nesterov)
+    for step in range(STEPS):
+        local.zero_grad()
+        for worker in range(workers):
+            first = (7 * step + 50 * worker) % 200
+            (problem.loss(module, range(first, first + 10)) / workers).backward()
+        local.step()
+        torch.testing.assert_close(found[step], loops.vector(module), rtol=0, atol=1e-12)
+
+
+@each("case", [("hardsync", "terngrad"), ("softsync", "ef_signsgd"), ("strom", "terngrad"), ("strom", "ef_signsgd")])
+@pytest.mark.sizes(3)
+def test_gradients_to_servers_and_updates_may_be_of_few_bits(ranks, case):
+    name, compression = case
+    options = {"compression": compression, **({} if name == "strom" else {"compress_answers": False})}
+    problem.learns(ranks, name, options, epochs=6, below=0.9, compute=Exponential(0.1))

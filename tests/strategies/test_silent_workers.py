@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 import torch
 
+from harness import loops
+from harness.cases import each
 from hpcdist import strategies
 from hpcdist.comm.virtual import ComputeModel, Network, run_virtual
-from hpcdist.errors import ConfigError
-from hpcdist.model.flat import FlatModel
 from strategies import problem
 
 SILENT, AT, LONG_S, STEP_S, DEADLINE_S = 3, 5, 50.0, 0.1, 2.0
@@ -32,31 +31,27 @@ def train(comm, name, steps=30, **options):
     """The records of this rank, the consensus, and when its own steps were done."""
     module = problem.model()
     local = torch.optim.SGD(module.parameters(), lr=0.02)
-    cls = strategies.load(name)
-    strategy = cls(cls.Config(**{"learner_deadline_s": DEADLINE_S, **options}), comm.split(0), FlatModel(module))
-    records = []
+    strategy = problem.make(comm, name, module, **{"learner_deadline_s": DEADLINE_S, **options})
+    records, ended_s = [], []
     strategy.records.write = records.append
-    if strategy.is_worker:
-        for _ in range(steps):
-            comm.compute()
-            local.zero_grad()
-            problem.loss(module, range(comm.rank * 8, comm.rank * 8 + 8)).backward()
-            records.append(strategy.step(local.step))
-        done_s = comm.now()
-        strategy.pause()
-    else:
-        strategy.serve(local.step)
-        done_s = comm.now()
+
+    def backward(step):
+        problem.loss(module, range(comm.rank * 8, comm.rank * 8 + 8)).backward()
+
+    def look(step):
+        ended_s.append(comm.now())
+
+    records += loops.by_strategy(strategy, local, range(steps), backward, after=look)
     params = [p.clone() for p in strategy.consensus()[0]]
     strategy.close()
-    return records, params, done_s
+    return records, params, ended_s[-1] if ended_s else comm.now()
 
 
 def run(name, **options):
     return run_virtual(lambda comm: train(comm, name, **options), 4, compute=Hiccup(), network=Network(1e-5, 1e9))
 
 
-@pytest.mark.parametrize("name", SERVERS)
+@each("name", SERVERS)
 def test_the_others_do_not_wait_for_a_silent_worker_and_it_comes_back(name):
     (server, params, _), *workers = run(name, **problem.PERIODS.get(name, {}))
     for _, _, done_s in workers[:2]:
@@ -90,16 +85,9 @@ def test_hardsync_weights_those_that_remain_by_their_samples():
         local.zero_grad()
         problem.loss(module, [i for r in ranks for i in range(r * 8, r * 8 + 8)]).backward()
         local.step()
-    expected = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
-    torch.testing.assert_close(params[0], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(params[0], loops.vector(module), rtol=0, atol=1e-12)
 
 
 def test_without_a_deadline_hardsync_waits():
     *_, (_, _, done_s) = run("hardsync", learner_deadline_s=None)
     assert done_s > LONG_S
-
-
-@pytest.mark.parametrize("name", SERVERS)
-def test_a_deadline_for_colocated_servers_is_refused(name):
-    with pytest.raises(ConfigError, match="learner_deadline_s must be none where strategy.servers is 'colocated'"):
-        strategies.load(name).Config(servers="colocated", learner_deadline_s=1.0)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
+from harness import loops
+from harness.cases import each
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Exponential, Straggler, run_virtual
 from strategies import problem
@@ -12,12 +16,8 @@ from strategies import problem
 pytestmark = pytest.mark.computes
 
 NAME = "ssp"
+_train = partial(problem.virtual, name=NAME)
 SLOW = Straggler(Constant(0.1), 2, 4.0)
-
-
-def _train(options, size, name=NAME, **settings):
-    simulation = {key: settings.pop(key) for key in ("compute", "seed", "network") if key in settings}
-    return run_virtual(lambda comm: problem.train(comm, name, options, **settings), size, **simulation)
 
 
 def _watched():
@@ -47,8 +47,8 @@ def _watched():
     return Watched
 
 
-@pytest.mark.parametrize("bound", [0, 1, 3])
-@pytest.mark.parametrize("compute", [SLOW, Exponential(0.1)], ids=repr)
+@each("bound", [0, 1, 3])
+@each("compute", [SLOW, Exponential(0.1)])
 def test_nobody_reads_further_ahead_than_the_bound(bound, compute):
     watched = _watched()
     runs = _train({"bound": bound}, 5, name=watched, compute=compute, batch=2, epochs=1)
@@ -60,7 +60,7 @@ def test_nobody_reads_further_ahead_than_the_bound(bound, compute):
     assert sum(len(run.staleness) for run in runs) == sum(len(run.records) for run in runs[1:])
 
 
-@pytest.mark.parametrize("bound", [0, 2])
+@each("bound", [0, 2])
 def test_a_read_includes_what_every_worker_had_done_by_then_and_ones_own_step(bound):
     """The gradients in a reply's parameters, counted: 1 per gradient at a learning rate of 1."""
     size, steps = 4, 12
@@ -69,21 +69,18 @@ def test_a_read_includes_what_every_worker_had_done_by_then_and_ones_own_step(bo
     def body(comm):
         module = torch.nn.Linear(workers, 1, bias=False, dtype=torch.float64)
         torch.nn.init.zeros_(module.weight)
-        cls = strategies.load(NAME)
-        strategy = cls(cls.Config(bound=bound), comm.split(0), problem.FlatModel(module))
-        local = torch.optim.SGD(module.parameters(), lr=1.0)
+        strategy = problem.make(comm, NAME, module, bound=bound)
         found = []
-        if not strategy.is_worker:
-            strategy.serve(local.step)
-        else:
-            for step in range(steps):
-                comm.compute()
-                gradient = torch.zeros(1, workers, dtype=torch.float64)
-                gradient[0, comm.rank - 1] = -workers  # divided by the number of workers: 1
-                module.weight.grad = gradient
-                strategy.step(local.step)
-                found.append((step + 1, module.weight.detach().flatten().round(decimals=9).tolist()))
-            strategy.pause()
+
+        def backward(step):
+            module.weight.grad = torch.zeros(1, workers, dtype=torch.float64)
+            module.weight.grad[0, comm.rank - 1] = -workers  # divided by the number of workers: 1
+
+        def look(step):
+            found.append((step + 1, module.weight.detach().flatten().round(decimals=9).tolist()))
+
+        local = torch.optim.SGD(module.parameters(), lr=1.0)
+        loops.by_strategy(strategy, local, range(steps), backward, after=look)
         strategy.close()
         return found
 
@@ -93,8 +90,8 @@ def test_a_read_includes_what_every_worker_had_done_by_then_and_ones_own_step(bo
             assert min(seen) >= clock - bound, "not all updates of workers with clock < c - s"
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-@pytest.mark.parametrize("servers", [1, 2, "colocated"])
+@each("optimizer", ["momentum", "adam"])
+@each("servers", [2, "colocated"])
 def test_a_bound_of_0_is_hardsync_to_the_bit(optimizer, servers):
     size = 3 if servers == "colocated" else 3 + servers
     settings = {"optimizer": optimizer, "samples": 50, "compute": Exponential(0.1)}
@@ -103,15 +100,6 @@ def test_a_bound_of_0_is_hardsync_to_the_bit(optimizer, servers):
     assert all(torch.equal(a.consensus[0], b.consensus[0]) for a, b in zip(runs, hard, strict=True))
     assert {s for run in runs for s in run.staleness} == {0}
     assert runs[0].seconds == hard[0].seconds
-
-
-@pytest.mark.sizes(2, 3, 4)
-@pytest.mark.parametrize("servers", [1, "colocated"])
-def test_on_these_ranks_a_bound_of_0_equals_one_process(ranks, servers):
-    runs = ranks(lambda comm: problem.train(comm, NAME, {"bound": 0, "servers": servers}, samples=50))
-    (expected,) = problem.serial(ranks.size - (servers == 1), samples=50)
-    for run in runs:
-        torch.testing.assert_close(run.consensus[0], expected, rtol=0, atol=1e-12)
 
 
 def test_a_large_bound_never_waits():
@@ -136,7 +124,7 @@ def test_the_records_say_who_held_a_worker_up_and_for_how_long():
     assert runs[0].seconds == pytest.approx(0.4 * steps)
 
 
-@pytest.mark.parametrize("samples", [1, 5, 41])
+@each("samples", [1, 5, 41])
 def test_workers_without_samples_hold_nobody_up(samples):
     runs = _train({"bound": 1}, 5, compute=SLOW, samples=samples, epochs=3)
     full, rest = divmod(samples, 4 * 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -9,7 +11,6 @@ from harness.cases import each
 from harness.worlds import saved, take_up
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Jitter, Network, Straggler, run_virtual
-from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.session.state import restore_strategy
 from hpcdist.strategies.strom import spanning_tree
@@ -72,11 +73,13 @@ def _together(comm, options, steps=9):
     return found
 
 
-@pytest.mark.sizes(2, 7)
+@pytest.mark.sizes(2, 4)
 @each("compression", COMPRESSIONS)
 @each("add_up", [False, True])
 def test_parameters_and_residuals_together_have_every_update(ranks, compression, add_up):
-    found = ranks(lambda comm: _together(comm, {"compression": compression, "add_up": add_up}))
+    """Also where messages arrive some steps later."""
+    slow = {"network": Network(latency_s=0.5, bandwidth_bytes_s=1e6), "compute": Jitter(0.1, 0.3)} if add_up else {}
+    found = ranks(lambda comm: _together(comm, {"compression": compression, "add_up": add_up}), **slow)
     start = found[0][3]
     weight = 1.0 if add_up else 1 / len(found)
     warm = compression.get("warmup_ranks")
@@ -88,7 +91,7 @@ def test_parameters_and_residuals_together_have_every_update(ranks, compression,
             torch.testing.assert_close(params + held, wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.sizes(2, 3, 4, 7)
+@pytest.mark.sizes(3, 7)
 @each("graph", ["ring", "exponential", "random_permutation"])
 def test_along_a_tree_what_a_rank_lacks_is_held_by_the_links_towards_it(ranks, graph):
     options = {"compression": {"name": "threshold", "density": 0.1}, "topology": graph}
@@ -111,7 +114,7 @@ def test_a_spanning_tree_goes_round_ranks_that_are_left_out():
 
 
 @each("graph", ["ring", "torus", "exponential", "one_peer_exponential", "random_permutation"])
-@each("size", [1, 2, 3, 8, 12])
+@each("size", [1, 3, 12])
 def test_a_spanning_tree_reaches_every_rank_once(graph, size):
     if graph == "torus" and size == 3:
         size = 9
@@ -153,19 +156,9 @@ def test_nobody_waits_for_a_straggler():
     assert all(time == pytest.approx(2.0, rel=0.01) for rank, time in enumerate(times) if rank != 2)
 
 
-def test_on_a_slow_network_messages_arrive_steps_later_and_none_is_lost():
-    network = Network(latency_s=0.5, bandwidth_bytes_s=1e6)
-    found = run_virtual(lambda comm: _together(comm, {}), 4, network=network, compute=Jitter(0.1, 0.3))
-    held = sum(next(iter(residuals.values())) for _, _, residuals, _ in found)
-    wanted = found[0][3] + sum(changes for _, changes, _, _ in found) / 4
-    for params, _, _, _ in found:
-        torch.testing.assert_close(params + held, wanted, rtol=0, atol=1e-12)
-
-
-@each("compression", [COMPRESSIONS[0], COMPRESSIONS[-1]])
 @pytest.mark.sizes(4)
-def test_it_learns(ranks, compression):
-    problem.learns(ranks, "strom", {"compression": compression}, epochs=8)
+def test_it_learns_where_one_rank_warms_up(ranks):
+    problem.learns(ranks, "strom", {"compression": COMPRESSIONS[-1]}, epochs=6)
 
 
 @each("graph", ["complete", "ring"])
@@ -178,8 +171,7 @@ def test_a_saved_state_goes_on_to_the_same_parameters(graph):
         trainer = Trainer(comm, **options)
         trainer.steps(6)
         kept = trainer.params.clone(), saved(trainer.strategy)
-        momentum = trainer.local.state_dict()["state"]
-        momentum = {key: {"momentum_buffer": value["momentum_buffer"].clone()} for key, value in momentum.items()}
+        momentum = deepcopy(trainer.local.state_dict())
         trainer.steps(6, first=6)
         return kept, momentum, trainer.params.clone()
 
@@ -189,7 +181,7 @@ def test_a_saved_state_goes_on_to_the_same_parameters(graph):
         (params, kept), momentum, _ = first[comm.rank]
         trainer = Trainer(comm, **options)
         trainer.params.copy_(params)
-        trainer.local.load_state_dict({**trainer.local.state_dict(), "state": momentum})
+        trainer.local.load_state_dict(momentum)
         restore_strategy(trainer.strategy, kept.at("strategy"))
         trainer.steps(6, first=6)
         return trainer.params.clone()
@@ -216,9 +208,3 @@ def test_another_number_of_ranks_takes_up_all_that_was_not_sent():
     for size in (2, 3, 5):
         torch.testing.assert_close(sum(run_virtual(load, size)), held, rtol=0, atol=1e-14)
     run_virtual(lambda comm: take_up(Trainer(comm).strategy, states), 1)  # which sends nothing
-
-
-def test_a_tree_without_error_feedback_is_refused():
-    with pytest.raises(ConfigError, match="error_feedback must be true where strategy.topology is not complete"):
-        Strom.Config(topology="ring", compression={"name": "threshold", "error_feedback": False})
-    Strom.Config(compression={"name": "threshold", "error_feedback": False})

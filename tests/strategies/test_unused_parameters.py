@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hpcdist as hd
+from harness.cases import each
 from harness.ranks import VirtualRanks
 from session.habits.run import Repeated, data, difference, mse, renewed
 from strategies import problem
@@ -119,11 +120,10 @@ def outside(after: list[Tensor], before: list[Tensor]) -> float:
 
 
 def cases() -> Iterator[Any]:
-    for name in problem.stepping():
-        for kind in fitting(name):
-            yield pytest.param(name, FEW.get(name, {}), kind, id=f"{name}-{kind.__name__}")
-    for number, (name, options) in enumerate(MORE):
-        yield pytest.param(name, options, fitting(name)[-1], id=f"{name}-{number}")
+    """Of strategies that go with both kinds of optimisers one, in turn."""
+    for number, (name, options) in enumerate([*((name, FEW.get(name, {})) for name in problem.stepping()), *MORE]):
+        kinds = fitting(name)
+        yield pytest.param(name, options, kinds[number % len(kinds)], id=f"{name}-{number}")
 
 
 @pytest.mark.parametrize(("name", "options", "kind"), list(cases()))
@@ -132,9 +132,7 @@ def test_it_is_left_alone(name, options, kind):
     rounding = 1e-14 if name in BETWEEN else 0.0
     for layer in ("first.weight", "first.bias", "extra.weight", "extra.bias", "never.weight", "never.bias"):
         own, common = ([[of_rank[time][which][layer] for of_rank in found] for time in range(5)] for which in (0, 1))
-        held = (
-            [common] if name == "hardsync" else [own, common]
-        )  # compressed replies bring its workers there in the end
+        held = [common] if name == "hardsync" else [own, common]  # compressed replies bring workers there in the end
         for of in held:
             if layer.startswith("never"):
                 assert max(outside(of[time], of[0]) for time in range(1, 5)) <= rounding
@@ -146,26 +144,21 @@ def test_it_is_left_alone(name, options, kind):
             assert outside(own[4], own[3]) > 1e-6, f"{layer} does not go on"
 
 
-@pytest.mark.parametrize("kind", [sgd, adamw])
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_gradient_tracking_equals_one_process(order, kind):
+@each("case", [("before", sgd), ("after", adamw)])
+def test_gradient_tracking_equals_one_process(case):
     """Where all ranks have the same batches. The others that do are in the table of habits."""
-    found = VirtualRanks(3)(
-        lambda comm: trained(comm, "gradient_tracking", {"order": order}, kind("gradient_tracking"))
-    )
+    order, kind = case
+    make = kind("gradient_tracking")
+    found = VirtualRanks(3)(lambda comm: trained(comm, "gradient_tracking", {"order": order}, make))
     model = renewed(Parts().double())
-    expected = loop(
-        model,
-        kind("gradient_tracking")(model.parameters()),
-        DataLoader(data(32), batch_size=4),
-        values=lambda: copied(model),
-    )
+    loader = DataLoader(data(32), batch_size=4)
+    expected = loop(model, make(model.parameters()), loader, values=lambda: copied(model))
     for of_rank in found:
         for (own, _), alone in zip(of_rank, expected, strict=True):
             assert difference(own, alone) <= 1e-9
 
 
-@pytest.mark.parametrize("topology", ["ring", "complete"])
+@each("topology", ["ring", "complete"])
 def test_gradient_tracking_steps_where_another_rank_has_the_gradient(topology):
     """Of a parameter that one rank uses. The mean of all follows the mean gradient, once all ranks have heard of it."""
     steps, rate, size = 12, 0.1, 5

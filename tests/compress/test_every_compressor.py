@@ -14,7 +14,7 @@ from compress import vectors
 from compress.vectors import decoded
 from harness.cases import each
 from hpcdist.checkpoint import tree
-from hpcdist.compress import CompressionConfig, Feedback, available, load
+from hpcdist.compress import CompressionConfig, Feedback, JointCompression, available, load
 from hpcdist.errors import ConfigError, UnknownNameError
 
 # By name: options where the defaults suit larger tensors, and those that lead another way through the code.
@@ -276,6 +276,13 @@ def test_the_residual_is_held_in_full_precision_and_the_tensor_stays(dtype):
     feedback.encode(gradient)
     assert feedback.residual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert feedback.residual.tolist() == [1, 0] and gradient.tolist() == [1, 2]
+
+
+@each("name", ["signsgd", "terngrad"])
+def test_those_that_go_without_feedback_say_so(name):
+    assert not JointCompression.model_validate(name).error_feedback and CompressionConfig(name="topk").error_feedback
+    with pytest.raises(ConfigError, match=f"error_feedback must be false with {name}, .* got true. Leave it out, or"):
+        JointCompression(name=name, error_feedback=True)
 
 
 def test_names_and_options_that_there_are_not_are_refused():

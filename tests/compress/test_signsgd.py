@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from compress import vectors
-from hpcdist.compress import CompressionConfig, JointCompression, Reduction
-from hpcdist.errors import ConfigError
+from hpcdist.compress import JointCompression, Reduction
 
 pytestmark = pytest.mark.computes
 
@@ -83,10 +82,3 @@ def test_a_bit_per_element_goes_each_way(ranks):
         return sent
 
     assert ranks(body) == [2 * (ranks.size - 1) * (10 + 4)] * ranks.size
-
-
-def test_it_goes_without_feedback_and_says_so():
-    assert not JointCompression.model_validate("signsgd").error_feedback
-    assert CompressionConfig.model_validate("topk").error_feedback
-    with pytest.raises(ConfigError, match="error_feedback must be false with signsgd, .* got true. Leave it out, or"):
-        JointCompression(name="signsgd", error_feedback=True)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from compress import vectors
 from compress.vectors import normal
 from harness.cases import each
-from hpcdist.compress import CompressionConfig, load
 from hpcdist.compress.coding.elements import mean
-from hpcdist.errors import ConfigError
 
 SPANS = vectors.spans_of((7, 13), (5,), (4, 75_001))
 COUNT = SPANS[-1].stop
@@ -63,10 +60,3 @@ def test_zeros_are_never_chosen():
     values = normal(100_000)
     values[::2] = 0
     assert not decoded(make(100_000), values)[::2].any()
-
-
-def test_it_goes_without_feedback():
-    assert not CompressionConfig.model_validate("terngrad").error_feedback
-    assert not load("terngrad").feeds_back
-    with pytest.raises(ConfigError, match="error_feedback must be false with terngrad, .* got true. Leave it out, or"):
-        CompressionConfig(name="terngrad", error_feedback=True)

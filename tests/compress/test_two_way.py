@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from compress.vectors import spans_of
 from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.compress import CompressionConfig, Span
@@ -16,12 +17,8 @@ SHAPES = [(7, 5), (3,), (4, 6), (1,)]
 
 
 def spans():
-    found, start = [], 0
-    for shape in SHAPES:
-        size = torch.Size(shape).numel()
-        found.append(Span(start, start + size, shape))
-        start += size
-    return [found], start
+    own = spans_of(*SHAPES)
+    return [own], own[-1].stop
 
 
 def run(comm, name, steps=5, dtype=torch.float64, **options):

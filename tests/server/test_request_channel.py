@@ -33,35 +33,33 @@ def _used(number):
     return torch.tensor([bool(number >> bit & 1) for bit in range(NAMES)])
 
 
-def _echo(comm, rounds, servers=1):
-    """Workers push numbered requests; servers reply to each with its tensors times 2, and tell what came."""
-    channel, roles, _shards = _channel(comm, servers)
-    found = []
-    if comm.rank in roles.servers:
-        for _ in range(rounds * len(roles.workers)):
-            request = channel.inbox.next()
-            values = [tensor.unique().tolist() for tensor in request.tensors]
-            found.append((request.source, request.clocks, request.weight, request.used.tolist(), values))
-            doubled = [2 * t for t in request.tensors]
-            channel.inbox.reply(Reply(request, request.clocks[0] + 1, doubled, blocker=5, held_s=0.25))
-    else:
-        for step in range(rounds):
-            comm.compute()
-            value = 100 * comm.rank + step
-            channel.client.push(
-                GRADIENT, [[value + i] for i in range(servers)], _filled(value), _used(step), weight=value + 0.125
-            )
-            replies = channel.client.wait()
-            found.append(([t.tolist() for t in channel.down.arrived], replies))
-    comm.barrier()
-    channel.close()
-    return found
-
-
 @pytest.mark.sizes(2, 4)
 def test_requests_and_replies_arrive_whole_and_once(ranks):
+    """Workers push numbered requests; servers reply to each with its tensors times 2, and tell what came."""
     servers, rounds = 2 if ranks.size > 2 else 1, 20
-    found = ranks(lambda comm: _echo(comm, rounds, servers), compute=Exponential(0.1))
+
+    def body(comm):
+        channel, roles, _ = _channel(comm, servers)
+        found = []
+        if comm.rank in roles.servers:
+            for _ in range(rounds * len(roles.workers)):
+                request = channel.inbox.next()
+                values = [tensor.unique().tolist() for tensor in request.tensors]
+                found.append((request.source, request.clocks, request.weight, request.used.tolist(), values))
+                doubled = [2 * t for t in request.tensors]
+                channel.inbox.reply(Reply(request, request.clocks[0] + 1, doubled, blocker=5, held_s=0.25))
+        else:
+            for value in range(100 * comm.rank, 100 * comm.rank + rounds):
+                comm.compute()
+                clocks, used = [[value + i] for i in range(servers)], _used(value % 100)
+                channel.client.push(GRADIENT, clocks, _filled(value), used, weight=value + 0.125)
+                replies = channel.client.wait()
+                found.append(([t.tolist() for t in channel.down.arrived], replies))
+        comm.barrier()
+        channel.close()
+        return found
+
+    found = ranks(body, compute=Exponential(0.1))
     for server in range(servers):
         took = {(source, clocks[0] - server) for source, clocks, *_ in found[server]}
         assert took == {(r, 100 * r + step) for r in range(servers, ranks.size) for step in range(rounds)}
@@ -70,8 +68,7 @@ def test_requests_and_replies_arrive_whole_and_once(ranks):
             assert weight == value + 0.125 and used == _used(value - 100 * source).tolist()
             assert all(part in ([], [value]) for part in values) and any(values)
     for rank in range(servers, ranks.size):
-        for step, (tensors, replies) in enumerate(found[rank]):
-            value = 100 * rank + step
+        for value, (tensors, replies) in enumerate(found[rank], 100 * rank):
             assert tensors == [t.tolist() for t in _filled(2 * value)]
             told = [(reply.clock, reply.blocker, reply.held_s) for reply in replies]
             assert told == [(value + i + 1, 5, 0.25) for i in range(servers)]

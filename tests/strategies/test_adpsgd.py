@@ -140,6 +140,7 @@ def test_one_averages_at_a_time_and_the_others_go_on_without():
         for record in results[rank][3]:
             alone_s = 0.3 if record.bytes_fetched else 0.0
             assert record.communicating_s == pytest.approx(alone_s, abs=0.08) and record.waiting_s == 0
+    assert all((r.bytes_sent >= n_bytes) == bool(r.bytes_fetched) for *_, records in results for r in records)
     for record in results[1][3]:
         assert record.communicating_s + record.waiting_s == pytest.approx(0, abs=1e-12), "a passive rank never waits"
 

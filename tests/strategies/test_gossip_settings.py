@@ -158,6 +158,13 @@ def test_bytes_are_moved_in_the_steps_that_mix(name, interval):
             assert parameters == (record.step % interval == 0) and words < 200
 
 
+@every
+def test_a_draw_of_oneself_moves_nothing(name):
+    runs = problem.virtual({}, 4, name, epochs=1)
+    moved = [r.bytes_fetched if name == "gossip_pull" else r.bytes_sent for run in runs for r in run.records]
+    assert {n_bytes // runs[0].params[0].nbytes for n_bytes in moved} == {0, 1}
+
+
 def test_a_message_pushed_in_between_is_averaged_in_the_next_step_whatever_the_interval():
     """Rank 1 pushes in step 3; rank 0, which mixes in its own step 3, has it in its step 1."""
 

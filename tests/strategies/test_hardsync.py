@@ -13,21 +13,16 @@ from strategies import problem
 
 pytestmark = pytest.mark.computes
 
-NAME = "hardsync"
-_train = partial(problem.virtual, name=NAME)
+_train = partial(problem.virtual, name="hardsync")
 OPTIMIZERS = each("optimizer", ["momentum", "adam"])
 
 
-def _size(workers, servers):
-    return workers if servers == "colocated" else workers + servers
-
-
 @OPTIMIZERS
-@each("case", [(1, 1), (3, 2), (4, "colocated")])
+@each("case", [(1, 1, 2), (3, 2, 5), (4, "colocated", 4)])
 def test_it_equals_one_process_with_all_batches_together_and_nothing_is_stale(optimizer, case):
-    workers, servers = case
+    workers, servers, size = case
     settings = {"optimizer": optimizer, "batch": 2, "samples": 101, "epochs": 2}
-    runs = _train({"servers": servers}, _size(workers, servers), compute=Exponential(0.1), **settings)
+    runs = _train({"servers": servers}, size, compute=Exponential(0.1), **settings)
     (expected,) = problem.serial(workers, **settings)
     for run in runs:
         torch.testing.assert_close(run.consensus[0], expected, rtol=0, atol=1e-12)
@@ -40,7 +35,8 @@ def test_it_equals_one_process_with_all_batches_together_and_nothing_is_stale(op
 @each("servers", [1, 3, "colocated"])
 def test_it_equals_allreduce_in_rank_order_to_the_bit(optimizer, workers, servers):
     settings = {"optimizer": optimizer, "samples": 50}  # some workers have fewer in the last step, or none
-    runs = _train({"servers": servers}, _size(workers, servers), compute=Exponential(0.1), **settings)
+    size = workers if servers == "colocated" else workers + servers
+    runs = _train({"servers": servers}, size, compute=Exponential(0.1), **settings)
     reduced = _train({"algorithm": "native"}, workers, name="allreduce", **settings)
     assert all(torch.equal(run.consensus[0], reduced[0].params[0]) for run in runs)
     assert all(torch.equal(run.params[0], reduced[0].params[0]) for run in runs if run.is_worker)

@@ -86,8 +86,3 @@ def test_hardsync_weights_those_that_remain_by_their_samples():
         problem.loss(module, [i for r in ranks for i in range(r * 8, r * 8 + 8)]).backward()
         local.step()
     torch.testing.assert_close(params[0], loops.vector(module), rtol=0, atol=1e-12)
-
-
-def test_without_a_deadline_hardsync_waits():
-    *_, (_, _, done_s) = run("hardsync", learner_deadline_s=None)
-    assert done_s > LONG_S

@@ -11,7 +11,6 @@ from strategies import replicas
 pytestmark = pytest.mark.computes
 
 STEPS = 10
-E3M0 = {"name": "e3m0", "error_feedback": True}
 SPARSE = {"name": "chunk_topk", "ratio": 0.2, "side": 8, "values": "2bit", "decay": 0.9}
 # Name, options, and steps after which the run is taken up.
 CASES = [
@@ -43,7 +42,7 @@ CASES = [
     ("sparta", {"share": 0.3, "selection": "partition", "delay": 3}, (4,)),
     ("streaming_diloco", {"period": 5, "delay": 2}, (3, 5)),
     ("streaming_diloco", {"period": 5, "delay": 2, "take_up": "shift"}, (3, 4)),
-    ("streaming_diloco", {"period": 4, "delay": 1, "compression": E3M0}, (3, 5)),
+    ("streaming_diloco", {"period": 4, "delay": 1, "compression": {"name": "e3m0", "error_feedback": True}}, (3, 5)),
     ("streaming_diloco", {"period": 4, "delay": 1, "compression": "qsgd"}, (3, 5)),
     ("streaming_diloco", {"period": 5, "take_up": "delayed", "compression": "e3m0"}, (3, 8)),
     ("streaming_diloco", {"period": 5, "take_up": "eager", "compression": "e3m0"}, (3, 8)),

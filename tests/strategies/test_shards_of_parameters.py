@@ -41,8 +41,8 @@ _train = partial(problem.virtual, name="hardsync", compute=Exponential(0.1))
 @each("servers", [3, 6, "colocated"])
 def test_an_optimiser_of_whole_tensors_does_on_servers_what_it_does_in_allreduce(optimizer, servers):
     size = 3 if servers == "colocated" else 3 + servers
-    runs = _train({"servers": servers}, size, optimizer=WHOLE[optimizer], samples=120)
-    (reduced, *_) = _train(NATIVE, 3, name="allreduce", optimizer=WHOLE[optimizer], samples=120)
+    runs = _train({"servers": servers}, size, optimizer=WHOLE[optimizer])
+    (reduced, *_) = _train(NATIVE, 3, name="allreduce", optimizer=WHOLE[optimizer])
     start = FlatModel(problem.model()).params[0]
     assert (reduced.params[0] - start).abs().max() > 0.1
     for run in runs:
@@ -54,8 +54,8 @@ def test_one_of_single_elements_alone_goes_with_equal_bytes(optimizer):
     """Where a border cuts a matrix, an optimiser of whole tensors does something else; AdamW doesn't."""
     options = {"servers": 3, "split_parameters": True}
     for made, least, most in ((WHOLE[optimizer], 1e-3, 10), ("adam", 0, 1e-12)):
-        (split, *_) = _train(options, 6, optimizer=made, samples=120)
-        (reduced, *_) = _train(NATIVE, 3, name="allreduce", optimizer=made, samples=120)
+        (split, *_) = _train(options, 6, optimizer=made)
+        (reduced, *_) = _train(NATIVE, 3, name="allreduce", optimizer=made)
         assert least <= (split.consensus[0] - reduced.params[0]).abs().max() <= most
 
 

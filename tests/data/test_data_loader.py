@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from hpcdist import data
-from hpcdist.data import EpochPlan, HDF5Dataset, Loader, ShardedBatchSampler, Split, create
+from hpcdist.data import EpochPlan, Loader, ShardedBatchSampler
 from hpcdist.errors import ConfigError
 
 N = 47
@@ -47,13 +44,13 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("hpcdist-prefetch")]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     n=st.integers(1, 60),
     workers=st.integers(1, 9),
     batch_size=st.integers(1, 9),
     shuffle=st.booleans(),
-    prefetch=st.integers(0, 3),
+    prefetch=st.sampled_from([0, 1, 3, 100]),
     epoch=st.integers(0, 2),
     start=st.integers(0, 60),
 )
@@ -71,34 +68,21 @@ def test_yields_the_plans_batches_that_are_not_empty(n, workers, batch_size, shu
         everything += sum(batches, [])
     order = sum(read(Loader(Numbers(n), n, seed=5, shuffle=shuffle)), [])
     assert len(everything) == n - min(start, n) and len(set(everything)) == len(everything) and len(order) == n
+    assert not threads()
 
 
-def test_an_epoch_may_be_repeated_and_epochs_differ():
+def test_an_iteration_under_way_keeps_its_epoch_and_epochs_differ():
     loader = Loader(Numbers(), 5)
-    first = read(loader)
-    assert read(loader) == first
-    loader.set_epoch(1)
-    assert read(loader) != first
-
-
-def test_an_iteration_under_way_keeps_its_epoch():
-    loader = Loader(Numbers(), 5)
-    expected, batches = read(loader), iter(loader)
+    first, batches = read(loader), iter(loader)
     started = [next(batches)]
     loader.set_epoch(1)
-    assert read([*started, *batches]) == expected
+    assert read([*started, *batches]) == first != read(loader)
 
 
 def test_transform_gets_whole_batches():
     loader = Loader(Numbers(), 5, transform=lambda x, y: (x.float() / 2, y), shuffle=False)
     x, y = next(iter(loader))
     assert x.tolist() == [0.0, 0.5, 1.0, 1.5, 2.0] and y.tolist() == [0, -1, -2, -3, -4]
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 3, 100])
-def test_order_is_the_same_with_prefetch(prefetch):
-    assert read(Loader(Numbers(), 5, prefetch=prefetch)) == read(Loader(Numbers(), 5))
-    assert not threads()
 
 
 def test_prefetch_reads_ahead_by_as_much_as_it_says_in_one_thread():
@@ -141,24 +125,10 @@ def test_no_thread_is_left_after_a_break_or_an_error_of_the_consumer():
     assert not threads()
 
 
-def test_reads_a_file(tmp_path):
-    x, y = np.arange(N, dtype=np.float32)[:, None], np.arange(N) % 3
-    path = create(tmp_path / "a.h5", {"train": Split.of(x, y)}, task="classification", classes=["a", "b", "c"])
-    with HDF5Dataset(path) as dataset:
-        for prefetch in (0, 2):
-            batches = list(Loader(dataset, 10, seed=1, prefetch=prefetch))
-            assert [len(x) for x, _ in batches] == [10, 10, 10, 10, 7]
-            together = torch.cat([x for x, _ in batches])[:, 0].long()
-            assert together.sort().values.tolist() == list(range(N)) and together.tolist() != list(range(N))
-            assert torch.equal(torch.cat([y for _, y in batches]), together % 3)
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # said by Python 3.12 and later
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_sampler_in_a_dataloader(num_workers):
+def test_sampler_in_a_dataloader():
     dataset = TensorDataset(torch.arange(N), -torch.arange(N))
     sampler = ShardedBatchSampler(EpochPlan(N, 3, 4, seed=2), worker=2)
-    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers)
+    loader = DataLoader(dataset, batch_sampler=sampler)
     for epoch in (0, 1):
         sampler.set_epoch(epoch)
         batches = read(loader)
@@ -176,26 +146,13 @@ def test_sampler_resumes():
     assert list(sampler) == [] and len(sampler) == 0
 
 
-@pytest.mark.parametrize("worker", [-1, 2])
-def test_an_unknown_worker_is_refused(worker):
-    for make in (lambda: Loader(Numbers(), 5, worker=worker, workers=2),
-                 lambda: ShardedBatchSampler(EpochPlan(N, 2, 5), worker)):  # fmt: skip
-        with pytest.raises(ConfigError, match=rf"worker must be in 0\.\.1; got {worker}."):
-            make()
-
-
-def test_a_negative_prefetch_is_refused():
+def test_what_does_not_exist_is_refused():
+    for worker in (-1, 2):
+        for make in (lambda: Loader(Numbers(), 5, worker=worker, workers=2),
+                     lambda: ShardedBatchSampler(EpochPlan(N, 2, 5), worker)):  # fmt: skip
+            with pytest.raises(ConfigError, match=rf"worker must be in 0\.\.1; got {worker}."):
+                make()
     with pytest.raises(ConfigError, match="prefetch must be at least 0; got -1."):
         Loader(Numbers(), 5, prefetch=-1)
-
-
-def test_slow_imports_wait_until_they_are_needed():
-    code = "import sys, hpcdist.session; first = 'h5py' in sys.modules; import hpcdist.data.importers.mnist; "
-    code += "print(first, 'h5py' in sys.modules, 'sklearn' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True", "False"]
-
-
-def test_an_unknown_name_is_no_part_of_the_package():
     with pytest.raises(AttributeError, match="module 'hpcdist.data' has no attribute 'HDF6Dataset'"):
         _ = data.HDF6Dataset

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 
 import h5py
 import numpy as np
 import pytest
+from hdf5_layouts import MAPPED, READ, contiguous, sample_data, write_layout
+from hdf5_layouts import N as SAMPLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcdist.data import HDF5Dataset, Split, create
+from harness.cases import each
+from hpcdist.data import HDF5Dataset, Split, create, describe
 from hpcdist.data.format import TARGET_BYTES, preferred_chunk_samples
 from hpcdist.errors import ConfigError, DataError
 
@@ -24,7 +28,7 @@ def write(path, x=X, y=Y, **options):
     return create(path, {"train": Split.of(x, y)}, **{"task": "classification", "classes": CLASSES, **options})
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(any),
     chunk_samples=st.none() | st.integers(1, 40),
@@ -87,7 +91,7 @@ def test_chunks_have_a_sensible_size_and_whole_samples(tmp_path):
             assert file["train/x"].chunks == (chunk, length)
 
 
-def test_a_failure_leaves_what_was_there(tmp_path):
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = write(tmp_path / "a.h5")
     before = path.read_bytes()
 
@@ -99,10 +103,6 @@ def test_a_failure_leaves_what_was_there(tmp_path):
         with pytest.raises(OSError, match="the source went away"):
             create(target, {"train": Split(20, blocks())}, task="classification", classes=CLASSES)
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["a.h5"]
-
-
-def test_replaces_and_leaves_nothing_else(tmp_path):
-    path = write(tmp_path / "a.h5")
     write(path, X[:3], Y[:3])
     with HDF5Dataset(path) as dataset:
         assert len(dataset) == 3
@@ -116,14 +116,8 @@ def test_permissions_are_the_users_own(tmp_path):
     assert stat.S_IMODE(write(tmp_path / "a.h5").stat().st_mode) == wanted
 
 
-def test_regression_has_no_classes(tmp_path):
-    path = write(tmp_path / "a.h5", X, X[:, :1], task="regression", classes=())
-    with HDF5Dataset(path) as dataset:
-        assert (dataset.task, dataset.classes, dataset.y_shape) == ("regression", (), (1,))
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
+@each(
+    "case",
     [
         ({"task": "cooking"}, "task must be one of classification, regression; got 'cooking'."),
         ({"compression": "zip"}, "compression must be one of None, gzip, lzf; got 'zip'."),
@@ -133,14 +127,15 @@ def test_regression_has_no_classes(tmp_path):
         ({"notes": {"task": "x"}}, "notes must not use the names format, .*; got task."),
     ],
 )
-def test_bad_arguments(tmp_path, options, match):
+def test_bad_arguments(tmp_path, case):
+    options, match = case
     with pytest.raises(ConfigError, match=match):
         write(tmp_path / "a.h5", **options)
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("samples", "blocks", "match"),
+@each(
+    "case",
     [
         (20, [], "/train must have at least 1 sample; got none."),
         (20, [(X[:9], Y[:9])], "/train must have the 20 samples that were announced; got 9."),
@@ -158,7 +153,69 @@ def test_bad_arguments(tmp_path, options, match):
         (0, [(X[:0], Y[:0])], r"/train/x must be of .* got float32 of shape \(0, 2\)"),
     ],
 )
-def test_bad_blocks(tmp_path, samples, blocks, match):
+def test_bad_blocks(tmp_path, case):
+    samples, blocks, match = case
     with pytest.raises(DataError, match=match):
         create(tmp_path / "a.h5", {"train": Split(samples, blocks)}, task="classification", classes=CLASSES)
     assert not os.listdir(tmp_path)
+
+
+# --- describe: what a file holds, in plain values ---------------------------------------------------------------------
+def test_a_description_of_classification(tmp_path):
+    x = np.arange(3000 * 4, dtype=np.uint16).view(np.int16).reshape(3000, 4)
+    y = np.arange(3000) % 2
+    path = create(
+        tmp_path / "a.h5",
+        {"test": Split.of(x[:2], y[:2]), "train": Split.of(x, y)},
+        task="classification",
+        classes=["even", "odd", "neither"],
+        source="made here",
+        scale=0.5,
+        notes={"seed": 3, "means": np.arange(2.0), "names": ["a", "b"]},
+        chunk_samples=100,
+    )
+    found = describe(path)
+    assert json.loads(json.dumps(found)) == found
+    train = found["splits"].pop("train")
+    assert found.pop("splits")["test"]["samples"] == 2
+    assert found == {
+        "path": str(path),
+        "bytes": path.stat().st_size,
+        "format_version": 1,
+        "task": "classification",
+        "source": "made here",
+        "classes": ["even", "odd", "neither"],
+        "notes": {"seed": 3, "means": [0.0, 1.0], "names": ["a", "b"]},
+    }
+    assert (train["samples"], train["mapped"]) == (3000, True)
+    assert train["counts"] == {"even": 1500, "odd": 1500, "neither": 0}
+    stored = {"dtype": "int16", "shape": [4], "loaded_dtype": "float32", "chunk_samples": 100, "chunk_bytes": 800}
+    assert train["x"].items() >= {**stored, "compression": None, "min": 0.0, "max": 5999.5}.items()
+    assert train["x"]["mean"] == pytest.approx(x.mean() / 2, rel=1e-3)
+    assert train["y"].items() >= {"dtype": "int64", "shape": [], "min": 0.0, "max": 1.0, "mean": 0.5}.items()
+
+
+def test_a_description_of_regression_with_compression(tmp_path):
+    x = np.arange(40.0).reshape(20, 2)
+    path = create(tmp_path / "a.h5", {"train": Split.of(x, x[:, :1])}, task="regression", compression="gzip")
+    train = describe(path)["splits"]["train"]
+    assert not train["mapped"] and "counts" not in train
+    assert train["x"]["compression"] == train["y"]["compression"] == "gzip"
+    assert (train["x"]["min"], train["x"]["max"], train["x"]["mean"]) == (0.0, 39.0, 19.5)
+
+
+@each("how", [*MAPPED, *READ])
+def test_every_layout_is_described(tmp_path, how):
+    x, y = sample_data()
+    found = describe(write_layout(tmp_path / "a.h5", how, x, y))
+    assert json.loads(json.dumps(found)) == found
+    train = found["splits"]["train"]
+    assert train["samples"] == sum(train["counts"].values()) == SAMPLES
+    assert train["x"]["mean"] == pytest.approx(x.mean())
+
+
+def test_a_dataset_at_the_top_is_no_split(tmp_path):
+    path = write_layout(tmp_path / "a.h5", contiguous, *sample_data())
+    with h5py.File(path, "r+") as file:
+        file["table"] = np.arange(3)
+    assert list(describe(path)["splits"]) == ["train"]

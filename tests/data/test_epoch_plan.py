@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import each
 from hpcdist.data import EpochPlan
 from hpcdist.errors import ConfigError
 
@@ -25,30 +26,19 @@ def seen(plan: EpochPlan, steps: int | None = None) -> np.ndarray:
 
 @settings(max_examples=100, deadline=None)
 @given(**PLAN)
-def test_each_sample_is_seen_exactly_once(n, workers, batch_size, seed, epoch, shuffle):
+def test_each_sample_is_seen_once_in_full_batches_and_by_all_workers_as_by_one(
+    n, workers, batch_size, seed, epoch, shuffle
+):
     plan = EpochPlan(n, workers, batch_size, seed=seed, epoch=epoch, shuffle=shuffle)
     np.testing.assert_array_equal(np.sort(seen(plan)), np.arange(n))
     assert seen(plan).dtype == np.int64
-
-
-@settings(max_examples=100, deadline=None)
-@given(**PLAN)
-def test_workers_together_see_what_one_process_with_the_global_batch_sees(n, workers, batch_size, seed, epoch, shuffle):
-    plan = EpochPlan(n, workers, batch_size, seed=seed, epoch=epoch, shuffle=shuffle)
     alone = EpochPlan(n, 1, workers * batch_size, seed=seed, epoch=epoch, shuffle=shuffle)
     assert plan.steps == alone.steps
     for step in range(plan.steps):
-        together = np.concatenate([plan.indices(step, worker) for worker in range(workers)])
-        np.testing.assert_array_equal(together, alone.indices(step, 0))
-
-
-@settings(max_examples=100, deadline=None)
-@given(**PLAN)
-def test_batches_are_full_but_for_those_of_the_last_step(n, workers, batch_size, seed, epoch, shuffle):
-    plan = EpochPlan(n, workers, batch_size, seed=seed, epoch=epoch, shuffle=shuffle)
-    for step in range(plan.steps):
+        parts = [plan.indices(step, worker) for worker in range(workers)]
+        np.testing.assert_array_equal(np.concatenate(parts), alone.indices(step, 0))
         sizes = plan.sizes(step)
-        assert sizes == tuple(len(plan.indices(step, worker)) for worker in range(workers))
+        assert sizes == tuple(map(len, parts))
         full, rest = divmod(sum(sizes), batch_size)
         assert sizes == ((batch_size,) * full + (rest,) + (0,) * workers)[:workers] and sum(sizes) > 0
         assert step == plan.steps - 1 or full == workers
@@ -56,7 +46,7 @@ def test_batches_are_full_but_for_those_of_the_last_step(n, workers, batch_size,
     assert (plan.position(0), plan.position(plan.steps)) == (0, n)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(**PLAN, workers_after=st.integers(1, 9), batch_size_after=st.integers(1, 20), data=st.data())
 def test_resuming_on_other_workers_gives_exactly_the_rest(
     n, workers, batch_size, seed, epoch, shuffle, workers_after, batch_size_after, data
@@ -93,17 +83,11 @@ def test_order_is_what_it_has_always_been():
     assert seen(EpochPlan(10, 2, 3, seed=3, epoch=4)).tolist() == [7, 2, 3, 4, 9, 6, 8, 0, 1, 5]
 
 
-def test_the_indices_belong_to_the_caller():
-    plan = EpochPlan(10, 1, 5)
-    plan.indices(0, 0)[:] = -1
-    assert sorted(seen(plan)) == list(range(10))
-
-
-def test_a_pickled_plan_is_equal_and_small():
+def test_the_indices_belong_to_the_caller_and_a_pickled_plan_is_equal_and_small():
     plan = EpochPlan(100_000, 2, 10, seed=1)
-    plan.indices(0, 0)
+    plan.indices(0, 0)[:] = -1
     copy = pickle.loads(pickle.dumps(plan))
-    assert copy == plan and len(pickle.dumps(plan)) < 1000
+    assert copy == plan and len(pickle.dumps(plan)) < 1000 and plan.indices(0, 0).min() >= 0
     np.testing.assert_array_equal(copy.indices(5, 1), plan.indices(5, 1))
 
 
@@ -112,38 +96,31 @@ def test_a_finished_epoch_has_no_steps():
     assert plan.steps == 0 and plan.position(0) == 10
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "rule"),
+@each(
+    "case",
     [
         ("n_samples", 0, "at least 1"),
         ("workers", 0, "at least 1"),
         ("batch_size", -2, "at least 1"),
+        ("batch_size", 2.5, "a whole number"),
         ("seed", -1, "at least 0"),
         ("epoch", -1, "at least 0"),
         ("start", 11, r"in 0\.\.10"),
         ("start", -1, r"in 0\.\.10"),
     ],
 )
-def test_numbers_out_of_range_are_refused(setting, value, rule):
+def test_numbers_out_of_range_are_refused(case):
+    setting, value, rule = case
     with pytest.raises(ConfigError, match=f"{setting} must be {rule}; got {value}."):
         EpochPlan(**{"n_samples": 10, "workers": 2, "batch_size": 3, setting: value})
 
 
-def test_a_fraction_is_refused():
-    with pytest.raises(ConfigError, match="batch_size must be a whole number; got 2.5."):
-        EpochPlan(10, 1, 2.5)
-
-
-@pytest.mark.parametrize("step", [-1, 2])
-def test_a_step_beyond_the_epoch_is_refused(step):
+@each("number", [-1, 2])
+def test_a_step_or_a_worker_that_there_is_not_is_refused(number):
     plan = EpochPlan(10, 2, 3)
-    with pytest.raises(ConfigError, match=rf"step must be in 0\.\.1; got {step}."):
-        plan.indices(step, 0)
+    with pytest.raises(ConfigError, match=rf"step must be in 0\.\.1; got {number}."):
+        plan.indices(number, 0)
+    with pytest.raises(ConfigError, match=rf"worker must be in 0\.\.1; got {number}."):
+        plan.indices(0, number)
     with pytest.raises(ConfigError, match="step must be in"):
         plan.position(4)
-
-
-@pytest.mark.parametrize("worker", [-1, 2])
-def test_an_unknown_worker_is_refused(worker):
-    with pytest.raises(ConfigError, match=rf"worker must be in 0\.\.1; got {worker}."):
-        EpochPlan(10, 2, 3).indices(0, worker)

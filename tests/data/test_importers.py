@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import inspect
+import shutil
 import struct
 from pathlib import Path
 from typing import get_type_hints
@@ -34,7 +35,7 @@ def test_every_module_is_an_importer():
     assert {"digits", "mnist", "cifar10", "images", "table"} <= {*modules}
 
 
-@pytest.mark.parametrize("name", importers.available())
+@each("name", importers.available())
 def test_options_have_a_type_a_default_and_a_description(name):
     convert = importers.load(name)
     source, destination, *options = inspect.signature(convert).parameters.values()
@@ -46,13 +47,10 @@ def test_options_have_a_type_a_default_and_a_description(name):
         assert f"{option.name}" in convert.__doc__.split("Args:")[1]
 
 
-def test_an_unknown_name_lists_the_known_ones():
+def test_an_importer_has_its_data_sets_name_and_an_unknown_one_lists_them():
+    assert importers.load("fashion-mnist") is importers.load("fashion_mnist")
     with pytest.raises(UnknownNameError, match="importer must be one of cifar10, digits, .*; got 'cats'."):
         importers.load("cats")
-
-
-def test_an_importer_has_its_data_sets_name():
-    assert importers.load("fashion-mnist") is importers.load("fashion_mnist")
 
 
 # --- splitting ----------------------------------------------------------------------------------------------------
@@ -76,9 +74,9 @@ def test_splits_that_cannot_be_drawn_are_refused():
 
 
 # --- digits -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("compression", [None, "gzip"])
-def test_digits(tmp_path, compression):
-    path = importers.load("digits")(None, tmp_path / "a.h5", seed=1, compression=compression)
+def test_digits(tmp_path):
+    convert = importers.load("digits")
+    path = convert(None, tmp_path / "a.h5", seed=1, compression="gzip")
     (train_x, train_y), (test_x, test_y) = everything(path, "train"), everything(path, "test")
     assert train_x.shape == (1437, 1, 8, 8) and test_x.shape == (360, 1, 8, 8)
     assert train_x.dtype == np.float32 and train_x.min() == 0 and train_x.max() == 1 and train_y.dtype == np.int64
@@ -88,20 +86,14 @@ def test_digits(tmp_path, compression):
                             ((train_x, train_y), (test_x, test_y))])  # fmt: skip
     expected = np.column_stack([original.data, original.target])
     np.testing.assert_array_equal(found[np.lexsort(found.T)], expected[np.lexsort(expected.T)])
-    assert describe(path)["splits"]["train"]["x"]["dtype"] == "uint8"
-    assert describe(path)["classes"] == list("0123456789")
-
-
-def test_digits_without_test_split_and_with_another_seed(tmp_path):
-    convert = importers.load("digits")
-    assert list(describe(convert("sklearn", tmp_path / "a.h5", test_fraction=0))["splits"]) == ["train"]
+    stored = describe(path)
+    assert stored["classes"] == list("0123456789")
+    assert [stored["splits"]["train"]["x"][key] for key in ("dtype", "compression")] == ["uint8", "gzip"]
     a, b, c = (everything(convert(None, tmp_path / "b.h5", seed=seed), "test")[0] for seed in (0, 1, 0))
     assert (a == c).all() and (a != b).any()
-
-
-def test_digits_have_no_other_source(tmp_path):
+    assert list(describe(convert("sklearn", tmp_path / "b.h5", test_fraction=0))["splits"]) == ["train"]
     with pytest.raises(ConfigError, match="source must be 'sklearn': these data come with scikit-learn; got '/data'."):
-        importers.load("digits")(Path("/data"), tmp_path / "a.h5")
+        convert(Path("/data"), tmp_path / "a.h5")
 
 
 # --- MNIST --------------------------------------------------------------------------------------------------------
@@ -154,27 +146,15 @@ MNIST_DAMAGES = [  # a file, what becomes of its bytes (None: it is removed), th
     (IMAGES, lambda data: idx(np.zeros((4, 2, 2), ">f4"), 0x0D), r"00000803 \(unsigned bytes, 3 dim.*; got 00000d03."),
     (IMAGES, lambda data: data[:-7], "is truncated: 7 bytes are missing."),
     (IMAGES, lambda data: data[:9], "is truncated: 7 bytes are missing."),
-    (
-        IMAGES,
-        lambda data: idx(np.zeros((5000, 0, 4), np.uint8)),
-        r"least 1 sample, .*1\.\.4096; got \(5000, 0, 4\).",
-    ),
+    (IMAGES, lambda data: idx(np.zeros((5000, 0, 4), np.uint8)), r"least 1 sample, .*4096; got \(5000, 0, 4\)."),
     (IMAGES, lambda data: HUGE, r"rows and columns in 1\.\.4096; got \(4294967295, 4294967295, 4294967295\)."),
     (IMAGES, lambda data: data + b"\0", "images-idx3-ubyte must end after 5000 samples but goes on."),
     (LABELS, lambda data: data + b"\0", "labels-idx1-ubyte must end after 5000 samples but goes on."),
     (LABELS, lambda data: idx(np.zeros(4999, np.uint8)), "has 5000 images but .* has 4999 labels. Take both from the"),
-    (
-        LABELS,
-        lambda data: idx(np.full(5000, 10, np.uint8)),
-        r"one integer in 0\.\.9 per sample; got .* 10 to 10.",
-    ),
+    (LABELS, lambda data: idx(np.full(5000, 10, np.uint8)), r"one integer in 0\.\.9 per sample; got .* 10 to 10."),
     (IMAGES + ".gz", lambda data: gzip.compress(data)[:-20], "must be a whole gzip file .*. Download it again."),
     (IMAGES + ".gz", lambda data: gzip.compress(data) + bytes(1 << 20), "-ubyte.gz must end after 5000 samples but"),
-    (
-        IMAGES + ".gz",
-        lambda data: gzip.compress(data[:4] + b"\xff" * 4 + data[8:]),
-        r"is truncated: \d+ bytes are missing",
-    ),
+    (IMAGES + ".gz", lambda data: gzip.compress(data[:4] + b"\xff" * 4 + data[8:]), r"is truncated: \d+ bytes are"),
     (IMAGES + ".gz", lambda data: data, "must be a whole gzip file .*. Download it again."),
     (IMAGES + ".gz", lambda data: flipped(gzip.compress(data)), "must be a whole gzip file .*. Download it again."),
 ]
@@ -200,12 +180,12 @@ def test_damaged_mnist(mnist, damage):
     path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("name", ["mnist", "cifar10", "images"])
-def test_source_must_be_a_folder(tmp_path, name):
+def test_source_must_be_a_folder(tmp_path):
     (tmp_path / "file").touch()
-    for source, what in ((tmp_path / "none", "does not exist"), (tmp_path / "file", "is a file")):
-        with pytest.raises(DataError, match=f"{source} must be a folder; it {what}."):
-            importers.load(name)(source, tmp_path / "a.h5")
+    for name in ("mnist", "cifar10", "images"):
+        for source, what in ((tmp_path / "none", "does not exist"), (tmp_path / "file", "is a file")):
+            with pytest.raises(DataError, match=f"{source} must be a folder; it {what}."):
+                importers.load(name)(source, tmp_path / "a.h5")
 
 
 # --- CIFAR-10 -----------------------------------------------------------------------------------------------------
@@ -230,23 +210,27 @@ def test_cifar10(cifar10):
     assert describe(path)["classes"][3] == "cat"
 
 
-@pytest.mark.parametrize(
-    ("name", "edit", "match"),
-    [
-        ("data_batch_1.bin", lambda data: data[:-1], "data_batch_1.bin must have a whole number of records of 3073"),
-        ("test_batch.bin", lambda data: b"", "test_batch.bin must have .* at least 1; got 0 bytes. Unpack cifar-10"),
-        ("data_batch_2.bin", lambda data: b"\x0a" + data[1:], r"data_batch_2.bin must have labels in 0\.\.9; got 10."),
-        ("test_batch.bin", None, "must have the file test_batch.bin; it has none. Unpack cifar-10-binary.tar.gz"),
-        ("data_batch_*.bin", None, r"must have the file data_batch_\*.bin; it has none."),
-    ],
-)
-def test_damaged_cifar10(cifar10, name, edit, match):
+CIFAR10_DAMAGES = [
+    ("data_batch_1.bin", lambda data: data[:-1], "data_batch_1.bin must have a whole number of records of 3073"),
+    ("test_batch.bin", lambda data: b"", "test_batch.bin must have .* at least 1; got 0 bytes. Unpack cifar-10"),
+    ("data_batch_2.bin", lambda data: b"\x0a" + data[1:], r"data_batch_2.bin must have labels in 0\.\.9; got 10."),
+    ("test_batch.bin", None, "must have the file test_batch.bin; it has none. Unpack cifar-10-binary.tar.gz"),
+    ("data_batch_*.bin", None, r"must have the file data_batch_\*.bin; it has none."),
+]
+
+
+@each("damage", CIFAR10_DAMAGES)
+def test_damaged_cifar10(cifar10, damage):
     folder, _ = cifar10
-    for path in folder.glob(name):
-        path.write_bytes(edit(path.read_bytes())) if edit else path.unlink()
+    name, edit, match = damage
+    whole = {path: path.read_bytes() for path in folder.glob(name)}
+    for path, data in whole.items():
+        path.write_bytes(edit(data)) if edit else path.unlink()
     with pytest.raises(DataError, match=match):
         importers.load("cifar10")(folder, folder / "out" / "a.h5")
     assert not [*folder.glob("out/*"), *folder.glob("out/.*")]
+    for path, data in whole.items():
+        path.write_bytes(data)
 
 
 # --- folders of images --------------------------------------------------------------------------------------------
@@ -277,24 +261,16 @@ def test_images(images, tmp_path):
     assert describe(path)["classes"] == ["a", "b"]
 
 
-def test_images_keep_their_pixels_where_the_size_is_right(tmp_path):
+def test_images_keep_their_pixels_where_the_size_is_right_and_stand_upright(tmp_path):
     pixels = RNG.integers(0, 256, (6, 5, 3), np.uint8)
-    for i in range(2):
-        (tmp_path / "in/only").mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).save(tmp_path / f"in/only/{i}.png")
-    path = importers.load("images")(tmp_path / "in", tmp_path / "a.h5", height=6, width=5, test_fraction=0)
-    np.testing.assert_allclose(everything(path, "train")[0][1] * 255, pixels.transpose(2, 0, 1), rtol=1e-6)
-
-
-def test_images_turned_by_the_camera_stand_upright(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # turn by 90 degrees
-    picture = Image.new("L", (2, 1))
-    picture.putdata([0, 255])
+    turned = Image.Exif()
+    turned[0x0112] = 6  # by 90 degrees
     (tmp_path / "in/only").mkdir(parents=True)
-    picture.save(tmp_path / "in/only/a.png", exif=exif)
-    path = importers.load("images")(tmp_path / "in", tmp_path / "a.h5", height=2, width=1, mode="L", test_fraction=0)
-    assert everything(path, "train")[0].tolist() == [[[[0.0], [1.0]]]]
+    Image.fromarray(pixels).save(tmp_path / "in/only/0.png")
+    Image.fromarray(np.rot90(pixels).copy()).save(tmp_path / "in/only/1.png", exif=turned)
+    path = importers.load("images")(tmp_path / "in", tmp_path / "a.h5", height=6, width=5, test_fraction=0)
+    for found in everything(path, "train")[0]:
+        np.testing.assert_allclose(found * 255, pixels.transpose(2, 0, 1), rtol=1e-6)
 
 
 def test_images_with_their_own_test_folder_in_grey(images, tmp_path):
@@ -329,36 +305,21 @@ def test_damaged_images(images, tmp_path, name, edit, match):
     assert not [*tmp_path.glob("out/*"), *tmp_path.glob("out/.*")]
 
 
-def test_images_without_classes(tmp_path):
-    with pytest.raises(DataError, match="must have one folder per class; it has none."):
-        importers.load("images")(tmp_path, tmp_path / "a.h5")
-
-
-def test_a_third_folder_beside_train_and_test(images, tmp_path):
-    """It would be left out in silence."""
-    images.rename(tmp_path / "train")
-    for folder in ("test", "val"):
-        paint(tmp_path / folder / "a" / "x.png", (0, 0, 0))
-    with pytest.raises(DataError, match="must have no folders beside train and test; got val. Move them."):
-        importers.load("images")(tmp_path, tmp_path / "out" / "a.h5")
-
-
-def test_test_folder_with_an_unknown_class(images, tmp_path):
-    source = tmp_path / "both"
-    source.mkdir()
-    images.rename(source / "train")
-    paint(source / "test" / "c" / "x.png", (0, 0, 0))
+def test_folders_that_are_none_of_classes(images, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "both").mkdir()
+    images.rename(tmp_path / "both" / "train")
+    for name in ("test", "val"):
+        paint(tmp_path / "both" / name / "a" / "x.png", (0, 0, 0))
+    for options, source, error, match in (
+        ({}, "empty", DataError, "must have one folder per class; it has none."),
+        ({}, "both", DataError, "must have no folders beside train and test; got val. Move them."),
+        ({"mode": "CMYK"}, "both", ConfigError, "mode must be one of RGB, L; got 'CMYK'."),
+        ({"height": 0}, "both", ConfigError, "height and width must be at least 1; got 0 and 64."),
+    ):
+        with pytest.raises(error, match=match):
+            importers.load("images")(tmp_path / source, tmp_path / "a.h5", **options)
+    shutil.rmtree(tmp_path / "both" / "val")
+    paint(tmp_path / "both" / "test" / "c" / "x.png", (0, 0, 0))
     with pytest.raises(DataError, match="test must have nothing but the folders a, b; got c."):
-        importers.load("images")(source, tmp_path / "a.h5")
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"mode": "CMYK"}, "mode must be one of RGB, L; got 'CMYK'."),
-        ({"height": 0}, "height and width must be at least 1; got 0 and 64."),
-    ],
-)
-def test_bad_image_options(tmp_path, options, match):
-    with pytest.raises(ConfigError, match=match):
-        importers.load("images")(tmp_path, tmp_path / "a.h5", **options)
+        importers.load("images")(tmp_path / "both", tmp_path / "a.h5")

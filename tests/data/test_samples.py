@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Subset, default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 import hpcdist as hd
+from harness.cases import each
 from hpcdist.data import HDF5Dataset, Split, create
 from hpcdist.data.loader import Samples
 
@@ -29,9 +30,9 @@ class Counted(HDF5Dataset):
         return super().batch(indices)
 
 
-@pytest.fixture(params=[None, 0.5], ids=["plain", "scaled"])
-def dataset(request, tmp_path):
-    options = {"task": "classification", "classes": list("abc"), "scale": request.param}
+@pytest.fixture
+def dataset(tmp_path):
+    options = {"task": "classification", "classes": list("abc"), "scale": 0.5}
     path = create(tmp_path / "a.h5", {"train": Split.of(X, np.arange(N) % 3)}, **options)
     with Counted(path) as dataset:
         yield dataset
@@ -59,8 +60,8 @@ def test_the_default_collation_never_takes_a_batch_apart(dataset, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # said by Python 3.12 and later
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [lambda d: d, lambda d: Subset(d, range(N - 1, -1, -1))], ids=["dataset", "subset"])
+@each("workers", [0, 2])
+@each("make", [lambda d: d, lambda d: Subset(d, range(N - 1, -1, -1))])
 def test_batches_are_those_that_torch_makes_of_samples(dataset, make, workers):
     chosen = make(dataset)
     batches = list(DataLoader(chosen, SIZE, num_workers=workers))
@@ -87,10 +88,6 @@ def test_a_sharded_loader_gets_them_whole_too(ranks, dataset, monkeypatch):
         return [label for _, y in hd.shard(DataLoader(dataset, SIZE), training=False) for label in y.tolist()]
 
     assert sorted(sum(ranks(body), [])) == sorted(i % 3 for i in range(N))
-
-
-def whole(samples):
-    return default_collate(samples)
 
 
 def twice(samples):
@@ -142,7 +139,7 @@ def by_a_rule_for_tuples(samples):
     return collate(samples, collate_fn_map={**default_collate_fn_map, tuple: lambda s, collate_fn_map: len(s)})
 
 
-OWN = [whole, twice, one_by_one, transposed, changed_in_place, another_order, some_of_them, the_first_of_them]
+OWN = [default_collate, twice, one_by_one, transposed, changed_in_place, another_order, some_of_them, the_first_of_them]
 OWN += [unchanged, by_another_rule, by_a_rule_for_tuples]
 
 
@@ -158,8 +155,9 @@ def plain(value):
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-@pytest.mark.parametrize(("own", "workers"), [*((own, 0) for own in OWN), (unchanged, 2), (another_order, 2)])
-def test_a_collate_fn_of_the_users_own_gets_what_a_list_of_samples_gives(dataset, own, workers):
+@each("case", [*((own, 0) for own in OWN), (another_order, 2)])
+def test_a_collate_fn_of_the_users_own_gets_what_a_list_of_samples_gives(dataset, case):
+    own, workers = case
     found = list(DataLoader(dataset, SIZE, collate_fn=own, num_workers=workers))
     samples = [dataset[i] for i in range(N)]
     assert plain(found) == plain([own(samples[i : i + SIZE]) for i in range(0, N, SIZE)])
@@ -170,9 +168,6 @@ def test_copies_and_pickles_are_lists_of_tuples(dataset):
         found = made(dataset.__getitems__([4, 3]))
         assert type(found) is list and [type(sample) for sample in found] == [tuple, tuple]
         assert plain(found) == plain([dataset[4], dataset[3]])
-
-
-def test_no_samples_are_refused_as_by_a_list(dataset):
     assert len(dataset.__getitems__([])) == 0
     with pytest.raises(IndexError):
         default_collate(dataset.__getitems__([]))

@@ -1,4 +1,4 @@
-"""The benchmarks of training steps and of compressors: every side is measured, and rows are whole."""
+"""The benchmarks of training steps, compressors, pipelines and the loader: every side has whole rows."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
+import hpcdist as hd
 from hpcdist import compress, strategies
+from hpcdist.comm.alone import Alone
 from hpcdist.comm.virtual import run_virtual
+from hpcdist.data import EpochPlan
+from hpcdist.errors import UnknownNameError
 from hpcdist.tools.bench import compress as coding
+from hpcdist.tools.bench import loader, pipeline
 from hpcdist.tools.bench import train as training
+from hpcdist.tools.bench.runner import peak_bytes
 
 pytestmark = pytest.mark.computes
+MORE = ("gossip", "compress")
 MODEL = training.MODELS["mlp_100k"]
 
 
@@ -22,9 +30,10 @@ def _small(monkeypatch):
     monkeypatch.setattr(training, "WARM_UP", 2)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2)
 @pytest.mark.time_limit(120)
-@pytest.mark.parametrize("bench", ["train", "gossip", "compress"])
+@pytest.mark.parametrize("bench", ["train", *(pytest.param(name, marks=pytest.mark.extended) for name in MORE)])
 def test_it_has_a_row_for_each_side(ranks, bench):
     gossip = list(training.gossip_ways(ranks.size))
     ways = {"train": training.ALLREDUCE_WAYS, "gossip": gossip, "compress": training.COMPRESSED_WAYS}[bench]
@@ -39,8 +48,7 @@ def test_it_has_a_row_for_each_side(ranks, bench):
     for row in rows.values():
         assert row["ranks"] == len(results) and row["bytes"] == 4 * (9 * 16 + 17 * 4) and row["median_s"] > 0
     assert rows["small/alone"]["bytes_sent"] == 0
-    if len(results) > 1:
-        assert rows["small/allreduce"]["bytes_sent"] > 0
+    assert rows["small/allreduce"]["bytes_sent"] > 0
     if not ours:
         assert rows["small/alone"]["overhead_s"] == 0
         assert rows["small/allreduce"]["speedup"] == 1
@@ -94,3 +102,92 @@ def test_coding_has_a_row_for_each_compressor_beside_a_copy():
         assert row["bytes"] == 40_028 and row["bytes_per_s"] > 0
         assert row["ratio"] == row["bytes"] / row["message_bytes"]
     assert {row["name"]: row for row in rows}["bf16"]["ratio"] == 2
+
+
+# --- pipelines --------------------------------------------------------------------------------------------------------
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 4)
+@pytest.mark.extended
+@pytest.mark.time_limit(120)
+def test_it_has_a_row_for_each_schedule_beside_torchs_and_one_rank(ranks, monkeypatch):
+    """On as many stages as there are ranks for."""
+    monkeypatch.setattr(pipeline, "WARM_UP", 1)
+    monkeypatch.setattr(pipeline, "MEMORY_ROUNDS", 1)
+    stages = max(number for number in pipeline.STAGES if number <= ranks.size)
+    sizes = {"blocks": 8, "width": 8, "batch": 16, "micro_batches": 4}
+    results = ranks(lambda comm: pipeline.measure(comm, [stages], rounds=1, **sizes))
+    assert results.count(results[0]) == len(results), "all ranks have the same rows"
+    rows, size = {row["name"]: row for row in results[0]}, len(results)
+    assert list(rows) == ["alone", *(f"{stages}/{variant.name}" for variant in pipeline.VARIANTS)]
+    alone = rows["alone"]
+    assert (alone["stages"], alone["bubble"], alone["times_alone"], alone["speedup"]) == (1, 0, 1, None)
+    for name, row in rows.items():
+        assert row["loss"] == pytest.approx(alone["loss"], rel=1e-5), "all compute the same"
+        assert row["ranks"] == size and row["micro_batches"] == 4
+        assert row["samples_per_s"] == pytest.approx(16 / row["median_s"])
+        assert row["ideal_s"] == pytest.approx(alone["median_s"] / row["stages"])
+        assert row["peak_bytes"] is None or row["peak_bytes"] >= 0
+        if name != "alone" and "torch" not in name:
+            peer = rows[name.removesuffix(" recompute").replace("/", "/torch ")]
+            assert row["speedup"] == pytest.approx(peer["median_s"] / row["median_s"])
+    for name, parts in (("gpipe", 4), ("interleaved", 8)):
+        limit = (stages - 1) / (parts + stages - 1)
+        assert rows[f"{stages}/{name}"]["bubble_limit"] == pytest.approx(limit)
+
+
+def test_memory_is_that_of_the_call_alone():
+    """Also where others have freed as much before; None where the system does not tell."""
+    size = 32 << 20
+    torch.ones(size // 4)
+    peak = peak_bytes(lambda: torch.ones(size // 4).sum())
+    assert peak is None or (size <= peak + (1 << 20) and peak < 2 * size)
+    nothing = peak_bytes(lambda: None)
+    assert nothing is None or nothing < size // 4
+
+
+# --- the loader -------------------------------------------------------------------------------------------------------
+SMALL = {"plain": loader.Kind(40, (1, 4, 4)), "scaled": loader.Kind(40, (1, 4, 4), 1 / 255)}
+
+
+@pytest.mark.virtual
+@pytest.mark.sizes(2)
+def test_rows_of_the_loader(ranks, monkeypatch, tmp_path):
+    monkeypatch.setattr(loader, "KINDS", SMALL)
+
+    def body(comm):
+        return loader.measure(hd.init(comm=comm), ["plain", "scaled"], batch_size=8, rounds=3, folder=tmp_path)
+
+    results = ranks(body)
+    assert results.count(results[0]) == len(results), "all ranks have the same rows"
+    rows = results[0]
+    readers = ("memory_map", "batch", "loader", "dataloader", "shard")
+    assert [row["name"] for row in rows] == [f"loader/{kind}/{reader}" for kind in SMALL for reader in readers]
+    for row in rows:
+        assert row.keys() == {"name", "bytes", "ranks", "median_s", "bytes_sent", "ratio"}
+        assert (row["bytes"], row["ranks"], row["bytes_sent"]) == (8 * 16, len(results), 0) and row["median_s"] > 0
+    assert [row["ratio"] for row in (rows[0], rows[5])] == [1, 1] and all(row["ratio"] > 0 for row in rows)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.virtual
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize("kind", SMALL)
+def test_all_readers_give_the_same_batches(ranks, tmp_path, kind):
+    def body(comm):
+        hd.init(comm=comm)
+        plan = EpochPlan(40, comm.size, 8)
+        (tmp_path / str(comm.rank)).mkdir()
+        readers = loader._readers(SMALL[kind], plan, comm.rank, tmp_path / str(comm.rank))
+        expected = list(readers.pop(loader.REFERENCE)(3))
+        for read in readers.values():
+            for (x, y), (expected_x, expected_y) in zip(read(3), expected, strict=True):
+                assert torch.equal(y, expected_y) and x.dtype == expected_x.dtype
+                torch.testing.assert_close(x, expected_x)
+        return sum(len(y) for _, y in expected)
+
+    assert sum(ranks(body)) == 40
+
+
+def test_an_unknown_kind_of_data_is_refused():
+    with pytest.raises(UnknownNameError, match="kind must be one of cifar10, .*; got 'cats'."):
+        loader.measure(Alone(), ["cats"])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-import gzip
+import functools
 import json
 import os
 import re
 import shlex
 import shutil
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -43,11 +42,15 @@ TINY = str(ROOT / "tests" / "train" / "tiny.py")
 QUICK = ("--set", "data.path=digits.h5", "--set", "epochs=1")
 
 
+get_command = functools.cache(typer.main.get_command)  # which takes half a second, and is asked by each command line
+
+
 @pytest.fixture
 def hpcdist(monkeypatch, capsys, tmp_path):
     """Runs a command line in an empty folder: exit status, standard output, standard error."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "SILENT_S", 0.0)
+    monkeypatch.setattr(typer.main, "get_command", get_command)
     monkeypatch.setattr(log, "is_handled", lambda: False)  # by pytest's own handlers
     for name in cli.RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -88,15 +91,12 @@ def test_checkpoints_are_shown_and_the_model_in_them_is_exported(hpcdist, tmp_pa
     assert torch.equal(torch.load("model.pt")["a.weight"], load_file("earlier.safetensors")["a.weight"])
     shutil.rmtree("run/checkpoints/step-00000008")
     assert hpcdist("checkpoint", "show", "run/checkpoints/step-00000004")[0] == 0
-    for arguments, message in (
-        (("export", "run", "model.bin"), "the file's name must end in one of .pt, .pth, .safetensors; got model.bin"),
-        (("export", "run", "model.pt", "--step", "5"), "step must be that of a checkpoint in run; got 5, and there"),
-        (
-            ("show", "."),
-            "must be the folder of a run with checkpoints, a folder of checkpoints, or one of them; got no",
-        ),
+    for words, message in (
+        ("export run model.bin", "the file's name must end in one of .pt, .pth, .safetensors; got model.bin"),
+        ("export run model.pt --step 5", "step must be that of a checkpoint in run; got 5, and there"),
+        ("show .", "must be the folder of a run with checkpoints, a folder of checkpoints, or one of them; got no"),
     ):
-        status, _, told = hpcdist("checkpoint", *arguments)
+        status, _, told = hpcdist("checkpoint", *words.split())
         assert status == 1 and message in " ".join(told.split())
     with pytest.raises(CheckpointError, match=r"type that safetensors [\d.]+ has; got 'z' of torch.complex128"):
         checkpoint.export({"z": torch.zeros(1, dtype=torch.complex128)}, "complex.safetensors")
@@ -113,22 +113,60 @@ def test_installed_packages_add_commands(tmp_path):
     (tmp_path / "mine-1.dist-info").mkdir()
     (tmp_path / "mine-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
     (tmp_path / "mine-1.dist-info" / "entry_points.txt").write_text(f"[hpcdist.commands]\n{points}")
-    code = "import sys; from hpcdist.tools import cli; sys.argv[0] = 'hpcdist'; cli.main()"
-    paths = os.pathsep.join([str(ROOT), str(tmp_path)])
-    for words in (["one"], ["two"], ["group", "three"]):
-        command = [sys.executable, "-c", code, *words, "you"]
-        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
-        assert (done.returncode, done.stdout) == (0, "hello you\n"), done.stderr
-        assert "command broken is left out: command must be in a file that can be imported" in done.stderr
+    code = """
+import sys
+from hpcdist.tools import cli
+for words in ("one you", "two you", "group three you"):
+    sys.argv = ["hpcdist", *words.split()]
+    try:
+        cli.main()
+    except SystemExit as end:
+        assert not end.code
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "hello you\n" * 3), done.stderr
+    assert "command broken is left out: command must be in a file that can be imported" in done.stderr
 
 
-@pytest.mark.parametrize("argument", ["--version", "--help"])
-def test_it_starts_quickly(argument):
-    """As a module, too, and without torch, which takes seconds to import."""
-    command = [sys.executable, "-X", "importtime", "-m", "hpcdist", argument]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout
-    assert not [line for line in done.stderr.splitlines() if line.split("|")[-1].strip() in ("torch", "mpi4py.MPI")]
+LAZY = """
+import json, runpy, sys
+shown = {}
+def show(name):
+    shown[name] = sorted(sys.modules)
+for argument in ("--version", "--help"):
+    sys.argv = ["hpcdist", argument]
+    try:
+        runpy.run_module("hpcdist", run_name="__main__")
+    except SystemExit as end:
+        assert not end.code
+from hpcdist.tools import cli
+assert cli._run(["runs"], True) == 0
+show("command")
+from hpcdist import collectives, compress, strategies, topology
+collectives.load("tree"), topology.load("ring"), strategies.load("sgp"), strategies.available()
+show("plug-ins")
+import hpcdist.session
+show("session")
+import hpcdist.data.importers.mnist
+show("importer")
+print(json.dumps(shown))
+"""
+
+
+def test_nothing_is_imported_before_it_is_needed(tmp_path):
+    """Torch takes seconds."""
+    (tmp_path / "runs").mkdir()
+    evidence.write_run(tmp_path / "runs" / "it")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", LAZY]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    shown = {name: set(modules) for name, modules in json.loads(done.stdout.splitlines()[-1]).items()}
+    assert not {"torch", "mpi4py.MPI"} & shown["command"], done.stderr
+    loaded = {"hpcdist.collectives.tree", "hpcdist.topology.ring", "hpcdist.strategies.sgp"}
+    others = ("collectives.auto", "collectives.direct", "topology.torus", "compress.qsgd", "strategies.strom")
+    assert loaded <= shown["plug-ins"] and not {f"hpcdist.{other}" for other in others} & shown["plug-ins"]
+    assert "h5py" not in shown["session"] and "h5py" in shown["importer"] and "sklearn" not in shown["importer"]
 
 
 WRONG = [["train"], ["train", TINY, "--sett", "a=1"], ["nonsense"], ["data", "import"]]
@@ -143,18 +181,14 @@ def test_wrong_usage_has_status_2_and_the_first_rank_speaks_of_it(hpcdist, monke
     assert hpcdist(*arguments) == (2 if arguments[0] == "train" else 0, "", "")
 
 
-def test_an_interruption_has_status_130(hpcdist, monkeypatch):
+def test_an_interruption_has_status_130_and_what_is_no_error_of_ours_keeps_its_traceback(hpcdist, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hpcdist.tools.runs.run.load_summary", interrupted)
     Path("summary.json").touch()
     assert hpcdist("report", ".") == (130, "", "hpcdist: interrupted\n")
-
-
-def test_an_exception_that_is_no_error_of_ours_keeps_its_traceback(hpcdist, monkeypatch):
     monkeypatch.setattr("hpcdist.tools.runs.run.load_summary", lambda path: 1 / 0)
-    Path("summary.json").touch()
     with pytest.raises(ZeroDivisionError):
         hpcdist("report", ".")
 
@@ -169,7 +203,7 @@ def test_only_the_first_rank_does_what_is_not_collective(hpcdist, monkeypatch, v
 
 
 def test_every_rank_runs_what_calls_itself_collective():
-    commands = _commands(typer.main.get_command(cli.app))
+    commands = _commands(get_command(cli.app))
     collective = {words[0] for words, command in commands if "Collective" in (command.help or "")}
     assert collective == cli.COLLECTIVE
 
@@ -184,6 +218,7 @@ def test_a_world_of_one_under_a_launcher_of_four_is_refused_once(hpcdist, monkey
 
 
 MISTAKES = {  # what a clumsy user types: a part of the message
+    "train none.py": "job must be a Python file; got none.py",
     "train folder": "job must be a Python file; got folder, which is a folder.",
     "train text": "a Python file must have a name that ends in .py; got text.",
     "train job.py --config folder": "configuration file must be readable; got folder (Is a directory).",
@@ -191,6 +226,15 @@ MISTAKES = {  # what a clumsy user types: a part of the message
     "train job.py --set data.path=folder": "folder can't be opened (Is a directory).",
     "train job.py --set data.path=text": "text is not an HDF5 file",
     "train job.py --output text": "--output must be a folder that can be made; got text",
+    "train job.py --output text/below": "--output must be a folder that can be made; got text",
+    "train job.py --set epoch=3": "got 'epoch'. Did you mean 'epochs'?",
+    "train job.py --set optimizer.weight_decai=0.9": "got 'weight_decai'. Did you mean 'weight_decay'?",
+    "train job.py --set strategy.algoritm=ring": "got 'algoritm'. Did you mean 'algorithm'?",
+    "train job.py --set strategy=hardsink": "strategy must be one of adpsgd, allreduce",
+    "train job.py --set epochs=many": "epochs must be an integer; got 'many'.",
+    "train job.py --set epochs": "--set must be key=value",
+    "train job.py --config none.toml": "configuration file must exist; got none.toml.",
+    "train job.py --resume": "--output must be given with --resume; got none.",
     "compare folder": "job must be a Python file; got folder, which is a folder.",
     "compare job.py --strategies hardsink": "got 'hardsink'. Did you mean 'hardsync'?",
     "compare job.py --ranks x": "--ranks must be whole numbers above 0, with commas between them; got 'x'.",
@@ -201,10 +245,14 @@ MISTAKES = {  # what a clumsy user types: a part of the message
     "report none": "got none in none.",
     "watch none --once": "got none, which is no folder.",
     "watch text --once": "got text, which is no folder.",
-    "data info none.h5": "`hpcdist data import` makes such a file.",
+    "data info none.h5": "none.h5 can't be opened (No such file or directory). Check the path; `hpcdist data import`",
     "data info folder": "folder can't be opened (Is a directory).",
     "data info text": "text is not an HDF5 file",
     "data import mnist text it.h5": "text must be a folder; it is a file.",
+    "data import mnits x it.h5": "importer must be one of cifar10, digits, fashion-mnist, images, mnist, table; got 'm",
+    "data import digits sklearn it.h5 --set sed=1": "got 'sed'. Did you mean 'seed'?",
+    "data import digits sklearn it.h5 --set seed=one": "seed must be an integer; got 'one'.",
+    "data import mnist none it.h5": "none must be a folder; it does not exist.",
     "data import digits sklearn folder": "FILE must be a file to write; got folder, but folder is a folder.",
     "data import digits sklearn text/it.h5": "FILE must be a file to write; got text/it.h5, but ",
     "data import fashion_mnst x it.h5": "got 'fashion_mnst'. Did you mean 'fashion-mnist'?",
@@ -216,6 +264,10 @@ MISTAKES = {  # what a clumsy user types: a part of the message
     "checkpoint show none": "must be the folder of a run with checkpoints",
     "checkpoint export folder none/it.pt": "FILE must be a file to write; got none/it.pt, which is in no",
     "horovod build --source none": "--source must be the file of Horovod's source package; got none.",
+    "plan job.py --cut 3,2 --stages 2": "whose sum is the model's 6; got 3, 2.",
+    "plan job.py --cut 3,2,1 --stages 2": "parallel.cut must be 2 numbers of layers",
+    "plan job.py --schedule gpip --stages 2": "schedule must be one of gpipe, ",
+    "plan job.py --limit-mb 0.001 --stages 2": "memory of each stage must be at most 1000 bytes; got ",
     "plan job.py --cut x": "--cut must be whole numbers above 0, with commas between them; got 'x'.",
     "plan job.py --json none/it": "--json must be a file to write; got none/it, which is in no folder that exists.",
     "slurm render": "job or command must be given; got neither.",
@@ -225,6 +277,10 @@ MISTAKES = {  # what a clumsy user types: a part of the message
     "slurm status": "job must be given where none was submitted",
     "strategies job.py": "strategy must be path/to/file.py:Class to be taken from a file; got 'job.py'.",
     "schedules gpip": "got 'gpip'. Did you mean 'gpipe'?",
+    "topology rign --ranks 4": "topology must be one of bipartite, complete",
+    "topology rign": "got 'rign'. Did you mean 'ring'?",
+    "topology torus --ranks 4 --set row=2": "got 'row'. Did you mean 'rows'?",
+    "topology ring --ranks 4 --output it.pdf": "--output must end in .svg or .png; got it.pdf.",
     "topology ring --ranks 4 --output none/it.svg": "--output must be a file to write; got none/it.svg, which is in no",
     "topology graph --ranks 4": "path must be given; got nothing. File of edges",
     "topology graph --ranks 4 --set path=folder": "path must be a text file with an edge per line; got folder",
@@ -249,11 +305,13 @@ WRONG_USAGE = {
 def test_a_mistake_is_told_once_and_without_a_traceback(hpcdist, line):
     Path("folder").mkdir(exist_ok=True)
     Path("text").write_text("no [ format\n")
+    shutil.rmtree("runs", ignore_errors=True)
     Path("job.py").write_text("from train.tiny import job\n")
-    status, out, err = hpcdist(*line.split())
+    status, out, err = hpcdist(*line.split(), *(["--set", "data.path=digits.h5"] if line.startswith("plan") else []))
     if line in MISTAKES:
         assert (status, out) == (1, "") and MISTAKES[line] in err and err.count("hpcdist: error: ") == 1, (line, err)
-        assert "Traceback" not in err
+        assert "Traceback" not in err and not Path("it.h5").exists()
+        assert not Path("runs").exists() or "data.path" in line
     else:
         assert (status, out) == (2, "") and WRONG_USAGE[line] in " ".join(err.split()), (line, err)
         assert "Usage: hpcdist" in err and " -h' for help." in err
@@ -294,42 +352,16 @@ def test_a_jobs_neighbour_is_imported_whenever_the_job_asks_for_it(hpcdist):
     assert (status, err, sys.path) == (0, "", before)
 
 
-def test_every_run_has_a_new_folder(hpcdist):
+def test_every_run_has_a_new_folder_and_none_is_overwritten(hpcdist):
     assert hpcdist("train", TINY, *QUICK, "--set", "parallel.stages=2")[0] == 1, "the trainer refuses that"
     assert not list(Path("runs").iterdir())
     for _ in range(2):
         assert hpcdist("train", TINY, *QUICK)[0] == 0
     assert sorted(path.name for path in Path("runs").iterdir()) == ["tiny-allreduce-1-1", "tiny-allreduce-1-2"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--set", "epoch=3"], "got 'epoch'. Did you mean 'epochs'?"),
-        (["--set", "optimizer.weight_decai=0.9"], "got 'weight_decai'. Did you mean 'weight_decay'?"),
-        (["--set", "strategy.algoritm=ring"], "got 'algoritm'. Did you mean 'algorithm'?"),
-        (["--set", "strategy=hardsink"], "strategy must be one of adpsgd, allreduce"),
-        (["--set", "epochs=many"], "epochs must be an integer; got 'many'."),
-        (["--set", "epochs"], "--set must be key=value"),
-        (["--config", "none.toml"], "configuration file must exist; got none.toml."),
-        (["--resume"], "--output must be given with --resume; got none."),
-        (["--output", "taken/below"], "--output must be a folder that can be made; got taken"),
-    ],
-)
-def test_what_is_wrong_is_told_in_one_line(hpcdist, arguments, message):
-    Path("taken").touch()
-    status, out, err = hpcdist("train", TINY, *QUICK[:2], *arguments)
-    assert (status, out) == (1, "")
-    assert err.startswith("hpcdist: error: ") and message in err and err.count("\n") == 1
-    assert not Path("runs").exists()
-
-
-def test_a_folder_with_a_run_is_not_overwritten(hpcdist):
-    assert hpcdist("train", TINY, *QUICK, "--output", "it")[0] == 0
-    before = {path: path.read_bytes() for path in Path("it").rglob("*") if path.is_file()}
-    status, out, err = hpcdist("train", TINY, *QUICK, "--output", "it")
-    assert (status, out) == (1, "") and "--output must be a folder without records; got it, which holds a run." in err
-    assert {path: path.read_bytes() for path in Path("it").rglob("*") if path.is_file()} == before
+    before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
+    status, out, err = hpcdist("train", TINY, *QUICK, "--output", "runs/tiny-allreduce-1-1")
+    assert (status, out) == (1, "") and "--output must be a folder without records; got runs/tiny-allreduce-1-1" in err
+    assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
 
 
 def test_a_run_that_stops_early_says_so_and_names_the_best_checkpoint(hpcdist):
@@ -361,7 +393,7 @@ def test_resuming(hpcdist):
     assert (resumed.sha256, resumed.samples) == (whole.sha256, whole.samples)
 
 
-@pytest.mark.parametrize("mode", ["auto", "live", "lines", "off"])
+@each("mode", ["auto", "live", "off"])
 def test_progress(hpcdist, mode):
     status, out, _ = hpcdist("train", TINY, *QUICK, "--set", "log_every=4", "--progress", mode)
     *shown, result, end = out.split("\n")
@@ -373,9 +405,7 @@ def test_progress(hpcdist, mode):
         assert max(map(len, updates)) < 80
     else:
         assert len(shown) == (0 if mode == "off" else 6) and "\r" not in out and "\x1b" not in out
-        last = (
-            r"allreduce        100%  epoch 1/1  \d+ s  test accuracy 0\.\d+  loss \d\.\d+  step \d+  [\d,]+ samples/s"
-        )
+        last = r"allreduce        100%  epoch 1/1  \d+ s  test accuracy 0\.\d+  loss \d\.\d+  step \d+  [\d,]+ sam.*"
         assert mode == "off" or re.fullmatch(last, shown[-1])
 
 
@@ -484,34 +514,52 @@ BASH = {  # words, the last of which is completed, as bash divides them: some of
 }
 
 
-def test_tab_completes_in_bash_without_heavy_imports(tmp_path):
-    """By the function that `--show-completion` prints. What a shell waits for imports neither torch nor pydantic."""
+HEAVY = {"torch", "numpy", "pydantic", "pandas", "rich.table"}
+# Answers each line as a process of its own.
+ANSWERS = f"""
+import os, sys
+from hpcdist.tools import cli
+for line in sys.stdin:
+    words = line.split()
+    if not os.fork():
+        asked = {{"COMP_WORDS": "\\n".join(words), "COMP_CWORD": str(len(words) - 1)}}
+        os.environ |= {{"_HPCDIST_COMPLETE": "complete_bash", **asked}}
+        try:
+            cli.main()
+        except SystemExit:
+            print("|", *{HEAVY} & set(sys.modules), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_tab_completes_without_heavy_imports(tmp_path):
+    """What a shell waits for imports neither torch nor pydantic."""
     for run in ("runs/digits-1", "runs/compare-digits/a"):
         (tmp_path / run).mkdir(parents=True)
         (tmp_path / run / "run.json").touch()
+    given = {"cwd": tmp_path, "capture_output": True, "text": True}
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    lines = "".join(f"{line}\n" for line in BASH)
+    done = subprocess.run([sys.executable, "-c", ANSWERS], input=lines, env=environment, **given)
+    *answers, end = done.stdout.split("|")
+    assert not end.strip() and len(answers) == len(BASH), done.stderr
+    for (line, some), answer in zip(BASH.items(), answers):
+        assert set(some) <= set(answer.split()) and not HEAVY & set(answer.split()), (line, answer)
+
     program = tmp_path / "hpcdist"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -X importtime -m hpcdist "$@" 2>> imports\n')
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m hpcdist "$@"\n')
     program.chmod(0o755)
-    (tmp_path / "lines").write_text("".join(f"{line}\n" for line in BASH))
+    environment["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
     script = """
         eval "$(hpcdist --show-completion bash)"
-        rm imports
-        while read -r -a COMP_WORDS; do
-            COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-            _hpcdist_completion hpcdist
-            printf '%s\\n' "${COMPREPLY[*]}"
-        done < lines
+        COMP_WORDS=(hpcdist train x --set strategy.name = har) COMP_CWORD=6
+        _hpcdist_completion hpcdist
+        echo "${COMPREPLY[*]}"
     """
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    environment = os.environ | path | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    answers = dict(zip(BASH, map(str.split, done.stdout.splitlines()), strict=True))
-    for line, some in BASH.items():
-        assert set(some) <= set(answers[line]), (line, answers[line], done.stderr)
-    imported = {line.split("|")[-1].strip() for line in (tmp_path / "imports").read_text().splitlines()}
-    assert not imported & {"torch", "numpy", "pydantic", "pandas", "rich.table"}
+    assert subprocess.run(["bash", "-c", script], env=environment, **given).stdout == "hardsync\n"
     zsh = environment | {"_TYPER_COMPLETE_ARGS": "hpcdist topology ri", "_HPCDIST_COMPLETE": "complete_zsh"}
-    shown = subprocess.run(["hpcdist"], cwd=tmp_path, env=zsh, capture_output=True, text=True).stdout
+    shown = subprocess.run(["hpcdist"], env=zsh, **given).stdout
     assert "ring" in shown and "torus" not in shown
 
 
@@ -535,21 +583,6 @@ def test_a_job_is_planned(hpcdist):
     assert all(rank["memory_bytes"] > known for rank, known in zip(found["ranks"], adam))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--cut", "3;3"], "--cut must be whole numbers above 0, with commas between them; got '3;3'"),
-        (["--cut", "3,2"], "whose sum is the model's 6; got 3, 2."),
-        (["--cut", "3,2,1"], "parallel.cut must be 2 numbers of layers"),
-        (["--schedule", "gpip"], "schedule must be one of gpipe, "),
-        (["--limit-mb", "0.001"], "memory of each stage must be at most 1000 bytes; got "),
-    ],
-)
-def test_a_plan_that_is_refused(hpcdist, arguments, message):
-    status, _, err = hpcdist("plan", TINY, "--stages", "2", *QUICK[:2], *arguments)
-    assert status == 1 and err.startswith("hpcdist: error: ") and message in err
-
-
 # --- topology ---------------------------------------------------------------------------------------------------------
 def test_a_topology_is_checked_shown_and_drawn(hpcdist):
     status, out, err = hpcdist("topology", "ring", "--ranks", "4", "--output", "it.svg")
@@ -563,20 +596,6 @@ def test_a_topology_is_checked_shown_and_drawn(hpcdist):
     assert hpcdist("topology", "torus")[:2] == hpcdist("topologies", "torus")[:2], "no number of ranks"
     Path("mine.txt").write_text("0 1\n1 2\n")
     assert "symmetric: yes" in hpcdist("topology", "graph", "--ranks", "3", "--set", "path=mine.txt")[1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["rign", "--ranks", "4"], "topology must be one of bipartite, complete"),
-        (["torus", "--ranks", "4", "--set", "row=2"], "got 'row'. Did you mean 'rows'?"),
-        (["ring", "--ranks", "4", "--output", "it.pdf"], "--output must end in .svg or .png; got it.pdf."),
-        (["rign"], "got 'rign'. Did you mean 'ring'?"),
-    ],
-)
-def test_a_topology_that_is_refused(hpcdist, arguments, message):
-    status, out, err = hpcdist("topology", *arguments)
-    assert (status, out) == (1, "") and message in err and err.count("\n") == 1
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -617,10 +636,7 @@ def test_the_columns_and_the_order_of_a_report(hpcdist):
     assert rows == [["8", "a"], ["16", "b"], ["32", "c"]]
     for option in ("--columns", "--sort"):
         status, out, err = hpcdist("report", "runs", option, "wall")
-        assert (status, out) == (
-            1,
-            "",
-        ) and f"{option} must be one of accuracy, batch_size, bubble, bytes_per_step," in err
+        assert (status, out) == (1, "") and f"{option} must be one of accuracy, batch_size, bubble, bytes_per_s" in err
         assert "got 'wall'. Did you mean 'wall_s'?" in err
 
 
@@ -629,29 +645,18 @@ def test_a_report_as_json_and_csv_has_the_numbers_of_the_page(hpcdist):
     hpcdist("report", "it", "--html")
     (page,) = json.loads(Path("it/report/runs.json").read_text())["jobs"]
     (job,) = json.loads(hpcdist("report", "it", "--json")[1])
-    assert {key: job[key] for key in ("job", "metric", "target")} == {
-        "job": "digits",
-        "metric": "accuracy",
-        "target": 0.97,
-    }
+    assert (job["job"], job["metric"], job["target"]) == ("digits", "accuracy", 0.97)
     (row,), (cell,) = job["rows"], page["cells"]
-    assert {key: row[key] for key in ("name", "ranks", "virtual", "runs", "ended", "reached")} == {
-        key: cell[key] for key in ("name", "ranks", "virtual", "runs", "ended", "reached")
-    }
+    assert all(row[key] == cell[key] for key in ("name", "ranks", "virtual", "runs", "ended", "reached"))
     assert row["metric.accuracy"] == cell["final"] and row["time_to_target_s"] == cell["seconds_to_target"]
     (line,) = csv.DictReader(hpcdist("report", "it", "--csv")[1].splitlines())
     with open("it/report/runs.csv", newline="") as file:
-        assert (
-            float(line["wall_s"])
-            == fmean(float(run["wall_s"]) for run in csv.DictReader(file))
-            == row["wall_s"]["mean"]
-        )
+        mean = fmean(float(run["wall_s"]) for run in csv.DictReader(file))
+    assert float(line["wall_s"]) == mean == row["wall_s"]["mean"]
     assert float(line["wall_s.low"]) == row["wall_s"]["low"] < 11 and line["job"] == "digits"
     assert hpcdist("report", "it", "--csv", "--columns", "name,runs")[1] == "job,name,runs\ndigits,one,3\n"
-    assert (
-        "--json must be given without --csv; got both. Give one of the two."
-        in hpcdist("report", "it", "--json", "--csv")[2]
-    )
+    both = "--json must be given without --csv; got both. Give one of the two."
+    assert both in hpcdist("report", "it", "--json", "--csv")[2]
 
 
 def test_a_report_has_a_table_for_each_job(hpcdist):
@@ -675,68 +680,20 @@ def test_a_report_on_a_page(hpcdist):
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
-def _make_mnist(folder: Path) -> Path:
-    for prefix in ("train", "t10k"):
-        images = struct.pack(">HBBIII", 0, 8, 3, 6, 5, 4) + bytes(range(120))
-        labels = struct.pack(">HBBI", 0, 8, 1, 6) + bytes([0, 1, 2, 0, 1, 2])
-        (folder / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
-        (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(labels)
-    return folder
-
-
-def _make_table(folder: Path) -> Path:
+def test_import_with_options_and_info(hpcdist):
     lines = ["a;b;c", *(f"{i};{2 * i};{3 * i}" for i in range(10))]
-    (folder / "it.csv").write_text("\n".join(lines))
-    return folder / "it.csv"
-
-
-CASES = {  # importer: source, options of each type, the shape of the training split's x, and its samples
-    "mnist": (_make_mnist, ["classes=zero,one,two", "compression=gzip"], (1, 5, 4), 6),
-    "table": (
-        _make_table,
-        ["target=a", "delimiter=;", "dtype=float64", "test_fraction=0", "task=regression"],
-        (2,),
-        10,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_import_with_options_and_info(hpcdist, name):
-    make, options, shape, samples = CASES[name]
-    Path("source").mkdir()
-    flags = [word for option in options for word in ("--set", option)]
-    status, out, err = hpcdist("data", "import", name, make(Path("source")), "it.h5", *flags)
+    Path("it.csv").write_text("\n".join(lines))
+    options = ["target=a", "delimiter=;", "dtype=float64", "test_fraction=0", "task=regression", "compression=gzip"]
+    again = ("data", "import", "table", "it.csv", "it.h5", *(word for option in options for word in ("--set", option)))
+    status, out, err = hpcdist(*again)
     assert (status, err) == (0, "")
     with h5py.File("it.h5") as file:
-        assert file["train/x"].shape == (samples, *shape)
-        assert name != "table" or file["train/x"].dtype == np.float64
-        assert name != "mnist" or file["train/x"].compression == "gzip"
-    assert f"samples: {samples}" in out and f"shape: {list(shape)}" in out
-    assert hpcdist("data", "info", "it.h5") == (0, out, "")
-    again = ("data", "import", name, "source", "it.h5", *flags)
-    assert hpcdist(*again)[::2] == (
-        1, "hpcdist: error: FILE must be a new file; got it.h5, which exists. Add --overwrite to it.\n"
-    )  # fmt: skip
-    assert name != "mnist" or hpcdist(*again, "--overwrite") == (0, out, "")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["mnits", "x"],
-            f"importer must be one of {', '.join(importers.available())}; got 'mnits'. Did you mean 'mnist",
-        ),
-        (["digits", "sklearn", "--set", "sed=1"], "got 'sed'. Did you mean 'seed'?"),
-        (["digits", "sklearn", "--set", "seed=one"], "seed must be an integer; got 'one'."),
-        (["mnist", "none"], "none must be a folder; it does not exist."),
-    ],
-)
-def test_an_import_that_is_refused(hpcdist, arguments, message):
-    name, source, *flags = arguments
-    status, out, err = hpcdist("data", "import", name, source, "it.h5", *flags)
-    assert (status, out) == (1, "") and message in err and not Path("it.h5").exists()
+        x = file["train/x"]
+        assert (x.shape, x.dtype, x.compression) == ((10, 2), np.float64, "gzip")
+    assert "samples: 10" in out and "shape: [2]" in out and hpcdist("data", "info", "it.h5") == (0, out, "")
+    said = "hpcdist: error: FILE must be a new file; got it.h5, which exists. Add --overwrite to it.\n"
+    assert hpcdist(*again)[::2] == (1, said)
+    assert hpcdist(*again, "--overwrite") == (0, out, "")
 
 
 def test_info_shows_what_workers_get_of_data_that_differ(hpcdist):
@@ -745,11 +702,3 @@ def test_info_shows_what_workers_get_of_data_that_differ(hpcdist):
     assert status == 0 and "worker 2" in out and "worker 3" not in out
     status, out, err = hpcdist("data", "info", "it.h5", "--workers", "3", "--alpha", "0")
     assert status == 1 and "alpha must be a finite number above 0; got 0.0" in err
-
-
-def test_files_that_are_not_there(hpcdist):
-    status, out, err = hpcdist("data", "info", "none.h5")
-    assert (status, out) == (1, "") and err.startswith("hpcdist: error: none.h5")
-    assert "Check the path; `hpcdist data import` makes such a file." in err
-    status, _, err = hpcdist("train", "none.py")
-    assert status == 1 and "job must be a Python file; got none.py" in err

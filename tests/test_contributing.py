@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md, README.md and the tutorial of one's own loop show is run as it stands there."""
+"""What CONTRIBUTING.md, README.md and the tutorials show is run as it stands there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import hpcdist as hd
-from harness.pages import users_names
+from harness.cases import each
+from harness.pages import blocks, users_names
 from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.model.flat import FlatModel
@@ -39,14 +40,13 @@ def averaging(tmp_path) -> str:
     return f"{tmp_path / 'averaging.py'}:Averaging"
 
 
-@pytest.mark.parametrize("period", [1, 3])
+@each("period", [1, 3])
 def test_the_strategy_in_contributing_averages_parameters(averaging, period):
-    averaging = strategies.load(averaging)
-
     def body(comm):
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        strategy = averaging(averaging.Config(period=period), comm.split(0), FlatModel(model))
+        cls = strategies.load(averaging)
+        strategy = cls(cls.Config(period=period), comm.split(0), FlatModel(model))
         spread = []
         for _ in range(6):
             optimizer.zero_grad()
@@ -91,18 +91,18 @@ def test_the_strategy_in_contributing_does_all_that_is_asked_of_every_strategy(a
     assert done.returncode == 0 and passed and int(passed[1]) > 40, done.stdout[-4000:] + done.stderr[-1000:]
 
 
-@pytest.mark.parametrize("strategy", ["gossip_pull", "allreduce", "local_sgd"])
+@pytest.mark.parametrize("strategy", ["gossip_pull", "allreduce"])
 def test_the_loops_in_the_readme_and_its_tutorial_run(tmp_path, monkeypatch, strategy):
     """One after the other, as they stand there, with the strategy that is named there and with others."""
     monkeypatch.chdir(tmp_path)
     (first,), (same, *others) = _blocks("README.md"), _blocks("docs/tutorials/own-loop.md")
     assert first == same and len(others) == 7
-    blocks = [first.replace("gossip_pull", strategy), *others[2:5]]  # test_docs.py runs those on losses and stages, too
+    shown = [first.replace("gossip_pull", strategy), *others[2:5]]  # test_docs.py runs those on losses and stages, too
 
     def body(comm):
         hd.init(comm=comm)
         names = users_names()
-        run, mixed, accumulated, whole = (_code(block) for block in blocks)
+        run, mixed, accumulated, whole = (_code(block) for block in shown)
         for code in (run, mixed, accumulated):
             exec(compile(code, "own-loop.md", "exec"), names)
         steps = names["optimizer"].strategy.steps
@@ -113,3 +113,39 @@ def test_the_loops_in_the_readme_and_its_tutorial_run(tmp_path, monkeypatch, str
     found = run_virtual(body, 2)
     assert found[0] == found[1] and found[0][:2] == (4 + 2 * 4 + 1, 2)
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 3
+
+
+# --- the tutorial on two models ---------------------------------------------------------------------------------------
+PAGE = ROOT / "docs" / "tutorials" / "two-models.md"
+GAN, ACTOR = [block.code for block in blocks(PAGE.read_text()) if "hd.init()" in block.code]
+NOISE = "noise = torch.randn(len(real), 4)"
+SCRIPTS = {  # and the names of their models
+    # Noise that follows from the sample, in the order of the samples, is the same on any number of ranks.
+    "gan": (GAN.replace(NOISE, "noise = torch.cat([real.sin(), real.cos()], 1)"), ("discriminator", "generator")),
+    "actor and critic": (ACTOR, ("actor", "critic")),
+}
+
+
+@pytest.fixture
+def _in_double_precision():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("_in_double_precision")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_each_script_trains_on_ranks_as_in_one_process(name):
+    code, models = SCRIPTS[name]
+    assert NOISE not in code
+
+    def body(comm):
+        hd.init(comm=comm)
+        names: dict = {}
+        exec(compile(code, str(PAGE), "exec"), names)
+        return [p.detach().clone() for model in models for p in names[model].parameters()]
+
+    (alone,) = run_virtual(body, 1)
+    for found in run_virtual(body, 2):
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)

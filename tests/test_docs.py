@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import html
 import importlib.util
 import os
@@ -14,14 +15,17 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+import typer
 
 import hpcdist
 from harness import browser, pages
+from harness.cases import each
 from hpcdist import compress, strategies, topology
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+CATALOGUES = {"strategies": strategies, "compressors": compress, "topologies": topology}
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 
@@ -33,8 +37,22 @@ def plots():
     return module
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_command_line():
+    """Which takes half a second to build."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        yield
+
+
 # --- code -------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", [name for name in NAMES if "```" in (ROOT / name).read_text()])
+LONG = ("docs/python-api.md",)  # tests/study and tests/slurm try its functions
+CODED = [name for name in NAMES if "```" in (ROOT / name).read_text()]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.extended if name in LONG else ()) for name in CODED]
+)
 def test_the_code_of_a_page_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "jobs").symlink_to(ROOT / "jobs")
@@ -52,8 +70,8 @@ def test_blocks_are_found_with_what_is_said_of_them():
     ]
 
 
-@pytest.mark.parametrize(
-    ("block", "message"),
+@each(
+    "case",
     [
         ("```sh\nrm it\n```\n", "must hold commands of hpcdist"),
         ("```sh\nmpirun -n 2 hpcdist report runs\n```\n", "must hold commands of hpcdist"),
@@ -64,9 +82,11 @@ def test_blocks_are_found_with_what_is_said_of_them():
         ("```python\nhd.init()\nassert hd.size() == 1, 'ranks'\n```\n", "ranks"),
     ],
 )
-def test_a_wrong_block_fails(block, message, tmp_path, monkeypatch):
+def test_a_wrong_block_fails(case, tmp_path, monkeypatch):
+    block, message = case
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "jobs").symlink_to(ROOT / "jobs")
+    if not Path("jobs").exists():
+        Path("jobs").symlink_to(ROOT / "jobs")
     page = tmp_path / "page.md"
     page.write_text(block)
     with pytest.raises(Exception, match=message):
@@ -74,23 +94,17 @@ def test_a_wrong_block_fails(block, message, tmp_path, monkeypatch):
 
 
 # --- what pages name --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", NAMES)
-def test_paths_in_a_page_exist(name):
+@each("name", NAMES)
+def test_paths_and_links_in_a_page_lead_somewhere(name):
+    """On disk; strategies, compressors and topologies have pages on the site only."""
     text = (ROOT / name).read_text()
     named = re.findall(r"(?<![\w./])((?:jobs|tests|slurm|docs|hpcdist)/[\w/.-]*\w)\b", text)
     named = [path for path in named if not re.search(r"NAME|\.{2,}", path)]
     assert [path for path in named if not (ROOT / path).exists()] == []
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_links_in_a_page_lead_somewhere(name):
-    """On disk; strategies, compressors and topologies have pages on the site only."""
-    made = {"strategies": strategies, "compressors": compress, "topologies": topology}
-    page = ROOT / name
     missing = []
-    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
-        path = (page.parent / target).resolve()
-        catalogue = made.get(path.parent.name)
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):
+        path = (ROOT / name).parent.joinpath(target).resolve()
+        catalogue = CATALOGUES.get(path.parent.name)
         generated = catalogue is not None and path.stem in catalogue.available()
         if not path.exists() and not generated and target != "slurm.md" and target != "changelog.md":
             missing.append(target)
@@ -119,9 +133,9 @@ def test_the_page_of_the_api_names_what_a_script_may_call():
     assert sorted(named) == sorted(hpcdist.__all__)
 
 
-@pytest.mark.parametrize("page", ["strategies", "compressors", "topologies"])
+@each("page", CATALOGUES)
 def test_the_catalogues_are_whole(page):
-    catalogue = {"strategies": strategies, "compressors": compress, "topologies": topology}[page]
+    catalogue = CATALOGUES[page]
     first = [row.split("|")[1] for row in re.findall(r"^\|.*", (DOCS / f"{page}.md").read_text(), re.M)]
     named = {name for cell in first for name in re.findall(r"`(\w+)`", cell)}
     assert named == set(catalogue.available()) - {"none"}
@@ -134,7 +148,7 @@ def test_the_readme_is_one_screen_and_names_every_strategy():
 
 
 # --- figures and tables -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_tables_are_those_of_the_data(name, plots):
     text = (ROOT / name).read_text()
     assert plots.with_tables(text) == text, "run python docs/plots.py"
@@ -160,13 +174,14 @@ def test_every_data_file_is_shown_and_every_figure_too():
 # --- the site ---------------------------------------------------------------------------------------------------------
 @pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="mkdocs is not installed: pip install -e '.[docs]'")
 @pytest.mark.time_limit(120)
+@pytest.mark.extended
 def test_the_site_builds_without_warnings(tmp_path):
     """A page for each algorithm among them; no image or page that a page names is missing."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
-    for folder, catalogue in (("strategies", strategies), ("compressors", compress), ("topologies", topology)):
+    for folder, catalogue in CATALOGUES.items():
         assert {path.stem for path in (tmp_path / folder).glob("*.html")} == set(catalogue.available())
     parts = ("cost", "when-to-use-it", "options", "reference")
     for page in (tmp_path / "strategies").glob("*.html"):

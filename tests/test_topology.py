@@ -24,7 +24,7 @@ from hpcdist.topology import make_topology
 
 SIZES = st.integers(1, 40)
 CLOSE = {"rtol": 0, "atol": 1e-12}
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=20, deadline=None)
 
 STAR = "# rank 0 in the middle\n0 1\n0 2  # comment\n\n3 0\n1 0\n"
 ONE_WAY = "0 1\n1 2\n2 3\n3 0\n0 2\n"
@@ -52,7 +52,7 @@ def with_options(name: str, size: int, folder: Path):
 
 # --- every topology ---------------------------------------------------------------------------------------------------
 @each("name", topology.available())
-@each("size", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 25])
+@each("size", [1, 2, 3, 4, 5, 8, 12, 25])
 def test_weights_are_what_the_topology_says_of_itself(name, size, tmp_path):
     found = with_options(name, size, tmp_path)
     for step in [*steps(found), 1000]:
@@ -88,28 +88,20 @@ def test_ranks_agree_in_the_end(name, tmp_path):
     assert np.allclose(x, 3, rtol=0, atol=1e-6) == found.doubly_stochastic
 
 
-def test_an_unknown_name():
+def test_an_unknown_name_and_a_size_that_is_none():
     with pytest.raises(UnknownNameError, match="topology must be one of bipartite, complete, .*, torus; got 'rign'"):
         topology.load("rign")
-
-
-@each("size", [0, -1, 2.0])
-def test_a_size_that_is_none(size):
-    with pytest.raises(ConfigError, match="the number of ranks must be an integer of at least 1; got"):
-        make("ring", size)
+    for size in (0, -1, 2.0):
+        with pytest.raises(ConfigError, match="the number of ranks must be an integer of at least 1; got"):
+            make("ring", size)
 
 
 # --- spectral gaps ----------------------------------------------------------------------------------------------------
 @few
 @given(SIZES)
-def test_the_gap_of_the_complete_graph(size):
+def test_the_gap_of_the_complete_graph_and_of_a_ring(size):
     assert spectral_gap(make("complete", size)) == 1
     assert np.allclose(make("complete", size).matrix(), 1 / size, **CLOSE)
-
-
-@few
-@given(SIZES)
-def test_the_gap_of_a_ring(size):
     expected = 2 / 3 * (1 - math.cos(2 * math.pi / size)) if size >= 3 else 1
     assert spectral_gap(make("ring", size)) == pytest.approx(expected, abs=1e-12)
 
@@ -127,9 +119,6 @@ def test_the_gap_of_a_torus(rows, columns):
     moduli = sorted(abs(1 + wave(u, rows) + wave(v, columns)) / (1 + degree) for u, v in waves)
     found = make("torus", rows * columns, rows=rows)
     assert spectral_gap(found) == pytest.approx(1 - moduli[-2] if len(moduli) > 1 else 1, abs=1e-7)
-    if min(rows, columns) >= 3:
-        gap = 2 / 5 * (1 - math.cos(2 * math.pi / max(rows, columns)))
-        assert spectral_gap(found) == pytest.approx(gap, abs=1e-7)
     if rows == 1:
         assert np.array_equal(found.matrix(), make("ring", columns).matrix())
 
@@ -154,8 +143,10 @@ def test_the_gap_of_the_one_peer_exponential_graph(size):
     assert spectral_gap(found) == pytest.approx(1 if size & (size - 1) == 0 else expected, abs=1e-9)
 
 
-@each("size", [2, 3, 5, 16, 40])
+@each("size", [2, 3, 5, 16])
 def test_random_permutations_contract_as_expected(size):
+    draws = [make("random_permutation", 16, seed=seed).matrix(step) for seed in (0, 1) for step in (0, 1)]
+    assert len({draw.tobytes() for draw in draws}) == 4, "they differ by step and seed"
     found = make("random_permutation", size, seed=5)
     expected = 1 - math.sqrt((size - 2) / (2 * (size - 1)))
     assert spectral_gap(found) == pytest.approx(expected, abs=1e-12)
@@ -195,6 +186,7 @@ def test_random_permutations_are_one_cycle_and_the_same_on_all_ranks(size, seed,
     assert seen == set(range(size)) and rank == 0
 
 
+@pytest.mark.sizes(3)
 def test_ranks_agree_on_what_each_works_out_by_itself(ranks):
     """Whatever the random state of each one, which stays as it is."""
 
@@ -212,11 +204,6 @@ def test_ranks_agree_on_what_each_works_out_by_itself(ranks):
         for rank, (own, whole) in enumerate(found):
             assert np.array_equal(whole[step], w)
             assert own[step] == {peer: w[rank, peer] for peer in np.flatnonzero(w[rank])}
-
-
-def test_random_permutations_differ_by_step_and_seed():
-    draws = [make("random_permutation", 16, seed=seed).matrix(step) for seed in (0, 1) for step in (0, 1)]
-    assert len({draw.tobytes() for draw in draws}) == 4
 
 
 def test_a_hierarchy_of_unequal_nodes():
@@ -250,11 +237,13 @@ def test_options_that_are_refused(case):
 
 
 # --- the user's own graph ---------------------------------------------------------------------------------------------
-def test_metropolis_hastings_weights(tmp_path):
+def test_weights_of_files(tmp_path):
+    """Metropolis and Hastings's; columns of directed graphs sum to one."""
     w = make("graph", 4, path=written(tmp_path, STAR)).matrix()
-    quarter, rest = 1 / 4, 3 / 4
-    expected = [[quarter] * 4, [quarter, rest, 0, 0], [quarter, 0, rest, 0], [quarter, 0, 0, rest]]
-    assert np.allclose(w, expected, **CLOSE)
+    quarter, rest, third = 1 / 4, 3 / 4, 1 / 3
+    assert np.allclose(w, [[quarter] * 4, [quarter, rest, 0, 0], [quarter, 0, rest, 0], [quarter, 0, 0, rest]], **CLOSE)
+    w = make("digraph", 4, path=written(tmp_path, ONE_WAY)).matrix()
+    assert np.allclose(w, [[third, 0, 0, 0.5], [third, 0.5, 0, 0], [third, 0.5, 0.5, 0], [0, 0, 0.5, 0.5]], **CLOSE)
 
 
 @few
@@ -270,12 +259,6 @@ def test_any_connected_graph_is_doubly_stochastic_and_contracts(tmp_path, data):
     assert np.array_equal(w, w.T) and np.allclose(w.sum(axis=1), 1, **CLOSE) and w.min() >= 0
     assert {(a, b) for a, b in np.argwhere(w) if a < b} == {(min(e), max(e)) for e in edges}
     assert spectral_gap(found) > 0
-
-
-def test_a_directed_graph_has_columns_that_sum_to_one(tmp_path):
-    w = make("digraph", 4, path=written(tmp_path, ONE_WAY)).matrix()
-    third = 1 / 3
-    assert np.allclose(w, [[third, 0, 0, 0.5], [third, 0.5, 0, 0], [third, 0.5, 0.5, 0], [0, 0, 0.5, 0.5]], **CLOSE)
 
 
 @each("name", ["graph", "digraph"])
@@ -319,9 +302,6 @@ def test_a_description_is_read_from_the_matrices(tmp_path):
     drawn = describe(make("random_permutation", 2))
     assert drawn["spectral gap"] == "1.000000 per step, in the mean square"
     assert drawn["matrices"] == "drawn at each step"
-
-
-def test_adjacency():
     assert adjacency(make("one_peer_exponential", 4), 1)[3] == {
         "rank": 3, "own weight": 0.5, "receives from": "1 (0.5)", "sends to": "1 (0.5)",
     }  # fmt: skip
@@ -358,12 +338,9 @@ def chosen(size: int, ranks_per_node: int | None = None, **option) -> topology.T
     return run_virtual(lambda comm: make_topology(Named(**option), comm), size, network=network)[0]
 
 
-def test_options_reach_the_topology():
+def test_options_reach_the_topology_and_a_hierarchy_is_that_of_the_ranks_nodes_unless_the_user_says_them():
     assert chosen(6, name="torus", rows=3).rows == 3 and chosen(6, name="torus").rows == 2
     assert chosen(4, name="random_permutation", seed=7).seed == 7
-
-
-def test_a_hierarchy_is_that_of_the_ranks_nodes_unless_the_user_says_them():
     assert chosen(4, 2, name="hierarchical").in_neighbours(0, 0) == {0: 0.5, 1: 0.5}
     assert chosen(4, 2, name="hierarchical", nodes=[0, 1, 0, 1]).in_neighbours(0, 0) == {0: 0.5, 2: 0.5}
 
@@ -384,19 +361,16 @@ def test_a_choice_that_is_refused(case):
 
 
 # --- two sides --------------------------------------------------------------------------------------------------------
-@each("size", range(1, 12))
+@each("size", [1, 2, 4, 6, 7, 8, 9, 12, 25])
 def test_bipartite_has_edges_between_even_and_odd_ranks_only(size):
+    """The Laplacian of a graph between a and b ranks has eigenvalues 0, a, b and a + b."""
     found = make("bipartite", size)
     for rank, peer in itertools.product(range(size), repeat=2):
         assert (peer in found.in_neighbours(rank, 0)) == (rank == peer or (rank - peer) % 2 == 1)
     assert two_sides(found) == (frozenset(range(0, size, 2)), frozenset(range(1, size, 2)))
-
-
-@each("size", [2, 4, 6, 7, 8, 9, 12, 25, 128])
-def test_the_gap_of_bipartite(size):
-    """The Laplacian of a graph between a and b ranks has eigenvalues 0, a, b and a + b."""
-    expected = 4 / (size + 2) if size % 2 == 0 else 6 / (size + 3)
-    assert spectral_gap(make("bipartite", size)) == pytest.approx(expected, abs=1e-9)
+    if size > 1:
+        gap = 4 / (size + 2) if size % 2 == 0 else 6 / (size + 3)
+        assert spectral_gap(found) == pytest.approx(gap, abs=1e-9)
 
 
 @each("case", [("ring", 2), ("ring", 4), ("ring", 10), ("torus", 16), ("complete", 2)])

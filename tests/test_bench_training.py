@@ -57,6 +57,7 @@ def test_it_has_a_row_for_each_side(ranks, bench):
         assert each["overhead_copies"] == pytest.approx(each["overhead_s"] / rows["small/copy"]["median_s"])
 
 
+@pytest.mark.extended
 def test_values_stay_finite_with_every_strategy(monkeypatch):
     trained, make = [], training.perceptron
     monkeypatch.setattr(training, "MODELS", {"mlp_100k": MODEL})

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from pydantic import Field, field_validator, model_validator
 
 from harness.cases import each
-from hpcdist import collectives, compress, strategies, topology
 from hpcdist.config import (
     JobConfig,
     Named,
@@ -32,9 +31,7 @@ from hpcdist.config import (
     schedules,
     without_changeable,
 )
-from hpcdist.data import importers
 from hpcdist.errors import ConfigError, UnknownNameError, suggestion
-from hpcdist.tools.slurm.spec import load_site
 
 
 class Inner(Settings):
@@ -195,27 +192,6 @@ def test_a_name_that_is_nearly_right_is_suggested():
     assert str(UnknownNameError("site", "x", ["generic"])) == "site must be one of generic; got 'x'."
 
 
-@each(
-    "case",
-    [
-        (lambda: strategies.load("gosip_pull"), "gossip_pull"),
-        (lambda: load_site("generik"), "generic"),
-        (lambda: JobConfig(optimizer="adamw"), "AdamW"),
-        (lambda: JobConfig(schedule="StpLR"), "StepLR"),
-        (lambda: JobConfig(amp="bf_16"), "bf16"),
-        (lambda: compress.load("treshold"), "threshold"),
-        (lambda: topology.load("rign"), "ring"),
-        (lambda: importers.load("digit"), "digits"),
-        (lambda: collectives.load("rng"), "ring"),
-    ],
-)
-def test_every_choice_by_name_suggests_the_nearest(case):
-    call, name = case
-    with pytest.raises(ConfigError, match=f"Did you mean '{name}'") as error:
-        call()
-    assert isinstance(error.value, UnknownNameError) or name == "bf16"
-
-
 class Chosen(Settings):
     topology: Named = Field(Named(name="ring"), description="who averages with whom")
     inner: Inner = Field(Inner(), description="the first of which has a description of its own")
@@ -315,7 +291,7 @@ def test_every_schedule_of_torch_is_built_by_name(name):
 @each(
     "case",
     [
-        ({"optimizer": {"name": "Adm"}}, "optimizer.name must be one of ASGD, .*; got 'Adm'"),
+        ({"optimizer": {"name": "adamw"}}, "optimizer.name must be one of ASGD, .*; got 'adamw'. Did you mean 'AdamW'"),
         ({"optimizer": {"momentun": 0.9}}, "optimizer option must be one of .* for SGD; got 'momentun'. Did you"),
         ({"optimizer": {"params": []}}, "optimizer option must be one of .* for SGD; got 'params'."),
         ({"optimizer": {"momentum": -1.0}}, "optimizer options must suit torch's SGD; got .'momentum': -1.0. .Invalid"),
@@ -498,7 +474,7 @@ def shuffled(value):
     return {k: shuffled(value[k]) for k in reversed(value)} if isinstance(value, dict) else value
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(a=configs, b=configs)
 def test_fingerprints_agree_exactly_where_there_are_no_differences(a, b):
     assert (fingerprint(a) == fingerprint(b)) == (differences(a, b) == []) == (differences(b, a) == [])

@@ -88,7 +88,7 @@ def test_the_strategy_in_contributing_does_all_that_is_asked_of_every_strategy(a
         [sys.executable, "-m", "pytest", *options, *files], cwd=ROOT, env=environ, capture_output=True, text=True
     )
     passed = re.search(r"^(\d+) passed, \d+ deselected in", done.stdout, re.M)
-    assert done.returncode == 0 and passed and int(passed[1]) > 40, done.stdout[-4000:] + done.stderr[-1000:]
+    assert done.returncode == 0 and passed and int(passed[1]) > 30, done.stdout[-4000:] + done.stderr[-1000:]
 
 
 @pytest.mark.parametrize("strategy", ["gossip_pull", "allreduce"])

@@ -100,10 +100,6 @@ def one_by_one(samples):
     return default_collate([(x.float() / 2, {"label": y}) for x, y in samples])
 
 
-def transposed(samples):
-    return tuple(zip(*samples))
-
-
 def changed_in_place(samples):
     samples[0][0].fill_(7)
     samples[1][0].fill_(8)
@@ -135,12 +131,8 @@ def by_another_rule(samples):
     return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: doubled})
 
 
-def by_a_rule_for_tuples(samples):
-    return collate(samples, collate_fn_map={**default_collate_fn_map, tuple: lambda s, collate_fn_map: len(s)})
-
-
-OWN = [default_collate, twice, one_by_one, transposed, changed_in_place, another_order, some_of_them, the_first_of_them]
-OWN += [unchanged, by_another_rule, by_a_rule_for_tuples]
+OWN = [default_collate, twice, one_by_one, changed_in_place, another_order, some_of_them, the_first_of_them]
+OWN += [unchanged, by_another_rule]
 
 
 def plain(value):

@@ -20,6 +20,7 @@ from hpcdist.tools.report.findings import analyse
 from strategies import problem
 from train import tiny
 
+SHOWN = ("allreduce", "parameter_server", "gossip_pull", "local_sgd", "easgd", "sgp", "zero_one_adam")
 SKIPPING = ("on_nonfinite=skip", "schedule=none", "clip_norm=none", "optimizer=SGD", "optimizer.lr=0.1")
 
 
@@ -60,18 +61,16 @@ def _tensors(path, rank):
     return [piece.tensor for piece in checkpoint.SavedRank(path, rank).at("params").values()]
 
 
-def test_parameters_that_are_not_finite_are_not_evaluated(tmp_path):
+def test_parameters_that_are_not_finite_are_not_evaluated_but_who_looks_away_is_not_told(tmp_path):
+    flags = ("optimizer.lr=10000.0", "epochs=1")
     with pytest.raises(NonFiniteError, match="parameters must be finite; got NaN or infinity on rank 0 after step 12"):
-        _run(tmp_path, 2, lambda call: 1.0 if call < 6 else 1e37, "optimizer.lr=10000.0", model=linear)
-
-
-def test_who_looks_away_is_not_told(tmp_path):
-    flags = ("optimizer.lr=10000.0", "strategy.on_nonfinite=ignore", "epochs=1")
+        _run(tmp_path, 2, lambda call: 1.0 if call < 6 else 1e37, *flags, model=linear)
+    flags = (*flags, "strategy.on_nonfinite=ignore")
     summary = _run(tmp_path, 2, lambda call: 1.0 if call < 6 else 1e37, *flags, model=linear)
     assert summary.metrics["loss"] != summary.metrics["loss"] and summary.skipped == 0
 
 
-@pytest.mark.parametrize("name", problem.stepping())
+@pytest.mark.parametrize("name", [name for name in problem.stepping() if name in SHOWN or ":" in name])
 def test_skipped_steps_are_counted_in_the_summary(tmp_path, name, capsys):
     """Every worker skips its 3rd and its 7th step."""
     fitting = [f"strategy.{key}={value}" for key, value in problem.fitting(name, 3).items()]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.cases import each
 from harness.launch import IMPORTS, find_mpirun, launch, wait_until
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
@@ -27,9 +28,8 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun beside this Python or on PATH")
 def test_of_two_runs_in_one_folder_the_second_is_refused_until_the_first_is_gone():
-    patient = (
-        "from hpcdist.faults import turns\nturns.FIRST_S = turns.MOST_S = 30\n"  # rank 0, which speaks, may be late
-    )
+    # Rank 0, which speaks, may be late.
+    patient = "from hpcdist.faults import turns\nturns.FIRST_S = turns.MOST_S = 30\n"
     Path("slow.py").write_text(patient + tiny.STUCK.replace("UP_TO", "15"))
     settings = ("data.path=digits.h5", "epochs=1", "checkpoint.every_steps=4")
     words = ["-m", "hpcdist", "train", "slow.py", *(word for s in settings for word in ("--set", s)), "--output", "it"]
@@ -69,21 +69,18 @@ def test_a_lock_is_free_again_after_its_run_also_after_one_that_failed():
         assert Path(".lock").read_text() == ""
 
 
-@pytest.mark.parametrize(
-    ("holder", "refused"),
+@each(
+    "case",
     [
         ("", False),
         (f"process {os.getpid()} on host {platform.node()} since 2026-01-01 00:00:00 +0000\n", True),
         (f"process {os.getpid()} on host another since 2026-01-01 00:00:00 +0000\n", False),
-        (f"process 4194304 on host {platform.node()} since 2026-01-01 00:00:00 +0000\n", False),
+        (f"process 4194304 on host {platform.node()} since 2026-01-01 00:00:00 +0000\n", False),  # is dead
     ],
-    ids=["nobody", "alive", "elsewhere", "dead"],
 )
-def test_without_locks_of_the_file_system_a_holder_of_this_host_is_seen(monkeypatch, holder, refused):
-    def flock(file, operation):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+def test_without_locks_of_the_file_system_a_holder_of_this_host_is_seen(monkeypatch, case):
+    holder, refused = case
+    _no_locks(monkeypatch, errno.ENOLCK)
     Path(".lock").write_text(holder)
     if refused:
         with pytest.raises(ConfigError, match=f"held by process {os.getpid()} on host"):
@@ -95,10 +92,14 @@ def test_without_locks_of_the_file_system_a_holder_of_this_host_is_seen(monkeypa
 
 
 def test_another_failure_to_lock_is_no_lock(monkeypatch):
-    def flock(file, operation):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    _no_locks(monkeypatch, errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
         with locked(Path()):
             pass
+
+
+def _no_locks(monkeypatch, number: int) -> None:
+    def flock(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)

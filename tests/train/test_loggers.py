@@ -158,21 +158,17 @@ def test_the_next_worker_writes_where_the_first_has_died(tmp_path, notes):
 
 
 # --- tools that are not there, fail, or are slow ----------------------------------------------------------------------
-def test_a_tool_without_its_package_is_refused_before_the_run(monkeypatch):
+def test_a_tool_without_its_package_is_refused_before_the_run(tmp_path, monkeypatch):
     job = Path(__file__).parents[2] / "jobs" / "digits.py"
+    (tmp_path / "no_such_package").mkdir()  # a folder of that name is none
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(loggers.load("tensorboard"), "package", "no_such_package")
     with pytest.raises(ConfigError, match=r"log must name tools .* got 'tensorboard', .* \(pip install no_such_packag"):
         specify(job, None, ["log=tensorboard"])
+    with pytest.raises(ConfigError, match="there is no package no_such_package"):
+        loggers.require(["tensorboard"])
     with pytest.raises(UnknownNameError, match="log must be one of mlflow, tensorboard, wandb; got 'tensorbord'"):
         specify(job, None, ["log=tensorbord"])
-
-
-def test_a_folder_of_a_packages_name_is_no_package(tmp_path, monkeypatch):
-    (tmp_path / "no_such_package").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(loggers.load("wandb"), "package", "no_such_package")
-    with pytest.raises(ConfigError, match="there is no package no_such_package"):
-        loggers.require(["wandb"])
 
 
 def test_a_tool_that_fails_is_left_out(tmp_path, notes, caplog):

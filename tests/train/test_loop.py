@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,6 @@ from hpcdist.train.evaluate import evaluate
 from strategies import problem
 from train import tiny
 
-every = pytest.mark.parametrize("name", strategies.available())
 # What suits short runs of a small model: own periods are longer, strom's 1 % of so few elements little, and a
 # step of sandblaster is of a large batch.
 SUITED = {
@@ -31,29 +29,34 @@ SUITED = {
 }  # fmt: skip
 
 
-@every
+@pytest.mark.parametrize("name", strategies.available())
 @pytest.mark.computes
 @pytest.mark.sizes(4)
-def test_the_summary_tells_what_the_run_was(ranks, shared_tmp_path, name):
-    options = (f"strategy={name}", *SUITED.get(name, []))
-    found = ranks(lambda comm: tiny.run(comm, shared_tmp_path, *options), compute=Constant(0.01))
-    summary = found[0][0]
-    assert all(other == summary for other, _ in found)
+def test_every_strategy_resumes_and_its_summary_tells_what_the_run_was(ranks, shared_tmp_path, name):
+    def body(comm):
+        options = (f"strategy={name}", *SUITED.get(name, []), "checkpoint.every_steps=4")
+        first, _ = tiny.run(comm, shared_tmp_path, *options, "epochs=1")
+        path = checkpoint.latest(shared_tmp_path / "run" / "checkpoints")
+        return first, tiny.run(comm, shared_tmp_path, *options, "epochs=3", resume=path)[0]
+
+    found = ranks(body, compute=Constant(0.01))
+    first, summary = found[0]
+    assert all(other == (first, summary) for other in found)
     assert load_summary(shared_tmp_path / "run") == summary
-    train_samples = summary.samples / 3
-    assert train_samples == int(train_samples) and 340 < train_samples < 380
+    assert summary.samples == 3 * first.samples and 340 < first.samples < 380
     assert (summary.strategy, summary.ranks, summary.seed) == (name, len(found), 11)
     assert summary.metrics["accuracy"] > 0.2 and summary.metrics["loss"] < 2.2
     assert sum(summary.staleness.histogram.values()) + summary.pending == _gradients(shared_tmp_path)
-    assert summary.wall_s > 0 and summary.seconds.computing > 0
-    assert (summary.bytes_per_step > 0) == (len(found) > 1)
+    assert summary.wall_s > 0 and summary.seconds.computing > 0 and summary.bytes_per_step > 0
+    if not ranks.real:  # whose speed decides what those that wait for nobody have seen of each other
+        assert summary.metrics["accuracy"] > first.metrics["accuracy"] - 0.1
 
 
 def _gradients(folder):
     return sum(record.samples > 0 for records in read_records(folder / "run").values() for record in records)
 
 
-@pytest.mark.sizes(1, 4)
+@pytest.mark.sizes(4)
 def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(ranks, shared_tmp_path):
     """Interrupted inside an epoch, at its end or in a later one; every bit of parameters and buffers agrees."""
 
@@ -130,12 +133,11 @@ def test_a_resumed_run_with_servers_ends_where_the_uninterrupted_one_ends(tmp_pa
 
 
 SERVED = [name for name in strategies.available() if issubclass(strategies.load(name), ServerStrategy)]
-
-
 WORLDS = [(1, 4, 1), (1, 1, 4), (2, 4, 3), (2, 3, 5), ("colocated", 4, 2), ("colocated", 1, 3)]
+TWO_WORLDS = [(name, *WORLDS[(n + more) % 6]) for n, name in enumerate(SERVED) for more in (0, 3)]  # fewer, and more
 
 
-@pytest.mark.parametrize(("name", "servers", "before", "after"), pairwise(SERVED, WORLDS, 2))
+@pytest.mark.parametrize(("name", "servers", "before", "after"), TWO_WORLDS)
 def test_on_another_number_of_ranks_it_goes_on_from_what_the_servers_had(tmp_path, name, servers, before, after):
     common = ("epochs=1", "batch_size=60", "checkpoint.every_steps=1")
     options = (f"strategy={name}", f"strategy.servers={servers}", *common)
@@ -166,24 +168,7 @@ def _interrupt(comm, folder, step, *overrides) -> int:
         return trainer.strategy.records.pending()
 
 
-@every
-@pytest.mark.computes
-@pytest.mark.sizes(4)
-def test_every_strategy_resumes(ranks, shared_tmp_path, name):
-    def body(comm):
-        options = (f"strategy={name}", *SUITED.get(name, []), "checkpoint.every_steps=4")
-        first, _ = tiny.run(comm, shared_tmp_path, *options, "epochs=1")
-        path = checkpoint.latest(shared_tmp_path / "run" / "checkpoints")
-        second, _ = tiny.run(comm, shared_tmp_path, *options, "epochs=2", resume=path)
-        return first, second
-
-    for first, second in ranks(body):
-        assert second.samples == 2 * first.samples
-        if not ranks.real:  # whose speed decides what those that wait for nobody have seen of each other
-            assert second.metrics["accuracy"] > first.metrics["accuracy"] - 0.1
-
-
-@pytest.mark.parametrize(("name", "before", "after"), pairwise(problem.stepping(), [(1, 3), (4, 2), (2, 5)]))
+@pytest.mark.parametrize(("name", "before", "after"), pairwise(problem.stepping(), [(4, 2), (2, 5)]))
 def test_it_resumes_on_another_number_of_ranks(tmp_path, name, before, after):
     options = (f"strategy={name}", *SUITED.get(name, []), "checkpoint.every_steps=5")
 
@@ -217,12 +202,13 @@ def test_it_resumes_on_another_number_of_ranks(tmp_path, name, before, after):
     assert len(seen) == 2 * n_samples - position["consumed"] - position["epoch"] * n_samples
 
 
-@pytest.mark.sizes(2, 4)
+@pytest.mark.computes
+@pytest.mark.sizes(3)
 def test_ranks_with_different_settings_are_refused(ranks, shared_tmp_path):
+    message = r"configuration must be the same on every rank; rank 1 differs .*seed: 0 against 1"
+
     def body(comm):
-        with pytest.raises(
-            MismatchError, match=r"configuration must be the same on every rank; rank 1 differs .*seed: 0 against 1"
-        ):
+        with pytest.raises(MismatchError, match=message):
             tiny.trainer(comm, shared_tmp_path, f"seed={min(comm.rank, 1)}")
         return True
 
@@ -244,19 +230,8 @@ def test_a_checkpoint_of_another_strategy_goes_on_and_one_of_another_model_is_re
         run_virtual(lambda comm: tiny.run(comm, tmp_path, "model.width=13", resume=path), 2)
 
 
-def test_a_schedule_that_looks_at_the_evaluation_lowers_all_ranks_alike(tmp_path):
-    options = ("schedule=ReduceLROnPlateau", "schedule.patience=0", "schedule.threshold=10.0", "epochs=4")
-
-    def body(comm):
-        with tiny.training(comm, tmp_path, *options) as trainer:
-            trainer.run()
-            return [group["lr"] for group in trainer.optimizer.param_groups]
-
-    first, second = run_virtual(body, 2)
-    assert first == second and first[0] == pytest.approx(1e-2 * 0.1**4)
-
-
-@pytest.mark.sizes(1, 3)
+@pytest.mark.computes
+@pytest.mark.sizes(3)
 def test_what_is_evaluated_is_the_mean_and_training_goes_on_from_ones_own(ranks, shared_tmp_path):
     def body(comm):
         with tiny.training(comm, shared_tmp_path, "strategy=gossip_pull", "epochs=1") as trainer:
@@ -294,9 +269,8 @@ def test_a_jobs_accumulation_is_its_own_setting(tmp_path):
         run_virtual(lambda comm: tiny.trainer(comm, tmp_path, "strategy.accumulation=3"), 1)
 
 
-@pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_mixed_precision_learns(tmp_path, amp):
-    (summary, _), _ = run_virtual(lambda comm: tiny.run(comm, tmp_path, f"amp={amp}"), 2)
+def test_mixed_precision_learns(tmp_path):
+    (summary, _), _ = run_virtual(lambda comm: tiny.run(comm, tmp_path, "amp=bf16"), 2)
     assert summary.metrics["accuracy"] > 0.5
 
 
@@ -315,20 +289,6 @@ def test_an_overflow_of_float16_is_left_out_and_halves_the_scale(tmp_path):
 
 
 def test_a_run_that_diverges_stops_and_says_where(tmp_path):
+    diverging = ("optimizer=SGD", "optimizer.lr=1e30", "schedule=none", "clip_norm=none")
     with pytest.raises(NonFiniteError, match=r"gradients must be finite; got NaN .* rank \d: \d\.(weight|bias)"):
-        run_virtual(
-            lambda comm: tiny.run(
-                comm, tmp_path, "optimizer=SGD", "optimizer.lr=1e30", "schedule=none", "clip_norm=none"
-            ),
-            2,
-        )
-
-
-def test_progress_is_reported_on_rank_0_only(tmp_path):
-    shown = []
-    run_virtual(lambda comm: tiny.run(comm, tmp_path, "log_every=4", report=lambda p: shown.append((comm.rank, p))), 2)
-    assert {rank for rank, _ in shown} == {0}
-    last = shown[-1][1]
-    assert last.samples == last.total_samples and last.epoch == last.epochs == 3
-    assert json.dumps(last.metrics)
-    assert [p.samples for _, p in shown] == sorted(p.samples for _, p in shown)
+        run_virtual(lambda comm: tiny.run(comm, tmp_path, *diverging), 2)

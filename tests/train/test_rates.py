@@ -20,7 +20,7 @@ LARGE = ("optimizer.momentum=0.5", "batch_size=32")  # 359 samples, 2 x 32 a ste
 
 
 def _rates(folder: Path, ranks: int, *overrides: str, resume: Path | None = None) -> list[float]:
-    """The rate of each update of rank 0."""
+    """The rate of each update of rank 0, and of all others that make updates."""
 
     def body(comm):
         with tiny.training(comm, folder, "schedule=none", *PLAIN, *overrides) as trainer:
@@ -29,7 +29,9 @@ def _rates(folder: Path, ranks: int, *overrides: str, resume: Path | None = None
             trainer.run(resume)
             return seen
 
-    return run_virtual(body, ranks)[0]
+    found = run_virtual(body, ranks)
+    assert all(rates in (found[0], []) for rates in found)
+    return found[0]
 
 
 def _constant(rates: list[float]) -> float:
@@ -85,43 +87,43 @@ def _flags(name: str, options: dict) -> list[str]:
     return [f"schedule={name}", *(f"schedule.{key}={value}" for key, value in options.items())]
 
 
-@pytest.mark.parametrize("per", ["step", "epoch"])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_follows_torchs(tmp_path, name, per):
-    options, make = SCHEDULES[name]
-    found = _rates(tmp_path, 2, *LARGE, *_flags(name, options), f"schedule.per={per}")
-    assert len(found) == EPOCHS * 6
-    assert found == pytest.approx(_torchs(make, len(found), 1 if per == "step" else 6), abs=1e-12)
-    assert len(set(found)) > 1
-
-
 @pytest.mark.parametrize("name", [*SCHEDULES, "warm-up"])
-def test_a_run_that_goes_on_has_the_rates_of_one_that_was_not_interrupted(tmp_path, name):
+def test_every_schedule_follows_torchs_also_in_a_run_that_goes_on(tmp_path, name):
     options = ["schedule.warmup_steps=10"] if name == "warm-up" else _flags(name, SCHEDULES[name][0])
-    options += [*LARGE, "schedule.per=step", "checkpoint.every_steps=8", "checkpoint.keep=9"]
+    options += [*LARGE, "schedule.per=step", "checkpoint.every_steps=8", "checkpoint.keep=9", f"eval_every={EPOCHS}"]
     whole = _rates(tmp_path, 2, *options)
+    assert len(whole) == EPOCHS * 6 and len(set(whole)) > 1
+    if name != "warm-up":
+        assert whole == pytest.approx(_torchs(SCHEDULES[name][1], len(whole), 1), abs=1e-12)
     kept, *later = sorted((tmp_path / "run" / "checkpoints").iterdir())
     for path in later:
         shutil.rmtree(path)
     assert _rates(tmp_path, 2, *options, resume=kept) == whole[8:]
 
 
-@pytest.mark.parametrize(("scale", "expected"), [("none", 0.1), ("linear", 0.6), ("sqrt", 0.1 * math.sqrt(6))])
-@pytest.mark.parametrize(("strategy", "size"), [("allreduce", 3), ("hardsync", 4)], ids=str)
-def test_the_rate_follows_the_global_batch(tmp_path, scale, expected, strategy, size):
-    """Three workers with 16 samples each, against a reference of 8; a server is no worker."""
-    scaling = [] if scale == "none" else [f"optimizer.scale={scale}", "optimizer.reference_batch=8"]
-    assert _constant(_rates(tmp_path, size, f"strategy={strategy}", *scaling)) == pytest.approx(expected)
+@pytest.mark.parametrize("name", ["StepLR", "CyclicLR", "SequentialLR"])
+def test_a_schedule_may_have_a_step_after_each_epoch(tmp_path, name):
+    options, make = SCHEDULES[name]
+    found = _rates(tmp_path, 2, *LARGE, *_flags(name, options), "schedule.per=epoch")
+    assert found == pytest.approx(_torchs(make, EPOCHS * 6, 6), abs=1e-12) and len(set(found)) > 1
 
 
-def test_batches_that_add_up_are_part_of_the_global_batch(tmp_path):
-    flags = ("optimizer.scale=linear", "optimizer.reference_batch=16", "accumulation=3", "epochs=1")
-    assert _constant(_rates(tmp_path, 2, *flags)) == pytest.approx(0.6)
-
-
-def test_torchs_own_rate_is_scaled_too(tmp_path):
-    flags = ("optimizer=Adam", "optimizer.lr=none", "optimizer.scale=linear", "optimizer.reference_batch=16")
-    assert _constant(_rates(tmp_path, 2, *flags, "epochs=1")) == pytest.approx(2e-3)
+@pytest.mark.parametrize(
+    ("size", "flags", "expected"),
+    [
+        # Three workers with 16 samples each, against a reference of 8; a server is no worker.
+        (3, [], 0.1),
+        (3, ["optimizer.scale=linear", "optimizer.reference_batch=8"], 0.6),
+        (3, ["optimizer.scale=sqrt", "optimizer.reference_batch=8"], 0.1 * math.sqrt(6)),
+        (4, ["strategy=hardsync", "optimizer.scale=linear", "optimizer.reference_batch=8"], 0.6),
+        # Batches that add up are part of the global batch; torch's own rate is scaled, too.
+        (2, ["accumulation=3", "optimizer.scale=linear", "optimizer.reference_batch=16"], 0.6),
+        (2, ["optimizer=Adam", "optimizer.lr=none", "optimizer.scale=linear", "optimizer.reference_batch=16"], 2e-3),
+    ],
+    ids=str,
+)
+def test_the_rate_follows_the_global_batch(tmp_path, size, flags, expected):
+    assert _constant(_rates(tmp_path, size, *flags, "epochs=1")) == pytest.approx(expected)
 
 
 def test_goyals_linear_scaling_with_a_warm_up_and_then_decay(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import JobConfig
 from hpcdist.errors import ConfigError
@@ -52,6 +53,7 @@ def unequal() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(8, 10)).double()
 
 
+@pytest.mark.computes
 @pytest.mark.sizes(2)
 def test_a_slow_layer_has_a_stage_where_the_plan_gives_it_one(ranks, shared_tmp_path, monkeypatch):
     found: list[LayerCost] = []
@@ -102,11 +104,21 @@ def test_measuring_changes_no_random_state(tmp_path):
     assert len(costs) == 8 and torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_word_that_is_no_cut_is_refused():
-    with pytest.raises(ConfigError, match="parallel.cut must be 'measured' or must be an array; got 'fast'. Layers of"):
-        JobConfig(parallel={"stages": 2, "cut": "fast"})
+def test_one_stage_has_nothing_to_be_cut():
     assert JobConfig(parallel={"stages": 2, "cut": "none"}).parallel.cut is None
-    assert not JobConfig(parallel={"cut": "measured"}).parallel.measures, "one stage has nothing to be cut"
+    assert not JobConfig(parallel={"cut": "measured"}).parallel.measures
+
+
+@each(
+    "case",
+    [
+        ({"name": "SGD", "lr": 0.1}, 2), ({"name": "SGD", "lr": 0.1, "momentum": 0.9}, 3), ({"name": "AdamW"}, 4),
+        ({"name": "SparseAdam"}, 2), ({"name": "LBFGS"}, 4),
+    ],
+)  # fmt: skip
+def test_a_plan_counts_weights_gradients_and_the_optimisers_state(case):
+    optimizer, number = case
+    assert planning.copies(JobConfig(optimizer=optimizer)) == number
 
 
 def test_too_few_layers_with_parameters_are_refused_on_all_ranks(tmp_path):

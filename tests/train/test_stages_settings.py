@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import JobConfig, load
 from hpcdist.errors import ConfigError, UnknownNameError
@@ -39,33 +40,34 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("parallel", "message"),
+@each(
+    "case",
     [
         ({"stages": 0}, "parallel.stages must be greater than or equal to 1; got 0. Ranks that hold one whole"),
         ({"stages": 2, "cut": (3, 3, 2)}, "parallel.cut must be 2 numbers of layers, .* 2 stages; got 3, 3, 2. Change"),
         ({"stages": 2, "chunks": 2, "cut": (8, 0, 1, 1)}, "4 numbers of layers, .* 2 stages times 2 chunks; got 8, 0"),
         ({"stages": 2, "micro_batches": 33}, "parallel.micro_batches must be at most batch_size, 32; got 33. Each has"),
         ({"stags": 2}, "parallel setting must be one of chunks, .*; got 'stags'. Did you mean 'stages'"),
+        ({"stages": 2, "cut": "fast"}, "parallel.cut must be 'measured' or must be an array; got 'fast'. Layers of"),
     ],
-    ids=str,
 )
-def test_settings_that_break_their_rules_are_refused(parallel, message):
+def test_settings_that_break_their_rules_are_refused(case):
+    parallel, message = case
     with pytest.raises(ConfigError, match=message):
         JobConfig(parallel=parallel)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
+@each(
+    "case",
     [
         (["stages=9"], "stages must be 1 to the model's number of layers, 8; got 9"),
         (["stages=2", "cut=[3,4]"], "cut must be numbers of layers, .* whose sum is the model's 8; got 3, 4"),
         (["stages=2", "chunks=2"], "chunks must be 1 with the schedule one_f_one_b; got 2. Take the schedule"),
         (["stages=2", "schedule=1f1b"], "schedule must be one of gpipe, .*; got '1f1b'"),
     ],
-    ids=str,
 )
-def test_what_does_not_suit_the_model_is_refused_before_a_run_begins(settings, message):
+def test_what_does_not_suit_the_model_is_refused_before_a_run_begins(case):
+    settings, message = case
     with pytest.raises((ConfigError, UnknownNameError), match=message):
         specify(Path("staged_job.py"), None, [f"parallel.{setting}" for setting in settings])
 
@@ -80,21 +82,20 @@ def test_ranks_that_make_no_whole_replicas_are_refused_before_a_run_begins():
         rehearse(config, 8)
 
 
-def test_a_stage_without_parameters_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cut must give each rank a layer with parameters .*; got 1,7, .* rank 0 has"):
-        run_virtual(lambda comm: staged.run(comm, tmp_path, "parallel.stages=2", "parallel.cut=[1,7]"), 2)
-
-
-def test_a_model_that_is_no_chain_of_layers_is_refused():
-    job = replace(staged.job, model=lambda: nn.Linear(64, 10))
-    with pytest.raises(ConfigError, match="model in stages must be an nn.Sequential, a list of layers or .*; got Lin"):
-        run_virtual(lambda comm: staged.run(comm, Path(), "parallel.stages=2", job=job), 2)
-
-
-def test_averaged_iterates_are_refused_with_several_replicas(tmp_path):
-    settings = ("parallel.stages=2", "average_iterates=true")
-    with pytest.raises(ConfigError, match="average_iterates must be false on more than one rank; got true on 2"):
-        run_virtual(lambda comm: staged.run(comm, tmp_path, *settings), 4)
+@each(
+    "case",
+    [
+        (staged.job, 2, "cut=[1,7]", "cut must give each rank a layer with parameters .*; got 1,7, .* rank 0 has"),
+        (replace(staged.job, model=lambda: nn.Linear(64, 10)), 2, "cut=none",
+         "model in stages must be an nn.Sequential, a list of layers or .*; got Lin"),
+        (staged.job, 4, "average_iterates=true", "average_iterates must be false on more than one rank; got true on 2"),
+    ],
+)  # fmt: skip
+def test_what_does_not_suit_the_model_or_the_ranks_is_refused(tmp_path, case):
+    job, size, setting, message = case
+    setting = setting if "average" in setting else f"parallel.{setting}"
+    with pytest.raises(ConfigError, match=message):
+        run_virtual(lambda comm: staged.run(comm, tmp_path, "parallel.stages=2", setting, job=job), size)
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------
@@ -115,16 +116,9 @@ def test_controls_have_the_batch_of_all_replicas_and_a_whole_model():
 
 def test_a_sweep_over_stages_counts_the_samples_of_replicas(tmp_path):
     declared = SweepDeclaration(
-        job="staged_job.py",
-        strategy="allreduce",
-        over=("parallel.stages=1,2,4",),
-        trials=3,
-        ranks=4,
-        sampler="grid",
-        metric="accuracy",
-        budget={"steps": 20},
-        evaluations=20,
-    )
+        job="staged_job.py", strategy="allreduce", over=("parallel.stages=1,2,4",), trials=3, ranks=4, sampler="grid",
+        metric="accuracy", budget={"steps": 20}, evaluations=20,
+    )  # fmt: skip
     trials = Trials(tmp_path / "sweep", declared)
     runs = [trials.run(0, 0, (f"parallel.stages={stages}",)) for stages in (1, 2, 4)]
     every = [load({}, None, run.overrides)["eval_every_samples"] for run in runs]

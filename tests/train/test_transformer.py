@@ -10,6 +10,7 @@ import torch
 
 from hpcdist.comm.virtual import Constant, run_virtual
 from hpcdist.data import HDF5Dataset
+from hpcdist.records import read_records
 from hpcdist.train import load_job
 from hpcdist.train.runs import train
 
@@ -34,7 +35,7 @@ def bits_of_frequencies(file: Path) -> float:
 
 
 # --- the text ---------------------------------------------------------------------------------------------------------
-def test_the_target_of_a_byte_is_the_one_that_follows(file):
+def test_the_target_of_a_byte_is_the_one_that_follows_and_the_file_is_the_same_again(file, tmp_path):
     with HDF5Dataset(file, "train") as train, HDF5Dataset(file, "test") as test:
         for split in (train, test):
             x, y = split.batch(range(len(split)))
@@ -42,6 +43,9 @@ def test_the_target_of_a_byte_is_the_one_that_follows(file):
             assert torch.equal(x.flatten()[1:], y.flatten()[:-1])
         assert len(train) > 5000 and len(test) == pytest.approx(len(train) / 9, rel=0.01)
         assert train.source.startswith("Language reference of Python 3.")
+        job.data(tmp_path / "again.h5")
+        with HDF5Dataset(tmp_path / "again.h5", "test") as again:
+            assert again.checksum == test.checksum
 
 
 def test_the_text_to_test_on_is_none_to_train_on(file):
@@ -49,12 +53,6 @@ def test_the_text_to_test_on_is_none_to_train_on(file):
         known = bytes(train.batch(range(len(train)))[0].flatten().tolist())
         found = sum(bytes(piece.tolist()) in known for piece in test.batch(range(len(test)))[0])
     assert found / len(test) < 0.02, "a few lines of grammar are in several chapters"
-
-
-def test_the_file_is_the_same_again(file, tmp_path):
-    job.data(tmp_path / "again.h5")
-    with HDF5Dataset(file, "test") as first, HDF5Dataset(tmp_path / "again.h5", "test") as second:
-        assert torch.equal(first.batch(range(len(first)))[0], second.batch(range(len(second)))[0])
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -78,14 +76,11 @@ def test_it_begins_knowing_nothing():
     assert job.metrics["accuracy"].per_sample(outputs, outputs.argmax(dim=2)).tolist() == [1.0] * 16
 
 
-def test_the_head_may_have_the_embeddings_weight():
+def test_the_head_may_have_the_embeddings_weight_and_dropout_is_an_option():
     apart, tied = job.model(**TINY), job.model(**TINY, tied=True)
     assert tied[-1].weight is tied[0].byte.weight and apart[-1].weight is not apart[0].byte.weight
     sizes = [sum(param.numel() for param in model.parameters()) for model in (apart, tied)]
     assert sizes[0] - sizes[1] == 256 * TINY["width"]
-
-
-def test_dropout_is_an_option():
     x = torch.randint(256, (2, 64), dtype=torch.uint8)
     model = job.model(**TINY, dropout=0.5)
     assert not torch.equal(model(x), model(x))
@@ -103,3 +98,36 @@ def test_it_learns_more_than_how_often_each_byte_occurs(file, tmp_path, monkeypa
     assert summary == other and summary.samples >= 3000
     assert summary.metrics["bits_per_byte"] < bits_of_frequencies(file) - 0.7
     assert summary.metrics["accuracy"] > 0.25, "spaces alone are fewer"
+
+
+# --- in stages --------------------------------------------------------------------------------------------------------
+SMALL = ("model.width=16", "model.blocks=2", "model.heads=2", "optimizer.lr=0.01")
+
+
+def losses(comm, folder: Path, *settings: str) -> list[float]:
+    """Collective. The loss of each step of a run: the mean over its replicas."""
+    overrides = [f"data.path='{folder.parent / 'reference.h5'}'", *SMALL, *settings]
+    train(comm, JOB, overrides=overrides, output=folder)
+    comm.barrier()
+    of_ranks = [[record.loss for record in records] for records in read_records(folder).values()]
+    trained = [found for found in of_ranks if None not in found]
+    return [sum(of_step) / len(of_step) for of_step in zip(*trained)]
+
+
+def alone(folder: Path, *settings: str) -> list[float]:
+    """The same of one process."""
+    folder.mkdir()
+    return run_virtual(lambda comm: losses(comm, folder / "run", *settings), 1)[0]
+
+
+@pytest.mark.computes
+@pytest.mark.sizes(4)
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_losses_are_those_of_one_process_with_all_replicas_batches(ranks, shared_tmp_path, tmp_path, stages):
+    tied = str(stages == 4).lower()  # the weights of the first stage and of the last
+    settings = (f"model.tied={tied}", "budget.steps=6", "clip_norm=1.0")
+    staged = (f"parallel.stages={stages}", f"batch_size={4 * stages}")
+    found = ranks(lambda comm: losses(comm, shared_tmp_path / "run", *staged, *settings))
+    expected = alone(tmp_path / "alone", *settings, "batch_size=16")
+    assert len(expected) == 6 and expected[-1] < expected[0] - 0.5
+    assert all(own == pytest.approx(expected, rel=1e-5) for own in found)

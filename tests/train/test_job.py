@@ -94,9 +94,10 @@ def test_a_job_imports_its_neighbour_and_leaves_the_path_as_it_was(tmp_path):
             assert job.model() == (word, f"later {word}"), "not that of another folder"
             assert imported_beside(its_path) == [its_path.parent / "helpers.py", its_path.parent / "later.py"]
         assert sys.path == before
-    (path.parent / "helpers.py").unlink()
+    alone = _folder_of_a_job(tmp_path / "three", "third")
+    (alone.parent / "helpers.py").unlink()
     with pytest.raises(ModuleNotFoundError, match="helpers"):
-        load_job(path)
+        load_job(alone)
     assert sys.path == before
 
 

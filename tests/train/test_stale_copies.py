@@ -36,7 +36,8 @@ sys.argv = sys.argv[1:]
 runpy.run_module("hpcdist", run_name="__main__") if sys.argv[0] == "hpcdist" else runpy.run_path(sys.argv[0])
 """
 TRAIN = ["hpcdist", "train", "job.py", "--set", "data.path=digits.h5", "--set", "epochs=1"]
-WITH_PLUG_INS = [*TRAIN, "--set", "strategy=mine.py:Mine", "--set", "strategy.topology=graph.py:Mine"]
+WITH_PLUG_IN = [*TRAIN, "--set", "strategy=mine.py:Mine"]
+WITH_TOPOLOGY = [*TRAIN, "--set", "strategy=dpsgd", "--set", "strategy.topology=graph.py:Mine"]
 
 
 def edit(path: Path) -> None:
@@ -60,12 +61,13 @@ def other_library(path: Path) -> None:
     ("words", "names", "change", "what", "named"),
     [
         (TRAIN, ["job.py", "beside.py"], edit, "files of jobs and plug-ins", ["job.py: ", "beside.py: "]),
-        (WITH_PLUG_INS, ["mine.py", "graph.py"], edit, "files of jobs and plug-ins", ["mine.py: ", "graph.py: "]),
+        (WITH_PLUG_IN, ["mine.py"], edit, "files of jobs and plug-ins", ["mine.py: "]),
+        (WITH_TOPOLOGY, ["graph.py"], edit, "files of jobs and plug-ins", ["graph.py: "]),
         (["own.py"], ["mine.py"], edit, "files of jobs and plug-ins", ["mine.py: "]),
         (TRAIN, ["digits.h5"], relabel, "the data file's content", ["checksums.train: "]),
         (["own.py"], ["hpcdist"], other_library, "versions and settings", ["hpcdist's source files: "]),
     ],
-    ids=["job and what it imports", "plug-ins", "plug-in of a loop", "data", "library"],
+    ids=["job and what it imports", "plug-in", "topology", "plug-in of a loop", "data", "library"],
 )
 def test_an_old_copy_on_a_node_is_named(tmp_path, monkeypatch, words, names, change, what, named):
     monkeypatch.chdir(tmp_path)

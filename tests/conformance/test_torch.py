@@ -1,21 +1,23 @@
-"""PyTorch's own tests of torch.distributed backends, on the backend hpcdist and on gloo."""
+"""PyTorch's own tests of torch.distributed backends, on the backend hpcdist."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from conformance.running import list_tests, run
-from harness.launch import find_mpirun
+from comm.jobs_here import ROOT
+from harness.launch import find_mpirun, launch
 
 pytestmark = [
     pytest.mark.extended,
     pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed"),
 ]
-
+SUITE = Path(__file__).with_name("torch_suite.py")
 # Tests of the suite that do not run here, and why.
-HERE = {
+LEFT_OUT = {
     "needs torchvision": ["test_SyncBatchNorm_process_group"],
     "needs a GPU, and does not say so": [
         "test_all_to_all_cuda",
@@ -24,8 +26,6 @@ HERE = {
         "test_batch_isend_irecv_op_err",
     ],
     "needs NCCL, and does not say so": ["test_batch_isend_irecv_mixed_backend_err"],
-}
-DIFFERENT = {
     "a rank that does not come ends the job, with a message that names it, where gloo raises": [
         "test_barrier_timeout_full_group",
         "test_barrier_timeout_global",
@@ -36,30 +36,16 @@ DIFFERENT = {
         "test_monitored_barrier_gloo_subgroup",
     ],
 }
-GLOO_HAS_NOT = ["test_all_to_all", "test_all_to_all_complex", "test_all_to_all_full_group"]
-
-
-def names_of(reasons: dict[str, list[str]]) -> set[str]:
-    return {name for names in reasons.values() for name in names}
-
-
-def states(backend: str, folder, leave_out: set[str]) -> dict[str, str]:
-    """The state of each test; what failed, and why, is printed."""
-    every = list_tests()
-    assert leave_out <= set(every)
-    found = run(backend, folder, [name for name in every if name not in leave_out])
-    counts = Counter(one["state"] for one in found.values())
-    print(f"{backend}: {dict(counts)}, left out: {len(leave_out)}")
-    for name, one in found.items():
-        if one["state"] == "failed":
-            print(name, one["why"][-1500:])
-    return {name: one["state"] for name, one in found.items()}
+PASSES = 90  # or more: gloo passes as many of these, and skips the others
 
 
 def test_the_backend_passes_what_gloo_passes(tmp_path):
-    ours = states("hpcdist", tmp_path, names_of(HERE) | names_of(DIFFERENT))
-    theirs = states("gloo", tmp_path, names_of(HERE) | set(GLOO_HAS_NOT))
-    assert "failed" not in ours.values()
-    passed = {name for name, state in theirs.items() if state == "passed"}
-    assert passed - names_of(DIFFERENT) <= {name for name, state in ours.items() if state == "passed"}
-    assert len(passed) > 80
+    """One job runs all; one that fails, or takes too long, ends it, and is the last of the results."""
+    results = tmp_path / "results.jsonl"
+    left_out = [name for names in LEFT_OUT.values() for name in names]
+    job = launch(4, [SUITE, "hpcdist", results, *left_out], env={"PYTHONPATH": str(ROOT)}, compiler=True)
+    found = [json.loads(line) for line in results.read_text().splitlines()]
+    counts = Counter(one["state"] for one in found)
+    print(counts)
+    assert job.returncode == 0 and not counts["failed"], (found[-1], job.stderr[-3000:])
+    assert counts["passed"] >= PASSES and counts["begun"] == counts["passed"] + counts["skipped"]

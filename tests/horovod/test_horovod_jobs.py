@@ -119,33 +119,27 @@ def test_a_cycle_time_holds_to_the_end_of_the_process(tmp_path):
     assert done.stdout.count("refused") == 2
 
 
-def test_a_horovod_that_runs_already_is_refused(tmp_path):
-    text = """
-    import horovod.torch as hvd
-    comm = hd.init(deadline_s=30)
-    hvd.init()
-    try:
-        Horovod(comm)
-    except Exception as error:
-        print(type(error).__name__, error, flush=True)
-    hvd.shutdown()
-    """
-    done = script(tmp_path, text, 1)
-    assert "ConfigError Horovod must not have been started by this program already" in done.stdout, done.stderr
-
-
-def test_two_mpi_libraries_in_one_process_are_refused(tmp_path):
+def test_a_horovod_that_runs_already_and_two_mpi_libraries_in_one_process_are_refused(tmp_path):
     mine = loaded_here()[0]
     text = f"""
     import ctypes
-    comm = hd.init()
+    import horovod.torch as hvd
+
+    def refused():
+        try:
+            Horovod(comm)
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+
+    comm = hd.init(deadline_s=30)
+    hvd.init()
+    refused()
+    hvd.shutdown()
     ctypes.CDLL({str(shutil.copy(mine.resolve(), tmp_path / mine.name))!r})
-    try:
-        Horovod(comm)
-    except Exception as error:
-        print(type(error).__name__, error, flush=True)
+    refused()
     """
     done = script(tmp_path, text, 1)
+    assert "ConfigError Horovod must not have been started by this program already" in done.stdout, done.stderr
     assert "CommunicationError mpi4py and Horovod must use one MPI library; got " in done.stdout, done.stderr
     assert str(mine) in done.stdout and str(tmp_path / mine.name) in done.stdout
 

@@ -50,6 +50,7 @@ def sums(ranks):
     return run
 
 
+@pytest.mark.sizes(4)
 def test_it_sums_as_the_ring_does_and_averages(sums):
     def body(comm, make):
         reduce, found = make(), []
@@ -68,6 +69,7 @@ def test_it_sums_as_the_ring_does_and_averages(sums):
     assert found.count(found[0]) == len(found), "bitwise the same on all ranks"
 
 
+@pytest.mark.sizes(3)
 def test_many_sums_are_under_way_at_the_same_time(sums):
     def body(comm, make):
         reduce = make()
@@ -83,6 +85,7 @@ def test_many_sums_are_under_way_at_the_same_time(sums):
     assert all(sums(body))
 
 
+@pytest.mark.sizes(4)
 def test_in_half_precision_half_the_bytes_travel_and_sums_are_rounded(sums):
     def body(comm, make):
         tensor, exact = addend(comm.rank, 1000, torch.float32), addend(comm.rank, 1000, torch.float32)
@@ -107,7 +110,7 @@ def pairwise(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (1 - dot / (2 * torch.dot(a, a))) * a + (1 - dot / (2 * torch.dot(b, b))) * b
 
 
-@pytest.mark.sizes(1, 2, 4)
+@pytest.mark.sizes(4)
 def test_adasum_is_that_of_its_authors(sums):
     found = sums(lambda comm, make: replaced(make(op="adasum"), addend(comm.rank, 500, torch.float64)))
     level = [addend(rank, 500, torch.float64) for rank in range(len(found))]
@@ -127,6 +130,7 @@ def test_adasum_needs_a_power_of_two(ranks):
     assert all(ranks(body))
 
 
+@pytest.mark.sizes(2)
 def test_what_it_can_not_sum_is_refused(sums):
     def body(comm, make):
         reduce = make()
@@ -141,12 +145,14 @@ def test_what_it_can_not_sum_is_refused(sums):
 
 
 # --- one Horovod in a process -----------------------------------------------------------------------------------------
+@pytest.mark.sizes(3)
 def test_it_starts_again_after_its_end(sums):
     for fusion_bytes in (1 << 20, None, 0):
         found = sums(lambda comm, make: replaced(make(fusion_bytes=fusion_bytes), torch.ones(2)).tolist())
         assert found == [[len(found)] * 2] * len(found)
 
 
+@pytest.mark.sizes(2)
 def test_two_objects_share_it_and_the_settings_must_be_the_same(sums):
     def body(comm, make):
         first, second = make(fusion_bytes=1 << 20), make(fusion_bytes=1 << 20, op="average")
@@ -180,7 +186,7 @@ def test_groups_of_ranks_sum_on_their_own(sums):
         assert results == [group, everyone, group]
 
 
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.sizes(4)
 def test_disjoint_groups_need_not_know_of_each_other(sums):
     def body(comm, make):
         own = comm.split(0 if comm.rank == 0 else 1)
@@ -196,6 +202,7 @@ def test_disjoint_groups_need_not_know_of_each_other(sums):
     assert found == [1.0] + [sum(range(2, len(found) + 1))] * (len(found) - 1)
 
 
+@pytest.mark.sizes(3)
 def test_bytes_are_counted_as_those_of_a_ring(sums):
     def body(comm, make):
         reduce, before = make(), comm.trace.traffic.copy()
@@ -209,10 +216,12 @@ def test_bytes_are_counted_as_those_of_a_ring(sums):
     assert found == [(2 * (size - 1) * 4800 // size, 2 * (size - 1))] * size
 
 
+@pytest.mark.sizes(2)
 def test_it_knows_what_it_was_built_with(ranks):
     assert all({"MPI", "Gloo"} <= set(parts) for parts in ranks(lambda comm: hvd.built_with()))
 
 
+@pytest.mark.sizes(2)
 def test_without_threads_it_is_refused(ranks):
     def body(comm):
         comm._concurrent = False

@@ -8,6 +8,7 @@ from habits.run import copied, data, difference, mse, net
 from torch.utils.data import DataLoader
 
 import hpcdist as hd
+from harness.cases import each
 from harness.ranks import VirtualRanks
 from hpcdist.errors import ConfigError
 from strategies import problem
@@ -35,13 +36,16 @@ def trained(comm, name, compiled=None, make=None):
     return copied(hd.finish(model) or model)
 
 
-@pytest.mark.parametrize("compiled", ["step", "all"])
-@pytest.mark.parametrize("name", problem.stepping())
-def test_a_compiled_step_is_the_step(name, compiled):
-    torch._dynamo.reset()
+FAMILIES = ["allreduce", "hardsync", "easgd", "gossip_pull", "local_sgd"]  # the compiler looks into none of them
+
+
+@each("name", FAMILIES)
+def test_a_compiled_step_is_the_step(name):
     expected = VirtualRanks(2)(lambda comm: trained(comm, name))
-    for found, plain in zip(VirtualRanks(2)(lambda comm: trained(comm, name, compiled)), expected, strict=True):
-        assert difference(found, plain) == 0.0
+    for compiled in ("step", "all"):
+        torch._dynamo.reset()
+        found = VirtualRanks(2)(lambda comm, how=compiled: trained(comm, name, how))
+        assert [difference(*pair) for pair in zip(found, expected, strict=True)] == [0.0] * 2, compiled
 
 
 class OwnRate(torch.optim.SGD):
@@ -58,7 +62,7 @@ class OwnRate(torch.optim.SGD):
                     parameter.data.sub_(parameter.grad, alpha=0.003)
 
 
-@pytest.mark.parametrize("name", [name for name in problem.stepping() if problem.suited(name, None) is None])
+@each("name", [name for name in problem.stepping() if problem.suited(name, None) is None])
 def test_a_rate_of_none_works_or_is_refused(name):
     def body(comm):
         return trained(comm, name, make=OwnRate)
@@ -70,7 +74,7 @@ def test_a_rate_of_none_works_or_is_refused(name):
         assert all(tensor.isfinite().all() for model in VirtualRanks(2)(body) for tensor in model.values())
 
 
-@pytest.mark.parametrize("name", problem.stepping())
+@each("name", [*FAMILIES, *filter(problem.steps_itself, problem.stepping())])
 def test_a_rate_in_a_tensor_is_the_number(name):
     kind = problem.suited(name, torch.optim.SGD)
 

@@ -12,6 +12,7 @@ import torch
 from habits import gradients, groups, libraries, losses, models, optimizers, samples, schedules, splits  # noqa: F401 (they enter themselves)
 from habits.run import HABITS, Alone, Together, copied, difference
 
+from harness.cases import each
 from harness.ranks import VirtualRanks
 from hpcdist import strategies
 from hpcdist.errors import ConfigError, MismatchError
@@ -56,25 +57,24 @@ def family(strategy):
     return strategy
 
 
-def cells():
-    """All combinations of habit, way and strategy. Every run has each pair of a habit, and a family's outcome, once.
+def cells(name, count):
+    """The ways and strategies with which a habit is tried: of each family's outcome, so many.
 
-    And all habits with allreduce, and the plain loop with all strategies; the others are `extended`.
+    And all with the plain loop, and those of allreduce.
     """
-    for name, habit in HABITS.items():
-        of_family: dict[tuple, list] = {}
-        for way in habit.ways:
-            for strategy in TABLE[way]:
-                plain = strategy.split()[0]
-                if not habit.where or plain in habit.where:
-                    refused = habit.refusal(plain, contract(way, strategy, SIZES[way]), SIZES[way])
-                    of_family.setdefault((family(plain), refused), []).append((way, strategy))
-        for key, found in of_family.items():
-            first = zlib.crc32(f"{name} {key}".encode()) % len(found)
-            for number, (way, strategy) in enumerate(found):
-                runs = number == first or name == "plain_loop" or strategy == "allreduce"
-                marks = () if runs else pytest.mark.extended
-                yield pytest.param(name, way, strategy, id=f"{name}-{way}-{strategy.replace(' ', '_')}", marks=marks)
+    habit, of_family = HABITS[name], {}
+    for way in habit.ways:
+        for strategy in TABLE[way]:
+            plain = strategy.split()[0]
+            if not habit.where or plain in habit.where:
+                refused = habit.refusal(plain, contract(way, strategy, SIZES[way]), SIZES[way])
+                of_family.setdefault((family(plain), refused), []).append((way, strategy))
+    for key, found in of_family.items():
+        first = zlib.crc32(f"{name} {key}".encode())
+        chosen = {(first + number) % len(found) for number in range(count)}
+        for number, (way, strategy) in enumerate(found):
+            if number in chosen or name == "plain_loop" or strategy == "allreduce":
+                yield way, strategy
 
 
 def options_of(way, strategy, size):
@@ -105,6 +105,7 @@ def alone(name, joint):
     return copied(model), run.before, run.rates
 
 
+@functools.cache
 def contract(way, strategy, size):
     """The contract of a strategy with the options of this way, on so many ranks."""
     cls = strategies.load(strategy.split()[0])
@@ -156,19 +157,27 @@ def examine(ranks, way, name, strategy):
 
 
 @quiet
-@pytest.mark.parametrize(("name", "way", "strategy"), list(cells()))
-def test_a_loop_trains_as_in_one_process_or_works_or_is_refused(name, way, strategy):
-    examine(VirtualRanks(SIZES[way]), way, name, strategy)
+@pytest.mark.parametrize("of", ["ours", *(name for name in MANY if ":" in name)])
+@pytest.mark.parametrize("name", HABITS)
+def test_a_loop_trains_as_in_one_process_or_works_or_is_refused(request, name, of):
+    """With one strategy of each family, with --all with a second one; or with that of a user's file."""
+    for way, strategy in cells(name, 1 + request.config.getoption("--all")):
+        if of != (strategy if ":" in strategy else "ours"):
+            continue
+        try:
+            examine(VirtualRanks(SIZES[way]), way, name, strategy)
+        except (Exception, pytest.fail.Exception) as error:
+            raise AssertionError(f"{name} with {strategy}, {way}") from error
 
 
-# --- buckets that are averaged while the backward pass computes the rest, on real ranks -------------------------------
+# --- buckets that are averaged while the backward pass computes the rest, on real ranks too ---------------------------
 BESIDE = (
-    "plain_loop", "uneven_data", "clip_grad_norm_with_uneven_data", "gradients_replaced", "horovods_synchronize",
-    "grad_scaler_with_clipping", "accumulation_with_uneven_data", "accumulation_with_no_sync", "several_losses",
-    "a_branch_taken_in_some_steps", "a_branch_taken_on_some_ranks", "a_layer_frozen_later", "a_layer_unfrozen_later",
-    "two_optimizers_on_one_model", "gan", "tied_weights", "activation_checkpointing_reentrant", "never_zeroed",
-    "sync_batch_norm_with_uneven_data", "batch_norm", "lbfgs", "sparse_gradients",
-    "sums_of_several_batches", "means_over_tokens_of_several_batches",
+    "plain_loop", "clip_grad_norm_with_uneven_data", "gradients_replaced", "horovods_synchronize",
+    "grad_scaler_with_clipping", "accumulation_with_uneven_data", "accumulation_with_no_sync",
+    "several_losses_one_of_which_reaches_a_part", "a_branch_taken_in_some_steps", "a_branch_taken_on_some_ranks",
+    "a_layer_frozen_later", "a_layer_unfrozen_later", "two_optimizers_on_one_model", "gan", "tied_weights",
+    "activation_checkpointing_reentrant", "never_zeroed", "sync_batch_norm_with_uneven_data", "lbfgs",
+    "sparse_gradients", "sums_of_several_batches", "means_over_tokens_of_several_batches",
 )  # fmt: skip
 JOINT["allreduce beside"] = {"overlap": "on"}
 JOINT["allreduce at times"] = {"overlap": "auto"}
@@ -176,29 +185,37 @@ JOINT["allreduce at times"] = {"overlap": "auto"}
 
 @quiet
 @pytest.mark.sizes(4)
-@pytest.mark.parametrize("strategy", ["allreduce beside", "allreduce at times"])
-@pytest.mark.parametrize("name", BESIDE)
-def test_overlap_changes_nothing(ranks, name, strategy):
-    examine(ranks, "joint", name, strategy)
-
-
-# --- and other strategies there ---------------------------------------------------------------------------------------
-ELSEWHERE = (
-    "plain_loop",
-    "a_layer_frozen_later",
-    "one_cycle_per_step_with_momentum",
-    "uneven_data",
-    "gan",
-    "figures_shared_in_the_loop",
-)
+@each("name", BESIDE)
+def test_overlap_changes_nothing(ranks, name):
+    examine(ranks, "joint", name, "allreduce beside")
 
 
 @quiet
-@pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize("strategy", ["hardsync", *MANY])
+@pytest.mark.sizes(4)
+@each("name", ["accumulation_with_uneven_data", "a_branch_taken_in_some_steps", "lbfgs"])
+def test_overlap_at_times_changes_nothing(ranks, name):
+    examine(ranks, "joint", name, "allreduce at times")
+
+
+# --- and other strategies there ---------------------------------------------------------------------------------------
+ONE_OF_EACH = ["hardsync", "softsync", "easgd", "dpsgd", "local_sgd", "gossip_pull"]
+ELSEWHERE = {  # which are enough for what a loop does beside its steps
+    "plain_loop": ["hardsync", *MANY],
+    "a_layer_frozen_later": ONE_OF_EACH,
+    "one_cycle_per_step_with_momentum": ONE_OF_EACH,
+    "uneven_data": ONE_OF_EACH,
+    "gan": ONE_OF_EACH,
+    "figures_shared_in_the_loop": ONE_OF_EACH,
+}
+
+
+@quiet
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.sizes(4)
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_the_same_on_real_ranks(ranks, name, strategy):
-    examine(ranks, "joint" if strategy == "hardsync" else "many", name, strategy)
+def test_the_same_on_real_ranks(ranks, name):
+    for strategy in ELSEWHERE[name]:
+        examine(ranks, "joint" if strategy == "hardsync" else "many", name, strategy)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

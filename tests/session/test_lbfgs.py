@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hpcdist as hd
 from harness import loops
+from harness.cases import each
 from hpcdist import checkpoint, strategies
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError, NonFiniteError
@@ -67,8 +68,8 @@ def _plain(search, samples):
 
 
 @searches
-@pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.sizes(1, 2, 3, 4)
+@each("uneven", [False, True])
+@pytest.mark.sizes(1, 3)
 def test_it_equals_the_plain_one_on_the_joint_batch(ranks, search, uneven):
     """Also where batches differ in size, and where the last rank has none."""
     sizes = [24 + 8 * rank for rank in range(ranks.size - 1)] + [0] if uneven and ranks.size > 1 else [24] * ranks.size
@@ -85,7 +86,7 @@ def test_it_equals_the_plain_one_on_the_joint_batch(ranks, search, uneven):
 
 
 @searches
-@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.sizes(3)
 @pytest.mark.virtual
 def test_it_equals_sums_in_rank_order_to_the_bit(ranks, search):
     found = ranks(lambda comm: _train(comm, search, [24] * ranks.size, algorithm="native"))
@@ -110,6 +111,7 @@ def test_it_equals_sums_in_rank_order_to_the_bit(ranks, search):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2)
 @searches
 def test_overlap_changes_no_bit(ranks, search):
     def body(comm):
@@ -119,9 +121,9 @@ def test_overlap_changes_no_bit(ranks, search):
     assert all(torch.equal(apart, beside) and torch.equal(apart, auto) for apart, beside, auto in ranks(body))
 
 
-@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.sizes(3)
 def test_it_follows_a_sharded_loader_and_a_schedule(ranks):
-    """70 samples: an uneven last step, on 3 ranks without samples for the last one."""
+    """70 samples: an uneven last step, without samples for the last rank."""
     data = TensorDataset(torch.arange(70))
     batch = 24 // ranks.size
 
@@ -164,7 +166,7 @@ class Twice(torch.optim.SGD):
         return loss
 
 
-@pytest.mark.sizes(1, 3)
+@pytest.mark.sizes(3)
 def test_any_optimiser_that_needs_a_closure_is_served(ranks):
     def body(comm):
         hd.init(comm=comm)
@@ -206,26 +208,26 @@ def test_a_nan_in_a_line_search_stops_all_ranks(ranks):
     assert ranks(body) == [2, 2]
 
 
+@pytest.mark.virtual
 @pytest.mark.sizes(2)
 def test_what_does_not_suit_it_is_refused(ranks):
+    refused = {
+        f"strategy must be allreduce with LBFGS, whose .*; got {name}": {"strategy": name}
+        for name in strategies.available()
+        if name != "allreduce"
+    } | {
+        "clip_norm must be None with LBFGS, .*; got 1.0. Leave it out": {"clip_norm": 1.0},
+        "strategy.on_nonfinite must be stop or ignore with LBFGS, .*; got skip": {"on_nonfinite": "skip"},
+        "strategy.compression must be none with LBFGS, .*; got fp16. Leave it": {"compression": "fp16"},
+    }
+
     def body(comm):
         hd.init(comm=comm)
         module = problem.model()
-
-        def make(**options):
-            return hd.DistributedOptimizer(_lbfgs(module, None), module, **options)
-
-        for name in strategies.available():
-            if name != "allreduce":
-                with pytest.raises(ConfigError, match=f"strategy must be allreduce with LBFGS, whose .*; got {name}"):
-                    make(strategy=name)
-        with pytest.raises(ConfigError, match="clip_norm must be None with LBFGS, .*; got 1.0. Leave it out"):
-            make(clip_norm=1.0)
-        with pytest.raises(ConfigError, match="strategy.on_nonfinite must be stop or ignore with LBFGS, .*; got skip"):
-            make(on_nonfinite="skip")
-        with pytest.raises(ConfigError, match="strategy.compression must be none with LBFGS, .*; got fp16. Leave it"):
-            make(compression="fp16")
-        optimizer = make()
+        for message, options in refused.items():
+            with pytest.raises(ConfigError, match=message):
+                hd.DistributedOptimizer(_lbfgs(module, None), module, **options)
+        optimizer = hd.DistributedOptimizer(_lbfgs(module, None), module)
         with pytest.raises(ConfigError, match="closure must be given to each step of LBFGS, which .*; got none. Pass"):
             optimizer.step()
         optimizer.strategy.close()
@@ -254,7 +256,7 @@ def _run(comm, folder, *overrides, resume=None):
     return summary, params
 
 
-@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.sizes(2)
 def test_a_job_learns_with_it_and_resumes_to_the_bit(ranks, shared_tmp_path):
     whole, halves = shared_tmp_path / "whole", shared_tmp_path / "halves"
     settings = (f"batch_size={96 // ranks.size}", "checkpoint.every_steps=3")  # of 4 steps in an epoch
@@ -271,15 +273,8 @@ def test_a_job_learns_with_it_and_resumes_to_the_bit(ranks, shared_tmp_path):
         assert summary.sha256 == resumed.sha256 and summary.metrics["accuracy"] > 0.6
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("strategy=gossip_pull", "strategy must be allreduce with LBFGS"),
-        ("clip_norm=1.0", "clip_norm must be None with LBFGS"),
-        ("amp=fp16", "strategy.on_nonfinite must be stop or ignore with LBFGS"),
-    ],
-)
-def test_a_job_says_what_does_not_suit_it(tmp_path, setting, message):
+@each("setting", ["strategy=gossip_pull", "clip_norm=1.0", "amp=fp16"])
+def test_a_job_says_what_does_not_suit_it(tmp_path, setting):
     overrides = (*(s for s in JOB if not s.startswith("strategy")), setting)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match="must be (allreduce|None|stop or ignore) with LBFGS"):
         run_virtual(lambda comm: tiny.trainer(comm, tmp_path, *overrides), 2)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from staged import batches, difference, make, mse, pipeline, values, whole
+from staged import batches, difference, loss_of, make, mse, pipeline, values, whole
 from torch import nn
 
 import hpcdist as hd
+from harness.cases import each
 from hpcdist import checkpoint
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import CheckpointError
@@ -18,15 +19,7 @@ from strategies import problem
 pytestmark = pytest.mark.computes
 OPTIONS = {**problem.PERIODS, "downpour": {"servers": 1}}
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2, "cut": (1, 2, 2, 2)}
-SYNCHRONOUS = (
-    "allreduce",
-    "gossip_sync",
-    "dpsgd",
-    "sgp",
-    "local_sgd",
-    "diloco",
-    "streaming_diloco", "sparse_loco",
-               "noloco", "slowmo")  # fmt: skip
+SYNCHRONOUS = ("allreduce", "sgp", "streaming_diloco", "sparse_loco")
 
 
 class Loop:
@@ -63,8 +56,8 @@ class Loop:
         return values(self.model)
 
 
-def saved(folder, size, stages, strategy="allreduce", **options):
-    """Trains an epoch and saves; what the ranks stood for, and after two further epochs."""
+def saved(folder, size, stages, strategy="allreduce", epochs=2, **options):
+    """Trains an epoch and saves; what the ranks stood for, and after further epochs."""
 
     def body(comm):
         loop = Loop(comm, stages, strategy, **options)
@@ -72,8 +65,8 @@ def saved(folder, size, stages, strategy="allreduce", **options):
         hd.save(folder, **loop.objects(), epoch=0)
         with hd.consensus(loop.model):
             stood = values(loop.model)
-        loop.epoch()
-        loop.epoch()
+        for _ in range(epochs):
+            loop.epoch()
         return stood, loop.finished()
 
     found = run_virtual(body, size)
@@ -140,34 +133,31 @@ def test_another_grid_goes_on_as_the_saved_one_would(tmp_path, grid, others):
 GRIDS = ((6, 2), (2, 1), (4, 4))  # more replicas; no stages; more stages
 
 
-@pytest.mark.parametrize(("place", "strategy"), list(enumerate(problem.stepping())))
-def test_every_strategy_goes_on_from_what_the_ranks_stood_for(tmp_path, place, strategy):
-    stood, _ = saved(tmp_path, 4, 2, strategy)
-    again, after = resumed(tmp_path, *GRIDS[place % len(GRIDS)], strategy)
+@each("numbered", list(enumerate(problem.stepping())))
+def test_every_strategy_goes_on_from_what_the_ranks_stood_for(tmp_path, numbered):
+    place, strategy = numbered
+    folder = tmp_path / strategy.replace("/", "-")
+    stood, _ = saved(folder, 4, 2, strategy, epochs=0)
+    again, after = resumed(folder, *GRIDS[place % len(GRIDS)], strategy)
     assert difference(again, stood) < 1e-12
-    assert all(torch.isfinite(tensor).all() for tensor in after.values())
+    assert loss_of(after) < loss_of(values(make())), "replicas learn by it"
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "hardsync", "easgd", "sgp"])
-def test_a_checkpoint_is_unsplit_without_ranks(tmp_path, strategy):
-    stood, _ = saved(tmp_path, 4, 2, strategy)
-    assert difference(hd.unsplit(tmp_path), stood) < 1e-12
-    make().load_state_dict(hd.unsplit(tmp_path))
+@pytest.mark.parametrize(("strategy", "stages"), [("allreduce", None), ("hardsync", 2), ("easgd", 2), ("sgp", 2)])
+def test_a_checkpoint_is_unsplit_and_exported_without_ranks(tmp_path, strategy, stages):
+    stood, _ = saved(tmp_path / "saved", 4, stages, strategy, epochs=0)
+    state = hd.unsplit(tmp_path / "saved")
+    assert difference(state, stood) < 1e-12
     with pytest.raises(CheckpointError, match="optimizer must be a name that hpcdist.save was given; got 'adam', and"):
-        hd.unsplit(tmp_path, "adam")
+        hd.unsplit(tmp_path / "saved", "adam")
     with pytest.raises(CheckpointError, match="must be a checkpoint, or a folder of them; got none there"):
         hd.unsplit(tmp_path / "elsewhere")
-
-
-@pytest.mark.parametrize(("strategy", "stages"), [("allreduce", None), ("hardsync", 2)])
-def test_a_checkpoint_is_exported_to_the_bit(tmp_path, strategy, stages):
-    stood, _ = saved(tmp_path / "saved", 4, stages, strategy)
     for suffix, load in ((".pt", lambda file: torch.load(file, weights_only=True)), (".safetensors", load_file)):
         file = tmp_path / suffix / f"model{suffix}"
         file.parent.mkdir()
         for _ in range(2):  # it is replaced
             checkpoint.export(hd.unsplit(checkpoint.find(tmp_path / "saved")), file)
-        assert difference(load(file), stood) == 0.0
+        assert difference(load(file), state) == 0.0
         make().load_state_dict(load(file))
         assert [path.name for path in file.parent.iterdir()] == [file.name]
     with safe_open(file, "pt") as opened:
@@ -215,7 +205,7 @@ def test_another_model_is_refused(tmp_path):
     def longer():
         return nn.Sequential(*make(), nn.Linear(2, 2)).double()
 
-    saved(tmp_path, 2, 2)
+    saved(tmp_path, 2, 2, epochs=0)
     for model, message in (
         (wider, "got '0.weight' .* has one of 48 elements"),
         (longer, "'7.weight' .* nothing of that"),
@@ -274,7 +264,7 @@ def test_what_compression_has_not_sent_is_cut_anew(tmp_path, strategy, compressi
     before = run_virtual(save, 6)
     sums, counts = totals(own for own, _ in before)
     assert max(float(total.abs().max()) for total in sums.values()) > 0
-    for size, stages in ((8, 4), (2, None), (4, 2), (6, 2)):
+    for size, stages in ((8, 4), (2, None), (4, 2)):
         after = run_virtual(lambda comm, stages=stages: load(comm, stages), size)
         sums_after, counts_after = totals(own for own, _ in after)
         assert sums.keys() == sums_after.keys()

@@ -11,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import hpcdist as hd
+from harness.cases import each
 from hpcdist.errors import ConfigError, MismatchError, NonFiniteError
 
 pytestmark = pytest.mark.computes
@@ -71,27 +72,51 @@ def equal(ranks, loop, *, model=make, tolerance=1e-12, **options):
     assert difference(whole(found), loop(Alone(model))) <= tolerance
 
 
+class Head(nn.Module):
+    """Multiplies by the weights of another layer."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.weight = other.weight
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)[:, :2]
+
+
+def tied():
+    torch.manual_seed(0)
+    first = nn.Linear(FEATURES, FEATURES, bias=False)
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(FEATURES, FEATURES), nn.Tanh(), Head(first)).double()
+
+
 @pytest.mark.sizes(4)
-def test_accumulated_clipped_and_scheduled(ranks):
+@each("model", [make, tied])
+def test_accumulated_scaled_clipped_and_scheduled(ranks, model):
+    """Tied weights are summed once for each batch."""
+
     def loop(run):
         optimizer = run.optimizer(sgd(run.parameters(), lr=0.2))
         schedule = lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        norms = []
         for _ in range(3):
             for number, (x, y) in enumerate(run.loader(80)):
-                run.forward_backward(x, y)
+                run.forward_backward(x, y, scaled=scaler.scale)
                 if number % 2:
-                    norm = run.clip_grad_norm_(0.1)
-                    assert norm.item() > 0.1
-                    optimizer.step()
+                    scaler.unscale_(optimizer)
+                    norms.append(run.clip_grad_norm_(0.1).item())
+                    scaler.step(optimizer)
+                    scaler.update()
                     optimizer.zero_grad()
                     schedule.step()
+        assert max(norms) > 0.1
         return run.finish()
 
-    equal(ranks, loop)
+    equal(ranks, loop, model=model)
 
 
 @pytest.mark.sizes(4)
-@pytest.mark.parametrize("stages", [2, 4])
+@each("stages", [2, 4])
 def test_clipped_by_the_optimizer_and_uneven(ranks, stages):
     """By the norm of the mean gradient of all stages; the last batch is of 1 sample, or none on a replica."""
 
@@ -157,40 +182,8 @@ def test_a_moving_average_of_torch_is_of_each_stage(ranks):
     assert found[2][1] is None
 
 
-class Head(nn.Module):
-    """Multiplies by the weights of another layer."""
-
-    def __init__(self, other):
-        super().__init__()
-        self.weight = other.weight
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.weight)[:, :2]
-
-
-def tied():
-    torch.manual_seed(0)
-    first = nn.Linear(FEATURES, FEATURES, bias=False)
-    return nn.Sequential(first, nn.Tanh(), nn.Linear(FEATURES, FEATURES), nn.Tanh(), Head(first)).double()
-
-
 @pytest.mark.sizes(4)
-def test_tied_weights_are_summed_once_for_each_batch(ranks):
-    def loop(run):
-        optimizer = run.optimizer(sgd(run.parameters(), lr=0.2))
-        for number, (x, y) in enumerate(run.loader(64)):
-            run.forward_backward(x, y)
-            if number % 2:
-                run.clip_grad_norm_(0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-        return run.finish()
-
-    equal(ranks, loop, model=tied)
-
-
-@pytest.mark.sizes(4)
-@pytest.mark.parametrize("strategy", ["gossip_pull", "easgd", "softsync", "dpsgd", "sgp"])
+@each("strategy", ["gossip_pull", "easgd", "softsync", "dpsgd"])
 def test_tied_weights_stay_equal_with_every_kind_of_strategy(ranks, strategy):
     def body(comm):
         run = Staged(comm, model=tied, strategy=strategy)
@@ -209,7 +202,7 @@ def test_tied_weights_stay_equal_with_every_kind_of_strategy(ranks, strategy):
 
 # --- mixed precision, and gradients that are not finite ---------------------------------------------------------------
 @pytest.mark.sizes(4)
-@pytest.mark.parametrize("strategy", ["allreduce", "gossip_sync"])
+@each("strategy", ["allreduce", "gossip_sync"])
 def test_an_overflow_in_one_stage_leaves_the_step_out_in_all_stages(ranks, strategy):
     def body(comm):
         run = Staged(comm, strategy=strategy)
@@ -236,41 +229,7 @@ def test_an_overflow_in_one_stage_leaves_the_step_out_in_all_stages(ranks, strat
 
 
 @pytest.mark.sizes(4)
-def test_a_scaler_with_clipping_comes_to_the_same(ranks):
-    def loop(run):
-        optimizer = run.optimizer(sgd(run.parameters()))
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        for x, y in run.loader():
-            optimizer.zero_grad()
-            run.forward_backward(x, y, scaled=scaler.scale)
-            scaler.unscale_(optimizer)
-            run.clip_grad_norm_(0.1)
-            scaler.step(optimizer)
-            scaler.update()
-        return run.finish()
-
-    equal(ranks, loop)
-
-
-@pytest.mark.sizes(4)
-def test_autocast_passes_half_precision_from_stage_to_stage(ranks):
-    def body(comm):
-        run = Staged(comm, model=lambda: make(torch.float32))
-        run.optimizer(sgd(run.parameters()))
-        losses = []
-        for _ in range(4):
-            for x, y in run.loader():
-                with torch.autocast("cpu", torch.bfloat16):
-                    losses.append(run.model.step(x.float(), y.float()).item())
-        run.finish()
-        return losses
-
-    for losses in ranks(body):
-        assert sum(losses[-3:]) < sum(losses[:3])
-
-
-@pytest.mark.sizes(4)
-@pytest.mark.parametrize("strategy", ["allreduce", "gossip_sync", "hardsync"])
+@each("strategy", ["allreduce", "gossip_sync", "hardsync"])
 def test_gradients_that_are_not_finite_in_one_stage_count_so_in_all(ranks, strategy):
     def body(comm):
         run = Staged(comm, strategy=strategy)
@@ -296,14 +255,12 @@ def test_gradients_that_are_not_finite_in_one_stage_count_so_in_all(ranks, strat
 @pytest.mark.sizes(4)
 def test_by_default_they_end_the_run_on_all_ranks_of_the_replica(ranks):
     def body(comm):
-        run = Staged(comm, strategy="allreduce")
-        run.optimizer(sgd(run.parameters()))
+        model = pipeline(comm, 2)
+        optimized(model)
         x, y = data(4).tensors
-        with pytest.raises(NonFiniteError, match="gradients must be finite; got NaN or infinite gradient at step 1"):
-            run.model.step(x * torch.nan, y)
-        return True
+        model.step(x * torch.nan, y)
 
-    assert ranks(body) == [True] * 4
+    refused(ranks, "gradients must be finite; got NaN or infinite gradient at step 1", body, NonFiniteError)
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
@@ -349,7 +306,7 @@ def loaders(model):
 
 @pytest.mark.virtual
 @pytest.mark.sizes(4)
-@pytest.mark.parametrize("strategy", ["allreduce", "softsync"])
+@each("strategy", ["allreduce", "softsync"])
 def test_ranks_of_a_replica_get_the_same_batches(ranks, strategy):
     """Whatever they are drawn by, also from random states that differ."""
 
@@ -391,19 +348,15 @@ def test_ranks_of_a_replica_get_the_same_batches(ranks, strategy):
 @pytest.mark.sizes(4)
 def test_a_loader_that_asks_for_the_rank_is_refused(ranks):
     def body(comm):
-        run = Staged(comm)
-        run.optimizer(sgd(run.parameters()))
-        loader = hd.shard(DataLoader(Stream(hd.rank), batch_size=4), split=False)
-        message = "batches must be the same on all ranks of a replica; ranks . and . have read different ones"
-        with pytest.raises(MismatchError, match=message):
-            next(iter(loader))
-        return True
+        optimized(pipeline(comm, 2))
+        next(iter(hd.shard(DataLoader(Stream(hd.rank), batch_size=4), split=False)))
 
-    assert ranks(body) == [True] * 4
+    message = "batches must be the same on all ranks of a replica; ranks . and . have read different ones"
+    refused(ranks, message, body, MismatchError)
 
 
 @pytest.mark.sizes(4)
-@pytest.mark.parametrize("strategy", ["allreduce", "hardsync"])
+@each("strategy", ["allreduce", "hardsync"])
 def test_values_are_exchanged_among_all_ranks_that_work(ranks, strategy):
     def body(comm):
         run = Staged(comm, strategy=strategy)
@@ -428,13 +381,13 @@ def test_values_are_exchanged_among_all_ranks_that_work(ranks, strategy):
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 def refused(ranks, message, body, error=ConfigError):
-    def each(comm):
+    def on_rank(comm):
         hd.init(comm=comm)
         with pytest.raises(error, match=message):
             body(comm)
         return True
 
-    assert all(ranks(each))
+    assert all(ranks(on_rank))
 
 
 def optimized(model, optimizer=sgd, **options):
@@ -469,7 +422,7 @@ REFUSALS = {
 
 @pytest.mark.virtual
 @pytest.mark.sizes(4)
-@pytest.mark.parametrize("message", REFUSALS)
+@each("message", REFUSALS)
 def test_refused_by_name(ranks, message):
     refused(ranks, message, REFUSALS[message])
 

@@ -1,19 +1,19 @@
-"""A loop of one's own on a model in stages: it trains as one process does, with every strategy among the replicas."""
+"""A loop of one's own on a model in stages: it trains as one process does."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from staged import SAMPLES, batches, difference, loss_of, make, mse, pipeline, sgd, values, whole
+from staged import SAMPLES, batches, difference, make, mse, pipeline, sgd, values, whole
 from torch import nn
 
 import hpcdist as hd
+from harness.cases import each
 from strategies import problem
 
 pytestmark = pytest.mark.computes
 OPTIONS = problem.PERIODS
-DTYPES = [(torch.float64, 1e-12), (torch.float32, 1e-6)]
-grids = pytest.mark.parametrize("stages", [1, 2, 4])
+DTYPES = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
 def trained(comm, stages, *, strategy="allreduce", epochs=2, samples=SAMPLES, dtype=torch.float64, **options):
@@ -46,10 +46,11 @@ def alone(*, epochs=2, samples=SAMPLES, dtype=torch.float64, clip_norm=None):
     return values(model), losses
 
 
-@grids
-@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@each("stages", [1, 2, 4])
+@each("dtype", DTYPES)
 @pytest.mark.sizes(4)
-def test_stages_and_replicas_train_as_one_process(ranks, stages, dtype, tolerance):
+def test_stages_and_replicas_train_as_one_process(ranks, stages, dtype):
+    tolerance = DTYPES[dtype]
     found = ranks(lambda comm: trained(comm, stages, dtype=dtype, overlap="on"))
     expected, losses = alone(dtype=dtype)
     assert difference(whole([part for part, _ in found]), expected) <= tolerance
@@ -87,11 +88,3 @@ def test_gradients_leave_while_the_last_micro_batch_is_on_its_way_back(ranks, sc
         return 0 in passes_ended
 
     assert all(ranks(body))
-
-
-@pytest.mark.sizes(4)
-@pytest.mark.parametrize("strategy", problem.stepping())
-def test_every_strategy_learns_among_the_replicas(ranks, strategy):
-    found = ranks(lambda comm: trained(comm, 2, strategy=strategy, epochs=6))
-    state = whole([part for part, _ in found])
-    assert loss_of(state) < (1 if ranks.real else 0.8) * loss_of(values(make()))

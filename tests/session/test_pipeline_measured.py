@@ -33,7 +33,7 @@ def example():
     return next(iter(batches()))
 
 
-@pytest.mark.sizes(2, 4)
+@pytest.mark.sizes(4)
 def test_stages_take_equal_times_and_train_as_one_process(ranks):
     def body(comm):
         plain = pipeline(comm, 2, unequal).cut.sizes
@@ -57,26 +57,18 @@ def test_stages_take_equal_times_and_train_as_one_process(ranks):
     assert plain == (1, 5) and measured[0] >= 4
 
 
-@pytest.mark.sizes(2)
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"cut": [1, 5], "example": (1, 2)}, r"cut must be left out with an example, by .*; got \[1, 5\]. Give one"),
-        ({"example": torch.zeros(3)}, "example must be a batch, a tuple of inputs and targets; got Tensor. Give what"),
-    ],
-    ids=["cut", "tensor"],
-)
-def test_examples_that_are_none_are_refused(ranks, options, message):
-    def body(comm):
-        with pytest.raises(ConfigError, match=message):
-            pipeline(comm, 2, unequal, **options)
-
-    ranks(body)
+EXAMPLES = {
+    r"cut must be left out with an example, by .*; got \[1, 5\]. Give one": {"cut": [1, 5], "example": (1, 2)},
+    "example must be a batch, a tuple of inputs and targets; got Tensor. Give what": {"example": torch.zeros(3)},
+}
 
 
 @pytest.mark.sizes(2)
-def test_an_example_on_one_rank_alone_is_refused(ranks):
+def test_examples_that_are_none_or_on_one_rank_alone_are_refused(ranks):
     def body(comm):
+        for message, options in EXAMPLES.items():
+            with pytest.raises(ConfigError, match=message):
+                pipeline(comm, 2, unequal, **options)
         with pytest.raises(MismatchError, match="settings of the pipeline must be the same .*example"):
             pipeline(comm, 2, unequal, example=None if comm.rank else example())
 

@@ -76,14 +76,6 @@ def test_ranks_are_known_unless_the_script_says_otherwise_and_end_without_a_word
 
 
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
-def test_a_script_that_makes_the_default_group_once_more_is_told_what_to_do(tmp_path):
-    script = "import torch.distributed as dist, hpcdist as hd\nhd.init()\ndist.init_process_group('gloo')\n"
-    job = run(tmp_path, script, 2)
-    assert job.returncode != 0
-    assert "hpcdist.init() has made the ranks known to torch.distributed. Leave init_process_group() out" in job.stderr
-
-
-@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
 def test_ranks_that_reach_each_other_by_mpi_only_train_and_are_warned(tmp_path):
     job = run(tmp_path, APART, 2)
     assert job.returncode == 0, job.stderr

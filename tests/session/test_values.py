@@ -124,7 +124,7 @@ LENGTHS = (1, 16, 63, 64, 67, 1000)
 SHORT = {torch.int8: 100, torch.uint8: 200, torch.int16: 30_000, torch.uint16: 60_000}
 
 
-@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.sizes(1, 3)
 def test_sums_of_short_integers_wrap_around_as_torch_adds_at_every_length(ranks):
     def body(comm):
         hd.init(comm=comm)
@@ -170,7 +170,7 @@ def test_numbers_are_combined_exactly_and_keep_their_kind(ranks):
         assert found == [(type(one), repr(one)) for one in [*expected, math.nan]]
 
 
-@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.sizes(1, 3)
 def test_the_mean_of_half_precision_is_made_in_float32_and_rounded_once(ranks):
     def body(comm):
         hd.init(comm=comm)

@@ -29,7 +29,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hpcdist.torch_backend
 from harness.features import OWN, STEPS, feature, network, require, run, samples, train
@@ -243,14 +242,6 @@ def pipelining():
 
 
 @feature
-def distributed_sampler():
-    samples = TensorDataset(inputs, targets)
-    loader = DataLoader(samples, batch_size=OWN, sampler=DistributedSampler(samples, shuffle=False))
-    ((x, _),) = loader
-    require(torch.equal(x, inputs[rank::size]))
-
-
-@feature
 def distributed_checkpoint():
     folder = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
@@ -298,13 +289,6 @@ def functional_collectives():
     require([len(waited(one)) for one in gathered] == [4 * size] * 2)
     scattered = functional.reduce_scatter_tensor_coalesced([torch.ones(4 * size)] * 2, "sum", [0, 0], group)
     require([waited(one).tolist() for one in scattered] == [[size] * 4] * 2)
-
-
-@feature
-def compiled_ddp():
-    net = DistributedDataParallel(network())
-    train(torch.compile(net, backend="aot_eager"), sgd(net.parameters()), inputs[mine], targets[mine])
-    same(net.parameters(), alone())
 
 
 @feature

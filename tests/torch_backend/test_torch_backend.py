@@ -14,19 +14,22 @@ from harness.launch import IMPORTS, find_mpirun, launch
 
 pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
 FEATURES = Path(__file__).with_name("features.py")
-SIZES = [2, pytest.param(4, marks=pytest.mark.extended)]
 
 
-def mpirun(size: int, *arguments: str | Path) -> subprocess.CompletedProcess:
-    """Run Python on ranks, with all of torch."""
-    return launch(size, arguments, env=IMPORTS, timeout_s=LIMIT_S, compiler=True)
+def mpirun(size: int, *arguments: str | Path, compiler: bool = False) -> subprocess.CompletedProcess:
+    """Run Python on ranks; `compiler`: with all of torch, which takes longer to import."""
+    return launch(size, arguments, env=IMPORTS, timeout_s=LIMIT_S, compiler=compiler)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_what_stands_on_torch_distributed_does_what_it_does_in_one_process(size):
-    job = mpirun(size, FEATURES)
+FOUR = ("tensor_parallel_on_a_mesh_of_two_dimensions", "post_local_sgd", "pipelining", "messages")
+
+
+@pytest.mark.parametrize(("size", "names"), [(2, ()), pytest.param(4, FOUR, marks=pytest.mark.extended)])
+def test_what_stands_on_torch_distributed_does_what_it_does_in_one_process(size, names):
+    job = mpirun(size, FEATURES, *names, compiler=True)
     assert job.returncode == 0, job.stderr[-3000:]
-    assert {"ddp", "fsdp2", "pipelining", "messages", "monitored_barrier"} <= set(job.stdout.split())
+    wanted = set(names) or {"ddp", "fsdp2", "pipelining", "messages", "monitored_barrier"}
+    assert wanted <= set(job.stdout.split())
 
 
 SAY = """
@@ -50,12 +53,6 @@ dist.all_reduce(own)
 say([dist.get_backend(), dist.get_rank(), dist.get_world_size(), own.tolist(), dist.group.WORLD.group_name])
 """
 )
-
-
-def test_importing_it_starts_no_mpi_and_a_launcher_alone_tells_the_ranks():
-    job = mpirun(2, "-c", ALONE)
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.strip() == str([["hpcdist", rank, 2, [2.0] * 3, "0"] for rank in range(2)])
 
 
 def test_ranks_that_torch_numbers_otherwise_keep_its_numbers():
@@ -99,13 +96,28 @@ def test_under_torchrun_it_says_what_to_do():
         assert "hpcdist trains over MPI, which that launcher does not start. Type `mpirun -n 2 python " in shown
 
 
-def test_strategies_and_groups_of_torch_work_in_one_script():
-    text = """
-import torch
-import torch.distributed as dist
+REFUSED = {
+    "dist.all_to_all_single(torch.ones(3), torch.ones(3))": "output of all_to_all_single must have as many rows",
+    "dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX)": "op of a sparse all_reduce must be SUM; got max",
+    "dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG)": "operation 'mean' must have",
+    "dist.group.WORLD.allreduce([torch.ones(1)], Odd()).wait()": "op must be one of ReduceOp's; got odd",
+}
+NO_MEANING = f"""
+class Odd:
+    asyncOp = False
+    class reduceOp:
+        op = "odd"
+for call, message in {REFUSED!r}.items():
+    try:
+        exec(call)
+    except (ValueError, RuntimeError) as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(call)
+say("refused")
+"""
+WITH_STRATEGIES = """
 import hpcdist as hd
-import hpcdist.torch_backend
-dist.init_process_group("hpcdist")
 comm = hd.init()
 dense = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 rest = torch.nn.Linear(4, 1)
@@ -121,18 +133,49 @@ for param in (*dense.parameters(), *rest.parameters()):
     dist.all_gather(found, param.detach())
     assert torch.equal(*found)
 hd.finish(rest)
+del dense
 say("alike")
 """
-    job = mpirun(2, "-c", SAY + text)
-    assert job.returncode == 0 and job.stdout.strip() == "['alike', 'alike']", job.stderr
+DESTROYED = """
+world, group, word = dist.group.WORLD, dist.new_group([0, 1]), torch.ones(1)
+dist.all_reduce(word, group=group), dist.all_reduce(word, group=group)
+dist.destroy_process_group(group)
+def refused(call, *texts):
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        assert any(text in str(error) for text in texts), error
+    else:
+        raise AssertionError(call)
+direct = "a process group must not be used once it is destroyed. Use it before that, or make another one."
+by_torch = "is not initialized in the world group map"  # in place of the error above, where torch wants to log it
+for call in (
+    lambda: dist.all_reduce(word, group=group), lambda: dist.all_reduce(word, group=group, async_op=True),
+    lambda: dist.broadcast(word, 0, group=group), lambda: dist.barrier(group=group),
+    lambda: dist.all_reduce(torch.eye(2).to_sparse(), group=group),
+    lambda: dist.send(word, 1 - dist.get_rank(), group=group), lambda: dist.recv(word, group=group),
+):
+    refused(call, direct, by_torch)
+for call in (group.monitored_barrier, group.barrier, lambda: group.allreduce([word]), lambda: group.send([word], 0)):
+    refused(call, direct)
+assert word.item() == 4 and group.size() == 2 and group.rank() == dist.get_rank()
+begun = dist.all_reduce(word, async_op=True)
+dist.destroy_process_group()
+begun.wait()
+refused(lambda: world.allreduce([word]), direct)
+refused(lambda: dist.new_group([0, 1]), "Default process group has not been initialized")
+dist.init_process_group("hpcdist")
+dist.all_reduce(word)
+say(word.item())
+"""
 
 
-REFUSED = {
-    "dist.all_to_all_single(torch.ones(3), torch.ones(3))": "output of all_to_all_single must have as many rows",
-    "dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX)": "op of a sparse all_reduce must be SUM; got max",
-    "dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG)": "operation 'mean' must have",
-    "dist.group.WORLD.allreduce([torch.ones(1)], Odd()).wait()": "op must be one of ReduceOp's; got odd",
-}
+def test_a_script_starts_sums_trains_beside_strategies_and_destroys_its_groups():
+    """Importing it starts no MPI, and a launcher alone tells the ranks; what has no meaning is refused on all ranks."""
+    job = mpirun(2, "-c", ALONE + NO_MEANING + WITH_STRATEGIES + DESTROYED, compiler=True)
+    assert job.returncode == 0, job.stderr
+    known = [["hpcdist", rank, 2, [2.0] * 3, "0"] for rank in range(2)]
+    assert job.stdout.splitlines() == [str(known), *(str([said] * 2) for said in ("refused", "alike", 16.0))]
 
 
 def test_a_compressed_sum_wants_a_group_of_this_backend():
@@ -148,29 +191,6 @@ except ValueError as error:
 """
     job = mpirun(2, "-c", SAY + text)
     assert job.returncode == 0 and job.stdout.count("must be on the backend hpcdist; got one on gloo") == 2, job.stderr
-
-
-def test_what_has_no_meaning_is_refused_on_all_ranks():
-    text = f"""
-import torch
-import torch.distributed as dist
-import hpcdist.torch_backend
-dist.init_process_group("hpcdist")
-class Odd:
-    asyncOp = False
-    class reduceOp:
-        op = "odd"
-for call, message in {REFUSED!r}.items():
-    try:
-        exec(call)
-    except (ValueError, RuntimeError) as error:
-        assert message in str(error), error
-    else:
-        raise AssertionError(call)
-say("refused")
-"""
-    job = mpirun(2, "-c", SAY + text)
-    assert job.returncode == 0 and job.stdout.strip() == "['refused', 'refused']", job.stderr
 
 
 MEETING = """
@@ -217,44 +237,3 @@ ASKED = {
 def test_a_start_that_contradicts_the_ranks_is_refused(line):
     job = mpirun(2, "-c", f"import hpcdist, hpcdist.torch_backend, torch.distributed as dist; {line}")
     assert job.returncode != 0 and ASKED[line] in job.stderr, job.stderr
-
-
-def test_a_destroyed_group_is_refused_by_name_and_another_one_can_be_made():
-    text = """
-import torch
-import torch.distributed as dist
-import hpcdist.torch_backend
-dist.init_process_group("hpcdist")
-world, group, word = dist.group.WORLD, dist.new_group([0, 1]), torch.ones(1)
-dist.all_reduce(word, group=group), dist.all_reduce(word, group=group)
-dist.destroy_process_group(group)
-def refused(call, *texts):
-    try:
-        call()
-    except (ValueError, RuntimeError) as error:
-        assert any(text in str(error) for text in texts), error
-    else:
-        raise AssertionError(call)
-direct = "a process group must not be used once it is destroyed. Use it before that, or make another one."
-by_torch = "is not initialized in the world group map"  # in place of the error above, where torch wants to log it
-for call in (
-    lambda: dist.all_reduce(word, group=group), lambda: dist.all_reduce(word, group=group, async_op=True),
-    lambda: dist.broadcast(word, 0, group=group), lambda: dist.barrier(group=group),
-    lambda: dist.all_reduce(torch.eye(2).to_sparse(), group=group),
-    lambda: dist.send(word, 1 - dist.get_rank(), group=group), lambda: dist.recv(word, group=group),
-):
-    refused(call, direct, by_torch)
-for call in (group.monitored_barrier, group.barrier, lambda: group.allreduce([word]), lambda: group.send([word], 0)):
-    refused(call, direct)
-assert word.item() == 4 and group.size() == 2 and group.rank() == dist.get_rank()
-begun = dist.all_reduce(word, async_op=True)
-dist.destroy_process_group()
-begun.wait()
-refused(lambda: world.allreduce([word]), direct)
-refused(lambda: dist.new_group([0, 1]), "Default process group has not been initialized")
-dist.init_process_group("hpcdist")
-dist.all_reduce(word)
-say(word.item())
-"""
-    job = mpirun(2, "-c", SAY + text)
-    assert job.returncode == 0 and job.stdout.strip() == "[16.0, 16.0]", job.stderr

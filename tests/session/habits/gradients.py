@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 
 from habits import groups
-from habits.run import EPOCHS, data, enter, evaluation, habit, mse, net, sgd, train, trained
+from habits.run import EPOCHS, data, enter, evaluation, habit, mse, net, passes, sgd, train, training
 
 CHANGED = "gradients are changed between backward() and step()"
 APART = "gradients are changed on some ranks only", CHANGED
 UNEVEN = ("joint", "one", "many")
+REPLICAS = {"where": ("allreduce",), "ways": ("joint",)}
 
 
 def _clip(model, norm=0.5):
@@ -39,77 +41,56 @@ def _replace(p):
 
 enter("clip_grad_norm", change=_clip_finite, breaks=CHANGED)
 enter("clip_grad_norm_with_uneven_data", change=_clip, dataset=lambda: data(53), ways=UNEVEN, breaks=CHANGED)
-enter("clip_grad_value", change=lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.05), breaks=CHANGED)
-enter("gradients_scaled_in_place", change=_each(lambda p: p.grad.mul_(0.5)), breaks=CHANGED)
 enter("gradients_scaled_by_their_data", change=_each(lambda p: p.grad.data.mul_(0.5)), breaks=CHANGED)
-enter("gradients_clamped_by_their_data", change=_each(lambda p: p.grad.data.clamp_(-0.05, 0.05)), breaks=CHANGED)
 enter("gradients_replaced", change=_each(_replace), breaks=CHANGED)
 enter("looked_at_by_total_norm", change=lambda model: nn.utils.get_total_norm([p.grad for p in model.parameters()]))
 
 
-@habit(ways=UNEVEN)
-def norms_written_down(run):
+@training(momentum=0.9, ways=UNEVEN)
+def norms_written_down(run, model, optimizer):
     """Before the step and after it, also where the last batch counts nothing."""
-    model, found = net(), []
+    found = []
 
     def note():
         found.append(sum(p.grad.norm().item() for p in model.parameters()))
 
-    train(run, model, sgd(run, model, momentum=0.9), run.loader(data(49)), change=note, after=note)
+    train(run, model, optimizer, run.loader(data(49)), change=note, after=note)
     assert all(torch.isfinite(torch.tensor(found)))
-    return run.finish(model)
 
 
-@habit()
-def gradients_by_autograd_grad(run):
-    model = net()
-    optimizer, parameters = sgd(run, model), list(model.parameters())
-
-    def backward(x, y):
-        for p, grad in zip(parameters, torch.autograd.grad(mse(model(x), y), parameters)):
-            p.grad = grad
-
-    return trained(run, model, optimizer, run.loader(), backward=backward)
+@passes()
+def gradients_by_autograd_grad(model, x, y):
+    parameters = list(model.parameters())
+    for p, grad in zip(parameters, torch.autograd.grad(mse(model(x), y), parameters)):
+        p.grad = grad
 
 
-@habit(where=("allreduce",), ways=("joint",), exact=False, breaks="replicas differ")
-def noise_from_another_seed_on_each_rank(run):
-    model, generator = net(), torch.Generator().manual_seed(run.rank)
-
-    def add_noise():
-        for p in model.parameters():
-            p.grad.add_(0.01 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
-
-    train(run, model, sgd(run, model), run.loader, change=add_noise)
-    return run.finish(model)
+@training(**REPLICAS, exact=False, breaks="replicas differ")
+def noise_from_another_seed_on_each_rank(run, model, optimizer):
+    generator = torch.Generator().manual_seed(run.rank)
+    noise = _each(lambda p: p.grad.add_(0.01 * torch.randn(p.shape, generator=generator, dtype=p.dtype)))
+    train(run, model, optimizer, run.loader, change=partial(noise, model))
 
 
 def _on_one_rank(name, change):
     """The loop changes the gradient of one weight, on the last rank."""
 
-    def loop(run):
-        model = net()
-        options = {"on_nonfinite": "skip"} if run.size > 1 else {}
-        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
-        weight, last = model[0].weight, run.rank == run.size - 1
-        train(run, model, optimizer, run.loader, change=lambda: change(weight) if last else None)
-        return run.finish(model)
+    def loop(run, model, optimizer):
+        last = run.rank == run.size - 1
+        train(run, model, optimizer, run.loader, change=lambda: change(model[0].weight) if last else None)
 
     loop.__name__ = name
-    habit(where=("allreduce",), ways=("joint",), exact=False, breaks=APART)(loop)
+    training(**REPLICAS, exact=False, breaks=APART, distributed={"on_nonfinite": "skip"})(loop)
 
 
 _on_one_rank("gradients_scaled_on_one_rank", lambda p: p.grad.mul_(0.5))
-_on_one_rank("gradients_scaled_by_their_data_on_one_rank", lambda p: p.grad.data.mul_(0.5))
 _on_one_rank("gradients_spoilt_by_their_data_on_one_rank", lambda p: p.grad.data.fill_(torch.nan))
 _on_one_rank("gradients_removed_on_one_rank", lambda p: setattr(p, "grad", None))
 
 
-@habit(where=("allreduce",), ways=("joint",), exact=False, breaks=APART)
-def gradients_divided_by_each_ranks_tokens(run):
+@training(**REPLICAS, exact=False, breaks=APART)
+def gradients_divided_by_each_ranks_tokens(run, model, optimizer):
     """As in recipes of one process; in the first step already, and not at the epoch's end."""
-    model = net()
-    optimizer = sgd(run, model)
     steps = []
 
     def divide():
@@ -119,14 +100,10 @@ def gradients_divided_by_each_ranks_tokens(run):
             parameter.grad /= 3 + run.rank
 
     train(run, model, optimizer, run.loader, change=divide)
-    return run.finish(model)
 
 
-@habit(breaks="synchronize() is called")
-def horovods_synchronize(run):
-    model = net()
-    optimizer = sgd(run, model)
-
+@training(breaks="synchronize() is called")
+def horovods_synchronize(run, model, optimizer):
     def step():
         if run.size > 1:
             optimizer.synchronize()
@@ -134,7 +111,7 @@ def horovods_synchronize(run):
         with optimizer.skip_synchronize() if run.size > 1 else nullcontext():
             optimizer.step()
 
-    return trained(run, model, optimizer, run.loader(), step=step)
+    train(run, model, optimizer, run.loader(), step=step)
 
 
 # --- mixed precision --------------------------------------------------------------------------------------------------
@@ -142,10 +119,8 @@ def _scaler(scale=2.0**10, growth_interval=3, **options):
     return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=growth_interval, **options)
 
 
-def _scaled(run, scaler, dataset=None, *, clips=False, autocast=None, lr=0.1, **options):
+def _scaled(run, model, optimizer, *, scaler, dataset=None, clips=False, autocast=None):
     """The plain loop with a GradScaler."""
-    model = net(dtype=torch.float32 if autocast else torch.float64)
-    optimizer = sgd(run, model, lr, **options)
 
     def backward(x, y):
         with torch.autocast("cpu", dtype=autocast) if autocast else nullcontext():
@@ -159,7 +134,7 @@ def _scaled(run, scaler, dataset=None, *, clips=False, autocast=None, lr=0.1, **
         scaler.step(optimizer)
         scaler.update()
 
-    return trained(run, model, optimizer, run.loader(dataset), backward=backward, step=step)
+    train(run, model, optimizer, run.loader(dataset), backward=backward, step=step)
 
 
 def _overflowing():
@@ -169,42 +144,33 @@ def _overflowing():
     return dataset
 
 
-@habit(tolerance=1e-9)
-def grad_scaler(run):
-    return _scaled(run, _scaler())
+@training(tolerance=1e-9, breaks=CHANGED)
+def grad_scaler_with_clipping(run, model, optimizer):
+    _scaled(run, model, optimizer, scaler=_scaler(), clips=True)
 
 
-@habit(tolerance=1e-9, breaks=CHANGED)
-def grad_scaler_with_clipping(run):
-    return _scaled(run, _scaler(), clips=True)
+@training(exact=False, tolerance=1e-9)
+def grad_scaler_with_an_overflow_on_one_rank(run, model, optimizer):
+    _scaled(run, model, optimizer, scaler=_scaler(growth_interval=100), dataset=_overflowing())
 
 
-@habit(tolerance=1e-9)
-def grad_scaler_disabled(run):
-    return _scaled(run, _scaler(enabled=False))
-
-
-@habit(exact=False, tolerance=1e-9)
-def grad_scaler_with_an_overflow_on_one_rank(run):
-    return _scaled(run, _scaler(growth_interval=100), _overflowing())
-
-
-@habit(where=("allreduce",), tolerance=1e-9)
-def grad_scaler_with_an_overflow_that_all_see(run):
+@training(momentum=0.9, where=("allreduce",), tolerance=1e-9)
+def grad_scaler_with_an_overflow_that_all_see(run, model, optimizer):
     scaler = _scaler()
-    model = _scaled(run, scaler, _overflowing(), clips=True, momentum=0.9)
+    _scaled(run, model, optimizer, scaler=scaler, dataset=_overflowing(), clips=True)
     run.same = scaler.get_scale()
-    return model
 
 
-@habit(tolerance=0.02)
-def autocast_bfloat16(run):
-    return _scaled(run, _scaler(enabled=False), data(dtype=torch.float32), autocast=torch.bfloat16, lr=0.05)
+def _autocast(name, scaler, dtype, lr, **given):
+    def loop(run, model, optimizer):
+        _scaled(run, model, optimizer, scaler=scaler(), dataset=data(dtype=torch.float32), autocast=dtype)
+
+    loop.__name__ = name
+    training(lr, model=lambda: net(dtype=torch.float32), **given)(loop)
 
 
-@habit(tolerance=0.01)
-def autocast_float16_with_a_scaler(run):
-    return _scaled(run, _scaler(2.0**6, 2000), data(dtype=torch.float32), autocast=torch.float16, lr=0.05)
+_autocast("autocast_bfloat16", lambda: _scaler(enabled=False), torch.bfloat16, 0.05, tolerance=0.02)
+_autocast("autocast_float16_with_a_scaler", lambda: _scaler(2.0**6, 2000), torch.float16, 0.1, tolerance=0.01)
 
 
 @habit(tolerance=1e-9)
@@ -236,44 +202,28 @@ def _accumulate(model, optimizer, loader, k, *, backward=None, step=None, across
                 optimizer.zero_grad()
 
 
-@habit()
-def accumulation(run):
-    model = net()
-    _accumulate(model, sgd(run, model, momentum=0.9), run.loader(), 3)
-    return run.finish(model)
+@training(momentum=0.9, ways=UNEVEN)
+def accumulation_with_uneven_data(run, model, optimizer):
+    _accumulate(model, optimizer, run.loader(data(53)), 2)
 
 
-@habit(ways=UNEVEN)
-def accumulation_with_uneven_data(run):
-    model = net()
-    _accumulate(model, sgd(run, model), run.loader(data(53)), 2)
-    return run.finish(model)
+@training()
+def accumulation_that_goes_on_into_the_next_epoch(run, model, optimizer):
+    _accumulate(model, optimizer, run.loader(), 3, across=True)
 
 
-@habit()
-def accumulation_that_goes_on_into_the_next_epoch(run):
-    model = net()
-    _accumulate(model, sgd(run, model), run.loader(), 3, across=True)
-    return run.finish(model)
-
-
-@habit(ways=UNEVEN)
-def accumulation_with_no_sync(run):
-    model = net()
-    optimizer = sgd(run, model)
-
+@training(ways=UNEVEN)
+def accumulation_with_no_sync(run, model, optimizer):
     def backward(x, y, last):
         with nullcontext() if last or run.size == 1 else optimizer.no_sync():
             (mse(model(x), y) / 3).backward()
 
     _accumulate(model, optimizer, run.loader(data(53)), 3, backward=backward)
-    return run.finish(model)
 
 
-@habit(ways=UNEVEN, tolerance=1e-9, breaks=CHANGED)
-def grad_scaler_with_accumulation_and_clipping(run):
-    model, scaler = net(), _scaler()
-    optimizer = sgd(run, model, momentum=0.9)
+@training(momentum=0.9, ways=UNEVEN, tolerance=1e-9, breaks=CHANGED)
+def grad_scaler_with_accumulation_and_clipping(run, model, optimizer):
+    scaler = _scaler()
 
     def step():
         scaler.unscale_(optimizer)
@@ -285,136 +235,86 @@ def grad_scaler_with_accumulation_and_clipping(run):
         scaler.scale(mse(model(x), y) / 2).backward()
 
     _accumulate(model, optimizer, run.loader(data(53)), 2, backward=backward, step=step)
-    return run.finish(model)
 
 
-def _said_and_clipped(run, *, across):
+def _said_and_clipped(name, *, across):
     """With clipping where a step is taken; synchronize() makes sure that it is of the mean."""
-    model = net()
-    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, accumulation=3)
 
-    def step():
-        if across and run.size > 1 and run.strategy == "allreduce":
-            optimizer.synchronize()
-        _clip(model, 0.3)
-        optimizer.step()
+    def loop(run, model, optimizer):
+        def step():
+            if across and run.size > 1 and run.strategy == "allreduce":
+                optimizer.synchronize()
+            _clip(model, 0.3)
+            optimizer.step()
 
-    _accumulate(model, optimizer, run.loader(), 3, step=step, across=across)
-    return run.finish(model)
+        _accumulate(model, optimizer, run.loader(), 3, step=step, across=across)
 
-
-@habit(ways=UNEVEN, breaks=CHANGED)
-def accumulation_said_and_clipped(run):
-    return _said_and_clipped(run, across=False)
+    loop.__name__ = name
+    training(distributed={"accumulation": 3}, ways=UNEVEN, breaks=CHANGED)(loop)
 
 
-@habit(ways=UNEVEN, breaks=CHANGED)
-def accumulation_said_that_goes_on_and_clipped(run):
-    return _said_and_clipped(run, across=True)
+_said_and_clipped("accumulation_said_and_clipped", across=False)
+_said_and_clipped("accumulation_said_that_goes_on_and_clipped", across=True)
 
 
-@habit(where=("allreduce",), ways=("joint",), refused={"*": "gradients must be averaged before they are changed"})
-def clipped_before_it_is_averaged(run):
-    model = net()
-    optimizer = sgd(run, model)
-
+@training(**REPLICAS, refused={"*": "gradients must be averaged before they are changed"})
+def clipped_before_it_is_averaged(run, model, optimizer):
     def backward(x, y):
         with optimizer.no_sync():
             mse(model(x), y).backward()
 
-    return trained(run, model, optimizer, run.loader(), 1, backward=backward, change=lambda: _clip(model, 0.3))
+    train(run, model, optimizer, run.loader(), 1, backward=backward, change=lambda: _clip(model, 0.3))
 
 
-def _plain(run, backward, lr=0.1):
-    """The plain loop with another backward pass: (model, x, y) -> anything."""
-    model = net()
-    train(run, model, sgd(run, model, lr), run.loader(), backward=lambda x, y: backward(model, x, y))
-    return run.finish(model)
+@passes()
+def several_losses_one_of_which_reaches_a_part(model, x, y):
+    output = model(x)
+    mse(output, y).backward(retain_graph=True)
+    (0.1 * output.square().mean()).backward()
+    (0.01 * model[0].weight.square().sum()).backward()
 
 
-@habit()
-def several_losses(run):
-    def backward(model, x, y):
-        output = model(x)
-        mse(output, y).backward(retain_graph=True)
-        (0.1 * output.square().mean()).backward()
-
-    return _plain(run, backward)
-
-
-@habit()
-def several_losses_one_of_which_reaches_a_part(run):
-    def backward(model, x, y):
-        mse(model(x), y).backward()
-        (0.01 * model[0].weight.square().sum()).backward()
-
-    return _plain(run, backward)
-
-
-@habit(where=("allreduce", "parameter_server", "gossip_pull", "dpsgd"))
-def gradient_penalty(run):
+@passes(0.05, where=("allreduce", "parameter_server", "gossip_pull", "dpsgd"))
+def gradient_penalty(model, x, y):
     """A loss that holds a gradient, by autograd.grad with its graph."""
-
-    def backward(model, x, y):
-        x = x.clone().requires_grad_()
-        output = model(x)
-        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        (mse(output, y) + 0.1 * slope.square().mean()).backward()
-
-    return _plain(run, backward, lr=0.05)
+    x = x.clone().requires_grad_()
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    (mse(output, y) + 0.1 * slope.square().mean()).backward()
 
 
-@habit()
-def zero_grad_between_backward_passes_of_models(run):
-    def backward(model, x, y):
-        mse(model(2 * x), y).backward()  # thrown away
-        model.zero_grad()
-        mse(model(x), y).backward()
-
-    return _plain(run, backward)
+@passes()
+def zero_grad_between_backward_passes_of_models(model, x, y):
+    mse(model(2 * x), y).backward()  # thrown away
+    model.zero_grad()
+    mse(model(x), y).backward()
 
 
-def _zeroed(run, before=None, after=None, lr=0.1):
+def _zeroed(name, before=None, after=None, lr=0.1, **given):
     """The plain loop, with `before` and `after` the passes of each step in place of zero_grad()."""
-    model = net()
-    optimizer = sgd(run, model, lr)
-    for _ in range(EPOCHS):
-        for x, y in run.loader():
-            if before:
-                before(optimizer)
-            mse(model(x), y).backward()
-            optimizer.step()
-            if after:
-                after(model, optimizer)
-    return run.finish(model)
+
+    def loop(run, model, optimizer):
+        for _ in range(EPOCHS):
+            for x, y in run.loader():
+                if before:
+                    before(optimizer)
+                mse(model(x), y).backward()
+                optimizer.step()
+                if after:
+                    after(model)
+
+    loop.__name__ = name
+    training(lr, **given)(loop)
 
 
-@habit()
-def gradients_kept_in_place(run):
-    return _zeroed(run, before=lambda optimizer: optimizer.zero_grad(set_to_none=False))
+_zeroed("gradients_kept_in_place", before=lambda optimizer: optimizer.zero_grad(set_to_none=False))
+_zeroed("zero_grad_of_the_model_at_the_end", after=lambda model: model.zero_grad(set_to_none=False))
+_zeroed("never_zeroed", lr=0.002, inexact=("hardsync",))  # gradients of all steps so far add up
 
 
-@habit()
-def zero_grad_at_the_end(run):
-    return _zeroed(run, after=lambda model, optimizer: optimizer.zero_grad())
-
-
-@habit()
-def zero_grad_of_the_model_that_keeps_gradients_in_place(run):
-    return _zeroed(run, after=lambda model, optimizer: model.zero_grad(set_to_none=False))
-
-
-@habit(inexact=("hardsync",))
-def never_zeroed(run):
-    """Gradients of all steps so far add up."""
-    return _zeroed(run, lr=0.002)
-
-
-@habit(inexact=("hardsync colocated",))
-def two_steps_along_each_gradient(run):
-    model = net()
-    optimizer = sgd(run, model, 0.05)
-    return trained(run, model, optimizer, run.loader(), after=optimizer.step)
+@training(0.05, inexact=("hardsync colocated",))
+def two_steps_along_each_gradient(run, model, optimizer):
+    train(run, model, optimizer, run.loader(), after=optimizer.step)
 
 
 # --- steps that are left out ------------------------------------------------------------------------------------------
@@ -428,26 +328,20 @@ def _without(loader, skips):
     return lambda: (batch for i, batch in enumerate(loader()) if not skips(i))
 
 
-@habit()
-def a_batch_skipped_by_all(run):
-    model = net()
-    train(run, model, sgd(run, model), _without(run.loader, lambda i: i == 1))
-    return run.finish(model)
+@training()
+def a_batch_skipped_by_all(run, model, optimizer):
+    train(run, model, optimizer, _without(run.loader, lambda i: i == 1))
 
 
-@habit(ways=("joint", "many"), exact=False, refused=dict.fromkeys(groups.SYNCHRONOUS, OTHER_STEPS))
-def a_batch_skipped_by_one_rank(run):
+@training(ways=("joint", "many"), exact=False, refused=dict.fromkeys(groups.SYNCHRONOUS, OTHER_STEPS))
+def a_batch_skipped_by_one_rank(run, model, optimizer):
     """Where nobody waits for others' batches it is a gradient less, as the loop says."""
-    model = net()
-    train(run, model, sgd(run, model), _without(run.loader, lambda i: i == 1 and run.rank == 1))
-    return run.finish(model)
+    train(run, model, optimizer, _without(run.loader, lambda i: i == 1 and run.rank == 1))
 
 
-@habit(ways=("joint",), where=("hardsync",), refused={"*": OTHER_STEPS})
-def the_last_batch_skipped_by_one_rank(run):
+@training(ways=("joint",), where=("hardsync",), refused={"*": OTHER_STEPS})
+def the_last_batch_skipped_by_one_rank(run, model, optimizer):
     """Told by `finish`. Where ranks meet the others wait for this one, until the deadline."""
-    model = net()
-    optimizer = sgd(run, model)
     left = EPOCHS * len(run.loader())
 
     def step():
@@ -456,18 +350,15 @@ def the_last_batch_skipped_by_one_rank(run):
         if run.rank != 1 or left:
             optimizer.step()
 
-    return trained(run, model, optimizer, run.loader, step=step)
+    train(run, model, optimizer, run.loader, step=step)
 
 
-@habit(ways=("joint",), where=("hardsync",), refused={"*": OTHER_STEPS})
-def an_epoch_left_early_by_one_rank(run):
-    model = net()
-    optimizer = sgd(run, model)
+@training(ways=("joint",), where=("hardsync",), refused={"*": OTHER_STEPS})
+def an_epoch_left_early_by_one_rank(run, model, optimizer):
     for i, batch in enumerate(run.loader()):
         train(run, model, optimizer, [batch], 1)
         if i == 2 and run.rank == 1:
             break
-    return run.finish(model)
 
 
 def _with_nan():
@@ -476,11 +367,9 @@ def _with_nan():
     return dataset
 
 
-@habit(exact=False, ways=UNEVEN, where=("allreduce", "parameter_server", "gossip_pull"))
-def nan_loss_skipped_by_the_loop(run):
+@training(exact=False, ways=UNEVEN, where=("allreduce", "parameter_server", "gossip_pull"))
+def nan_loss_skipped_by_the_loop(run, model, optimizer):
     """By all ranks where they average gradients, else by the one that has it."""
-    model = net()
-    optimizer = sgd(run, model)
     for _ in range(EPOCHS):
         for x, y in run.loader(_with_nan()):
             loss = mse(model(x), y)
@@ -490,14 +379,11 @@ def nan_loss_skipped_by_the_loop(run):
             if known == known:
                 loss.backward()
                 optimizer.step()
-    return run.finish(model)
 
 
-@habit(where=("allreduce",))
-def nan_gradients_looked_for_after_the_backward_pass(run):
+@training(where=("allreduce",))
+def nan_gradients_looked_for_after_the_backward_pass(run, model, optimizer):
     """They are the mean, so that all ranks see the same."""
-    model = net()
-    optimizer = sgd(run, model)
 
     def step():
         if all(torch.isfinite(p.grad).all() for p in model.parameters()):
@@ -505,22 +391,17 @@ def nan_gradients_looked_for_after_the_backward_pass(run):
         else:
             optimizer.zero_grad()
 
-    return trained(run, model, optimizer, run.loader(_with_nan()), step=step)
+    train(run, model, optimizer, run.loader(_with_nan()), step=step)
 
 
-@habit()
-def closure(run):
-    model = net()
-    optimizer = sgd(run, model)
+@training()
+def closure(run, model, optimizer):
     for _ in range(EPOCHS):
         for x, y in run.loader():
             assert torch.isfinite(optimizer.step(evaluation(model, optimizer, x, y)))
-    return run.finish(model)
 
 
-@habit()
-def clipped_by_the_optimizer(run):
+@training(distributed={"clip_norm": 0.5})
+def clipped_by_the_optimizer(run, model, optimizer):
     """By `clip_norm`, which is of the mean gradient where an update is of that."""
-    model = net()
-    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, clip_norm=0.5)
-    return trained(run, model, optimizer, run.loader(), change=lambda: _clip(model) if run.size == 1 else None)
+    train(run, model, optimizer, run.loader(), change=lambda: _clip(model) if run.size == 1 else None)

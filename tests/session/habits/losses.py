@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from habits.gradients import _accumulate, _clip
-from habits.run import data, habit, mse, net, sgd, trained
+from habits.run import data, evaluation, mse, train, training, using
 
 UNEVEN = ("joint", "one", "many")
 
@@ -15,63 +15,44 @@ def _squares(output, y):
     return torch.nn.functional.mse_loss(output, y, reduction="sum")
 
 
-def _summing(run, model, lr=0.005, **options):
-    return run.optimizer(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5), model, loss="sum", **options)
+def _summing(**given):
+    return {"lr": 0.005, "momentum": 0.5, "distributed": {"loss": "sum"}} | given
 
 
-@habit()
-def a_loss_that_is_a_sum(run):
-    model = net()
-    return trained(run, model, _summing(run, model), run.loader(), loss=_squares)
+@training(**_summing())
+def a_loss_that_is_a_sum(run, model, optimizer):
+    train(run, model, optimizer, run.loader(), loss=_squares)
 
 
-@habit(ways=UNEVEN)
-def a_loss_that_is_a_sum_with_uneven_data(run):
-    model = net()
-    return trained(run, model, _summing(run, model), run.loader(data(49)), loss=_squares)
+@training(**_summing(ways=UNEVEN))
+def a_loss_that_is_a_sum_with_uneven_data(run, model, optimizer):
+    train(run, model, optimizer, run.loader(data(49)), loss=_squares)
 
 
-@habit()
-def a_clipped_sum(run):
-    model = net()
+@training(**_summing(distributed={"loss": "sum", "clip_norm": 3.0}))
+def a_clipped_sum(run, model, optimizer):
     change = lambda: _clip(model, 3.0) if run.size == 1 else None  # noqa: E731
-    return trained(run, model, _summing(run, model, clip_norm=3.0), run.loader(), loss=_squares, change=change)
+    train(run, model, optimizer, run.loader(), loss=_squares, change=change)
 
 
-@habit(ways=UNEVEN)
-def sums_of_several_batches(run):
-    model = net()
-
-    def backward(x, y, last):
-        _squares(model(x), y).backward()
-
-    _accumulate(model, _summing(run, model, 0.002), run.loader(data(53)), 3, backward=backward)
-    return run.finish(model)
+@training(**_summing(lr=0.002, ways=UNEVEN))
+def sums_of_several_batches(run, model, optimizer):
+    _accumulate(model, optimizer, run.loader(data(53)), 3, backward=lambda x, y, _: _squares(model(x), y).backward())
 
 
-@habit(where=("allreduce",), ways=("joint",), tolerance=1e-10)
-def a_sum_in_lbfgs(run):
+@training(
+    make=using(torch.optim.LBFGS, lr=0.05, max_iter=4, line_search_fn="strong_wolfe"),
+    distributed={"loss": "sum"}, where=("allreduce",), ways=("joint",), tolerance=1e-10,
+)  # fmt: skip
+def a_sum_in_lbfgs(run, model, optimizer):
     """Its line search sees the sum of all ranks' losses."""
-    model = net()
-    lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.05, max_iter=4, line_search_fn="strong_wolfe")
-    optimizer = run.optimizer(lbfgs, model, loss="sum")
     for x, y in run.loader(data(53)):
-
-        def evaluate(x=x, y=y):
-            optimizer.zero_grad()
-            loss = _squares(model(x), y)
-            loss.backward()
-            return loss
-
-        optimizer.step(evaluate)
-    return run.finish(model)
+        optimizer.step(evaluation(model, optimizer, x, y, _squares))
 
 
-@habit(breaks="a sum is weighed")
-def a_sum_that_is_weighed(run):
-    model = net()
-    optimizer = _summing(run, model)
-    return trained(run, model, optimizer, run.loader(), loss=_squares, change=lambda: _weigh(run, optimizer, 1))
+@training(**_summing(breaks="a sum is weighed"))
+def a_sum_that_is_weighed(run, model, optimizer):
+    train(run, model, optimizer, run.loader(), loss=_squares, change=lambda: _weigh(run, optimizer, 1))
 
 
 # --- means over what counts -------------------------------------------------------------------------------------------
@@ -97,28 +78,21 @@ def _by_tokens(run, model, optimizer, share=1.0):
 NO_TOKEN = ("softsync", "ssp")  # whose only worker's step is left out then
 
 
-@habit(inexact=NO_TOKEN)
-def a_mean_over_tokens(run):
-    model = net()
-    optimizer = sgd(run, model, momentum=0.5)
-    return trained(run, model, optimizer, run.loader(), backward=_by_tokens(run, model, optimizer))
+@training(momentum=0.5, inexact=NO_TOKEN)
+def a_mean_over_tokens(run, model, optimizer):
+    train(run, model, optimizer, run.loader(), backward=_by_tokens(run, model, optimizer))
 
 
-@habit(ways=UNEVEN, inexact=NO_TOKEN)
-def a_mean_over_tokens_with_uneven_data(run):
+@training(ways=UNEVEN, inexact=NO_TOKEN)
+def a_mean_over_tokens_with_uneven_data(run, model, optimizer):
     """Some rank's last batch, of one sample or none, has no token."""
-    model = net()
-    optimizer = sgd(run, model)
-    return trained(run, model, optimizer, run.loader(data(49)), backward=_by_tokens(run, model, optimizer))
+    train(run, model, optimizer, run.loader(data(49)), backward=_by_tokens(run, model, optimizer))
 
 
-@habit(ways=UNEVEN)
-def means_over_tokens_of_several_batches(run):
+@training(ways=UNEVEN)
+def means_over_tokens_of_several_batches(run, model, optimizer):
     """Each is weighed by itself."""
-    model = net()
-    optimizer = sgd(run, model)
     _accumulate(model, optimizer, run.loader(data(53)), 3, backward=_by_tokens(run, model, optimizer, 1 / 3))
-    return run.finish(model)
 
 
 def _kept(samples):
@@ -127,13 +101,10 @@ def _kept(samples):
     return tuple(map(torch.stack, zip(*kept)))
 
 
-@habit(ways=UNEVEN)
-def a_collate_fn_that_drops_samples(run):
-    model = net()
-    optimizer = sgd(run, model)
-
+@training(ways=UNEVEN)
+def a_collate_fn_that_drops_samples(run, model, optimizer):
     def backward(x, y):
         _weigh(run, optimizer, len(x))
         mse(model(x), y).backward()
 
-    return trained(run, model, optimizer, run.loader(data(48), collate_fn=_kept), backward=backward)
+    train(run, model, optimizer, run.loader(data(48), collate_fn=_kept), backward=backward)

@@ -8,52 +8,32 @@ import warnings
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import hpcdist as hd
-from habits.run import (
-    EPOCHS,
-    Table,
-    copied,
-    data,
-    difference,
-    enter,
-    habit,
-    mse,
-    net,
-    renewed,
-    sgd,
-    train,
-    trained,
-    using,
-)
+from habits.run import EPOCHS, Table, copied, data, difference, enter, habit, mse, net, renewed, sgd, train, training
 
 UNFROZEN = "a frozen layer is unfrozen"
-
-
 OVERWRITTEN = {"breaks": "parameters are changed between steps"}
 
 
 # --- how a model is run -----------------------------------------------------------------------------------------------
-@habit(ways=("joint", "one", "same"))
-def compiled(run):
+@training(ways=("joint", "one", "same"))
+def compiled(run, model, optimizer):
     """The plain model is wrapped, its compiled one is run."""
-    model = net()
-    optimizer = sgd(run, model)
     torch._dynamo.reset()
     fast = torch.compile(model, backend="eager")
     train(run, fast, optimizer, run.loader(), epochs=1)
-    return run.finish(model)
 
 
-@habit(ways=("joint",), where=("allreduce",))
-def compiled_before_it_is_wrapped(run):
+def _compiled():
     torch._dynamo.reset()
-    model = torch.compile(net(), backend="aot_eager")
-    optimizer = sgd(run, model)
-    return trained(run, model, optimizer, run.loader(), epochs=1)
+    return torch.compile(net(), backend="aot_eager")
+
+
+enter("compiled_before_it_is_wrapped", model=_compiled, epochs=1, ways=("joint",), where=("allreduce",))
 
 
 def scripted(model):
@@ -63,11 +43,6 @@ def scripted(model):
 
 
 enter("scripted", model=lambda: scripted(net()), epochs=1)
-
-
-@habit(ways=("joint", "many"), exact=False, where=("allreduce", "gossip_sync"))
-def scripted_with_batch_norm(run):
-    return _train_and_evaluate(run, scripted(_batch_norm()), data(54))
 
 
 class Checkpointed(nn.Module):
@@ -83,18 +58,10 @@ class Checkpointed(nn.Module):
 
 enter("activation_checkpointing", model=lambda: renewed(Checkpointed(False).double()))
 enter(
-    "activation_checkpointing_reentrant",
-    model=lambda: renewed(Checkpointed(True).double()),
+    "activation_checkpointing_reentrant", model=lambda: renewed(Checkpointed(True).double()),
     ways=("joint", "one", "same"),
-)
-
-
-enter(
-    "dropout",
-    model=lambda: net(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 1)),
-    make=using(SGD, lr=0.02),
-    exact=False,
-)
+)  # fmt: skip
+enter("dropout", model=lambda: net(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 1)), lr=0.02, exact=False)
 
 
 class Branches(nn.Module):
@@ -110,27 +77,23 @@ class Branches(nn.Module):
         return self.other(hidden) if seldom else self.head(hidden)
 
 
-def _branching(run, seldom, **options):
-    """Batches of which some, by their number, take the branch."""
-    model = renewed(Branches().double())
-    optimizer = sgd(run, model, momentum=0.9, **options)
-    for _ in range(EPOCHS):
-        number = itertools.count()
-        train(
-            run, model, optimizer, run.loader(), 1,
-            backward=lambda x, y: mse(model(x, seldom=seldom(next(number))), y).backward(),
-        )  # fmt: skip
-    return run.finish(model)
+def _branching(name, seldom, **given):
+    """Batches of which some, by their number and the rank, take the branch."""
+
+    def loop(run, model, optimizer):
+        for _ in range(EPOCHS):
+            number = itertools.count()
+            train(
+                run, model, optimizer, run.loader(), 1,
+                backward=lambda x, y: mse(model(x, seldom=seldom(next(number), run.rank)), y).backward(),
+            )  # fmt: skip
+
+    loop.__name__ = name
+    training(momentum=0.9, model=lambda: renewed(Branches().double()), **given)(loop)
 
 
-@habit()
-def a_branch_taken_in_some_steps(run):
-    return _branching(run, lambda i: i % 3 == 1, weight_decay=0.1)
-
-
-@habit(exact=False)
-def a_branch_taken_on_some_ranks(run):
-    return _branching(run, lambda i: (i + run.rank) % 3 == 1)
+_branching("a_branch_taken_in_some_steps", lambda i, rank: i % 3 == 1, weight_decay=0.1)
+_branching("a_branch_taken_on_some_ranks", lambda i, rank: (i + rank) % 3 == 1, exact=False)
 
 
 class Recurrent(nn.Module):
@@ -142,39 +105,30 @@ class Recurrent(nn.Module):
         return self.out(self.cells(x.unsqueeze(-1))[0][:, -1])
 
 
-enter(
-    "a_recurrent_layer",
-    model=lambda: renewed(Recurrent().double()),
-    make=using(SGD, lr=0.1, momentum=0.9),
-    epochs=1,
-    tolerance=1e-10,
-)
+enter("a_recurrent_layer", model=lambda: renewed(Recurrent().double()), momentum=0.9, epochs=1, tolerance=1e-10)
 
 
-@habit(ways=("joint", "one", "same"), tolerance=1e-9, inexact=("easgd",))
-def spectral_norm(run):
-    """Whose buffers change in each forward pass by the weights alone, the same on all ranks that have the same ones."""
+def _normalised():
     model = net(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 8).double()), nn.Tanh(), nn.Linear(8, 1))
-    buffers = [buffer for name, buffer in model.named_buffers()]
-    for buffer in buffers:
+    for buffer in model.buffers():
         buffer.copy_(nn.functional.normalize(torch.arange(1.0, 1.0 + len(buffer)), dim=0))
-    optimizer = sgd(run, model)
-    return trained(run, model, optimizer, run.loader(data(48)))
+    return model
 
 
+# Its buffers change in each forward pass by the weights alone, the same on all ranks that have the same ones.
 enter(
-    "a_model_in_bfloat16",
-    model=lambda: net(dtype=torch.bfloat16),
-    make=using(SGD, lr=0.02),
-    dataset=lambda: data(dtype=torch.bfloat16),
-    exact=False,
-)
+    "spectral_norm", model=_normalised, dataset=lambda: data(48),
+    ways=("joint", "one", "same"), tolerance=1e-9, inexact=("easgd",),
+)  # fmt: skip
+enter(
+    "a_model_in_bfloat16", model=lambda: net(dtype=torch.bfloat16), lr=0.02,
+    dataset=lambda: data(dtype=torch.bfloat16), exact=False,
+)  # fmt: skip
 # Its forward pass changes the rows of this rank's batch.
 enter(
-    "an_embedding_with_a_largest_norm",
-    model=lambda: net(Table(max_norm=0.5)),
+    "an_embedding_with_a_largest_norm", model=lambda: net(Table(max_norm=0.5)),
     breaks="embeddings are normalised in the forward pass",
-)
+)  # fmt: skip
 
 
 class Target(nn.Module):
@@ -193,10 +147,8 @@ class Target(nn.Module):
             slow.lerp_(fast, 0.1)
 
 
-@habit(inexact=("easgd",))
-def a_slow_copy_that_follows(run):
-    model = renewed(Target().double())
-    optimizer = sgd(run, model, 0.05)
+@training(0.05, model=lambda: renewed(Target().double()), inexact=("easgd",))
+def a_slow_copy_that_follows(run, model, optimizer):
     train(run, model, optimizer, run.loader(data(48)), after=model.follow)
     with run.consensus(model):
         inside = copied(model)
@@ -216,54 +168,35 @@ class Tied(nn.Module):
         return self.out(torch.tanh(self.last(torch.tanh(self.first(x)))))
 
 
-@habit()
-def tied_weights(run):
-    model = renewed(Tied().double())
-    optimizer = sgd(run, model, momentum=0.9)
+@training(momentum=0.9, model=lambda: renewed(Tied().double()))
+def tied_weights(run, model, optimizer):
     train(run, model, optimizer, run.loader())
     assert model.last.weight is model.first.weight
-    return run.finish(model)
 
 
-@habit()
-def parameter_groups(run):
-    model = net()
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 0.2},
-    ]
-    optimizer = run.optimizer(SGD(groups, lr=0.05, momentum=0.9), model)
-    return trained(run, model, optimizer, run.loader())
+def _groups(model):
+    parts = [[p for p in model.parameters() if (p.dim() > 1) == weights] for weights in (True, False)]
+    groups = [{"params": parts[0], "weight_decay": 0.1}, {"params": parts[1], "lr": 0.2}]
+    return SGD(groups, lr=0.05, momentum=0.9)
 
 
-@habit()
-def a_part_of_the_model_in_the_optimizer(run):
-    model = net()
-    optimizer = run.optimizer(SGD(model[2].parameters(), lr=0.1), model)
-    return trained(run, model, optimizer, run.loader())
+enter("parameter_groups", make=_groups)
+enter("a_part_of_the_model_in_the_optimizer", make=lambda model: SGD(model[2].parameters(), lr=0.1))
 
 
 @habit(exact=False, breaks="a plain optimiser trains the rest of the model")
 def the_rest_of_the_model_in_a_plain_optimizer(run):
     model = net()
     optimizer, plain = run.optimizer(SGD(model[0].parameters(), lr=0.1), model), SGD(model[2].parameters(), lr=0.1)
-    return trained(run, model, model, run.loader, step=lambda: (optimizer.step(), plain.step()))
-
-
-@habit(exact=False, breaks="parameters are put into a group by hand")
-def parameters_put_into_a_group_by_hand(run):
-    model, shift = net(), nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer = sgd(run, model)
-    optimizer.param_groups[0]["params"].append(shift)
-    train(run, lambda x: model(x) + shift, optimizer, run.loader(), 1)
+    train(run, model, model, run.loader, step=lambda: (optimizer.step(), plain.step()))
     return run.finish(model)
 
 
-@habit()
-def a_frozen_layer(run):
-    model = _frozen()
-    optimizer = run.optimizer(SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), model)
-    return trained(run, model, optimizer, run.loader())
+@training(exact=False, breaks="parameters are put into a group by hand")
+def parameters_put_into_a_group_by_hand(run, model, optimizer):
+    shift = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer.param_groups[0]["params"].append(shift)
+    train(run, lambda x: model(x) + shift, optimizer, run.loader(), 1)
 
 
 def _frozen():
@@ -272,49 +205,36 @@ def _frozen():
     return model
 
 
+def _unfrozen(model, momentum=0.9):
+    return SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=momentum)
+
+
+enter("a_frozen_layer", model=_frozen, make=_unfrozen)
 enter(
-    "a_layer_frozen_later",
-    make=using(SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
-    epochs=3,
+    "a_layer_frozen_later", momentum=0.9, weight_decay=0.1, epochs=3,
     begin=lambda model, epoch: model[0].requires_grad_(epoch != 1),
-)
+)  # fmt: skip
 enter(
-    "a_layer_frozen_later_with_adamw",
-    make=using(AdamW, lr=0.01, weight_decay=0.1),
-    epochs=3,
-    begin=lambda model, epoch: model[0].requires_grad_(epoch != 1),
-    tolerance=1e-9,
-)
-enter(
-    "a_layer_unfrozen_later",
-    model=_frozen,
-    make=using(SGD, lr=0.1, momentum=0.9),
+    "a_layer_unfrozen_later", model=_frozen, momentum=0.9, breaks=UNFROZEN,
     begin=lambda model, epoch: model[0].requires_grad_(epoch > 0),
-    breaks=UNFROZEN,
-)
+)  # fmt: skip
 
 
-@habit(breaks=(UNFROZEN, "a group of parameters is added"))
-def a_layer_unfrozen_later_and_added_then(run):
-    model = _frozen()
-    optimizer = run.optimizer(SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9), model)
+@training(model=_frozen, make=_unfrozen, breaks=(UNFROZEN, "a group of parameters is added"))
+def a_layer_unfrozen_later_and_added_then(run, model, optimizer):
     for epoch in range(EPOCHS):
         if epoch == 1:
             model[0].requires_grad_(True)
             optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.01})
         train(run, model, optimizer, run.loader(), epochs=1)
-    return run.finish(model)
 
 
-@habit()
-def values_loaded_between_epochs(run):
-    model = net()
+@training()
+def values_loaded_between_epochs(run, model, optimizer):
     first = copy.deepcopy(model.state_dict())
-    optimizer = sgd(run, model)
     for _ in range(3):
         train(run, model, optimizer, run.loader(), epochs=1)
         model.load_state_dict({k: 0.9 * v + 0.1 * first[k] for k, v in model.state_dict().items()})
-    return run.finish(model)
 
 
 def _assign(model, epoch):
@@ -331,98 +251,73 @@ def _clamp(model):
         p.clamp_(-0.3, 0.3)
 
 
-def _clamp_data(model):
-    """As Wasserstein GANs do."""
-    for p in model.parameters():
-        p.data.clamp_(-0.3, 0.3)
-
-
 def _give_other_memory(model):
     for p in model.parameters():
         p.data = p.data.clamp(-0.3, 0.3)
 
 
-def _through_a_vector(model):
-    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
-    nn.utils.vector_to_parameters(0.99 * vector, model.parameters())
-
-
 enter("values_changed_in_place", after=_clamp, **OVERWRITTEN)
-enter("values_clamped_by_their_data", after=_clamp_data, **OVERWRITTEN)
 enter("values_given_other_memory", after=_give_other_memory, **OVERWRITTEN)
-enter("values_through_a_vector", after=_through_a_vector, **OVERWRITTEN)
 
 
-@habit(**OVERWRITTEN)
-def values_loaded_within_an_epoch(run):
-    model = net()
+@training(**OVERWRITTEN)
+def values_loaded_within_an_epoch(run, model, optimizer):
     first = copy.deepcopy(model.state_dict())
-    optimizer = sgd(run, model)
     for _ in range(EPOCHS):
         number = itertools.count()
         load = lambda: model.load_state_dict(first) if next(number) == 1 else None  # noqa: E731
         train(run, model, optimizer, run.loader(), 1, after=load)
-    return run.finish(model)
 
 
 OTHERS = r"parameters must be the same on all ranks with \w+; those of rank [12] differ from rank 0's"
 
 
-@habit(ways=("joint", "many"), exact=False, refused={"*": OTHERS})
-def values_loaded_on_rank_0_only(run):
-    model = net()
-    optimizer = sgd(run, model)
+def _halve_on_rank_0(run, model):
     if run.rank == 0:
         model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()})
-    return trained(run, model, optimizer, run.loader())
 
 
-@habit(where=("allreduce",), ways=("joint",), exact=False, breaks="replicas differ")
-def values_loaded_on_rank_0_only_between_epochs(run):
-    model = net()
-    optimizer = sgd(run, model)
+@training(ways=("joint", "many"), exact=False, refused={"*": OTHERS})
+def values_loaded_on_rank_0_only(run, model, optimizer):
+    _halve_on_rank_0(run, model)
+    train(run, model, optimizer, run.loader())
+
+
+@training(where=("allreduce",), ways=("joint",), exact=False, breaks="replicas differ")
+def values_loaded_on_rank_0_only_between_epochs(run, model, optimizer):
     train(run, model, optimizer, run.loader(), epochs=1)
-    if run.rank == 0:
-        model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()})
-    return trained(run, model, optimizer, run.loader(), epochs=1)
+    _halve_on_rank_0(run, model)
+    train(run, model, optimizer, run.loader(), epochs=1)
 
 
-@habit(ways=("joint", "one", "same"))
-def values_loaded_on_rank_0_and_broadcast(run):
-    model = net()
-    optimizer = sgd(run, model)
-    if run.rank == 0:
-        model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()})
+@training(ways=("joint", "one", "same"))
+def values_loaded_on_rank_0_and_broadcast(run, model, optimizer):
+    _halve_on_rank_0(run, model)
     if run.size > 1:
         hd.broadcast(model)
-    return trained(run, model, optimizer, run.loader())
+    train(run, model, optimizer, run.loader())
 
 
 enter("converted_there_and_back", begin=lambda model, epoch: model.float().double(), tolerance=1e-5)
 
 
-@habit(refused={"*": r"parameter '0.weight' must stay torch.float64 of shape .* got torch.float32.*wrap it after"})
-def converted_later(run):
-    model = net()
-    optimizer = sgd(run, model)
+@training(refused={"*": r"parameter '0.weight' must stay torch.float64 of shape .* got torch.float32.*wrap it after"})
+def converted_later(run, model, optimizer):
     train(run, model, optimizer, run.loader(), epochs=1)
     model.float()
-    return trained(run, model, optimizer, run.loader(data(dtype=torch.float32)), epochs=1)
+    train(run, model, optimizer, run.loader(data(dtype=torch.float32)), epochs=1)
 
 
 enter(
-    "a_layer_added_later",
+    "a_layer_added_later", refused={"*": OTHER_TENSORS + r"'3\.|new layer"},
     begin=lambda model, epoch: model.append(nn.Linear(1, 1).double()) if epoch else None,
-    refused={"*": OTHER_TENSORS + r"'3\.|new layer"},
-)
+)  # fmt: skip
 
 
 # --- averages of the model --------------------------------------------------------------------------------------------
-@habit(where=("allreduce",), ways=("joint",))
-def ema_of_torch(run):
+@training(where=("allreduce",), ways=("joint",))
+def ema_of_torch(run, model, optimizer):
     """Of the models that the ranks have after each step; with replicas that differ it is each rank's own."""
-    model = net()
-    optimizer = sgd(run, model)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     train(run, model, optimizer, run.loader, after=lambda: ema.update_parameters(model))
     run.finish(model)
@@ -430,11 +325,11 @@ def ema_of_torch(run):
     return ema.module
 
 
-@habit(ways=("joint", "one", "same"), where=("allreduce", "hardsync", "gossip_sync", "local_sgd", "parameter_server"))
-def ema_swapped_in_for_evaluation(run):
+@training(
+    ways=("joint", "one", "same"), where=("allreduce", "hardsync", "gossip_sync", "local_sgd", "parameter_server")
+)
+def ema_swapped_in_for_evaluation(run, model, optimizer):
     """Values by p.data, and back."""
-    model = net()
-    optimizer = sgd(run, model)
     shadow = [p.detach().clone() for p in model.parameters()]
 
     def follow():
@@ -450,7 +345,6 @@ def ema_swapped_in_for_evaluation(run):
             mse(model(data(8).tensors[0]), data(8).tensors[1])
         for p, own in zip(model.parameters(), kept):
             p.data = own
-    return run.finish(model)
 
 
 # --- buffers ----------------------------------------------------------------------------------------------------------
@@ -458,24 +352,24 @@ def _batch_norm():
     return net(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 
 
-def _train_and_evaluate(run, model, dataset=None):
-    optimizer = sgd(run, model, 0.05)
-    for _ in range(EPOCHS):
-        model.train()
-        train(run, model, optimizer, run.loader(dataset), epochs=1)
-        model.eval()
-        model(data(8).tensors[0])
-    return run.finish(model)
+def _train_and_evaluate(name, model=_batch_norm, samples=54, **given):
+    def loop(run, model, optimizer):
+        for _ in range(EPOCHS):
+            model.train()
+            train(run, model, optimizer, run.loader(data(samples)), epochs=1)
+            model.eval()
+            model(data(8).tensors[0])
+
+    loop.__name__ = name
+    training(0.05, model=model, **given)(loop)
 
 
-@habit(exact=False, ways=("joint", "one", "many"))
-def batch_norm(run):
-    return _train_and_evaluate(run, _batch_norm(), data(54))
-
-
-@habit(ways=("one", "same"))
-def batch_norm_alone(run):
-    return _train_and_evaluate(run, _batch_norm())
+_train_and_evaluate("batch_norm", exact=False, ways=("joint", "one", "many"))
+_train_and_evaluate("batch_norm_alone", samples=52, ways=("one", "same"))
+_train_and_evaluate(
+    "scripted_with_batch_norm", lambda: scripted(_batch_norm()),
+    ways=("joint", "many"), exact=False, where=("allreduce", "gossip_sync"),
+)  # fmt: skip
 
 
 @habit(ways=("joint", "many"), breaks="the model has SyncBatchNorm", tolerance=1e-11)
@@ -483,7 +377,8 @@ def sync_batch_norm_with_uneven_data(run):
     model = _batch_norm()
     if run.size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return _train_and_evaluate(run, model, data(54))
+    train(run, model, sgd(run, model, 0.05), run.loader(data(54)))
+    return run.finish(model)
 
 
 class Mean(nn.Module):
@@ -501,13 +396,10 @@ class Mean(nn.Module):
 
 
 enter("a_buffer_replaced", model=lambda: renewed(Mean().double()), ways=("one", "same", "many"))
-
-
 enter(
-    "a_buffer_registered_late",
+    "a_buffer_registered_late", refused={"*": OTHER_TENSORS + "'late' added or removed"},
     begin=lambda model, epoch: model.register_buffer("late", torch.zeros(2)) if epoch else None,
-    refused={"*": OTHER_TENSORS + "'late' added or removed"},
-)
+)  # fmt: skip
 
 
 # --- several models ---------------------------------------------------------------------------------------------------
@@ -574,8 +466,7 @@ def gan(run):
 def two_trainings_one_after_the_other(run):
     for _ in range(2):
         model = net()
-        optimizer = sgd(run, model)
-        train(run, model, optimizer, run.loader(), epochs=1)
+        train(run, model, sgd(run, model), run.loader(), epochs=1)
         run.finish(model)
     optimizer = run.optimizer(SGD(model.parameters(), lr=0.05), model)
     train(run, model, optimizer, run.loader(), epochs=1)
@@ -587,26 +478,26 @@ def two_trainings_one_after_the_other(run):
 def two_trainings_the_first_of_which_is_not_finished(run):
     for _ in range(2):
         model = net()
-        optimizer = sgd(run, model)
-        train(run, model, optimizer, run.loader(), epochs=1)
+        train(run, model, sgd(run, model), run.loader(), epochs=1)
     run.rates = []
     return run.finish(model)
+
+
+def _narrow():
+    return net(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
 def _left_in_evaluation(name, part, ranks, **given):
     """Puts a loop into the table that evaluates between epochs, and trains on without train()."""
 
-    def loop(run):
-        model = net(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        optimizer = sgd(run, model, 0.02)
+    def loop(run, model, optimizer):
         for _ in range(3):
             train(run, model, optimizer, run.loader(), 1)
             if run.rank in ranks(run):
                 part(model).eval()
-        return run.finish(model)
 
     loop.__name__ = name
-    habit(exact=False, **given)(loop)
+    training(0.02, model=_narrow, exact=False, **given)(loop)
 
 
 _left_in_evaluation("eval_on_all_ranks", lambda model: model, lambda run: range(run.size))
@@ -617,15 +508,12 @@ for what, part in (("the_model", lambda model: model), ("a_layer", lambda model:
     )  # fmt: skip
 
 
-@habit(exact=False)
-def eval_on_one_rank_before_train(run):
+@training(0.02, model=_narrow, exact=False)
+def eval_on_one_rank_before_train(run, model, optimizer):
     """What counts is the mode in which steps are taken."""
-    model = net(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    optimizer = sgd(run, model, 0.02)
     for _ in range(2):
         for batch in run.loader():
             model.train()
             train(run, model, optimizer, [batch], 1)
         if run.rank == run.size - 1:
             model.eval()
-    return run.finish(model)

@@ -20,27 +20,19 @@ from habits.run import (
     mean_loss,
     mse,
     net,
-    sgd,
     train,
     trained,
+    training,
     using,
 )
 
 ADAPTIVE = {"tolerance": 1e-9}  # a root of small numbers is less exact
-enter("nesterov", make=using(optim.SGD, lr=0.05, momentum=0.9, nesterov=True))
-enter("sgd_foreach", make=using(optim.SGD, lr=0.05, momentum=0.9, foreach=True))
-enter("sgd_dampening", make=using(optim.SGD, lr=0.05, momentum=0.5, dampening=0.1))
-enter("adam", make=using(optim.Adam, lr=0.01), **ADAPTIVE)
+enter("sgd_foreach", lr=0.05, momentum=0.9, nesterov=True, foreach=True)
 enter("adam_fused", make=using(optim.Adam, lr=0.01, fused=True), **ADAPTIVE)
 enter("adamw_amsgrad", make=using(optim.AdamW, lr=0.01, amsgrad=True, weight_decay=0.1), **ADAPTIVE)
-enter("rmsprop", make=using(optim.RMSprop, lr=0.01, momentum=0.9, centered=True), **ADAPTIVE)
-enter("adagrad", make=using(optim.Adagrad, lr=0.05), **ADAPTIVE)
-enter("adadelta", make=using(optim.Adadelta, lr=0.5), **ADAPTIVE)
 enter("adafactor", make=using(optim.Adafactor, lr=0.01), **ADAPTIVE)
-enter("nadam", make=using(optim.NAdam, lr=0.01), **ADAPTIVE)
 enter("asgd", make=using(optim.ASGD, lr=0.01), **ADAPTIVE)
 enter("rprop", make=using(optim.Rprop, lr=0.01), exact=False)
-enter("adam_capturable_rate", make=using(optim.Adam, lr=torch.tensor(0.01)), **ADAPTIVE)
 
 
 @habit(tolerance=1e-5)
@@ -56,13 +48,13 @@ def muon_and_adamw(run):
     return run.finish(model)
 
 
-@habit(tolerance=1e-6, breaks="the optimiser evaluates its closure several times")
-def lbfgs(run):
-    model = net()
-    optimizer = run.optimizer(optim.LBFGS(model.parameters(), lr=0.5, max_iter=4), model)
+SEVERAL = "the optimiser evaluates its closure several times"
+
+
+@training(make=using(optim.LBFGS, lr=0.5, max_iter=4), tolerance=1e-6, breaks=SEVERAL)
+def lbfgs(run, model, optimizer):
     for x, y in run.loader():
         optimizer.step(evaluation(model, optimizer, x, y))
-    return run.finish(model)
 
 
 SPARSE = "the optimiser takes sparse gradients"
@@ -70,15 +62,12 @@ enter("sparse_adam", model=lambda: net(Table(sparse=True)), make=using(optim.Spa
 enter("sparse_gradients", model=lambda: net(Table(sparse=True)))
 
 
-@habit()
-def step_hooks(run):
-    model = net()
-    optimizer = sgd(run, model)
+@training()
+def step_hooks(run, model, optimizer):
     called = []
     optimizer.register_step_pre_hook(lambda own, *_: called.append(own.param_groups[0]["lr"]))
     train(run, model, optimizer, run.loader())
     assert len(called) == len(run.rates)
-    return run.finish(model)
 
 
 def _hooked():
@@ -89,58 +78,50 @@ def _hooked():
     return model
 
 
-enter("gradient_hooks", model=_hooked, make=using(optim.SGD, lr=0.05))
+enter("gradient_hooks", model=_hooked, lr=0.05)
 
 
-@habit(ways=("joint", "one", "same"), where=("allreduce", "gossip_sync", "local_sgd", "dpsgd", "gossip_pull"))
-def state_dict_there_and_back(run):
-    model = net()
-    optimizer = run.optimizer(optim.Adam(model.parameters(), lr=0.01), model)
+@training(
+    make=using(optim.Adam, lr=0.01), ways=("joint", "one", "same"),
+    where=("allreduce", "gossip_sync", "local_sgd", "dpsgd", "gossip_pull"),
+)  # fmt: skip
+def state_dict_there_and_back(run, model, optimizer):
     for _ in range(EPOCHS):
         train(run, model, optimizer, run.loader(), epochs=1)
         state = copy.deepcopy(optimizer.state_dict())
         optimizer.load_state_dict(state)
-    return run.finish(model)
 
 
 @habit(ways=("joint", "one", "same"), where=("allreduce", "hardsync", "gossip_sync", "dpsgd", "parameter_server"))
 def state_of_a_plain_run_taken_up(run):
     """A checkpoint by torch.save of a run in one process: loaded into the model and the optimiser, then wrapped."""
-    model = net()
-    optimizer = optim.Adam(model.parameters(), lr=0.01)
+    adam = using(optim.Adam, lr=0.01)
     generator = torch.Generator().manual_seed(3)
     batches = [(torch.randn(4, 5, generator=generator, dtype=torch.float64), torch.zeros(4, 1)) for _ in range(3)]
-    train(run, model, optimizer, batches, 1)
-    saved = {"model": model.state_dict(), "optimizer": copy.deepcopy(optimizer.state_dict())}
-    model = net()
-    model.load_state_dict(saved["model"])
-    optimizer = optim.Adam(model.parameters(), lr=0.01)
-    optimizer.load_state_dict(saved["optimizer"])
-    optimizer = run.optimizer(optimizer, model)
-    return trained(run, model, optimizer, run.loader())
+    (earlier, model), made = (net(), net()), []
+    made += [adam(earlier), adam(model)]
+    train(run, earlier, made[0], batches, 1)
+    model.load_state_dict(earlier.state_dict())
+    made[1].load_state_dict(copy.deepcopy(made[0].state_dict()))
+    return trained(run, model, run.optimizer(made[1], model), run.loader())
 
 
-@habit(inexact=("easgd",))
-def deleted_and_made_anew(run):
+@training(momentum=0.9, inexact=("easgd",))
+def deleted_and_made_anew(run, model, optimizer):
     """A new optimiser for the same model after the first was finished."""
-    model = net()
-    optimizer = sgd(run, model, momentum=0.9)
     train(run, model, optimizer, run.loader(), epochs=1)
     run.finish(model)
     run.before = []
     optimizer = run.optimizer(optim.Adam(model.parameters(), lr=0.01), model)
     train(run, model, optimizer, run.loader(), epochs=1)
     run.rates = []
-    return run.finish(model)
 
 
-@habit(ways=("joint", "many"), breaks="two optimisers have one parameter")
-def a_second_optimizer_while_the_first_is_there(run):
-    model = net()
-    optimizer = sgd(run, model)
+@training(ways=("joint", "many"), breaks="two optimisers have one parameter")
+def a_second_optimizer_while_the_first_is_there(run, model, optimizer):
     train(run, model, optimizer, run.loader(), epochs=1)
     optimizer = run.optimizer(optim.Adam(model.parameters(), lr=0.01), model)
-    return trained(run, model, optimizer, run.loader(), epochs=1)
+    train(run, model, optimizer, run.loader(), epochs=1)
 
 
 class SettingData(torch.optim.Optimizer):
@@ -199,11 +180,10 @@ METHOD = "a method of the optimiser's own is called"
 enter("counts_of_steps_in_param_groups", make=averaging)
 
 
-@habit(ways=("joint", "one", "same", "many"), breaks=METHOD)
-def evaluated_at_the_optimizers_average(run):
+@training(make=averaging, breaks=METHOD)
+def evaluated_at_the_optimizers_average(run, model, optimizer):
     """Between epochs, as schedulefree's `eval` and `train`; evaluated outside of a consensus, too."""
-    model = net()
-    optimizer, loader = run.optimizer(averaging(model), model), run.loader(data(48))
+    loader = run.loader(data(48))
     for _ in range(EPOCHS):
         train(run, model, optimizer, loader, 1)
         optimizer.swap()
@@ -217,63 +197,59 @@ def evaluated_at_the_optimizers_average(run):
     if run.size > 1 and run.strategy in groups.SERVED:
         run.same = optimizer.strategy.replica.clock
     optimizer.swap()
-    return run.finish(model)
 
 
-@habit(breaks=METHOD, tolerance=1e-9, needs="schedulefree")
-def schedulefree_adamw(run):
-    """The real package."""
+def _schedulefree(model):
     import schedulefree
 
-    model = net()
-    optimizer = run.optimizer(schedulefree.AdamWScheduleFree(model.parameters(), lr=0.02, warmup_steps=3), model)
+    return schedulefree.AdamWScheduleFree(model.parameters(), lr=0.02, warmup_steps=3)
+
+
+@training(make=_schedulefree, breaks=METHOD, tolerance=1e-9, needs="schedulefree")
+def schedulefree_adamw(run, model, optimizer):
+    """The real package."""
     for _ in range(EPOCHS):
         optimizer.train()
         train(run, model, optimizer, run.loader(), 1)
         optimizer.eval()
         mean_loss(run, model, run.test())
-    return run.finish(model)
 
 
-@habit(where=("hardsync", "parameter_server"), exact=False, breaks="ranks are at different places in the loop")
-def averaged_on_one_rank(run):
-    model = net()
-    optimizer, loader = run.optimizer(averaging(model), model), run.loader()
-    for _ in range(EPOCHS):
-        train(run, model, optimizer, loader, 1)
-        if run.rank == 0:
-            optimizer.swap()
-    return run.finish(model)
-
-
-@habit(breaks=METHOD)
-def parameters_set_to_the_optimizers_average(run):
+def _averaged_between_epochs(name, swaps, **given):
     """After each epoch, as Lookahead's `sync_lookahead`."""
-    model = net()
-    optimizer, loader = run.optimizer(averaging(model), model), run.loader()
-    for _ in range(EPOCHS):
-        train(run, model, optimizer, loader, 1)
-        optimizer.swap()
-    return run.finish(model)
+
+    def loop(run, model, optimizer):
+        loader = run.loader()
+        for _ in range(EPOCHS):
+            train(run, model, optimizer, loader, 1)
+            if swaps(run):
+                optimizer.swap()
+
+    loop.__name__ = name
+    training(make=averaging, **given)(loop)
 
 
-@habit(breaks=(METHOD, "a method of the optimiser's own is called in the loop"))
-def averaged_by_hand_in_the_loop(run):
-    model = net()
-    optimizer = run.optimizer(averaging(model), model)
+_averaged_between_epochs("parameters_set_to_the_optimizers_average", lambda run: True, breaks=METHOD)
+_averaged_between_epochs(
+    "averaged_on_one_rank", lambda run: run.rank == 0, where=("hardsync", "parameter_server"),
+    exact=False, breaks="ranks are at different places in the loop",
+)  # fmt: skip
+
+
+@training(make=averaging, breaks=(METHOD, "a method of the optimiser's own is called in the loop"))
+def averaged_by_hand_in_the_loop(run, model, optimizer):
     train(run, model, optimizer, run.loader, after=optimizer.update_average)
     optimizer.swap()
-    return run.finish(model)
 
 
-@habit(ways=("joint", "one"), breaks=(METHOD, "a method of the optimiser's own is called in an evaluation"))
-def averaged_within_an_evaluation(run):
-    model = net()
-    optimizer = run.optimizer(averaging(model), model)
+@training(
+    make=averaging, ways=("joint", "one"),
+    breaks=(METHOD, "a method of the optimiser's own is called in an evaluation"),
+)  # fmt: skip
+def averaged_within_an_evaluation(run, model, optimizer):
     train(run, model, optimizer, run.loader())
     with run.consensus(model):
         optimizer.swap()
-    return run.finish(model)
 
 
 class SAM(torch.optim.Optimizer):
@@ -308,10 +284,8 @@ class SAM(torch.optim.Optimizer):
         self.second_step()
 
 
-@habit(tolerance=1e-9, breaks="the optimiser evaluates its closure several times")
-def sam_with_a_closure(run):
-    model = net()
-    optimizer = run.optimizer(SAM(model.parameters(), optim.SGD, lr=0.1, momentum=0.9), model)
+@training(make=using(SAM, base_optimizer=optim.SGD, lr=0.1, momentum=0.9), tolerance=1e-9, breaks=SEVERAL)
+def sam_with_a_closure(run, model, optimizer):
     for _ in range(EPOCHS):
         for x, y in run.loader():
 
@@ -324,14 +298,11 @@ def sam_with_a_closure(run):
             optimizer.step(closure)
             optimizer.zero_grad()
     run.rates = []
-    return run.finish(model)
 
 
-@habit(breaks="an optimiser steps inside the backward pass")
-def a_step_inside_backward(run):
+@training(0.05, momentum=0.9, breaks="an optimiser steps inside the backward pass")
+def a_step_inside_backward(run, model, optimizer):
     """Once all gradients are there."""
-    model = net()
-    optimizer = sgd(run, model, 0.05, momentum=0.9)
 
     def step(_):
         if all(p.grad is not None for p in model.parameters()):
@@ -340,7 +311,7 @@ def a_step_inside_backward(run):
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(step)
-    return trained(run, model, optimizer, run.loader, step=lambda: None)
+    train(run, model, optimizer, run.loader, step=lambda: None)
 
 
 @habit(breaks="an optimiser steps inside the backward pass")
@@ -371,16 +342,9 @@ def a_step_kept_from_before(run):
     return trained(run, model, optimizer, run.loader, step=step)
 
 
-@habit(
-    ways=("joint", "one"),
-    breaks="the optimiser's state is loaded within an epoch",
-)
-def state_loaded_within_an_epoch(run):
-    model = net()
-    optimizer = sgd(run, model, 0.05, momentum=0.9)
-    return trained(
-        run, model, optimizer, run.loader, 1, after=lambda: optimizer.load_state_dict(optimizer.state_dict())
-    )
+@training(0.05, momentum=0.9, ways=("joint", "one"), breaks="the optimiser's state is loaded within an epoch")
+def state_loaded_within_an_epoch(run, model, optimizer):
+    train(run, model, optimizer, run.loader, 1, after=lambda: optimizer.load_state_dict(optimizer.state_dict()))
 
 
 def _own_state(name, load, where="before", **given):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -73,6 +74,30 @@ def habit(**given):
         return loop
 
     return enter
+
+
+def training(lr: float = 0.1, *, model=None, make=None, distributed=None, **given):
+    """Puts a loop `(run, model, optimizer)` into the table; the model is finished if it does not return one.
+
+    Args:
+        model: () -> the model; `net`, if None.
+        make: (model) -> its optimiser; SGD, if None.
+        distributed: options of DistributedOptimizer.
+        given: fields of `Habit`; others are options of SGD.
+    """
+    fields = {key: given.pop(key) for key in [*given] if key in Habit.__dataclass_fields__}
+    make = make or using(SGD, lr=lr, **given)
+
+    def put(loop):
+        @functools.wraps(loop)
+        def whole(run):
+            own = (model or net)()
+            result = loop(run, own, run.optimizer(make(own), own, **(distributed or {})))
+            return run.finish(own) if result is None else result
+
+        return habit(**fields)(whole)
+
+    return put
 
 
 def data(n: int = N, dtype: torch.dtype = torch.float64) -> TensorDataset:
@@ -221,12 +246,12 @@ def sgd(run, model: nn.Module, lr: float = 0.1, part: nn.Module | None = None, *
     return run.optimizer(SGD((part or model).parameters(), lr=lr, **options), model)
 
 
-def evaluation(model: nn.Module, optimizer, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
+def evaluation(model: nn.Module, optimizer, x: Tensor, y: Tensor, loss_of=mse) -> Callable[[], Tensor]:
     """A closure for `optimizer.step`."""
 
     def evaluate():
         optimizer.zero_grad()
-        loss = mse(model(x), y)
+        loss = loss_of(model(x), y)
         loss.backward()
         return loss
 
@@ -286,26 +311,27 @@ def using(kind, **options):
     return lambda model: kind(model.parameters(), **options)
 
 
-PLAIN = using(SGD, lr=0.1)
+def enter(name, *, dataset=data, epochs=EPOCHS, begin=None, change=None, after=None, backward=None, **given):
+    """Puts the plain loop into the table. Hooks, see `train`, are given the model first; `begin`, the epoch's number.
 
+    Other arguments are those of `training`.
+    """
 
-def enter(
-    name: str, *, model=net, make=PLAIN, dataset=data, epochs=EPOCHS, begin=None, change=None, after=None, **given
-):
-    """Puts the plain loop into the table. Hooks, see `train`, are given the model; and `begin`, the epoch's number."""
-
-    def loop(run):
-        own = model()
-        optimizer, loader = run.optimizer(make(own), own), run.loader(dataset())
-        hooks = {"change": change and (lambda: change(own)), "after": after and (lambda: after(own))}
+    def loop(run, model, optimizer):
+        loader, hooks = run.loader(dataset()), {"change": change, "after": after, "backward": backward}
+        hooks = {key: functools.partial(hook, model) for key, hook in hooks.items() if hook}
         for epoch in range(epochs):
             if begin:
-                begin(own, epoch)
-            train(run, own, optimizer, loader, 1, **hooks)
-        return run.finish(own)
+                begin(model, epoch)
+            train(run, model, optimizer, loader, 1, **hooks)
 
     loop.__name__ = name
-    habit(**given)(loop)
+    training(**given)(loop)
+
+
+def passes(lr: float = 0.1, **given):
+    """Puts the plain loop with this backward pass, `(model, x, y)`, into the table."""
+    return lambda backward: enter(backward.__name__, lr=lr, backward=backward, **given)
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

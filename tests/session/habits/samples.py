@@ -15,20 +15,7 @@ from torch.utils.data import (
 
 import hpcdist as hd
 from habits import groups
-from habits.run import (
-    BATCH,
-    EPOCHS,
-    copied,
-    data,
-    difference,
-    habit,
-    mean_loss,
-    mse,
-    net,
-    sgd,
-    train,
-    trained,
-)
+from habits.run import BATCH, EPOCHS, copied, data, difference, mean_loss, mse, net, train, training
 
 RANKS = ("joint", "many")
 
@@ -60,21 +47,18 @@ def _train_numbered(run, model, optimizer, loader) -> list[int]:
     return sorted(found if run.size == 1 else (n for part in hd.allgather(found) for n in part))
 
 
-def numbered(name, make, seen, *, lr=0.1, shares=False, **given):
+def numbered(name, make, seen, *, shares=False, **given):
     """Puts a loop over the loader that `make(run)` makes into the table; `seen(samples)` must hold."""
 
-    def loop(run):
-        model = net()
-        optimizer = sgd(run, model, lr)
+    def loop(run, model, optimizer):
         torch.manual_seed(run.rank)  # ranks would draw differently
         found = _train_numbered(run, model, optimizer, make(run))
         assert seen(found) is not False, found
         if shares:
             run.same = tuple(found)
-        return run.finish(model)
 
     loop.__name__ = name
-    habit(**{"exact": False, "ways": RANKS, **given})(loop)
+    training(**{"exact": False, "ways": RANKS, **given})(loop)
 
 
 def all_of(n):
@@ -95,11 +79,10 @@ class Backwards(Sampler):
 numbered("a_sampler_of_ones_own", lambda run: run.loader(Numbered(53), sampler=Backwards(53)), all_of(53), exact=True)
 
 
-@habit(exact=False, ways=RANKS)
-def distributed_sampler(run):
+@training(exact=False, ways=RANKS)
+def distributed_sampler(run, model, optimizer):
     """As for DistributedDataParallel, with hpcdist's rank and size."""
-    model, dataset = net(), Numbered(53)
-    optimizer = sgd(run, model)
+    dataset = Numbered(53)
     sampler = DistributedSampler(dataset, num_replicas=hd.size(), rank=hd.rank(), shuffle=True)
     loader = run.loader(dataset, sampler=sampler)
     orders = []
@@ -108,36 +91,26 @@ def distributed_sampler(run):
         assert _train_numbered(run, model, optimizer, loader) == list(range(53))
         orders.append(loader._order.plan(1, loader._epoch).batch(0, 0).tolist())
     assert orders[0] != orders[1]
-    return run.finish(model)
 
 
-@habit(exact=False, ways=RANKS)
-def shuffled(run):
-    model = net()
-    optimizer = sgd(run, model)
+@training(exact=False, ways=RANKS)
+def shuffled(run, model, optimizer):
     loader = run.loader(Numbered(53), shuffle=True)
     for _ in range(EPOCHS):
         assert _train_numbered(run, model, optimizer, loader) == list(range(53))
-    return run.finish(model)
 
 
+def _weighted(run):
+    return run.loader(Numbered(53), sampler=WeightedRandomSampler([float(i % 2) for i in range(53)], 30))
+
+
+def _more(run):
+    return run.loader(Numbered(20), sampler=RandomSampler(range(20), replacement=True, num_samples=47))
+
+
+numbered("random_sampler_of_more", _more, lambda found: len(found) == 47, shares=True)
 numbered(
-    "random_sampler_of_fewer",
-    lambda run: run.loader(Numbered(53), sampler=RandomSampler(range(53), num_samples=20)),
-    lambda found: len(found) == len(set(found)) == 20,
-    shares=True,
-)
-numbered(
-    "random_sampler_of_more",
-    lambda run: run.loader(Numbered(20), sampler=RandomSampler(range(20), replacement=True, num_samples=47)),
-    lambda found: len(found) == 47,
-    shares=True,
-)
-numbered(
-    "weighted_random_sampler",
-    lambda run: run.loader(Numbered(53), sampler=WeightedRandomSampler([float(i % 2) for i in range(53)], 30)),
-    lambda found: len(found) == 30 and all(n % 2 for n in found),
-    shares=True,
+    "weighted_random_sampler", _weighted, lambda found: len(found) == 30 and all(n % 2 for n in found), shares=True
 )
 
 
@@ -157,29 +130,19 @@ class Growing(Sampler):
         return len(list(iter(self)))
 
 
-numbered(
-    "a_batch_sampler_of_ones_own",
-    lambda run: hd.shard(DataLoader(Numbered(30), batch_sampler=Growing(30))),
-    all_of(30),
-    lr=0.02,
-)
-numbered(
-    "torchs_batch_sampler",
-    lambda run: hd.shard(DataLoader(Numbered(53), batch_sampler=BatchSampler(Backwards(53), 4, False))),
-    all_of(53),
-)
+def _batches(n, batch_sampler):
+    return lambda run: hd.shard(DataLoader(Numbered(n), batch_sampler=batch_sampler))
 
 
+numbered("a_batch_sampler_of_ones_own", _batches(30, Growing(30)), all_of(30), lr=0.02)
+numbered("torchs_batch_sampler", _batches(53, BatchSampler(Backwards(53), 4, False)), all_of(53))
 numbered("single_samples", lambda run: run.loader(Numbered(20), batch=None), all_of(20), lr=0.02)
 numbered("a_worker_process", lambda run: run.loader(Numbered(20), num_workers=1), all_of(20))
 
 
-@habit(ways=RANKS)
-def drop_last(run):
-    model = net()
-    optimizer = sgd(run, model)
-    loader = run.loader(data(53), drop_last=True)
-    return trained(run, model, optimizer, loader)
+@training(ways=RANKS)
+def drop_last(run, model, optimizer):
+    train(run, model, optimizer, run.loader(data(53), drop_last=True))
 
 
 class Stream(IterableDataset):
@@ -219,54 +182,40 @@ numbered("a_stream_that_knows_no_ranks", lambda run: run.loader(Stream(53)), all
 numbered("a_stream_split_by_rank", lambda run: run.loader(Stream(41, worker(run), run.workers), batch=2), all_of(41))
 
 
-@habit(exact=False, ways=RANKS)
-def own_loaders_of_different_lengths(run):
-    model = net()
-    optimizer = sgd(run, model)
+@training(exact=False, ways=RANKS)
+def own_loaders_of_different_lengths(run, model, optimizer):
     lengths = [5 + 9 * rank for rank in range(run.size)]
     found = _train_numbered(run, model, optimizer, _own(run, Numbered(lengths[run.rank])))
     assert len(found) == sum(lengths[run.size - run.workers :])
-    return run.finish(model)
 
 
-@habit(exact=False, ways=RANKS)
-def own_loaders_one_of_which_is_empty(run):
-    model = net()
-    optimizer = sgd(run, model)
+@training(exact=False, ways=RANKS)
+def own_loaders_one_of_which_is_empty(run, model, optimizer):
     found = _train_numbered(run, model, optimizer, _own(run, Stream(9, 9 if run.rank == run.size - 1 else 0)))
     assert len(found) == 9 * (run.workers - 1)
-    return run.finish(model)
 
 
-@habit()
-def two_loaders_side_by_side(run):
-    model = net()
-    optimizer = sgd(run, model)
-
+@training()
+def two_loaders_side_by_side(run, model, optimizer):
     def backward(one, other):
         (mse(model(one[0]), one[1]) + mse(model(other[0]), other[1])).backward()
 
     both = lambda: zip(run.loader(data(48)), run.loader(data(60)), strict=False)  # noqa: E731
-    return trained(run, model, optimizer, both, backward=backward)
+    train(run, model, optimizer, both, backward=backward)
 
 
-@habit()
-def an_epoch_left_early(run):
-    model = net()
-    optimizer = sgd(run, model)
+@training()
+def an_epoch_left_early(run, model, optimizer):
     for _ in range(3):
         for i, batch in enumerate(run.loader()):
             train(run, model, optimizer, [batch], 1)
             if i == 1:
                 break
-    return run.finish(model)
 
 
-@habit(where=("allreduce", "gossip_sync", "gossip_pull", "dpsgd", "local_sgd", "strom"))
-def an_endless_iterator(run):
+@training(where=("allreduce", "gossip_sync", "gossip_pull", "dpsgd", "local_sgd", "strom"))
+def an_endless_iterator(run, model, optimizer):
     """As in loops that count steps."""
-    model = net()
-    optimizer = sgd(run, model)
     loader = run.loader()
 
     def forever():
@@ -277,13 +226,10 @@ def an_endless_iterator(run):
     for _ in range(7):
         train(run, model, optimizer, [next(batches)], 1)
     batches.close()
-    return run.finish(model)
 
 
-@habit(ways=("joint", "one", "same", "many"))
-def evaluation_between_epochs(run):
-    model = net()
-    optimizer = sgd(run, model)
+@training(ways=("joint", "one", "same", "many"))
+def evaluation_between_epochs(run, model, optimizer):
     test, found = run.test(data(25)), []
     for _ in range(EPOCHS):
         model.train()
@@ -292,26 +238,24 @@ def evaluation_between_epochs(run):
         found.append(mean_loss(run, model, test))
     assert found[0] != found[1] or run.size > 1  # a centre without springs stays
     run.same = tuple(found)
-    return run.finish(model)
 
 
-@habit()
-def evaluation_in_inference_mode(run):
-    model = net()
-    optimizer = sgd(run, model)
+@training()
+def evaluation_in_inference_mode(run, model, optimizer):
     for _ in range(EPOCHS):
         train(run, model, optimizer, run.loader(), epochs=1)
         with torch.inference_mode():
             for x, y in run.test():
                 mse(model(x), y)
-    return run.finish(model)
 
 
-@habit()
-def update_bn_on_a_sharded_loader(run):
+def _normed():
+    return net(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
+
+
+@training(0.01, model=_normed)
+def update_bn_on_a_sharded_loader(run, model, optimizer):
     """Statistics are those of all samples, in batches of the script's size, on every rank."""
-    model = net(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
-    optimizer = sgd(run, model, 0.01)
     model.eval()  # its batches would be others than one process's
     train(run, model, optimizer, run.loader())
     loader = DataLoader(data(), batch_size=BATCH)
@@ -324,69 +268,42 @@ def update_bn_on_a_sharded_loader(run):
     return model
 
 
-@habit()
-def evaluation_on_the_training_loader(run):
-    model = net()
-    optimizer = sgd(run, model)
+@training()
+def evaluation_on_the_training_loader(run, model, optimizer):
     loader = run.loader()
     for _ in range(EPOCHS):
         train(run, model, optimizer, loader, epochs=1)
         with torch.no_grad():
             seen = sum(len(x) for x, y in loader)
         assert seen == len(loader.dataset)
-    return run.finish(model)
 
 
-@habit(exact=False, ways=RANKS, breaks="a training loader is iterated for an evaluation")
-def evaluation_on_the_training_loader_with_gradients(run):
-    """As in loops over the phases train and val, which switch gradients off inside."""
-    model = net()
-    optimizer = sgd(run, model)
-    for phase in ("train", "val"):
-        model.train(phase == "train")
-        for x, y in run.loader():
-            with torch.set_grad_enabled(phase == "train"):
-                loss = mse(model(x), y)
-            if phase == "train":
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-    return run.finish(model)
-
-
-@habit(exact=False, ways=RANKS, breaks="a training loader is iterated for an evaluation")
-def evaluation_on_the_training_loader_in_train_mode(run):
+@training(exact=False, ways=RANKS, breaks="a training loader is iterated for an evaluation")
+def evaluation_on_the_training_loader_in_train_mode(run, model, optimizer):
     """Neither eval() nor no_grad()."""
-    model = net()
-    train(run, model, sgd(run, model), run.loader())
-    seen = sum(mse(model(x), y).item() for x, y in run.loader())
-    assert seen == seen
-    return run.finish(model)
+    train(run, model, optimizer, run.loader())
+    for x, y in run.loader():
+        mse(model(x), y)
 
 
-@habit(exact=False)
-def the_training_loader_gone_through_without_the_model(run):
+@training(exact=False)
+def the_training_loader_gone_through_without_the_model(run, model, optimizer):
     """As to compute means of the data."""
-    model = net()
-    optimizer, loader = sgd(run, model), run.loader()
+    loader = run.loader()
     assert run.metric(sum(len(x) * loader.weight for x, y in loader) if run.size > 1 else 1.0) > 0
-    return trained(run, model, optimizer, loader)
+    train(run, model, optimizer, loader)
 
 
-@habit(exact=False, ways=RANKS, breaks="batch norm's statistics change in an evaluation")
-def batch_norm_refreshed_by_hand_in_an_evaluation(run):
-    model = net(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
-    train(run, model, sgd(run, model, 0.01), run.loader())
+@training(0.01, model=_normed, exact=False, ways=RANKS, breaks="batch norm's statistics change in an evaluation")
+def batch_norm_refreshed_by_hand_in_an_evaluation(run, model, optimizer):
+    train(run, model, optimizer, run.loader())
     for x, _ in run.test():
         model(x)
-    return run.finish(model)
 
 
-@habit()
-def update_bn_on_an_evaluation_loader(run):
+@training(0.01, model=_normed)
+def update_bn_on_an_evaluation_loader(run, model, optimizer):
     """Of the model and of an average of it; the latter on samples of each rank's own is refused."""
-    model = net(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
-    optimizer = sgd(run, model, 0.01)
     model.eval()
     train(run, model, optimizer, run.loader())
     averaged = torch.optim.swa_utils.AveragedModel(model)
@@ -394,52 +311,40 @@ def update_bn_on_an_evaluation_loader(run):
         torch.optim.swa_utils.update_bn(run.test(), each)
     assert averaged.module[0].num_batches_tracked == 3
     run.same = averaged.module[0].running_mean.sum().item()
-    return run.finish(model)
 
 
-@habit(ways=RANKS, exact=False, breaks="update_bn reads samples of each rank's own")
-def update_bn_of_an_average_on_samples_of_each_ranks_own(run):
+@training(0.01, model=_normed, ways=RANKS, exact=False, breaks="update_bn reads samples of each rank's own")
+def update_bn_of_an_average_on_samples_of_each_ranks_own(run, model, optimizer):
     """The model's own statistics are averaged at the end."""
-    model = net(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1)).eval()
-    train(run, model, sgd(run, model, 0.01), run.loader())
+    train(run, model.eval(), optimizer, run.loader())
     averaged = torch.optim.swa_utils.AveragedModel(model)
     for each in (model, averaged):
         torch.optim.swa_utils.update_bn(hd.shard(DataLoader(data(), batch_size=BATCH), split=False), each)
-    return run.finish(model)
 
 
-@habit(ways=("joint",), where=("allreduce",), exact=False, breaks="a step is taken in an evaluation")
-def trained_in_an_evaluation(run):
-    model = net()
-    optimizer = sgd(run, model)
-    return trained(run, model, optimizer, run.test(data(48)))
+@training(ways=("joint",), where=("allreduce",), exact=False, breaks="a step is taken in an evaluation")
+def trained_in_an_evaluation(run, model, optimizer):
+    train(run, model, optimizer, run.test(data(48)))
 
 
-@habit(ways=("joint", "many"), exact=False, breaks="ranks are at different places in the loop")
-def training_ended_by_one_rank(run):
-    model = net()
-    optimizer = sgd(run, model)
+@training(ways=("joint", "many"), exact=False, breaks="ranks are at different places in the loop")
+def training_ended_by_one_rank(run, model, optimizer):
     for epoch in range(3):
         train(run, model, optimizer, run.loader(), epochs=1)
         if epoch == 1 and run.rank == 1:
             break
-    return run.finish(model)
 
 
-@habit(ways=("joint",))
-def what_a_loader_has(run):
-    model = net()
-    optimizer = sgd(run, model)
+@training(ways=("joint",))
+def what_a_loader_has(run, model, optimizer):
     loader = run.loader()
     assert len(loader.dataset) == 52 and loader.batch_size >= BATCH and loader.num_workers == 0
     assert not hasattr(loader, "nothing")
-    return trained(run, model, optimizer, loader)
+    train(run, model, optimizer, loader)
 
 
-@habit()
-def consensus_between_epochs(run):
-    model = net()
-    optimizer = sgd(run, model)
+@training()
+def consensus_between_epochs(run, model, optimizer):
     found = []
     for _ in range(EPOCHS):
         train(run, model, optimizer, run.loader(), epochs=1)
@@ -448,14 +353,11 @@ def consensus_between_epochs(run):
             found.append(mse(model(x), y).item())
     assert found[0] != found[1] or run.size > 1  # a centre without springs stays
     run.same = tuple(found)
-    return run.finish(model)
 
 
-@habit()
-def figures_shared_in_the_loop(run):
+@training()
+def figures_shared_in_the_loop(run, model, optimizer):
     """allreduce, allgather, broadcast and metric in the body, where servers don't take part."""
-    model = net()
-    optimizer = sgd(run, model)
 
     def share():
         if run.size > 1:
@@ -465,36 +367,31 @@ def figures_shared_in_the_loop(run):
             assert hd.broadcast(mean, run.size - 1) == mean
             hd.barrier()
 
-    return trained(run, model, optimizer, run.loader, after=share)
+    train(run, model, optimizer, run.loader, after=share)
 
 
-@habit(ways=("one", "many"), where=("parameter_server", "softsync"), breaks="a rank that serves takes a step")
-def a_plain_loader_on_a_rank_that_serves(run):
-    model = net()
-    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, identical_batches="allow")
-    return trained(run, model, optimizer, DataLoader(data(), batch_size=BATCH))
+@training(
+    distributed={"identical_batches": "allow"}, ways=("one", "many"),
+    where=("parameter_server", "softsync"), breaks="a rank that serves takes a step",
+)  # fmt: skip
+def a_plain_loader_on_a_rank_that_serves(run, model, optimizer):
+    train(run, model, optimizer, DataLoader(data(), batch_size=BATCH))
 
 
-@habit(exact=False, ways=RANKS, breaks="a call of all ranks stands inside the loop")
-def consensus_in_the_loop(run):
-    model = net()
-    optimizer = sgd(run, model)
-
+@training(exact=False, ways=RANKS, breaks="a call of all ranks stands inside the loop")
+def consensus_in_the_loop(run, model, optimizer):
     def look():
         with run.consensus(model), torch.no_grad():
             mse(model(data(8).tensors[0]), data(8).tensors[1])
 
-    return trained(run, model, optimizer, run.loader, after=look)
+    train(run, model, optimizer, run.loader, after=look)
 
 
-@habit(exact=False, ways=("one", "many"), where=groups.SERVED)
-def rank_0_looks_at_its_own_model(run):
+@training(0.05, exact=False, ways=("one", "many"), where=groups.SERVED)
+def rank_0_looks_at_its_own_model(run, model, optimizer):
     """As Horovod's users do, between epochs. Where it serves it has what it serves."""
-    model = net()
-    optimizer = sgd(run, model, 0.05)
     for _ in range(EPOCHS):
         train(run, model, optimizer, run.loader(), epochs=1)
         own = copied(model)
         with run.consensus(model):
             assert run.rank > 0 or difference(own, copied(model)) == 0.0
-    return run.finish(model)

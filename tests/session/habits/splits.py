@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 import hpcdist as hd
-from habits.run import BATCH, HABITS, N, data, habit, net, sgd, train
+from habits.run import BATCH, N, data, train, training
 from habits.samples import RANKS, Numbered, all_of, numbered, worker
 
 
@@ -61,17 +61,14 @@ class Grouped(Sampler):
 def _splitting(name, make):
     """Puts a loop into the table whose sampler splits samples by itself; in one process it takes all."""
 
-    def loop(run):
-        model = net()
-        optimizer = sgd(run, model, 0.05)
+    def loop(run, model, optimizer):
         torch.manual_seed(run.rank)
         kind, sampler = make(run.rank, run.size)
         loader = DataLoader(Numbered(48), **({"batch_size": 4} if kind == "sampler" else {}), **{kind: sampler})
         train(run, model, optimizer, lambda: ((x, y) for x, y, _ in (hd.shard(loader) if run.size > 1 else loader)), 1)
-        return run.finish(model)
 
     loop.__name__ = f"a_split_by_{name}"
-    habit(exact=False, ways=("joint", "one", "many"), breaks="the sampler splits samples already")(loop)
+    training(0.05, exact=False, ways=("joint", "one", "many"), breaks="the sampler splits samples already")(loop)
 
 
 _splitting("names", lambda rank, size: ("sampler", Named(48, rank, size)))
@@ -116,16 +113,13 @@ class Transforming(DataLoader):
 
 
 def _own_iteration(name, cls, split):
-    def loop(run):
-        model = net()
-        optimizer = sgd(run, model)
+    def loop(run, model, optimizer):
         dataset = data(48) if split else TensorDataset(*(t[worker(run) :: run.workers] for t in data(48).tensors))
         loader = cls(dataset, 4)
         train(run, model, optimizer, loader if run.size == 1 else hd.shard(loader, split=split), 1)
-        return run.finish(model)
 
     loop.__name__ = f"a_loader_with_its_own_{name}"
-    habit(exact=False, ways=RANKS, breaks="the loader iterates in a way of its own" if split else ())(loop)
+    training(exact=False, ways=RANKS, breaks="the loader iterates in a way of its own" if split else ())(loop)
 
 
 _own_iteration("iter", Cached, True)
@@ -157,10 +151,7 @@ class Masked(IterableDataset):
 def _masked(name, plain, split_by_rank):
     """All samples count once, whether the stream or hpcdist splits them."""
 
-    @habit(exact=False, ways=RANKS)
-    def loop(run):
-        model = net()
-        optimizer = sgd(run, model, 0.02)
+    def loop(run, model, optimizer):
         place = (worker(run), run.workers) if split_by_rank else (0, 1)
         loader = DataLoader(Masked(24, *place, plain), batch_size=None)
         found = []
@@ -176,9 +167,9 @@ def _masked(name, plain, split_by_rank):
         train(run, model, optimizer, batches, 1)
         numbers = found if run.size == 1 else [n for part in hd.allgather(found) for n in part]
         assert sorted(numbers) == list(range(24)), numbers
-        return run.finish(model)
 
-    HABITS[f"a_stream_of_{name}"] = HABITS.pop("loop")
+    loop.__name__ = f"a_stream_of_{name}"
+    training(0.02, exact=False, ways=RANKS)(loop)
 
 
 _masked("equal_masks_split_by_rank", True, True)
@@ -187,18 +178,14 @@ _masked("dataclasses_split_by_rank", False, True)
 _masked("dataclasses", False, False)
 
 
-@habit(exact=False, ways=RANKS, breaks="batches can't be compared")
-def a_stream_that_can_t_be_compared(run):
-    model = net()
-    optimizer = sgd(run, model)
-
+@training(exact=False, ways=RANKS, breaks="batches can't be compared")
+def a_stream_that_can_t_be_compared(run, model, optimizer):
     class Lazy(IterableDataset):
         def __iter__(self):
             return iter([lambda: data(4).tensors] * 6)
 
     loader = DataLoader(Lazy(), batch_size=None)
     train(run, model, optimizer, lambda: (b() for b in (hd.shard(loader) if run.size > 1 else loader)), 1)
-    return run.finish(model)
 
 
 # --- data sets ---
@@ -208,27 +195,17 @@ OTHER_SAMPLES = r"loader must be the same on all workers, which share its sample
 def _other_samples(name, make, message, batch=lambda rank: BATCH):
     """Puts a loop into the table in which each rank has other samples."""
 
-    def loop(run):
-        model = net()
-        optimizer = sgd(run, model)
+    def loop(run, model, optimizer):
         loader = DataLoader(make(run.rank), batch_size=batch(run.rank))
         train(run, model, optimizer, hd.shard(loader) if run.size > 1 else loader)
-        return run.finish(model)
 
     loop.__name__ = name
-    habit(ways=("joint",), exact=False, refused={"*": OTHER_SAMPLES + message})(loop)
+    training(ways=("joint",), exact=False, refused={"*": OTHER_SAMPLES + message})(loop)
 
 
 def _permuted(rank):
     order = torch.randperm(N, generator=torch.Generator().manual_seed(rank))
     return TensorDataset(*(tensor[order] for tensor in data().tensors))
-
-
-_other_samples(
-    "a_random_split_by_each_ranks_seed",
-    lambda rank: torch.utils.data.random_split(data(), [40, 12], torch.Generator().manual_seed(rank))[0],
-    "the checksum of loader.dataset.indices is",
-)
 
 
 _other_samples("samples_permuted_by_each_ranks_seed", _permuted, "the sum of rows of loader.dataset.tensors.0. is")
@@ -250,38 +227,22 @@ def _drawn(rank):
     return torch.utils.data.random_split(data(N + 8), [N, 8], torch.Generator().manual_seed(rank))[0]
 
 
+OTHER_HELD = {  # by name: what is compared, and what a data set of each rank holds
+    "split_in_a_wrapper": ("subset.inner.indices", lambda rank: Wrapped(subset=Wrapped(inner=_drawn(rank)))),
+    "split_among_others": (r"datasets.0..indices", lambda rank: torch.utils.data.ConcatDataset([_drawn(rank)])),
+    "order": ("files", lambda rank: Wrapped(files=[(f"/node{rank}/{(i + rank) % N}.png", 0) for i in range(N)])),
+    "labels": ("y", lambda rank: Wrapped(y=[0.5 + rank * i for i in range(N)])),
+}
+for name, (held, make) in OTHER_HELD.items():
+    _other_samples(f"another_{name}_on_each_rank", make, f"the checksum of loader.dataset.{held} is")
 _other_samples(
-    "a_split_by_each_ranks_seed_in_a_wrapper",
-    lambda rank: Wrapped(subset=Wrapped(inner=_drawn(rank))),
-    "the checksum of loader.dataset.subset.inner.indices is",
-)
-_other_samples(
-    "a_split_by_each_ranks_seed_among_others",
-    lambda rank: torch.utils.data.ConcatDataset([_drawn(rank)]),
-    r"the checksum of loader.dataset.datasets.0..indices is",
-)
-_other_samples(
-    "files_in_each_ranks_order",
-    lambda rank: Wrapped(files=[(f"/node{rank}/{(i + rank) % N}.png", 0) for i in range(N)]),
-    "the checksum of loader.dataset.files is",
-)
-_other_samples(
-    "weights_of_each_rank",
-    lambda rank: Wrapped(y=[0.5 + rank * i for i in range(N)]),
-    "the checksum of loader.dataset.y is",
-)
-_other_samples(
-    "a_file_of_each_rank",
-    lambda rank: Wrapped(path=(__file__, torch.__file__)[rank > 0]),
+    "another_file_on_each_rank", lambda rank: Wrapped(path=(__file__, torch.__file__)[rank > 0]),
     "the file of loader.dataset.path is",
-)
+)  # fmt: skip
 
 
-@habit(exact=False, ways=("joint",))
-def files_in_each_nodes_folder(run):
+@training(exact=False, ways=("joint",))
+def files_in_each_nodes_folder(run, model, optimizer):
     """Names without folders are the same; caches, seeds and other things of a rank's own are not compared."""
-    model = net()
-    optimizer = sgd(run, model)
     held = {"files": [f"/node{run.rank}/{i}.png" for i in range(N)], "seed": run.rank, "cache": [None] * run.rank}
     train(run, model, optimizer, run.loader(Wrapped(**held, root=f"/node{run.rank}")), 1)
-    return run.finish(model)

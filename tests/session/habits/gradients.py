@@ -40,7 +40,7 @@ def _replace(p):
 
 
 enter("clip_grad_norm", change=_clip_finite, breaks=CHANGED)
-enter("clip_grad_norm_with_uneven_data", change=_clip, dataset=lambda: data(53), ways=UNEVEN, breaks=CHANGED)
+enter("clip_grad_norm_with_uneven_data", change=_clip, dataset=lambda: data(29), ways=UNEVEN, breaks=CHANGED)
 enter("gradients_scaled_by_their_data", change=_each(lambda p: p.grad.data.mul_(0.5)), breaks=CHANGED)
 enter("gradients_replaced", change=_each(_replace), breaks=CHANGED)
 enter("looked_at_by_total_norm", change=lambda model: nn.utils.get_total_norm([p.grad for p in model.parameters()]))
@@ -54,7 +54,7 @@ def norms_written_down(run, model, optimizer):
     def note():
         found.append(sum(p.grad.norm().item() for p in model.parameters()))
 
-    train(run, model, optimizer, run.loader(data(49)), change=note, after=note)
+    train(run, model, optimizer, run.loader(data(25)), change=note, after=note)
     assert all(torch.isfinite(torch.tensor(found)))
 
 
@@ -204,7 +204,7 @@ def _accumulate(model, optimizer, loader, k, *, backward=None, step=None, across
 
 @training(momentum=0.9, ways=UNEVEN)
 def accumulation_with_uneven_data(run, model, optimizer):
-    _accumulate(model, optimizer, run.loader(data(53)), 2)
+    _accumulate(model, optimizer, run.loader(data(29)), 2)
 
 
 @training()
@@ -218,7 +218,7 @@ def accumulation_with_no_sync(run, model, optimizer):
         with nullcontext() if last or run.size == 1 else optimizer.no_sync():
             (mse(model(x), y) / 3).backward()
 
-    _accumulate(model, optimizer, run.loader(data(53)), 3, backward=backward)
+    _accumulate(model, optimizer, run.loader(data(29)), 3, backward=backward)
 
 
 @training(momentum=0.9, ways=UNEVEN, tolerance=1e-9, breaks=CHANGED)
@@ -234,7 +234,7 @@ def grad_scaler_with_accumulation_and_clipping(run, model, optimizer):
     def backward(x, y, last):
         scaler.scale(mse(model(x), y) / 2).backward()
 
-    _accumulate(model, optimizer, run.loader(data(53)), 2, backward=backward, step=step)
+    _accumulate(model, optimizer, run.loader(data(29)), 2, backward=backward, step=step)
 
 
 def _said_and_clipped(name, *, across):

@@ -26,7 +26,7 @@ def a_loss_that_is_a_sum(run, model, optimizer):
 
 @training(**_summing(ways=UNEVEN))
 def a_loss_that_is_a_sum_with_uneven_data(run, model, optimizer):
-    train(run, model, optimizer, run.loader(data(49)), loss=_squares)
+    train(run, model, optimizer, run.loader(data(25)), loss=_squares)
 
 
 @training(**_summing(distributed={"loss": "sum", "clip_norm": 3.0}))
@@ -37,7 +37,7 @@ def a_clipped_sum(run, model, optimizer):
 
 @training(**_summing(lr=0.002, ways=UNEVEN))
 def sums_of_several_batches(run, model, optimizer):
-    _accumulate(model, optimizer, run.loader(data(53)), 3, backward=lambda x, y, _: _squares(model(x), y).backward())
+    _accumulate(model, optimizer, run.loader(data(29)), 3, backward=lambda x, y, _: _squares(model(x), y).backward())
 
 
 @training(
@@ -46,7 +46,7 @@ def sums_of_several_batches(run, model, optimizer):
 )  # fmt: skip
 def a_sum_in_lbfgs(run, model, optimizer):
     """Its line search sees the sum of all ranks' losses."""
-    for x, y in run.loader(data(53)):
+    for x, y in run.loader(data(29)):
         optimizer.step(evaluation(model, optimizer, x, y, _squares))
 
 
@@ -86,13 +86,13 @@ def a_mean_over_tokens(run, model, optimizer):
 @training(ways=UNEVEN, inexact=NO_TOKEN)
 def a_mean_over_tokens_with_uneven_data(run, model, optimizer):
     """Some rank's last batch, of one sample or none, has no token."""
-    train(run, model, optimizer, run.loader(data(49)), backward=_by_tokens(run, model, optimizer))
+    train(run, model, optimizer, run.loader(data(25)), backward=_by_tokens(run, model, optimizer))
 
 
 @training(ways=UNEVEN)
 def means_over_tokens_of_several_batches(run, model, optimizer):
     """Each is weighed by itself."""
-    _accumulate(model, optimizer, run.loader(data(53)), 3, backward=_by_tokens(run, model, optimizer, 1 / 3))
+    _accumulate(model, optimizer, run.loader(data(29)), 3, backward=_by_tokens(run, model, optimizer, 1 / 3))
 
 
 def _kept(samples):
@@ -107,4 +107,4 @@ def a_collate_fn_that_drops_samples(run, model, optimizer):
         _weigh(run, optimizer, len(x))
         mse(model(x), y).backward()
 
-    train(run, model, optimizer, run.loader(data(48), collate_fn=_kept), backward=backward)
+    train(run, model, optimizer, run.loader(data(24), collate_fn=_kept), backward=backward)

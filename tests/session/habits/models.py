@@ -117,7 +117,7 @@ def _normalised():
 
 # Its buffers change in each forward pass by the weights alone, the same on all ranks that have the same ones.
 enter(
-    "spectral_norm", model=_normalised, dataset=lambda: data(48),
+    "spectral_norm", model=_normalised, dataset=lambda: data(24),
     ways=("joint", "one", "same"), tolerance=1e-9, inexact=("easgd",),
 )  # fmt: skip
 enter(
@@ -149,7 +149,7 @@ class Target(nn.Module):
 
 @training(0.05, model=lambda: renewed(Target().double()), inexact=("easgd",))
 def a_slow_copy_that_follows(run, model, optimizer):
-    train(run, model, optimizer, run.loader(data(48)), after=model.follow)
+    train(run, model, optimizer, run.loader(data(24)), after=model.follow)
     with run.consensus(model):
         inside = copied(model)
     run.finish(model)
@@ -352,7 +352,7 @@ def _batch_norm():
     return net(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 
 
-def _train_and_evaluate(name, model=_batch_norm, samples=54, **given):
+def _train_and_evaluate(name, model=_batch_norm, samples=30, **given):
     def loop(run, model, optimizer):
         for _ in range(EPOCHS):
             model.train()
@@ -365,7 +365,7 @@ def _train_and_evaluate(name, model=_batch_norm, samples=54, **given):
 
 
 _train_and_evaluate("batch_norm", exact=False, ways=("joint", "one", "many"))
-_train_and_evaluate("batch_norm_alone", samples=52, ways=("one", "same"))
+_train_and_evaluate("batch_norm_alone", samples=28, ways=("one", "same"))
 _train_and_evaluate(
     "scripted_with_batch_norm", lambda: scripted(_batch_norm()),
     ways=("joint", "many"), exact=False, where=("allreduce", "gossip_sync"),
@@ -377,7 +377,7 @@ def sync_batch_norm_with_uneven_data(run):
     model = _batch_norm()
     if run.size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    train(run, model, sgd(run, model, 0.05), run.loader(data(54)))
+    train(run, model, sgd(run, model, 0.05), run.loader(data(30)))
     return run.finish(model)
 
 

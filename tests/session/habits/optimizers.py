@@ -183,7 +183,7 @@ enter("counts_of_steps_in_param_groups", make=averaging)
 @training(make=averaging, breaks=METHOD)
 def evaluated_at_the_optimizers_average(run, model, optimizer):
     """Between epochs, as schedulefree's `eval` and `train`; evaluated outside of a consensus, too."""
-    loader = run.loader(data(48))
+    loader = run.loader(data(24))
     for _ in range(EPOCHS):
         train(run, model, optimizer, loader, 1)
         optimizer.swap()

@@ -18,7 +18,7 @@ from harness import loops
 from hpcdist.session import rules
 from hpcdist.strategies import Contract
 
-N, BATCH, EPOCHS = 52, 4, 2
+N, BATCH, EPOCHS = 28, 4, 2
 HABITS: dict[str, Habit] = {}
 
 

@@ -76,32 +76,32 @@ class Backwards(Sampler):
         return self.n
 
 
-numbered("a_sampler_of_ones_own", lambda run: run.loader(Numbered(53), sampler=Backwards(53)), all_of(53), exact=True)
+numbered("a_sampler_of_ones_own", lambda run: run.loader(Numbered(29), sampler=Backwards(29)), all_of(29), exact=True)
 
 
 @training(exact=False, ways=RANKS)
 def distributed_sampler(run, model, optimizer):
     """As for DistributedDataParallel, with hpcdist's rank and size."""
-    dataset = Numbered(53)
+    dataset = Numbered(29)
     sampler = DistributedSampler(dataset, num_replicas=hd.size(), rank=hd.rank(), shuffle=True)
     loader = run.loader(dataset, sampler=sampler)
     orders = []
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
-        assert _train_numbered(run, model, optimizer, loader) == list(range(53))
+        assert _train_numbered(run, model, optimizer, loader) == list(range(29))
         orders.append(loader._order.plan(1, loader._epoch).batch(0, 0).tolist())
     assert orders[0] != orders[1]
 
 
 @training(exact=False, ways=RANKS)
 def shuffled(run, model, optimizer):
-    loader = run.loader(Numbered(53), shuffle=True)
+    loader = run.loader(Numbered(29), shuffle=True)
     for _ in range(EPOCHS):
-        assert _train_numbered(run, model, optimizer, loader) == list(range(53))
+        assert _train_numbered(run, model, optimizer, loader) == list(range(29))
 
 
 def _weighted(run):
-    return run.loader(Numbered(53), sampler=WeightedRandomSampler([float(i % 2) for i in range(53)], 30))
+    return run.loader(Numbered(29), sampler=WeightedRandomSampler([float(i % 2) for i in range(29)], 30))
 
 
 def _more(run):
@@ -135,14 +135,14 @@ def _batches(n, batch_sampler):
 
 
 numbered("a_batch_sampler_of_ones_own", _batches(30, Growing(30)), all_of(30), lr=0.02)
-numbered("torchs_batch_sampler", _batches(53, BatchSampler(Backwards(53), 4, False)), all_of(53))
+numbered("torchs_batch_sampler", _batches(29, BatchSampler(Backwards(29), 4, False)), all_of(29))
 numbered("single_samples", lambda run: run.loader(Numbered(20), batch=None), all_of(20), lr=0.02)
 numbered("a_worker_process", lambda run: run.loader(Numbered(20), num_workers=1), all_of(20))
 
 
 @training(ways=RANKS)
 def drop_last(run, model, optimizer):
-    train(run, model, optimizer, run.loader(data(53), drop_last=True))
+    train(run, model, optimizer, run.loader(data(29), drop_last=True))
 
 
 class Stream(IterableDataset):
@@ -173,12 +173,12 @@ class Batches(IterableDataset):
 
 
 def _stream_of_batches(run):
-    batches = Batches(Stream(53), BATCH * getattr(run, "joint", 1))
+    batches = Batches(Stream(29), BATCH * getattr(run, "joint", 1))
     return hd.shard(batches) if run.size > 1 else batches
 
 
-numbered("a_stream_of_batches", _stream_of_batches, all_of(53), exact=True)
-numbered("a_stream_that_knows_no_ranks", lambda run: run.loader(Stream(53)), all_of(53), exact=True)
+numbered("a_stream_of_batches", _stream_of_batches, all_of(29), exact=True)
+numbered("a_stream_that_knows_no_ranks", lambda run: run.loader(Stream(29)), all_of(29), exact=True)
 numbered("a_stream_split_by_rank", lambda run: run.loader(Stream(41, worker(run), run.workers), batch=2), all_of(41))
 
 
@@ -200,7 +200,7 @@ def two_loaders_side_by_side(run, model, optimizer):
     def backward(one, other):
         (mse(model(one[0]), one[1]) + mse(model(other[0]), other[1])).backward()
 
-    both = lambda: zip(run.loader(data(48)), run.loader(data(60)), strict=False)  # noqa: E731
+    both = lambda: zip(run.loader(data(24)), run.loader(data(36)), strict=False)  # noqa: E731
     train(run, model, optimizer, both, backward=backward)
 
 
@@ -264,7 +264,7 @@ def update_bn_on_a_sharded_loader(run, model, optimizer):
     averaged = torch.optim.swa_utils.AveragedModel(model)
     for each in (model, averaged):
         torch.optim.swa_utils.update_bn(loader, each)
-    assert averaged.module[0].num_batches_tracked == 13
+    assert averaged.module[0].num_batches_tracked == 7
     return model
 
 
@@ -324,7 +324,7 @@ def update_bn_of_an_average_on_samples_of_each_ranks_own(run, model, optimizer):
 
 @training(ways=("joint",), where=("allreduce",), exact=False, breaks="a step is taken in an evaluation")
 def trained_in_an_evaluation(run, model, optimizer):
-    train(run, model, optimizer, run.test(data(48)))
+    train(run, model, optimizer, run.test(data(24)))
 
 
 @training(ways=("joint", "many"), exact=False, breaks="ranks are at different places in the loop")
@@ -338,7 +338,7 @@ def training_ended_by_one_rank(run, model, optimizer):
 @training(ways=("joint",))
 def what_a_loader_has(run, model, optimizer):
     loader = run.loader()
-    assert len(loader.dataset) == 52 and loader.batch_size >= BATCH and loader.num_workers == 0
+    assert len(loader.dataset) == 28 and loader.batch_size >= BATCH and loader.num_workers == 0
     assert not hasattr(loader, "nothing")
     train(run, model, optimizer, loader)
 

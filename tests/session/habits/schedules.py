@@ -13,7 +13,7 @@ LOCAL = r"hyper-parameters must be the same on every .*lr is .*ReduceLROnPlateau
 
 
 enter("plain_loop")
-enter("uneven_data", momentum=0.9, dataset=lambda: data(53), ways=("joint", "one", "many"))
+enter("uneven_data", momentum=0.9, dataset=lambda: data(29), ways=("joint", "one", "many"))
 
 
 def _per_epoch(run, model, optimizer, schedule) -> None:

@@ -64,21 +64,21 @@ def _splitting(name, make):
     def loop(run, model, optimizer):
         torch.manual_seed(run.rank)
         kind, sampler = make(run.rank, run.size)
-        loader = DataLoader(Numbered(48), **({"batch_size": 4} if kind == "sampler" else {}), **{kind: sampler})
+        loader = DataLoader(Numbered(24), **({"batch_size": 4} if kind == "sampler" else {}), **{kind: sampler})
         train(run, model, optimizer, lambda: ((x, y) for x, y, _ in (hd.shard(loader) if run.size > 1 else loader)), 1)
 
     loop.__name__ = f"a_split_by_{name}"
     training(0.05, exact=False, ways=("joint", "one", "many"), breaks="the sampler splits samples already")(loop)
 
 
-_splitting("names", lambda rank, size: ("sampler", Named(48, rank, size)))
-_splitting("what_it_draws", lambda rank, size: ("sampler", Part(48, rank, size)))
-_splitting("a_sampler_of_an_own_part", lambda rank, size: ("sampler", SubsetRandomSampler(range(rank, 48, size))))
-_splitting("a_sampler_in_torchs_batches", lambda r, s: ("batch_sampler", BatchSampler(Part(48, r, s), 4, False)))
-_splitting("a_batch_sampler", lambda rank, size: ("batch_sampler", Part(48, rank, size, 4)))
+_splitting("names", lambda rank, size: ("sampler", Named(24, rank, size)))
+_splitting("what_it_draws", lambda rank, size: ("sampler", Part(24, rank, size)))
+_splitting("a_sampler_of_an_own_part", lambda rank, size: ("sampler", SubsetRandomSampler(range(rank, 24, size))))
+_splitting("a_sampler_in_torchs_batches", lambda r, s: ("batch_sampler", BatchSampler(Part(24, r, s), 4, False)))
+_splitting("a_batch_sampler", lambda rank, size: ("batch_sampler", Part(24, rank, size, 4)))
 _splitting(
     "a_sampler_inside_of_another",
-    lambda rank, size: ("batch_sampler", Grouped(DistributedSampler(Numbered(48), size, rank))),
+    lambda rank, size: ("batch_sampler", Grouped(DistributedSampler(Numbered(24), size, rank))),
 )
 
 
@@ -96,7 +96,7 @@ class OwnState(Sampler):
 
 
 numbered(
-    "a_sampler_with_a_state_of_its_own", lambda r: r.loader(Numbered(53), sampler=OwnState(53, r.rank)), all_of(53)
+    "a_sampler_with_a_state_of_its_own", lambda r: r.loader(Numbered(29), sampler=OwnState(29, r.rank)), all_of(29)
 )
 
 
@@ -114,7 +114,7 @@ class Transforming(DataLoader):
 
 def _own_iteration(name, cls, split):
     def loop(run, model, optimizer):
-        dataset = data(48) if split else TensorDataset(*(t[worker(run) :: run.workers] for t in data(48).tensors))
+        dataset = data(24) if split else TensorDataset(*(t[worker(run) :: run.workers] for t in data(24).tensors))
         loader = cls(dataset, 4)
         train(run, model, optimizer, loader if run.size == 1 else hd.shard(loader, split=split), 1)
 

@@ -112,8 +112,8 @@ def test_in_inference_mode_it_goes_on_as_elsewhere(ranks, strategy, tmp_path):
         loop, again = Loop(strategy), Loop(strategy)
         loop.epoch()
         with torch.inference_mode():
-            hd.save(tmp_path, optimizer=loop.optimizer)
-            hd.load(tmp_path, optimizer=again.optimizer)
+            hd.save(tmp_path / strategy, optimizer=loop.optimizer)
+            hd.load(tmp_path / strategy, optimizer=again.optimizer)
             hd.finish(loop.model)
         again.epoch()
         with torch.inference_mode():

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 import hpcdist as hd
 from harness import loops
@@ -85,31 +84,6 @@ def test_it_equals_the_plain_one_on_the_joint_batch(ranks, search, uneven):
         assert record.event is None and (record.bytes_sent > 0) == (ranks.size > 1)
 
 
-@searches
-@pytest.mark.sizes(3)
-@pytest.mark.virtual
-def test_it_equals_sums_in_rank_order_to_the_bit(ranks, search):
-    found = ranks(lambda comm: _train(comm, search, [24] * ranks.size, algorithm="native"))
-    size, module = ranks.size, problem.model()
-    optimizer = _lbfgs(module, search)
-
-    def closure():
-        total, losses = None, 0.0
-        for rank in range(size):
-            optimizer.zero_grad()
-            loss = problem.loss(module, range(24 * rank, 24 * (rank + 1)))
-            loss.backward()
-            grads = [p.grad.clone() for p in module.parameters()]
-            total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
-            losses += loss.item()
-        for parameter, gradient in zip(module.parameters(), total, strict=True):
-            parameter.grad = gradient / size
-        return torch.tensor(losses / size, dtype=torch.float64)
-
-    losses = [optimizer.step(closure).item() for _ in range(STEPS)]
-    assert all(torch.equal(params, loops.vector(module)) and its == losses for params, its, *_ in found)
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2)
 @searches
@@ -119,73 +93,6 @@ def test_overlap_changes_no_bit(ranks, search):
         return [_train(comm, search, samples, overlap=way, algorithm="ring")[0] for way in ways]
 
     assert all(torch.equal(apart, beside) and torch.equal(apart, auto) for apart, beside, auto in ranks(body))
-
-
-@pytest.mark.sizes(3)
-def test_it_follows_a_sharded_loader_and_a_schedule(ranks):
-    """70 samples: an uneven last step, without samples for the last rank."""
-    data = TensorDataset(torch.arange(70))
-    batch = 24 // ranks.size
-
-    def body(comm):
-        hd.init(comm=comm)
-        module = problem.model()
-        optimizer = hd.DistributedOptimizer(_lbfgs(module, "strong_wolfe"), module)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for (indices,) in hd.shard(DataLoader(data, batch_size=batch)):
-            optimizer.step(_closure(optimizer, module, indices))
-        schedule.step()
-        optimizer.strategy.close()
-        return loops.vector(module), optimizer.param_groups[0]["lr"]
-
-    found = ranks(body)
-    module = problem.model()
-    optimizer = _lbfgs(module, "strong_wolfe")
-    for begin in range(0, 70, 24):
-        optimizer.step(_closure(optimizer, module, range(begin, min(begin + 24, 70))))
-    for params, rate in found:
-        assert torch.equal(params, found[0][0]) and rate == 0.5
-        torch.testing.assert_close(params, loops.vector(module), rtol=0, atol=1e-11)
-
-
-class Twice(torch.optim.SGD):
-    """Somebody's own: a step along the gradient half a step ahead."""
-
-    @torch.no_grad()
-    def step(self, closure):
-        with torch.enable_grad():
-            closure()
-        (group,) = self.param_groups
-        before = [p.clone() for p in group["params"]]
-        for p in group["params"]:
-            p.sub_(p.grad, alpha=group["lr"] / 2)
-        with torch.enable_grad():
-            loss = closure()
-        for p, start in zip(group["params"], before, strict=True):
-            p.copy_(start - group["lr"] * p.grad)
-        return loss
-
-
-@pytest.mark.sizes(3)
-def test_any_optimiser_that_needs_a_closure_is_served(ranks):
-    def body(comm):
-        hd.init(comm=comm)
-        module = problem.model()
-        optimizer = hd.DistributedOptimizer(Twice(module.parameters(), lr=0.1), module)
-        losses = [
-            optimizer.step(_closure(optimizer, module, range(8 * comm.rank, 8 * comm.rank + 8))).item()
-            for _ in range(STEPS)
-        ]
-        optimizer.strategy.close()
-        return loops.vector(module), losses
-
-    found = ranks(body)
-    module = problem.model()
-    optimizer = Twice(module.parameters(), lr=0.1)
-    expected = [optimizer.step(_closure(optimizer, module, range(8 * ranks.size))).item() for _ in range(STEPS)]
-    for params, losses in found:
-        torch.testing.assert_close(params, loops.vector(module), rtol=0, atol=1e-12)
-        assert losses == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.sizes(2)

@@ -19,7 +19,8 @@ from strategies import problem
 pytestmark = pytest.mark.computes
 OPTIONS = {**problem.PERIODS, "downpour": {"servers": 1}}
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2, "cut": (1, 2, 2, 2)}
-SYNCHRONOUS = ("allreduce", "sgp", "streaming_diloco", "sparse_loco")
+SYNCHRONOUS = {"allreduce": {}, "sgp": {}, "streaming_diloco": {}, "sparse_loco": {}}
+SYNCHRONOUS["noloco"] = {"routing": "random", "seed": 2}  # the same routes are drawn
 
 
 class Loop:
@@ -95,7 +96,8 @@ def resumed(folder, size, stages, strategy="allreduce", **options):
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)
 def test_the_same_grid_goes_on_to_the_bit_within_an_epoch(ranks, strategy, shared_tmp_path):
     def body(comm):
-        loop = Loop(comm, 2, strategy)
+        options = SYNCHRONOUS[strategy]
+        loop = Loop(comm, 2, strategy, **options)
         loop.epoch()
         loop.epoch(leave_at=2)
         hd.save(shared_tmp_path, **loop.objects())
@@ -103,7 +105,7 @@ def test_the_same_grid_goes_on_to_the_bit_within_an_epoch(ranks, strategy, share
         loop.epoch()
         loop.epoch()
         end = loop.finished()
-        again = Loop(comm, 2, strategy)
+        again = Loop(comm, 2, strategy, **options)
         hd.load(shared_tmp_path, **again.objects())
         again.epoch()
         again.epoch()

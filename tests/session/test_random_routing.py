@@ -110,37 +110,6 @@ def test_replicas_that_exchange_nothing_train_on_the_samples_of_all(ranks):
 
 
 @pytest.mark.sizes(4)
-def test_a_resumed_loop_draws_the_same_routes(ranks, shared_tmp_path):
-    def body(comm):
-        def begin():
-            model = pipeline(comm, 2, routing="random", seed=2)
-            optimizer = sgd(model.parameters())
-            optimizer = hd.DistributedOptimizer(optimizer, model, strategy="noloco", period=3)
-            return model, optimizer, hd.shard(batches(2, shuffle=True))
-
-        def epoch(model, loader, leave_at=None):
-            for number, (x, y) in enumerate(loader):
-                model.step(x, y)
-                if number == leave_at:
-                    return
-
-        model, optimizer, loader = begin()
-        epoch(model, loader)
-        epoch(model, loader, leave_at=1)
-        hd.save(shared_tmp_path, optimizer=optimizer, loader=loader)
-        hd.load(shared_tmp_path, optimizer=optimizer, loader=loader)
-        epoch(model, loader)
-        hd.finish(model)
-        again, optimizer, loader = begin()
-        hd.load(shared_tmp_path, optimizer=optimizer, loader=loader)
-        epoch(again, loader)
-        hd.finish(again)
-        return difference(values(again), values(model))
-
-    assert ranks(body) == [0.0] * 4
-
-
-@pytest.mark.sizes(4)
 def test_an_overflow_in_one_replica_skips_the_step_in_all(ranks):
     def body(comm):
         model = pipeline(comm, 2, lambda: make(torch.float32), routing="random")

@@ -15,7 +15,6 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import hpcdist as hd
-from harness import loops
 from harness.cases import each
 from hpcdist.comm.launch import check_world, contradiction, declared_size, unlaunched
 from hpcdist.comm.virtual import run_virtual
@@ -76,20 +75,6 @@ def test_the_same_loop_runs_every_strategy_and_sees_each_sample_once(ranks, name
     nearer = 1 if ranks.real else 0.6  # a real rank may be done before others begin, and have averaged with their start
     assert (found[0][1] - answer).norm() < nearer * (start - answer).norm()
     assert len({length for *_, length, _ in found}) == 1 and all(length == steps for *_, length, steps in found)
-
-
-@pytest.mark.sizes(3)
-def test_the_loop_equals_one_process_with_the_joint_batches(ranks):
-    found = ranks(lambda comm: _loop(comm, "allreduce", loader=DataLoader(_data(), batch_size=4)))
-    torch.manual_seed(0)
-    model = torch.nn.Linear(5, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for _ in range(3):
-        batches = ((x, y) for x, y, _ in DataLoader(_data(), batch_size=4 * len(found)))
-        loops.steps(optimizer, batches, lambda batch: mse_loss(model(batch[0]), batch[1]).backward())
-    expected = loops.vector(model)
-    for _, params, *_ in found:
-        torch.testing.assert_close(params, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.sizes(3)

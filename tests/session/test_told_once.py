@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hpcdist as hd
+from harness import loops
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.model.flat import FlatModel
@@ -170,10 +171,7 @@ def test_equal_masks_of_dropout_are_told(told, layer, seed, levels):
         torch.manual_seed(seed(comm.rank))
         model, optimizer = _linear(comm, "gossip_sync", nn.Sequential(layer, nn.Linear(4, 1)).double())
         for _ in range(2):
-            for x in hd.shard(DataLoader(X, 4)):
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                optimizer.step()
+            loops.steps(optimizer, hd.shard(DataLoader(X, 4)), lambda x: model(x).square().mean().backward())
 
     run_virtual(body, 2)
     assert told(MASKS) == levels
@@ -205,15 +203,14 @@ def _queues(strategy, size, buffers=None, steps=3, **options):
         torch.manual_seed(0)
         model, optimizer = _linear(comm, strategy, Queue().double(), buffers=buffers, **options)
         seen = []
-        for x in hd.shard(DataLoader(X[: 4 * size * steps], 4)):
-            optimizer.zero_grad()
-            model(x).backward()
-            optimizer.step()
-            seen.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+        note = lambda x=None: seen.append({name: buffer.clone() for name, buffer in model.named_buffers()})  # noqa: E731
+        batches = hd.shard(DataLoader(X[: 4 * size * steps], 4))
+        loops.steps(optimizer, batches, lambda x: model(x).backward(), after=note)
         with hd.consensus(model):
-            seen.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+            note()
         hd.finish(model)
-        return [*seen, {name: buffer.clone() for name, buffer in model.named_buffers()}]
+        note()
+        return seen
 
     return run_virtual(body, size)
 
@@ -253,10 +250,7 @@ def test_a_queue_to_which_all_ranks_add_the_same_is_not_worth_a_word(told):
 
     def body(comm):
         model, optimizer = _linear(comm, model=Joined(24).double(), identical_batches="allow")
-        for x in hd.shard(DataLoader(X, 4)):
-            optimizer.zero_grad()
-            model(x).backward()
-            optimizer.step()
+        loops.steps(optimizer, hd.shard(DataLoader(X, 4)), lambda x: model(x).backward())
         return model.queue.clone()
 
     one, other = run_virtual(body, 2)

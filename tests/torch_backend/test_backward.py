@@ -22,9 +22,9 @@ SAYS = {
     "killed": "signal 9",
 }
 WITH_ULFM = SAYS | {"killed": "rank 1 has died; this call needs all of them."}
-FEW = [*(("ddp", how, False) for how in ("hangs", "stops", "calls", "raises")), ("ddp", "killed", True)]
+FEW = [*(("ddp", how, False) for how in ("hangs", "calls", "raises")), ("ddp", "killed", True)]
 FEW += [("fsdp2", "ends", False)]
-MORE = [("ddp", "killed", False), ("plain", "hangs", False), ("fsdp2", "raises", False), ("fsdp2", "killed", True)]
+MORE = [*(("ddp", how, False) for how in ("stops", "killed")), ("plain", "hangs", False), ("fsdp2", "killed", True)]
 
 
 def cases():

@@ -6,10 +6,13 @@ The strategy `plain` is Lightning's own: each rank trains by itself, on batches 
 # ruff: noqa: E402, what is imported on first use is seen before
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
 import sys
 import warnings
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -263,6 +266,16 @@ def refusals(strategy, folder):
     }
 
 
+def page(strategy, folder):
+    """Runs the page's script, which lies in the folder of all cases; what it prints."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    sys.argv[1:] = []
+    with redirect_stdout(io.StringIO()) as said:
+        exec(compile((folder.parents[1] / "train.py").read_text(), "train.py", "exec"), {"__name__": "page"})
+    return {"said": said.getvalue()}
+
+
 def environment(strategy, folder):
     made = HpcdistEnvironment()
     ranks = made.global_rank(), made.local_rank(), made.node_rank(), made.world_size()
@@ -291,6 +304,7 @@ CASES = {
     "fabric": lambda strategy, folder: fabric(strategy(HpcdistFabricStrategy), folder),
     "mixed": mixed,
     "evaluates": lambda strategy, folder: evaluates(strategy()),
+    "page": page,
     "refusals": refusals,
     "environment": environment,
 }

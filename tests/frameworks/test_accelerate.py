@@ -43,6 +43,7 @@ def test_the_script_trains_by_other_strategies(tmp_path, strategy):
     assert said.count("of 46") == 3 and all(value.isfinite().all() for value in model.values())
 
 
+@pytest.mark.extended
 def test_a_model_that_accelerate_wraps_is_refused_by_name(tmp_path):
     script = "".join(line for line in SCRIPT.splitlines(True) if "prepare_model" not in line)
     three, four = "optimizer, schedule, test_loader", "model, optimizer, schedule, test_loader"

@@ -48,16 +48,28 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def trained(size, folder, *cases, script="by_lightning.py"):
+def trained(size, folder, *cases, timeout_s=200):
     """What each rank found, by case."""
     found = {}
-    done = launch(size, [HERE / script, folder, *cases], env=IMPORTS, timeout_s=180, compiler=True)
+    words = [HERE / "by_lightning_habits.py", folder, *cases]
+    done = launch(size, words, env=IMPORTS, timeout_s=timeout_s, compiler=True)
     for line in done.stdout.splitlines():
         if line.startswith("["):
             rank, case, value = json.loads(line)
             found.setdefault(case, {})[rank] = value
     assert done.returncode == 0, done.stderr[-4000:]
     return {case: [ranks[rank] for rank in sorted(ranks)] for case, ranks in found.items()}
+
+
+def beside_plain(strategy, cases):
+    return [f"{name}:{case}" for case in cases for name in ("plain", strategy)]
+
+
+def require_plain(found, strategy, cases):
+    """Raises unless the strategy has come to what Lightning does in one process."""
+    for case in cases:
+        for own in found[f"{strategy}:{case}"]:
+            require_near(own, found[f"plain:{case}"][0])
 
 
 def require_near(found, reference):
@@ -70,15 +82,17 @@ def require_near(found, reference):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """All that is tried on two ranks."""
-    both = [f"{name}:{case}" for case in SAME for name in ("plain", "allreduce")]
-    others = ["gossip_pull:epochs", "local_sgd:gan", "allreduce:resume", "allreduce:refusals", "allreduce:environment"]
-    return trained(2, tmp_path_factory.mktemp("two"), *both, *others)
+    folder = tmp_path_factory.mktemp("two")
+    script = next(block.code for block in blocks(PAGE.read_text()) if block.code.startswith("# train.py"))
+    (folder / "train.py").write_text(script)
+    others = ["gossip_pull:epochs", "local_sgd:gan", "allreduce:resume", "allreduce:page", "allreduce:refusals"]
+    cases = (*beside_plain("allreduce", SAME + TRIED), *others, "allreduce:environment", "allreduce:refused")
+    return trained(2, folder, *cases)
 
 
-@each("case", SAME)
+@each("case", SAME + TRIED)
 def test_allreduce_trains_as_one_process_does(found, case):
-    for own in found[f"allreduce:{case}"]:
-        require_near(own, found[f"plain:{case}"][0])
+    require_plain(found, "allreduce", [case])
 
 
 @each("run", ["gossip_pull:epochs", "local_sgd:gan"])
@@ -96,6 +110,10 @@ def test_a_checkpoint_is_the_consensus_and_goes_on(found):
 
 def test_fabric_saves_what_the_ranks_stand_for(found):
     assert all(own["alike"] for own in found["allreduce:fabric"])
+
+
+def test_the_script_of_the_page_trains_and_speaks_once(found):
+    assert sum(own["said"].count("accuracy 0.9") for own in found["allreduce:page"]) == 1
 
 
 def test_lightning_is_imported_on_first_use(found):
@@ -131,6 +149,20 @@ def test_refusals(found, case):
     assert all(own[name].startswith(message) for own in found["allreduce:refusals"]), found["allreduce:refusals"]
 
 
+@each(
+    "case",
+    [
+        ("stream", "data for training must be a map-style data set with Lightning, whose loop must know the number of"),
+        ("uneven", "a training loader must have as many batches on each rank with Lightning, whose loops end by"),
+        ("weights", "several training loaders must share the samples of each step alike among ranks, as the loss has"),
+        ("left", "a training must have ended before the next one begins; got one that an exception has left. Start"),
+    ],
+)
+def test_habits_that_are_refused(found, case):
+    name, message = case
+    assert all(own[name].startswith(f"ConfigError: {message}") for own in found["allreduce:refused"])
+
+
 def test_a_missing_package_is_told(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="lightning must be installed for HpcdistStrategy; got none"):
@@ -141,9 +173,8 @@ def test_a_missing_package_is_told(monkeypatch):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """Two workers and a server."""
-    plain = [f"plain:{case}" for case in ("epochs", "clipping", "early", "within")]
-    ours = [case.replace("plain", "hardsync") for case in plain]
-    return trained(3, tmp_path_factory.mktemp("three"), *plain, *ours, "parameter_server:resume", "hardsync:resume")
+    cases = beside_plain("hardsync", ("epochs", "clipping", "early", "within"))
+    return trained(3, tmp_path_factory.mktemp("three"), *cases, "parameter_server:resume", "hardsync:resume")
 
 
 @each("case", ["epochs", "clipping", "early", "within"])
@@ -166,84 +197,27 @@ def test_a_checkpoint_has_the_state_of_servers(served, strategy):
 
 
 # --- the table of the page --------------------------------------------------------------------------------------------
-def habits(size, folder, cases, *others, strategy="allreduce"):
-    """What each case found by a strategy, and in one process."""
-    both = [f"{name}:{case}" for case in cases for name in ("plain", strategy)]
-    return trained(size, folder, *both, *others, script="by_lightning_habits.py")
-
-
-@pytest.fixture(scope="module")
-def tried(tmp_path_factory):
-    return habits(2, tmp_path_factory.mktemp("habits"), TRIED, "allreduce:refused")
-
-
-@each("case", TRIED)
-def test_habits_train_as_in_one_process(tried, case):
-    for own in tried[f"allreduce:{case}"]:
-        require_near(own, tried[f"plain:{case}"][0])
-
-
-@each(
-    "case",
-    [
-        ("stream", "data for training must be a map-style data set with Lightning, whose loop must know the number of"),
-        ("uneven", "a training loader must have as many batches on each rank with Lightning, whose loops end by"),
-        ("weights", "several training loaders must share the samples of each step alike among ranks, as the loss has"),
-        ("left", "a training must have ended before the next one begins; got one that an exception has left. Start"),
-    ],
-)
-def test_habits_that_are_refused(tried, case):
-    name, message = case
-    assert all(own[name].startswith(f"ConfigError: {message}") for own in tried["allreduce:refused"])
-
-
 def test_the_table_of_the_page_has_these_rows():
     _, _, table = PAGE.read_text().partition("## What has been tried")
     rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")]
     assert rows[1:] == list(ROWS)
 
 
-@pytest.fixture(scope="module")
-def tabled(tmp_path_factory):
-    return habits(2, tmp_path_factory.mktemp("table"), sum(ROWS.values(), []))
+RESUMED = ("allreduce:resume_within", "local_sgd:resume")
+SHUFFLED = (*RESUMED, "allreduce:shuffled", "allreduce:mixed", "gossip_pull:within", "gossip_pull:mixed")
 
 
 @pytest.mark.extended
-@pytest.mark.time_limit(200)
-@each("row", list(ROWS))
-def test_each_row_of_the_table(tabled, row):
-    for case in ROWS[row]:
-        for own in tabled[f"allreduce:{case}"]:
-            require_near(own, tabled[f"plain:{case}"][0])
-
-
-@pytest.mark.extended
-@pytest.mark.time_limit(200)
-def test_rows_of_the_table_with_servers(tmp_path):
-    cases = ("cycled", "longest", "max_size", "measured", "best", "swa", "plateau", "synced", "tested", "predicted")
-    cases += ("validations", "twice", "max_time", "scheduler", "stopped", "across", "reloaded")
-    found = habits(3, tmp_path, cases, strategy="hardsync")
-    for case in cases:
-        for own in found[f"hardsync:{case}"]:
-            require_near(own, found[f"plain:{case}"][0])
-
-
-# --- what is rarer ----------------------------------------------------------------------------------------------------
-@pytest.mark.extended
-@pytest.mark.time_limit(200)
-def test_rarer_loops(tmp_path):
-    both = [f"{name}:{case}" for case in (*MORE, "gathers") for name in ("plain", "allreduce")]
-    resumed = ["allreduce:resume_within", "local_sgd:resume"]
-    evaluated = ("plain:evaluates", "allreduce:evaluates")
-    runs = [*resumed, "allreduce:shuffled", "allreduce:mixed", "gossip_pull:within", "gossip_pull:mixed"]
-    found = trained(2, tmp_path, *both, *runs, "gossip_pull:fabric", "local_sgd:accumulation", *evaluated)
-    for case in MORE:
-        for own in found[f"allreduce:{case}"]:
-            require_near(own, found[f"plain:{case}"][0])
-    for run in runs:
+@pytest.mark.time_limit(400)
+def test_each_row_of_the_table_and_rarer_loops(tmp_path):
+    cases = [case for row in ROWS.values() for case in row if case not in SAME + TRIED] + list(MORE)
+    both = beside_plain("allreduce", [*cases, "gathers", "evaluates"])
+    found = trained(2, tmp_path, *both, *SHUFFLED, "gossip_pull:fabric", "local_sgd:accumulation", timeout_s=380)
+    require_plain(found, "allreduce", cases)
+    for run in SHUFFLED:
         one, other = found[run]
         assert one["values"] == other["values"]
-    for own in sum((found[run] for run in resumed), []):
+    for own in sum((found[run] for run in RESUMED), []):
         assert own["consensus"] and own["values"] == pytest.approx(own["whole"], abs=1e-12)
     plain, *_ = found["plain:evaluates"]
     assert sorted(sum((own["outputs"] for own in found["allreduce:evaluates"]), [])) == sorted(plain["outputs"])
@@ -251,30 +225,11 @@ def test_rarer_loops(tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.time_limit(200)
-def test_rarer_loops_with_servers(tmp_path):
-    cases = ("steps", "accumulation", "max_steps", "stops", "unclipped")
-    both = (f"{name}:{case}" for case in cases for name in ("plain", "hardsync"))
-    found = trained(3, tmp_path, *both, "hardsync:resume_within")
+@pytest.mark.time_limit(400)
+def test_rows_of_the_table_and_rarer_loops_with_servers(tmp_path):
+    cases = ("cycled", "max_size", "measured", "best", "swa", "plateau", "synced", "predicted", "validations", "twice")
+    cases += ("scheduler", "across", "reloaded", "max_steps", "stops", "unclipped")
+    found = trained(3, tmp_path, *beside_plain("hardsync", cases), "hardsync:resume_within", timeout_s=380)
+    require_plain(found, "hardsync", cases)
     for own in found["hardsync:resume_within"]:
         assert own["consensus"] and own["values"] == pytest.approx(own["whole"], abs=1e-12)
-    for case in cases:
-        for own in found[f"hardsync:{case}"]:
-            require_near(own, found[f"plain:{case}"][0])
-
-
-# --- the page ---------------------------------------------------------------------------------------------------------
-def test_the_script_of_the_page_trains_as_one_process_does(tmp_path, monkeypatch):
-    import torch
-
-    monkeypatch.chdir(tmp_path)
-    script = next(block.code for block in blocks(PAGE.read_text()) if block.code.startswith("# train.py"))
-    Path("train.py").write_text(script)
-    models = []
-    for size in (1, 2):
-        done = launch(size, ["train.py"], env=IMPORTS, compiler=True)
-        assert done.returncode == 0, done.stderr[-4000:]
-        assert done.stdout.count("accuracy 0.9") == 1, done.stdout
-        models.append(torch.load("model.pt"))
-    for name, value in models[0].items():
-        assert torch.allclose(models[1][name], value, rtol=1e-12, atol=1e-12), name

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from small import BySamples, Tokens, arguments, figures, loss, make, metrics, write
+from small import BySamples, Tokens, arguments, figures, loss, make, metrics, page, write
 from transformers import Trainer
 
 folder = Path(sys.argv[1])
@@ -27,3 +27,4 @@ if __name__ == "__main__":
         trainer = kind(make(), arguments(folder, 12, **given), **more)
         trainer.train()
         write(folder / f"{name}.json", figures(trainer))
+    page(folder)

@@ -6,7 +6,20 @@ from pathlib import Path
 import torch
 import transformers
 from alone import CASES
-from small import TESTED, BySamples, Stream, Tokens, arguments, figures, loss, make, metrics, parameters, write
+from small import (
+    TESTED,
+    BySamples,
+    Stream,
+    Tokens,
+    arguments,
+    figures,
+    loss,
+    make,
+    metrics,
+    page,
+    parameters,
+    write,
+)
 
 import hpcdist as hd
 
@@ -88,6 +101,7 @@ def message(work):
 def main():
     for name, value in compared():
         results[name] = value
+    page(folder)
     for name, strategy in {
         "allreduce": "allreduce", "gossip_pull": "gossip_pull", "local_sgd": {"name": "local_sgd", "period": 2}
     }.items():  # fmt: skip

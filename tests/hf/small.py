@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +85,12 @@ def figures(trainer) -> dict:
 
 def write(path: Path, value) -> None:
     path.write_text(json.dumps(value))
+
+
+def page(folder: Path) -> None:
+    """Runs the page's script, which has been written there; what it prints goes to a file."""
+    with (folder / f"page-{os.getpid()}.txt").open("w") as said, redirect_stdout(said):
+        exec(compile((folder / "page.py").read_text(), "page.py", "exec"), {"__name__": "page"})
 
 
 class BySamples:

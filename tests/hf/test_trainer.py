@@ -26,19 +26,45 @@ REFUSED = {
     "a stream": r"train_dataset must have a length where ranks serve",
 }
 KINDS = ["allreduce", "gossip_pull", "local_sgd", "softsync"]
+BLOCKS = pages.blocks((HERE.parents[1] / "docs" / "hf-trainer.md").read_text())
+(PAGE,) = (block.code for block in BLOCKS if "hd.init()" in block.code)
+PLAIN = {  # the changes that the page names, taken back
+    "import hpcdist as hd\n": "",
+    "hd.init()\n": "",
+    "from hpcdist.hf import Trainer": "from transformers import Trainer",
+    ', strategy="allreduce"': "",
+    "hd.size()": "1",
+}
+EXACTLY = {"GPT2LMHeadModel(config)": "GPT2LMHeadModel(config).double()", "=8 // hd.size()": "=6 // hd.size()"}
+
+
+def replaced(text, changes):
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    return text
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """What one process has found with the plain Trainer, and each of three ranks with ours."""
+def launched(tmp_path_factory):
+    """Where one process with the plain Trainer, and three ranks with ours, have written."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "alone").mkdir()
+    script = replaced(PAGE, EXACTLY)
+    for where, text in ((folder, script), (folder / "alone", replaced(script, PLAIN))):
+        (where / "page.py").write_text(text.replace('"trained"', repr(str(where / "page"))))
     with launch_environment(IMPORTS, compiler=True) as env:
         alone = subprocess.Popen([sys.executable, HERE / "alone.py", folder / "alone"], env=env)
         done = launch(3, [HERE / "ranks.py", folder], env=IMPORTS, compiler=True)
         assert alone.wait(120) == done.returncode == 0, done.stdout + done.stderr
-    plain = {name: json.loads((folder / "alone" / f"{name}.json").read_text()) for name in EXACT}
-    return plain, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(3)]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(launched):
+    """What one process has found with the plain Trainer, and each of three ranks with ours."""
+    plain = {name: json.loads((launched / "alone" / f"{name}.json").read_text()) for name in EXACT}
+    return plain, [json.loads((launched / f"rank{rank}.json").read_text()) for rank in range(3)]
 
 
 def difference(one, other):
@@ -105,40 +131,13 @@ def test_a_stream_is_shared_up_to_max_steps(runs):
     assert all(own["stream"][0] == 4 for own in runs[1])
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
-PAGE = HERE.parents[1] / "docs" / "hf-trainer.md"
-PLAIN = {  # the changes that the page names, taken back
-    "import hpcdist as hd\n": "",
-    "hd.init()\n": "",
-    "from hpcdist.hf import Trainer": "from transformers import Trainer",
-    ', strategy="allreduce"': "",
-    "hd.size()": "1",
-}
-EXACTLY = {"GPT2LMHeadModel(config)": "GPT2LMHeadModel(config).double()"}
-
-
-def replaced(text, changes):
-    for old, new in changes.items():
-        assert old in text
-        text = text.replace(old, new)
-    return text
-
-
-def test_the_script_of_the_page_trains_as_one_process_does(tmp_path):
-    """On two ranks, and with the plain Trainer in one process. Both save the model at the end and in each epoch."""
-    script = next(block.code for block in pages.blocks(PAGE.read_text()) if "hd.init()" in block.code)
-    script = replaced(script, EXACTLY)
-    for name, text in {"ranks": script, "alone": replaced(script, PLAIN)}.items():
-        (tmp_path / f"{name}.py").write_text(text.replace('"trained"', f'r"{tmp_path / name}"'))
-    with launch_environment(IMPORTS, compiler=True) as env:
-        alone = subprocess.Popen([sys.executable, tmp_path / "alone.py"], env=env, stdout=subprocess.PIPE)
-        done = launch(2, [tmp_path / "ranks.py"], env=IMPORTS, compiler=True)
-        alone.communicate(timeout=120)
-    assert done.returncode == alone.returncode == 0, done.stderr
-    for at in (".", "checkpoint-5", "checkpoint-15"):
-        files = [load_file(tmp_path / name / at / "model.safetensors") for name in ("ranks", "alone")]
-        assert all((files[0][name] - files[1][name]).abs().max() < 1e-12 for name in files[1])
-    assert done.stdout.count("'train_loss'") == 1
+def test_the_script_of_the_page_trains_as_one_process_does(launched):
+    """Both save the model at the end and in each epoch."""
+    for at in (".", "checkpoint-6", "checkpoint-18"):
+        ours, alone = (load_file(where / "page" / at / "model.safetensors") for where in (launched, launched / "alone"))
+        assert all((ours[name] - alone[name]).abs().max() < 1e-12 for name in alone)
+    said = [path.read_text().count("'train_loss'") for path in launched.glob("page-*.txt")]
+    assert sorted(said) == [0, 0, 1]
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def alone(sizes):
 @pytest.mark.parametrize("deaths", [{2: 7}, pytest.param({0: 4, 1: 4}, marks=pytest.mark.extended)])
 def test_the_others_go_on_from_the_last_commit(deaths, tmp_path):
     words = ["-m", "hpcdist.hvd", JOB, json.dumps(deaths), tmp_path]
-    job = launch(4, words, env=ENVIRONMENT, timeout_s=LIMIT_S, options=ULFM, compiler=True)
+    job = launch(4, words, env=ENVIRONMENT, timeout_s=LIMIT_S, options=ULFM)
     found = {int(path.stem): json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert set(found) == set(range(4)) - set(deaths), job.stderr[-3000:]
     for of_rank in found.values():

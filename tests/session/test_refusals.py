@@ -170,14 +170,6 @@ def test_what_is_given_wrongly_is_refused_with_what_to_write_instead(message):
     refused(REFUSED[message], message)
 
 
-def test_batches_of_each_ranks_own_need_no_loader():
-    def alone(comm):
-        begun(comm)
-        return sum(len(batch) for batch in hd.shard([torch.ones(2, 2), torch.ones(1, 2)], split=False))
-
-    assert run_virtual(alone, 1) == [3]
-
-
 def test_a_model_of_another_wrapper_is_refused_when_it_is_given_wrapped_and_when_it_runs(tmp_path):
     def run_another(model, optimizer):
         wrapped = nn.parallel.DistributedDataParallel(model)

@@ -106,26 +106,6 @@ def test_an_epoch_that_is_resumed_has_the_rest_of_its_steps(ranks, drop_last):
     assert all(steps == length - 2 for steps, length in ranks(body))
 
 
-@pytest.mark.sizes(2)
-def test_hooks_run_once_for_each_update_also_when_a_state_was_loaded(ranks):
-    def body(comm):
-        hd.init(comm=comm)
-        optimizer, model = _optimizer()
-        distributed = hd.DistributedOptimizer(optimizer, model, identical_batches="allow")
-        called = []
-        distributed.register_step_post_hook(lambda *_: called.append(True))
-        counts = []
-        for _ in range(2):
-            model(torch.ones(1, 2)).sum().backward()
-            distributed.step()
-            distributed.load_state_dict(distributed.state_dict())
-            counts.append(len(called))
-        distributed.strategy.close()
-        return counts
-
-    assert all(counts == [1, 2] for counts in ranks(body))
-
-
 @pytest.mark.sizes(3)
 def test_broadcast_of_tensors_modules_and_values(ranks):
     def body(comm):

@@ -132,14 +132,11 @@ def test_a_gpu_counts_millijoules(monkeypatch):
     meter.close()
 
 
-@pytest.mark.parametrize(
-    ("fails", "reason"),
-    [("init", "no driver of NVIDIA's answers (Not Supported)"), ("count", "GPU-1 does not count its energy (Not Supp")],
-)
-def test_a_gpu_that_does_not_count(monkeypatch, fails, reason):
-    monkeypatch.setitem(sys.modules, "pynvml", Nvml(fails))
-    meter = EnergyMeter({"gpu": lambda: [GpuCounter("GPU-1")]})
-    assert meter.joules() == {} and reason in meter.missing["gpu"]
+def test_a_gpu_that_does_not_count(monkeypatch):
+    for fails, reason in (("init", "no driver of NVIDIA's answers (Not S"), ("count", "GPU-1 does not count its en")):
+        monkeypatch.setitem(sys.modules, "pynvml", Nvml(fails))
+        meter = EnergyMeter({"gpu": lambda: [GpuCounter("GPU-1")]})
+        assert meter.joules() == {} and reason in meter.missing["gpu"]
 
 
 def test_a_gpu_tells_its_use_or_not(monkeypatch):
@@ -165,8 +162,9 @@ def test_a_source_that_one_rank_misses_is_not_the_runs():
     assert energy_of({}, {"cpu": "none"}).joules is None
 
 
-def test_the_first_rank_of_a_host_measures_it(ranks, tmp_path):
-    root = tmp_path if ranks.size == 1 or not ranks.real else type(tmp_path)(ranks(lambda comm: str(tmp_path))[0])
+@pytest.mark.sizes(1, 3)
+def test_the_first_rank_of_a_host_measures_it(ranks, shared_tmp_path):
+    root = shared_tmp_path
 
     def body(comm):
         comm.trace.virtual = None  # whatever the ranks are

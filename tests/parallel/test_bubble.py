@@ -17,27 +17,13 @@ THIRDS = {"F": 1, "B": 2, "I": 1, "W": 1}
 AGAIN = THIRDS | {"B": 3, "I": 2}  # with recomputation
 
 
-def step_s(
-    schedule: str,
-    ranks: int,
-    micro_batches: int,
-    chunks: int = 1,
-    network: Network | None = None,
-    recompute: bool = False,
-) -> float:
+def step_s(schedule: str, ranks: int, micro_batches: int, chunks: int = 1, network=None, recompute=False) -> float:
     """The time of the second step; in the first one the ranks tell one another what they will send."""
 
     def body(comm):
         model = [nn.Linear(4, 4) for _ in range(ranks * chunks)]
-        pipeline = Pipeline(
-            model,
-            mse_loss,
-            Grid(comm, ranks, spread=True),
-            micro_batches=micro_batches,
-            schedule=schedule,
-            chunks=chunks,
-            recompute=recompute,
-        )
+        course = {"micro_batches": micro_batches, "schedule": schedule, "chunks": chunks, "recompute": recompute}
+        pipeline = Pipeline(model, mse_loss, Grid(comm, ranks, spread=True), **course)
         x = torch.ones(2 * micro_batches, 4)
         pipeline.forward_backward(x, x)
         comm.barrier()
@@ -51,9 +37,7 @@ def step_s(
     return max(end for _, end in times) - min(start for start, _ in times)
 
 
-def predicted_s(
-    schedule: str, ranks: int, micro_batches: int, chunks: int = 1, message_s: float = 0.0, recompute: bool = False
-) -> float:
+def predicted_s(schedule: str, ranks: int, micro_batches: int, chunks=1, message_s=0.0, recompute=False) -> float:
     thirds = AGAIN if recompute else THIRDS
     seconds = {kind: third / 3 * STEP_S / ranks / chunks / micro_batches for kind, third in thirds.items()}
     table = schedules.make(schedule, ranks, micro_batches, chunks)

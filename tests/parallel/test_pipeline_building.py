@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from harness.cases import each
 from harness.pipelines import SEED, assert_close, make_pipeline, merged, piped, whole
 from hpcdist.parallel import Chain
 from hpcdist.parallel.layers import build
@@ -32,8 +33,8 @@ FORMS = {
 }
 
 
-@pytest.mark.sizes(1, 2, 4)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.sizes(1, 2)
+@each("form", FORMS)
 def test_a_function_and_a_model_of_any_form_are_the_same(ranks, form):
     """Of a model itself each rank keeps its layers. Names are those of nn.Sequential."""
     make, (x, y) = FORMS[form], samples()
@@ -82,7 +83,7 @@ def plain():
     return nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 4), nn.Conv1d(4, 4, 1), nn.Bilinear(4, 4, 4))
 
 
-@pytest.mark.sizes(1, 2, 4)
+@pytest.mark.sizes(1, 4)
 @pytest.mark.parametrize("make", [Initialised, plain])
 def test_initial_values_and_random_state_are_those_of_the_unsplit_model(ranks, make):
     def body(comm):

@@ -20,8 +20,6 @@ COURSES = [
     ("interleaved", 3),
     ("zero_bubble", 1),
 ]
-WAYS = [(*course, recompute) for course in COURSES for recompute in (False, True)]
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 loss_of = nn.functional.mse_loss
 
 
@@ -37,34 +35,26 @@ def samples(count, dtype=torch.float64):
     return (torch.randn(count, n, generator=generator, dtype=torch.float64).to(dtype) for n in (5, 3))
 
 
-@pytest.mark.parametrize("schedule, chunks, recompute", WAYS)
-def test_they_are_those_of_the_unsplit_model(ranks, schedule, chunks, recompute):
-    """Batches of 7 samples: micro-batches that differ in length, and fewer of them than ranks."""
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.parametrize("schedule, chunks", COURSES)
+def test_they_are_those_of_the_unsplit_model(ranks, schedule, chunks):
+    """Batches of 7 samples: micro-batches that differ in length, and fewer of them than ranks, recomputed or not."""
     x, y = samples(7)
-    options = {"schedule": schedule, "chunks": chunks, "recompute": recompute}
 
     def body(comm):
-        return [piped(comm, make, loss_of, x, y, micro_batches=number, **options) for number in (1, 2, 5, 7)]
+        return [
+            piped(comm, make, loss_of, x, y, micro_batches=n, schedule=schedule, chunks=chunks, recompute=recompute)
+            for n, recompute in ((1, False), (5, False), (5, True))
+        ]
 
     expected = whole(make, loss_of, x, y)
     for outcomes in zip(*ranks(body), strict=True):
-        assert_close(merged(outcomes), expected, TOLERANCE[torch.float64])
+        assert_close(merged(outcomes), expected, 1e-12)
 
 
 @pytest.mark.computes
-@pytest.mark.parametrize("schedule, chunks", COURSES)
-def test_in_single_precision(ranks, schedule, chunks):
-    x, y = samples(8, torch.float32)
-
-    def body(comm):
-        return piped(comm, lambda: make(torch.float32), loss_of, x, y, schedule=schedule, chunks=chunks)
-
-    expected = whole(lambda: make(torch.float32), loss_of, x, y)
-    assert_close(merged(ranks(body)), expected, TOLERANCE[torch.float32])
-
-
-@pytest.mark.computes
-def test_every_schedule_ends_on_the_same_bits(ranks):
+@pytest.mark.sizes(2, 4)
+def test_every_schedule_ends_on_the_same_bits_also_in_single_precision(ranks):
     """Micro-batches are added in the same order, so that it does not matter which schedule was chosen."""
     x, y = samples(7, torch.float32)
 
@@ -76,36 +66,18 @@ def test_every_schedule_ends_on_the_same_bits(ranks):
                 found.append(piped(comm, lambda: make(torch.float32), loss_of, x, y, **options))
         return found
 
-    for outcomes in ranks(body):
-        first = outcomes[0]
-        for other in outcomes[1:]:
+    results = ranks(body)
+    for first, *others in results:
+        for other in others:
             assert other.loss == first.loss
             assert all(same(grad, other.grads[name]) for name, grad in first.grads.items())
+    assert_close(merged([found[0] for found in results]), whole(lambda: make(torch.float32), loss_of, x, y), 1e-6)
 
 
 @pytest.mark.computes
-def test_they_add_up_until_they_are_set_to_zero(ranks):
-    """As those of a model do: several batches make one update."""
-    x, y = samples(8)
-
-    def body(comm):
-        pipeline = make_pipeline(comm, make, loss_of, micro_batches=2)
-        pipeline.forward_backward(x[:4], y[:4])
-        value = pipeline.forward_backward(x[4:], y[4:])
-        twice = outcome(value, pipeline)
-        pipeline.zero_grad()
-        return twice, outcome(pipeline.forward_backward(x[:4], y[:4]), pipeline)
-
-    first, second = (whole(make, loss_of, x[part], y[part]) for part in (slice(4), slice(4, 8)))
-    twice, once = (merged(outcomes) for outcomes in zip(*ranks(body), strict=True))
-    both = second._replace(grads={name: grad + second.grads[name] for name, grad in first.grads.items()})
-    assert_close(twice, both, 1e-12)
-    assert_close(once, first, 1e-12)
-
-
-@pytest.mark.computes
-def test_batches_may_differ_in_length(ranks):
-    """The last one of an epoch is smaller, down to fewer samples than there are micro-batches; it comes round again."""
+@pytest.mark.sizes(1, 3)
+def test_they_add_up_until_they_are_set_to_zero_and_batches_may_differ_in_length(ranks):
+    """Several batches make one update. The last one of an epoch is smaller, down to one sample; then all come again."""
     x, y = samples(8)
     lengths = [8, 3, 1, 8, 3]
 
@@ -114,13 +86,18 @@ def test_batches_may_differ_in_length(ranks):
         for length in lengths:
             pipeline.zero_grad()
             found.append(outcome(pipeline.forward_backward(x[:length], y[:length]), pipeline))
-        return found
+        return [*found, outcome(pipeline.forward_backward(x[4:], y[4:]), pipeline)]
 
-    for length, outcomes in zip(lengths, zip(*ranks(body), strict=True), strict=True):
-        assert_close(merged(outcomes), whole(make, loss_of, x[:length], y[:length]), 1e-12)
+    *found, both = (merged(outcomes) for outcomes in zip(*ranks(body), strict=True))
+    for length, once in zip(lengths, found, strict=True):
+        assert_close(once, expected := whole(make, loss_of, x[:length], y[:length]), 1e-12)
+    second = whole(make, loss_of, x[4:], y[4:])
+    total = {name: grad + second.grads[name] for name, grad in expected.grads.items()}
+    assert_close(both, second._replace(grads=total), 1e-12)
 
 
 @pytest.mark.computes
+@pytest.mark.sizes(1, 3)
 def test_outputs_are_those_of_the_unsplit_model(ranks):
     """Where the last stage is; and outside of training nothing is kept."""
     x, _ = samples(7)

@@ -34,7 +34,6 @@ class Scenario(NamedTuple):
 
 
 SCENARIOS = (
-    Scenario("next", 1, (1,), 2),
     Scenario("same again", 1, (1, 2), 2),
     Scenario("went back", 1, (1, 2, 3), 2),
     Scenario("two ranks", 2, (1,), 2),

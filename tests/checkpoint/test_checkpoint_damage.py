@@ -35,7 +35,7 @@ def folder(two_checkpoints, tmp_path):
     return shutil.copytree(two_checkpoints, tmp_path / "copy")
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_a_flipped_bit_anywhere_is_noticed(two_checkpoints, data):
     path = two_checkpoints / "step-00000002"
@@ -138,12 +138,6 @@ def test_a_place_that_is_no_checkpoint_is_refused(folder):
             verify(place)
 
 
-def test_the_oldest_checkpoint_has_no_older_one(folder):
-    cut(folder / "step-00000001" / "rank-0000.json")
-    with pytest.raises(CheckpointError, match=r"rank-0000.json must be \d+ bytes long; got \d+.$"):
-        verify(folder / "step-00000001")
-
-
 def test_a_damaged_latest_checkpoint_is_passed_over_only_when_told(folder):
     path = folder / "step-00000002"
     with warnings.catch_warnings():
@@ -157,7 +151,9 @@ def test_a_damaged_latest_checkpoint_is_passed_over_only_when_told(folder):
     message = "passed over in favour of step-00000001: .*rank-0001.safetensors must have sha256"
     with pytest.warns(UserWarning, match=message):
         assert latest(folder, fallback=True) == folder / "step-00000001"
-    (folder / "step-00000001" / "rank-0000.json").unlink()
+    cut(folder / "step-00000001" / "rank-0000.json")
+    with pytest.raises(CheckpointError, match=r"rank-0000.json must be \d+ bytes long; got \d+.$"):
+        verify(folder / "step-00000001")  # and no older one is named
     message = r"must hold a checkpoint that is whole; got 2 damaged. .*step-00000002.*step-00"
     with pytest.raises(CheckpointError, match=message):
         latest(folder, fallback=True)
@@ -165,7 +161,7 @@ def test_a_damaged_latest_checkpoint_is_passed_over_only_when_told(folder):
 
 
 # --- by all ranks together --------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("saved", "size"), [(3, 3), (3, 2), (5, 2), (2, 4), (1, 3), (3, 1)])
+@pytest.mark.parametrize(("saved", "size"), [(3, 3), (5, 2), (2, 3)])
 def test_each_file_is_checked_once_and_by_the_rank_that_reads_it(tmp_path, monkeypatch, saved, size):
     (path, *_) = run_virtual(lambda comm: save(comm, tmp_path, 1, state_of(comm.rank, 1)), saved)
     module = sys.modules["hpcdist.checkpoint.load"]
@@ -187,6 +183,7 @@ def test_each_file_is_checked_once_and_by_the_rank_that_reads_it(tmp_path, monke
         assert checked == {r: [f"rank-{r:04d}.json", f"rank-{r:04d}.safetensors"] for r in range(size)}
 
 
+@pytest.mark.sizes(1, 3)
 def test_damage_is_one_error_on_all_ranks_that_names_the_files(ranks, shared_tmp_path):
     last = ranks.size - 1
     damages = [
@@ -217,7 +214,7 @@ def test_damage_is_one_error_on_all_ranks_that_names_the_files(ranks, shared_tmp
         assert all(f"rank-{rank:04d}.json must be" in messages[-1] for rank in range(ranks.size))
 
 
-@pytest.mark.parametrize(("saved", "size"), [(2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(("saved", "size"), [(2, 2), (3, 2)])
 def test_a_run_does_not_resume_from_a_damaged_checkpoint(tmp_path, saved, size):
     def body(comm, resume=None):
         trainer = tiny.trainer(comm, tmp_path, "epochs=1", "checkpoint.every_steps=4", "checkpoint.keep=1")

@@ -16,6 +16,7 @@ from hpcdist.checkpoint import latest, save, verify
 from hpcdist.comm.virtual import run_virtual
 
 
+@pytest.mark.sizes(1, 3)
 def test_every_rank_gets_its_state_back(ranks, shared_tmp_path):
     folder = shared_tmp_path / "deep" / "checkpoints"
 
@@ -37,6 +38,7 @@ def test_every_rank_gets_its_state_back(ranks, shared_tmp_path):
         assert stamp == (len(content), hashlib.sha256(content).hexdigest())
 
 
+@pytest.mark.sizes(1, 3)
 def test_a_state_that_one_rank_cannot_save_is_an_error_on_all_and_harms_nothing(ranks, shared_tmp_path):
     bad = ranks.size - 1
 
@@ -55,6 +57,7 @@ def test_a_state_that_one_rank_cannot_save_is_an_error_on_all_and_harms_nothing(
         assert after == bits(state_of(rank, 2))
 
 
+@pytest.mark.sizes(2, 4)
 def test_each_reason_is_told_with_its_ranks(ranks, shared_tmp_path):
     def body(comm):
         same = refused(comm, shared_tmp_path, 2, {"fn": len})[1]
@@ -67,7 +70,7 @@ def test_each_reason_is_told_with_its_ranks(ranks, shared_tmp_path):
             assert (f"on rank {listed}: state['{key}'] must be" in other) == (first < ranks.size)
 
 
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.sizes(2, 3)
 def test_ranks_at_different_steps_are_refused(ranks, shared_tmp_path):
     for kind, message in ranks(lambda comm: refused(comm, shared_tmp_path, 5 + comm.rank, {})):
         assert kind == "MismatchError"
@@ -77,7 +80,7 @@ def test_ranks_at_different_steps_are_refused(ranks, shared_tmp_path):
     assert latest(shared_tmp_path) is None
 
 
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.sizes(2, 3)
 def test_a_folder_that_ranks_do_not_share_is_refused(ranks, shared_tmp_path):
     def body(comm):
         own = shared_tmp_path / f"node{comm.rank % 2}"
@@ -90,6 +93,7 @@ def test_a_folder_that_ranks_do_not_share_is_refused(ranks, shared_tmp_path):
     assert not list(shared_tmp_path.glob("node*/*"))
 
 
+@pytest.mark.sizes(1, 3)
 def test_bad_arguments_are_refused_on_all_ranks(ranks, shared_tmp_path):
     taken = shared_tmp_path / "taken"
     cases = [

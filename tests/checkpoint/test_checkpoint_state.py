@@ -52,7 +52,7 @@ states = st.recursive(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(state=states)
 def test_a_state_comes_back_to_the_bit(tmp_path_factory, state):
     assert bits(through_a_file(tmp_path_factory.mktemp("state"), state)) == bits(state)
@@ -63,6 +63,7 @@ ODD_NAN = struct.unpack(">d", bytes.fromhex("fff0000000000abc"))[0]
 
 def test_awkward_values_come_back(tmp_path):
     state = {
+        "deep": nested(97),
         "floats": [0.1, -0.0, 5e-324, math.inf, -math.inf, math.nan, ODD_NAN],
         "integers": [2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 10**5000],
         "text": ["", "\ud800", "\0", "é\n'\"", "$tensor"],
@@ -196,10 +197,6 @@ def test_a_tree_that_cannot_be_stored_is_refused(tmp_path, case):
     state, message = case
     with pytest.raises(CheckpointError, match=message):
         save_alone(tmp_path, 0, state)
-
-
-def test_a_state_may_be_nested_100_deep(tmp_path):
-    assert bits(through_a_file(tmp_path, nested(98))) == bits(nested(98))
 
 
 def test_others_can_read_the_tensors_by_their_place(tmp_path):

@@ -27,12 +27,11 @@ from hpcdist.config import load as load_settings
 from hpcdist.data import HDF5Dataset, Split, create
 from hpcdist.data.format import open_file
 from hpcdist.errors import CheckpointError, ConfigError, DataError, HpcdistError
-from hpcdist.records import Evaluation, append_evaluation, load_run, load_summary, read_evaluations, read_records
+from hpcdist.records import load_run, load_summary, read_evaluations, read_records
 from hpcdist.records.files import open_regular, read_bounded
 from hpcdist.tools.runs.folder import read_comparison
 from hpcdist.tools.slurm import history
 from hpcdist.topology.graph import read_edges
-from train import tiny
 
 
 class Script:
@@ -147,6 +146,7 @@ def _at(*keys, value):
 
 OPTIMIZER = ("state", "optimizer")
 FORGED = [
+    (_tree, _at(*OPTIMIZER, "about", value={})),
     *[(_content, _at(key, value=value)) for key in ("step", "ranks", "meta", "files", "hpcdist")
       for value in (None, -1, 10**30, 1.5, "x", [], [[]], {}, {"a": 1}, True) if (key, value) != ("meta", {})
       and not (key == "hpcdist" and value == "x") and not (key == "step" and value == 10**30)],
@@ -183,26 +183,17 @@ FORGED = [
 ]  # fmt: skip
 
 
-def test_a_checkpoint_that_names_no_strategy_is_refused(saved, tmp_path):
-    shutil.copytree(saved, tmp_path / "forged")
-    _tree(tmp_path / "forged", _at(*OPTIMIZER, "about", value={}))
-    with pytest.raises(CheckpointError, match="must name the strategy that has saved it; take another checkpoint"):
-        run_virtual(lambda comm: Script(comm).load(tmp_path / "forged"), 1)
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("size", "readers"), [(1, 1), (2, 1), (2, 2)])
-def test_forged_checkpoints_with_right_checksums_are_refused_by_a_sentence(worlds, tmp_path, size, readers):
-    """Ranks read what as many have saved, each its own, or what others have; the files of rank 0 are forged.
+@pytest.mark.parametrize("readers", [1, 2])
+def test_forged_checkpoints_with_right_checksums_are_refused_by_a_sentence(saved, tmp_path, readers):
+    """Ranks read what two have saved, each its own, or one both; the files of rank 0 are forged.
 
     A rank that refused alone would leave the other one waiting.
     """
-    saved = worlds[size]
-    assert len(FORGED) > 130
 
     def body(comm):
         script = Script(comm)
-        passed = []
+        passed, said = [], ""
         for number, (write, change) in enumerate(FORGED):
             path = tmp_path / f"{number}"
             if comm.rank == 0:
@@ -214,15 +205,17 @@ def test_forged_checkpoints_with_right_checksums_are_refused_by_a_sentence(world
             except CheckpointError as error:
                 text = str(error)
                 assert len(text) < 1500 and "Traceback" not in text, text
+                said += text
             else:
                 passed.append(number)
         script.load(saved)
         script.step()
-        return passed
+        return passed, said
 
-    harmless, *others = run_virtual(body, readers)
-    assert len(harmless) < len(FORGED) / 5
-    assert others == [harmless] * (readers - 1)
+    (harmless, said), *others = run_virtual(body, readers)
+    assert len(harmless) < len(FORGED) / 5 and len(FORGED) > 130
+    assert [passed for passed, _ in others] == [harmless] * (readers - 1)
+    assert "must name the strategy that has saved it; take another checkpoint" in said
 
 
 def _mutated(data: bytes, draw: random.Random) -> bytes:
@@ -246,12 +239,12 @@ def _mutated(data: bytes, draw: random.Random) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("times", [200, pytest.param(1000, marks=pytest.mark.extended)])
 @pytest.mark.parametrize(
     ("name", "size"),
     [("manifest.json", 2), ("rank-0000.json", 1), ("rank-0000.json", 2), ("rank-0000.safetensors", 2)],
 )
-def test_hundreds_of_mutations_of_a_checkpoint_are_refused_or_harmless(worlds, tmp_path, name, size, times):
+def test_hundreds_of_mutations_of_a_checkpoint_are_refused_or_harmless(worlds, tmp_path, name, size):
+    times = 200
     path = tmp_path / "step-00000001"
     shutil.copytree(worlds[size], path)
     content, manifest = (path / name).read_bytes(), (path / checkpoint.MANIFEST).read_bytes()
@@ -273,48 +266,6 @@ def test_hundreds_of_mutations_of_a_checkpoint_are_refused_or_harmless(worlds, t
         return refused
 
     assert run_virtual(body, 1)[0] > 0.3 * times
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-
-    def body(comm):
-        trainer = tiny.trainer(comm, folder, "epochs=1")
-        trainer.run()
-        trainer.close()
-
-    run_virtual(body, 1)
-    return folder / "run"
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("times", [200, pytest.param(1000, marks=pytest.mark.extended)])
-@pytest.mark.parametrize(
-    "name", ["summary.json", "run.json", "evaluations.jsonl", "records-rank0000.jsonl", "settings.toml"]
-)
-def test_hundreds_of_mutations_of_a_run_s_files_are_refused_or_harmless(run, tmp_path, name, times):
-    append_evaluation(tmp_path, Evaluation(1, 0, 2, 3.0, {"loss": 4.0}))
-    written = {
-        "run.json": b'{"starts": [{"command": ["a"], "started": "2026-01-01T00:00:00Z"}]}',
-        "evaluations.jsonl": (tmp_path / "evaluations.jsonl").read_bytes(),
-        "settings.toml": b'seed = 3\n[optimizer]\nname = "SGD"\nlr = 0.1\n[data]\npath = "a.h5"\nlist = [1, 2]\n',
-    }
-    content = written[name] if name in written else next(run.rglob(name)).read_bytes()[:2000]
-    folder = tmp_path / "mutated"
-    folder.mkdir()
-    read = {
-        "summary.json": load_summary, "run.json": load_run, "evaluations.jsonl": read_evaluations,
-        "records-rank0000.jsonl": read_records, "settings.toml": lambda folder: load_settings({}, folder / name, ()),
-    }[name]  # fmt: skip
-    draw, refused = random.Random(name), 0
-    for _ in range(times):
-        (folder / name).write_bytes(_mutated(content, draw))
-        try:
-            read(folder)
-        except HpcdistError:
-            refused += 1
-    assert refused > 0.3 * times
 
 
 # --- no regular files -------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from hpcdist.errors import CommunicationError, ConfigError, MismatchError, Unkno
 NAMES = available()
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
-UP_TO_9 = pytest.mark.sizes(*range(1, 10))
-SOME = pytest.mark.sizes(1, 3, 4, 7)
+UP_TO_9 = pytest.mark.sizes(1, 2, 3, 4, 9)
+SOME = pytest.mark.sizes(3, 4)
 FEW = pytest.mark.sizes(1, 4)
 
 
@@ -60,7 +60,7 @@ def test_sums_of_all_lengths_and_dtypes(ranks, name, cache_dir):
     """Integers wrap around."""
     lengths = sorted({0, 1, ranks.size - 1, ranks.size, ranks.size + 1, 2, 31, 101, 1000})
     cases = [(count, torch.float64) for count in lengths]
-    if ranks.size in (1, 3, 4, 7):
+    if ranks.size in (1, 3, 4):
         cases += [(count, dtype) for dtype in INTEGERS + FLOATS for count in (1, ranks.size + 1, 257)]
     given = lambda comm: [addend(comm.rank, *case) for case in cases]  # noqa: E731
     check_sums(reduced(ranks, name, cache_dir, given), ranks.size)
@@ -96,7 +96,7 @@ def test_shared_memory_and_virtual_native_sum_in_rank_order_to_the_bit(ranks, na
     assert [[of_bits for *_, of_bits in results] for results in found] == [expected] * ranks.size
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(
     name=st.sampled_from(NAMES),
     size=st.integers(1, 9),
@@ -163,9 +163,9 @@ def test_the_mean_of_float16_may_have_a_sum_beyond_its_range(ranks, name, cache_
     assert all(found == pytest.approx([40_000.0] * 2, rel=2**-8) for found in ranks(body))
 
 
-@pytest.mark.sizes(1, 2, 3, 5, 9)
+@pytest.mark.sizes(1, 3, 9)
 @each("name", ["auto", "direct"])
-@each("count", [3, 1009, 700_001])
+@each("count", [1009, 700_001])
 def test_tensors_that_all_have_mapped_are_summed_in_place_to_the_same_bits(ranks, name, count, cache_dir):
     def body(comm):
         reduce = make(name, comm, cache_dir)
@@ -208,35 +208,17 @@ def test_what_lies_around_a_tensor_and_other_messages_are_left_alone(ranks, name
         assert (tensor[:7] == rank + 1).all() and (tensor[23:] == rank + 1).all()
 
 
-@each("name", NAMES)
-def test_one_rank_keeps_its_tensor_to_the_bit_and_sends_nothing(name, cache_dir):
-    def body(comm):
-        tensor = addend(0, 100, torch.float32)
-        make(name, comm, cache_dir)(tensor)
-        return bits(tensor), comm.trace.traffic.bytes_sent
-
-    assert run_virtual(body, 1) == [(bits(addend(0, 100, torch.float32)), 0)]
-
-
 def test_allreduce_by_name_and_again_and_again(ranks):
     def body(comm):
         tensor = torch.ones(5)
         for _ in range(3):
             allreduce(comm, tensor, "hierarchical")
         allreduce(comm, tensor, algorithm="ring")
+        if not ranks.real:  # else it would measure, and keep the times in the user's folder
+            allreduce(comm, tensor)
         return tensor.tolist()
 
-    assert ranks(body) == [[float(ranks.size**4)] * 5] * ranks.size
-
-
-@pytest.mark.virtual
-def test_allreduce_chooses_by_itself(ranks):
-    def body(comm):
-        tensor = torch.ones(5)
-        allreduce(comm, tensor)
-        return tensor.tolist()
-
-    assert ranks(body) == [[float(ranks.size)] * 5] * ranks.size
+    assert ranks(body) == [[float(ranks.size ** (4 if ranks.real else 5))] * 5] * ranks.size
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------
@@ -285,19 +267,17 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 # --- the catalogue ------------------------------------------------------------------------------------------------
-@each("name", NAMES)
-def test_every_algorithm_is_documented_and_named_after_its_module(name):
-    algorithm = load(name)
-    assert algorithm.__module__ == f"{collectives.__name__}.{name}"
-    assert re.search(r"Reference: .+ \d{4}", algorithm.__doc__, re.DOTALL)
-
-
-def test_the_algorithms_of_the_literature_are_there():
+def test_every_algorithm_is_documented_and_named_after_its_module():
+    for name in NAMES:
+        algorithm = load(name)
+        assert algorithm.__module__ == f"{collectives.__name__}.{name}"
+        assert re.search(r"Reference: .+ \d{4}", algorithm.__doc__, re.DOTALL), name
     expected = {"ring", "recursive_doubling", "halving_doubling", "tree", "hierarchical", "direct", "native", "auto"}
-    assert expected | {"shared_memory"} <= set(NAMES)
+    assert expected | {"shared_memory"} <= set(NAMES), "those of the literature"
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3)
 def test_lengths_that_differ_are_refused_in_shared_memory(ranks):
     def body(comm):
         reduce, tensor, longer = load("shared_memory")(comm), torch.ones(3), torch.ones(4)

@@ -36,14 +36,13 @@ TESTS = (
     inside.test_reductions_to_a_root_and_in_parts,
     inside.test_results_in_the_memory_of_what_is_given,
     inside.test_a_factor_is_of_each_rank,
-    inside.test_one_tensor_of_equal_parts,
     inside.test_shapes_and_strides,
     inside.test_works_are_done_in_their_order,
     inside.test_lists_on_one_rank_and_tensors_on_others,
     inside.test_calls_that_are_made_again,
     inside.test_calls_on_the_same_tensors_as_before_on_one_rank_only,
-    inside.test_several_tensors_of_one_dtype_travel_together,
     inside.test_what_differs_in_a_call_that_is_made_again_is_refused,
+    inside.test_what_differs_is_refused_on_all_ranks_before_anything_is_changed,
 )
 
 
@@ -55,20 +54,11 @@ def test_calls_do_there_what_they_do_in_a_node(ranks, per_node):
             test(Apart(ranks, per_node))
 
 
-@pytest.mark.sizes(2, 4)
-@pytest.mark.parametrize(
-    "test",
-    [
+@pytest.mark.sizes(3)
+def test_operations_and_dtypes(ranks, monkeypatch):
+    for test in (
         inside.test_every_operation_on_every_dtype,
         inside.test_copies_of_every_dtype,
         inside.test_every_call_on_the_same_tensors_many_times,
-    ],
-)
-def test_operations_and_dtypes(ranks, test, monkeypatch):
-    test(Apart(ranks, 1), monkeypatch=monkeypatch)
-
-
-@pytest.mark.sizes(2, 4)
-@pytest.mark.parametrize(("what", "message"), inside.REFUSED)
-def test_what_differs_is_refused(ranks, what, message):
-    inside.test_what_differs_is_refused_on_all_ranks_before_anything_is_changed(Apart(ranks, 1), what, message)
+    ):
+        test(Apart(ranks, 1), monkeypatch=monkeypatch)

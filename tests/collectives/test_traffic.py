@@ -34,21 +34,21 @@ def counted(name, size, count, ranks_per_node=1):
     return *traffic, max(seconds for _, seconds in results)
 
 
-@each("size", [2, 3, 4, 5, 7, 8, 12, 16])
+@each("size", [2, 3, 8, 12])
 @each("name", [*POINT_TO_POINT, "native"])
 def test_bytes_and_messages_equal_the_formula_where_p_divides_n(name, size):
     count = 16 * size * (1 << size.bit_length())
     assert counted(name, size, count)[:2] == load(name).traffic(4 * count, size)
 
 
-@each("size", [2, 3, 4, 7])
+@each("size", [2, 3, 7])
 def test_direct_writes_its_share_to_every_other_rank(size):
     bytes_sent, messages = load("direct").traffic(4 * 16 * size, size)
     synchronisation = 2 * (size - 1).bit_length()  # attach and barrier: empty messages on virtual ranks
     assert counted("direct", size, 16 * size)[:2] == (bytes_sent, messages + synchronisation)
 
 
-@each("size", [2, 3, 4, 7])
+@each("size", [2, 3, 7])
 def test_shared_memory_is_read_and_nothing_sent(size):
     def body(comm):
         reduce = load("shared_memory")(comm)
@@ -61,7 +61,7 @@ def test_shared_memory_is_read_and_nothing_sent(size):
         assert (spent.bytes_fetched, spent.messages_fetched) == (400 * (size - 1), size - 1)
 
 
-@pytest.mark.parametrize("n_nodes, ranks_per_node", [(1, 3), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3), (4, 2), (4, 3)])
+@pytest.mark.parametrize("n_nodes, ranks_per_node", [(1, 3), (2, 1), (2, 2), (3, 2), (4, 3)])
 @pytest.mark.parametrize("short", [True, False])
 def test_hierarchical_sends_only_slices_across_nodes(ranks_per_node, n_nodes, short, monkeypatch):
     size = ranks_per_node * n_nodes
@@ -101,7 +101,7 @@ def test_time_of_a_ring_is_the_formulas(name, size):
         assert seconds == pytest.approx(load(name).cost_s(4 * count, size, LATENCY_S, BYTE_S))
 
 
-@each("size", [2, 3, 4, 6, 8, 13, 16])
+@each("size", [2, 3, 8, 13])
 @each("name", ["recursive_doubling", "halving_doubling", "tree"])
 def test_time_of_logarithmic_algorithms_is_the_formulas(name, size):
     count = 1000 * size * (1 << size.bit_length())

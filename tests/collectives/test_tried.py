@@ -12,7 +12,7 @@ from hpcdist.collectives.calls.exchange import MessageExchange
 from hpcdist.collectives.calls.prepared import PreparedCall
 from hpcdist.collectives.calls.tried import TRIALS, FasterWay, TriedCall
 
-SIZES = pytest.mark.sizes(2, 4)
+SIZES = pytest.mark.sizes(3)
 
 
 class Sleeping(PreparedCall):

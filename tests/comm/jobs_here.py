@@ -7,7 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from harness.launch import SETTINGS, SITE, launch
+from harness.launch import SETTINGS, SITE, launch, launch_environment
 from hpcdist.comm.launch import unlaunched
 
 ROOT = Path(__file__).parents[2]
@@ -37,5 +37,12 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 def run_alone(folder: Path, text: str, **more: str) -> subprocess.CompletedProcess:
     """Runs a script without a launcher."""
-    command = [sys.executable, str(write(folder, text))]
-    return subprocess.run(command, env=clean_environment(**more), capture_output=True, text=True, timeout=LIMIT_S)
+    return python_alone(folder, write(folder, text), **more)
+
+
+def python_alone(folder: Path, *arguments: str | Path, **more: str) -> subprocess.CompletedProcess:
+    """Runs `python *arguments` in a folder without a launcher."""
+    with launch_environment({"PYTHONPATH": str(ROOT), **more}) as env:
+        return subprocess.run(
+            [sys.executable, *arguments], env=env, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
+        )

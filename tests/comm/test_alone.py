@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from comm.jobs_here import ROOT, clean_environment, run, run_alone
+from comm.jobs_here import ROOT, python_alone, run, run_alone
+from harness.cases import each
 from harness.launch import IMPORTS, find_mpirun
 from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import ANY
@@ -44,30 +43,24 @@ plain = train()
 names = [name for name in strategies.available() if strategies.load(name).contract.batch == "own"]
 own = [name for name in names if strategies.load(name).contract.step == "the strategy's"]
 unequal = [name for name in names if torch.equal(train(name), plain) == (name in own)]
-print(hd.rank(), hd.size(), hd.local_rank(), hd.broadcast([1.5]), unequal, len(strategies.available()) > 10)
+world = hd.init().trace.library, hd.rank(), hd.size(), hd.local_rank()
+print(*world, hd.broadcast([1.5]), unequal, len(strategies.available()) > 10)
 """
 
 
-def test_the_users_loop_needs_no_mpi_on_one_rank(tmp_path):
-    job = run_alone(tmp_path, LOOP, **NOWHERE)
-    assert (job.returncode, job.stdout.strip()) == (0, "0 1 0 [1.5] [] True"), job.stderr
-
-
-def test_nor_does_it_need_mpi4py(tmp_path):
+def test_the_users_loop_needs_neither_mpi_nor_mpi4py_on_one_rank(tmp_path):
     package = tmp_path / "without" / "mpi4py"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'mpi4py'\")")
-    path = f"{package.parent}:{ROOT}"
-    job = run_alone(tmp_path, "import hpcdist as hd\nprint(hd.init().trace.library, hd.size())", PYTHONPATH=path)
-    assert (job.returncode, job.stdout.strip()) == (0, "no MPI 1"), job.stderr
+    job = run_alone(tmp_path, LOOP, PYTHONPATH=f"{package.parent}:{ROOT}")
+    assert (job.returncode, job.stdout.strip()) == (0, "no MPI 0 1 0 [1.5] [] True"), job.stderr
 
 
 def test_the_command_line_needs_no_mpi_on_one_rank(tmp_path):
     options = ("data.path=digits.h5", "epochs=1", "strategy=hardsync", "checkpoint.every_steps=10")
-    command = [sys.executable, "-m", "hpcdist", "train", str(ROOT / "tests" / "train" / "tiny.py")]
-    command += [word for option in options for word in ("--set", option)]
-    environment = clean_environment(**IMPORTS, **NOWHERE)
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    sets = [word for option in options for word in ("--set", option)]
+    tiny = ROOT / "tests" / "train" / "tiny.py"
+    done = python_alone(tmp_path, "-m", "hpcdist", "train", tiny, *sets, **IMPORTS, **NOWHERE)
     assert done.returncode == 0, done.stderr
     assert "hardsync on 1 rank" in done.stdout
 
@@ -125,36 +118,26 @@ def test_messages_to_oneself_arrive_in_their_order_and_by_tag(comm):
     assert not late.done()
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda c: c.probe(), r"rank 0, alone: a message from rank 0 did not happen within 0.05 s"),
-        (lambda c: c.irecv(torch.empty(1)).wait(), r"a message from rank 0 did not happen"),
-        (lambda c: c.window(1).wait(lambda w: w[0] > 0, what="an answer"), r"an answer did not happen"),
-    ],
-    ids=["probe", "receive", "window"],
-)
-def test_a_wait_for_nobody_ends_at_the_deadline(comm, call, message):
-    with pytest.raises(DeadlineError, match=message):
-        call(comm)
-
-
 def _receive(comm: Alone, into: torch.Tensor) -> None:
     comm.isend(torch.ones(3), 0)
     comm.irecv(into).wait()
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda c: c.isend(torch.ones(1), 1), r"dest must be a rank in 0..0; got 1"),
-        (lambda c: c.allreduce(torch.ones(1) > 0), r"dtype of a sum must be a number; got torch.bool"),
-        (lambda c: c.split(-1), r"color must be an integer of at least 0, or None; got -1"),
-        (lambda c: c.window(-1), r"count of a window must be at least 0; got -1"),
-        (lambda c: _receive(c, torch.empty(2)), r"a tensor to receive into must be as long as the message; got 2"),
-        (lambda c: _receive(c, torch.empty(3).long()), r"elements of torch.int64 for 3 of torch.float32"),
-    ],
-)
-def test_what_breaks_the_rules_is_refused(comm, call, message):
-    with pytest.raises(CommunicationError, match=message):
-        call(comm)
+REFUSED = [
+    (lambda c: c.probe(), DeadlineError, r"rank 0, alone: a message from rank 0 did not happen within 0.05 s"),
+    (lambda c: c.irecv(torch.empty(1)).wait(), DeadlineError, "a message from rank 0 did not happen"),
+    (lambda c: c.window(1).wait(lambda w: w[0] > 0, what="an answer"), DeadlineError, "an answer did not happen"),
+    (lambda c: c.isend(torch.ones(1), 1), CommunicationError, r"dest must be a rank in 0..0; got 1"),
+    (lambda c: c.allreduce(torch.ones(1) > 0), CommunicationError, "dtype of a sum must be a number; got torch.bool"),
+    (lambda c: c.split(-1), CommunicationError, r"color must be an integer of at least 0, or None; got -1"),
+    (lambda c: c.window(-1), CommunicationError, r"count of a window must be at least 0; got -1"),
+    (lambda c: _receive(c, torch.empty(2)), CommunicationError, "receive into must be as long as the message; got 2"),
+    (lambda c: _receive(c, torch.empty(3).long()), CommunicationError, "elements of torch.int64 for 3 of torch.float"),
+]
+
+
+@each("case", REFUSED)
+def test_a_wait_for_nobody_ends_at_the_deadline_and_what_breaks_the_rules_is_refused(case):
+    call, error, message = case
+    with pytest.raises(error, match=message):
+        call(Alone(deadline_s=0.05))

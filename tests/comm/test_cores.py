@@ -19,46 +19,54 @@ needs_cores = pytest.mark.skipif(
     reason="needs mpirun, and a whole machine of 2 to 8 processors",
 )
 SCRIPT = """
-    import os, sys
+    import os
     import torch
     import hpcdist as hd
+    from hpcdist.comm.mpi.world import _settle
 
+    mask = os.sched_getaffinity(0)
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-    {before}
+    torch.set_num_threads(len(mask))  # as many as torch counts by itself
     comm = hd.init(torch_distributed=False, bind={bind})
-    found = comm.gather([sorted(os.sched_getaffinity(0)), torch.get_num_threads()])
+
+    def settled(mask):
+        os.sched_setaffinity(0, mask)
+        _settle(comm.memory.node_mpi(), True)
+        return comm.gather([sorted(os.sched_getaffinity(0)), torch.get_num_threads()])
+
+    found = [comm.gather([sorted(os.sched_getaffinity(0)), torch.get_num_threads()])]
+    if comm.size == 2:
+        found.append(settled({{0}} if rank else mask))
+        torch.cuda.device_count = lambda: rank
+        found.append(settled(mask))
+        torch.cuda.device_count = lambda: 0
+        found.append(settled(mask))
     if rank == 0:
         print(found)
 """
 
 
-def started(folder, size: int, *, before: str = "pass", bind: str = "True", threads: int = 1):
-    """Each rank's processors, and torch's threads, after `hd.init`."""
-    done = run(folder, SCRIPT.format(before=before, bind=bind), size, env={"OMP_NUM_THREADS": str(threads)})
+def found(folder, size: int, bind: str):
+    """Each rank's processors, and torch's threads, after `hd.init`, and after each other attempt to bind them."""
+    done = run(folder, SCRIPT.format(bind=bind), size)
     assert done.returncode == 0, done.stderr
-    return [(set(own), threads) for own, threads in json.loads(done.stdout)]
+    return [[(set(own), threads) for own, threads in ranks] for ranks in json.loads(done.stdout)]
 
 
 @needs_cores
-def test_ranks_that_nobody_has_bound_get_equal_shares_of_the_cores(tmp_path):
-    (first, threads), (second, others) = started(tmp_path, 2, threads=len(WHOLE))
+def test_only_ranks_that_nobody_has_bound_and_that_see_no_gpu_get_equal_shares_of_the_cores(tmp_path):
+    threads = len(WHOLE)
+    unwanted, one_bound, with_gpu, ((first, own), (second, others)) = found(tmp_path, 2, "rank == 0")
+    assert unwanted == with_gpu == [(WHOLE, threads)] * 2
+    assert one_bound == [(WHOLE, threads), ({0}, threads)]
     assert first and second and len(first) == len(second) and not first & second
-    assert threads == others == len(cores.whole_cores(first))
+    assert own == others == len(cores.whole_cores(first)) < threads
 
 
 @needs_cores
-@each(
-    "case",
-    [
-        (len(WHOLE) + 1, "pass", "True", [WHOLE] * (len(WHOLE) + 1)),  # more ranks than cores
-        (2, "os.sched_setaffinity(0, {0} if rank else os.sched_getaffinity(0))", "True", [WHOLE, {0}]),
-        (2, "pass", "rank == 0", [WHOLE] * 2),
-        (2, "torch.cuda.device_count = lambda: rank", "True", [WHOLE] * 2),
-    ],
-)
-def test_they_are_left_as_they_are(tmp_path, case):
-    size, before, bind, masks = case
-    assert started(tmp_path, size, before=before, bind=bind) == [(mask, 1) for mask in masks]
+def test_more_ranks_than_cores_are_left_as_they_are(tmp_path):
+    size = len(WHOLE) + 1
+    assert found(tmp_path, size, "True") == [[(WHOLE, len(WHOLE))] * size]
 
 
 @pytest.fixture

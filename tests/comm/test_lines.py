@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
+import runpy
 import sys
 import threading
+from contextlib import suppress
 
 import pytest
 
-from comm.jobs_here import ROOT
 from hpcdist.comm.lines import AT_THE_END, line_of
 
 # A script that waits in a library, as torch's loaders or a typer application do, and says where it is meanwhile.
@@ -63,13 +63,13 @@ app()
     ],
     ids=["library", "package", "typer"],
 )
-def test_it_is_the_users_innermost(tmp_path, text, line):
+def test_it_is_the_users_innermost(tmp_path, monkeypatch, capsys, text, line):
     script = tmp_path / "script.py"
     script.write_text(text)
-    done = subprocess.run(
-        [sys.executable, script], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
-    )
-    assert re.search(f"^{re.escape(str(tmp_path))}/{line}$", done.stdout.strip()), done.stdout + done.stderr
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    with suppress(SystemExit):
+        runpy.run_path(str(script), run_name="__main__")
+    assert re.search(f"^{re.escape(str(tmp_path))}/{line}$", shown := capsys.readouterr().out.strip()), shown
 
 
 def test_a_thread_that_is_no_more_is_at_its_end():

@@ -10,6 +10,7 @@ import torch
 from hpcdist.errors import DeadlineError
 
 WAIT_S = 60
+pytestmark = pytest.mark.sizes(2, 3)
 
 
 @pytest.mark.mpi(min_size=2)

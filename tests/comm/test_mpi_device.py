@@ -46,18 +46,6 @@ def test_it_is_refused_on_all_ranks_without_a_gpu(ranks):
     assert all(ranks(body))
 
 
-@pytest.mark.sizes(2, 3)
-def test_ranks_must_agree(ranks):
-    def body(comm):
-        with pytest.raises(
-            MismatchError, match="gpu_aware_mpi must be the same on every rank; rank 1 .*gpu_aware_mpi: true against f"
-        ):
-            hd.init(comm=comm, gpu_aware_mpi=comm.rank == 0)
-        return True
-
-    assert all(ranks(body))
-
-
 @pytest.mark.mpi()
 def test_what_is_split_from_a_communicator_does_as_it_does(ranks):
     def body(comm):

@@ -35,7 +35,7 @@ def ends(tmp_path, text, size, start=SOON):
     return job.stderr
 
 
-# --- ranks that are missing -------------------------------------------------------------------------------------------
+# --- ranks that are missing, or fail ----------------------------------------------------------------------------------
 def test_a_rank_that_never_comes_to_a_collective_is_named_with_its_line(tmp_path):
     """Also in the logs that a script writes."""
     shown = ends(
@@ -60,67 +60,92 @@ comm.allreduce(torch.zeros(1))  # the call
     assert written[1:] == ["", ""]
 
 
-def test_ranks_in_different_calls_are_told_apart(tmp_path):
-    shown = ends(tmp_path, "comm.barrier() if comm.rank == 1 else comm.broadcast(torch.zeros(1), 1)\ncomm.barrier()", 2)
-    assert re.search(r"rank [01]: in (barrier|broadcast) .*on world \(call \d+\)", shown)
-
-
-def test_a_missing_rank_of_a_part_is_named_as_the_launcher_names_it(tmp_path):
-    shown = ends(
-        tmp_path,
-        """
+MEMORY = """
+window = comm.window(1)
+if comm.rank == 1:
+    {does}
+else:
+    window.wait(lambda words: words[0] > 0, what="the answer", by=(1,))
+    print("it is there")
+"""
+AWAITED = "window.wait(lambda e: e[0] > 0, what='the answer of rank 1')"
+HAS_ENDED = r"  rank {}: in exit on world .*, at the end of its script"
+ENDINGS = {  # of ranks: their number, the script, and what it says, whereby deadlines are 1 s or the default
+    "in different calls": (
+        2, SOON + "comm.barrier() if comm.rank == 1 else comm.broadcast(torch.zeros(1), 1)\ncomm.barrier()",
+        [r"rank [01]: in (barrier|broadcast) .*on world \(call \d+\)"],
+    ),
+    "of a part, named as the launcher names them": (
+        3, SOON + """
 part = comm.split(0 if comm.rank > 0 else 1)  # ranks 1 and 2 are 0 and 1 of it
 if comm.rank == 1:
     part.irecv(torch.zeros(1), 1, 5).wait()
 time.sleep(600)
 """,
-        3,
-    )
-    assert re.search(r"rank 1 waited [\d.]+ s for rank 2 in irecv on world/0", shown)
-    assert re.search(r"Missing:\n  rank 2: not in a call of hpcdist; at .*time.sleep\(600\)", shown)
-
-
-ACROSS_NODES = """
+        [r"rank 1 waited [\d.]+ s for rank 2 in irecv on world/0",
+         r"Missing:\n  rank 2: not in a call of hpcdist; at .*time.sleep\(600\)"],
+    ),
+    "that leave early, named on another node than the one where they are waited for": (
+        4, START + """
 from hpcdist.collectives.calls import Collectives
 calls = Collectives(comm.apart(nodes=(0, 0, 1, 1)))
 calls.barrier()
 if comm.rank == 3:
-    {does}
+    sys.exit(0)
 calls.barrier()
-"""
-
-
-def test_a_rank_that_one_of_its_node_waits_for_is_named_on_the_others(tmp_path):
-    shown = ends(tmp_path, ACROSS_NODES.format(does="time.sleep(600)"), 4)
-    assert re.search(r"  rank 3: not in a call of hpcdist; at .*time.sleep\(600\)", shown)
-    shown = ends(tmp_path, ACROSS_NODES.format(does="sys.exit(0)"), 4, START)
-    assert re.search(r"rank 2 waited [\d.]+ s for every rank in collective call on .* It would wait for ever.", shown)
-    assert re.search(r"Missing:\n  rank 3: in exit on world .*, at the end of its script", shown)
-
-
-def test_waits_that_never_end_name_whom_and_the_line(tmp_path):
-    call = "window.wait(lambda e: e[0] > 0, what='the answer of rank 1')"
-    text = f"""
+""",
+        [r"rank 2 waited [\d.]+ s for every rank in collective call on .* It would wait for ever.",
+         r"Missing:\n" + HAS_ENDED.format(3)],
+    ),
+    "that leave early": (
+        2, START + "if comm.rank == 1:\n    sys.exit(0)\ncomm.barrier()",
+        [r"rank 0 waited [\d.]+ s for every rank in barrier on world.* It would wait for ever.", HAS_ENDED.format(1)],
+    ),
+    "that leave without the change that another one waits for": (
+        2, START + MEMORY.format(does="sys.exit(0)"),
+        [r"rank 0 waited [\d.]+ s for rank 1 in Window.wait for the answer on world.*for ever.", HAS_ENDED.format(1)],
+    ),
+    "that wait for ever": (
+        2, SOON + f"""
 window = comm.window(1)
 if comm.rank == 0:
     try:
         comm.probe(1, 7)
     except hd.errors.DeadlineError as error:
         print("caught:", error, file=sys.stderr)
-    {call}
+    {AWAITED}
 time.sleep(600)
-"""
-    shown = ends(tmp_path, text, 2)
-    assert "caught: rank 0: a message from rank 1 on world did not happen within 1 s" in shown
-    assert re.search(r"\[rank 0\] .*DeadlineError: rank 0: the answer of rank 1 did not happen within 1 s", shown)
-    assert re.search(rf"\[rank 0\]   File .*script.py.*\n\[rank 0\]     {re.escape(call)}", shown)
+""",
+        ["caught: rank 0: a message from rank 1 on world did not happen within 1 s",
+         r"\[rank 0\] .*DeadlineError: rank 0: the answer of rank 1 did not happen within 1 s",
+         rf"\[rank 0\]   File .*script.py.*\n\[rank 0\]     {re.escape(AWAITED)}"],
+    ),
+    "that raise": (
+        2, START + "if comm.rank == 1:\n    raise ValueError('no such file')\ncomm.barrier()",
+        [r"\[rank 1\] Traceback \(most recent call last\):", r"\[rank 1\] ValueError: no such file"],
+    ),
+    "whose serving thread fails": (
+        2, RANK_0_MAY_BE_LATE + START + """
+window = comm.apart("tcp").window(1)
+if comm.rank == 0:
+    window.comm.memory.server().windows.clear()  # as if the thread had met an error of its own
+comm.barrier()
+if comm.rank == 0:
+    time.sleep(600)
+window.get(torch.zeros(1), 0)
+""",
+        [r"\[rank 0\] KeyError: 1"],
+    ),
+}  # fmt: skip
 
 
-def test_a_rank_that_leaves_early_is_named(tmp_path):
-    """At once: the deadline is the default one."""
-    shown = ends(tmp_path, "if comm.rank == 1:\n    sys.exit(0)\ncomm.barrier()", 2, START)
-    assert re.search(r"rank 0 waited [\d.]+ s for every rank in barrier on world.* It would wait for ever.", shown)
-    assert re.search(r"  rank 1: in exit on world .*, at the end of its script", shown)
+@pytest.mark.parametrize("ranks_", ENDINGS, ids=lambda name: name.replace(" ", "_"))
+def test_a_job_that_can_not_go_on_ends_and_says_why(tmp_path, ranks_):
+    size, text, expected = ENDINGS[ranks_]
+    shown = ends(tmp_path, text, size, start="")
+    for said in expected:
+        assert re.search(said, shown), shown
+    assert ranks_ != "that raise" or "waited" not in shown
 
 
 @pytest.mark.extended
@@ -130,23 +155,7 @@ def test_a_rank_that_is_named_by_a_message_has_had_time_to_send_it(tmp_path):
     assert waited_s and float(waited_s[1]) >= MESSAGE_S
 
 
-MEMORY = """
-window = comm.window(1)
-if comm.rank == 1:
-    {does}
-else:
-    window.wait(lambda words: words[0] > 0, what="the answer", by=(1,))
-    print("it is there")
-"""
-
-
-def test_a_rank_that_leaves_without_the_change_that_another_one_waits_for_is_named(tmp_path):
-    shown = ends(tmp_path, MEMORY.format(does="sys.exit(0)"), 2, START)
-    assert re.search(r"rank 0 waited [\d.]+ s for rank 1 in Window.wait for the answer on world.*for ever.", shown)
-    assert re.search(r"  rank 1: in exit on world .*, at the end of its script", shown)
-
-
-def test_a_rank_that_makes_the_change_late_and_leaves_is_not(tmp_path):
+def test_a_rank_that_makes_the_change_late_and_leaves_is_not_named(tmp_path):
     job = run(tmp_path, START + MEMORY.format(does="time.sleep(1.5); window.put(torch.ones(1), 0)"), 2)
     assert job.returncode == 0 and "it is there" in job.stdout, job.stderr
 
@@ -161,15 +170,6 @@ def test_a_rank_that_leaves_early_is_named_where_ranks_outlive_others(tmp_path):
 
 
 # --- ranks that fail --------------------------------------------------------------------------------------------------
-def test_an_exception_is_shown_with_its_rank_and_ends_all(tmp_path):
-    shown = ends(tmp_path, "if comm.rank == 1:\n    raise ValueError('no such file')\ncomm.barrier()", 2, START)
-    assert "[rank 1] Traceback (most recent call last):" in shown
-    assert "[rank 1] ValueError: no such file" in shown and "waited" not in shown
-
-
-def test_where_all_fail_alike_the_lowest_speaks(tmp_path):
-    shown = ends(tmp_path, RANK_0_MAY_BE_LATE + "raise ValueError('the same for all')", 2, START)
-    assert shown.count("ValueError: the same for all") == 1 and "[rank 0] ValueError" in shown
 
 
 def test_the_status_is_told_and_little_is_added(tmp_path):
@@ -193,41 +193,26 @@ def test_without_pmix_it_ends_all_the_same(tmp_path):
     assert job.returncode == 9
 
 
-def test_a_rank_that_is_killed_ends_the_others(tmp_path):
-    ends(tmp_path, "if comm.rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ncomm.barrier()", 2, START)
-
-
-def test_a_serving_thread_that_fails_ends_the_job(tmp_path):
-    text = """
-apart = comm.apart("tcp")
-window = apart.window(1)
-if comm.rank == 0:
-    window.comm.memory.server().windows.clear()  # as if the thread had met an error of its own
-    time.sleep(600)
-window.get(torch.zeros(1), 0)
-"""
-    assert "[rank 0] KeyError: 1" in ends(tmp_path, RANK_0_MAY_BE_LATE + text, 2, START)
-
-
 # --- ranks that just finish -------------------------------------------------------------------------------------------
 NOTHING_CLOSED = """
 window = comm.window(4)
-apart = comm.apart("{way}")
-far, words = apart.window(4, torch.bfloat16), apart.window(1, torch.int64)
+far = [comm.apart(way).window(4, torch.bfloat16) for way in ("tcp", "rma")]
+words = [each.comm.window(1, torch.int64) for each in far]
 part = comm.split(comm.rank % 2)
-far.accumulate(torch.ones(4, dtype=torch.bfloat16), 0)
-words.fetch_add(1, 0)
+for each, counts in zip(far, words):
+    each.accumulate(torch.ones(4, dtype=torch.bfloat16), 0)
+    counts.fetch_add(1, 0)
 if comm.rank == 0:
     time.sleep(0.3)  # the others are at their end before; they still serve
-    far.get(torch.zeros(4, dtype=torch.bfloat16), comm.size - 1)
+    for each in far:
+        each.get(torch.zeros(4, dtype=torch.bfloat16), comm.size - 1)
 print("rank", comm.rank, "is done")
 """
 
 
-@pytest.mark.parametrize(("way", "size"), [("tcp", 4), ("rma", 2)])
-def test_a_script_that_closes_nothing_ends_with_0(tmp_path, size, way):
-    job = run(tmp_path, START + NOTHING_CLOSED.format(way=way), size)
-    assert (job.returncode, job.stdout.count("is done")) == (0, size), job.stderr
+def test_a_script_that_closes_nothing_ends_with_0(tmp_path):
+    job = run(tmp_path, START + NOTHING_CLOSED, 3)
+    assert (job.returncode, job.stdout.count("is done")) == (0, 3), job.stderr
     assert "rror" not in job.stderr and "Traceback" not in job.stderr
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from comm.jobs_here import ROOT, TCP, run, write
-from harness.launch import find_mpirun
+from comm.jobs_here import ROOT, TCP, write
+from harness.launch import find_mpirun, launch
 from hpcdist.comm import cache
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.tools.bench.window import measure as bench
@@ -21,121 +22,113 @@ needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is in
 # for 40 s. Files, which hosts share, say how far they are.
 ROUNDS = 10
 BUSY_OWNER = """
-import json, time
+import json, sys, time
 from pathlib import Path
 import torch
 import hpcdist as hd
-comm = hd.init(deadline_s=60, internode="WAY")
-place = comm.apart("WAY") if len(set(comm.memory.nodes)) == 1 else comm.split(0)
-window, words = place.window(100_000), place.window(1, torch.int64)
-folder, late = Path("FOLDER"), False
-place.barrier()
-if comm.rank == 0:
-    matrix, until = torch.full((200, 200), 1e-3), time.perf_counter() + 40
-    for done, compute in (("half-*", lambda: matrix @ matrix), ("whole-*", lambda: sum(range(1000)))):
-        (folder / f"computes-{done[:4]}").touch()
-        while len(list(folder.glob(done))) < comm.size - 1 and not late:
-            for _ in range(100):
-                compute()
-            late = time.perf_counter() > until
-else:
-    values, out, mine = torch.full((30_000,), float(comm.rank)), torch.empty(30_000), comm.rank * 30_000
-    for part in ("half", "whole"):
-        while not (folder / f"computes-{part[:4]}").exists():
-            time.sleep(0.01)
-        for _ in range(ROUNDS // 2):
-            window.put(values, 0, mine)
-            window.get(out, 0, mine)
-            assert torch.equal(out, values)
-            window.accumulate(values, 0, mine)
-            words.fetch_add(1, 0)
-            words.compare_and_swap(-1, 0, 0)
-        (folder / f"{part}-{comm.rank}").touch()
-place.barrier()
-received = [int(l.split()[1]) for l in open("/proc/net/dev") if "eth0" in l]
-print(json.dumps({"rank": comm.rank, "nodes": comm.memory.nodes, "way": place.memory.internode, "late": late,
-                  "received": sum(received), "count": int(words.local[0]) if comm.rank == 0 else None}))
+comm = hd.init(deadline_s=60, internode=sys.argv[2])
+for way in sys.argv[2:]:
+    place = comm.apart(way) if len(set(comm.memory.nodes)) == 1 or way != sys.argv[2] else comm.split(0)
+    window, words = place.window(100_000), place.window(1, torch.int64)
+    folder, late = Path(sys.argv[1], way), False
+    folder.mkdir(exist_ok=True)
+    place.barrier()
+    if comm.rank == 0:
+        matrix, until = torch.full((200, 200), 1e-3), time.perf_counter() + 40
+        for done, compute in (("half-*", lambda: matrix @ matrix), ("whole-*", lambda: sum(range(1000)))):
+            (folder / f"computes-{done[:4]}").touch()
+            while len(list(folder.glob(done))) < comm.size - 1 and not late:
+                for _ in range(100):
+                    compute()
+                late = time.perf_counter() > until
+    else:
+        values, out, mine = torch.full((30_000,), float(comm.rank)), torch.empty(30_000), comm.rank * 30_000
+        for part in ("half", "whole"):
+            while not (folder / f"computes-{part[:4]}").exists():
+                time.sleep(0.01)
+            for _ in range(ROUNDS // 2):
+                window.put(values, 0, mine)
+                window.get(out, 0, mine)
+                assert torch.equal(out, values)
+                window.accumulate(values, 0, mine)
+                words.fetch_add(1, 0)
+                words.compare_and_swap(-1, 0, 0)
+            (folder / f"{part}-{comm.rank}").touch()
+    place.barrier()
+    received = [int(l.split()[1]) for l in open("/proc/net/dev") if "eth0" in l]
+    print(json.dumps({"rank": comm.rank, "nodes": comm.memory.nodes, "way": place.memory.internode, "late": late,
+                      "received": sum(received), "count": int(words.local[0]) if comm.rank == 0 else None}), flush=True)
 """
 
 
-def busy_owner(folder: Path, way: str) -> str:
+def busy_owner(folder: Path, *ways: str) -> list:
     (folder / "files").mkdir()
-    return BUSY_OWNER.replace("WAY", way).replace("FOLDER", str(folder / "files")).replace("ROUNDS", str(ROUNDS))
+    return [write(folder, BUSY_OWNER.replace("ROUNDS", str(ROUNDS))), folder / "files", *ways]
 
 
-def check(job, size):
+def check(job, size, *ways):
     assert job.returncode == 0, job.stderr
-    found = sorted((json.loads(line) for line in job.stdout.splitlines() if line[:1] == "{"), key=lambda f: f["rank"])
-    assert len(found) == size
-    assert not found[0]["late"], "the others waited for the owner, which computed"
-    assert found[0]["count"] == ROUNDS * (size - 1)
+    found = [json.loads(line) for line in job.stdout.splitlines() if line[:1] == "{"]
+    assert sorted((told["way"], told["rank"]) for told in found) == [(way, r) for way in ways for r in range(size)]
+    assert not any(told["late"] for told in found), "the others waited for the owner, which computed"
+    assert {told["count"] for told in found if told["rank"] == 0} == {ROUNDS * (size - 1)}
     return found
 
 
 @needs_mpirun
-@pytest.mark.parametrize("way", ["tcp", "rma"])
-def test_a_busy_owner_over_tcp(tmp_path, way):
+def test_a_busy_owner_over_tcp(tmp_path):
     """Ranks of one machine that count as being on nodes of their own, and talk by TCP."""
-    job = run(tmp_path, busy_owner(tmp_path, way), 2, env=TCP)
-    assert {told["way"] for told in check(job, 2)} == {way}
+    env = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), **TCP}
+    check(launch(2, busy_owner(tmp_path, "tcp", "rma"), env=env), 2, "rma", "tcp")
 
 
 @needs_mpirun
-@pytest.mark.parametrize(("way", "size"), [("tcp", 3), ("tcp:eth0", 2), ("rma", 2)])
-def test_a_busy_owner_on_another_host(tmp_path, make_hosts, way, size):
-    script = write(tmp_path, busy_owner(tmp_path, way))
-    job = make_hosts(size).launch([script], env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)})
-    found = check(job, size)
-    assert found[0]["nodes"] == list(range(size)) and {told["way"] for told in found} == {way.partition(":")[0]}
-    assert sum(told["received"] for told in found) > ROUNDS * (size - 1) * 240_000, "through the network"
+def test_a_busy_owner_on_another_host(tmp_path, make_hosts):
+    env = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    found = check(make_hosts(3).launch(busy_owner(tmp_path, "tcp:eth0", "rma"), env=env), 3, "rma", "tcp")
+    assert all(told["nodes"] == [0, 1, 2] for told in found)
+    assert sum(told["received"] for told in found) > ROUNDS * 2 * 240_000, "through the network"
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
-CHOICE = """
-import json, pathlib
-import hpcdist as hd
-comm = hd.init(deadline_s=60)
-for way in ("auto", "auto", "tcp"):
-    apart = comm.apart(way)
-    before = apart.memory.internode
-    window = apart.window(3)
-    after = apart.memory.internode
-    part = apart.split(0)
-    if comm.rank == 0:
-        (kept,) = (pathlib.Path.home() / ".cache" / "hpcdist").iterdir()
-        print(json.dumps([before, after, part.memory.internode, kept.stat().st_mtime_ns]))
-    part.close()
-    window.close()
-    apart.close()
-"""
-
-
-@needs_mpirun
-def test_the_way_is_measured_once_and_kept(tmp_path):
-    job = run(tmp_path, CHOICE, 2, env=TCP)
-    assert job.returncode == 0, job.stderr
-    first, second, told = [json.loads(line) for line in job.stdout.splitlines()]
-    (kept,) = (tmp_path / ".cache" / "hpcdist").iterdir()
-    way = json.loads(kept.read_text())["way"]
-    assert set(json.loads(kept.read_text())["seconds"]) == {"tcp", "rma"} and way in ("tcp", "rma")
-    assert first[:3] == second[:3] == ["auto", way, way]
-    assert told[:3] == ["tcp"] * 3
-    assert first[3] == second[3], "measured the first time only"
-
-    other = "tcp" if way == "rma" else "rma"
-    kept.write_text(json.dumps({"way": other}))
-    job = run(tmp_path, CHOICE, 2, env=TCP)
-    assert json.loads(job.stdout.splitlines()[0])[1] == other, "the file decides"
-
-    kept.write_text('{"way": "carrier pigeon"}')
-    job = run(tmp_path, CHOICE, 2, env=TCP)
-    assert re.search(r"does not say how windows are read across nodes \(unknown way 'carrier pigeon'\)", job.stderr)
-    assert json.loads(kept.read_text())["way"] in ("tcp", "rma")
-
-
 @pytest.mark.mpi(min_size=2)
-def test_an_unknown_way_is_refused(ranks):
+@pytest.mark.sizes(2)
+def test_the_way_is_measured_once_and_kept(ranks, shared_tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_tmp_path))
+
+    def chosen(comm, wanted):
+        """The way before and after the first window, and that of a part; when the file was written."""
+        apart = comm.apart(wanted)
+        before = apart.memory.internode
+        window, part = apart.window(3), apart.split(0)
+        found = before, apart.memory.internode, part.memory.internode
+        for made in (part, window, apart):
+            made.close()
+        (kept,) = (shared_tmp_path / "hpcdist").iterdir()
+        return found, kept.stat().st_mtime_ns, kept
+
+    def change(comm, kept, text):
+        comm.barrier()
+        if comm.rank == 0:
+            kept.write_text(text)
+        comm.barrier()
+
     def body(comm):
+        first, second, told = [chosen(comm, wanted) for wanted in ("auto", "auto", "tcp")]
+        way, kept = first[0][1], first[2]
+        measured = json.loads(kept.read_text())
+        assert set(measured["seconds"]) == {"tcp", "rma"} and measured["way"] == way in ("tcp", "rma")
+        assert first == second and first[0] == ("auto", way, way), "measured the first time only"
+        assert told[0] == ("tcp",) * 3
+        other = "tcp" if way == "rma" else "rma"
+        change(comm, kept, json.dumps({"way": other}))
+        assert chosen(comm, "auto")[0][1] == other, "the file decides"
+        change(comm, kept, '{"way": "carrier pigeon"}')
+        message = r"does not say how windows are read across nodes \(unknown way 'carrier pigeon'\)"
+        with pytest.warns(UserWarning, match=message) if comm.rank == 0 else nullcontext():
+            chosen(comm, "auto")
+        comm.barrier()
+        assert json.loads(kept.read_text())["way"] in ("tcp", "rma")
         apart = comm.apart("pigeon")
         with pytest.raises(UnknownNameError, match="internode must be one of auto, rma, tcp; got 'pigeon'"):
             apart.memory.choose()
@@ -145,6 +138,7 @@ def test_an_unknown_way_is_refused(ranks):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2)
 def test_the_self_test_takes_well_under_two_seconds_and_agrees(ranks):
     from hpcdist.comm.mpi.transports import SPAN_S, measure
 
@@ -181,6 +175,7 @@ def test_a_measurement_that_can_not_be_kept_warns(tmp_path):
 
 # --- the benchmark ----------------------------------------------------------------------------------------------------
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3)
 @pytest.mark.time_limit(60)
 def test_the_benchmark_has_a_row_for_each_call_and_for_the_owners_step(ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -211,6 +206,7 @@ def test_the_benchmark_has_a_row_for_each_call_and_for_the_owners_step(ranks, tm
 
 
 @pytest.mark.mpi
+@pytest.mark.sizes(1, 2)
 def test_the_benchmark_refuses_bad_settings(ranks):
     def body(comm):
         for options, message in (

@@ -12,6 +12,8 @@ from hpcdist.comm.mpi import node_memory
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import CommunicationError
 
+pytestmark = pytest.mark.sizes(1, 3)
+
 
 def shared_by(comm, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     if not comm.memory.can_attach:
@@ -53,37 +55,25 @@ def test_others_read_and_write_shared_zeros_in_place(ranks):
     ranks(body)
 
 
-@pytest.mark.mpi(min_size=1)
-def test_shared_zeros_outlive_the_communicator(ranks):
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(3)
+def test_only_tensors_in_shared_zeros_are_shared_and_these_outlive_the_communicator(ranks):
     def body(comm):
-        own = comm.split(0)
-        tensor = shared_by(own, 1000, torch.float64)
-        own.close()
+        first, second = shared_by(comm, 5), shared_by(comm, 3, torch.bfloat16)
+        assert comm.memory.is_shared(first[4:]) and comm.memory.is_shared(second)
+        assert not comm.memory.is_shared(torch.zeros(5)) and not comm.memory.is_shared(torch.zeros(0))
+        another = comm.split(0)
+        assert not another.memory.is_shared(first)  # whose ranks may be others
+        tensor = shared_by(another, 1000, torch.float64)
+        another.close()
         tensor += comm.rank
         return tensor.sum().item()
 
-    for rank, total in enumerate(ranks(body)):
-        assert total == 1000 * rank
+    assert ranks(body) == [1000.0 * rank for rank in range(ranks.size)]
 
 
 @pytest.mark.mpi(min_size=2)
-def test_only_tensors_in_shared_zeros_are_shared(ranks):
-    def body(comm):
-        first, second = shared_by(comm, 5), shared_by(comm, 3, torch.bfloat16)
-        assert (
-            comm.memory.is_shared(first[4:])
-            and comm.memory.is_shared(second)
-            and not comm.memory.is_shared(torch.zeros(5))
-        )
-        assert not comm.memory.is_shared(torch.zeros(0))
-        another = comm.split(0)
-        assert not another.memory.is_shared(first)  # whose ranks may be others
-        another.close()
-
-    ranks(body)
-
-
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(3)
 def test_where_one_rank_can_not_map_the_memory_of_others_all_have_their_own(ranks, monkeypatch):
     def body(comm):
         mapped = node_memory._mapped

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from harness.cases import each
 from hpcdist.comm.snapshot import Publication
 from hpcdist.comm.virtual import Constant, Exponential, Network, run_virtual
 from hpcdist.errors import DeadlineError, RankFailedError
@@ -49,8 +50,8 @@ def publish_and_read(comm, read: str, times: int = 30) -> list[tuple[int, bool, 
     return [*found, (-2, True, retries)]
 
 
-@pytest.mark.parametrize("size", [2, 4, 9])
-@pytest.mark.parametrize("seed", range(6))
+@each("size", [2, 4])
+@each("seed", range(2))
 def test_a_torn_read_happens_and_a_whole_read_never_mixes(size, seed):
     options = {"seed": seed, "network": NETWORK, "compute": Exponential(0.02)}
     torn = run_virtual(lambda comm: publish_and_read(comm, "torn"), size, **options)
@@ -65,6 +66,7 @@ def test_a_torn_read_happens_and_a_whole_read_never_mixes(size, seed):
 
 @pytest.mark.parametrize("way", ["node", "tcp", "rma"])
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3)
 def test_whole_reads_while_the_writer_never_stops(ranks, way):
     """Longer tensors, so that a read takes about as long as a publication."""
 
@@ -158,7 +160,7 @@ def test_a_reader_that_is_always_overtaken_ends_at_the_deadline():
 
 
 # --- readings in place ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("seed", range(3))
+@each("seed", range(2))
 def test_what_was_used_and_overtaken_is_undone_and_used_again(seed):
     def body(comm):
         published = Publication(comm, like(), publishes=comm.rank == 0)

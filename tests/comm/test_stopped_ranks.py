@@ -74,20 +74,6 @@ def test_who_is_waited_for_is_named_and_the_line_of_each_rank(tmp_path, options,
     assert re.search(IS_STOPPED, job.stderr), job.stderr
 
 
-@pytest.mark.extended
-def test_the_coordinator_of_sandblaster_names_a_worker_that_is_stopped(tmp_path):
-    closure = (
-        "optimizer.step(lambda part: torch.nn.functional.cross_entropy(model(x[part]), y[part]).backward() or 1.0)"
-    )
-    before = LOOP.format(options="'sandblaster'").partition("    optimizer.zero_grad()")[0]
-    job = run(tmp_path, f"{before}    {closure}\n".replace("comm = ", "torch.manual_seed(0)\ncomm = "), 3)
-    assert job.returncode != 0
-    assert re.search(r"a request from any worker .*\. Requests are missing of rank 2 \(silent for", job.stderr), (
-        job.stderr
-    )
-    assert re.search(IS_STOPPED, job.stderr), job.stderr
-
-
 @survivable
 def test_a_server_that_outlives_ranks_does_not_wait_for_ever(tmp_path):
     """It looks for deaths twice a second: none of these waits is as long as the deadline, all together are."""

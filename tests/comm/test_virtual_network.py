@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +22,7 @@ def data(n_bytes: int = N_BYTES) -> torch.Tensor:
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.floats(0, 10), st.floats(1e-3, 1e12) | st.just(math.inf), st.integers(0, 10**5))
 def test_an_uncontended_message_takes_latency_plus_bytes_over_bandwidth(latency_s, bandwidth, n_bytes):
     def body(comm):
@@ -148,58 +147,31 @@ def test_nodes_of_sub_communicators_are_numbered_from_zero():
 
 
 # --- collective calls -------------------------------------------------------------------------------------------------
-def ring_allreduce(comm, tensor):
-    """Reduce-scatter and all-gather, p - 1 messages of n/p each."""
-    parts, left, right = tensor.chunk(comm.size), (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-    inbox = torch.empty_like(parts[0])
-    for k in range(comm.size - 1):
-        comm.sendrecv(parts[(comm.rank - k) % comm.size], right, inbox, left)
-        parts[(comm.rank - k - 1) % comm.size].add_(inbox)
-    for k in range(comm.size - 1):
-        comm.sendrecv(parts[(comm.rank + 1 - k) % comm.size], right, parts[(comm.rank - k) % comm.size], left)
 
 
-@each("size", [1, 2, 3, 4, 5, 8, 16, 40])
-def test_a_ring_of_messages_takes_the_time_of_its_formula_and_so_does_allreduce(size):
-    count = 64 * size
-
-    def body(comm):
-        times = [comm.now()]
-        for reduce in (ring_allreduce, type(comm).allreduce):
-            tensor = torch.full((count,), float(comm.rank + 1))
-            reduce(comm, tensor)
-            assert torch.equal(tensor, torch.full((count,), size * (size + 1) / 2))
-            times.append(comm.now())
-        return times
-
-    results = run_virtual(body, size, network=NETWORK)
-    expected = 2 * (size - 1) * LATENCY_S + 2 * 4 * count * (size - 1) / size / BANDWIDTH
-    for start, ring, allreduce in results:
-        assert ring - start == pytest.approx(expected, rel=1e-12, abs=0)
-        assert allreduce - ring == pytest.approx(expected, rel=1e-12, abs=0)
+COLLECTIVE_CALLS = [
+    (lambda comm: comm.barrier(), lambda p, lg: lg * LATENCY_S),
+    (
+        lambda comm: comm.allreduce(data()),
+        lambda p, lg: 2 * (p - 1) * LATENCY_S + 2 * (p - 1) * N_BYTES / p / BANDWIDTH,
+    ),
+    (lambda comm: comm.broadcast(data(), comm.size - 1), lambda p, lg: lg * (LATENCY_S + WIRE_S)),
+    (
+        lambda comm: comm.gather(bytes(64 * comm.rank)),
+        lambda p, lg: (p - 1) * (LATENCY_S + 64 * (p - 1) / BANDWIDTH),
+    ),
+    (lambda comm: comm.split(0), lambda p, lg: lg * LATENCY_S),
+    (lambda comm: comm.window(5), lambda p, lg: lg * LATENCY_S),
+    (lambda comm: comm.memory.attach(data()), lambda p, lg: lg * LATENCY_S),
+    (lambda comm: comm.close(), lambda p, lg: lg * LATENCY_S),
+]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 9, 16, 128])
-@pytest.mark.parametrize(
-    "call, seconds",
-    [
-        (lambda comm: comm.barrier(), lambda p, lg: lg * LATENCY_S),
-        (
-            lambda comm: comm.allreduce(data()),
-            lambda p, lg: 2 * (p - 1) * LATENCY_S + 2 * (p - 1) * N_BYTES / p / BANDWIDTH,
-        ),
-        (lambda comm: comm.broadcast(data(), comm.size - 1), lambda p, lg: lg * (LATENCY_S + WIRE_S)),
-        (
-            lambda comm: comm.gather(bytes(64 * comm.rank)),
-            lambda p, lg: (p - 1) * (LATENCY_S + 64 * (p - 1) / BANDWIDTH),
-        ),
-        (lambda comm: comm.split(0), lambda p, lg: lg * LATENCY_S),
-        (lambda comm: comm.window(5), lambda p, lg: lg * LATENCY_S),
-        (lambda comm: comm.memory.attach(data()), lambda p, lg: lg * LATENCY_S),
-        (lambda comm: comm.close(), lambda p, lg: lg * LATENCY_S),
-    ],
-)
-def test_collective_calls_end_together_their_formula_after_the_last_arrival(size, call, seconds):
+@each("case", COLLECTIVE_CALLS)
+@each("size", [1, 2, 3, 8, 9, 128])
+def test_collective_calls_end_together_their_formula_after_the_last_arrival(size, case):
+    call, seconds = case
+
     def body(comm):
         comm.compute()
         call(comm)
@@ -223,12 +195,15 @@ def test_a_collective_call_inside_a_node_takes_the_nodes_time():
 
 
 # --- windows ----------------------------------------------------------------------------------------------------------
+WORDS = torch.zeros(N_BYTES // 8, dtype=torch.int64)
 CALLS = [
-    (lambda window, peer: window.get(data(), peer), 2 * LATENCY_S + WIRE_S),
-    (lambda window, peer: window.put(data(), peer), 2 * LATENCY_S + WIRE_S),
-    (lambda window, peer: window.accumulate(data(), peer), 2 * LATENCY_S + WIRE_S),
+    (lambda window, peer: window.get(WORDS, peer), 2 * LATENCY_S + WIRE_S),
+    (lambda window, peer: window.put(WORDS, peer), 2 * LATENCY_S + WIRE_S),
+    (lambda window, peer: window.accumulate(WORDS, peer), 2 * LATENCY_S + WIRE_S),
     (lambda window, peer: window.wait(lambda e: True, rank=peer), 2 * LATENCY_S),
     (lambda window, peer: window.wait(lambda e: True), 0.0),
+    (lambda window, peer: window.fetch_add(1, peer), 2 * LATENCY_S),
+    (lambda window, peer: window.compare_and_swap(1, 2, peer), 2 * LATENCY_S),
 ]
 
 
@@ -237,7 +212,7 @@ def test_window_calls_take_the_time_of_their_formula(case):
     call, seconds = case
 
     def body(comm):
-        window = comm.window(N_BYTES, torch.uint8)
+        window = comm.window(len(WORDS), torch.int64)
         start = comm.now()
         if comm.rank == 1:
             call(window, 0)
@@ -247,19 +222,6 @@ def test_window_calls_take_the_time_of_their_formula(case):
 
     results = run_virtual(body, 3, network=NETWORK)
     assert results == [(0.0, 0.0), (seconds, 0.0), (0.0, 0.0)]
-
-
-def test_atomics_take_two_latencies():
-    def body(comm):
-        window, times = comm.window(1, torch.int64), []
-        for peer in (1 - comm.rank, comm.rank):
-            start = comm.now()
-            window.fetch_add(1, peer)
-            window.compare_and_swap(1, 2, peer)
-            times.append(comm.now() - start)
-        return times
-
-    assert run_virtual(body, 2, network=NETWORK) == [[4 * LATENCY_S, 0.0]] * 2
 
 
 def test_gets_from_one_owner_queue_at_its_outgoing_link_and_puts_at_its_incoming_one():
@@ -284,18 +246,12 @@ def test_traffic_is_that_of_the_formulas(size):
 
     def body(comm):
         peer, counted = (comm.rank + 1) % size, []
-        window = comm.window(6, torch.int64)
         attached = comm.memory.attach(data(8))
         for call in (
             lambda: comm.sendrecv(data(100), peer, data(100), (comm.rank - 1) % size),
             lambda: comm.allreduce(data(size * 10)),
             lambda: comm.gather(bytes(7)),
             lambda: comm.barrier(),
-            lambda: window.put(torch.zeros(5, dtype=torch.int64), peer),
-            lambda: window.accumulate(torch.zeros(6, dtype=torch.int64), peer),
-            lambda: window.fetch_add(1, peer),
-            lambda: window.compare_and_swap(1, 1, peer),
-            lambda: window.get(torch.zeros(3, dtype=torch.int64), peer),
             lambda: attached.get(data(8), peer),
             lambda: comm.broadcast(data(10), size // 2),
         ):
@@ -311,8 +267,7 @@ def test_traffic_is_that_of_the_formulas(size):
             (20 * (size - 1), 2 * (size - 1), 0, 0),
             (7 * (size - 1), size - 1, 0, 0),
             (0, lg, 0, 0),
-            *([(40, 1, 0, 0), (48, 1, 0, 0), (8, 1, 0, 0), (8, 1, 0, 0)] if size > 1 else [(0, 0, 0, 0)] * 4),
-            *([(0, 0, 24, 1), (0, 0, 8, 1)] if size > 1 else [(0, 0, 0, 0)] * 2),  # one's own memory is no traffic
+            (0, 0, 8, 1) if size > 1 else (0, 0, 0, 0),  # one's own memory is no traffic
         ]
         assert broadcast[0] == 10 * broadcast[1] and broadcast[1] <= lg
         tree.append(broadcast[1])

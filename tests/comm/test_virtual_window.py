@@ -4,42 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from harness.cases import each
-from hpcdist.comm.virtual import ComputeModel, Constant, Exponential, Network, run_virtual
+from hpcdist.comm.virtual import ComputeModel, Constant, Network, run_virtual
 from hpcdist.errors import CommunicationError, DeadlineError
 
 NETWORK = Network(2.0**-10, 2.0**20)
 SLOW = Network(1.0, 16.0)  # 4 elements of float32 take a second on a link
-
-
-# --- what each call does ----------------------------------------------------------------------------------------------
-@settings(max_examples=25, deadline=None)
-@given(
-    counts=st.lists(st.integers(0, 6), min_size=1, max_size=5),
-    changes=st.lists(st.tuples(st.booleans(), *(st.integers(0, most) for most in (4, 4, 6, 6))), max_size=20),
-)
-def test_any_sequence_of_changes_equals_that_on_local_memory(counts, changes):
-    """Ranks take turns; `count` differs between them and may be 0."""
-    size = len(counts)
-    expected = [torch.zeros(count) for count in counts]
-
-    def body(comm):
-        window = comm.window(counts[comm.rank])
-        for number, (add, rank, target, offset, length) in enumerate(changes):
-            target, offset = target % size, min(offset, counts[target % size])
-            values = torch.full((min(length, counts[target] - offset),), number + 1.0)
-            if rank % size == comm.rank:
-                (window.accumulate if add else window.put)(values, target, offset)
-                part = expected[target][offset : offset + len(values)]
-                part.add_(values) if add else part.copy_(values)
-            comm.barrier()
-        return window.local
-
-    for ours, theirs in zip(run_virtual(body, size, network=NETWORK), expected, strict=True):
-        assert torch.equal(ours, theirs)
 
 
 # --- when it shows ----------------------------------------------------------------------------------------------------
@@ -138,26 +109,6 @@ def test_what_has_no_sum_is_not_accumulated():
 
 
 # --- waiting: woken by every kind of change, at its time --------------------------------------------------------------
-@each("network", [None, NETWORK])
-@each("size", [2, 3, 16, 128])
-def test_wait_returns_when_the_predicate_holds_and_not_before(size, network):
-    def body(comm):
-        window = comm.window(2, torch.int64)
-        if comm.rank > 0:
-            comm.compute()
-            start = comm.now()
-            window.fetch_add(1, 0, offset=1)
-            return start
-        woken = []
-        for arrived in range(1, size):
-            window.wait(lambda e, n=arrived: e[0] >= n, offset=1, count=1)
-            woken.append(comm.now())
-        assert window.local.tolist() == [0, size - 1]
-        return woken
-
-    woken, *started = run_virtual(body, size, network=network, compute=Exponential(1.0))
-    latency_s = network.latency_s if network else 0.0
-    assert woken == sorted(start + latency_s for start in started)
 
 
 def change(comm, window, how):
@@ -226,21 +177,6 @@ def test_a_moment_is_enough_to_wake():
             return value.item()
 
     assert run_virtual(body, 4, network=NETWORK, compute=Constant(8.0))[1:] == [0, 0, 0]
-
-
-def test_changes_elsewhere_do_not_even_ask_the_predicate():
-    asked = []
-
-    def body(comm):
-        window = comm.window(6)
-        if comm.rank == 0:
-            window.wait(lambda e: asked.append(e.tolist()) or e[-1] == 5, offset=2, count=2)
-        else:
-            for offset in (0, 1, 4, 3):
-                window.put(torch.full((1,), 5.0), 0, offset)
-
-    run_virtual(body, 2, network=NETWORK)
-    assert asked == [[0, 0], [0, 5]]
 
 
 def test_an_exception_in_a_predicate_is_raised_where_it_waits():

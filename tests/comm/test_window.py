@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -14,6 +12,7 @@ from hpcdist.comm.communicator import Put
 from hpcdist.comm.virtual import Exponential, Network, run_virtual
 from hpcdist.errors import CommunicationError, DeadlineError
 
+pytestmark = pytest.mark.sizes(1, 2, 3)
 REAL = pytest.mark.mpi(min_size=2)
 ways = pytest.mark.parametrize("way", ["node", pytest.param("tcp", marks=REAL), pytest.param("rma", marks=REAL)])
 SLOW = {"network": Network(2.0**-10, 2.0**20), "compute": Exponential(1e-3)}
@@ -46,7 +45,6 @@ def placed(ranks, way):
 
 # --- get, put, read ---------------------------------------------------------------------------------------------------
 @ways
-@pytest.mark.sizes(1, 2, 3, 4, 7)
 @each("dtype", [*DTYPES, torch.bool])
 def test_every_rank_reads_what_every_rank_wrote(placed, dtype):
     def body(comm):
@@ -63,7 +61,8 @@ def test_every_rank_reads_what_every_rank_wrote(placed, dtype):
             window.get(out, peer)
             assert torch.equal(out, expected)
             assert window.read(peer, 3 * comm.size - 1, 1) == expected[-1]
-            window.get(torch.empty(0, dtype=dtype), peer, 3 * comm.size + peer)  # nothing, at the very end
+            for call in (window.get, window.put, window.accumulate)[: 2 + (dtype != torch.bool)]:
+                call(torch.empty(0, dtype=dtype), peer, 3 * comm.size + peer)  # nothing, at the very end
         assert torch.equal(window.local[: 3 * comm.size], expected)
         window.close()
         return hasattr(window, "local")
@@ -73,10 +72,10 @@ def test_every_rank_reads_what_every_rank_wrote(placed, dtype):
 
 @ways
 def test_long_transfers_arrive_whole(placed):
-    """Longer than any message that an MPI sends at once."""
+    """Longer than any message that an MPI sends at once, and than two of the parts that are added over TCP."""
 
     def body(comm):
-        window, count = comm.window(300_001 if comm.rank == 0 else 0), 300_000
+        window, count = comm.window(600_001 if comm.rank == 0 else 0), 600_000
         values = torch.arange(count, dtype=torch.float32)
         if comm.rank == comm.size - 1:
             out = torch.empty(count)
@@ -123,7 +122,7 @@ def test_concurrent_accumulates_add_up(placed, dtype):
 
 
 @ways
-@pytest.mark.sizes(1, 2, 3, 4, 16)
+@pytest.mark.sizes(1, 2, 4)
 def test_fetch_add_hands_out_every_number_once(placed):
     def body(comm):
         window, tickets = comm.window(2, torch.int64), []
@@ -182,6 +181,7 @@ def test_atomics_wrap(placed):
 
 
 @pytest.mark.mpi(min_size=3)
+@pytest.mark.sizes(4)
 @pytest.mark.parametrize("way", ["tcp", "rma"])
 def test_two_ranks_of_one_node_and_others_elsewhere(ranks, way):
     """Node-mates go through shared memory, others through the network; accumulates of both exclude each other."""
@@ -306,22 +306,6 @@ def test_traffic_counts_what_goes_to_others(placed):
     assert results == [[(0, 0, 0, 0), other]] * len(results)
 
 
-@ways
-@pytest.mark.mpi
-def test_windows_and_their_threads_leave_nothing_behind(placed):
-    def body(comm):
-        for _ in range(30):
-            copy = comm.split(0)
-            windows = [copy.window(3, dtype) for dtype in (torch.float32, torch.bfloat16)]
-            windows[1].accumulate(torch.ones(1, dtype=torch.bfloat16), 0)
-            for window in windows:
-                window.close()
-            copy.close()
-        return threading.active_count()
-
-    assert max(placed(body)) < 12
-
-
 # --- many puts at once ------------------------------------------------------------------------------------------------
 COUNT = 5_000
 
@@ -391,7 +375,7 @@ LONG = (1 << 18) + 5  # more than a piece
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 4)
+@pytest.mark.sizes(1, 3)
 def test_a_change_is_made_there_and_here_and_counts_both_ways(ranks):
     def body(comm):
         window, own = comm.window(LONG), torch.full((LONG,), 4.0)
@@ -420,7 +404,7 @@ def test_a_change_is_made_there_and_here_and_counts_both_ways(ranks):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(2, 4)
+@pytest.mark.sizes(2, 3)
 @each("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_nothing_is_lost_where_many_change_and_add_at_once(ranks, dtype):
     def body(comm):
@@ -440,6 +424,7 @@ def test_nothing_is_lost_where_many_change_and_add_at_once(ranks, dtype):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3)
 def test_a_change_that_fails_or_is_refused_leaves_the_memory_free_for_others(ranks):
     def body(comm):
         window = comm.window(3)

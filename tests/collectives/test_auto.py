@@ -245,15 +245,23 @@ def once(comm, folder, library="MPI 1", **options):
     return found
 
 
-def test_a_machine_is_measured_once(ranks, tmp_path, measurements):
-    folder = tmp_path / "not" / "yet" / "there"
-    first = ranks(lambda comm: once(comm, folder), network=NETWORK)
-    assert len(measurements) > 0 and len(set(first)) == 1
-    measurements.clear()
-    assert ranks(lambda comm: once(comm, folder), network=NETWORK) == first
-    assert measurements == []
-    ranks(lambda comm: once(comm, folder, "MPI 2"), network=NETWORK)
-    assert len(measurements) > 0
+def test_a_machine_is_measured_once(ranks, shared_tmp_path, measurements):
+    folder = shared_tmp_path / "not" / "yet" / "there"
+
+    def found(library):
+        """The table, and whether it was measured, on each rank."""
+
+        def body(comm):
+            measurements.clear()
+            comm.barrier()
+            return once(comm, folder, library), comm.rank in measurements
+
+        return ranks(body, network=NETWORK)
+
+    first = found("MPI 1")
+    assert len(set(first)) == 1 and first[0][1]
+    assert found("MPI 1") == [(first[0][0], False)] * ranks.size
+    assert all(measured for _, measured in found("MPI 2"))
 
 
 @each("refresh", [True, False])

@@ -178,35 +178,27 @@ def test_a_broken_connection_names_the_rank_and_the_next_call_makes_another(apar
 
 
 @REAL
-def test_where_nobody_listens_any_more_it_says_so(apart):
-    def body(comm):
-        window = comm.window(1)
-        if comm.rank == 0:
-            comm.memory.server().refuse()
-        comm.barrier()
-        if comm.rank == 1:
-            with pytest.raises(
-                CommunicationError, match=r"rank 1 can't reach rank 0 .*\(.*refused.*internode='tcp:eth0'"
-            ):
-                window.get(torch.empty(1), 0)
-        window.close()
-
-    apart(body)
-
-
-@REAL
-def test_another_jobs_listener_is_not_taken_for_a_rank(apart):
+def test_another_jobs_listener_is_not_taken_for_a_rank_and_where_nobody_listens_it_says_so(apart):
     """As where each host has the same address, of a bridge between its containers."""
 
     def body(comm):
-        window = comm.window(1)
-        peer = comm.memory.server()._peers[0]
+        window, server = comm.window(1), comm.memory.server()
+        peer = server._peers[0]
         token, peer.token = peer.token, bytes(network.TOKEN_BYTES)
         if comm.rank == 1:
             with pytest.raises(CommunicationError, match=r"reach rank 0 .*nobody of this job answers at 127.0.0.1"):
                 window.get(torch.empty(1), 0)
             peer.token = token
             window.get(torch.empty(1), 0)
+            peer.drop()
+        comm.barrier()
+        if comm.rank == 0:
+            server.refuse()
+        comm.barrier()
+        if comm.rank == 1:
+            message = r"rank 1 can't reach rank 0 .*\(.*refused.*internode='tcp:eth0'"
+            with pytest.raises(CommunicationError, match=message):
+                window.get(torch.empty(1), 0)
         window.close()
 
     apart(body)

@@ -109,7 +109,7 @@ def close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 # --- equal to one process ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "share, clip_norm, overlap", [(halved, 0.2, "off"), (parallel, 0.2, "on"), (replicated, None, "on")]
+    "share, clip_norm, overlap", [(halved, None, "on"), (parallel, 0.2, "off"), (replicated, 0.2, "on")]
 )
 def test_training_equals_one_process(ranks, share, clip_norm, overlap):
     def body(comm):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -96,43 +95,24 @@ trainer.close()
 """
 
 
-def job(
-    folder: Path,
-    size: int,
-    *options: str,
-    deaths: Mapping[int, int] | None = None,
-    inside: str = "",
-    call: int = 1,
-    amid_s: float = 0.0,
-    nap_s: float = 0.0,
-    apart: bool = False,
-    hidden: int = 0,
-) -> subprocess.CompletedProcess[str]:
+AS_EVER = {"deaths": {}, "inside": "", "call": 1, "amid_s": 0.0, "nap_s": 0.0, "apart": False, "hidden": 0}
+
+
+def job(folder: Path, size: int, *options: str, **how: object) -> subprocess.CompletedProcess[str]:
     """Trains digits.
 
     Args:
-        deaths: in which step of its own each rank is killed, 1 for the first; or AT_ANY_TIME.
-        inside: what of the trainer's, or of a module, they are killed in a call of; by default they are in the loss.
-        call: in which call from then on.
-        amid_s: seconds after its beginning, while the other workers come to it twice as late; 0: at its beginning.
-        nap_s: how long they sleep before.
-        apart: every rank counts as being on a node of its own.
-        hidden: units of a hidden layer; 0: none.
+        how: other values than AS_EVER has.
+            deaths: in which step of its own each rank is killed, 1 for the first; or AT_ANY_TIME.
+            inside: what of the trainer's, or of a module, they are killed in a call of; by default the loss.
+            call: in which call from then on.
+            amid_s: seconds after its beginning, while the other workers come to it twice as late; 0: at its beginning.
+            nap_s: how long they sleep before.
+            apart: every rank counts as being on a node of its own.
+            hidden: units of a hidden layer; 0: none.
     """
-    text = JOB.format(
-        deaths=dict(deaths or {}),
-        inside=inside,
-        call=call,
-        amid_s=amid_s,
-        nap_s=nap_s,
-        apart=apart,
-        hidden=hidden,
-        options=list(options),
-        folder=str(folder),
-        data=str(_digits(folder.parent)),
-        defaults=DEFAULTS,
-    )
-    return run(folder, text, size, options=ULFM)
+    given = {"options": list(options), "folder": str(folder), "data": str(_digits(folder.parent)), "defaults": DEFAULTS}
+    return run(folder, JOB.format(**{**AS_EVER, **how, **given}), size, options=ULFM)
 
 
 def go_on(folder: Path, size: int, checkpoint: Path, *options: str) -> None:

@@ -20,9 +20,6 @@ STEP = 10  # after which the next meeting is looked for
         ("gossip_pull", "strategy.shrink", 1, 0.0),  # alive on one communicator, not on the other
         ("gossip_pull", "strategy.comm.allreduce", 1, 0.3),  # in the consensus
         ("gossip_pull", "comm.allreduce", 1, 0.0),  # at the end of an evaluation
-        pytest.param(
-            "gossip_pull", "comm.calls.communicate", 2, 0.0, marks=pytest.mark.extended
-        ),  # amid what tells to leave
         ("parameter_server", "strategy.comm.broadcast", 1, 0.0),  # the server goes on, a worker waits
     ],
 )
@@ -68,9 +65,8 @@ def test_a_rank_may_die_at_the_end_of_the_run(tmp_path, name, rank, inside, lost
     assert load_summary(tmp_path / "run").lost_ranks == lost
 
 
-@pytest.mark.parametrize("options", [["parameter_server", "strategy.servers=colocated"], ["allreduce"]], ids=" ".join)
-def test_a_rank_that_is_needed_ends_the_run_there_with_a_message(tmp_path, options):
-    name, *more = options
-    done = job(tmp_path, 3, f"strategy={name}", *more, deaths={1: STEP}, inside="comm.barrier")
+def test_a_rank_that_is_needed_ends_the_run_there_with_a_message(tmp_path):
+    options = ["strategy=parameter_server", "strategy.servers=colocated"]
+    done = job(tmp_path, 3, *options, deaths={1: STEP}, inside="comm.barrier")
     assert done.returncode != 0 and not (tmp_path / "run" / "summary.json").exists()
     assert "rank 1 has died, and the others can't go on without it. Resume from the last checkpoint." in done.stderr

@@ -86,18 +86,13 @@ def ask():
         server.stdout.close()
 
 
-def test_a_cable_carries_so_many_bits_in_each_direction(make_hosts, ask):
-    made = make_hosts(2, mbit_s=20)
-    alone_s = ((1 << 20) - (1 << 17)) * 8 / 20e6  # less what may leave at once
-    assert alone_s < ask(made)["megabyte_s"] < 20 * alone_s
-
-
-def test_cables_can_be_changed(make_hosts, ask):
+def test_a_cable_carries_so_many_bits_in_each_direction_and_can_be_changed(make_hosts, ask):
     made = make_hosts(3)
     fast = ask(made)
     assert fast["ping_ms"] < 30 and fast["megabyte_s"] < 0.3
     made.shape(Cable(20))
-    assert ask(made)["megabyte_s"] > 0.3
+    alone_s = ((1 << 20) - (1 << 17)) * 8 / 20e6  # less what may leave at once
+    assert alone_s < ask(made)["megabyte_s"] < 20 * alone_s
     made.shape(Cable())
     assert ask(made)["megabyte_s"] < 0.3
 
@@ -199,10 +194,11 @@ def test_ranks_can_be_started_on_them_from_the_command_line(tmp_path):
         pytest.skip(reason)
     program = [sys.executable, ROOT / "jobs" / "studies" / "on_hosts.py", "100", "2"]
     told = "import os, socket; from mpi4py import MPI; print(MPI.COMM_WORLD.size, socket.gethostname(), flush=True)"
-    for code, status in ((told, 0), (f"{told}; os._exit(3)", 3)):
+    for code, status in ((told, 0), ("import os; from mpi4py import MPI; os._exit(3)", 3)):
         done = subprocess.run([*program, sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
         assert done.returncode == status, done.stderr
-        assert sorted(line for line in done.stdout.splitlines() if line[:1] == "2") == ["2 n1", "2 n2"]
+        # Of a rank that fails nothing else is expected: the launcher ends the others, whatever they have written.
+        assert sorted(line for line in done.stdout.splitlines() if line[:1] == "2") == ["2 n1", "2 n2"] * (status == 0)
 
 
 def test_the_launcher_ends_a_run_that_takes_too_long(tmp_path):
@@ -215,16 +211,10 @@ def test_the_launcher_ends_a_run_that_takes_too_long(tmp_path):
     wait_until(lambda: not any("sleep(77.3)" in command for command in commands()))
 
 
-@pytest.mark.parametrize(
-    ("cable", "words"),
-    [
-        ({}, "unshaped"),
-        ({"mbit_s": 100}, "100 Mbit/s"),
-        ({"mbit_s": 1000, "delay_ms": 10}, "1 Gbit/s, 10 ms"),
-    ],
-)
-def test_cables_have_names(cable, words):
-    assert str(Cable(**cable)) == words
+def test_cables_have_names():
+    assert [str(cable) for cable in (Cable(), Cable(100), Cable(1000, 10))] == [
+        "unshaped", "100 Mbit/s", "1 Gbit/s, 10 ms",
+    ]  # fmt: skip
 
 
 def test_where_no_hosts_can_be_made_it_says_why(monkeypatch, tmp_path):

@@ -131,17 +131,3 @@ def test_runs_are_submitted_looked_at_and_submitted_again(tmp_path, monkeypatch,
     cluster.states.clear()
     assert hpcdist("compare", "--output", "out") == 0, "Slurm is not asked again, and nothing is left to make"
     assert "4 of 4 runs are there already" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--slurm", "generic", "--launcher", "env"], "--launcher must be left out with --slurm, .*; got 'env'"),
-        (["--slurm-set", "time_min=3"], "--slurm must be given with --slurm-set; got none. Such as --slurm generic."),
-    ],
-)
-def test_options_that_do_not_fit_together(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("it.py").write_text(JOB)
-    with pytest.raises(ConfigError, match=message):
-        hpcdist("compare", "it.py", *arguments)

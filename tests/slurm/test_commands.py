@@ -1,9 +1,7 @@
-"""`hpcdist slurm render` and `check` as commands, from a checkout and from a wheel."""
+"""`hpcdist slurm render` and `check` as commands; tests/test_package.py renders a script from a wheel."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +14,6 @@ from hpcdist.tools.cli.slurm import app
 from hpcdist.tools.slurm.render import render
 from hpcdist.tools.slurm.spec import load_site, load_spec
 
-ROOT = Path(__file__).parents[2]
 JOB = 'job = "it.py"\nnodes = 2\nsettings = ["checkpoint.every_steps=9"]\n'
 
 
@@ -55,28 +52,3 @@ def test_nothing_needs_torch():
     code += "print(*catalogue('strategies').available(), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == [*strategies.available(), "False"], done.stderr
-
-
-def test_a_wheel_brings_templates_and_profiles(tmp_path):
-    """Installed apart from this checkout; dependencies are those of this environment."""
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    for name in ("hpcdist", "slurm"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, source)
-    build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-cache-dir", "install"]
-    options = ["--no-deps", "--no-index", "--no-compile", "--ignore-installed", "--root-user-action=ignore"]
-    subprocess.run([*pip, *options, "--prefix", target, *tmp_path.glob("*.whl")], check=True)
-    (package,) = target.rglob("site-packages")
-    code = "from hpcdist.tools.slurm import spec; print(spec.folder('templates')); "
-    code += "from hpcdist.tools import cli; cli.main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "slurm", "render", "--site", "cray", "--set", "job=it.py"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(package)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found, _, text = done.stdout.partition("\n")
-    assert Path(found).is_relative_to(target) and text.startswith("#!/bin/bash\n#SBATCH --job-name=hpcdist\n")

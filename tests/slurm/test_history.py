@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.cases import each
 from hpcdist.config.files import git_commit
 from hpcdist.errors import ConfigError, DataError, QueueError
 from hpcdist.records import RecordWriter, StepRecord, record_path
@@ -38,6 +39,8 @@ def remember(*entries: Submission) -> None:
 
 def test_the_newest_job_is_found_and_others_by_number():
     assert history.read() == [] and history.find(None) is None
+    with pytest.raises(QueueError, match="job must be given where none was submitted; got no .hpcdist/jobs.jsonl here"):
+        queue.newest(None)
     remember(entry("12"), entry("14"), entry("13", spec={"nodes": 2}))
     assert history.find(None) == entry("13", spec={"nodes": 2})
     assert history.find("14") == history.find("14_3") == entry("14")
@@ -51,11 +54,6 @@ def test_a_damaged_line_is_named():
         file.write('{"job": "13"\n')
     with pytest.raises(DataError, match=r"jobs.jsonl:2 must be a submitted job; got b'\{\"job.*Delete this line"):
         history.read()
-
-
-def test_without_a_submitted_job_one_must_be_given():
-    with pytest.raises(QueueError, match="job must be given where none was submitted; got no .hpcdist/jobs.jsonl here"):
-        queue.newest(None)
 
 
 def test_the_commit_and_whether_files_differ_from_it():
@@ -107,8 +105,8 @@ LINE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("told", "expected", "text"),
+@each(
+    "case",
     [
         (("PENDING", "Priority", 0, "0:0", "(null)"), (False, 0), "is PENDING (Priority)"),
         (("RUNNING", "None", 2, "0:0", "n1"), (False, 0), "on n1 for 00:01:02 of 01:00:00 (2 times requeued)"),
@@ -119,7 +117,8 @@ LINE = (
         (("TIMEOUT", "TimeLimit", 0, "0:0", "n1"), (True, 1), "with status 1"),
     ],
 )
-def test_a_state_and_what_it_means(told, expected, text):
+def test_a_state_and_what_it_means(case):
+    told, expected, text = case
     (state,) = read(LINE.format(*told))
     assert (state.ended, state.status) == expected
     assert text in describe(state)
@@ -201,12 +200,10 @@ MEASURED = """echo '7|160000
 7.3|12500'"""
 
 
-@pytest.mark.parametrize(
-    ("sacct", "joules"), [(MEASURED, 82_500.0), ("echo '7|0'; echo '7.0|0'", None), (NO_ACCOUNTING, None)]
-)
-def test_the_energy_of_a_jobs_steps(stand_ins, sacct, joules):
-    stand_ins(sacct=sacct)
-    assert queue.consumed_joules("7") == joules
+def test_the_energy_of_a_jobs_steps(stand_ins):
+    for sacct, joules in ((MEASURED, 82_500.0), ("echo '7|0'; echo '7.0|0'", None), (NO_ACCOUNTING, None)):
+        stand_ins(sacct=sacct)
+        assert queue.consumed_joules("7") == joules
 
 
 def test_an_array_s_tasks_are_forgotten_one_by_one(stand_ins, monkeypatch):

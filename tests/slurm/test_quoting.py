@@ -6,9 +6,10 @@ import os
 import shlex
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from harness.cases import each
 from hpcdist.errors import ConfigError
 from hpcdist.tools.slurm.quoting import directive, from_directive
 from hpcdist.tools.slurm.render import Script
@@ -27,6 +28,7 @@ TEXT = st.one_of(
 SHELL_TEXT = TEXT.map(lambda text: text.replace("\0", ""))
 WORD = SHELL_TEXT.map(lambda text: f"x{text}")  # not empty, no option
 FILE = st.one_of(WORD, SHELL_TEXT.filter(bool))
+WORDS = [f"x{piece}" for piece in PIECES if piece != "\0"]  # each of them, in the first example
 
 
 def sbatch_reads(script: Script) -> list[str]:
@@ -92,7 +94,8 @@ def test_directives_hold_what_was_asked_or_the_job_is_refused(name, partition, c
     assert len(read) == len(whole) - (partition == "none")
 
 
-@settings(max_examples=50)
+@settings(max_examples=12)
+@example("".join(WORDS), WORDS[0], WORDS[1:6], "".join(WORDS), WORDS, WORDS, WORDS[6:], "".join(WORDS), WORDS[7])
 @given(
     job=FILE, config=FILE, values=st.lists(WORD, max_size=3), env=SHELL_TEXT, container=st.lists(WORD, max_size=2),
     modules=st.lists(WORD, max_size=2), options=st.lists(WORD, max_size=2), interface=TEXT, conda=WORD,
@@ -129,9 +132,10 @@ def test_the_ranks_are_given_what_was_asked(
     assert not (bash.folder / "owned").exists()
 
 
-@settings(max_examples=30)
-@given(command=st.lists(SHELL_TEXT, max_size=3), first=WORD, name=WORD)
-def test_a_command_of_ones_own_arrives_as_it_is(bash, command, first, name):
+@settings(max_examples=6)
+@example(["", *WORDS], WORDS[0])
+@given(command=st.lists(SHELL_TEXT, max_size=3), first=WORD)
+def test_a_command_of_ones_own_arrives_as_it_is(bash, command, first):
     status, printed = bash.run(script(job=None, command=[first, *command]))
     assert status == 0, printed
     (arguments,) = bash.launched()
@@ -139,7 +143,8 @@ def test_a_command_of_ones_own_arrives_as_it_is(bash, command, first, name):
     assert not (bash.folder / "owned").exists()
 
 
-@settings(max_examples=30)
+@settings(max_examples=6)
+@example([[], WORDS])
 @given(cases=st.lists(st.lists(WORD, max_size=3), min_size=2, max_size=3))
 def test_a_case_of_a_study_arrives_as_it_is(bash, cases):
     given = [[f"model.x={value}" for value in case] for case in cases]
@@ -153,7 +158,8 @@ def test_a_case_of_a_study_arrives_as_it_is(bash, cases):
     assert "runs/4700_1" in told
 
 
-@settings(max_examples=20)
+@settings(max_examples=6)
+@example("".join(WORDS), "".join(WORDS))
 @given(name=TEXT, partition=TEXT)
 def test_salloc_is_given_what_was_asked(bash, name, partition):
     name, partition = ("".join(c for c in text if c.isprintable() and c not in "/\\") for text in (name, partition))
@@ -166,7 +172,7 @@ def test_salloc_is_given_what_was_asked(bash, name, partition):
     assert arguments[-2:] == ["bash", str(bash.folder / "job.sh")]
 
 
-@pytest.mark.parametrize("name", ["a b", "$(touch owned)", "-x", "it's", "a;b", "`id`", '"', "a\nb", "#SBATCH", "~"])
+@each("name", ["a b$(touch owned);`id`#SBATCH", "-x", "it's", '"', "a\nb", "~"])
 def test_folders_of_any_name(bash, name):
     (bash.folder / name / "bin").mkdir(parents=True)
     (bash.folder / name / "bin" / "activate").write_text("export HOSTILE=activated\n")
@@ -181,7 +187,7 @@ def test_folders_of_any_name(bash, name):
     assert (bash.folder / folder).is_dir() and not (bash.folder / "owned").exists()
 
 
-@pytest.mark.parametrize("text", ["a\nb", "a\r", "\x85", "\u2028", ""])
+@each("text", ["a\nb", "a\r", "\x85", "\u2028", ""])
 def test_what_a_directive_cannot_hold_is_refused(text):
     with pytest.raises(ConfigError, match="must be one line of printable characters"):
         JobSpec(job="it.py", name=text)

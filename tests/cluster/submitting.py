@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import hpcdist as hd
 
@@ -26,7 +27,11 @@ def fails() -> None:
 
 
 def dies() -> None:
+    """Once its words have arrived: srun drops what is still on its way when it hears that a task was killed."""
     print("it dies", file=sys.stderr, flush=True)
+    job = Path(os.environ["HPCDIST_RUN"]).parent
+    while not any("it dies" in path.read_text() for path in job.glob("*.err")):
+        time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

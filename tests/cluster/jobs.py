@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cluster import kit
@@ -53,6 +53,28 @@ def toml(values: Mapping[str, object]) -> str:
 def slurm(cluster: kit.Cluster, *arguments: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Runs `hpcdist slurm ...` on the controller."""
     return cluster.run("hpcdist", "slurm", *arguments, cwd=cwd, check=check, timeout_s=150)
+
+
+IN_TURN = """
+import contextlib, io, json, sys
+from hpcdist.tools import cli
+found = []
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["hpcdist", "slurm", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            cli.main()
+        except SystemExit as ended:
+            status = ended.code or 0
+    found.append((status, out.getvalue(), err.getvalue()))
+print(json.dumps(found))
+"""
+
+
+def slurm_in_turn(cluster: kit.Cluster, *commands: Sequence[str], cwd: Path) -> list[tuple[int, str, str]]:
+    """Run several `hpcdist slurm ...` in one process: the exit status of each, and what it wrote."""
+    done = cluster.run("python", "-c", IN_TURN, json.dumps(commands), cwd=cwd, timeout_s=150)
+    return [tuple(found) for found in json.loads(done.stdout)]
 
 
 def submit(cluster: kit.Cluster, cwd: Path, *arguments: str) -> str:

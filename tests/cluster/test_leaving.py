@@ -26,19 +26,25 @@ JOBS = {  # the hosts of its two ranks
     "limited": ("n4",),
     "in_peace": ("n4",),
 }
+OUTLIVES = {  # a rank dies, and the others go on; they meet once an epoch only
+    "shape": "gossip", "shrink": True, "nodes": 3, "ranks_per_node": 1, "env": {"DIES": "2"},
+    "settings": ["epochs=3", "batch_size=4", "leave.enabled=false", "checkpoint.every_s=0"],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def submitted(cluster, new_folder, data):
     """The jobs by their names, each with its number, the folder that it was submitted from, and that of its run."""
     found = {}
-    for name, hosts in JOBS.items():
+    for name, hosts in {**JOBS, "outlived": ("n1", "n3", "n4")}.items():
         folder, nodes = new_folder(name), len(hosts) or 2
         spec = {"nodes": nodes, "ranks_per_node": 2 // nodes, "job": SLOW, "settings": list(SETTINGS), "name": name}
+        spec |= OUTLIVES if name == "outlived" else {}
         if name == "limited":  # to one minute, of which it leaves 54 s
             spec |= {"time_min": 1, "warn_s": 1}
             spec["settings"].append("leave.margin_s=54")
-        jobs.write_job(folder, "mpirun" if name in ("warned", "bereft_mpirun") else "srun-pmix", data, **spec)
+        how = "mpirun" if name in ("warned", "bereft_mpirun", "outlived") else "srun-pmix"
+        jobs.write_job(folder, how, data, **spec)
         where = [f"directives.add.nodelist={','.join(hosts)}"] if hosts else []
         job = jobs.submit_rendered(cluster, folder, *where)
         found[name] = SimpleNamespace(job=job, folder=folder, run=folder / "runs" / job)
@@ -134,16 +140,9 @@ def test_a_job_goes_on_without_the_node_that_died(ended, name):
     assert "2" not in told["NodeList"], "it had no other choice"
 
 
-def test_a_run_goes_on_without_a_rank_that_died(cluster, workdir, data):
-    settings = [
-        "epochs=3",
-        "batch_size=4",
-        "leave.enabled=false",
-        "checkpoint.every_s=0",
-    ]  # ranks meet once an epoch only
-    spec = {"shape": "gossip", "shrink": True, "nodes": 3, "job": SLOW, "env": {"DIES": "2"}, "name": "it"}
-    jobs.write_job(workdir, "mpirun", data, **spec, settings=settings)
-    run = workdir / "runs" / (job := jobs.submit_rendered(cluster, workdir))
-    told = cluster.wait(job)
-    assert (load_summary(run).lost_ranks, told["Restarts"]) == ([2], "0")
-    assert len(read_records(run)[2]) < 33 < len(read_records(run)[0])
+def test_a_run_goes_on_without_a_rank_that_died(cluster, submitted):
+    one = submitted["outlived"]
+    told = cluster.wait(one.job)
+    assert (load_summary(one.run).lost_ranks, told["Restarts"]) == ([2], "0")
+    records = read_records(one.run)
+    assert len(records[2]) < 33 < len(records[0])

@@ -1,9 +1,9 @@
-"""The template of each shape, through Slurm, on nodes that share nothing but files."""
+"""The template of each shape, through Slurm, on nodes that share nothing but files. All jobs run at the same time."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -13,72 +13,64 @@ from hpcdist.records import load_summary, read_records
 HERE = Path(__file__).parent
 TINY = str(HERE.parent / "train" / "tiny.py")
 TRANSFORMER = str(HERE.parents[1] / "jobs" / "transformer.py")
+IN_BLOCKS, DEALT_OUT = ["n1", "n1", "n2", "n2"], ["n1", "n2", "n1", "n2"]
+SERVED = {"shape": "parameter_server", "job": TINY}
+FEW = ["data.path='reference.h5'", "model.width=16", "model.blocks=2", "budget.steps=5"]
 
 
-def run(cluster, workdir, how, data, **spec):
-    """Submits a job and waits for its end; its log and the folder of its run."""
-    jobs.write_job(workdir, how, data, name="it", **spec)
-    job = jobs.submit(cluster, workdir)
+class Submitted(NamedTuple):
+    """How ranks are started, the specification; the host of each rank, the strategy, and the hosts of its servers."""
+
+    how: str
+    spec: dict
+    hosts: list[str]
+    strategy: str
+    serving: list[str] = []
+
+
+JOBS = {  # each on two nodes, with two ranks on each
+    "server-on-first": Submitted(
+        "mpirun", {**SERVED, "servers": 1, "gpus_per_rank": 1}, IN_BLOCKS, "parameter_server", ["n1"]
+    ),  # GPUs are asked for and dealt out; there is none to compute on
+    "server-on-each": Submitted(
+        "srun-pmix", {**SERVED, "servers": 2, "servers_on": "one_per_node", "doctor": True}, DEALT_OUT,
+        "parameter_server", ["n1", "n2"],
+    ),
+    "gossip": Submitted("srun-pmi2", {"shape": "gossip", "job": TINY}, IN_BLOCKS, "gossip_pull"),
+    "stages": Submitted(
+        "mpiexec", {"shape": "hybrid", "gpus_per_rank": 0, "strategy": "gossip_pull", "job": TRANSFORMER,
+                    "settings": FEW}, IN_BLOCKS, "gossip_pull",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def submitted(cluster, new_folder, data) -> dict[str, tuple[str, Path]]:
+    """The jobs by their names: the id of each, and the folder that it was submitted from."""
+    found = {}
+    for name, one in JOBS.items():
+        folder = new_folder(name)
+        spec = {"nodes": 2, "ranks_per_node": 2, "settings": ["epochs=1"], "name": "it", **one.spec}
+        jobs.write_job(folder, one.how, data, **spec)
+        found[name] = jobs.submit_rendered(cluster, folder), folder
+    return found
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_ranks_and_servers_run_where_the_job_says(cluster, submitted, name):
+    job, folder = submitted[name]
     cluster.wait(job)
-    return cluster.output(job), workdir / "runs" / job
-
-
-@pytest.mark.parametrize(
-    ("how", "nodes", "ranks_per_node", "spec"),
-    [
-        ("srun-pmix", 2, 2, {"shape": "cpu", "doctor": True}),
-        pytest.param("mpiexec", 4, 2, {"shape": "cpu"}, marks=pytest.mark.extended),
-        ("mpirun", 2, 1, {"shape": "allreduce"}),  # GPUs are asked for and dealt out; there is none to compute on
-        ("srun-pmi2", 3, 1, {"shape": "gossip"}),
-    ],
-)
-def test_every_rank_trains_on_its_node(cluster, workdir, data, how, nodes, ranks_per_node, spec):
-    size = nodes * ranks_per_node
-    spec |= {"nodes": nodes, "ranks_per_node": ranks_per_node, "job": TINY, "settings": ["epochs=1"]}
-    log, folder = run(cluster, workdir, how, data, **spec)
-    assert jobs.hosts(log) == {rank: f"n{rank // ranks_per_node + 1}" for rank in range(size)}
-    summary = load_summary(folder)
-    assert (summary.ranks, summary.workers) == (size, size)
-    assert summary.strategy == ("gossip_pull" if spec["shape"] == "gossip" else "allreduce")
-    assert sum(record.bytes_sent + record.bytes_fetched for record in read_records(folder)[0]) > 0
-
-
-@pytest.mark.parametrize(
-    ("servers_on", "how", "nodes", "ranks_per_node", "servers", "there"),
-    [
-        ("first_node", "mpirun", 2, 2, 1, {"n1"}),
-        ("one_per_node", "srun-pmix", 2, 2, 2, {"n1", "n2"}),
-    ],
-)
-def test_servers_run_where_the_job_says(cluster, workdir, data, servers_on, how, nodes, ranks_per_node, servers, there):
-    spec = {"nodes": nodes, "ranks_per_node": ranks_per_node, "servers": servers, "servers_on": servers_on}
-    log, folder = run(cluster, workdir, how, data, shape="parameter_server", job=TINY, settings=["epochs=1"], **spec)
-    hosts, records = jobs.hosts(log), read_records(folder)
-    serving = {rank for rank, found in records.items() if not any(record.samples for record in found)}
-    assert len(serving) == servers and len(hosts) == nodes * ranks_per_node
-    assert {hosts[rank] for rank in serving} == there
-    assert sorted(hosts.values()) == sorted(f"n{i // ranks_per_node + 1}" for i in range(nodes * ranks_per_node))
-
-
-@pytest.mark.extended
-def test_stages_inside_a_node_and_data_parallel_across(cluster, workdir, data):
-    spec = {"shape": "hybrid", "nodes": 2, "ranks_per_node": 2, "command": ["python", str(HERE / "hybrid.py")]}
-    _, folder = run(cluster, workdir, "srun-pmi2", data, gpus_per_rank=0, **spec)
-    told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
-    assert [(one["host"], one["stage"]) for one in told] == [("n1", 0), ("n1", 1), ("n2", 0), ("n2", 1)]
-    assert told[0]["weight"] == told[2]["weight"] != told[1]["weight"] == told[3]["weight"]
-    for losses in (told[1]["losses"], told[3]["losses"]):
-        assert losses[-1] < losses[0]
-
-
-def test_a_job_in_stages_inside_a_node(cluster, workdir, data):
-    data_path = f"data.path={json.dumps(str(workdir / 'reference.h5'))}"
-    settings = [data_path, "model.width=16", "model.blocks=2", "budget.steps=5"]
-    spec = {"shape": "hybrid", "nodes": 2, "ranks_per_node": 2, "gpus_per_rank": 0, "strategy": "gossip_pull"}
-    log, folder = run(cluster, workdir, "mpiexec", data, job=TRANSFORMER, settings=settings, **spec)
-    assert jobs.hosts(log) == {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
-    summary = load_summary(folder)
-    assert (summary.ranks, summary.workers, summary.stages) == (4, 2, 2) and summary.strategy == "gossip_pull"
+    one, run, hosts = JOBS[name], folder / "runs" / job, jobs.hosts(cluster.output(job))
+    assert [hosts[rank] for rank in range(4)] == one.hosts
+    records, summary = read_records(run), load_summary(run)
+    assert (summary.ranks, summary.strategy, summary.stages) == (4, one.strategy, 2 if name == "stages" else 1)
+    assert summary.workers == (4 - len(one.serving)) // summary.stages
+    if name != "stages":
+        serving = [rank for rank, found in records.items() if not any(record.samples for record in found)]
+        assert sorted(hosts[rank] for rank in serving) == one.serving
+    assert sum(record.bytes_sent + record.bytes_fetched for found in records.values() for record in found) > 0
+    if one.spec.get("doctor"):
+        assert "4 ranks on 2 nodes, 2 each (n1, n2)" in cluster.output(job), "the doctor came first"
 
 
 def test_a_study_is_an_array_of_runs(cluster, workdir, data):
@@ -90,7 +82,8 @@ def test_a_study_is_an_array_of_runs(cluster, workdir, data):
         cluster.wait(f"{job}_{task}")
     summaries = [load_summary(workdir / "runs" / f"{job}_{task}") for task in range(2)]
     assert [(summary.ranks, summary.seed) for summary in summaries] == [(2, 1), (2, 2)]
-    told = jobs.slurm(cluster, "status", cwd=workdir).stdout
+    (_, told, _), (_, first, _), (_, both, _) = jobs.slurm_in_turn(
+        cluster, ["status"], ["logs", f"{job}_1"], ["logs"], cwd=workdir
+    )
     assert f"{job}_1: COMPLETED" in told and "2 of 2 runs have ended" in told
-    assert "allreduce on 2 ranks" in jobs.slurm(cluster, "logs", f"{job}_1", cwd=workdir).stdout
-    assert jobs.slurm(cluster, "logs", cwd=workdir).stdout.count("==> ") == 2
+    assert "allreduce on 2 ranks" in first and both.count("==> ") == 2

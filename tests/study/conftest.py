@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import importlib
+import io
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -25,26 +28,35 @@ def training(request: pytest.FixtureRequest) -> ModuleType:
     return importlib.import_module(f"{request.module.STUDY}_job")
 
 
-@pytest.fixture(scope="module")
-def quick(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a quick run, and what it printed."""
-    return studies.quick(request.module.STUDY, tmp_path_factory.mktemp(request.module.STUDY))
+def _printed(study: ModuleType, folder: Path) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        study.main(folder, quick=True, workers=1)
+    return out.getvalue()
 
 
 @pytest.fixture
-def goes_on_alike(
-    study: ModuleType,
-    quick: tuple[Path, str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Callable[[], None]:
-    """Goes on with the finished quick run in this process, without its figures: makes no run again, prints the same."""
-    monkeypatch.setattr(Study, "draw", lambda *given: None)
-    folder, printed = quick
+def quick(study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
+    """The folder of a quick run, and what it printed: the same when it went on, which made no run again."""
+    folder = tmp_path / "quick"
+    printed, made = _printed(study, folder), studies.made(folder)
+    monkeypatch.setattr(Study, "draw", lambda *given: None)  # figures
+    assert _printed(study, folder) == printed and studies.made(folder) == made
+    return folder, printed
 
-    def check() -> None:
-        before = studies.made(folder)
-        study.main(folder, quick=True, workers=1)
-        assert studies.made(folder) == before and capsys.readouterr().out == printed
 
-    return check
+@pytest.fixture
+def written(quick: tuple[Path, str]) -> Callable[..., tuple[list[dict[str, str]], list[str]]]:
+    """`written(*figures)`: the rows of a quick run's table, and its claims; its figures are there."""
+
+    def read(*figures: str) -> tuple[list[dict[str, str]], list[str]]:
+        folder, printed = quick
+        text = (folder / "claims.txt").read_text(encoding="utf-8")
+        claims = text.split("\n\n")
+        assert text in printed and [claim[:3] for claim in claims] == [f"{n}. " for n in range(1, len(claims) + 1)]
+        for name in figures:
+            assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+            assert "</svg>" in (folder / f"{name}.svg").read_text()
+        with open(folder / "table.csv", encoding="utf-8") as file:
+            return list(csv.DictReader(file)), claims
+
+    return read

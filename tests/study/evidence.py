@@ -35,6 +35,15 @@ def summary(**changes: object) -> dict:
     } | changes  # fmt: skip
 
 
+def start(**changes: object) -> dict:
+    """The fields of a run's run.json."""
+    return {
+        "started": "2026-01-31T12:00:00Z", "command": ["hpcdist"],
+        "job": {"path": JOB, "sha256": f"sum of {JOB}", "copies": {}}, "commit": "c0ffee" * 7, "dirty": False,
+        "ranks": 2, "hosts": ["n0", "n1"], "versions": {"hpcdist": "0.1.0"}, "settings": {},
+    } | changes  # fmt: skip
+
+
 def write_run(
     folder: Path,
     strategy: str = "allreduce",
@@ -60,15 +69,10 @@ def write_run(
         options: the strategy's.
     """
     settings = {"strategy": {"name": strategy, **options}, "batch_size": batch, "accumulation": 1, "seed": seed}
-    start = Start(
-        started="2026-01-31T12:00:00Z", command=["hpcdist"],
-        job={"path": job, "sha256": job_sha256 or f"sum of {job}", "copies": {}},
-        commit="c0ffee" * 7, dirty=False, ranks=ranks, hosts=[f"n{rank}" for rank in range(ranks)],
-        versions={"hpcdist": "0.1.0"}, settings=settings, virtual=virtual,
-        **(machine or {}),
-    )  # fmt: skip
+    given = {"ranks": ranks, "hosts": [f"n{rank}" for rank in range(ranks)], "settings": settings, "virtual": virtual}
+    given["job"] = {"path": job, "sha256": job_sha256 or f"sum of {job}", "copies": {}}
     folder.mkdir(parents=True, exist_ok=True)
-    begin_run(folder, start)
+    begin_run(folder, Start(**start(**given, **(machine or {}))))
     if not ends:
         return
     step_s = seconds / STEPS

@@ -12,6 +12,7 @@ from hpcdist.records import Evaluation, Summary, append_evaluation, write_summar
 from hpcdist.tools.compare.plan import PlannedRun
 from hpcdist.tools.compare.run_all import Runner
 from kit.cells import EndedRun
+from study import evidence
 
 
 class PretendedRuns:
@@ -37,13 +38,11 @@ class PretendedRuns:
         for step, part in ((steps // 2, 0.5), (steps, 1.0)):
             values = {name: value * part for name, value in metrics.items()}
             append_evaluation(folder, Evaluation(step, 0, 100 * step, 2.0 * step, values))
-        shape = {"strategy": run.name, "ranks": run.ranks, "workers": run.ranks, "seed": run.seed, "sha256": "0" * 64}
-        cost = {"samples": 100 * steps, "wall_s": 2.0 * steps, "bytes_per_step": 0, "messages_per_step": 0}
-        seconds = {"computing": 1, "communicating": 1, "waiting": 1}
-        staleness = {"mean": 0, "max": 0, "histogram": {}}
+        shape = {"strategy": run.name, "ranks": run.ranks, "workers": run.ranks, "seed": run.seed}
+        cost = {"samples": 100 * steps, "wall_s": 2.0 * steps, "metrics": metrics}
         if "checkpoint" in settings:
             (folder / "checkpoints").mkdir(exist_ok=True)
-        write_summary(folder, {**shape, **cost, "metrics": metrics, "seconds": seconds, "staleness": staleness})
+        write_summary(folder, evidence.summary(**shape, **cost))
 
 
 def runner(output: Path, one: PretendedRuns) -> Runner:
@@ -57,8 +56,4 @@ def launchers(one: PretendedRuns) -> dict:
 
 def ended(curve: Sequence[Evaluation] = (), settings: dict | None = None, **measured: object) -> EndedRun:
     """A run that has ended so."""
-    shape = {"strategy": "allreduce", "ranks": 2, "workers": 2, "seed": 0, "samples": 1, "wall_s": 1.0, "metrics": {}}
-    shape |= {"staleness": {"mean": 0, "max": 0, "histogram": {}}, "sha256": "0" * 64}
-    shape |= {"bytes_per_step": 0, "messages_per_step": 0}
-    shape |= {"seconds": {"computing": 0, "communicating": 0, "waiting": 0}}
-    return EndedRun(settings or {}, Summary.model_validate({**shape, **measured}), curve)
+    return EndedRun(settings or {}, Summary.model_validate(evidence.summary(**measured)), curve)

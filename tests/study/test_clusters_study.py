@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 
 import pytest
@@ -39,18 +38,9 @@ def run(study, training, tmp_path):
 
 # --- the quick version ------------------------------------------------------------------------------------------------
 @pytest.mark.extended
-def test_tables_and_claims_are_written(quick, study):
-    folder, printed = quick
-    with open(folder / "table.csv", encoding="utf-8") as file:
-        assert [row["outer step"] for row in csv.DictReader(file)] == [rule.name for rule in study.RULES]
-    text = (folder / "claims.txt").read_text(encoding="utf-8")
-    assert text in printed
-    assert [paragraph[:3] for paragraph in text.split("\n\n")] == ["1. ", "2. ", "3. ", "4. "]
-
-
-@pytest.mark.extended
-def test_finished_runs_are_not_made_again(goes_on_alike):
-    goes_on_alike()
+def test_tables_and_claims_are_written(study, written):
+    table, claims = written()
+    assert [row["outer step"] for row in table] == [rule.name for rule in study.RULES] and len(claims) == 4
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -58,7 +48,7 @@ def test_the_slowest_worker_sets_the_pace_of_the_synchronous_rule_alone(study, r
     looks, summary = run(study.SYNCHRONOUS)
     assert looks[-1].step == 400 and summary.samples == 400 * 8
     assert looks[-1].seconds == pytest.approx(400 / 4 * study.STEPS_S[-1], rel=1e-3)
-    for rule in study.RULES[1:]:
+    for rule in (study.DELAYED, study.DYNAMIC):
         looks, summary = run(rule)
         assert 400 <= looks[-1].step < 400 + 4 * study.PERIOD and summary.samples == looks[-1].step * 8
         together_s = 1 / sum(1 / step_s for step_s in study.STEPS_S)
@@ -68,8 +58,7 @@ def test_the_slowest_worker_sets_the_pace_of_the_synchronous_rule_alone(study, r
 
 
 def test_the_same_seed_gives_the_same_run(study, run):
-    for rule in (study.SYNCHRONOUS, study.DYNAMIC):
-        assert run(rule, 1) == run(rule, 1) != run(rule, 2)
+    assert run(study.DYNAMIC, 1) == run(study.DYNAMIC, 1) != run(study.DYNAMIC, 2)
 
 
 @pytest.mark.parametrize("best", [-4, -1, 3])
@@ -120,12 +109,6 @@ def test_verdicts_follow_their_rules(study, changed, verdicts):
 def test_each_rule_stands_beside_the_quickest(study):
     accuracies = {rule: 50 for rule in study.RULES}
     rows = list(pretended(study, accuracies).rows())
-    assert rows[0] == {
-        "outer step": "synchronous DiLoCo",
-        "ν": "0.32",
-        "accuracy in %": "50.20 ± 0.20",
-        "when the quickest ends": "25.10 ± 0.10",
-        "s": "200",
-        "mean staleness": "0.00",
-    }
+    assert list(rows[0].values()) == ["synchronous DiLoCo", "0.32", "50.20 ± 0.20", "25.10 ± 0.10", "200", "0.00"]
+    assert list(rows[0])[2:] == ["accuracy in %", "when the quickest ends", "s", "mean staleness"]
     assert rows[1]["when the quickest ends"] == rows[1]["accuracy in %"] and rows[1]["s"] == "100"

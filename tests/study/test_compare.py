@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 import typer
 
-from harness.launch import IMPORTS, SETTINGS, SITE, wait_until
+from harness.cases import each
+from harness.launch import IMPORTS, SETTINGS, SITE, launch_environment, wait_until
 from hpcdist.config import load
 from hpcdist.config.merge import as_flags
-from hpcdist.errors import ConfigError, DataError, RunError, UnknownNameError
+from hpcdist.errors import ConfigError, DataError, RunError
 from hpcdist.records import Evaluation, RecordWriter, StepRecord, append_evaluation, load_summary, record_path
 from hpcdist.tools import baselines, cli
 from hpcdist.tools.compare import experiment, folder, run_all
@@ -61,39 +62,36 @@ def written(output: Path, **change: object) -> Comparison:
 
 
 # --- all of it is checked before anything runs ------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
+ONE_CYCLE = ("schedule.name=OneCycleLR", "schedule.max_lr=0.1", "schedule.total_steps=999")
+
+
+@each(
+    "case",
     [
-        ({"strategies": ("gosip_pull",)}, UnknownNameError, "gossip_pull"),
-        ({"strategies": ("softsync:split=2",)}, ConfigError, "strategy.* splits"),
-        ({"settings": ("epoch=1",)}, ConfigError, "setting must be one of"),
-        ({"settings": ("strategy=hardsync",)}, ConfigError, "--set and --config must leave strategy to --strategies"),
-        ({"settings": ("seed=1",)}, ConfigError, "must leave seed to --seeds; got it there. Remove it."),
-        ({"metric": "acuracy"}, UnknownNameError, "metric must be one of accuracy, loss; got 'acuracy'"),
-        ({"baselines": ("dpp",)}, UnknownNameError, "--baselines must be one of ddp, horovod"),
-        ({"rates": {"hardsync": 0.1}}, UnknownNameError, "--rate must be one of allreduce, gossip_pull"),
-        ({"rates": {"allreduce": 0.1}, "tune": 3}, ConfigError, "--rate must be left out with --tune"),
-        (
-            {"settings": ("schedule.name=OneCycleLR", "schedule.max_lr=0.1", "schedule.total_steps=999"), "tune": 3},
-            ConfigError,
-            "--tune must be left out with OneCycleLR, whose rates are not optimizer.lr",
-        ),
-        (
-            {"strategies": ("parameter_server:servers=3",), "ranks": (2, 3)},
-            ConfigError,
-            "parameter_server .servers 3. must be able to run on one of the numbers of ranks",
-        ),
+        ({"strategies": ("gosip_pull",)}, "gossip_pull"),
+        ({"strategies": ("softsync:split=2",)}, "strategy.* splits"),
+        ({"settings": ("epoch=1",)}, "setting must be one of"),
+        ({"settings": ("strategy=hardsync",)}, "--set and --config must leave strategy to --strategies"),
+        ({"settings": ("seed=1",)}, "must leave seed to --seeds; got it there. Remove it."),
+        ({"metric": "acuracy"}, "metric must be one of accuracy, loss; got 'acuracy'"),
+        ({"baselines": ("dpp",)}, "--baselines must be one of ddp, horovod"),
+        ({"rates": {"hardsync": 0.1}}, "--rate must be one of allreduce, gossip_pull"),
+        ({"rates": {"allreduce": 0.1}, "tune": 3}, "--rate must be left out with --tune"),
+        ({"settings": ONE_CYCLE, "tune": 3}, "--tune must be left out with OneCycleLR, whose rates are not"),
+        ({"strategies": ("parameter_server:servers=3",), "ranks": (2, 3)},
+         "parameter_server .servers 3. must be able to run on one of the numbers of ranks"),
+        ({"strategies": ("allreduce", "gossip_pull", "allreduce")},
+         r"--strategies must differ from each other; got two for runs/allreduce-r1"),
     ],
-)
-def test_what_is_wrong_is_refused_before_anything_is_written(change, error, message, tmp_path):
-    with pytest.raises(error, match=message):
+)  # fmt: skip
+def test_what_is_wrong_is_refused_before_anything_is_written(case, tmp_path):
+    change, message = case
+    with pytest.raises(ConfigError, match=message):
         Comparison(replace(DECLARED, **change), tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
-def test_the_same_strategy_twice_is_refused_and_with_other_options_it_is_another(tmp_path):
-    with pytest.raises(ConfigError, match=r"--strategies must differ from each other; got two for runs/allreduce-r1"):
-        Comparison(replace(DECLARED, strategies=("allreduce", "gossip_pull", "allreduce")), tmp_path)
+def test_the_same_strategy_with_other_options_is_another(tmp_path):
     two = Comparison(replace(DECLARED, strategies=("softsync:splits=1", "softsync:splits=1,modulation=none")), tmp_path)
     assert len({run.folder for run in two.runs}) == len(two.runs) == 8
 
@@ -164,12 +162,11 @@ def test_it_is_written_down(tmp_path):
     assert found["runs"][0]["set"] == list(planned[0].overrides)
 
 
-@pytest.mark.parametrize("first", ["softsync:splits=1", "gossip_pull"])
-def test_the_reference_is_the_first_where_allreduce_is_none(tmp_path, first):
-    other = "gossip_pull" if first.startswith("softsync") else "softsync:splits=1"
-    planned = written(tmp_path, strategies=(first, other)).runs
-    found = json.loads((tmp_path / COMPARISON).read_text())
-    assert found["reference"] == first.replace(":splits=1", " (splits 1)") and len(planned) > 1
+def test_the_reference_is_the_first_where_allreduce_is_none(tmp_path):
+    for first, other in (("softsync:splits=1", "gossip_pull"), ("gossip_pull", "softsync:splits=1")):
+        written(tmp_path / first, strategies=(first, other))
+        found = json.loads((tmp_path / first / COMPARISON).read_text())
+        assert found["reference"] == first.replace(":splits=1", " (splits 1)")
 
 
 # --- runs are made once, and a failure does not end the others --------------------------------------------------------
@@ -369,42 +366,37 @@ def hpcdist(*arguments: object) -> int:
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "JOB must be given to begin a comparison; got none"),
-        (["--output", "new"], "JOB must be given where there is no comparison to go on with; got none"),
-        ([JOB, "--ranks", "1,two"], "--ranks must be whole numbers above 0, with commas between them; got '1,two'"),
-        ([JOB, "--ranks", "0"], "--ranks must be whole numbers above 0, with commas between them; got '0'"),
-        ([JOB, "--ranks", ""], "--ranks must be whole numbers above 0, with commas between them; got ''"),
-        ([JOB, "--target", "0.97"], "--target must be METRIC=VALUE; got '0.97'"),
-        ([JOB, "--target", "accuracy"], "--target must be METRIC=VALUE; got 'accuracy'. Write it as accuracy=0.97."),
-        ([JOB, "--rate", "allreduce"], "--rate must be STRATEGY=RATE; got 'allreduce'. Write it as allreduce=0.01."),
-        ([JOB, "--budget", "samples=0"], "--budget must be samples=N"),
-        (["nosuch.py"], "job must be a Python file; got nosuch.py, which does not exist"),
-    ],
-)
-def test_wrong_arguments(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=message):
-        hpcdist("compare", *arguments)
-    assert not list(tmp_path.iterdir())
+WHOLE = "--ranks must be whole numbers above 0, with commas between them; got "
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@each(
+    "case",
     [
-        ([], "JOB must be given to begin a sweep; got none"),
-        (["--output", "new", "--over", "batch_size=8"], "JOB must be given to begin a sweep; got none"),
-        (["--output", "new"], "JOB must be given where there is no sweep to go on with; got none, .* holds none"),
-        ([JOB], "--over must be given to begin a sweep; got none. Such as --over batch_size=16,32"),
-        ([JOB, "--over", "batch_size=8", "--network", "1us,1Gbit/s"], "--virtual must be given with --network"),
+        ("compare", [], "JOB must be given to begin a comparison; got none"),
+        ("compare", ["--output", "new"], "JOB must be given where there is no comparison to go on with; got none"),
+        ("compare", [JOB, "--ranks", "1,two"], f"{WHOLE}'1,two'"),
+        ("compare", [JOB, "--ranks", "0"], f"{WHOLE}'0'"),
+        ("compare", [JOB, "--target", "0.97"], "--target must be METRIC=VALUE; got '0.97'"),
+        ("compare", [JOB, "--target", "accuracy"], "got 'accuracy'. Write it as accuracy=0.97."),
+        ("compare", [JOB, "--rate", "allreduce"], "--rate must be STRATEGY=RATE; got 'allreduce'. Write"),
+        ("compare", [JOB, "--budget", "samples=0"], "--budget must be samples=N"),
+        ("compare", ["nosuch.py"], "job must be a Python file; got nosuch.py, which does not exist"),
+        ("compare", [JOB, "--slurm", "generic", "--launcher", "env"],
+         "--launcher must be left out with --slurm, .*; got 'env'"),
+        ("compare", [JOB, "--slurm-set", "time_min=3"],
+         "--slurm must be given with --slurm-set; got none. Such as --slurm generic."),
+        ("sweep", [], "JOB must be given to begin a sweep; got none"),
+        ("sweep", ["--output", "new", "--over", "batch_size=8"], "JOB must be given to begin a sweep; got none"),
+        ("sweep", ["--output", "new"], "JOB must be given where there is no sweep to go on with; got none, .* none"),
+        ("sweep", [JOB], "--over must be given to begin a sweep; got none. Such as --over batch_size=16,32"),
+        ("sweep", [JOB, "--over", "batch_size=8", "--network", "1us,1B/s"], "--virtual must be given with --network"),
     ],
-)
-def test_wrong_arguments_of_a_sweep(arguments, message, tmp_path, monkeypatch):
+)  # fmt: skip
+def test_wrong_arguments(case, tmp_path, monkeypatch):
+    command, arguments, message = case
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        hpcdist("sweep", *arguments)
+        hpcdist(command, *arguments)
     assert not list(tmp_path.iterdir())
 
 
@@ -435,12 +427,16 @@ def test_a_sweep_runs_on_virtual_ranks(tmp_path, monkeypatch):
         hpcdist("sweep", "--launcher", "mpirun -n", *out)
 
 
-def test_a_sweep_runs_on_real_ranks(tmp_path):
+def test_a_sweep_runs_on_real_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_all, "find_spec", lambda name: None)  # no report: it takes seconds
     data = f"data.path={json.dumps(str(tmp_path / 'digits.h5'))}"
-    given = ("--over", "batch_size=8,16", "--sampler", "grid", "--budget", "samples=320", "--ranks", 2, "--set", data)
-    assert hpcdist("sweep", JOB, *given, "--output", tmp_path / "out") == 0
-    trials = json.loads((tmp_path / "out" / "sweep.json").read_text())["trials"]
-    assert [load_summary(tmp_path / "out" / trial["folders"][0]).ranks for trial in trials] == [2, 2]
+    given = ("--over", "batch_size=16", "--sampler", "grid", "--budget", "samples=320", "--ranks", 2, "--set", data)
+    with launch_environment(IMPORTS) as environ:
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        assert hpcdist("sweep", JOB, *given, "--output", tmp_path / "out") == 0
+    (trial,) = json.loads((tmp_path / "out" / "sweep.json").read_text())["trials"]
+    assert load_summary(tmp_path / "out" / trial["folders"][0]).ranks == 2
 
 
 def test_settings_of_a_file_become_flags_which_mean_the_same(tmp_path):

@@ -8,15 +8,7 @@ import pytest
 
 from hpcdist.config import load
 from hpcdist.errors import ConfigError
-from hpcdist.tools.compare.plan import (
-    Declaration,
-    cells,
-    read_budget,
-    read_strategy,
-    runs,
-    split_strategies,
-    title,
-)
+from hpcdist.tools.compare.plan import Declaration, cells, read_budget, read_strategy, runs, split_strategies, title
 
 DECLARED = Declaration(
     job="jobs/digits.py",
@@ -35,30 +27,21 @@ def planned(declared=DECLARED, rates=None):
     return runs(declared, cells(declared, 16), rates)
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("allreduce", ["allreduce"]),
-        ("a, b:x=1,y=2,c", ["a", "b:x=1,y=2", "c"]),
-        ("a:x={name = 'dgc', ratio = 0.1},b", ["a:x={name = 'dgc', ratio = 0.1}", "b"]),
-        ("a:x=[1, 2],y.z=3,mine.py:Mine:k=v", ["a:x=[1, 2],y.z=3", "mine.py:Mine:k=v"]),
-    ],
-)
-def test_strategies_are_split_where_an_option_is_the_former_ones(text, found):
-    assert split_strategies(text) == found
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("splits=4", "must be names, each with options as NAME:KEY=VALUE,KEY=VALUE; got 'splits=4' first"),
-        ("softsync,splits=4", "got 'splits=4' after softsync. Put a colon"),
-        ("a,,b", "must be names between commas; got 'a,,b'. Remove the empty one"),
-    ],
-)
-def test_wrong_lists_of_strategies_are_refused(text, message):
-    with pytest.raises(ConfigError, match=message):
-        split_strategies(text)
+def test_strategies_are_split_where_an_option_is_the_former_ones():
+    for text, found in {
+        "allreduce": ["allreduce"],
+        "a, b:x=1,y=2,c": ["a", "b:x=1,y=2", "c"],
+        "a:x={name = 'dgc', ratio = 0.1},b": ["a:x={name = 'dgc', ratio = 0.1}", "b"],
+        "a:x=[1, 2],y.z=3,mine.py:Mine:k=v": ["a:x=[1, 2],y.z=3", "mine.py:Mine:k=v"],
+    }.items():
+        assert split_strategies(text) == found
+    for text, message in {
+        "splits=4": "must be names, each with options as NAME:KEY=VALUE,KEY=VALUE; got 'splits=4' first",
+        "softsync,splits=4": "got 'splits=4' after softsync. Put a colon",
+        "a,,b": "must be names between commas; got 'a,,b'. Remove the empty one",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            split_strategies(text)
 
 
 def test_a_strategy_has_options_and_a_title():

@@ -10,43 +10,9 @@ import pytest
 import typer
 
 from hpcdist.records import Start, begin_run, write_summary
-from hpcdist.records.run import JobFile
+from study import evidence
 
 STUDY = "devices"
-
-
-def write_run(folder: Path, name: str, ranks: int, wall_s: float, samples: int = 60_000, **more) -> None:
-    job = JobFile(path="jobs/mnist.py", sha256="0" * 64, copies={})
-    start = {
-        "started": "2026-01-31T12:00:00Z",
-        "command": [],
-        "job": job,
-        "commit": None,
-        "dirty": False,
-        "ranks": ranks,
-        "hosts": [],
-    }
-    folder.mkdir(parents=True)
-    begin_run(folder, Start(**start, versions={}, settings={"data": {"source": "IDX files fashion-mnist"}}))
-    no_seconds = {"computing": 0.0, "communicating": 0.0, "waiting": 0.0}
-    write_summary(
-        folder,
-        {
-            "strategy": name,
-            "ranks": ranks,
-            "workers": ranks,
-            "seed": 0,
-            "samples": samples,
-            "wall_s": wall_s,
-            "metrics": {"accuracy": 0.87, "loss": 0.3},
-            "staleness": {"mean": 0.0, "max": 0, "histogram": {}},
-            "bytes_per_step": 1.0,
-            "messages_per_step": 1.0,
-            "seconds": no_seconds,
-            "sha256": "0" * 64,
-            **more,
-        },
-    )
 
 
 def compared(output: Path, *runs: tuple, missing: str | None = None) -> Path:
@@ -54,7 +20,12 @@ def compared(output: Path, *runs: tuple, missing: str | None = None) -> Path:
     told = []
     for name, ranks, wall_s, more in runs:
         told.append({"name": name, "ranks": ranks, "folder": f"runs/{name}-r{ranks}-s0"})
-        write_run(output / told[-1]["folder"], name, ranks, wall_s, **more)
+        folder = output / told[-1]["folder"]
+        folder.mkdir(parents=True)
+        settings = {"data": {"source": "IDX files fashion-mnist"}}
+        begin_run(folder, Start(**evidence.start(ranks=ranks, settings=settings)))
+        given = {"strategy": name, "ranks": ranks, "samples": 60_000, "wall_s": wall_s, "metrics": {"accuracy": 0.87}}
+        write_summary(folder, evidence.summary(**{**given, **more}))
     if missing:
         told.append({"name": missing, "ranks": 2, "folder": f"runs/{missing}-r2-s0"})
     (output / "comparison.json").write_text(json.dumps({"version": 1, "runs": told}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ def test_the_rule_of_a_user_is_that_of_local_sgd(monkeypatch):
     own, ready = (exo_gym_job.by_hpcdist(name, 3, seed=1) for name in ("own", "local_sgd"))
     for one, other in zip(own.parameters(), ready.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    assert exo_gym.lines(exo_gym_job.WithLoss) == 6, "those of code"
 
 
 def test_a_training_is_measured_in_a_process_of_its_own(tmp_path):
@@ -25,16 +27,10 @@ def test_a_training_is_measured_in_a_process_of_its_own(tmp_path):
     assert 0 < found.loss < 2.3 and found.seconds > 0 and found.megabytes > 50
 
 
-def test_a_training_that_fails_is_named(tmp_path):
+def test_a_training_that_fails_or_lacks_the_other_program_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "false")
     with pytest.raises(ConfigError, match="must train nothing on 2 nodes; got status 1. Read .*nothing-2-0.log"):
         exo_gym.run("hpcdist", "nothing", 2, 0, tmp_path)
-
-
-def test_it_is_refused_where_the_other_program_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="the package `exogym` must be there; got none"):
         exo_gym.main(tmp_path / "none")
-
-
-def test_lines_are_those_of_code():
-    assert exo_gym.lines(exo_gym_job.WithLoss) == 6

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 import hpcdist as hd
-from harness.launch import find_mpirun
 from hpcdist.errors import ConfigError
+from hpcdist.tools.compare import experiment
+from study import pretended
+from study.pretended import PretendedRuns
 from train import tiny
 
 TINY = Path(__file__).parents[1] / "train" / "tiny.py"
@@ -28,9 +30,9 @@ def test_a_simulation_is_a_table_its_runs_figures_and_a_page(tmp_path, monkeypat
     assert "2 of 2 runs are there already" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun beside this Python or on PATH")
-def test_a_comparison_is_made_on_real_ranks(tmp_path, monkeypatch):
+def test_a_comparison_is_made_by_a_launcher(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(experiment, "mpi_launchers", lambda *given, **shares: pretended.launchers(PretendedRuns()))
     found = hd.compare(TINY, ranks=[1], seeds=1, output="out", **FEW)
     assert not found.failed and list(found.runs["name"]) == ["allreduce"] and Path("out/comparison.json").exists()
 

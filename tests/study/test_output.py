@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 
-import pytest
 from matplotlib.figure import Figure
 
 from hpcdist.records import Evaluation
@@ -38,17 +37,9 @@ def test_a_table_as_markdown():
     assert markdown([{"": "a", "n": 1}, {"": "b", "n": 2}]) == "|  | n |\n| --- | --- |\n| a | 1 |\n| b | 2 |"
 
 
-@pytest.mark.parametrize(
-    ("parts", "expected"),
-    [
-        ([True, True], "SHOWN"),
-        ([True, False], "SHOWN IN PART"),
-        ([False], "NOT SHOWN"),
-        ([], "NOT RUN"),
-    ],
-)
-def test_a_verdict_is_of_all_parts(parts, expected):
-    assert verdict(parts) == expected
+def test_a_verdict_is_of_all_parts():
+    cases = {"SHOWN": [True, True], "SHOWN IN PART": [True, False], "NOT SHOWN": [False], "NOT RUN": []}
+    assert {verdict(parts): parts for parts in cases.values()} == cases
 
 
 def test_claims_are_numbered_and_fit_on_lines():

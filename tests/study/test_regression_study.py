@@ -23,9 +23,11 @@ pytestmark = pytest.mark.time_limit(studies.TIME_LIMIT_S)
 
 
 @pytest.mark.extended
-def test_every_run_is_a_whole_one(quick, study):
-    runs = json.loads((quick[0] / "results.json").read_text())["runs"]
-    assert len(runs) == len(studies.made(quick[0])) == 2 * (8 + len(study.JOB_SETUPS))
+def test_the_quick_version(quick, study):
+    folder, printed = quick
+    found = json.loads((folder / "results.json").read_text())
+    runs = found["runs"]
+    assert len(runs) == len(studies.made(folder)) == 2 * (8 + len(study.JOB_SETUPS))
     for settings, summary, curve in ((run["settings"], run["summary"], run["curve"]) for run in runs):
         if "epochs" in settings:
             assert 0 < summary["metrics"]["rmse"] < 4.9, "the deviation of the targets: better than their mean"
@@ -36,18 +38,17 @@ def test_every_run_is_a_whole_one(quick, study):
         asynchronous = summary["workers"] == 2
         assert summary["staleness"]["mean"] == pytest.approx(1 if asynchronous else 0, abs=0.02), "λ − 1"
         assert (summary["staleness"]["max"] > 1) == asynchronous, "step times vary"
+    of_job = [run for run in runs if "epochs" in run["settings"]]
+    four = [run["summary"]["metrics"]["rmse"] for run in of_job if run["summary"]["ranks"] == 4][:2]
+    one = [run["summary"]["metrics"]["rmse"] for run in of_job if run["settings"]["batch_size"] == 40]
+    assert four == pytest.approx(one, rel=1e-4), "all-reduce is one process with the whole batch"
 
-
-@pytest.mark.extended
-def test_tables_and_answer_are_written(quick, study):
-    folder, printed = quick
-    found = json.loads((folder / "results.json").read_text())
     table, of_job = found["tables"].values()
     assert [row[""] for row in table] == [protocol.name for protocol in study.PROTOCOLS]
     assert [row[""] for row in of_job] == [setup.name for setup in study.JOB_SETUPS]
     assert set(table[0]) == {"", "300 updates", "60,000 samples", "300 steps per worker"}
     case_3 = {"own": 500, "batch_size": 100}
-    of_case_3 = [run["curve"] for run in found["runs"] if case_3.items() <= run["settings"].items()]
+    of_case_3 = [run["curve"] for run in runs if case_3.items() <= run["settings"].items()]
     ends = [look["metrics"]["rmse"] for curve in of_case_3 for look in curve if look["step"] == 600]
     assert len(ends) == 2 and table[3]["60,000 samples"].startswith(f"{fmean(ends):.3f} ± ")
     text = (folder / "answer.md").read_text()
@@ -55,19 +56,6 @@ def test_tables_and_answer_are_written(quick, study):
     assert found["answer"] in printed and found["answer"] in text
     for words in ("With 300 updates: case 1", "With 60,000 samples: case 1", "With 300 steps per worker: case 1"):
         assert words in found["answer"].replace("\n", " ")
-
-
-@pytest.mark.extended
-def test_all_reduce_is_one_process_with_the_whole_batch(quick):
-    runs = [run for run in json.loads((quick[0] / "results.json").read_text())["runs"] if "epochs" in run["settings"]]
-    four = [run["summary"]["metrics"]["rmse"] for run in runs if run["summary"]["ranks"] == 4][:2]
-    one = [run["summary"]["metrics"]["rmse"] for run in runs if run["settings"]["batch_size"] == 40]
-    assert four == pytest.approx(one, rel=1e-4)
-
-
-@pytest.mark.extended
-def test_finished_runs_are_not_made_again(goes_on_alike):
-    goes_on_alike()
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------

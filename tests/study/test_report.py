@@ -18,19 +18,11 @@ import pytest
 import hpcdist
 from harness import browser
 from harness.cases import each
+from hpcdist import records
 from hpcdist.errors import ConfigError, DataError
-from hpcdist.records import (
-    Evaluation,
-    RecordWriter,
-    StepRecord,
-    append_evaluation,
-    read_records,
-    record_path,
-    summarise,
-    write_summary,
-)
+from hpcdist.records import Evaluation, RecordWriter, StepRecord, append_evaluation, record_path
 from hpcdist.registry import catalogue
-from hpcdist.tools.machine import placement, remarks
+from hpcdist.tools.machine import remarks
 from hpcdist.tools.report import wording, write
 from hpcdist.tools.report.evidence import Evidence, read_jobs
 from hpcdist.tools.report.figures.base import COLOURS, ReportTable, looks
@@ -95,7 +87,9 @@ def test_servers_and_ranks_that_diverge_have_their_place_in_curves(tmp_path):
     append_evaluation(tmp_path, Evaluation(60, 1, 1200, 6.0, {"accuracy": 0.5}))
     append_evaluation(tmp_path, Evaluation(120, 2, 2400, 12.0, {"accuracy": 0.75}))
     given = {"strategy": "softsync", "ranks": 3, "seed": 0, "wall_s": 12.0, "sha256": "0" * 64}
-    write_summary(tmp_path, summarise(read_records(tmp_path), metrics={"accuracy": 0.75}, **given))
+    records.write_summary(
+        tmp_path, records.summarise(records.read_records(tmp_path), metrics={"accuracy": 0.75}, **given)
+    )
     (run,) = only_job(tmp_path).runs
     assert run.curves.evaluations["bytes"].tolist() == [1200 + 600, 2400 + 1200], "a server is as far as its workers"
     assert len(run.curves.losses) == 60 and run.curves.losses["loss"].tolist() == [1.5] * 30 + [1.0] * 30
@@ -133,24 +127,15 @@ def test_each_job_has_names_and_a_reference_of_its_own(tmp_path):
     digits, letters = read_jobs([tmp_path], ("loss", 0.1))
     assert (digits.job, [one.name for one in digits.runs]) == ("digits", ["softsync (splits 1)", "softsync (splits 4)"])
     assert (letters.job, [one.name for one in letters.runs]) == ("letters", ["softsync", "allreduce"])
-    assert hpcdist.read_runs(tmp_path).groupby("job")["name"].nunique().to_dict() == {"digits": 2, "letters": 2}
+    frame = hpcdist.read_runs(tmp_path)
+    assert frame.groupby("job")["name"].nunique().to_dict() == {"digits": 2, "letters": 2}
+    assert not frame["virtual"].any()
     assert (digits.reference, letters.reference, letters.target) == ("softsync (splits 1)", "allreduce", 0.1)
 
     for i, (path, checksum) in enumerate([("jobs/it.py", "1"), ("it.py", "1"), ("it.py", "2"), ("other/it.py", "3")]):
         evidence.write_run(tmp_path / "same" / str(i), job=path, job_sha256=checksum)
-    assert {found.job: len(found.runs) for found in read_jobs([tmp_path / "same"])} == {
-        "jobs/it.py": 3,
-        "other/it.py": 1,
-    }
-
-
-def test_a_run_that_failed_is_shown_by_its_last_lines(tmp_path):
-    runs = [{"name": "allreduce", "seed": seed, "made": seed == 0} for seed in (0, 1, 2)]
-    evidence.write_comparison(tmp_path, runs)
-    (tmp_path / "runs/1").mkdir()
-    (tmp_path / "runs/1/failure.txt").write_text("exit status 1 of `mpirun`\nfirst\nsecond\n\nthird\nRuntimeError: no")
-    failed = analyse(only_job(tmp_path)).failures
-    assert [one.run.failure for one in failed] == ["failed:\nfirst\nsecond\nthird\nRuntimeError: no", "was not made"]
+    names = {found.job: len(found.runs) for found in read_jobs([tmp_path / "same"])}
+    assert names == {"jobs/it.py": 3, "other/it.py": 1}
 
 
 def test_a_folder_that_is_refused(tmp_path):
@@ -180,6 +165,7 @@ def changed(runs: list[dict], places: slice, **changes: object) -> list[dict]:
 
 
 LOWER = (-0.005, -0.006, -0.005, -0.004, -0.005)
+BUSY = {"cores": {"n0": 1, "n1": 1}, "processors": 2, "load": [1.0, 900.25]}
 FAILING = [run for run in versus(1.05, NOISE) if run["name"] == "allreduce"]
 FAILING += [{"name": "gossip_pull", "seed": seed, "made": False} for seed in range(5)]
 FAILING += [{"name": "ddp", "kind": "baseline", "seed": seed, "accuracy": (0.5, 0.6)} for seed in range(5)]
@@ -280,9 +266,8 @@ SAID = {
         ["All runs are of virtual ranks: their seconds are virtual"],
     ),
     "ranks that shared cores of a busy machine": (
-        changed(
-            versus(1.5), slice(None), machine={"cores": {"n0": 1, "n1": 1}, "processors": 2, "load": [1.0, 900.25]}
-        ), {}, "", [], ["n0: The machine was busy: its load average was 900.2, of 2 processors and 1 rank."],
+        changed(versus(1.5), slice(None), machine=BUSY), {}, "", [],
+        ["n0: The machine was busy: its load average was 900.2, of 2 processors and 1 rank."],
     ),
     "one strategy alone": (
         versus(1.5)[::2], {}, "There is nothing to compare",
@@ -308,6 +293,8 @@ def test_numbers_behind_what_is_said(tmp_path):
     (contrast,) = found_in(tmp_path / "winner", versus(1.5)).contrasts
     logs = [math.log(1.5 / factor) for factor in (1.0, 1.01, 0.99, 1.02, 1.0)]
     assert contrast.sooner.mean == pytest.approx(math.exp(sum(logs) / 5)) and contrast.sooner.paired
+    frame = hpcdist.read_runs(tmp_path / "winner")
+    assert len(frame) == 10 and frame.groupby("name")["time_to_target_s"].mean()["allreduce"] == 9.0
     late = found_in(tmp_path / "late", changed(versus(2.0), slice(1, 6, 4), accuracy=(0.5, 0.9, 0.95, 0.96)))
     assert late.contrasts[0].sooner is None, "where not every run has reached the target"
     assert next(row["time_to_target_s"] for row in late.rows if row["name"] == "softsync") is None
@@ -333,13 +320,8 @@ def test_the_first_on_several_ranks_is_held_against_one_rank(tmp_path):
         "interval 1.13 to 6.93); final accuracy 98 % against 98 %."
     )
     slower = [dict(run, seconds=40.0) if run["ranks"] == 2 else run for run in runs if run["name"] == "allreduce"]
-    assert (
-        judge(found_in(tmp_path / "b", slower))
-        .reasons[0]
-        .startswith(
-            "`allreduce` on 1 rank was the first of all to reach 97 %: 3.2 times sooner than 2 ranks, `allreduce` (95"
-        )
-    )
+    said = "`allreduce` on 1 rank was the first of all to reach 97 %: 3.2 times sooner than 2 ranks, `allreduce` (95"
+    assert judge(found_in(tmp_path / "b", slower)).reasons[0].startswith(said)
     serial = {"name": "serial, batch 20", "kind": "serial", "ranks": 1, "batch": 20, "accuracy": (0.5, 0.97)}
     quick = [{**serial, "seed": seed, "seconds": 2.0 + seed} for seed in range(2)]
     assert judge(found_in(tmp_path / "d", [*runs, *quick])).reasons[0] == (
@@ -363,24 +345,14 @@ def test_times_of_ranks_that_share_cores_or_a_busy_machine_are_doubted():
         assert len(found) == len(said) and all(text.startswith(start) for text, start in zip(found, said)), found
 
 
-def test_the_cores_of_ranks_are_said_once_for_hosts_that_are_alike():
-    assert placement([("n1", [0]), ("n2", [0]), ("n1", [1, 2]), ("n2", [1, 2]), ("n3", [3])]) == [
-        "n1, n2: cores of its ranks 0 | 1-2",
-        "n3: the rank may use cores 3",
-    ]
-    assert placement([("n1", [0, 1])] * 2) == ["n1: each rank may use cores 0-1"]
-
-
 def test_a_page_has_each_job_behind_its_name(tmp_path):
     for name in ("digits", "letters"):
         for strategy in ("allreduce", "softsync"):
             evidence.write_run(tmp_path / name / strategy, strategy, job=f"{name}.py")
     page = write(tmp_path)
     text = page.read_text()
-    assert re.findall(r'<details class="job" name="job"( open)?><summary>(\w+): 2 runs', text) == [
-        (" open", "digits"),
-        ("", "letters"),
-    ]
+    parts = re.findall(r'<details class="job" name="job"( open)?><summary>(\w+): 2 runs', text)
+    assert parts == [(" open", "digits"), ("", "letters")]
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids)) and "softsync (digits)" not in text
     assert [job["job"] for job in json.loads((page.parent / "runs.json").read_text())["jobs"]] == ["digits", "letters"]
@@ -501,30 +473,20 @@ def test_colours_are_seen_on_both_grounds():
             assert (high + 0.05) / (low + 0.05) >= 3, colour
 
 
-def test_energy_is_drawn_where_it_was_measured(tmp_path):
-    evidence.write_run(tmp_path / "a", joules=60.0)
-    evidence.write_run(tmp_path / "b", "softsync")
-    page = write(tmp_path, tmp_path / "out")
+def test_energy_is_drawn_where_it_was_measured_and_joules_to_the_target_have_intervals(tmp_path):
+    evidence.write_run(tmp_path / "runs" / "a", joules=60.0)
+    evidence.write_run(tmp_path / "runs" / "b", "softsync")
+    page = write(tmp_path / "runs", tmp_path / "out")
     assert page == tmp_path / "out" / "index.html" and (tmp_path / "out" / "figures" / "energy.svg").exists()
     assert '<td class="number short">60 J</td>' in page.read_text() and "Not measured for softsync" in page.read_text()
-
-
-def test_joules_and_bytes_to_the_target_have_intervals(tmp_path):
     runs = [{"name": "allreduce", "seed": seed, "joules": joules} for seed, joules in enumerate((80.0, 80.0, 104.0))]
-    findings = found_in(tmp_path, runs)
+    findings = found_in(tmp_path / "a", runs)
     assert [row["joules_to_target"] for row in findings.rows] == [60.0, 60.0, 78.0], "at the third of four looks"
     _, energy, remark = catalogue("figures").load("energy").draw(findings)
     assert energy.heads[3] == "to the target" and energy.rows[0][3] == "66 ± 26 J" and "evaluations" in remark
     assert tables("traffic", findings)[0].rows[0][1:] == ["1 kB", "2", "18 kB"]
     short = found_in(tmp_path / "b", [*runs, {"name": "allreduce", "seed": 3, "accuracy": (0.5, 0.6)}])
     assert tables("energy", short)[0].rows[0][3] == wording.NONE, "one run never met it"
-
-
-def test_runs_as_a_frame(tmp_path):
-    evidence.write_comparison(tmp_path, versus(2.0))
-    frame = hpcdist.read_runs(tmp_path)
-    assert len(frame) == 10 and frame.groupby("name")["time_to_target_s"].mean()["allreduce"] == 9.0
-    assert frame["seed"].tolist() == [0, 1, 2, 3, 4] * 2 and not frame["virtual"].any()
 
 
 def test_a_package_adds_a_section(tmp_path, monkeypatch):
@@ -640,9 +602,8 @@ def test_the_keyboard_reaches_wide_tables(report, chromium):
     wide = "[...document.querySelectorAll('.scroll')].findIndex(node => node.scrollWidth > node.clientWidth)"
     number = chromium.run(wide)
     assert number >= 0
-    chromium.run(
-        f"document.querySelectorAll('.scroll')[{number}].previousElementSibling.querySelector('summary').focus()"
-    )
+    before = f"document.querySelectorAll('.scroll')[{number}].previousElementSibling"
+    chromium.run(f"{before}.querySelector('summary').focus()")
     chromium.press("Tab")
     inside = "document.activeElement.classList.contains('scroll')"
     for _ in range(3):

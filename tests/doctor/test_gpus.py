@@ -9,6 +9,7 @@ import pynvml
 import pytest
 from readings import changed
 
+from harness.cases import each
 from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Nodes, Requirements, find_nodes
 from hpcdist.tools.doctor.checks import gpus
 
@@ -90,21 +91,18 @@ def test_ranks_tell_what_they_see(ranks):
             assert found[0].status == ERROR and "every rank must see a GPU; got none on any." in found[0].text
 
 
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        ("nvmlInit", "the GPU driver must answer; got Driver Not Loaded"),
-        ("nvmlDeviceGetHandleByIndex", "the GPU driver must tell of each GPU; got Driver Not Loaded"),
-    ],
-)
-def test_a_driver_that_fails_is_told(monkeypatch, call, text):
+def test_a_driver_that_fails_is_told(monkeypatch):
     def fail(*_):
         raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
 
-    monkeypatch.setattr(gpus, "nvml", found := Driver())
-    monkeypatch.setattr(found, call, fail)
-    with pytest.raises(OSError, match=text):
-        gpus.driver()
+    for call, text in (
+        ("nvmlInit", "the GPU driver must answer; got Driver Not Loaded"),
+        ("nvmlDeviceGetHandleByIndex", "the GPU driver must tell of each GPU; got Driver Not Loaded"),
+    ):
+        monkeypatch.setattr(gpus, "nvml", found := Driver())
+        monkeypatch.setattr(found, call, fail)
+        with pytest.raises(OSError, match=text):
+            gpus.driver()
 
 
 def test_without_a_driver_there_is_nothing_to_tell(monkeypatch):
@@ -132,8 +130,8 @@ BLIND = [{"count": 0, "uuid": None}] * 4
 NODES_FAULT = {"error": "the GPU driver's answer did not end within 8 s."}
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "nodes", "text"),
+@each(
+    "case",
     [
         ({}, OK, (), "each rank sees 2 and has its own (NVIDIA H200), free and in good health"),
         ({"ranks": BLIND, "nodes": dict.fromkeys(NODES.names)}, OK, (), "none"),
@@ -150,7 +148,8 @@ NODES_FAULT = {"error": "the GPU driver's answer did not end within 8 s."}
         ({"nodes.n2": NODES_FAULT}, ERROR, ("n2",), "n2: the GPU driver's answer did not end"),
     ],
 )  # fmt: skip
-def test_what_is_said_of_gpus(change, status, nodes, text):
+def test_what_is_said_of_gpus(case):
+    change, status, nodes, text = case
     (found,) = judge(changed(fine(), change))
     assert (found.status, found.nodes) == (status, nodes) and found.text.startswith(text)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,14 +18,18 @@ pytestmark = pytest.mark.gpu
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of sums differs
 
 
-@pytest.fixture
-def on_gpu(gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """Put the problem's models and samples there, until the test ends."""
+def put(patch: pytest.MonkeyPatch, gpu: torch.device) -> None:
+    """Put the problem's models and samples there, until the patch ends."""
     model = problem.model
-    monkeypatch.setattr(problem, "model", lambda dtype=torch.float64: model(dtype).to(gpu))
-    monkeypatch.setattr(problem, "X", problem.X.to(gpu))
-    monkeypatch.setattr(problem, "Y", problem.Y.to(gpu))
-    yield gpu
+    patch.setattr(problem, "model", lambda dtype=torch.float64: model(dtype).to(gpu))
+    patch.setattr(problem, "X", problem.X.to(gpu))
+    patch.setattr(problem, "Y", problem.Y.to(gpu))
+
+
+@pytest.fixture
+def on_gpu(gpu, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    put(monkeypatch, gpu)
+    return gpu
 
 
 # --- strategies -------------------------------------------------------------------------------------------------------
@@ -38,10 +40,7 @@ def test_a_strategy_does_on_a_gpu_as_on_the_cpu(ranks, name, gpu):
     """Virtual ranks take turns in one order, whatever computes."""
     expected = ranks(lambda comm: problem.train(comm, name).consensus)
     with pytest.MonkeyPatch.context() as patch:
-        model = problem.model
-        patch.setattr(problem, "model", lambda dtype=torch.float64: model(dtype).to(gpu))
-        patch.setattr(problem, "X", problem.X.to(gpu))
-        patch.setattr(problem, "Y", problem.Y.to(gpu))
+        put(patch, gpu)
         found = ranks(lambda comm: problem.train(comm, name).consensus)
     for mine, theirs in zip(found, expected, strict=True):
         for a, b in zip(mine, theirs, strict=True):

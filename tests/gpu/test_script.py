@@ -119,15 +119,12 @@ def test_without_a_launcher_its_parts_are_skipped(tmp_path):
     assert "must start one world of 2 ranks; it does not" in one.parts[0]["reason"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
+def test_why_horovod_is_not_built(tmp_path):
+    one = session(tmp_path, device="cuda")
+    for changes, reason in (
         ({"nvcc": ""}, "there is no nvcc"),
         ({"nccl": ""}, "this torch has no NCCL"),
         ({}, r"there is no source package horovod-*.tar.gz in WHEELS"),
-    ],
-)
-def test_why_horovod_is_not_built(tmp_path, changes, reason):
-    one = session(tmp_path, device="cuda")
-    one.found |= {"environment": {"nvcc": "13", "nccl": "2.28", **changes}, "launcher": "mpirun"}
-    assert run.why_no_horovod(one) == reason
+    ):
+        one.found |= {"environment": {"nvcc": "13", "nccl": "2.28", **changes}, "launcher": "mpirun"}
+        assert run.why_no_horovod(one) == reason

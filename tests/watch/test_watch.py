@@ -49,11 +49,8 @@ SUMMARY = evidence.summary(
 def begin(folder: Path, **changes) -> Path:
     """A run of three ranks with four epochs of 160 samples, whose first rank serves."""
     folder.mkdir(parents=True)
-    settings = {"strategy": {"name": "softsync"}, "epochs": 4} | changes.pop("settings", {})
-    start = {"started": "2026-01-31T12:00:00Z", "command": [], "job": {"path": "job.py", "sha256": "", "copies": {}}}
-    start |= {"commit": None, "dirty": False, "ranks": 3, "samples": 160, "hosts": ["a"], "versions": {}}
-    start["settings"] = settings
-    (folder / "run.json").write_text(json.dumps(start | changes))
+    changes["settings"] = {"strategy": {"name": "softsync"}, "epochs": 4} | changes.get("settings", {})
+    (folder / "run.json").write_text(json.dumps(evidence.start(ranks=3, samples=160, **changes)))
     return folder
 
 
@@ -277,12 +274,8 @@ def test_a_line_per_run(tmp_path):
     long = [replace(views[0], label="gossip_pull-with-a-long-name-4-seed0")]
     for columns in (60, 80):
         lines = terminal.table(long, columns).plain.splitlines()
-        assert (
-            max(map(len, lines)) <= columns
-            and lines[2].startswith("gossip")
-            and "…" in lines[2]
-            and "0.8750" in lines[2]
-        )
+        assert max(map(len, lines)) <= columns and lines[2].startswith("gossip")
+        assert "…" in lines[2] and "0.8750" in lines[2]
 
 
 def test_names_have_only_what_tells_runs_apart():
@@ -392,6 +385,7 @@ def test_the_page_and_its_state_are_for_those_who_have_the_token(tmp_path):
 def test_a_wrong_or_silent_client_does_not_disturb_the_owner(tmp_path, capfd, monkeypatch):
     train(begin(tmp_path / "run"))
     monkeypatch.setattr(page, "LONGEST_S", 0.5)
+    monkeypatch.setattr(page, "MOST_OPEN", 4)
     with served(tmp_path / "run") as server:
         with socket.create_connection(("127.0.0.1", server.server_port)) as one:
             one.sendall(b"GET http://[ HTTP/1.1\r\n\r\n")
@@ -463,16 +457,10 @@ def test_the_page_in_a_browser(tmp_path):
                 page.visit(server.address, width, dark=dark)
                 until(page, "document.querySelector('#plots svg')")
                 assert page.run("document.documentElement.scrollWidth <= innerWidth"), width
-                assert (
-                    page.run(
-                        "document.querySelectorAll('.card:not([hidden]) .plot')[0].querySelectorAll('polyline').length"
-                    )
-                    == 2
-                )
-                assert page.run("[...document.querySelectorAll('td a')].map(one => one.innerText)") == [
-                    "allreduce",
-                    "gossip_pull",
-                ]
+                plot = "document.querySelectorAll('.card:not([hidden]) .plot')[0]"
+                assert page.run(f"{plot}.querySelectorAll('polyline').length") == 2
+                names = page.run("[...document.querySelectorAll('td a')].map(one => one.innerText)")
+                assert names == ["allreduce", "gossip_pull"]
                 assert page.run(move) == "step 10 allreduce 0.4 gossip_pull 0.4"
                 assert "0.4\n" not in page.run(smooth) and page.run("!document.getElementById('smoothed').hidden")
                 page.run("document.querySelector('td input').click()")

@@ -22,10 +22,3 @@ def start(
 def made(folder: Path) -> dict[Path, int]:
     """When each run of a study was made."""
     return {path: path.stat().st_mtime_ns for path in sorted(folder.glob("**/summary.json"))}
-
-
-def quick(name: str, folder: Path) -> tuple[Path, str]:
-    """Make a quick run that ends well; its folder, and what it printed."""
-    job = start(name, folder)
-    assert job.returncode == 0, job.stderr
-    return folder, job.stdout

@@ -1,7 +1,7 @@
-"""Judges the tests: makes the small faults of mutations.toml in a copy of the library, and names the tests that see each.
+"""Makes the small faults of mutations.toml in a copy of the library, one at a time, and names the tests that see each.
 
-python tests/mutations.py [NAME...]; more than one test may see a fault, and the first three are named. Where none does,
-the next step is a test that would. A fault whose place has changed is refused: write it anew.
+python tests/mutations.py [NAME...]; the first three tests are named. Where none sees a fault, the next step is a test
+that would. A fault whose place has changed is refused: write it anew.
 """
 
 from __future__ import annotations
@@ -55,10 +55,9 @@ def _seen_by(copy: Path, one: dict) -> list[str]:
     ranks = one.get("ranks")
     command = ["mpirun", "-n", str(ranks)] if ranks else []
     command += [sys.executable, *PYTEST, *([] if ranks else ["-n", "2"]), *paths]
+    env = {**os.environ, "PYTHONPATH": str(copy)}
     try:
-        done = subprocess.run(
-            command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True
-        )
+        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
     finally:
         place.write_text(whole)
     found = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)

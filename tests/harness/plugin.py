@@ -123,13 +123,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     sizes: Sequence = marker.args if marker else SIZES
     job = metafunc.config.stash[JOB]
     if job:
-        sizes = _real_sizes(job.size, sizes, metafunc.config.getoption("--all"))
+        marker = metafunc.definition.get_closest_marker("mpi")
+        least = marker.kwargs.get("min_size", 1) if marker else 1
+        sizes = _real_sizes(least, job.size, sizes, metafunc.config.getoption("--all"))
     metafunc.parametrize("ranks", sizes, ids=[f"n{n}" for n in sizes], indirect=True)
 
 
-def _real_sizes(most: int, sizes: Sequence[int], every: bool) -> list[int]:
-    """On how many of its ranks a job of `most` runs a test for these sizes."""
-    fitting = sorted(size for size in sizes if size <= most)
+def _real_sizes(least: int, most: int, sizes: Sequence[int], every: bool) -> list[int]:
+    """On how many of its ranks a job of `most` runs a test for these sizes, and for `least` or more."""
+    fitting = sorted(size for size in sizes if least <= size <= most)
     several = [size for size in fitting if size > 1]
     return fitting if every or not several else sorted({several[0], several[-1]})
 

@@ -111,3 +111,15 @@ def test_ranks_that_join_with_different_wishes_are_told(tmp_path):
     job = run(tmp_path, text, 2)
     assert job.returncode != 0
     assert "versions and settings must be the same on every rank; rank 1 differs from rank 0: gpu_aware" in job.stderr
+
+
+@pytest.mark.sizes(2, 3)
+def test_ranks_must_agree(ranks):
+    def body(comm):
+        with pytest.raises(
+            MismatchError, match="gpu_aware_mpi must be the same on every rank; rank 1 .*gpu_aware_mpi: true against f"
+        ):
+            hd.init(comm=comm, gpu_aware_mpi=comm.rank == 0)
+        return True
+
+    assert all(ranks(body))

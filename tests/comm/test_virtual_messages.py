@@ -220,3 +220,22 @@ def test_waiting_again_and_unused_requests_do_no_harm():
         return tensor.item()
 
     assert run_virtual(body, 2) == [0.0, 0.0]
+
+
+def test_any_source_takes_the_earliest_arrival():
+    def body(comm):
+        if comm.rank > 0:
+            for _ in range(comm.size - comm.rank):
+                comm.compute()
+            comm.isend(ones(1, comm.rank), 0)
+            return None
+        for _ in range(20):
+            comm.compute()
+        order = []
+        for _ in range(comm.size - 1):
+            tensor = torch.zeros(1)
+            comm.irecv(tensor).wait()
+            order.append(int(tensor))
+        return order
+
+    assert run_virtual(body, 6, network=NETWORK, compute=Constant(1.0))[0] == [5, 4, 3, 2, 1]

@@ -9,7 +9,7 @@ import torch
 
 from hpcdist.comm.communicator import beside
 from hpcdist.comm.virtual import Constant, Network, run_virtual
-from hpcdist.errors import DeadlockError
+from hpcdist.errors import DeadlockError, MismatchError
 
 NETWORK = Network(0.01, 1e9)
 SUM_S = 0.04  # a ring of three, four messages
@@ -117,3 +117,14 @@ def test_the_thread_draws_from_the_ranks_random_state():
         return [*drawn, torch.rand(1).item()]
 
     assert run_virtual(lambda comm: body(comm, True), 3) == run_virtual(lambda comm: body(comm, False), 3)
+
+
+def test_different_calls_beside_are_told():
+    def body(comm):
+        channel = comm.split(0)
+        thread = beside(channel)
+        thread.submit((lambda: channel.barrier()) if comm.rank else (lambda: channel.allreduce(torch.ones(1))))
+        thread.wait()
+
+    with pytest.raises(MismatchError, match="collective calls must be the same on all ranks"):
+        run_virtual(body, 2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from harness.cases import each
 from hpcdist.comm.virtual import ComputeModel, Constant, Network, run_virtual
@@ -221,3 +223,29 @@ def test_a_wait_past_its_deadline_and_one_that_is_abandoned():
         return comm.now()
 
     run_virtual(body, 2, network=NETWORK, compute=Constant(1.0))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 6), min_size=1, max_size=5),
+    changes=st.lists(st.tuples(st.booleans(), *(st.integers(0, most) for most in (4, 4, 6, 6))), max_size=20),
+)
+def test_any_sequence_of_changes_equals_that_on_local_memory(counts, changes):
+    """Ranks take turns; `count` differs between them and may be 0."""
+    size = len(counts)
+    expected = [torch.zeros(count) for count in counts]
+
+    def body(comm):
+        window = comm.window(counts[comm.rank])
+        for number, (add, rank, target, offset, length) in enumerate(changes):
+            target, offset = target % size, min(offset, counts[target % size])
+            values = torch.full((min(length, counts[target] - offset),), number + 1.0)
+            if rank % size == comm.rank:
+                (window.accumulate if add else window.put)(values, target, offset)
+                part = expected[target][offset : offset + len(values)]
+                part.add_(values) if add else part.copy_(values)
+            comm.barrier()
+        return window.local
+
+    for ours, theirs in zip(run_virtual(body, size, network=NETWORK), expected, strict=True):
+        assert torch.equal(ours, theirs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -454,3 +456,19 @@ def test_on_another_node_and_on_virtual_ranks_a_change_has_to_be_made_by_message
 
     if not ranks.real or ranks.size > 1:
         assert ranks(body) == [(False, [0.0] * 3)] * ranks.size
+
+
+@ways
+@pytest.mark.mpi
+def test_windows_and_their_threads_leave_nothing_behind(placed):
+    def body(comm):
+        for _ in range(30):
+            copy = comm.split(0)
+            windows = [copy.window(3, dtype) for dtype in (torch.float32, torch.bfloat16)]
+            windows[1].accumulate(torch.ones(1, dtype=torch.bfloat16), 0)
+            for window in windows:
+                window.close()
+            copy.close()
+        return threading.active_count()
+
+    assert max(placed(body)) < 12

@@ -242,6 +242,16 @@ def test_dataloader_with_two_workers(files, how):
         assert_equals(dataset.batch([1]), x[[1]], y[[1]])
 
 
+def test_dataloader_that_fetches_whole_batches(files):
+    path, x, y = files[contiguous]
+    plan = EpochPlan(N, 1, 8)
+    with HDF5Dataset(path) as dataset:
+        loader = DataLoader(dataset, sampler=ShardedBatchSampler(plan), batch_size=None)
+        for step, batch in enumerate(loader):
+            assert_equals(batch, x[plan.indices(step, 0)], y[plan.indices(step, 0)])
+        assert step == plan.steps - 1
+
+
 def test_created_chunks_lie_side_by_side_in_the_file(tmp_path):
     """The fast way: all chunks side by side, so that one `take` serves."""
     x = np.arange(3000 * 300, dtype=np.uint16).view(np.int16).reshape(3000, 300)

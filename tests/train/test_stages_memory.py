@@ -23,8 +23,8 @@ from hpcdist.train.numerics import require_finite
 from train import memory_of_stages, staged, tiny
 
 
-def test_memory_falls_as_the_number_of_stages_grows(tmp_path, monkeypatch):
-    stages = 2
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.extended)])
+def test_memory_falls_as_the_number_of_stages_grows(tmp_path, monkeypatch, stages):
     monkeypatch.chdir(tmp_path)
     # In a job of its own: the heap of a process that has run other tests gives and takes tens of megabytes.
     job = launch(stages, [memory_of_stages.__file__], env=IMPORTS)

@@ -124,9 +124,10 @@ def test_tags_are_added_listed_and_taken_away(hpcdist, made):
 )
 def test_a_damaged_run_is_listed_with_the_reason_and_hides_no_other(case, hpcdist, tmp_path):
     file, damage, reason = case
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))
     for name in ("good", "bad"):
-        evidence.write_run(tmp_path / name)
-    path = tmp_path / "bad" / file
+        evidence.write_run(folder / name)
+    path = folder / "bad" / file
     if isinstance(damage, dict):
         path.write_text(json.dumps({**json.loads(path.read_text()), **damage}))
     elif damage == "folder":
@@ -136,16 +137,16 @@ def test_a_damaged_run_is_listed_with_the_reason_and_hides_no_other(case, hpcdis
         path.symlink_to(path) if damage == "loop" else path.touch()
     if damage == "hole":
         os.truncate(path, 1 << 40)
-    status, out, err = hpcdist("runs", "--in", str(tmp_path))
+    status, out, err = hpcdist("runs", "--in", str(folder))
     assert status == 0 and "damaged" in out and "ended" in out
-    assert f"{tmp_path}/bad is damaged: {path} must be" in err and reason in err
+    assert f"{folder}/bad is damaged: {path} must be" in err and reason in err
     if file != "tags.json":  # which reports don't read
-        status, out, err = hpcdist("report", str(tmp_path), "--json")
+        status, out, err = hpcdist("report", str(folder), "--json")
         found = json.loads(out)
         assert status == 0 and len(found["jobs"] if isinstance(found, dict) else found) >= 1
-        assert hpcdist("report", str(tmp_path / "bad"))[0] == 1
-    rm([str(tmp_path / "bad")], yes=True)
-    assert not (tmp_path / "bad").exists()
+        assert hpcdist("report", str(folder / "bad"))[0] == 1
+    rm([str(folder / "bad")], yes=True)
+    assert not (folder / "bad").exists()
 
 
 def test_runs_are_removed_but_not_those_at_work(hpcdist, made):

@@ -43,16 +43,18 @@ TRIED = ("cycled", "measured", "predicted", "best")  # in each run of the tests;
 SAME = ("epochs", "accumulation", "clipping", "gan", "fabric")
 MORE = ("steps", "max_steps", "stops", "within", "early")
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("lightning") is None, reason="lightning is not installed: pip install -e '.[lightning]'"
-)
+LACKS = "lightning is not installed: pip install -e '.[lightning]'"
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason=LACKS),
+    pytest.mark.time_limit(400),
+]
 
 
-def trained(size, folder, *cases, timeout_s=200):
+def trained(size, folder, *cases):
     """What each rank found, by case."""
     found = {}
     words = [HERE / "by_lightning_habits.py", folder, *cases]
-    done = launch(size, words, env=IMPORTS, timeout_s=timeout_s, compiler=True)
+    done = launch(size, words, env=IMPORTS, timeout_s=380, compiler=True)
     for line in done.stdout.splitlines():
         if line.startswith("["):
             rank, case, value = json.loads(line)
@@ -208,11 +210,10 @@ SHUFFLED = (*RESUMED, "allreduce:shuffled", "allreduce:mixed", "gossip_pull:with
 
 
 @pytest.mark.extended
-@pytest.mark.time_limit(400)
 def test_each_row_of_the_table_and_rarer_loops(tmp_path):
     cases = [case for row in ROWS.values() for case in row if case not in SAME + TRIED] + list(MORE)
     both = beside_plain("allreduce", [*cases, "gathers", "evaluates"])
-    found = trained(2, tmp_path, *both, *SHUFFLED, "gossip_pull:fabric", "local_sgd:accumulation", timeout_s=380)
+    found = trained(2, tmp_path, *both, *SHUFFLED, "gossip_pull:fabric", "local_sgd:accumulation")
     require_plain(found, "allreduce", cases)
     for run in SHUFFLED:
         one, other = found[run]
@@ -225,11 +226,10 @@ def test_each_row_of_the_table_and_rarer_loops(tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.time_limit(400)
 def test_rows_of_the_table_and_rarer_loops_with_servers(tmp_path):
     cases = ("cycled", "max_size", "measured", "best", "swa", "plateau", "synced", "predicted", "validations", "twice")
     cases += ("scheduler", "across", "reloaded", "max_steps", "stops", "unclipped")
-    found = trained(3, tmp_path, *beside_plain("hardsync", cases), "hardsync:resume_within", timeout_s=380)
+    found = trained(3, tmp_path, *beside_plain("hardsync", cases), "hardsync:resume_within")
     require_plain(found, "hardsync", cases)
     for own in found["hardsync:resume_within"]:
         assert own["consensus"] and own["values"] == pytest.approx(own["whole"], abs=1e-12)

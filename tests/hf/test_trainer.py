@@ -17,6 +17,7 @@ from harness.cases import each
 from harness.launch import IMPORTS, launch, launch_environment
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.time_limit(400)
 EXACT = ["epochs", "accumulated", "max_steps", "by_samples"]
 REFUSED = {
     "two ways of distributing": r"ConfigError: auto_find_batch_size of TrainingArguments must be left out",
@@ -59,7 +60,7 @@ def launched(tmp_path_factory):
         (where / "page.py").write_text(text.replace('"trained"', repr(str(where / "page"))))
     with launch_environment(IMPORTS, compiler=True) as env:
         alone = subprocess.Popen([sys.executable, HERE / "alone.py", folder / "alone"], env=env)
-        done = launch(3, [HERE / "ranks.py", folder], env=IMPORTS, compiler=True)
+        done = launch(3, [HERE / "ranks.py", folder], env=IMPORTS, timeout_s=380, compiler=True)
         assert alone.wait(120) == done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -53,12 +53,18 @@ why_no_cluster() {
 apt() { RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"; } # starts no daemons
 
 # --- what runs beside the tests in one process ------------------------------------------------------------------------
-declare -A BESIDE BEGUN
+declare -A BESIDE
 begin() { # NAME COMMAND...
     say "$1, meanwhile; its messages come after the others'"
-    BEGUN[$1]=$SECONDS
-    "${@:2}" >"$LOGS/$1.log" 2>&1 &
+    timed "$@" >"$LOGS/$1.log" 2>&1 &
     BESIDE[$1]=$!
+}
+
+timed() {
+    local start=$SECONDS status=0
+    "${@:2}" || status=$?
+    echo $((SECONDS - start)) >"$LOGS/$1.seconds"
+    return "$status"
 }
 
 end() { # NAME
@@ -67,7 +73,7 @@ end() { # NAME
     unset "BESIDE[$1]"
     say "$1"
     cat "$LOGS/$1.log"
-    judge "$status" $((SECONDS - BEGUN[$1])) "$1 (beside the tests in one process)"
+    judge "$status" "$(cat "$LOGS/$1.seconds")" "$1 (beside the tests in one process)"
 }
 
 # Rules of the source: what ruff finds, its format, types of the public API, layers of imports.
@@ -78,9 +84,7 @@ test_cluster() { tested cluster python -m pytest "$COLOR" -m cluster $ALL ${ARGU
 # Takes minutes the first time; then Horovod is in the user's cache. Tests that need it wait for the lock on .venv/.horovod.
 build_horovod() {
     export PIP_CONSTRAINT=$CONSTRAINTS
-    command -v cmake >/dev/null || python -m pip install cmake
-    flock 8
-    python -m hpcdist horovod build
+    { command -v cmake >/dev/null || python -m pip install cmake; } && flock 8 && python -m hpcdist horovod build
 }
 
 # --- what --all adds --------------------------------------------------------------------------------------------------

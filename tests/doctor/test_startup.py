@@ -98,6 +98,7 @@ def test_without_a_reply_the_first_member_is_absent():
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(4)  # all of the job
 def test_real_ranks_reach_each_other(ranks):
     def body(comm):
         from hpcdist.comm.mpi.first_messages import FirstMessages

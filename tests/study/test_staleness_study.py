@@ -27,20 +27,23 @@ def test_the_quick_version(quick, study, written):
     cells = study.QUICK.cells()
     assert len(found) == 2 * (len(cells) + 7), "two seeds of each cell and of seven rates"
     assert {summary.samples for _, summary, _ in found} == {study.QUICK.passes * 898}, "the same budget for all"
-    rates: dict[bool, set[float]] = {True: set(), False: set()}  # of runs that are shown, and of those that chose it
+    shown, tried = set(), set()  # rates
     for settings, summary, path in found:
         splits, batch, rate = settings["strategy"].get("splits", 0), settings["batch_size"], settings["optimizer"]["lr"]
         updates, histogram = read_records(path)[0][-1].clock, summary.staleness.histogram
         assert 0 < summary.metrics["accuracy"] < 1 and summary.wall_s > 0
         assert summary.staleness.max == max(map(int, histogram))
+        if summary.seed >= 1000:
+            tried.add(rate)
+        elif splits:
+            shown.add(rate)
         if splits:
             assert updates == sum(histogram.values()) / (summary.workers // splits), "each of c gradients"
-            rates[summary.seed < 1000].add(rate)
         else:
             assert updates == -(-summary.samples // (batch * summary.workers)), "each of all their batches"
             assert summary.staleness.max == 0
-    (rate,) = rates[True]
-    assert rate in rates[False], "one that one learner was run at"
+    (rate,) = shown
+    assert rate in tried, "one that one learner was run at"
     for settings, summary, _ in found:
         if summary.seed < 1000 and not settings["strategy"].get("splits", 0):
             global_batch = settings["batch_size"] * summary.workers

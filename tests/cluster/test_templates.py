@@ -1,4 +1,4 @@
-"""The template of each shape, through Slurm, on nodes that share nothing but files. All jobs run at the same time."""
+"""The template of each shape, through Slurm, on nodes that share nothing but files."""
 
 from __future__ import annotations
 
@@ -44,21 +44,13 @@ JOBS = {  # each on two nodes, with two ranks on each
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def submitted(cluster, new_folder, data) -> dict[str, tuple[str, Path]]:
-    """The jobs by their names: the id of each, and the folder that it was submitted from."""
-    found = {}
-    for name, one in JOBS.items():
-        folder = new_folder(name)
-        spec = {"nodes": 2, "ranks_per_node": 2, "settings": ["epochs=1"], "name": "it", **one.spec}
-        jobs.write_job(folder, one.how, data, **spec)
-        found[name] = jobs.submit_rendered(cluster, folder), folder
-    return found
-
-
 @pytest.mark.parametrize("name", JOBS)
-def test_ranks_and_servers_run_where_the_job_says(cluster, submitted, name):
-    job, folder = submitted[name]
+def test_ranks_and_servers_run_where_the_job_says(cluster, new_folder, data, name):
+    """One job after the other: the doctor's examination, and a launcher's start, have bounds of time."""
+    folder = new_folder(name)
+    spec = {"nodes": 2, "ranks_per_node": 2, "settings": ["epochs=1"], "name": "it", **JOBS[name].spec}
+    jobs.write_job(folder, JOBS[name].how, data, **spec)
+    job = jobs.submit_rendered(cluster, folder)
     cluster.wait(job)
     one, run, hosts = JOBS[name], folder / "runs" / job, jobs.hosts(cluster.output(job))
     assert [hosts[rank] for rank in range(4)] == one.hosts

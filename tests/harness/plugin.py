@@ -212,17 +212,6 @@ def pytest_runtest_setup() -> None:
         torch.manual_seed(0)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Lets the ranks of a job that a test does not use wait at its verdict."""
-    job = pyfuncitem.config.stash[JOB]
-    if not job:
-        return None
-    from harness.verdict import is_away  # starts MPI
-
-    return True if is_away(pyfuncitem, job) else None
-
-
 # --- fixtures ---------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> RealRanks | VirtualRanks:

@@ -43,11 +43,16 @@ class Verdict:
                 )
 
     # --- tests ----------------------------------------------------------------------------------------------------
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        """Not collective. Lets ranks that a test does not use wait at its verdict: they count as having run it."""
+        return True if self._is_away(pyfuncitem) else None
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> Generator[None, Report, Report]:
         report = yield
         part = jobs.SKIPPED if report.skipped else jobs.PASSED
-        if call.when == "call" and is_away(item, self._job):
+        if call.when == "call" and self._is_away(item):
             part = jobs.AWAY
         if report.failed:
             part = jobs.ECHOED if call.excinfo and is_echo(call.excinfo.value) else jobs.FAILED
@@ -79,6 +84,11 @@ class Verdict:
         vars(report).pop("wasxfail", None)
         return report
 
+    def _is_away(self, item: pytest.Item) -> bool:
+        """Whether a test runs on fewer ranks of the job, without this one."""
+        size = item.callspec.params.get("ranks") if hasattr(item, "callspec") else None
+        return size is not None and self._job.rank >= size
+
     # --- ends -----------------------------------------------------------------------------------------------------
     def pytest_internalerror(self, excrepr: object) -> None:
         self._job.end(f"pytest failed:\n{excrepr}", pytest.ExitCode.INTERNAL_ERROR)
@@ -91,12 +101,6 @@ class Verdict:
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
         self._job.meet("at the end")  # a launcher may end all ranks when the first one leaves with a failure
-
-
-def is_away(item: pytest.Item, job: Job) -> bool:
-    """Whether a test runs on fewer ranks of the job, without this one."""
-    size = item.callspec.params.get("ranks") if hasattr(item, "callspec") else None
-    return size is not None and job.rank >= size
 
 
 def _summary(report: Report) -> str:

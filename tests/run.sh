@@ -85,7 +85,7 @@ test_cluster() { tested cluster python -m pytest "$COLOR" -m cluster $ALL ${ARGU
 build_horovod() {
     export PIP_CONSTRAINT=$CONSTRAINTS
     { command -v cmake >/dev/null || python -m pip install cmake; } && flock 8 && python -m hpcdist horovod build
-}
+} 8>"$VENV/.horovod"
 
 # --- what --all adds --------------------------------------------------------------------------------------------------
 # fits SECONDS NAME: true where a part that takes so long on a quiet machine of 2 cores should end in time; else the
@@ -172,7 +172,7 @@ judge() {
     VERDICTS+=("$(printf '%-12s %4d s   %s' "$verdict" "$2" "$3")")
 }
 
-# The slowest tests of all runs; a name is followed by that of the run.
+# Prints the slowest tests of all runs: the duration, the test's name and the run's.
 show_slowest() {
     python - "$DURATIONS" <<'EOF'
 import sys
@@ -196,9 +196,7 @@ LATER=$(mktemp) # the names of tests that passed only when they were run again
 LOGS=$(mktemp -d)
 trap 'rm -rf "$PRTE_MCA_prte_tmpdir_base" "$LATER" "$LOGS"; for pid in "${BESIDE[@]}"; do pkill -P "$pid" || true; done' EXIT
 say "$(python -V), $(ompi_info --version | head -n 1)"
-exec 8>"$VENV/.horovod"
 [ -z "$ALL" ] || begin horovod build_horovod
-exec 8>&-
 begin linters lint
 begin cluster test_cluster
 # More processes than cores, as many tests wait for jobs. The cluster's tests, which have bounds of time, come first.

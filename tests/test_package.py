@@ -111,7 +111,7 @@ MARKED_PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 
 
 def conda() -> dict[str, tuple[SpecifierSet, str]]:
-    """conda's packages, and those that pip adds there: name to version range and build."""
+    """The packages of environment.yml, conda's and pip's: name to version range and build."""
     lines = re.findall(r"^ +- (\w[\w-]*)(?: ([<>=][^\s]*))?(?: (\S+))?$", (ROOT / "environment.yml").read_text(), re.M)
     return {name: (SpecifierSet(version), build) for name, version, build in lines}
 

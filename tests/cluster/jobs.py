@@ -60,7 +60,7 @@ import contextlib, io, json, sys
 from hpcdist.tools import cli
 found = []
 for arguments in json.loads(sys.argv[1]):
-    sys.argv = ["hpcdist", "slurm", *arguments]
+    sys.argv, status = ["hpcdist", "slurm", *arguments], 0
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
             cli.main()
@@ -72,7 +72,7 @@ print(json.dumps(found))
 
 
 def slurm_in_turn(cluster: kit.Cluster, *commands: Sequence[str], cwd: Path) -> list[tuple[int, str, str]]:
-    """Run several `hpcdist slurm ...` in one process: the exit status of each, and what it wrote."""
+    """Run several `hpcdist slurm ...` in one process; return each one's status, stdout and stderr."""
     done = cluster.run("python", "-c", IN_TURN, json.dumps(commands), cwd=cwd, timeout_s=150)
     return [tuple(found) for found in json.loads(done.stdout)]
 

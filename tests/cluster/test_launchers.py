@@ -56,7 +56,7 @@ print("ranks:", hd.init(deadline_s=60).size)
 
 @pytest.fixture(scope="module")
 def submitted(cluster, new_folder) -> dict[str, tuple[str, Path, float]]:
-    """A job of each launcher, and others, at the same time: its id, its folder, and when it was submitted."""
+    """A job of each launcher, and others, at the same time: each job's id, its folder, and the time of submission."""
 
     def submit(name: str, script: str, *options: str, env: dict | None = None) -> tuple[str, Path, float]:
         folder, start = new_folder(name), time.time()

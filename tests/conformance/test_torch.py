@@ -36,7 +36,7 @@ LEFT_OUT = {
         "test_monitored_barrier_gloo_subgroup",
     ],
 }
-PASSES = 95  # or more: about as many as gloo passes of these; the others are skipped
+PASSES = 95  # tests at least: gloo passes about as many; the other tests are skipped
 
 
 def test_the_backend_passes_what_gloo_passes(tmp_path):

@@ -57,7 +57,7 @@ def load(backend: str, folder: str, size: int):
 
 
 def main(backend: str, results: Path, left_out: set[str]) -> None:
-    """Run all tests but those of these names."""
+    """Run all tests but those whose names are in `left_out`."""
     import torch.distributed as dist
 
     import hpcdist

@@ -164,7 +164,7 @@ CASES += [(name, own) for name, habit in HABITS.items() if "many" in habit.ways 
 @quiet
 @pytest.mark.parametrize(("name", "of"), CASES)
 def test_a_loop_trains_as_in_one_process_or_works_or_is_refused(request, name, of):
-    """With one strategy of each family, with --all with a second one; or with that of a user's file."""
+    """Tries one strategy of each family, two with --all; where a user's file gives a strategy, that one."""
     for way, strategy in cells(name, 1 + request.config.getoption("--all")):
         if of != (strategy if ":" in strategy else "ours"):
             continue

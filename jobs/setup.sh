@@ -142,4 +142,5 @@ use_mpich() {
 use() {
     export PATH=$1/bin:$PATH MPI4PY_LIBMPI=$1/lib/$2 OMP_NUM_THREADS=1
     unset MPI4PY_MPIABI OPAL_PREFIX PMIX_PREFIX PRTE_PREFIX
+    unset PYTHONDONTWRITEBYTECODE # which containers set: each of many processes would compile all modules again
 }

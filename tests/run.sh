@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests: those in one process, with those on a Slurm cluster and the linters beside them, then on 4 ranks of Open
-# MPI, and on 2 of these, those for real ranks. With --all also what these leave out: tests marked `extended` or `alone`,
-# Horovod's own build, 1 and 3 ranks, tests marked `computes` on real ranks, MPICH, Debian's MPI libraries and Intel's.
+# Runs the tests: those in one process, with those on a Slurm cluster and the linters beside them, then those for real
+# ranks on 4 of Open MPI's. With --all also what these leave out: tests marked `extended` or `alone`, Horovod's own build,
+# tests for 1 and 3 ranks and those marked `computes` on real ranks, MPICH, Debian's MPI libraries and Intel's.
 # Installs what is missing. Keeps how long each test took in .venv/durations.
 #
 #   bash tests/run.sh [--all] [pytest's arguments, such as -k ring]

@@ -6,6 +6,7 @@ The others (layers, lines, assert statements, imports of mpi4py...) are in pypro
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections import Counter
@@ -46,7 +47,11 @@ ENVIRONMENT = {
     "session/world.py": "the launcher's number of ranks, to hold against MPI's",
 }
 
-MODULES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+    """The package's files by their paths, parsed."""
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -70,7 +75,7 @@ def module(path: str) -> str:
 
 def imported() -> dict[str, set[str]]:
     """The modules that each module imports, for typing and inside functions too."""
-    trees = {module(path): tree for path, tree in MODULES.items()}
+    trees = {module(path): tree for path, tree in modules().items()}
     found: dict[str, set[str]] = {name: set() for name in trees}
     for name, tree in trees.items():
         for node in ast.walk(tree):
@@ -101,7 +106,7 @@ def test_no_import_circles():
 
 
 def test_files_are_short():
-    lengths = {path: len((PACKAGE / path).read_text().splitlines()) for path in MODULES}
+    lengths = {path: len((PACKAGE / path).read_text().splitlines()) for path in modules()}
     assert {path: length for path, length in lengths.items() if length > LINES} == {}
 
 
@@ -113,8 +118,8 @@ def budgets() -> dict[str, int]:
 
 
 def test_every_folder_has_a_budget_of_lines_and_keeps_it():
-    lines = {path: (PACKAGE / path).read_text().count("\n") for path in MODULES}
-    folders = {f"{parent}/" for path in MODULES for parent in map(str, Path(path).parents) if parent != "."}
+    lines = {path: (PACKAGE / path).read_text().count("\n") for path in modules()}
+    folders = {f"{parent}/" for path in modules() for parent in map(str, Path(path).parents) if parent != "."}
     budget = budgets()
     below = {name for name in folders if any(name.startswith(plugins) for plugins in PLUGINS_BELOW)}
     assert set(budget) == folders - below
@@ -130,7 +135,7 @@ def test_the_architecture_has_the_folders_in_the_order_of_imports():
 
 
 def test_only_some_read_the_environment():
-    readers = [path for path, tree in MODULES.items() if names(tree) & {"environ", "environb", "getenv"}]
+    readers = [path for path, tree in modules().items() if names(tree) & {"environ", "environb", "getenv"}]
     readers = [path for path in readers if "import os" in (PACKAGE / path).read_text()]
     assert [path for path in readers if not path.startswith(tuple(ENVIRONMENT))] == []
 
@@ -138,11 +143,11 @@ def test_only_some_read_the_environment():
 def test_no_module_is_dead():
     """Every module is imported by the library or a job, or stands in a package that finds its modules by name."""
     jobs = [ast.parse(path.read_text()) for path in (ROOT / "jobs").rglob("*.py")]
-    imported = {name for tree in [*MODULES.values(), *jobs] for name in imports(tree)}
-    by_name = {str(Path(p).parent) for p, tree in MODULES.items() if names(tree) & {"import_module", "iter_modules"}}
+    imported = {name for tree in [*modules().values(), *jobs] for name in imports(tree)}
+    by_name = {str(Path(p).parent) for p, tree in modules().items() if names(tree) & {"import_module", "iter_modules"}}
     by_name |= {"/".join(kind.package.split(".")[1:]) for kind in registry.CATALOGUES.values()}
     dead = []
-    for path in MODULES:
+    for path in modules():
         name = ".".join(["hpcdist", *Path(path).with_suffix("").parts])
         entry = Path(path).name in ("__init__.py", "__main__.py")
         if name not in imported and not entry and str(Path(path).parent) not in by_name:
@@ -160,7 +165,7 @@ NAMED_TWICE = {
 
 
 def test_no_two_classes_have_one_name():
-    names = Counter(node.name for tree in MODULES.values() for node in tree.body if isinstance(node, ast.ClassDef))
+    names = Counter(node.name for tree in modules().values() for node in tree.body if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1 and name not in NAMED_TWICE} == set()
 
 
@@ -177,7 +182,7 @@ def words(text: str) -> set[tuple[str, ...]]:
 
 def messages() -> Iterator[tuple[str, list[str]]]:
     """Where an error is raised, and the constant pieces of its message."""
-    for path, tree in MODULES.items():
+    for path, tree in modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
                 if ast.unparse(node.exc.func) == "rules.error":  # whose messages follow below

@@ -27,6 +27,8 @@ SETTINGS = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",  # a rank that waits leaves its core to other tests
+    "OMPI_MCA_threads_pthreads_nanosleep_time": "300000",
     "OMPI_MCA_osc": "^ucx",  # see jobs/setup.sh
     "OMPI_MCA_btl": "^ofi",
     "OMP_NUM_THREADS": "1",

@@ -5,11 +5,14 @@ Plain `pytest` runs everything on virtual ranks; under a launcher only tests tha
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import random
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import hypothesis
@@ -36,7 +39,7 @@ MARKERS = (
 )
 REAL = re.compile(r"def \w+\([^)]*\branks\b|mark\.mpi\b")  # what is in a file of tests for real ranks, or beside it
 COMPUTES = re.compile(r"^pytestmark = .*\bmark\.computes\b", re.MULTILINE)  # what is in a file that only computes
-STARTS = re.compile(r"\b(launch|subprocess|jobs_here)\b")  # what is in a file whose tests start processes
+STARTS = re.compile(r"\b(launch|subprocess|jobs_here|num_workers)\b")  # what is in a file whose tests start processes
 JOB = pytest.StashKey()
 DESELECTED = pytest.StashKey()
 
@@ -173,8 +176,13 @@ def _slow_files_first(config: pytest.Config, items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("time_limit")
         limit_s = marker.args[0] if marker else config.getoption("--time-limit")
         limits[item.path] = max(limit_s, limits.get(item.path, 0.0))
-    starts = {path: STARTS.search(path.read_text()) is not None for path in limits}
-    items.sort(key=lambda item: (-limits[item.path], not starts[item.path]))
+    items.sort(key=lambda item: (-limits[item.path], not starts_processes(item.path)))
+
+
+@functools.cache
+def starts_processes(path: Path) -> bool:
+    """Whether tests in this file start processes."""
+    return STARTS.search(path.read_text()) is not None
 
 
 def _why_no_gpu(config: pytest.Config) -> str:
@@ -210,6 +218,23 @@ def pytest_runtest_setup() -> None:
         numpy.random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with nullcontext() if item.config.stash[JOB] or starts_processes(item.path) else on_one_core():
+        return (yield)
+
+
+@contextmanager
+def on_one_core() -> Iterator[None]:
+    """Keeps the threads of virtual ranks, of which one runs at a time, on a core: a turn would wake another one."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {ctypes.CDLL(None).sched_getcpu()})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 # --- fixtures ---------------------------------------------------------------------------------------------------------

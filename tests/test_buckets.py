@@ -73,14 +73,6 @@ def test_every_element_is_in_exactly_one_bucket_of_its_cap_from_the_last_paramet
                 assert n_bytes + size[mine[k + 1].params[0]] > limit
 
 
-def test_buckets_are_filled_up_to_their_cap_and_a_larger_tensor_is_one_by_itself():
-    model = FlatModel(Bag([(2, torch.float32)] * 7), bucket_bytes=24, first_bucket_bytes=16)
-    assert [len(bucket.params) for bucket in model.gradients.buckets] == [2, 3, 2]
-    model = FlatModel(Bag([(length, torch.float32) for length in (1, 0, 100, 1)]), bucket_bytes=16)
-    found = [bucket.params for bucket in model.gradients.buckets]
-    assert found == [("weights.3",), ("weights.2",), ("weights.1", "weights.0")]
-
-
 @few
 @given(st.data())
 def test_announced_in_order_and_complete_whatever_the_order_of_arrival(data):

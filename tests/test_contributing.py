@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md, README.md and the tutorials show is run as it stands there."""
+"""What CONTRIBUTING.md and the tutorial on two models show is run as it stands there; test_docs.py runs all pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 
 import hpcdist as hd
 from harness.cases import each
-from harness.pages import blocks, users_names
+from harness.pages import blocks
 from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.model.flat import FlatModel
@@ -22,21 +21,11 @@ from hpcdist.model.flat import FlatModel
 ROOT = Path(__file__).parents[1]
 
 
-def _blocks(name: str) -> list[str]:
-    """The Python blocks of a Markdown file."""
-    text = (ROOT / name).read_text()
-    return [textwrap.dedent(block) for block in re.findall(r"^( *```python\n.*?)^ *```", text, re.M | re.S)]
-
-
-def _code(block: str) -> str:
-    return block.split("\n", 1)[1]
-
-
 @pytest.fixture
 def averaging(tmp_path) -> str:
     """The strategy that CONTRIBUTING.md shows, in the file that it tells to write."""
-    (block,) = [block for block in _blocks("CONTRIBUTING.md") if "class Averaging" in block]
-    (tmp_path / "averaging.py").write_text(_code(block))
+    (code,) = [b.code for b in blocks((ROOT / "CONTRIBUTING.md").read_text()) if "class Averaging" in b.code]
+    (tmp_path / "averaging.py").write_text(code)
     return f"{tmp_path / 'averaging.py'}:Averaging"
 
 
@@ -89,30 +78,6 @@ def test_the_strategy_in_contributing_does_all_that_is_asked_of_every_strategy(a
     )
     passed = re.search(r"^(\d+) passed, \d+ deselected in", done.stdout, re.M)
     assert done.returncode == 0 and passed and int(passed[1]) > 30, done.stdout[-4000:] + done.stderr[-1000:]
-
-
-@pytest.mark.parametrize("strategy", ["gossip_pull", "allreduce"])
-def test_the_loops_in_the_readme_and_its_tutorial_run(tmp_path, monkeypatch, strategy):
-    """One after the other, as they stand there, with the strategy that is named there and with others."""
-    monkeypatch.chdir(tmp_path)
-    (first,), (same, *others) = _blocks("README.md"), _blocks("docs/tutorials/own-loop.md")
-    assert first == same and len(others) == 7
-    shown = [first.replace("gossip_pull", strategy), *others[2:5]]  # test_docs.py runs those on losses and stages, too
-
-    def body(comm):
-        hd.init(comm=comm)
-        names = users_names()
-        run, mixed, accumulated, whole = (_code(block) for block in shown)
-        for code in (run, mixed, accumulated):
-            exec(compile(code, "own-loop.md", "exec"), names)
-        steps = names["optimizer"].strategy.steps
-        names["schedule"] = torch.optim.lr_scheduler.StepLR(names["optimizer"], 100)
-        exec(compile(whole, "own-loop.md", "exec"), names)
-        return steps, names["epoch"], names["model"].weight.tolist()
-
-    found = run_virtual(body, 2)
-    assert found[0] == found[1] and found[0][:2] == (4 + 2 * 4 + 1, 2)
-    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 3
 
 
 # --- the tutorial on two models ---------------------------------------------------------------------------------------

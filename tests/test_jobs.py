@@ -27,10 +27,9 @@ FILES = {path.stem: path for path in JOBS.glob("*.py") if "\njob = " in path.rea
 FILES["regression"] = JOBS / "studies" / "regression_job.py"  # the other studies' jobs are tested with them
 NAMES = sorted(FILES)
 EPOCHS = 3
-STALENESS = {"parameter_server": 2, "softsync": 2 / 3}  # on 4 ranks; 0 of all that have no servers
+STALENESS = {"softsync": 2 / 3}  # on 4 ranks; 0 of all that have no servers
 TRAIN_SAMPLES = {"digits": 1437, "regression": 1000}
-# Of the kinds of strategies one each, and users' own; train/test_loop.py has all.
-SHOWN = ("allreduce", "parameter_server", "softsync", "gossip_pull", "local_sgd")
+SHOWN = ("allreduce", "softsync")  # and users' own; train/test_loop.py has all strategies
 CASES = [("regression", "allreduce")]
 CASES += [("digits", strategy) for strategy in problem.stepping() if strategy in SHOWN or ":" in strategy]
 

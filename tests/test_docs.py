@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import html
 import importlib.util
 import os
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import matplotlib
 import pytest
-import typer
 
 import hpcdist
 from harness import browser, pages
@@ -35,14 +33,6 @@ def plots():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_command_line():
-    """Which takes half a second to build."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
-        yield
 
 
 # --- code -------------------------------------------------------------------------------------------------------------
@@ -74,7 +64,6 @@ def test_blocks_are_found_with_what_is_said_of_them():
     "case",
     [
         ("```sh\nrm it\n```\n", "must hold commands of hpcdist"),
-        ("```sh\nmpirun -n 2 hpcdist report runs\n```\n", "must hold commands of hpcdist"),
         ("```sh\nmpirun -n 2 hpcdist train jobs/digits.py --set strategy=gosip\n```\n", "strategy"),
         ("```toml\nshape = 'gosip'\n```\n", "shape"),
         ("```ruby\n```\n", "must be python, toml or sh"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gzip
 import json
 import os
@@ -25,7 +24,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 from PIL import Image
 
 from hpcdist.collectives.tuning import table
@@ -46,7 +44,6 @@ from hpcdist.topology.graph import read_edges
 from study import evidence
 from study.pretended import PretendedRuns, runner
 
-get_command = functools.cache(typer.main.get_command)  # which takes half a second
 MEMORY_BYTES = 2 << 30  # beyond what the process has
 LIMIT_S = 20
 JOB = Path(__file__).parents[1] / "jobs" / "digits.py"
@@ -350,7 +347,6 @@ def bounded():
 @pytest.mark.parametrize("name", KINDS)
 def test_a_mutated_file_is_refused_by_a_sentence_or_harmless(name, tmp_path, request, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(typer.main, "get_command", get_command)
     count = request.config.getoption("--mutations")
     (whole_folder := tmp_path / "whole").mkdir()
     path, _ = KINDS[name](whole_folder, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -10,7 +9,6 @@ from pathlib import Path
 from shutil import copytree
 
 import pytest
-import typer
 
 from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
@@ -25,13 +23,9 @@ from study import evidence
 JOB = Path(__file__).with_name("train") / "tiny.py"
 
 
-get_command = functools.cache(typer.main.get_command)  # which takes half a second, and is asked by each command line
-
-
 @pytest.fixture
-def hpcdist(capsys, monkeypatch):
+def hpcdist(capsys):
     """Runs a command line: exit status, standard output, standard error."""
-    monkeypatch.setattr(typer.main, "get_command", get_command)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()  # of what came before

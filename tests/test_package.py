@@ -64,10 +64,11 @@ def installed(built, tmp_path_factory) -> Path:
     return folder
 
 
-def run(installed: Path, *arguments: str, **environ: str) -> str:
+def run(installed: Path, *arguments: str, program: str = "hpcdist", **environ: str) -> str:
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    command = [str(installed / "bin" / "hpcdist"), *arguments]
-    given = {**inherited, "HOME": str(installed), **environ}
+    own = installed / "bin"
+    command = [str(own / program) if program == "hpcdist" else program, *arguments]
+    given = {**inherited, "HOME": str(installed), "PATH": f"{own}:{inherited['PATH']}", **environ}
     done = subprocess.run(command, cwd=installed, env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -90,9 +91,13 @@ def test_the_console_script_runs_and_the_shell_completes_once_it_is_told(install
     assert script.startswith("#!/bin/bash") and "#SBATCH --job-name=hpcdist" in script
     named = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # else it looks for a shell among its parents
     assert "bash completion installed" in run(installed, "--install-completion", "bash", **named)
-    assert "hpcdist.sh" in (installed / ".bashrc").read_text()
-    asked = {"_HPCDIST_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
-    assert run(installed, COMP_WORDS="hpcdist\nstr", **asked).split() == ["strategies"]
+    script = """
+        . ~/.bashrc
+        COMP_WORDS=(hpcdist train x --set strategy.name = har) COMP_CWORD=6
+        _hpcdist_completion hpcdist
+        echo "${COMPREPLY[*]}"
+    """
+    assert run(installed, "-c", script, program="bash") == "hardsync\n"
 
 
 def test_the_citation_names_this_version_and_licence_and_every_public_name_is_offered():

@@ -13,6 +13,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from strategies import problem
 
+pytestmark = pytest.mark.computes
 cuda = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 
 
@@ -37,31 +38,33 @@ def test_gradients_are_views_after_every_backward(set_to_none):
     assert all((p.grad == 3).all() for p in trained)
 
 
-def test_sparse_gradients_are_made_dense():
-    results = []
-    for wrap in (False, True):
-        torch.manual_seed(0)
-        table = nn.Embedding(5, 2, sparse=True)
-        model = FlatModel(table) if wrap else None
-        optimizer = torch.optim.SGD(table.parameters(), lr=0.5)
-        for _ in range(2):
-            optimizer.zero_grad()
-            for rows in ([1, 1, 2], [2, 4]):
-                table(torch.tensor(rows)).sum().backward()
-            if model:
-                assert model.grads[0].tolist() == [0, 0, 2, 2, 2, 2, 0, 0, 1, 1]
-            optimizer.step()
-        results.append(table.weight.detach())
-    assert torch.equal(*results)
+def left(module: nn.Module, **options: int) -> FlatModel:
+    """Its gradients stay where autograd makes them, for strategies whose own optimiser alone reads them."""
+    model = FlatModel(module, **options)
+    model.gradients.leave()
+    return model
 
 
-def unused_pair() -> tuple[nn.ModuleList, FlatModel]:
+@each_of("wrap", [left, FlatModel])
+def test_sparse_gradients_are_made_dense(wrap):
+    table = nn.Embedding(5, 2, sparse=True)
+    model = wrap(table)
+    for _ in range(2):
+        table.zero_grad()
+        for rows in ([1, 1, 2], [2, 4]):
+            table(torch.tensor(rows)).sum().backward()
+        assert table.weight.grad.layout is torch.strided
+        for grad in (table.weight.grad.flatten(), *model.grads):
+            assert grad.tolist() == [0, 0, 2, 2, 2, 2, 0, 0, 1, 1]
+
+
+def pair(wrap=FlatModel) -> tuple[nn.ModuleList, FlatModel]:
     module = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
-    return module, FlatModel(module)
+    return module, wrap(module)
 
 
 def test_collect_clears_stale_slices_and_tells_who_was_used():
-    module, model = unused_pair()
+    module, model = pair()
     model.grads[0].fill_(float("nan"))
     module[1](torch.ones(1, 2)).sum().backward()
     assert model.gradients.collect().tolist() == [False, True]
@@ -70,7 +73,7 @@ def test_collect_clears_stale_slices_and_tells_who_was_used():
 
 
 def test_release_gives_views_to_what_any_rank_used():
-    module, model = unused_pair()
+    module, model = pair()
     module[1](torch.ones(1, 2)).sum().backward()
     model.gradients.collect()
     model.grads[0].add_(torch.tensor([5.0, 5, 0, 0]))  # another rank's gradient comes in
@@ -83,7 +86,7 @@ def test_release_gives_views_to_what_any_rank_used():
 
 
 def test_gradients_that_the_user_replaced_are_taken():
-    module, model = unused_pair()
+    module, model = pair()
     module[0](torch.ones(1, 2)).sum().backward()
     module[1](torch.ones(1, 2)).sum().backward()
     module[0].weight.grad = module[0].weight.grad * 3
@@ -96,7 +99,7 @@ def test_gradients_that_the_user_replaced_are_taken():
 
 
 def test_gradients_that_the_user_replaced_between_passes_are_announced_with_both():
-    module, model = unused_pair()
+    module, model = pair()
     sent = []
     model.gradients.on_bucket_ready(lambda bucket: sent.append(bucket.grads.tolist()))
     loss = lambda: sum(layer(torch.ones(1, 2)).sum() for layer in module)  # noqa: E731
@@ -111,13 +114,13 @@ def test_gradients_that_the_user_replaced_between_passes_are_announced_with_both
 
 def test_gradients_replaced_after_they_were_announced_are_refused():
     for new, got in ((None, "None"), (torch.zeros(1, 2), "another tensor")):
-        module, model = unused_pair()
+        module, model = pair()
         model.gradients.begin()
         (module[0](torch.ones(1, 2)) + module[1](torch.ones(1, 2))).sum().backward()
         module[1].weight.grad = new
         with pytest.raises(ConfigError, match=rf"'1.weight' must be changed in place .* got {got}. Use p.grad.mul_"):
             model.gradients.flush()
-    module, model = unused_pair()  # those of an earlier pass
+    module, model = pair()  # those of an earlier pass
     model.gradients.begin(announce=False)
     module[0](torch.ones(1, 2)).sum().backward()
     model.gradients.begin(announce=True)
@@ -129,7 +132,7 @@ def test_gradients_replaced_after_they_were_announced_are_refused():
 
 
 def test_an_announced_slice_of_an_unused_parameter_is_not_cleared_again():
-    module, model = unused_pair()
+    module, model = pair()
     model.gradients.begin()
     module[1](torch.ones(1, 2)).sum().backward()
     assert model.gradients.flush().tolist() == [False, True]
@@ -138,29 +141,25 @@ def test_an_announced_slice_of_an_unused_parameter_is_not_cleared_again():
     assert model.grads[0].tolist() == [2, 2, 3, 3]
 
 
-@pytest.mark.parametrize("left", [False, True], ids=["flat", "left"])
+@pytest.mark.parametrize("wrap", [FlatModel, left])
 @pytest.mark.parametrize("device", ["cpu", cuda])
-def test_nonfinite_gradients_are_named(device, left):
+def test_nonfinite_gradients_are_named(device, wrap):
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64):
         for bad in (float("nan"), float("inf"), -float("inf")):
             module = nn.ModuleList([nn.Linear(2, 2, dtype=dtype, device=device) for _ in range(3)])
-            model = FlatModel(module, bucket_bytes=8)
-            if left:
-                model.gradients.leave()
+            model = wrap(module, bucket_bytes=8)
             sum(layer(torch.ones(1, 2, dtype=dtype, device=device)).abs().sum() for layer in module).backward()
-            if left:
+            if wrap is left:
                 model.gradients.settle()
             assert model.gradients.nonfinite() == []
             module[2].weight.grad[0, 1] = bad
             module[0].bias.grad[0] = -bad
             assert model.gradients.nonfinite() == ["0.bias", "2.weight"]
             found = [name for bucket in model.gradients.buckets for name in model.gradients.nonfinite(bucket)]
-            assert left or sorted(found) == ["0.bias", "2.weight"]
-    module, model = unused_pair()
-    if left:
-        model.gradients.leave()
+            assert wrap is left or sorted(found) == ["0.bias", "2.weight"]
+    module, model = pair(wrap)
     module[0].weight.grad = torch.full((1, 2), 3e38)  # their sum overflows
-    model.gradients.settle() if left else model.gradients.collect()
+    model.gradients.settle() if wrap is left else model.gradients.collect()
     assert model.gradients.nonfinite() == []
 
 
@@ -200,18 +199,7 @@ def test_hooks_stay_where_a_loop_weighs_its_batches():
     assert all(hooks == found[0][1] for _, hooks in found)
 
 
-# --- gradients left where autograd makes them, for strategies whose own optimiser alone reads them --------------------
-def left(module: nn.Module) -> FlatModel:
-    model = FlatModel(module)
-    model.gradients.leave()
-    return model
-
-
-def left_pair() -> tuple[nn.ModuleList, FlatModel]:
-    module = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
-    return module, left(module)
-
-
+# --- gradients left where autograd makes them ------------------------------------------------------------------------
 @each_of("set_to_none", [True, False])
 def test_gradients_are_autograds_own_through_passes_and_steps(set_to_none):
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -238,7 +226,7 @@ def test_gradients_are_autograds_own_through_passes_and_steps(set_to_none):
 
 
 def test_gradients_of_batches_of_weight_0_are_hidden_from_the_optimiser_and_shown_as_zeros():
-    module, model = left_pair()
+    module, model = pair(left)
     x = torch.ones(1, 2)
     model.begin_batch(0.0)
     (module[0](x) + module[1](x)).sum().backward()
@@ -267,7 +255,7 @@ def test_gradients_of_batches_of_weight_0_are_hidden_from_the_optimiser_and_show
 
 
 def test_weights_are_counted_once_where_they_count():
-    module, model = left_pair()
+    module, model = pair(left)
     model.passes.weighs = True
     x = torch.ones(1, 2)
     model.begin_batch(3.0)
@@ -281,15 +269,6 @@ def test_weights_are_counted_once_where_they_count():
     module[1].weight.grad = torch.ones(1, 2)  # by hand alone, which no hook has weighed
     model.gradients.settle()
     assert module[1].weight.grad.tolist() == [[2, 2]] and module[0].weight.grad is None
-
-
-def test_sparse_gradients_that_are_left_are_made_dense():
-    table = nn.Embedding(5, 2, sparse=True)
-    left(table)
-    for rows in ([1, 1, 2], [2, 4]):
-        table(torch.tensor(rows)).sum().backward()
-    assert table.weight.grad.layout is torch.strided
-    assert table.weight.grad.flatten().tolist() == [0, 0, 2, 2, 2, 2, 0, 0, 1, 1]
 
 
 @each_of("wrap", [left, FlatModel])
@@ -307,7 +286,7 @@ def test_gradients_that_are_no_plain_tensors_are_refused(wrap):
 
 
 def test_a_parameter_that_is_unfrozen_is_left_its_gradient():
-    module, _ = left_pair()
+    module, _ = pair(left)
     module[0].weight.requires_grad_(False)
     model = left(module)
     model.passes.weighs = True

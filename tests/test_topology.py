@@ -22,6 +22,7 @@ from hpcdist.strategies.adpsgd import two_sides
 from hpcdist.tools.topology import adjacency, describe, draw, spectral_gap, steps
 from hpcdist.topology import make_topology
 
+pytestmark = pytest.mark.computes
 SIZES = st.integers(1, 40)
 CLOSE = {"rtol": 0, "atol": 1e-12}
 few = settings(max_examples=20, deadline=None)
@@ -67,14 +68,6 @@ def test_weights_are_what_the_topology_says_of_itself(name, size, tmp_path):
             assert found.out_neighbours(rank, step) == {i: w[i, rank] for i in np.flatnonzero(w[:, rank])}
             assert list(found.in_neighbours(rank, step)) == sorted(found.in_neighbours(rank, step))
     assert found.static == (found.period == 1)
-
-
-@each("name", topology.available())
-def test_every_topology_is_final_and_names_its_source(name):
-    cls = topology.load(name)
-    own, file = cls.__name__.lower(), name.replace("_", "")
-    assert own in (file, f"{file}graph") and cls.__final__
-    assert any(f", {year}" in cls.__doc__.partition("Reference:")[2] for year in range(1951, 2030))
 
 
 @each("name", topology.available())
@@ -164,18 +157,6 @@ def test_the_gap_of_a_hierarchy_is_that_of_a_ring_of_nodes(case):
 
 # --- what only some do ------------------------------------------------------------------------------------------------
 @few
-@given(SIZES, st.integers(0, 9))
-def test_one_peer_exponential_is_exact_for_powers_of_two_only(size, start):
-    found = make("one_peer_exponential", size)
-    product = np.eye(size)
-    for step in range(start, start + (size - 1).bit_length()):
-        product = found.matrix(step) @ product
-    exact = np.array_equal(product, np.full((size, size), 1 / size))
-    assert exact == (size & (size - 1) == 0)
-    assert exact or np.abs(product - 1 / size).max() > 1e-3
-
-
-@few
 @given(st.integers(2, 40), st.integers(0, 2**40), st.integers(0, 2**40))
 def test_random_permutations_are_one_cycle_and_the_same_on_all_ranks(size, seed, step):
     rank, seen = 0, set()
@@ -212,13 +193,6 @@ def test_a_hierarchy_of_unequal_nodes():
     assert found.in_neighbours(3, 1) == {3: 1.0} and found.in_neighbours(4, 1) == {1: 0.5, 4: 0.5}
 
 
-def test_the_torus_is_as_square_as_can_be():
-    assert [(t.rows, t.columns) for t in (make("torus", size) for size in (1, 7, 12, 16))] == [
-        (1, 1), (1, 7), (3, 4), (4, 4),
-    ]  # fmt: skip
-    assert make("torus", 12).out_neighbours(0, 0) == dict.fromkeys([0, 1, 3, 4, 8], 1 / 5)
-
-
 @each(
     "case",
     [
@@ -244,21 +218,6 @@ def test_weights_of_files(tmp_path):
     assert np.allclose(w, [[quarter] * 4, [quarter, rest, 0, 0], [quarter, 0, rest, 0], [quarter, 0, 0, rest]], **CLOSE)
     w = make("digraph", 4, path=written(tmp_path, ONE_WAY)).matrix()
     assert np.allclose(w, [[third, 0, 0, 0.5], [third, 0.5, 0, 0], [third, 0.5, 0.5, 0], [0, 0, 0.5, 0.5]], **CLOSE)
-
-
-@few
-@given(st.data())
-def test_any_connected_graph_is_doubly_stochastic_and_contracts(tmp_path, data):
-    size = data.draw(SIZES)
-    tree = [(data.draw(st.integers(0, b - 1)), b) for b in range(1, size)]
-    more = data.draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, size - 1)), max_size=40))
-    edges = [(a, b) for a, b in tree + more if a != b]
-    path = written(tmp_path, "".join(f"{a} {b}\n" for a, b in edges))
-    found = make("graph", size, path=path)
-    w = found.matrix()
-    assert np.array_equal(w, w.T) and np.allclose(w.sum(axis=1), 1, **CLOSE) and w.min() >= 0
-    assert {(a, b) for a, b in np.argwhere(w) if a < b} == {(min(e), max(e)) for e in edges}
-    assert spectral_gap(found) > 0
 
 
 @each("name", ["graph", "digraph"])
@@ -339,7 +298,8 @@ def chosen(size: int, ranks_per_node: int | None = None, **option) -> topology.T
 
 
 def test_options_reach_the_topology_and_a_hierarchy_is_that_of_the_ranks_nodes_unless_the_user_says_them():
-    assert chosen(6, name="torus", rows=3).rows == 3 and chosen(6, name="torus").rows == 2
+    assert chosen(6, name="torus", rows=3).rows == 3
+    assert [chosen(size, name="torus").rows for size in (1, 6, 7, 12, 16)] == [1, 2, 1, 3, 4], "as square as can be"
     assert chosen(4, name="random_permutation", seed=7).seed == 7
     assert chosen(4, 2, name="hierarchical").in_neighbours(0, 0) == {0: 0.5, 1: 0.5}
     assert chosen(4, 2, name="hierarchical", nodes=[0, 1, 0, 1]).in_neighbours(0, 0) == {0: 0.5, 2: 0.5}
@@ -373,7 +333,7 @@ def test_bipartite_has_edges_between_even_and_odd_ranks_only(size):
         assert spectral_gap(found) == pytest.approx(gap, abs=1e-9)
 
 
-@each("case", [("ring", 2), ("ring", 4), ("ring", 10), ("torus", 16), ("complete", 2)])
+@each("case", [("ring", 2), ("ring", 10), ("torus", 16)])
 def test_two_sides_have_no_edge_inside(case):
     name, size = case
     found = make(name, size)
@@ -383,19 +343,14 @@ def test_two_sides_have_no_edge_inside(case):
         assert all(side & set(found.in_neighbours(rank, 0)) == {rank} for rank in side)
 
 
-@each("case", [("ring", 3), ("ring", 9), ("complete", 4), ("torus", 6), ("torus", 25)])
-def test_an_odd_cycle_is_named(case):
+@each("case", [("ring", 3), ("ring", 9), ("torus", 25), ("graph", 8)])
+def test_an_odd_cycle_is_named(case, tmp_path):
     name, size = case
-    found = make(name, size)
+    path = written(tmp_path, "0 1\n1 2\n2 3\n3 4\n4 5\n5 6\n6 7\n7 3\n")  # far from rank 0
+    found = make(name, size, **({"path": path} if name == "graph" else {}))
     with pytest.raises(ConfigError, match="the topology must have no odd cycle; got .* ranks. Take one whose") as error:
         two_sides(found)
     cycle = [int(rank) for rank in str(error.value).split("got ")[1].split(",")[0].split("-")]
     assert cycle[0] == cycle[-1] and len(set(cycle)) == len(cycle) - 1 and len(set(cycle)) % 2 == 1
     assert f"of {len(set(cycle))} ranks" in str(error.value)
     assert all(b in found.in_neighbours(a, 0) for a, b in itertools.pairwise(cycle))
-
-
-def test_an_odd_cycle_far_from_rank_0(tmp_path):
-    (tmp_path / "edges").write_text("0 1\n1 2\n2 3\n3 4\n4 5\n5 6\n6 7\n7 3\n")
-    with pytest.raises(ConfigError, match=r"no odd cycle; got 4-5-6-7-3-4, of 5 ranks"):
-        two_sides(make("graph", 8, path=tmp_path / "edges"))

@@ -66,15 +66,6 @@ def test_rows_of_the_benchmark(ranks):
             assert row["median_s"] > 0 and row["copies"] == row["median_s"] / rows["copy", n_bytes]["median_s"]
 
 
-@pytest.mark.virtual
-@pytest.mark.sizes(2, 5)
-def test_virtual_times_of_the_benchmark_are_the_formulas(ranks):
-    (row, copy) = ranks(lambda comm: measure(comm, [4000], ["native"], rounds=1), network=NETWORK)[0]
-    steps = 2 * (ranks.size - 1)
-    assert row["median_s"] == pytest.approx(steps * (1e-3 + 4000 / ranks.size * 1e-9))
-    assert copy["median_s"] == 0.0 and row["copies"] is None
-
-
 @pytest.mark.sizes(2)
 @pytest.mark.virtual
 def test_the_benchmark_measures_auto(ranks, tmp_path):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hpcdist.comm.virtual import Constant, Straggler, run_virtual
-from hpcdist.errors import ConfigError
-from hpcdist.tools.bench.runner import Side, beside, check, count_bytes, measure, table, timed, warm_up
+from hpcdist.tools.bench.runner import Side, beside, count_bytes, measure, table, timed, warm_up
+
+pytestmark = pytest.mark.computes
 
 
 def test_rows_have_the_median_of_the_slowest_rank(ranks):
@@ -79,16 +80,3 @@ def test_rows_beside_the_fastest_of_others():
     assert [row["by"] for row in found] == [-50.0, 0.0, 100.0]
     assert beside([{"name": "copy", "median_s": 0.0}], ["copy"], copies="multiple")[0]["copies"] is None
     assert table(found[:1], ("speedup", "name", "bytes")) == [{"speedup": 2.0, "name": "a", "bytes": None}]
-
-
-def test_arguments_are_checked():
-    def body(comm):
-        for options, message in (
-            ({"rounds": 0}, "rounds must be at least 1; got 0"),
-            ({"rounds": 1, "sizes_bytes": [8, 6]}, "sizes must be positive multiples of 4 bytes .*; got 6"),
-            ({"rounds": 1, "ranks": 2}, "ranks of this measurement must be at least 2; got 1. Use mpirun -n 2."),
-        ):
-            with pytest.raises(ConfigError, match=message):
-                check(comm, **options)
-
-    run_virtual(body, 1)

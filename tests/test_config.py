@@ -152,15 +152,6 @@ def test_a_broken_rule_is_told_with_key_rule_value_and_what_to_do(case):
     assert message(**{"name": "x"} | values) == expected
 
 
-def test_every_broken_rule_is_told_on_a_line_of_its_own():
-    assert message(inner={"period": 0, "x": 1}, even=1).splitlines() == [
-        "name must be given; got nothing.",
-        f"inner.period must be greater than or equal to 1; got 0. {PERIOD}",
-        "inner setting must be one of betas, bound, every, grid, names, overlap, period; got 'x'.",
-        "even must be even; got 1. Take 2.",
-    ]
-
-
 def test_keys_are_told_from_where_the_table_is_and_an_error_of_our_own_tree_passes_as_it_is():
     with pytest.raises(ConfigError, match="^strategy.inner.period must be .*\nstrategy setting must be one of"):
         Outer.from_mapping({"name": "x", "inner": {"period": 0}, "z": 1}, where="strategy")
@@ -392,26 +383,17 @@ def test_a_name_alone_below_keeps_its_name_when_options_are_added():
 @each(
     "case",
     [
-        ("4", 4), ("-4", -4), ("1e-3", 1e-3), ("0x10", 16), ("true", True), ("False", "False"),
-        ("softsync", "softsync"), ("inf", math.inf), ("[1, 2.5, 'a']", [1, 2.5, "a"]), ("{a = 1}", {"a": 1}),
-        ('"4"', "4"), ("'a b'", "a b"), ("data/digits.h5", "data/digits.h5"), ("a b", "a b"), ("", ""), ("a=b", "a=b"),
-        ("2024-01-31", "2024-01-31"),
-        ("10:30:00", "10:30:00"), ("1\nother = 2", "1\nother = 2"), ("1.2.3", "1.2.3"), ("none", "none"),
+        ("4", 4), ("-4", -4), ("1e-3", 1e-3), ("-1.5e+300", -1.5e300), ("0x10", 16), ("inf", math.inf),
+        ("true", True), ("False", "False"), ("[1, 2.5, 'a']", [1, 2.5, "a"]), ("[]", []), ("{a = 1}", {"a": 1}),
+        ("softsync", "softsync"), ("data/digits.h5", "data/digits.h5"), ("a b", "a b"), ("a=b", "a=b"), ("", ""),
+        ('"4"', "4"), ("'a b'", "a b"), ("2024-01-31", "2024-01-31"), ("10:30:00", "10:30:00"),
+        ("1\nother = 2", "1\nother = 2"), ("1.2.3", "1.2.3"), ("none", "none"),
     ],
 )  # fmt: skip
 def test_a_flags_value_is_toml_or_a_bare_word(case):
     text, value = case
     parsed = load({}, overrides=[f"x-1.y_2={text}"])["x-1"]["y_2"]
     assert parsed == value and type(parsed) is type(value)
-
-
-@settings(max_examples=25)
-@given(
-    value=st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.lists(st.integers(0, 9))
-)
-def test_numbers_and_arrays_pass_through_a_flag(value):
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    assert repr(load({}, overrides=[f"a={text}"])) == repr({"a": value})
 
 
 @each(
@@ -474,7 +456,7 @@ def shuffled(value):
     return {k: shuffled(value[k]) for k in reversed(value)} if isinstance(value, dict) else value
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(a=configs, b=configs)
 def test_fingerprints_agree_exactly_where_there_are_no_differences(a, b):
     assert (fingerprint(a) == fingerprint(b)) == (differences(a, b) == []) == (differences(b, a) == [])

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.cases import each
@@ -110,6 +110,7 @@ def test_a_live_line_ends_with_the_last_evaluation(capsys):
     assert out.endswith("\n") and err == "hpcdist: three\n"
 
 
+@settings(max_examples=30)
 @given(
     columns=st.integers(1, 250),
     samples=st.integers(0, 1000),
@@ -122,17 +123,6 @@ def test_a_live_line_never_wraps_and_covers_the_former_one(columns, samples, los
         patch.setattr(sys, "stdout", shown := io.StringIO())
         console.progress(ProgressMode.live)(name, progress(samples, loss=loss))
     assert len(shown.getvalue().removeprefix("\r")) == columns - 1
-
-
-@each("columns", [40, 60, 80, 120])
-def test_a_live_line_has_what_matters_most_on_any_terminal(monkeypatch, capsys, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    console.progress(ProgressMode.live)("allreduce", progress())
-    figures = "50%  epoch 2/4  20 s, 20 s left  test accuracy 0.9877  loss 0.5000  step 50  25 samples/s"
-    parts = {40: 2, 60: 3, 80: 4, 120: 7}[columns]
-    _, done, shown = capsys.readouterr().out.removeprefix("\r").split(" ", 2)
-    assert shown.strip() == "  ".join(figures.split("  ")[:parts])
-    assert abs(done.count("█") - len(done) / 2) <= 0.5, "the bar takes the columns that are left"
 
 
 def test_the_bar_suits_the_encoding(monkeypatch):
@@ -157,15 +147,6 @@ def test_lines_have_the_epoch_that_is_under_way_or_has_just_ended(capsys):
 def test_durations_and_bytes():
     assert list(map(console.duration, (5.4, 200, 7500))) == ["5 s", "3 min 20 s", "2 h 05 min"]
     assert list(map(console.amount, (999, 12345, 2.5e6, 3e9, 4e13))) == ["999 B", "12.3 kB", "2.5 MB", "3 GB", "40 TB"]
-
-
-def test_rows_of_measurements(capsys):
-    """Numbers to the right with 4 digits, text to the left, nothing for what was not measured."""
-    found = [{"name": "ring", "bytes": 4096, "median_s": 1.23456e-5}, {"name": "a[b]", "bytes": None, "median_s": 2.0}]
-    console.rows("all-reduce", found)
-    title, heading, _, first, second = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert (title, heading.split()) == ("all-reduce", ["name", "bytes", "median_s"])
-    assert (first.split(), second.split()) == (["ring", "4096", "1.235e-05"], ["a[b]", "2"])
 
 
 FIGURES = {"accuracy": "0.9722 ± 0.0031", "seconds": 12.5}
@@ -214,11 +195,12 @@ def test_facts_are_nested(capsys):
 def test_control_characters_of_files_are_shown_as_text(capsys):
     console.note("a\x1b[31mb\tc\nd")
     console.facts({"k\x07": {"x": "\x9b2J"}, "\u202ey": 1})
-    console.rows("r", [{"s\x1b": "v\x1b[1m"}])
+    console.rows("r", [{"s\x1b": "v\x1b[1m", "name": "a[b]", "none": None}])
     console.line("\x1b]8;;http://x\x1b\\", "ok       mpi       ")
     out, err = capsys.readouterr()
     assert err == "hpcdist: a\\x1b[31mb\tc\nd\n"
-    assert out.replace("\n", "").isprintable() and r"v\x1b[1m" in out and r"\u202ey: 1" in out and r"x: \x9b2J" in out
+    assert out.replace("\n", "").isprintable() and r"v\x1b[1m" in out and "a[b]" in out and "None" not in out
+    assert r"\u202ey: 1" in out and r"x: \x9b2J" in out
 
 
 def test_a_finding_of_the_doctor_is_wrapped_on_a_terminal_only(monkeypatch, capsys):

@@ -280,7 +280,7 @@ def main(
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
 ) -> None:
     """Make the runs that are missing, and say what they show."""
-    steps, seeds, epochs = (300, 2, 2) if quick else (10_000, 5, job.defaults["epochs"])
+    steps, seeds, epochs = (100, 2, 2) if quick else (10_000, 5, job.defaults["epochs"])
     results, study = Results(steps, seeds), Study(output)
     wanted: dict[Protocol | Setup, ComparedCell] = {**results.cells()}
     wanted |= {setup: setup.declare(epochs) for setup in JOB_SETUPS}

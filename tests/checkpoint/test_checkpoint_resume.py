@@ -39,11 +39,14 @@ def train(model, optimizer, schedule, steps):
         schedule.step(*metric)
 
 
-def goes_on_as_if_nothing_had_happened(folder, name, schedule):
+@each("name", sorted(optimizers()))
+def test_every_optimizer_resumes_to_the_bit(tmp_path, name):
+    """And the schedule by a metric; tests/train/test_rates.py has the others."""
+    schedule = ScheduleConfig(name="ReduceLROnPlateau", patience=0)
     parts = model_and(name, schedule)
     train(*parts, 3)
     state = {"random": random_state(), "parts": [part.state_dict() for part in parts]}
-    path = save_alone(folder, 3, state)
+    path = save_alone(tmp_path, 3, state)
     train(*parts, 4)
     resumed = model_and(name, schedule)
     state = loaded(path)[0]
@@ -52,25 +55,6 @@ def goes_on_as_if_nothing_had_happened(folder, name, schedule):
     set_random_state(state["random"])
     train(*resumed, 4)
     assert bits([part.state_dict() for part in resumed]) == bits([part.state_dict() for part in parts])
-
-
-@each("name", sorted(optimizers()))
-def test_every_optimizer_resumes_to_the_bit(tmp_path, name):
-    goes_on_as_if_nothing_had_happened(tmp_path, name, ScheduleConfig(name="ExponentialLR", gamma=0.9))
-
-
-@each(
-    "options",
-    [
-        {"name": "StepLR", "step_size": 2}, {"name": "MultiStepLR", "milestones": [2, 4, 5]}, {"name": "ConstantLR"},
-        {"name": "LinearLR"}, {"name": "PolynomialLR", "total_iters": 9}, {"name": "CosineAnnealingLR", "T_max": 5},
-        {"name": "CosineAnnealingWarmRestarts", "T_0": 2}, {"name": "ReduceLROnPlateau", "patience": 0},
-        {"name": "CyclicLR", "base_lr": 0.01, "max_lr": 0.1, "step_size_up": 2},
-        {"name": "OneCycleLR", "max_lr": 0.1, "total_steps": 10},
-    ],
-)  # fmt: skip
-def test_every_schedule_resumes_to_the_bit(tmp_path, options):
-    goes_on_as_if_nothing_had_happened(tmp_path, "Adam", ScheduleConfig(**options))
 
 
 def draws():

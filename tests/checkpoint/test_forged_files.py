@@ -56,23 +56,18 @@ class Script:
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory):
-    """The same script's checkpoints, saved by one rank and by two."""
+def saved(tmp_path_factory):
+    """The script's checkpoint, saved by two ranks."""
+    folder = tmp_path_factory.mktemp("saved")
 
-    def body(comm, folder):
+    def body(comm):
         script = Script(comm)
         script.step()
         path = hd.save(folder, optimizer=script.optimizer, schedule=script.schedule, epoch=3, loss=float("nan"))
         hd.finish(script.model)
         return path
 
-    folders = {size: tmp_path_factory.mktemp(f"saved-{size}") for size in (1, 2)}
-    return {size: run_virtual(lambda comm, to=to: body(comm, to), size)[0] for size, to in folders.items()}
-
-
-@pytest.fixture(scope="module")
-def saved(worlds):
-    return worlds[2]
+    return run_virtual(body, 2)[0]
 
 
 def _stamped(path):
@@ -239,14 +234,11 @@ def _mutated(data: bytes, draw: random.Random) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [("manifest.json", 2), ("rank-0000.json", 1), ("rank-0000.json", 2), ("rank-0000.safetensors", 2)],
-)
-def test_hundreds_of_mutations_of_a_checkpoint_are_refused_or_harmless(worlds, tmp_path, name, size):
-    times = 200
+@pytest.mark.parametrize("name", ["manifest.json", "rank-0000.json", "rank-0000.safetensors"])
+def test_a_hundred_mutations_of_a_checkpoint_are_refused_or_harmless(saved, tmp_path, name):
+    times = 100
     path = tmp_path / "step-00000001"
-    shutil.copytree(worlds[size], path)
+    shutil.copytree(saved, path)
     content, manifest = (path / name).read_bytes(), (path / checkpoint.MANIFEST).read_bytes()
 
     def body(comm):

@@ -7,6 +7,7 @@ import csv
 import importlib
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -17,9 +18,12 @@ from kit.output import Study
 
 
 @pytest.fixture
-def study(request: pytest.FixtureRequest) -> ModuleType:
-    """The module of jobs/studies, which pyproject.toml puts on the path of tests."""
-    return importlib.import_module(request.module.STUDY)
+def study(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of jobs/studies, which pyproject.toml puts on the path of tests; its quick version may be SMALLER."""
+    module = importlib.import_module(request.module.STUDY)
+    if smaller := getattr(request.module, "SMALLER", None):
+        monkeypatch.setattr(module, "QUICK", replace(module.QUICK, **smaller))
+    return module
 
 
 @pytest.fixture

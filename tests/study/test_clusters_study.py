@@ -15,7 +15,7 @@ from hpcdist.train import load_job
 from kit.output import verdict
 from study.pretended import ended
 
-STUDY = "clusters"
+STUDY, SMALLER = "clusters", {"points": 1024, "batches": 80}
 
 pytestmark = pytest.mark.time_limit(studies.TIME_LIMIT_S)
 
@@ -26,7 +26,7 @@ def run(study, training, tmp_path):
     load_job(study.JOB).data(data := tmp_path / "clusters-1024.h5")
 
     def make(rule, seed: int = 0):
-        cell = study.Scale(hidden=4, batches=400).declare(rule, -1)
+        cell = study.Scale(hidden=4, batches=160).declare(rule, -1)
         settings = {**load({}, None, cell.settings), "seed": seed, "data": {"path": str(data)}, "batch_size": 8}
         folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
         compute = ClusterConfig.from_mapping(load({}, None, cell.cluster), "cluster").steps(float)
@@ -46,13 +46,13 @@ def test_tables_and_claims_are_written(study, written):
 # --- one run ----------------------------------------------------------------------------------------------------------
 def test_the_slowest_worker_sets_the_pace_of_the_synchronous_rule_alone(study, run):
     looks, summary = run(study.SYNCHRONOUS)
-    assert looks[-1].step == 400 and summary.samples == 400 * 8
-    assert looks[-1].seconds == pytest.approx(400 / 4 * study.STEPS_S[-1], rel=1e-3)
+    assert looks[-1].step == 160 and summary.samples == 160 * 8
+    assert looks[-1].seconds == pytest.approx(160 / 4 * study.STEPS_S[-1], rel=1e-3)
     for rule in (study.DELAYED, study.DYNAMIC):
         looks, summary = run(rule)
-        assert 400 <= looks[-1].step < 400 + 4 * study.PERIOD and summary.samples == looks[-1].step * 8
+        assert 160 <= looks[-1].step < 160 + 4 * study.PERIOD and summary.samples == looks[-1].step * 8
         together_s = 1 / sum(1 / step_s for step_s in study.STEPS_S)
-        assert 400 * together_s < looks[-1].seconds < 400 * together_s + study.PERIOD * study.STEPS_S[-1]
+        assert 160 * together_s < looks[-1].seconds < 160 * together_s + study.PERIOD * study.STEPS_S[-1]
         assert summary.staleness.mean > 1
         assert [look.step for look in looks] == sorted({look.step for look in looks})
 

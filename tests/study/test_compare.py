@@ -307,20 +307,6 @@ def test_a_terminal_shows_the_current_runs_loss_and_metrics(tmp_path, monkeypatc
         assert shown._lines.plain == "" and shown._bar.tasks[0].completed == 1
 
 
-def test_a_terminal_shows_all_runs_that_are_made_at_the_same_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    runs = [PlannedRun("allreduce", "strategy", 2, seed, (), f"runs/{seed}") for seed in range(10)]
-    with run_all.shown("runs", 10) as shown:
-        for run in runs:
-            shown.begin(run, tmp_path / run.folder)
-        lines = shown._lines.plain.splitlines()
-        assert lines == [*(f"allreduce, 2 ranks, seed {seed}" for seed in range(8)), "and 2 more"]
-        for run in runs[:8]:
-            shown.end(run, tmp_path / run.folder, "an error")
-        assert shown._lines.plain.splitlines() == ["allreduce, 2 ranks, seed 8", "allreduce, 2 ranks, seed 9"]
-        assert shown._bar.tasks[0].completed == 8
-
-
 # --- launchers --------------------------------------------------------------------------------------------------------
 def test_launchers_are_found_or_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))

@@ -46,15 +46,15 @@ def test_the_quick_version(quick, study):
     table, of_job = found["tables"].values()
     assert [row[""] for row in table] == [protocol.name for protocol in study.PROTOCOLS]
     assert [row[""] for row in of_job] == [setup.name for setup in study.JOB_SETUPS]
-    assert set(table[0]) == {"", "300 updates", "60,000 samples", "300 steps per worker"}
+    assert set(table[0]) == {"", "100 updates", "20,000 samples", "100 steps per worker"}
     case_3 = {"own": 500, "batch_size": 100}
     of_case_3 = [run["curve"] for run in runs if case_3.items() <= run["settings"].items()]
-    ends = [look["metrics"]["rmse"] for curve in of_case_3 for look in curve if look["step"] == 600]
-    assert len(ends) == 2 and table[3]["60,000 samples"].startswith(f"{fmean(ends):.3f} ± ")
+    ends = [look["metrics"]["rmse"] for curve in of_case_3 for look in curve if look["step"] == 200]
+    assert len(ends) == 2 and table[3]["20,000 samples"].startswith(f"{fmean(ends):.3f} ± ")
     text = (folder / "answer.md").read_text()
     assert all(f"| {row['']} | " in text for row in (*table, *of_job))
     assert found["answer"] in printed and found["answer"] in text
-    for words in ("With 300 updates: case 1", "With 60,000 samples: case 1", "With 300 steps per worker: case 1"):
+    for words in ("With 100 updates: case 1", "With 20,000 samples: case 1", "With 100 steps per worker: case 1"):
         assert words in found["answer"].replace("\n", " ")
 
 

@@ -12,7 +12,7 @@ from hpcdist.records import load_summary, read_records
 from kit.output import paragraphs
 from study.pretended import ended
 
-STUDY = "staleness"
+STUDY, SMALLER = "staleness", {"passes": 1}
 
 pytestmark = pytest.mark.time_limit(studies.TIME_LIMIT_S)
 

@@ -259,7 +259,7 @@ class VirtualRuns:
 @pytest.mark.parametrize(("pruner", "strategy"), [("asha", "allreduce"), ("median", "softsync:splits=1")])
 def test_a_pruner_cuts_runs_of_poor_settings_on_all_ranks_at_the_same_step(pruner, strategy, tmp_path):
     declared = replace(
-        DECLARED, over=("optimizer.lr=0.01,0.02,0.005,0.03,0.015,1e-7",), budget={"samples": 1440}, evaluations=9,
+        DECLARED, over=("optimizer.lr=0.01,0.02,0.005,0.03,0.015,1e-7",), budget={"samples": 800}, evaluations=5,
         pruner=pruner, strategy=strategy, settings=(f"data.path={json.dumps(str(tmp_path / 'digits.h5'))}",),
     )  # fmt: skip
     sweep = Sweep(declared, tmp_path)
@@ -267,10 +267,10 @@ def test_a_pruner_cuts_runs_of_poor_settings_on_all_ranks_at_the_same_step(prune
     table = {float(row["optimizer.lr"]): row for row in sweep.table()}
     row = table[1e-7]
     run = tmp_path / "runs" / f"trial-{row['trial']:03}-r2-s0"
-    assert row["state"] == "cut" and row["samples"] < 1440 and load_summary(run).stopped_early.endswith(CUT)
+    assert row["state"] == "cut" and row["samples"] < 800 and load_summary(run).stopped_early.endswith(CUT)
     (evaluation,) = read_evaluations(run)
     assert row["accuracy"] == evaluation.metrics["accuracy"]
-    assert table[max(rate for rate, row in table.items() if row["state"] == "complete")]["samples"] >= 1440
+    assert table[max(rate for rate, row in table.items() if row["state"] == "complete")]["samples"] >= 800
     states = [row["state"] for row in sweep.table()]
     assert states == sorted(states, key=("complete", "cut").index)
 

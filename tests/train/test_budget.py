@@ -57,7 +57,7 @@ def test_a_run_ends_after_the_step_that_reaches_its_samples(ranks, shared_tmp_pa
 
 
 @some
-@each("steps", [5, 40])
+@each("steps", [5, 12])  # in the first epoch, and in the second
 def test_a_run_ends_after_its_steps(tmp_path, name, steps):
     folder = tmp_path / str(steps)
     run_virtual(lambda comm: _run(comm, folder, f"strategy={name}", f"budget.steps={steps}"), 3)
@@ -67,7 +67,7 @@ def test_a_run_ends_after_its_steps(tmp_path, name, steps):
 
 
 @some
-@each("seconds", [0.004, 0.335])
+@each("seconds", [0.004, 0.135])
 def test_a_run_ends_after_the_step_that_reaches_its_seconds(tmp_path, name, seconds):
     folder, options = tmp_path / str(seconds), (f"strategy={name}", f"budget.seconds={seconds}")
     summary, _ = run_virtual(lambda comm: _run(comm, folder, *options), 3, compute=Constant(STEP_S))[0]
@@ -105,7 +105,7 @@ def test_the_first_limit_ends_the_run(tmp_path):
 @some
 @pytest.mark.sizes(2)
 def test_evaluations_inside_epochs_change_nothing_else(ranks, shared_tmp_path, name):
-    options = (f"strategy={name}", "budget.samples=600", "eval_every=2")
+    options = (f"strategy={name}", "budget.samples=400", "eval_every=2")
     often = (*options, "eval_every_samples=100")
 
     def body(comm):
@@ -119,29 +119,26 @@ def test_evaluations_inside_epochs_change_nothing_else(ranks, shared_tmp_path, n
     assert len(read_evaluations(shared_tmp_path / "plain" / "run")) == 1
     found = [evaluation.samples for evaluation in read_evaluations(shared_tmp_path / "often" / "run")]
     batch = 16 * summary.workers
-    assert [samples // 100 for samples in found] == [1, 2, 3, 4, 5, 6]
+    assert [samples // 100 for samples in found] == [1, 2, 3, 4]
     assert all(samples % 100 < batch for samples in found)
 
 
 @some
 def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(tmp_path, name):
-    """Inside an epoch, after the first: what was done before counts."""
-    options = [f"strategy={name}", "budget.samples=700", "budget.seconds=0.4", "eval_every_samples=90"]
-    options += ["checkpoint.every_steps=3", "checkpoint.keep=100"]
+    """What was done before counts."""
+    options = [f"strategy={name}", "budget.samples=500", "budget.seconds=0.4", "eval_every_samples=90"]
+    options += ["checkpoint.every_steps=10"]
     expected = run_virtual(lambda comm: _run(comm, tmp_path, *options), 3, compute=Constant(STEP_S))
     evaluations = [evaluation.samples for evaluation in read_evaluations(tmp_path / "run")]
-    for at in (3, 12):
-        again = tmp_path / f"from-{at}"
-        shutil.copytree(tmp_path / "run", again / "run", ignore=shutil.ignore_patterns("checkpoints"))
-        path = tmp_path / "run" / "checkpoints" / f"step-{at:08d}"
-        found = run_virtual(lambda comm: _run(comm, again, *options, resume=path), 3, compute=Constant(STEP_S))
-        assert [evaluation.samples for evaluation in read_evaluations(again / "run")] == evaluations, at
-        for (summary, tensors), (resumed, others) in zip(expected, found, strict=True):
-            assert resumed.samples == summary.samples, at
-            if name == "allreduce":
-                assert (resumed.sha256, resumed.metrics) == (summary.sha256, summary.metrics), at
-                assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True)), at
-        assert resumed.wall_s == pytest.approx(summary.wall_s, abs=2 * STEP_S), at
+    path = tmp_path / "run" / "checkpoints" / "step-00000010"
+    found = run_virtual(lambda comm: _run(comm, tmp_path, *options, resume=path), 3, compute=Constant(STEP_S))
+    assert [evaluation.samples for evaluation in read_evaluations(tmp_path / "run")] == evaluations
+    for (summary, tensors), (resumed, others) in zip(expected, found, strict=True):
+        assert resumed.samples == summary.samples
+        if name == "allreduce":
+            assert (resumed.sha256, resumed.metrics) == (summary.sha256, summary.metrics)
+            assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
+    assert resumed.wall_s == pytest.approx(summary.wall_s, abs=2 * STEP_S)
 
 
 def test_a_budget_counts_samples_of_another_number_of_ranks_before(tmp_path):
@@ -191,14 +188,14 @@ def test_progress_goes_to_the_end_of_the_budget(tmp_path, budget, total):
 
 @survivable
 def test_where_rank_0_dies_the_next_ones_clock_decides(tmp_path):
-    options = ("strategy=gossip_pull", "epochs=none", "budget.seconds=3", "eval_every_samples=500")
+    options = ("strategy=gossip_pull", "epochs=none", "budget.seconds=2", "eval_every_samples=500")
     done = job_with_deaths(tmp_path, 3, *options, deaths={0: 10})
     assert done.returncode == 0, done.stderr
     summary, evaluations = load_summary(tmp_path / "run"), read_evaluations(tmp_path / "run")
     assert summary.lost_ranks == [0]
-    assert summary.wall_s >= 3 and evaluations[-1].seconds == summary.wall_s
-    # It ends when it should: the first evaluation of all after 3 s is the last.
-    assert all(evaluation.seconds < 3 for evaluation in evaluations[:-1])
+    assert summary.wall_s >= 2 and evaluations[-1].seconds == summary.wall_s
+    # It ends when it should: the first evaluation of all after 2 s is the last.
+    assert all(evaluation.seconds < 2 for evaluation in evaluations[:-1])
     assert len({evaluation.samples // 500 for evaluation in evaluations}) > 2
 
 

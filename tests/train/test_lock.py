@@ -16,8 +16,10 @@ import pytest
 from harness.cases import each
 from harness.launch import IMPORTS, find_mpirun, launch, wait_until
 from hpcdist.comm.launch import unlaunched
+from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError
 from hpcdist.records import load_summary, locked, read_records
+from hpcdist.train import runs
 from train import tiny
 
 
@@ -34,25 +36,27 @@ def test_of_two_runs_in_one_folder_the_second_is_refused_until_the_first_is_gone
     settings = ("data.path=digits.h5", "epochs=1", "checkpoint.every_steps=4")
     words = ["-m", "hpcdist", "train", "slow.py", *(word for s in settings for word in ("--set", s)), "--output", "it"]
     environment = {**unlaunched(os.environ), **IMPORTS}
+
+    def train(comm, **given):
+        return runs.train(comm, Path("slow.py"), None, settings, Path("it"), **given)
+
     with subprocess.Popen([sys.executable, *words], env=environment, stdout=subprocess.DEVNULL) as first:
         try:
             wait_until(lambda: list(Path("it").glob("checkpoints/step-????????")) or first.poll() is not None)
             first.send_signal(signal.SIGSTOP)  # it has the lock, for as long as this takes
             held_by = f"got it, held by process {first.pid} on host {platform.node()} since 2"
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            anew = subprocess.Popen([sys.executable, *words], env=environment, **pipes)  # beside the resumed one
+            with pytest.raises(ConfigError, match=held_by):
+                run_virtual(train, 1)
             resumed = launch(2, [*words, "--resume"], env=IMPORTS)
-            told = [(anew.communicate(), anew.returncode), ((resumed.stdout, resumed.stderr), resumed.returncode)]
-            for (out, err), status in told:
-                assert status == 1 and out == "" and "Traceback" not in err
-                assert err.count("hpcdist: error: --output must be a folder in which no other run is at work") == 1
-                assert err.count(held_by) == 1 and err.count("hpcdist: ") == 1
+            said = resumed.stderr
+            assert resumed.returncode == 1 and resumed.stdout == "" and "Traceback" not in said
+            assert said.count("hpcdist: error: --output must be a folder in which no other run is at work") == 1
+            assert said.count(held_by) == 1 and said.count("hpcdist: ") == 1
         finally:
             first.kill()
 
     Path("slow.py").write_text(tiny.STUCK.replace("UP_TO", "10**6"))
-    done = subprocess.run([sys.executable, *words, "--resume"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_virtual(lambda comm: train(comm, resume=True), 1)
     assert [record.step for record in read_records("it")[0]] == list(range(1, 24)), "no step is lost or doubled"
     assert load_summary("it").samples == 359
 

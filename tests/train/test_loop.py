@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.cases import pairwise
 from hpcdist import checkpoint, strategies
 from hpcdist.comm.virtual import ComputeModel, Constant, run_virtual
 from hpcdist.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
@@ -25,35 +24,8 @@ SUITED = {
     "demo": ["optimizer.name=SGD", "optimizer.lr=0.01"], "dion": ["strategy.rate=5", "optimizer.lr=0.03"],
     "qg_dsgd": ["optimizer.name=SGD", "optimizer.lr=0.1", "optimizer.momentum=0.9"],
     "sparse_loco": ["strategy.period=5", "strategy.compression.ratio=0.2"],
-    "strom": ["strategy.compression.density=0.1"], "sandblaster": ["batch_size=90"],
+    "strom": ["strategy.compression.density=0.1"], "sandblaster": ["batch_size=90", "checkpoint.every_steps=3"],
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", strategies.available())
-@pytest.mark.computes
-@pytest.mark.sizes(4)
-def test_every_strategy_resumes_and_its_summary_tells_what_the_run_was(ranks, shared_tmp_path, name):
-    def body(comm):
-        options = (f"strategy={name}", *SUITED.get(name, []), "checkpoint.every_steps=4")
-        first, _ = tiny.run(comm, shared_tmp_path, *options, "epochs=1")
-        path = checkpoint.latest(shared_tmp_path / "run" / "checkpoints")
-        return first, tiny.run(comm, shared_tmp_path, *options, "epochs=3", resume=path)[0]
-
-    found = ranks(body, compute=Constant(0.01))
-    first, summary = found[0]
-    assert all(other == (first, summary) for other in found)
-    assert load_summary(shared_tmp_path / "run") == summary
-    assert summary.samples == 3 * first.samples and 340 < first.samples < 380
-    assert (summary.strategy, summary.ranks, summary.seed) == (name, len(found), 11)
-    assert summary.metrics["accuracy"] > 0.2 and summary.metrics["loss"] < 2.2
-    assert sum(summary.staleness.histogram.values()) + summary.pending == _gradients(shared_tmp_path)
-    assert summary.wall_s > 0 and summary.seconds.computing > 0 and summary.bytes_per_step > 0
-    if not ranks.real:  # whose speed decides what those that wait for nobody have seen of each other
-        assert summary.metrics["accuracy"] > first.metrics["accuracy"] - 0.1
-
-
-def _gradients(folder):
-    return sum(record.samples > 0 for records in read_records(folder / "run").values() for record in records)
 
 
 @pytest.mark.sizes(4)
@@ -89,21 +61,15 @@ class Paces(ComputeModel):
 @pytest.mark.parametrize(
     ("options", "size"),
     [
-        (("hardsync",), 3),
         (("hardsync", "servers=2"), 4),
-        (("hardsync", "servers=colocated"), 3),
-        (("hardsync", "fan_in=2"), 5),
-        (("parameter_server", "servers=2"), 4),
         (("parameter_server", "overlap=true"), 4),
         (("softsync", "splits=2"), 6),  # 5 workers, c = 2: after 5 or 7 steps of each a gradient is left
-        (("softsync", "splits=2", "servers=colocated"), 5),
-        (("softsync", "fan_in=2"), 7),
+        (("softsync", "servers=colocated"), 3),
+        (("softsync", "fan_in=2"), 5),
         (("ssp", "bound=2"), 4),
         (("downpour", "n_push=3", "n_fetch=4", "rate=0.003"), 3),
         (("downpour", "servers=2", "server_rule=optimizer"), 4),
-        (("downpour", "servers=colocated", "n_push=2"), 3),
         (("downpour", "warm_start=9"), 3),
-        (("easgd", "period=2"), 3),
         (("easgd", "period=3", "servers=colocated"), 3),
         (("eamsgd", "period=2", "servers=2"), 4),
     ],
@@ -134,10 +100,10 @@ def test_a_resumed_run_with_servers_ends_where_the_uninterrupted_one_ends(tmp_pa
 
 SERVED = [name for name in strategies.available() if issubclass(strategies.load(name), ServerStrategy)]
 WORLDS = [(1, 4, 1), (1, 1, 4), (2, 4, 3), (2, 3, 5), ("colocated", 4, 2), ("colocated", 1, 3)]
-TWO_WORLDS = [(name, *WORLDS[(n + more) % 6]) for n, name in enumerate(SERVED) for more in (0, 3)]  # fewer, and more
+OF_SERVED = [(name, *WORLDS[n % 6]) for n, name in enumerate(SERVED)]
 
 
-@pytest.mark.parametrize(("name", "servers", "before", "after"), TWO_WORLDS)
+@pytest.mark.parametrize(("name", "servers", "before", "after"), OF_SERVED)
 def test_on_another_number_of_ranks_it_goes_on_from_what_the_servers_had(tmp_path, name, servers, before, after):
     common = ("epochs=1", "batch_size=60", "checkpoint.every_steps=1")
     options = (f"strategy={name}", f"strategy.servers={servers}", *common)
@@ -168,14 +134,22 @@ def _interrupt(comm, folder, step, *overrides) -> int:
         return trainer.strategy.records.pending()
 
 
-@pytest.mark.parametrize(("name", "before", "after"), pairwise(problem.stepping(), [(4, 2), (2, 5)]))
-def test_it_resumes_on_another_number_of_ranks(tmp_path, name, before, after):
-    options = (f"strategy={name}", *SUITED.get(name, []), "checkpoint.every_steps=5")
+EVERY = [(name, *[(4, 2), (2, 5)][n % 2]) for n, name in enumerate(strategies.available())]
+
+
+@pytest.mark.parametrize(("name", "before", "after"), EVERY)
+def test_every_strategy_resumes_on_other_ranks_and_its_summary_tells_what_the_run_was(tmp_path, name, before, after):
+    options = (f"strategy={name}", "checkpoint.every_steps=5", *SUITED.get(name, []))
 
     def fitting(size):
         return [f"strategy.{key}={value}" for key, value in problem.fitting(name, size).items()]
 
-    run_virtual(lambda comm: tiny.run(comm, tmp_path, *options, *fitting(before), "epochs=1"), before)
+    def first(comm):
+        return tiny.run(comm, tmp_path, *options, *fitting(before), "epochs=1")[0]
+
+    summary = run_virtual(first, before, compute=Constant(0.01))[0]
+    records = [record for of_rank in read_records(tmp_path / "run").values() for record in of_rank]
+    assert sum(summary.staleness.histogram.values()) + summary.pending == sum(one.samples > 0 for one in records)
     path = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
     position = checkpoint.SavedRank(path, 0).at("position")
     seen = []
@@ -196,10 +170,13 @@ def test_it_resumes_on_another_number_of_ranks(tmp_path, name, before, after):
             trainer._train.batch, trainer._step = noting, counting
             return trainer.run(path), len(trainer._train)
 
-    (summary, n_samples), *others = run_virtual(body, after)
-    assert all(other == summary for other, _ in others)
+    (summary, n_samples), *others = run_virtual(body, after, compute=Constant(0.01))
+    assert all(other == summary for other, _ in others) and load_summary(tmp_path / "run") == summary
+    assert (summary.strategy, summary.ranks, summary.seed) == (name, after, 11)
     assert summary.metrics["accuracy"] > 0.3  # of ten classes, after few steps
-    assert len(seen) == 2 * n_samples - position["consumed"] - position["epoch"] * n_samples
+    assert summary.wall_s > 0 and summary.seconds.computing > 0 and summary.bytes_per_step > 0
+    if name in problem.stepping():
+        assert len(seen) == 2 * n_samples - position["consumed"] - position["epoch"] * n_samples
 
 
 @pytest.mark.computes
@@ -253,7 +230,7 @@ def test_batches_that_add_up_are_one_large_one(tmp_path, name):
     # Batch norm and dropout would see each batch alone.
 
     def body(comm, folder, *options):
-        with tiny.training(comm, tmp_path / folder, f"strategy={name}", "epochs=2", *options, of=plain) as trainer:
+        with tiny.training(comm, tmp_path / folder, f"strategy={name}", "epochs=1", *options, of=plain) as trainer:
             return trainer.run().samples, trainer.position.step, trainer.strategy.consensus()[0]
 
     added = run_virtual(lambda comm: body(comm, "added", "batch_size=8", "accumulation=3"), 3)[0]

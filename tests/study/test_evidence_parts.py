@@ -243,18 +243,15 @@ def test_the_recent_strategies_stand_beside_bytes_and_seconds_on_all_networks(ta
     head, *rows = written(tables, "recent", tmp_path)
     assert head == ["ranks", "strategy", "bits per byte at the end", "when the quickest ends", "kB per rank and step",
                     "s to 0.97, 100 Mbit/s", "s to 0.97, 1 Gbit/s", "s to 0.97, real ranks"]  # fmt: skip
-    assert [row[:2] for row in rows] == [
-        [ranks, name]
-        for ranks in ("4", "16")
-        for name in (
-            "`allreduce`",
-            "`diloco`, period 20",
-            "`d2`",
-            "`qg_dsgd`, momentum 0.9",
-            "`onebit_adam`, ε = 10⁻⁴",
-            "`demo`",
-        )
+    names = [
+        "`allreduce`",
+        "`diloco`, period 20",
+        "`d2`",
+        "`qg_dsgd`, momentum 0.9",
+        "`onebit_adam`, ε = 10⁻⁴",
+        "`demo`",
     ]
+    assert [row[:2] for row in rows] == [[ranks, name] for ranks in ("4", "16") for name in names]
     assert rows[0][2:] == ["0.982 ± 0.002", "0.970 ± 0.000", "1", "8.00 ± 0.00", "8.00 ± 0.00", "24.00 ± 0.00"]
     assert [row[-1] for row in rows[1:]] == [""] * 11
     assert rows[5][2:4] == ["0.982 ± 0.002"] * 2, "it is the quickest"

@@ -65,11 +65,8 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def hpcdist(monkeypatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["hpcdist", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return ended.value.code or 0
+def hpcdist(*arguments: str) -> int:
+    return cli._run([*arguments], True)
 
 
 # --- a cluster in words -----------------------------------------------------------------------------------------------
@@ -150,7 +147,7 @@ CLUSTER = ("--network", "1ms,1Gbit/s", "--compute", "straggler:3,2,10ms", "--tar
 
 def test_a_job_is_simulated_and_goes_on(monkeypatch, capsys):
     monkeypatch.setattr(run_all, "find_spec", lambda name: None)  # no report: it takes seconds
-    assert hpcdist(monkeypatch, "simulate", *ARGUMENTS, *CLUSTER, "--workers", "1") == 0
+    assert hpcdist("simulate", *ARGUMENTS, *CLUSTER, "--workers", "1") == 0
     out, said = capsys.readouterr()
     assert "steps: straggler:3,2,10ms, for 16 samples" in said and "5 of 5" in said
     names = [line.split("  ")[0].strip() for line in out.splitlines()]
@@ -168,29 +165,29 @@ def test_a_job_is_simulated_and_goes_on(monkeypatch, capsys):
     found = json.loads(Path("out/comparison.json").read_text())
     assert found["virtual"]["compute"] == "straggler:3,2,10ms" and found["virtual"]["samples"] == 16
     made = Path("out/runs/serial-r1-s0/summary.json").stat().st_mtime_ns
-    assert hpcdist(monkeypatch, "simulate", "--output", "out", "--workers", "1") == 0
+    assert hpcdist("simulate", "--output", "out", "--workers", "1") == 0
     assert "5 of 5 runs are there already" in capsys.readouterr().err
     assert Path("out/runs/serial-r1-s0/summary.json").stat().st_mtime_ns == made
 
-    assert hpcdist(monkeypatch, "compare", "--output", "out") == 1
+    assert hpcdist("compare", "--output", "out") == 1
     assert "--output must hold a comparison on real ranks; got out, on virtual ones." in capsys.readouterr().err
     content = {**found, "declared": {**found["declared"], "virtual": None}}
     Path("out/comparison.json").write_text(json.dumps(content))
-    assert hpcdist(monkeypatch, "simulate", "--output", "out") == 1
+    assert hpcdist("simulate", "--output", "out") == 1
     assert "--output must hold a comparison on virtual ranks; got out, on real ones." in capsys.readouterr().err
-    assert hpcdist(monkeypatch, "simulate", "--strategies", "allreduce") == 1
+    assert hpcdist("simulate", "--strategies", "allreduce") == 1
     assert "JOB must be given to begin a simulation; got none." in capsys.readouterr().err
 
 
 def test_measured_times_are_kept_with_the_folder_and_a_straggler_must_be_a_rank(monkeypatch, capsys):
     monkeypatch.setattr(run_all, "find_spec", lambda name: None)
     arguments = ("simulate", "tiny_job.py", "--no-controls", "--ranks", "2", "--set", "epochs=1", "--output", "out")
-    assert hpcdist(monkeypatch, *arguments) == 0
+    assert hpcdist(*arguments) == 0
     first = json.loads(Path("out/comparison.json").read_text())["virtual"]["step_s"]
     assert list(first) == ["16"] and "as measured here with one thread" in capsys.readouterr().err
-    assert hpcdist(monkeypatch, *arguments) == 0
+    assert hpcdist(*arguments) == 0
     assert json.loads(Path("out/comparison.json").read_text())["virtual"]["step_s"] == first
-    assert hpcdist(monkeypatch, "simulate", "tiny_job.py", "--ranks", "2", "--compute", "straggler:2,4,1ms") == 1
+    assert hpcdist("simulate", "tiny_job.py", "--ranks", "2", "--compute", "straggler:2,4,1ms") == 1
     assert "rank of Straggler must be one of the run's 2 ranks" in capsys.readouterr().err
 
 
@@ -241,7 +238,7 @@ def test_an_interrupted_simulation_ends_its_processes_and_goes_on(monkeypatch, c
 
     Path("wait").unlink()
     monkeypatch.setattr(run_all, "find_spec", lambda name: None)
-    assert hpcdist(monkeypatch, "simulate", "--output", "out", "--workers", "1") == 0, capsys.readouterr()
+    assert hpcdist("simulate", "--output", "out", "--workers", "1") == 0, capsys.readouterr()
     for name in ("allreduce", "gossip_pull"):
         folder = Path("out/runs") / f"{name}-r2-s0"
         assert [record.step for record in read_records(folder)[1]] == list(range(1, 13))

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from harness import studies
-from hpcdist.records import load_summary, read_records
+from hpcdist.records import load_summary
 from kit.output import paragraphs
 from study.pretended import ended
 
@@ -20,32 +20,25 @@ pytestmark = pytest.mark.time_limit(studies.TIME_LIMIT_S)
 @pytest.mark.extended
 def test_the_quick_version(quick, study, written):
     found = [
-        (json.loads((path / "run.json").read_text())["settings"], load_summary(path), path)
+        (json.loads((path / "run.json").read_text())["settings"], load_summary(path))
         for place in ("runs", "tuning")
         for path in sorted((quick[0] / place).iterdir())
     ]
     cells = study.QUICK.cells()
     assert len(found) == 2 * (len(cells) + 7), "two seeds of each cell and of seven rates"
-    assert {summary.samples for _, summary, _ in found} == {study.QUICK.passes * 898}, "the same budget for all"
+    assert {summary.samples for _, summary in found} == {study.QUICK.passes * 898}, "the same budget for all"
     shown, tried = set(), set()  # rates
-    for settings, summary, path in found:
-        splits, batch, rate = settings["strategy"].get("splits", 0), settings["batch_size"], settings["optimizer"]["lr"]
-        updates, histogram = read_records(path)[0][-1].clock, summary.staleness.histogram
-        assert 0 < summary.metrics["accuracy"] < 1 and summary.wall_s > 0
-        assert summary.staleness.max == max(map(int, histogram))
-        if summary.seed >= 1000:
-            tried.add(rate)
-        elif splits:
-            shown.add(rate)
-        if splits:
-            assert updates == sum(histogram.values()) / (summary.workers // splits), "each of c gradients"
+    for settings, summary in found:
+        if summary.seed >= study.FIRST_SEED:
+            tried.add(settings["optimizer"]["lr"])
+        elif settings["strategy"].get("splits", 0):
+            shown.add(settings["optimizer"]["lr"])
         else:
-            assert updates == -(-summary.samples // (batch * summary.workers)), "each of all their batches"
             assert summary.staleness.max == 0
     (rate,) = shown
     assert rate in tried, "one that one learner was run at"
-    for settings, summary, _ in found:
-        if summary.seed < 1000 and not settings["strategy"].get("splits", 0):
+    for settings, summary in found:
+        if summary.seed < study.FIRST_SEED and not settings["strategy"].get("splits", 0):
             global_batch = settings["batch_size"] * summary.workers
             assert settings["optimizer"]["lr"] == pytest.approx(rate * (global_batch / 128) ** 0.5)
     table, claims = written("error_time", "error_batch", "staleness", "modulation")

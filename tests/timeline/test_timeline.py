@@ -142,10 +142,7 @@ def test_receives_from_anybody_have_no_arrows_that_may_be_wrong(tmp_path):
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 def train(comm, folder, *overrides):
-    made = tiny.trainer(comm, folder, "epochs=1", "log_every=1000", *overrides)
-    summary = made.run()
-    made.close()
-    return summary
+    return tiny.run(comm, folder, "epochs=1", "log_every=1000", *overrides)[0]
 
 
 def run(folder, size, *overrides, compute=None):

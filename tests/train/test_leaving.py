@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 
 import hpcdist
 from harness.launch import IMPORTS, find_mpirun, launch_environment, started, wait_until
@@ -32,7 +31,7 @@ def _run(comm, folder, *overrides, resume=None, ends_at=None):
         trainer.leaving = Leaving(comm, ends_at=ends_at, margin_s=0.0, every_s=0.3, clock=comm.now)
         summary = trainer.run(resume)
         tensors = [t.clone() for t in (*trainer.model.params, *trainer.model.buffers)]
-        return summary, trainer.leaving.reason, tensors
+        return trainer.leaving.reason, summary, tensors
 
 
 @pytest.mark.parametrize("name", ["allreduce", "hardsync", "sgp"])
@@ -41,7 +40,7 @@ def test_left_and_resumed_it_ends_where_the_uninterrupted_run_ends(tmp_path, nam
     options = (f"strategy={name}", "epochs=2")
 
     def parts(comm, folder, ends_at):
-        left, reason, _ = _run(comm, folder, *options, ends_at=ends_at)
+        reason, left, _ = _run(comm, folder, *options, ends_at=ends_at)
         assert left is None and reason.startswith("the time limit, ")
         path = checkpoint.latest(folder / "run" / "checkpoints")
         return _run(comm, folder, *options, resume=path)
@@ -51,11 +50,8 @@ def test_left_and_resumed_it_ends_where_the_uninterrupted_run_ends(tmp_path, nam
     for ends_at in (0.9, 1.65):
         folder = tmp_path / f"left-{ends_at}"
         found = run_virtual(lambda comm: parts(comm, folder, ends_at), ranks, compute=Constant(0.1))
-        for (summary, tensors), (resumed, reason, resumed_tensors) in zip(expected, found, strict=True):
-            assert reason is None, f"left at {ends_at}"
-            assert resumed.sha256 == summary.sha256 and resumed.samples == summary.samples, f"left at {ends_at}"
-            assert resumed.metrics == summary.metrics
-            assert all(torch.equal(a, b) for a, b in zip(tensors, resumed_tensors, strict=True))
+        assert all(reason is None for reason, *_ in found), f"left at {ends_at}"
+        tiny.require_same([end for _, *end in found], expected)
 
 
 def test_where_leaving_is_switched_off_nobody_listens_and_ranks_meet_for_checkpoints_by_time_alone(tmp_path):

@@ -61,10 +61,7 @@ SCHEDULES = {
     "PolynomialLR": ({"total_iters": 9}, lambda o: S.PolynomialLR(o, 9)),
     "CosineAnnealingLR": ({"T_max": 9}, lambda o: S.CosineAnnealingLR(o, 9)),
     "CosineAnnealingWarmRestarts": ({"T_0": 2}, lambda o: S.CosineAnnealingWarmRestarts(o, 2)),
-    "CyclicLR": (
-        {"base_lr": 0.1, "max_lr": 0.2, "step_size_up": 3},
-        lambda o: S.CyclicLR(o, 0.1, 0.2, step_size_up=3),
-    ),
+    "CyclicLR": ({"base_lr": 0.1, "max_lr": 0.2, "step_size_up": 3}, lambda o: S.CyclicLR(o, 0.1, 0.2, step_size_up=3)),
     "OneCycleLR": ({"max_lr": 0.3, "total_steps": 90}, lambda o: S.OneCycleLR(o, 0.3, 90)),
     "LambdaLR": ({"lr_lambda": f'"{__file__}:halves"'}, lambda o: S.LambdaLR(o, halves)),
     "MultiplicativeLR": ({"lr_lambda": f'"{__file__}:halves"'}, lambda o: S.MultiplicativeLR(o, halves)),

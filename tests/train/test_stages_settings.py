@@ -85,17 +85,15 @@ def test_ranks_that_make_no_whole_replicas_are_refused_before_a_run_begins():
 @each(
     "case",
     [
-        (staged.job, 2, "cut=[1,7]", "cut must give each rank a layer with parameters .*; got 1,7, .* rank 0 has"),
-        (replace(staged.job, model=lambda: nn.Linear(64, 10)), 2, "cut=none",
+        (staged.job, "cut=[1,7]", "cut must give each rank a layer with parameters .*; got 1,7, .* rank 0 has"),
+        (replace(staged.job, model=lambda: nn.Linear(64, 10)), "cut=none",
          "model in stages must be an nn.Sequential, a list of layers or .*; got Lin"),
-        (staged.job, 4, "average_iterates=true", "average_iterates must be false on more than one rank; got true on 2"),
     ],
 )  # fmt: skip
-def test_what_does_not_suit_the_model_or_the_ranks_is_refused(tmp_path, case):
-    job, size, setting, message = case
-    setting = setting if "average" in setting else f"parallel.{setting}"
+def test_a_model_that_can_not_be_cut_so_is_refused(tmp_path, case):
+    job, setting, message = case
     with pytest.raises(ConfigError, match=message):
-        run_virtual(lambda comm: staged.run(comm, tmp_path, "parallel.stages=2", setting, job=job), size)
+        run_virtual(lambda comm: staged.run(comm, tmp_path, "parallel.stages=2", f"parallel.{setting}", job=job), 2)
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------

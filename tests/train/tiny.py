@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from hpcdist.comm.virtual import run_virtual
@@ -32,6 +33,9 @@ job = Job(
 )
 
 
+End = tuple[Summary, list[Tensor]]  # of a run, and of its parameters and buffers
+
+
 def trainer(comm, folder: Path, *overrides: str, of: Job | None = None, report=None, **leaving) -> Trainer:
     """Collective. Trains this job, or another one, on the digits in the folder."""
     chosen = of or job
@@ -47,13 +51,19 @@ def training(comm, folder: Path, *overrides: str, **given) -> Iterator[Trainer]:
     made.close()
 
 
-def run(
-    comm, folder: Path, *overrides: str, resume: Path | None = None, **given
-) -> tuple[Summary | None, list[Tensor]]:
+def run(comm, folder: Path, *overrides: str, resume: Path | None = None, **given) -> End:
     """Collective. The summary of a run, and the parameters and buffers at its end."""
     with training(comm, folder, *overrides, **given) as made:
         summary = made.run(resume)
         return summary, [tensor.clone() for tensor in (*made.model.params, *made.model.buffers)]
+
+
+def require_same(found: Sequence[End], expected: Sequence[End]) -> None:
+    """Runs, as `run` returns them on each rank, have ended on the same bits."""
+    for (summary, tensors), (other, others) in zip(found, expected, strict=True):
+        assert (summary.sha256, summary.metrics) == (other.sha256, other.metrics)
+        assert summary.samples == other.samples, "steps were recorded twice or not at all"
+        assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
 
 
 def uninterrupted(ranks: int, folder: Path, *overrides: str) -> Summary:

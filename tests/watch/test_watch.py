@@ -241,40 +241,35 @@ def test_a_frame_fits_its_width(tmp_path):
     append_evaluation(folder, Evaluation(5, 1, 160, 5.0, {"accuracy": 0.25, "loss": 1.5}))
     append_evaluation(folder, Evaluation(10, 2, 320, 10.0, {"accuracy": 0.75, "loss": 0.625}))
     now = seen(folder)
-    text = terminal.frame(now, 60, braille=False).plain
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= 60 and text.isascii()
-    assert lines[0] == f"{'run  softsync on 3 ranks':<52}training"
-    assert lines[1].endswith("  50%  20 s, 20 s left") and lines[1].startswith("#" * 18 + "." * 18)
-    assert lines[2] == "epoch 2, step 10, 320 samples (ends after 4 epochs)"
-    assert lines[3] == "24 samples/s now, 16 mean   staleness 1.50   1 kB/step"
-    assert lines[4:6] == ["waiting 25%", "loss 0.4000   accuracy 0.7500   test loss 0.6250"]
-    assert lines[-3] == "     0  ..........   0%   0% 100%  step 10, serves"
-    assert lines[-2] == "     1  #####===..  50%  25%  25%  step 10"
-    assert lines[-1] == "     2  #####===..  50%  25%  25%  step 10, 2.0 times slower"
-    wide = terminal.frame(now, 100).plain.splitlines()
-    assert max(map(len, wide)) <= 100 and len(wide) < len(lines), "the plots are side by side"
-    assert wide[-1].endswith("step 10, 2.0 times slower")
+    narrow, wide = (terminal.frame(now, columns, braille=False).plain.splitlines() for columns in (60, 100))
+    assert "".join(narrow).isascii() and max(map(len, narrow)) <= 60 and max(map(len, wide)) <= 100
+    assert len(wide) < len(narrow), "the plots are side by side"
+    assert narrow[0] == f"{'run  softsync on 3 ranks':<52}training" and narrow[1].endswith("  50%  20 s, 20 s left")
+    assert narrow[2:6] == [
+        "epoch 2, step 10, 320 samples (ends after 4 epochs)",
+        "24 samples/s now, 16 mean   staleness 1.50   1 kB/step",
+        "waiting 25%",
+        "loss 0.4000   accuracy 0.7500   test loss 0.6250",
+    ]
+    assert narrow[-3] == "     0  ..........   0%   0% 100%  step 10, serves"
+    assert narrow[-1] == "     2  #####===..  50%  25%  25%  step 10, 2.0 times slower"
 
 
 def test_a_line_per_run(tmp_path):
     train(begin(tmp_path / "first"))
     write_summary(begin(tmp_path / "second"), SUMMARY)
     views = [seen(tmp_path / name) for name in ("second", "first")]
-    table = terminal.table(views, 100, planned=3, left_s=70.0, braille=False).plain
-    assert [line.rstrip() for line in table.splitlines()] == [
-        "1 of 3 runs have ended, about 1 min 10 s left for all",
-        "run                done  left  accuracy    loss  step  samples/s",
-        "first   ####....    50%  10 s            0.4000    10         32",
-        "second  ########  ended          0.8750                        16".replace("  16", " 16"),
+    table = terminal.table(views, 100, planned=3, left_s=70.0, braille=False).plain.splitlines()
+    assert table[0].rstrip() == "1 of 3 runs have ended, about 1 min 10 s left for all"
+    assert [line.split() for line in table[1:]] == [
+        ["run", "done", "left", "accuracy", "loss", "step", "samples/s"],
+        ["first", "####....", "50%", "10", "s", "0.4000", "10", "32"],
+        ["second", "########", "ended", "0.8750", "16"],
     ]
     narrow = terminal.table(views, 40, braille=False).plain.splitlines()
     assert narrow[1].split() == ["run", "done", "left", "accuracy"], "columns that don't fit are left out"
-    long = [replace(views[0], label="gossip_pull-with-a-long-name-4-seed0")]
-    for columns in (60, 80):
-        lines = terminal.table(long, columns).plain.splitlines()
-        assert max(map(len, lines)) <= columns and lines[2].startswith("gossip")
-        assert "…" in lines[2] and "0.8750" in lines[2]
+    long = terminal.table([replace(views[0], label="gossip_pull-with-a-long-name-4-seed0")], 60).plain.splitlines()
+    assert max(map(len, long)) <= 60 and long[2].startswith("gossip") and "…" in long[2] and "0.8750" in long[2]
 
 
 def test_names_have_only_what_tells_runs_apart():

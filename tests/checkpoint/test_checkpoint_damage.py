@@ -183,7 +183,7 @@ def test_each_file_is_checked_once_and_by_the_rank_that_reads_it(tmp_path, monke
         assert checked == {r: [f"rank-{r:04d}.json", f"rank-{r:04d}.safetensors"] for r in range(size)}
 
 
-@pytest.mark.sizes(1, 3)
+@pytest.mark.sizes(3)
 def test_damage_is_one_error_on_all_ranks_that_names_the_files(ranks, shared_tmp_path):
     last = ranks.size - 1
     damages = [

@@ -38,7 +38,7 @@ def test_every_rank_gets_its_state_back(ranks, shared_tmp_path):
         assert stamp == (len(content), hashlib.sha256(content).hexdigest())
 
 
-@pytest.mark.sizes(1, 3)
+@pytest.mark.sizes(3)
 def test_a_state_that_one_rank_cannot_save_is_an_error_on_all_and_harms_nothing(ranks, shared_tmp_path):
     bad = ranks.size - 1
 
@@ -52,25 +52,22 @@ def test_a_state_that_one_rank_cannot_save_is_an_error_on_all_and_harms_nothing(
 
     for rank, (kind, message, listed, after) in enumerate(ranks(body)):
         assert kind == "CheckpointError" and listed == ["step-00000001"]
-        where = f"on rank {bad}: " if bad else ""
-        assert f"step 2 must be saved by all ranks; got {where}state['fn'] must be" in message
+        assert f"step 2 must be saved by all ranks; got on rank {bad}: state['fn'] must be" in message
         assert after == bits(state_of(rank, 2))
 
 
-@pytest.mark.sizes(2, 4)
+@pytest.mark.sizes(4)
 def test_each_reason_is_told_with_its_ranks(ranks, shared_tmp_path):
     def body(comm):
         same = refused(comm, shared_tmp_path, 2, {"fn": len})[1]
-        return same, refused(comm, shared_tmp_path, 2, [{}, {"even": len}, {"odd": len}][-(comm.rank % 3)])[1]
+        return same, refused(comm, shared_tmp_path, 2, [{}, {"odd": len}, {"even": len}, {"odd": len}][comm.rank])[1]
 
     for same, other in ranks(body):
         assert "all ranks; got state['fn'] must be" in same and "on rank" not in same
-        for first, key in ((1, "odd"), (2, "even")):
-            listed = ", ".join(map(str, range(first, ranks.size, 3)))
-            assert (f"on rank {listed}: state['{key}'] must be" in other) == (first < ranks.size)
+        assert "on rank 1, 3: state['odd'] must be" in other and "on rank 2: state['even'] must be" in other
 
 
-@pytest.mark.sizes(2, 3)
+@pytest.mark.sizes(3)
 def test_ranks_at_different_steps_are_refused(ranks, shared_tmp_path):
     for kind, message in ranks(lambda comm: refused(comm, shared_tmp_path, 5 + comm.rank, {})):
         assert kind == "MismatchError"
@@ -80,7 +77,7 @@ def test_ranks_at_different_steps_are_refused(ranks, shared_tmp_path):
     assert latest(shared_tmp_path) is None
 
 
-@pytest.mark.sizes(2, 3)
+@pytest.mark.sizes(3)
 def test_a_folder_that_ranks_do_not_share_is_refused(ranks, shared_tmp_path):
     def body(comm):
         own = shared_tmp_path / f"node{comm.rank % 2}"
@@ -93,18 +90,13 @@ def test_a_folder_that_ranks_do_not_share_is_refused(ranks, shared_tmp_path):
     assert not list(shared_tmp_path.glob("node*/*"))
 
 
-@pytest.mark.sizes(1, 3)
+@pytest.mark.sizes(3)
 def test_bad_arguments_are_refused_on_all_ranks(ranks, shared_tmp_path):
     taken = shared_tmp_path / "taken"
     cases = [
         (shared_tmp_path, -1, {}, "step and keep must be at least 0 and 1; got -1 and 3"),
         (shared_tmp_path, 1, {"keep": 0}, "step and keep must be at least 0 and 1; got 1 and 0"),
-        (
-            shared_tmp_path,
-            1,
-            {"meta": {"a": [torch.ones(1)]}},
-            r"meta\['a'\]\[0\] must not be a tensor or array; got one",
-        ),
+        (shared_tmp_path, 1, {"meta": {"a": [torch.ones(1)]}}, r"meta\['a'\]\[0\] must not be a tensor or array; got"),
         (shared_tmp_path, 1, {"meta": {"a": len}}, r"meta\['a'\] must be None, a bool"),
         (taken, 1, {}, "File exists.* may you read and write there?"),
     ]

@@ -52,7 +52,7 @@ states = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(state=states)
 def test_a_state_comes_back_to_the_bit(tmp_path_factory, state):
     assert bits(through_a_file(tmp_path_factory.mktemp("state"), state)) == bits(state)

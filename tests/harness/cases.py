@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
-
-import pytest
 
 
 def each(name: str, values: Iterable[Any]) -> Callable[[Callable], Callable]:
@@ -35,16 +33,3 @@ def each(name: str, values: Iterable[Any]) -> Callable[[Callable], Callable]:
         return run
 
     return decorate
-
-
-def pairwise(names: Sequence[str], cases: Sequence[tuple], each: int = 1) -> list:
-    """All combinations of names and cases, for `parametrize`; every run tries `each` cases of a name, in turn.
-
-    The others are marked `extended`. With as many names as cases, or more, each case is tried as well.
-    """
-    step, count = len(cases) // each, len(cases)
-    return [
-        pytest.param(name, *case, marks=() if (place - number) % count % step == 0 else pytest.mark.extended)
-        for number, name in enumerate(names)
-        for place, case in enumerate(cases)
-    ]

@@ -45,10 +45,9 @@ def calls(comm):
     total = torch.ones(8)
     comm.allreduce(total)
     comm.broadcast(total, 0)
-    around = comm.neighbourhood([left], [right]) if comm.size > 1 else None
-    if around is not None:
-        around.start(out, into).wait()
-        around.close()
+    around = comm.neighbourhood([left], [right])
+    around.start(out, into).wait()
+    around.close()
     window, words = comm.window(4), comm.window(1, torch.int64)
     window.put(out, right)
     comm.barrier()
@@ -68,7 +67,7 @@ def calls(comm):
     return into.tolist() + total.tolist()
 
 
-@pytest.mark.sizes(1, 2, 4)
+@pytest.mark.sizes(4)
 def test_every_call_is_an_event_and_receives_end_after_their_sends_began(ranks, shared_tmp_path):
     folder = shared_tmp_path
     with_timeline = ranks(traced(folder / "timeline.json", calls), network=SLOW)
@@ -80,8 +79,6 @@ def test_every_call_is_an_event_and_receives_end_after_their_sends_began(ranks, 
     names = trace.names("process_name")
     assert all(names[rank][0].startswith(f"rank {rank} (host ") for rank in range(size))
     assert not list(folder.glob("timeline-rank*")), "the ranks' own files are merged"
-    if size == 1:
-        return
     for name in ("send and receive", "put", "get", "accumulate", "fetch and add", "wait", "receive from neighbours"):
         assert {e["pid"] for e in trace.of(name)} == set(range(size)), name
     for rank in range(size):
@@ -213,6 +210,7 @@ def test_beyond_the_limit_the_first_and_the_last_events_stay(tmp_path):
     assert note["name"] == f"{left_out:,} events left out before this one"
 
 
+@pytest.mark.computes
 @pytest.mark.sizes(2)
 def test_without_a_timeline_nothing_is_noted(ranks):
     def body(comm):

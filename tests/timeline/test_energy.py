@@ -70,21 +70,19 @@ def test_counters_are_looked_at_between_so_that_none_wraps_around_twice(sysfs, m
     meter.close()
 
 
-def test_what_cannot_be_read_is_missing_with_the_reason(sysfs, tmp_path):
+def test_what_cannot_be_read_is_missing_with_the_reason(sysfs, tmp_path, monkeypatch):
     meter = EnergyMeter({"cpu": lambda: packages(tmp_path / "other")})
     assert meter.joules() == {} and "no counter of processors (RAPL) in " in meter.missing["cpu"]
-    (sysfs.zones / "intel-rapl:0" / "energy_uj").unlink()
+    (path := sysfs.zones / "intel-rapl:0" / "energy_uj").unlink()
     with pytest.raises(OSError, match="intel-rapl:0/energy_uj can't be read"):
         packages(sysfs.root)
 
-
-def test_a_counter_that_only_root_may_read(sysfs, monkeypatch):
     def refused(path):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("pathlib.Path.read_text", refused)
     with pytest.raises(OSError, match="energy_uj can't be read by this user; the site may let its users"):
-        energy._number(sysfs.zones / "intel-rapl:0" / "energy_uj")
+        energy._number(path)
 
 
 def test_a_counter_that_fails_later_is_missing_from_then_on(sysfs):
@@ -227,13 +225,3 @@ def test_a_summary_has_the_energy_or_why_not(tmp_path):
     old = found.model_dump()
     del old["energy"]
     assert type(found).model_validate(old).energy.not_measured == "an older version of hpcdist made the run"
-
-
-def test_virtual_ranks_measure_nothing():
-    def body(comm):
-        run = RunEnergy(comm, None)
-        run.begin()
-        run.close()
-        return comm.now(), run.state(), run.result().joules
-
-    assert run_virtual(body, 2) == [(0.0, [], None)] * 2

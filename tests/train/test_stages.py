@@ -174,28 +174,6 @@ def test_a_run_goes_on_on_other_stages_as_if_nothing_had_happened(tmp_path):
     assert summary.metrics == pytest.approx(expected.metrics, abs=1e-12)
 
 
-def test_a_run_goes_on_on_another_number_of_replicas(tmp_path):
-    """Saved by 3 replicas of 2 stages, taken up by 2 of 2 and by 2 of 4, and read to the epoch's end."""
-    settings = (
-        "strategy=gossip_pull",
-        "epochs=2",
-        "budget.steps=none",
-        "checkpoint.every_steps=4",
-        "checkpoint.keep=9",
-    )
-
-    def part(folder, stages, replicas, resume=None):
-        cut = (f"parallel.stages={stages}", "parallel.micro_batches=4")
-        run_virtual(lambda comm: staged.run(comm, tmp_path / folder, *settings, *cut, resume=resume), stages * replicas)
-        return load_summary(tmp_path / folder / "run")
-
-    part("saved", 2, 3)
-    for folder, stages in (("fewer", 2), ("deeper", 4)):
-        summary = part(folder, stages, 2, tmp_path / "saved/run/checkpoints/step-00000004")
-        assert summary.workers == 2 and summary.samples == 2 * 359 - 4 * 16 * 3
-        assert summary.metrics["accuracy"] > 0.2
-
-
 # --- data: the first stage reads x, the last one y --------------------------------------------------------------------
 # Compressed: all that is read goes through `StoredRows`. Read on the rank's own thread.
 COMPRESSED = replace(staged.job, data=lambda path: importers.load("digits")(None, path, compression="gzip"))

@@ -36,7 +36,7 @@ def test_the_quick_version(quick, study):
         assert list(rmse) == list(range(settings["every"], settings["updates"] + 1, settings["every"]))
         assert 0 < rmse[settings["updates"]] < 4.9
         asynchronous = summary["workers"] == 2
-        assert summary["staleness"]["mean"] == pytest.approx(1 if asynchronous else 0, abs=0.02), "λ − 1"
+        assert summary["staleness"]["mean"] == pytest.approx(1 if asynchronous else 0, abs=0.03), "λ − 1"
         assert (summary["staleness"]["max"] > 1) == asynchronous, "step times vary"
     of_job = [run for run in runs if "epochs" in run["settings"]]
     four = [run["summary"]["metrics"]["rmse"] for run in of_job if run["summary"]["ranks"] == 4][:2]

@@ -21,10 +21,8 @@ SPANS = [[Span(0, 280, (28, 10)), Span(280, 300, (20,))], [Span(0, 96, (8, 3, 4)
 COMPRESSIONS = [
     {"name": "threshold", "density": 0.05},
     {"name": "threshold", "tau": 0.5},
-    {"name": "topk", "ratio": 0.02},
     {"name": "powersgd"},
     {"name": "onebit"},
-    {"name": "qsgd"},
     {"name": "fp16"},
 ]
 

@@ -108,14 +108,6 @@ def test_every_optimisers_step_is_smaller_by_the_factor(rule, make):
         torch.testing.assert_close(modulated, less * plain, rtol=1e-9, atol=1e-15)
 
 
-def test_average_divides_by_the_number_of_splits():
-    gradients = _gradients(6)
-    requests = [(worker, 0, gradient) for worker, gradient in enumerate(gradients)]
-    options = {"splits": 3, "modulation": "average"}
-    found, _ = _scripted("softsync", options, requests, 6, lambda p: torch.optim.SGD(p, lr=RATE))
-    torch.testing.assert_close(found[-1], 1 - RATE / 3 * sum(gradients) / 2, rtol=1e-14, atol=0)
-
-
 # --- the staleness that is found --------------------------------------------------------------------------------------
 def test_the_mean_staleness_is_that_of_the_last_gradients_applied():
     found = MeanStaleness(3)

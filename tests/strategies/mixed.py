@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
-from hpcdist.comm.virtual import Constant, Network, run_virtual
+from hpcdist.comm.virtual import Network
 from hpcdist.config import Named
 from hpcdist.data import EpochPlan
 from hpcdist.model.flat import FlatModel
@@ -34,24 +33,6 @@ def option(name: str, size: int, folder: Path) -> dict:
 def linear(comm, name: str, **options):
     """A strategy with a small model of which nothing is learned."""
     return problem.make(comm, name, torch.nn.Linear(3, 2, dtype=torch.float64), **options)
-
-
-def takes(name: str, overlap: bool, compute_s: float, exchange_s: float, network: Network) -> None:
-    """Each of 4 ranks' steps takes the longer one of computing and exchanging; without overlap, both."""
-
-    def body(comm):
-        strategy = linear(comm, name, overlap=overlap)
-        times = []
-        for _ in range(6):
-            times.append(comm.now())
-            comm.compute()
-            strategy.step(lambda: None)
-        strategy.close()
-        return times
-
-    expected_s = max(compute_s, exchange_s) if overlap else compute_s + exchange_s
-    for times in run_virtual(body, 4, network=network, compute=Constant(compute_s)):
-        assert np.diff(times)[1:].tolist() == [pytest.approx(expected_s)] * 4
 
 
 def drawn(rank: int, count: int = 8) -> Tensor:
@@ -108,6 +89,27 @@ def simulate(
             z = step(z, [updates_of(rank, bool(sizes[rank])) for rank in range(size)], number)
             number += 1
     return z
+
+
+def is_recursion(ranks, folder: Path, strategy: str, graph: str, overlap: bool, recursion: Callable) -> None:
+    """Training with neighbours on `graph`, where some ranks have no sample in the last step of an epoch.
+
+    `recursion(matrix)` gives the `step` of `simulate`, and what tells afterwards the mean that the ranks stand for;
+    `matrix(number)` is the topology's.
+    """
+
+    def body(comm):
+        chosen = option(graph, comm.size, folder)
+        comm.barrier()  # the file is whole
+        run = problem.train(comm, strategy, {"topology": chosen, "overlap": overlap}, samples=50)
+        return run.params[0], run.consensus[0], made(comm, chosen) if comm.rank == 0 else None
+
+    found = ranks(body, network=NODES)
+    step, mean = recursion(lambda number: matrix(found[0][2], number))
+    expected = simulate(len(found), step, samples=50)
+    assert torch.allclose(torch.stack([params for params, *_ in found]), expected, rtol=0, atol=1e-12)
+    for _, consensus, _ in found:
+        assert torch.allclose(consensus, mean(expected), rtol=0, atol=1e-12)
 
 
 def step_without_samples(strategy):

@@ -135,14 +135,6 @@ def test_a_model_in_half_precision_follows_adagrad_in_single_precision(dtype, se
         assert torch.equal(found[0][2]["params"][0], params.detach()), "on other ranks it goes on from rounded ones"
 
 
-@HALF
-def test_sums_of_squares_of_a_model_in_half_precision_keep_growing(dtype):
-    """300 is 90,000 squared, more than float16 holds; in bfloat16 a sum of 256 stays there."""
-    gradients = torch.tensor([[300.0, 1.0]]).repeat(400, 1)
-    squares = run_virtual(lambda comm: _steps(comm, _ones(2, dtype), gradients), 2)[0][2]["squares"][0]
-    torch.testing.assert_close(squares, len(gradients) * gradients[0].to(dtype).float() ** 2, rtol=1e-4, atol=0)
-
-
 # --- schedules --------------------------------------------------------------------------------------------------------
 @each("servers", [1, 2])
 def test_it_pushes_and_fetches_when_it_should(servers):
@@ -222,9 +214,9 @@ def test_a_fetch_brings_a_colocated_worker_its_own_shard_too(ranks):
 
 
 # --- warm start -------------------------------------------------------------------------------------------------------
-@each("servers", [1, 2, "colocated"])
-@each("compute", [Exponential(0.1), Straggler(Constant(0.1), 2, 5.0)])
-def test_the_first_pushes_are_the_first_workers_alone(servers, compute):
+@each("case", [(2, Exponential(0.1)), ("colocated", Straggler(Constant(0.1), 2, 5.0))])
+def test_the_first_pushes_are_the_first_workers_alone(case):
+    (servers, compute) = case
     noting, warm = _noting(), 9
     runs = _train({"warm_start": warm, "servers": servers}, 5, name=noting, compute=compute, epochs=1)
     leader = 0 if servers == "colocated" else servers

@@ -13,8 +13,7 @@ from harness import loops
 from harness.cases import each
 from harness.worlds import HeldRank, resharded
 from hpcdist import strategies
-from hpcdist.comm.virtual import Exponential, Jitter, run_virtual
-from hpcdist.model.flat import FlatModel
+from hpcdist.comm.virtual import Exponential, run_virtual
 from hpcdist.session.state import capture_strategy, restore_strategy
 from strategies import elastic, problem
 
@@ -24,11 +23,10 @@ NAME = "easgd"
 _train = partial(problem.virtual, name=NAME)
 BOTH = each("name", ["easgd", "eamsgd"])
 TOPK = {"name": "topk", "ratio": 0.4}
-SERVERS = each("servers", [2, "colocated"])
 
 
-def _mix(comm, options, steps, name=NAME, gradient=0.0, rate=0.0):
-    """Training with a given gradient; worker r starts at r + 1, the centre at 0. Its centre and x in the end."""
+def _mix(comm, options, steps, name):
+    """Steps without a gradient; worker r starts at r + 1, the centre at 0. Its centre and x in the end."""
     module = torch.nn.Linear(5, 1, bias=False, dtype=torch.float64)
     torch.nn.init.zeros_(module.weight)
     strategy = problem.make(comm, name, module, **options)
@@ -36,9 +34,9 @@ def _mix(comm, options, steps, name=NAME, gradient=0.0, rate=0.0):
         strategy.model.params[0].add_(torch.arange(1.0, 6.0, dtype=torch.float64) + comm.rank)
 
     def backward(step):
-        module.weight.grad = torch.full_like(module.weight, gradient)
+        module.weight.grad = torch.zeros_like(module.weight)
 
-    loops.by_strategy(strategy, torch.optim.SGD(module.parameters(), lr=rate), range(steps), backward)
+    loops.by_strategy(strategy, torch.optim.SGD(module.parameters(), lr=0.1), range(steps), backward)
     before = strategy.model.params[0].clone()
     (centre,) = strategy.consensus()[0]
     untouched = torch.equal(before, strategy.model.params[0])
@@ -54,7 +52,7 @@ def _mix(comm, options, steps, name=NAME, gradient=0.0, rate=0.0):
     {"servers": "colocated", "compression": TOPK, "synchronous": True},
     {"servers": "colocated", "compression": "onebit"},
 ])  # fmt: skip
-@pytest.mark.sizes(3, 5)
+@pytest.mark.sizes(4)
 def test_without_learning_the_centre_plus_all_workers_is_conserved(ranks, name, more):
     """And evaluating, which takes the centre, changes nobody."""
     options = {"period": 1, **more}
@@ -68,21 +66,6 @@ def test_without_learning_the_centre_plus_all_workers_is_conserved(ranks, name, 
     spread = torch.stack([x for _, x, _ in found[first:]])
     assert (spread - found[0][0]).abs().max() < 7, "nobody has moved"
     assert found[0][0].min() > 0.1
-
-
-@BOTH
-@each("servers", [1, 2])
-def test_one_exchange_is_of_the_old_values_on_both_sides(name, servers):
-    """e = a(x − c); x ← x − e − η g, c ← c + e; with momentum δ the model then holds x + δv, v being −η g."""
-    rate, gradient, beta = 0.1, 3.0, 0.6
-    found = run_virtual(
-        lambda comm: _mix(comm, {"beta": beta, "servers": servers}, 1, name, gradient, rate), servers + 1
-    )
-    centre, x, _ = found[-1]
-    start = torch.arange(1.0, 6.0, dtype=torch.float64) + servers
-    step = rate * gradient * (1.9 if name == "eamsgd" else 1.0)
-    torch.testing.assert_close(x, start - beta * start - step, rtol=1e-15, atol=1e-15)
-    torch.testing.assert_close(centre, beta * start, rtol=1e-15, atol=0)
 
 
 @each("paces", [(1.0, 0.6), (0.7, 1.9, 1.1)])
@@ -101,27 +84,6 @@ def test_it_is_algorithm_1_with_weight_decay_at_the_old_x(paces, period):
         np.testing.assert_allclose(held, worker.x, rtol=0, atol=1e-13)
 
 
-@BOTH
-@each("optimizer", ["adam", "momentum"])  # with decoupled and with common weight decay
-def test_every_optimisers_step_is_from_the_old_x(name, optimizer):
-    """It sees the parameters as the gradient's computation left them, also at an exchange."""
-    seen, left = [], []
-
-    def body(comm):
-        def noting(parameters):
-            local = problem.OPTIMIZERS[optimizer](parameters)
-            held = [p for group in local.param_groups for p in group["params"]]
-            local.register_step_pre_hook(lambda *_: seen.append(torch.cat([p.detach().flatten() for p in held])))
-            held[0].register_hook(lambda _: left.append(torch.cat([p.detach().flatten() for p in held])))
-            return local
-
-        return problem.train(comm, name, {"period": 1}, optimizer=noting, samples=40, epochs=1)
-
-    run_virtual(body, 3, compute=Exponential(0.1))
-    assert len(seen) == len(left) == 10
-    assert all(any(torch.equal(at, computed) for computed in left) for at in seen)
-
-
 # --- all at once ------------------------------------------------------------------------------------------------------
 @BOTH
 @each("period", [1, 3])
@@ -135,10 +97,11 @@ def test_all_at_once_it_is_the_papers_synchronous_form(name, paces, period):
         np.testing.assert_allclose(held, worker.x + momentum * worker.v, rtol=0, atol=1e-12)
 
 
-@BOTH
-@SERVERS
-@each("compression", ["none", TOPK])
-def test_all_at_once_the_order_of_arrival_changes_no_bit(name, servers, compression):
+@each(
+    "case", [("easgd", 2, TOPK), ("easgd", "colocated", "none"), ("eamsgd", 2, "none"), ("eamsgd", "colocated", TOPK)]
+)
+def test_all_at_once_the_order_of_arrival_changes_no_bit(case):
+    name, servers, compression = case
     options = {"synchronous": True, "period": 2, "servers": servers, "compression": compression}
     size = 4 if servers == "colocated" else 4 + servers
     settings = {"samples": 80, "compute": Exponential(0.1)}
@@ -171,25 +134,6 @@ def test_all_at_once_who_ends_early_holds_nobody_up_and_the_last_to_come_is_name
 
 
 # --- when and with whom -----------------------------------------------------------------------------------------------
-@each("period", [1, 7])
-def test_it_exchanges_at_every_periodth_step_from_the_first_on(period):
-    runs = _train({"period": period}, 4, samples=240, epochs=1)
-    assert len(runs[0].records) == 3 * -(-20 // period)
-    n_bytes = FlatModel(problem.model()).n_bytes
-    for run in runs[1:]:
-        exchanged = [record.step for record in run.records if record.bytes_sent > n_bytes]
-        assert exchanged == list(range(1, 21, period))
-        assert all(record.bytes_sent == 0 for record in run.records if record.step not in exchanged)
-
-
-@each("servers", [1, "colocated"])
-def test_a_nan_gradient_is_left_out_and_the_worker_stays_on_its_spring(servers):
-    options = {"on_nonfinite": "skip", "period": 1, "servers": servers}
-    runs = _train(options, 4, poison={(0, 2)}, epochs=1, compute=Jitter(0.1, 0.2))
-    assert all(torch.isfinite(run.consensus[0]).all() for run in runs)
-    first = next(run for run in runs if run.is_worker)
-    assert [record.step for record in first.records if record.event] == [3]
-    assert first.records[2].staleness == () and first.records[3].staleness == (0,)
 
 
 # --- with momentum: eamsgd --------------------------------------------------------------------------------------------
@@ -197,7 +141,7 @@ def _sgd(**options):
     return lambda parameters: torch.optim.SGD(parameters, lr=0.02, **options)
 
 
-@each("case", itertools.product([(1.0,), (0.7, 1.9, 1.1)], [1, 3], [(0.5, 0.1), (0.99, 0.0)]))
+@each("case", itertools.product([(0.7, 1.9, 1.1)], [1, 3], [(0.5, 0.1), (0.99, 0.0)]))
 def test_it_is_algorithm_2(case):
     """The centre, and the point ahead that each model holds, x + δv; the optimiser's weight decay is of that point."""
     paces, period, (momentum, decay) = case
@@ -208,7 +152,7 @@ def test_it_is_algorithm_2(case):
 
     options = {"period": period, "momentum": momentum}
     found = elastic.run("eamsgd", options, steps, paces, lr=rate, weight_decay=decay)
-    assert len(paces) == 1 or found.order != sorted(found.order), "one after the other"
+    assert found.order != sorted(found.order), "one after the other"
     centre, workers = elastic.asynchronous(
         found.order, len(paces), steps, period, 0.9, rate, gradient, momentum=momentum
     )

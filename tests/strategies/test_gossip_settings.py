@@ -131,18 +131,6 @@ def test_synchronous_steps_are_those_of_a_simulation_with_the_same_draws(ranks, 
         np.testing.assert_allclose(np.stack([values[step - 1] for values, *_ in found]), x, rtol=0, atol=1e-14)
 
 
-@each("case", [
-    ("gossip_pull", {"pulls": 2, "interval": 2}),
-    ("gossip_push", {"pushes": 2, "interval": 2, "draw_self": False}),
-    ("gossip_sync", {"pairing": "matching", "interval": 2, "order": "before"}),
-])  # fmt: skip
-@pytest.mark.sizes(1)
-def test_on_one_rank_it_is_the_plain_optimiser_whatever_is_set(ranks, case):
-    name, options = case
-    (run,) = ranks(lambda comm: problem.train(comm, name, options, samples=80))
-    assert torch.equal(run.params[0], problem.serial(1, samples=80)[0])
-
-
 # --- bytes ------------------------------------------------------------------------------------------------------------
 @every
 @each("interval", [1, 4])

@@ -66,22 +66,6 @@ def test_a_step_averages_along_one_uniform_permutation_or_in_disjoint_pairs(size
     assert (np.abs(possible - steps * chance) <= 5 * (steps * chance * (1 - chance)) ** 0.5).all()
 
 
-@pytest.mark.sizes(4)
-def test_a_run_taken_up_draws_the_permutations_that_it_would_have_drawn(ranks):
-    def body(comm):
-        values, _ = _mix(comm, 9, seed=2)
-        strategy = mixed.linear(comm, NAME, seed=2)
-        strategy.model.params[0].copy_(values[5])
-        strategy.load_state({"steps": 5})
-        for _ in range(4):
-            strategy.step(lambda: None)
-        again = strategy.model.params[0].clone()
-        strategy.close()
-        return torch.equal(again, values[9])
-
-    assert all(ranks(body))
-
-
 def test_the_living_go_on_without_a_rank_that_has_died():
     def body(comm):
         strategy = mixed.linear(comm, NAME)

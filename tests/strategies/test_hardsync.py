@@ -18,31 +18,19 @@ OPTIMIZERS = each("optimizer", ["momentum", "adam"])
 
 
 @OPTIMIZERS
-@each("case", [(1, 1, 2), (3, 2, 5), (4, "colocated", 4)])
-def test_it_equals_one_process_with_all_batches_together_and_nothing_is_stale(optimizer, case):
-    workers, servers, size = case
-    settings = {"optimizer": optimizer, "batch": 2, "samples": 101, "epochs": 2}
-    runs = _train({"servers": servers}, size, compute=Exponential(0.1), **settings)
-    (expected,) = problem.serial(workers, **settings)
-    for run in runs:
-        torch.testing.assert_close(run.consensus[0], expected, rtol=0, atol=1e-12)
-        assert torch.equal(run.consensus[0], runs[0].consensus[0])
-    assert set(problem.staleness(runs)) == {0}
-
-
-@OPTIMIZERS
 @each("workers", [2, 7])
 @each("servers", [1, 3, "colocated"])
-def test_it_equals_allreduce_in_rank_order_to_the_bit(optimizer, workers, servers):
+def test_it_equals_allreduce_in_rank_order_to_the_bit_and_nothing_is_stale(optimizer, workers, servers):
     settings = {"optimizer": optimizer, "samples": 50}  # some workers have fewer in the last step, or none
     size = workers if servers == "colocated" else workers + servers
     runs = _train({"servers": servers}, size, compute=Exponential(0.1), **settings)
     reduced = _train({"algorithm": "native"}, workers, name="allreduce", **settings)
     assert all(torch.equal(run.consensus[0], reduced[0].params[0]) for run in runs)
     assert all(torch.equal(run.params[0], reduced[0].params[0]) for run in runs if run.is_worker)
+    assert set(problem.staleness(runs)) == {0}
 
 
-@each("case", [(2, 5), (2, 16), (3, 8)])
+@each("case", [(2, 5), (3, 13)])
 def test_a_tree_equals_one_process_to_rounding(case):
     fan_in, size = case
     settings = {"batch": 2, "samples": 101, "epochs": 2}
@@ -56,7 +44,7 @@ def test_a_tree_equals_one_process_to_rounding(case):
     assert len(runs[0].staleness) == 2 * (101 // (2 * workers) * workers + -(-(101 % (2 * workers)) // 2))
 
 
-@each("case", [({}, 4), ({"servers": 2}, 5), ({"servers": "colocated"}, 3), ({"fan_in": 2}, 6)])
+@each("case", [({"servers": 2}, 5), ({"servers": "colocated"}, 3), ({"fan_in": 2}, 6)])
 def test_a_nan_gradient_is_left_out_and_the_others_are_averaged(case):
     """Of worker 1 in step 4; in step 7 nobody has a gradient that counts."""
     options, size = case

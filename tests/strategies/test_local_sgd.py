@@ -17,18 +17,6 @@ NAME = "local_sgd"
 STEPS = 14
 
 
-@pytest.mark.sizes(2, 3)
-def test_replicas_are_equal_to_the_bit_after_each_average_and_not_between(ranks):
-    options = {"period": 4, "node_period": 2, "warmup_steps": 2, "average_optimizer_state": True}
-    found = ranks(lambda comm: replicas.train(comm, NAME, options, "adam", STEPS)[0], network=replicas.PAIRS)
-    values = torch.stack(found, dim=1)
-    for step in range(1, STEPS + 1):
-        distinct = len(values[step - 1].unique(dim=0))
-        size, after = len(found), step - 2
-        expected = 1 if after <= 0 or after % 4 == 0 else -(-size // 2) if after % 2 == 0 else size
-        assert distinct == expected, f"after step {step}"
-
-
 # --- the optimiser's state --------------------------------------------------------------------------------------------
 class _Late(torch.nn.Module):
     """A rank has a gradient of a layer from some step on, which is not the same on all; of the last one never."""

@@ -263,12 +263,6 @@ def test_it_ends_at_scipys_minimum_of_logistic_regression(ranks):
         assert all(after <= before + 1e-14 for before, after in pairwise(losses))
 
 
-@each("overlap", [0.0, 0.5])
-@pytest.mark.sizes(4)
-def test_batches_that_change_are_learnt_from(ranks, overlap):
-    problem.learns(ranks, "sandblaster", {"overlap": overlap, "portions": 2}, epochs=1)
-
-
 def test_with_overlap_y_is_of_the_samples_that_two_batches_share():
     batches = [
         (np.arange(0, 60), JointBatch(60, head=0, tail=20)),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-
 import pytest
 import torch
 
 from harness.cases import each
 from hpcdist import strategies, topology
-from hpcdist.comm.virtual import Network, run_virtual
+from hpcdist.comm.virtual import run_virtual
 from strategies import mixed, problem
 
 pytestmark = pytest.mark.computes
@@ -18,39 +16,29 @@ NAME = "sgp"
 overlapping = each("overlap", [True, False])
 
 
-@overlapping
 @each("name", [name for name in topology.available() if name != "random_groups"])
 @pytest.mark.sizes(3, 4)
-def test_it_is_the_recursion(ranks, shared_tmp_path, name, overlap):
-    """In one process. With ranks that have no sample in the last step of an epoch."""
+def test_it_is_the_recursion(ranks, shared_tmp_path, name):
+    overlap = ranks.size == 3
 
-    def body(comm):
-        chosen = mixed.option(name, comm.size, shared_tmp_path)
-        comm.barrier()  # the file is whole
-        options = {"topology": chosen, "overlap": overlap}
-        run = problem.train(comm, NAME, options, samples=50)
-        return run.params[0], run.consensus[0], mixed.made(comm, chosen) if comm.rank == 0 else None
+    def recursion(matrix):
+        w, x = torch.ones(ranks.size, 1, dtype=torch.float64), None
 
-    found = ranks(body, network=mixed.NODES)
-    graph, size = found[0][2], len(found)
-    w, x = torch.ones(size, 1, dtype=torch.float64), None
+        def step(z, updates, number):
+            nonlocal w, x
+            x = z.clone() if x is None else x
+            p = matrix(number)
+            if overlap:  # the gradient is that at z of before the messages
+                x, w = p @ x, p @ w
+                z = x / w
+            x = x + torch.stack([update(row) for update, row in zip(updates, z, strict=True)]) - z
+            if not overlap:
+                x, w = p @ x, p @ w
+            return x / w
 
-    def step(z, updates, number):
-        nonlocal w, x
-        x = z.clone() if x is None else x
-        p = mixed.matrix(graph, number)
-        if overlap:  # the gradient is that at z of before the messages
-            x, w = p @ x, p @ w
-            z = x / w
-        x = x + torch.stack([update(row) for update, row in zip(updates, z, strict=True)]) - z
-        if not overlap:
-            x, w = p @ x, p @ w
-        return x / w
+        return step, lambda z: x.mean(dim=0)
 
-    expected = mixed.simulate(size, step, samples=50)
-    assert torch.allclose(torch.stack([params for params, *_ in found]), expected, rtol=0, atol=1e-12)
-    for _, consensus, _ in found:
-        assert torch.allclose(consensus, x.mean(dim=0), rtol=0, atol=1e-12)
+    mixed.is_recursion(ranks, shared_tmp_path, NAME, name, overlap, recursion)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -64,43 +52,6 @@ def test_the_weight_is_sent_only_where_it_is_not_1(tmp_path):
 
     assert sent({"name": "one_peer_exponential"}) == {(0, 1)}
     assert sent(mixed.option("digraph", 4, tmp_path)) == {(8, 2), (24, 6)}, "rank 0 sends to three, the others to one"
-
-
-@each("compute_s", [3.0, 1.0])
-@overlapping
-def test_with_overlap_a_step_takes_the_longer_of_computing_and_exchanging(compute_s, overlap):
-    mixed.takes(NAME, overlap, compute_s, 2.0, Network(0.5, mixed.LINEAR_BYTES / (2.0 - 0.5)))
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-@each("name", ["digraph", "random_permutation"])
-@overlapping
-@pytest.mark.sizes(3, 4)
-def test_a_state_is_taken_up_whatever_was_being_sent(ranks, shared_tmp_path, name, overlap):
-    """x, w and the topology's step included; the exchange under way is of other parameters than those loaded."""
-
-    def body(comm):
-        chosen = mixed.option(name, comm.size, shared_tmp_path)
-        comm.barrier()
-        strategy = mixed.linear(comm, NAME, topology=chosen, overlap=overlap)
-        (params,) = strategy.model.params
-        params.copy_(mixed.drawn(comm.rank))
-        strategy.load_state({"steps": 0, "x": None, "weight": 1.0})
-        ends = []
-        for step in range(9):
-            if step == 5:
-                saved, state = params.clone(), deepcopy(strategy.state())
-            strategy.step(lambda: params.add_(0.125 * (comm.rank + 1)))
-        ends.append(params.clone())
-        params.copy_(saved)
-        strategy.load_state(state)
-        for _ in range(4):
-            strategy.step(lambda: params.add_(0.125 * (comm.rank + 1)))
-        ends.append(params.clone())
-        strategy.close()
-        return torch.equal(*ends)
-
-    assert all(ranks(body))
 
 
 @overlapping

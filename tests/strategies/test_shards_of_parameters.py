@@ -41,8 +41,9 @@ _train = partial(problem.virtual, name="hardsync", compute=Exponential(0.1))
 @each("servers", [3, 6, "colocated"])
 def test_an_optimiser_of_whole_tensors_does_on_servers_what_it_does_in_allreduce(optimizer, servers):
     size = 3 if servers == "colocated" else 3 + servers
-    runs = _train({"servers": servers}, size, optimizer=WHOLE[optimizer])
-    (reduced, *_) = _train(NATIVE, 3, name="allreduce", optimizer=WHOLE[optimizer])
+    given = {"optimizer": WHOLE[optimizer], "epochs": 1}
+    runs = _train({"servers": servers}, size, **given)
+    (reduced, *_) = _train(NATIVE, 3, name="allreduce", **given)
     start = FlatModel(problem.model()).params[0]
     assert (reduced.params[0] - start).abs().max() > 0.1
     for run in runs:
@@ -54,26 +55,20 @@ def test_one_of_single_elements_alone_goes_with_equal_bytes(optimizer):
     """Where a border cuts a matrix, an optimiser of whole tensors does something else; AdamW doesn't."""
     options = {"servers": 3, "split_parameters": True}
     for made, least, most in ((WHOLE[optimizer], 1e-3, 10), ("adam", 0, 1e-12)):
-        (split, *_) = _train(options, 6, optimizer=made)
-        (reduced, *_) = _train(NATIVE, 3, name="allreduce", optimizer=made)
+        (split, *_) = _train(options, 6, optimizer=made, epochs=1)
+        (reduced, *_) = _train(NATIVE, 3, name="allreduce", optimizer=made, epochs=1)
         assert least <= (split.consensus[0] - reduced.params[0]).abs().max() <= most
 
 
 @served
-def test_every_strategy_learns_with_fewer_parameters_than_servers(name):
-    runs = _train({"servers": 7, **problem.PERIODS.get(name, {})}, 10, name=name, optimizer="sgd", epochs=1)
+def test_every_strategy_learns_with_fewer_parameters_than_servers_compressed_too(name):
+    options = {"servers": 6, "compression": {"name": "topk", "ratio": 0.5}, **problem.PERIODS.get(name, {})}
+    runs = _train(options, 8, name=name, optimizer="sgd", samples=120, epochs=1)
     assert all(torch.equal(run.consensus[0], runs[0].consensus[0]) for run in runs)
     module = problem.model()
     start = problem.loss(module, range(problem.SAMPLES)).item()
     problem.load(module, runs[0].consensus)
     assert problem.loss(module, range(problem.SAMPLES)).item() < start
-
-
-@served
-def test_compressed_letters_go_to_servers_without_parameters_too(name):
-    density = {"name": "topk", "ratio": 0.5}
-    runs = _train({"servers": 6, "compression": density}, 8, name=name, optimizer="sgd", samples=80, epochs=1)
-    assert all(torch.isfinite(run.consensus[0]).all() for run in runs)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ NAME = "slowmo"
 STEPS = 13
 GOSSIPS = [
     Named(name="dpsgd"), Named(name="dpsgd", overlap=False), Named(name="sgp"),
-    Named(name="sgp", topology={"name": "exponential"}),
+    Named(name="sgp", topology={"name": "exponential"}), Named(name="sparta", share=0.2, delay=1),
 ]  # fmt: skip
 
 

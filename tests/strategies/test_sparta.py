@@ -53,15 +53,6 @@ def test_averaging_leaves_the_mean_and_all_other_elements_as_they_are(ranks, cas
         assert (after[:, met] == after[0, met]).all() and met.float().mean() <= 0.6
 
 
-@each("selection", ["shuffled", "partition"])
-@pytest.mark.sizes(3)
-def test_in_turn_each_element_meets_once_in_a_round(ranks, selection):
-    found = ranks(lambda comm: still(comm, {**STILL, "selection": selection}, 4))
-    assert all(torch.equal(values[4], found[0][4]) for values in found), "consensus after one round"
-    changed = torch.stack([(found[0][step + 1] != found[0][step]) for step in range(4)])
-    assert (changed.sum(dim=0) == 1).all()
-
-
 @each("parts", [3, 6, 7, 9, 10, 200])
 def test_a_share_of_one_in_so_many_makes_so_many_parts(parts):
     def taken(comm):
@@ -145,7 +136,7 @@ def test_replicas_that_stay_come_together_whatever_share_and_delay(ranks, case):
     given = {"selection": case[0], "take_up": case[1]}
 
     def body(comm):
-        grid = [{"share": share, "delay": delay, **given} for share in (0.1, 0.5, 1.0) for delay in (1, 10)]
+        grid = [{"share": share, "delay": delay, **given} for share in (0.1, 1.0) for delay in (1, 10)]
         slow = {"period": 13, "base": Named(name=NAME, **grid[1])}
         return torch.stack([*(still(comm, options, 26) for options in grid), still(comm, slow, 26, name="slowmo")])
 
@@ -153,8 +144,8 @@ def test_replicas_that_stay_come_together_whatever_share_and_delay(ranks, case):
     means = found.mean(dim=0, keepdim=True)
     spread = (found - means).square().sum(dim=(0, 3)).sqrt()  # of each run, after each step
     assert (spread <= spread[:, :1] * (1 + 1e-12)).all() and (spread[:, -1] < 0.99 * spread[:, 0]).all()
-    assert (spread[2:6, -1] < 1e-12).all() and (spread[6, 13:] < 1e-12).all(), "large parts, and a slow step"
-    unmoved = (means - means[:, :, :1])[0, :6], (means - means[:, :, :1])[0, 6:, :13]
+    assert (spread[2:4, -1] < 1e-12).all() and (spread[4, 13:] < 1e-12).all(), "large parts, and a slow step"
+    unmoved = (means - means[:, :, :1])[0, :4], (means - means[:, :, :1])[0, 4:, :13]
     assert all(moved.abs().max() < 1e-12 for moved in unmoved)
 
 
@@ -186,15 +177,6 @@ def test_bytes_are_those_of_the_part(ranks):
 
     for lengths, sent in ranks(body):
         assert all(abs(n - length) <= 16 for n, length in zip(sent, lengths, strict=True))
-
-
-@pytest.mark.sizes(3)
-def test_under_a_slow_momentum_replicas_are_equal_at_its_steps(ranks):
-    base = Named(name=NAME, share=0.2, delay=1)
-    found = ranks(lambda comm: replicas.train(comm, "slowmo", {"period": 4, "base": base}, "adam", STEPS)[0])
-    for step in range(STEPS):
-        same = all(torch.equal(values[step], found[0][step]) for values in found)
-        assert same == ((step + 1) % 4 == 0), step
 
 
 @pytest.mark.sizes(2)

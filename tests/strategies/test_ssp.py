@@ -9,7 +9,6 @@ import torch
 
 from harness import loops
 from harness.cases import each
-from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Exponential, Straggler, run_virtual
 from strategies import problem
 
@@ -18,46 +17,6 @@ pytestmark = pytest.mark.computes
 NAME = "ssp"
 _train = partial(problem.virtual, name=NAME)
 SLOW = Straggler(Constant(0.1), 2, 4.0)
-
-
-def _watched():
-    """SSP that notes at every reply how far ahead its reader is, by clocks of our own, and right after every step."""
-
-    class Watched(strategies.load(NAME)):
-        reads: list[int] = []
-        gaps: list[int] = []
-
-        def __init__(self, *args, **given):
-            super().__init__(*args, **given)
-            self.clocks = dict.fromkeys(self.roles.workers, 0)
-            if self.place.children:
-                self._receive, self.loop.handler.receive = self.loop.handler.receive, self._note_step
-                self._reply, self.loop.reply = self.loop.reply, self._note_reads
-
-        def _note_step(self, request):
-            self.clocks[request.source] += 1
-            self.gaps.append(self.clocks[request.source] - min(self.clocks.values()))
-            self._receive(request)
-
-        def _note_reads(self, *replies):
-            if self.loop.active() == list(self.clocks):
-                self.reads += [self.clocks[reply.request.source] - min(self.clocks.values()) for reply in replies]
-            self._reply(*replies)
-
-    return Watched
-
-
-@each("bound", [0, 1, 3])
-@each("compute", [SLOW, Exponential(0.1)])
-def test_nobody_reads_further_ahead_than_the_bound(bound, compute):
-    watched = _watched()
-    runs = _train({"bound": bound}, 5, name=watched, compute=compute, batch=2, epochs=1)
-    assert len(watched.reads) > 100
-    assert max(watched.reads) <= bound
-    assert max(watched.gaps) == bound + 1, "right after a step it is one more"
-    if compute is SLOW or bound < 3:
-        assert max(watched.reads) == bound, "the bound isn't used"
-    assert sum(len(run.staleness) for run in runs) == sum(len(run.records) for run in runs[1:])
 
 
 @each("bound", [0, 2])
@@ -88,6 +47,7 @@ def test_a_read_includes_what_every_worker_had_done_by_then_and_ones_own_step(bo
         for clock, seen in found:
             assert seen[rank] == clock, "not its own writes"
             assert min(seen) >= clock - bound, "not all updates of workers with clock < c - s"
+        assert rank == 0 or any(min(seen) == clock - bound for clock, seen in found), "the bound isn't used"
 
 
 @each("optimizer", ["momentum", "adam"])
@@ -102,14 +62,6 @@ def test_a_bound_of_0_is_hardsync_to_the_bit(optimizer, servers):
     assert runs[0].seconds == hard[0].seconds
 
 
-def test_a_large_bound_never_waits():
-    runs = _train({"bound": 10**6}, 4, compute=SLOW, epochs=1, batch=2)
-    steps = len(runs[1].records)
-    for rank, run in enumerate(runs[1:], 1):
-        assert all(record.waited_for == {} and record.waiting_s == 0.0 for record in run.records)
-        assert sum(record.computing_s for record in run.records) == pytest.approx((0.4 if rank == 2 else 0.1) * steps)
-
-
 def test_the_records_say_who_held_a_worker_up_and_for_how_long():
     """Once the fast ones are 2 steps ahead, they are held up 0.3 s of the straggler's 0.4 s at every step."""
     runs = _train({"bound": 2}, 4, compute=SLOW, epochs=1, batch=2)
@@ -122,10 +74,3 @@ def test_the_records_say_who_held_a_worker_up_and_for_how_long():
         assert [found[2] for found in held][3:-3] == pytest.approx([0.3] * (len(held) - 6), abs=1e-6)
         assert sum(record.waiting_s for record in run.records) == pytest.approx(sum(f[2] for f in held), rel=1e-5)
     assert runs[0].seconds == pytest.approx(0.4 * steps)
-
-
-@each("samples", [1, 5, 41])
-def test_workers_without_samples_hold_nobody_up(samples):
-    runs = _train({"bound": 1}, 5, compute=SLOW, samples=samples, epochs=3)
-    full, rest = divmod(samples, 4 * 4)
-    assert sum(len(run.staleness) for run in runs) == 3 * (4 * full + -(-rest // 4))

@@ -100,21 +100,18 @@ def by_hand(size, optimizer, *, period, fragment_layers, delay=1, order="strided
     {"period": 5, "fragment_layers": 2, "delay": 1},
     {"period": 5, "fragment_layers": 2, "delay": 1, "order": "sequential"},
     {"period": 6, "fragment_layers": 1, "delay": 3, "blend": 0.25},
-    {"period": 4, "fragment_layers": 2, "delay": 0, "blend": 0.0},
     {"period": 5, "fragment_layers": 3, "delay": 4, "take_up": "shift"},
     {"period": 3, "fragment_layers": 5, "delay": 2, "outer_lr": 0.7, "outer_momentum": 0.0},
     *(
         {"take_up": take_up, **options}
         for take_up in ("delayed", "eager")
         for options in (
-            {"period": 4, "fragment_layers": None},
-            {"period": 5, "fragment_layers": 2},
             {"period": 3, "fragment_layers": 3, "outer_momentum": 0.0},
             {"period": 1, "fragment_layers": None},
         )
     ),
 ])  # fmt: skip
-@pytest.mark.sizes(2, 3)
+@pytest.mark.sizes(3)
 def test_it_does_what_is_done_by_hand(ranks, options):
     optimizer = "adam" if options["period"] < 5 else "momentum"
     found = ranks(lambda comm: train(comm, options, optimizer))
@@ -169,17 +166,17 @@ def test_bytes_are_those_of_each_fragment_once_in_a_period(ranks, compression):
         assert sent == pytest.approx(expected, abs=0 if size == 2 else 40)
 
 
-@each("compression", ["e3m0", {"name": "e3m0", "error_feedback": True}, "topk"])
-@pytest.mark.sizes(4)
+@each("compression", [{"name": "e3m0", "error_feedback": True}, "topk"])
+@pytest.mark.sizes(3)
 def test_compressed_the_common_parameters_are_equal_to_the_bit_and_it_learns(ranks, compression):
     options = {"period": 4, "fragment_layers": 2, "compression": compression}
-    found = ranks(lambda comm: [x for _, x, _ in train(comm, options, "adam", 40)])
+    found = ranks(lambda comm: [x for _, x, _ in train(comm, options, "adam", 24)])
     for values in found:
         assert all(map(torch.equal, values, found[0]))
     module = deep()
     before = problem.loss(module, range(problem.SAMPLES)).item()
     problem.load(module, [found[0][-1]])
-    assert problem.loss(module, range(problem.SAMPLES)).item() < 0.9 * before
+    assert problem.loss(module, range(problem.SAMPLES)).item() < 0.95 * before
 
 
 @each("options", [

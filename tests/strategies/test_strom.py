@@ -10,7 +10,7 @@ import torch
 from harness.cases import each
 from harness.worlds import saved, take_up
 from hpcdist import strategies
-from hpcdist.comm.virtual import Constant, Jitter, Network, Straggler, run_virtual
+from hpcdist.comm.virtual import Constant, Jitter, Network, run_virtual
 from hpcdist.model.flat import FlatModel
 from hpcdist.session.state import restore_strategy
 from hpcdist.strategies.strom import spanning_tree
@@ -73,7 +73,7 @@ def _together(comm, options, steps=9):
     return found
 
 
-@pytest.mark.sizes(2, 4)
+@pytest.mark.sizes(3)
 @each("compression", COMPRESSIONS)
 @each("add_up", [False, True])
 def test_parameters_and_residuals_together_have_every_update(ranks, compression, add_up):
@@ -91,8 +91,8 @@ def test_parameters_and_residuals_together_have_every_update(ranks, compression,
             torch.testing.assert_close(params + held, wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.sizes(3, 7)
-@each("graph", ["ring", "exponential", "random_permutation"])
+@pytest.mark.sizes(4)
+@each("graph", ["ring", "exponential"])
 def test_along_a_tree_what_a_rank_lacks_is_held_by_the_links_towards_it(ranks, graph):
     options = {"compression": {"name": "threshold", "density": 0.1}, "topology": graph}
     found = ranks(lambda comm: _together(comm, options))
@@ -114,10 +114,8 @@ def test_a_spanning_tree_goes_round_ranks_that_are_left_out():
 
 
 @each("graph", ["ring", "torus", "exponential", "one_peer_exponential", "random_permutation"])
-@each("size", [1, 3, 12])
+@each("size", [1, 12])
 def test_a_spanning_tree_reaches_every_rank_once(graph, size):
-    if graph == "torus" and size == 3:
-        size = 9
     tree = spanning_tree(topology(graph)(size))
     assert sum(map(len, tree)) == 2 * (size - 1)
     reached, waiting = {0}, [0]
@@ -141,24 +139,6 @@ def test_along_a_tree_every_rank_sends_one_message_per_neighbour():
     for (messages, sent), peers in zip(found, tree, strict=True):
         assert messages == {len(peers)}
         assert sent == 12 * len(peers) * n_bytes
-
-
-def test_nobody_waits_for_a_straggler():
-    def body(comm):
-        trainer = Trainer(comm)
-        for step in range(20):
-            trainer.step(step)
-        return comm.now()
-
-    network = Network(latency_s=1e-4, bandwidth_bytes_s=1e9)
-    times = run_virtual(body, 4, network=network, compute=Straggler(Constant(0.1), rank=2, factor=3.0))
-    assert times[2] == pytest.approx(6.0, rel=0.01)
-    assert all(time == pytest.approx(2.0, rel=0.01) for rank, time in enumerate(times) if rank != 2)
-
-
-@pytest.mark.sizes(4)
-def test_it_learns_where_one_rank_warms_up(ranks):
-    problem.learns(ranks, "strom", {"compression": COMPRESSIONS[-1]}, epochs=6)
 
 
 @each("graph", ["complete", "ring"])

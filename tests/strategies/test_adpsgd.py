@@ -41,8 +41,8 @@ def _mix(comm, steps, update=lambda: None, **options):
     return before, after, x, records
 
 
-def conserving(ranks, options, **simulation):
-    found = ranks(lambda comm: _mix(comm, 100, **options), **simulation)
+def conserving(ranks, mix, **simulation):
+    found = ranks(mix, **simulation)
     mean = sum(mixed.drawn(rank) for rank in range(len(found))) / len(found)
     values = torch.stack([x for _, _, x, _ in found])
     assert (values.mean(dim=0) - mean).abs().max() < 1e-13
@@ -56,7 +56,7 @@ def conserving(ranks, options, **simulation):
 @each("simulation", [SLOW, {"compute": Jitter(0.1, 0.5)}])
 @pytest.mark.sizes(4)
 def test_the_mean_is_conserved_to_rounding_and_ranks_agree_in_the_end(ranks, simulation):
-    conserving(ranks, {}, **simulation)
+    conserving(ranks, lambda comm: _mix(comm, 100), **simulation)
 
 
 @pytest.mark.sizes(4)
@@ -65,24 +65,19 @@ def test_other_graphs_without_odd_cycles(ranks, tmp_path_factory):
     path = tmp_path_factory.mktemp("graphs") / "path"
     path.write_text("".join(f"{a} {a + 1}\n" for a in range(ranks.size - 1)))
     for topology in ("ring", {"name": "graph", "path": str(path)}):
-        conserving(ranks, {"topology": topology})
+        conserving(ranks, lambda comm, chosen=topology: _mix(comm, 100, topology=chosen))
 
 
 @pytest.mark.mpi
 @pytest.mark.sizes(3)
 def test_the_mean_is_conserved_where_every_rank_is_on_a_node_of_its_own(ranks):
-    def body(comm):
+    def mix(comm):
         far = comm.apart("tcp")
         found = _mix(far, 60)
         far.close()
-        return found[:3]
+        return found
 
-    found = ranks(body)
-    mean = sum(mixed.drawn(rank) for rank in range(len(found))) / len(found)
-    values = torch.stack([x for _, _, x in found])
-    assert (values.mean(dim=0) - mean).abs().max() < 1e-13
-    assert all(torch.allclose(after, mean, rtol=0, atol=1e-13) for _, after, _ in found)
-    assert (values - values[0]).abs().max() < (values[0] - mixed.drawn(0)).abs().max()
+    conserving(ranks, mix)
 
 
 def test_a_pair_averages_before_the_update_at_the_gradient_of_before():

@@ -11,7 +11,6 @@ import torch
 from harness import loops
 from harness.cases import each
 from hpcdist.comm.virtual import Constant, Jitter, Network, Straggler, run_virtual
-from hpcdist.model.flat import FlatModel
 from strategies import problem, replicas
 
 pytestmark = pytest.mark.computes
@@ -38,30 +37,7 @@ def go(comm, options, optimizer="sgd", steps=12, after=lambda strategy: None):
     return records, params
 
 
-def snoo(optimizer, steps, period, rate, momentum):
-    """One worker's outer Nesterov steps along its displacements, in one process: torch's own optimisers."""
-    module = problem.model()
-    flat, local = FlatModel(module).params[0], problem.OPTIMIZERS[optimizer](module.parameters())
-    x = flat.clone()
-    outer = torch.optim.SGD([x], lr=rate, momentum=momentum, nesterov=True)
-    for step in range(steps):
-        local.zero_grad()
-        replicas.backward(module, 0, 1, step)
-        local.step()
-        if (step + 1) % period == 0:
-            x.grad = x - flat
-            outer.step()
-            flat.copy_(x)
-    return x
-
-
 # --- the rule ---------------------------------------------------------------------------------------------------------
-@each("optimizer", ["sgd", "adam"])
-@pytest.mark.sizes(2)
-def test_one_worker_takes_torchs_nesterov_steps_along_its_ways_to_the_bit(ranks, optimizer):
-    options = {"period": 3, "outer_lr": 0.6, "outer_momentum": 0.8, "every": 1}
-    (_, found), _ = ranks(lambda comm: go(comm, options, optimizer))
-    assert torch.equal(found, snoo(optimizer, 12, 3, 0.6, 0.8))
 
 
 @pytest.mark.sizes(3, 4)

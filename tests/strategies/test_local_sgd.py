@@ -144,6 +144,3 @@ def test_an_exchange_does_not_hold_up_the_step_that_begins_it(ranks):
     values = torch.stack(ranks(body), dim=1)
     expected = replicas.by_hand(values.shape[1], "sgd", 3, period=2, overlap=True)
     torch.testing.assert_close(values, expected, rtol=0, atol=1e-12)
-
-
-# --- settings ---------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ SLOW = {"network": Network(0.02, 800.0), "compute": Exponential(0.1)}
 
 
 @each("case", [("gossip_sync", {}, {}), ("local_sgd", {"period": 3}, {}), ("adpsgd", {}, {}), ("adpsgd", {}, SLOW)])
-@pytest.mark.sizes(2, 3, 7)
+@pytest.mark.sizes(3, 7)
 def test_the_mean_follows_the_mean_of_the_local_updates(ranks, case):
     """Ranks without samples in the last step of an epoch included: those do not move, but take part."""
     name, options, simulation = case

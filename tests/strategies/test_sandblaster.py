@@ -21,7 +21,6 @@ from hpcdist.comm.virtual import Constant, Straggler, run_virtual
 from hpcdist.errors import ConfigError, NonFiniteError, RankFailedError
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import load_summary
-from hpcdist.strategies.lbfgs.algorithm import Lbfgs
 from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.strategies.lbfgs.vectors import GRADIENT, KEPT, PAIRS
 from hpcdist.strategies.server.channel import PAUSE
@@ -411,41 +410,17 @@ def _run(comm, folder, *overrides, resume=None):
         (1, []),
         (5, ["strategy.servers=2"]),
         (4, ["strategy.overlap=0.25"]),
-        (2, ["batch_size=2000"]),
         (4, ["checkpoint.every_steps=3"]),  # the one checkpoint is of the end
     ],
     ids=str,
 )
 def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(tmp_path, size, settings):
     settings = ("checkpoint.every_steps=2", "checkpoint.keep=9", "batch_size=60", "epochs=1", *settings)
-    if "batch_size=2000" in settings:
-        settings = ("checkpoint.every_steps=3", "checkpoint.keep=9", "epochs=5", "batch_size=2000")
     whole = run_virtual(lambda comm: _run(comm, tmp_path / "whole", *settings), size)[0]
     first = min((tmp_path / "whole" / "run" / "checkpoints").iterdir())
     again = run_virtual(lambda comm: _run(comm, tmp_path / "again", *settings, resume=first), size)
     assert all(summary.sha256 == whole.sha256 for summary in again)
     assert again[0].metrics == whole.metrics and again[0].workers == whole.workers
-
-
-@pytest.mark.parametrize(("after", "added"), [(4, 1), (3, 0)])
-def test_a_pair_that_waits_for_its_y_is_dropped_where_fewer_or_more_samples_are_shared(
-    tmp_path, monkeypatch, after, added
-):
-    """Two workers of batches of 30 samples share 15 of them with the next batch; one worker shares 8."""
-    options = ("batch_size=30", "epochs=1", "strategy.overlap=0.25", "checkpoint.every_steps=2", "checkpoint.keep=9")
-    run_virtual(lambda comm: _run(comm, tmp_path / "before", *options), 4)
-    first = min((tmp_path / "before" / "run" / "checkpoints").iterdir())
-    pairs, real = [], Lbfgs._add_pair_on_overlap
-
-    def adding(algorithm, batch):
-        before = algorithm.state()["pairs"]
-        real(algorithm, batch)
-        pairs.append((before, algorithm.state()["pairs"]))
-
-    monkeypatch.setattr(Lbfgs, "_add_pair_on_overlap", adding)
-    run_virtual(lambda comm: _run(comm, tmp_path / "after", *options, resume=first), after)
-    (loaded, next_ones), *later = pairs
-    assert len(loaded) == 1 and len(next_ones) == 1 + added and len(later[-1][1]) > len(next_ones)
 
 
 @pytest.mark.parametrize(("before", "after"), [((1, 1), (4, 2)), ((5, 2), (3, 1))])

@@ -60,10 +60,10 @@ def test_what_is_sent_as_it_is_changes_nothing(case):
         assert a.staleness == b.staleness
 
 
-@EACH
-@each("compression", [DENSITY, "fp16"])
-def test_it_sends_less(name, compression):
+@each("case", [(name, (DENSITY, "fp16")[number % 2]) for number, name in enumerate(SERVED)])
+def test_it_sends_less(case):
     """Of a model of 7 kB, in one-sided calls of a few words beside the messages."""
+    name, compression = case
 
     def sent(options):
         def body(comm):

@@ -161,7 +161,7 @@ def test_one_verdict_for_all_ranks(write):
 AS_STARTED = """
 import json, os, sys
 found = {
-    "main": [__name__, __file__, sys.modules["__main__"].__dict__ is globals()],
+    "main": [__name__, globals().get("__file__"), sys.modules["__main__"].__dict__ is globals()],
     "words": [sys.argv, sys.orig_argv],
     "path": sys.path,
     "folder": os.getcwd(),
@@ -176,7 +176,7 @@ print("has torch" if "torch" in sys.modules else "lacks torch", file=sys.stderr)
 
 
 @needs_mpirun
-@each("command", [["it.py"], ["-m", "it"]])
+@each("command", [["it.py"], ["-m", "it"], ["-c", AS_STARTED]])
 def test_a_fork_finds_everything_as_a_process_of_its_own_does(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     Path("it.py").write_text(AS_STARTED)

@@ -49,16 +49,18 @@ def launch(
     timeout_s: float = 200.0,
     options: Sequence[str] = (),
     compiler: bool = False,
+    preloaded: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python *arguments` on `size` ranks, with further `options` of mpirun; stdout, stderr and the exit status.
 
-    Without `compiler` the job can't use torch's, and starts sooner.
+    Without `compiler` the job can't use torch's, and starts sooner. With `preloaded` it can, and its ranks are forks of
+    a process that has imported these modules: worth it where several jobs of a file use what takes seconds to import.
 
     Raises subprocess.TimeoutExpired, after ending the job, if it takes longer than `timeout_s`.
     """
     command = _command(size, arguments, options)
     with (
-        launch_environment(env, compiler) as environment,
+        launch_environment(env, compiler, preloaded) as environment,
         subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True, errors="replace") as job,
     ):
         try:
@@ -106,7 +108,9 @@ def _command(size: int, arguments: Sequence[str | Path], options: Sequence[str])
 
 
 @contextmanager
-def launch_environment(env: Mapping[str, str] | None, compiler: bool = False) -> Iterator[dict[str, str]]:
+def launch_environment(
+    env: Mapping[str, str] | None, compiler: bool = False, preloaded: tuple[str, ...] = ()
+) -> Iterator[dict[str, str]]:
     """With a folder for what mpirun keeps under its process id: what a killed one leaves stops a later one there."""
     with tempfile.TemporaryDirectory(prefix="mpirun-", ignore_cleanup_errors=True) as folder:
         given = {**unlaunched(os.environ), **SETTINGS, "PRTE_MCA_prte_tmpdir_base": folder, **(env or {})}
@@ -114,33 +118,38 @@ def launch_environment(env: Mapping[str, str] | None, compiler: bool = False) ->
             yield given
             return
         paths = [str(SITE), given.get("PYTHONPATH", "")]
-        with _served(Path(folder, "server")) as address:
-            yield {**given, "PYTHONPATH": os.pathsep.join(paths), "FORKSERVER": address}
+        with _served(Path(folder, "server"), preloaded) as address:
+            yield {**given, **_compiler(preloaded), "PYTHONPATH": os.pathsep.join(paths), "FORKSERVER": address}
 
 
 @contextmanager
-def _served(path: Path) -> Iterator[str]:
+def _served(path: Path, preloaded: tuple[str, ...]) -> Iterator[str]:
     """Serves a job at this address; in the end kills the ranks that are left."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
         listener.listen()
         lifeline, other_end = socket.socketpair()
         with other_end:
-            socket.send_fds(_forkserver(), [b"serve"], [listener.fileno(), other_end.fileno()])
+            socket.send_fds(_forkserver(preloaded), [b"serve"], [listener.fileno(), other_end.fileno()])
     with lifeline:
         yield str(path)
 
 
 @functools.cache
-def _forkserver() -> socket.socket:
+def _forkserver(preloaded: tuple[str, ...]) -> socket.socket:
     """Starts what serves all jobs of this process, and ends with it; what takes its requests."""
-    here = {**unlaunched(os.environ), **SETTINGS, "PYTHONPATH": os.pathsep.join([str(SITE), str(TESTS.parent)])}
+    here = {**unlaunched(os.environ), **SETTINGS, **_compiler(preloaded)}
+    here["PYTHONPATH"] = os.pathsep.join([str(SITE), str(TESTS.parent)])
     requests, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with other_end:
         given = other_end.fileno()
-        command = [sys.executable, SITE / "forkserver.py", str(given)]
+        command = [sys.executable, SITE / "forkserver.py", str(given), *preloaded]
         # In a session of its own: Ctrl-C is for the launchers of jobs.
         server = subprocess.Popen(command, env=here, pass_fds=[given], stdin=DEVNULL, start_new_session=True)
     atexit.register(server.wait)
     atexit.register(requests.close)  # first: then it ends
     return requests
+
+
+def _compiler(preloaded: tuple[str, ...]) -> dict[str, str]:
+    return {"TORCH_COMPILER": "used"} if preloaded else {}

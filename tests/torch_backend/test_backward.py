@@ -13,6 +13,7 @@ from harness.launch import IMPORTS, find_mpirun, launch
 
 pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
 SCRIPT = Path(__file__).with_name("backward.py")
+PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "hpcdist.session")
 SAYS = {
     "hangs": "rank 1: not in a call of hpcdist; at ",
     "stops": "rank 1: does not answer: it is stopped, by SIGSTOP or a debugger",
@@ -37,7 +38,7 @@ def cases():
 @pytest.mark.parametrize(("wrapped", "how", "tolerant"), list(cases()))
 def test_a_rank_that_fails_in_a_backward_pass_is_named_and_the_job_ends(wrapped, how, tolerant):
     start = time.monotonic()
-    options = {"options": ULFM * tolerant, "compiler": wrapped != "plain", "timeout_s": LIMIT_S}
+    options = {"options": ULFM * tolerant, "preloaded": PRELOADED * (wrapped != "plain"), "timeout_s": LIMIT_S}
     job = launch(2, [SCRIPT, wrapped, how], env=IMPORTS, **options)
     shown = job.stdout + job.stderr
     assert job.returncode not in (0, 139) and "Segmentation fault" not in shown, shown[-3000:]

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from comm.jobs_here import LIMIT_S, ROOT, clean_environment
-from harness.launch import IMPORTS, find_mpirun, launch
+from comm.jobs_here import LIMIT_S
+from harness.launch import IMPORTS, find_mpirun, launch, launch_environment
 
 pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
+PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "h5py", "pydantic")
 FEATURES = Path(__file__).with_name("features.py")
 
 
 def mpirun(size: int, *arguments: str | Path, compiler: bool = False) -> subprocess.CompletedProcess:
     """Run Python on ranks; `compiler`: with all of torch, which takes longer to import."""
-    return launch(size, arguments, env=IMPORTS, timeout_s=LIMIT_S, compiler=compiler)
+    return launch(size, arguments, env=IMPORTS, timeout_s=LIMIT_S, preloaded=PRELOADED * compiler)
 
 
 FOUR = ("tensor_parallel_on_a_mesh_of_two_dimensions", "post_local_sgd", "pipelining", "messages")
@@ -82,18 +83,14 @@ def test_under_torchrun_it_says_what_to_do():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", ALONE], stderr=subprocess.PIPE, text=True,
-            env=clean_environment(PYTHONPATH=str(ROOT), RANK=str(rank), **told),
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for rank in ranks:
-        _, shown = rank.communicate(timeout=LIMIT_S)
-        assert rank.returncode != 0
-        assert "must be the launcher's, 2 (torchrun, accelerate launch or their like); got 1" in shown
-        assert "hpcdist trains over MPI, which that launcher does not start. Type `mpirun -n 2 python " in shown
+    command, given = [sys.executable, "-c", ALONE], {"stderr": subprocess.PIPE, "text": True}
+    with launch_environment({**IMPORTS, **told}, preloaded=PRELOADED) as env:
+        ranks = [subprocess.Popen(command, **given, env={**env, "RANK": str(rank)}) for rank in range(2)]
+        for rank in ranks:
+            _, shown = rank.communicate(timeout=LIMIT_S)
+            assert rank.returncode != 0
+            assert "must be the launcher's, 2 (torchrun, accelerate launch or their like); got 1" in shown
+            assert "hpcdist trains over MPI, which that launcher does not start. Type `mpirun -n 2 python " in shown
 
 
 REFUSED = {

@@ -63,10 +63,11 @@ class Rank(NamedTuple):
 def main() -> Program:
     """Serves jobs until the process that launches them ends; returns in their ranks."""
     requests = socket.socket(fileno=int(sys.argv[1]))
-    for name in PRELOADED:
+    names = sys.argv[2:] or PRELOADED
+    for name in names:
         importlib.import_module(name)
     if "mpi4py.MPI" in sys.modules or len(os.listdir("/proc/self/task")) > 1:
-        raise RuntimeError(f"modules to import before a fork must start neither MPI nor threads; got {PRELOADED}")
+        raise RuntimeError(f"modules to import before a fork must start neither MPI nor threads; got {names}")
     gc.freeze()  # collections, and the end of an interpreter, leave alone what ranks share
     while True:
         message, sockets, *_ = socket.recv_fds(requests, 16, 2)
@@ -134,6 +135,10 @@ def run(program: Program) -> None:
         sys.path[:] = [program.folder, *program.path]
         sys.argv[:] = arguments
         runpy._run_module_as_main(arguments[0])
+    elif name == "-c":
+        sys.path[:] = ["", *program.path]
+        sys.argv[:] = ["-c", *arguments[1:]]
+        exec(compile(arguments[0], "<string>", "exec"), vars(script))
     else:
         file = Path(name).absolute()
         sys.path[:] = [str(file.parent), *program.path]

@@ -13,9 +13,9 @@ PASSED_ON = ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "CONT")
 
 
 def hand_over(address: str) -> None:
-    """Ends this process as the fork ends. Returns where it was started for neither a script nor a module."""
+    """Ends this process as the fork ends. Returns where it was started for neither a script nor a module or text."""
     first = sys.orig_argv[1]
-    if first.startswith("-") and first != "-m":
+    if first.startswith("-") and first not in ("-m", "-c"):
         return
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(address)

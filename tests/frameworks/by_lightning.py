@@ -3,7 +3,6 @@
 The strategy `plain` is Lightning's own: each rank trains by itself, on batches of all workers' samples.
 """
 
-# ruff: noqa: E402, what is imported on first use is seen before
 from __future__ import annotations
 
 import io
@@ -17,12 +16,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-
-import hpcdist.lightning
-
-LAZY = "lightning" not in sys.modules
-warnings.filterwarnings("ignore")
-
 import torchmetrics
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -32,8 +25,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hpcdist as hd
+import hpcdist.lightning
 from hpcdist.lightning import HpcdistEnvironment, HpcdistFabricStrategy, HpcdistStrategy
 
+warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 torch.manual_seed(0)
 X = torch.randn(76, 5, dtype=torch.float64)
@@ -236,19 +231,10 @@ def message(call):
     return "nothing"
 
 
-def refusals(strategy, folder):
-    torch.manual_seed(1)
-
-    def trained(train=TRAIN, **settings):
-        quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
-        validation = DataLoader(TensorDataset(X[:1], Y[:1]), 4)
-        Trainer(strategy=strategy(), accelerator="cpu", max_epochs=1, **quiet, **settings).fit(
-            Net(), DataLoader(train, 4), validation
-        )
-
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            yield from TRAIN
+def refusals(strategy):
+    def trained(devices):
+        few = DataLoader(TRAIN, 4), DataLoader(TensorDataset(X[:1], Y[:1]), 4)
+        fit(strategy(), data=lambda size: few, devices=devices)
 
     def stranger():
         made = Fabric(accelerator="cpu", devices=1, strategy=HpcdistFabricStrategy())
@@ -257,9 +243,8 @@ def refusals(strategy, folder):
 
     return {
         "portions": message(lambda: HpcdistStrategy("sandblaster")),
-        "devices": message(lambda: trained(devices=3)),
-        "samples": message(lambda: trained(devices=1)),
-        "stream": message(lambda: trained(Stream(), devices=1, num_sanity_val_steps=0)),
+        "devices": message(lambda: trained(3)),
+        "samples": message(lambda: trained(1)),
         "module": message(lambda: strategy().model_to_device()),
         "stranger": message(stranger),
         "name": message(lambda: hpcdist.lightning.strategy),
@@ -305,7 +290,6 @@ CASES = {
     "mixed": mixed,
     "evaluates": lambda strategy, folder: evaluates(strategy()),
     "page": page,
-    "refusals": refusals,
     "environment": environment,
 }
 OPTIONS = {"local_sgd": {"period": 2}, "softsync": {"splits": 1}}
@@ -317,7 +301,6 @@ def patience():
 
 def main(folder, *given):
     hd.init(deadline_s=30)
-    print(json.dumps([hd.rank(), "import", {"lazy": LAZY}]), flush=True)
     for each in given:
         name, case = each.split(":")
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 import torchmetrics
-from by_lightning import CASES, TRAIN, VALIDATION, Net, fit, loaders, main, message, values
+from by_lightning import CASES, TRAIN, VALIDATION, Net, fit, loaders, main, message, refusals, values
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -213,12 +213,12 @@ def fabric(strategy, folder, make):
     return found
 
 
-def refusals(strategy, folder):
+def refused(strategy, folder):
     def trained(train, make=Net):
         return message(lambda: fit(strategy(), make, data=lambda size: (train(size),)))
 
     uneven = Batches(TRAIN[4 * i : 4 * i + 4] for i in range(2 + hd.rank()))
-    return {
+    return refusals(strategy) | {
         "stream": trained(lambda size: hd.shard(DataLoader(Stream(TRAIN), size))),
         "uneven": trained(lambda size: hd.shard(uneven, split=False)),
         "weights": trained(lambda size: two(size, drop_last=False)[0], Two),
@@ -276,7 +276,7 @@ CASES.update(
     fabric_drops=on_fabric(partial(first, 52, drop_last=True)),
     fabric_batches=on_fabric(batched),
     fabric_streams=on_fabric(lambda size: DataLoader(Stream(TRAIN), size)),
-    refused=refusals,
+    refused=refused,
 )
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is inst
 
 PAGE = Path(__file__).parents[2] / "docs" / "accelerate.md"
 (SCRIPT,) = (block.code for block in pages.blocks(PAGE.read_text()) if block.language == "python")
+PRELOADED = ("torch._dynamo", "accelerate")
 FLOAT64 = "import torch\ntorch.set_default_dtype(torch.float64)\n"
 
 
 def trained(folder, size, script=SCRIPT):
     folder.mkdir()
-    job = run(folder, FLOAT64 + f"import os\nos.chdir({str(folder)!r})\n" + script, size, compiler=True)
+    job = run(folder, FLOAT64 + f"import os\nos.chdir({str(folder)!r})\n" + script, size, preloaded=PRELOADED)
     assert job.returncode == 0, job.stderr
     return torch.load(folder / "model.pt"), job.stdout
 
@@ -48,7 +49,7 @@ def test_a_model_that_accelerate_wraps_is_refused_by_name(tmp_path):
     script = "".join(line for line in SCRIPT.splitlines(True) if "prepare_model" not in line)
     three, four = "optimizer, schedule, test_loader", "model, optimizer, schedule, test_loader"
     script = script.replace(f"{three} = accelerator.prepare({three})", f"{four} = accelerator.prepare({four})")
-    job = run(tmp_path, script, 2, compiler=True)
+    job = run(tmp_path, script, 2, preloaded=PRELOADED)
     assert job.returncode != 0
     assert "model must not be wrapped in DistributedDataParallel" in job.stderr
     assert "accelerator.prepare_model(model, evaluation_mode=True)" in job.stderr

@@ -50,8 +50,8 @@ def compared():
     yield "hardsync", figures(trained("hardsync", 6, "hardsync", **CASES["accumulated"], **each_step))
 
 
-def interrupted(name, strategy, batch=4):
-    """Evaluate and save within epochs; go on from there, in the middle of the first epoch and at its end."""
+def interrupted(name, strategy, batch, steps):
+    """Evaluate and save within epochs; go on from steps in the middle of the first epoch, and at its end."""
     often = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "dropout": 0.1}
     whole = trained(name, batch, strategy, save_steps=1, **often)
     last = Trainer(make(), arguments(folder / name, batch), strategy=strategy)  # which the main process has saved
@@ -59,11 +59,11 @@ def interrupted(name, strategy, batch=4):
     found = {"whole": parameters(whole.model), "saved": parameters(last.model), "main": whole.is_world_process_zero()}
     evaluated = [each for each in whole.state.log_history if "eval_loss" in each]
     found["evaluated"] = [(each["step"], each["eval_order"]) for each in evaluated]
-    for step in (3, whole.state.max_steps // 2):
-        resumed = trained(
-            f"{name}-{step}", batch, strategy, resume=str(folder / name / f"checkpoint-{step}"), save_steps=100, **often
-        )
-        found[f"resumed at {step}"] = parameters(resumed.model)
+    found["resumed"] = []
+    for step in steps:
+        checkpoint = str(folder / name / f"checkpoint-{step}")
+        resumed = trained(f"{name}-{step}", batch, strategy, resume=checkpoint, save_steps=100, **often)
+        found["resumed"].append(parameters(resumed.model))
     return found
 
 
@@ -102,11 +102,14 @@ def main():
     for name, value in compared():
         results[name] = value
     page(folder)
-    for name, strategy in {
-        "allreduce": "allreduce", "gossip_pull": "gossip_pull", "local_sgd": {"name": "local_sgd", "period": 2}
-    }.items():  # fmt: skip
-        results[f"interrupted {name}"] = interrupted(f"interrupted-{name}", strategy)
-    results["interrupted softsync"] = interrupted("interrupted-softsync", {"name": "softsync", "splits": 2}, 6)
+    for name, options, batch, steps in (
+        ("allreduce", {}, 4, (3, 4)),
+        ("gossip_pull", {}, 4, (3,)),
+        ("local_sgd", {"period": 2}, 4, (3, 4)),
+        ("softsync", {"splits": 2}, 6, (3,)),
+    ):
+        strategy = {"name": name, **options}
+        results[f"interrupted {name}"] = interrupted(f"interrupted-{name}", strategy, batch, steps)
     stream = trained("stream", 4, data=Stream(), max_steps=4)
     results["stream"] = [stream.state.global_step, len(parameters(stream.model))]
     results["refused"] = {}

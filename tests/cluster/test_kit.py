@@ -31,12 +31,6 @@ def test_each_node_is_a_host_of_its_own(cluster, workdir):
     assert own == ["/dev/shm/of-n3", "/tmp/of-n3"]
 
 
-def test_commands_keep_their_folder_environment_and_status(cluster, workdir):
-    script = "pwd; echo $WORD; hostname; exit 7"
-    done = cluster.run("sh", "-c", script, on="n3", cwd=workdir, env={"WORD": "a b"}, check=False)
-    assert (done.stdout.splitlines(), done.returncode) == ([str(workdir), "a b", "n3"], 7)
-
-
 def test_gpus_are_dealt_out(cluster, workdir):
     command = ["srun", "-N2", "--ntasks-per-node=2", "--gpus-per-task=1", "sh", "-c"]
     found = cluster.run(*command, "echo $SLURM_NODEID $SLURM_LOCALID $CUDA_VISIBLE_DEVICES", cwd=workdir).stdout

@@ -206,31 +206,28 @@ with contextlib.suppress(RuntimeError):
 works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(1 - rank)]
 dist.destroy_process_group()
 """
-NEVER_MADE = {
+START = "import hpcdist, hpcdist.torch_backend, torch.distributed as dist\n"
+NO_NUMBERS = "another number from 0 to 1 on each rank; got 0, 0 on"
+ENDS = {  # on how many ranks, the script, what is said
     "groups in another order": (
-        "[dist.new_group(ranks) for ranks in ([[0, 1], [0, 1, 2]] if rank else [[0, 1, 2], [0, 1]])]",
+        3,
+        MEETING + "[dist.new_group(ranks) for ranks in ([[0, 1], [0, 1, 2]] if rank else [[0, 1, 2], [0, 1]])]",
         "for every rank in the start of a group of ranks 0, 1,",  # one of either group may be the first to say so
     ),
-    "a group that one rank does not make": ("rank and dist.new_group([0, 1, 2])", "rank 0: in exit on world"),
-    "a call that was begun and never waited for": (LEFT_OVER, "rank 1 to come to the collective call"),
-}
+    "a group that one rank does not make": (
+        3, MEETING + "rank and dist.new_group([0, 1, 2])", "rank 0: in exit on world",
+    ),
+    "a call that was begun and never waited for": (2, MEETING + LEFT_OVER, "rank 1 to come to the collective call"),
+    "ranks that are known": (
+        2, START + "hpcdist.init(); dist.init_process_group('hpcdist')", "hpcdist.init() has made the ranks known",
+    ),
+    "one number twice": (2, START + "dist.init_process_group('hpcdist', rank=0, world_size=2)", NO_NUMBERS),
+    "one number twice, on gloo": (2, START + "dist.init_process_group('gloo', rank=0, world_size=2)", NO_NUMBERS),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("what", NEVER_MADE)
-def test_what_other_ranks_never_do_is_named_at_the_deadline(what):
-    line, text = NEVER_MADE[what]
-    job = mpirun(2 if line is LEFT_OVER else 3, "-c", MEETING + line)
-    assert job.returncode != 0 and text in job.stderr, job.stderr
-
-
-ASKED = {
-    "hpcdist.init(); dist.init_process_group('hpcdist')": "hpcdist.init() has made the ranks known",
-    "dist.init_process_group('hpcdist', rank=0, world_size=2)": "another number from 0 to 1 on each rank; got 0, 0 on",
-    "dist.init_process_group('gloo', rank=0, world_size=2)": "another number from 0 to 1 on each rank; got 0, 0 on",
-}
-
-
-@pytest.mark.parametrize("line", ASKED)
-def test_a_start_that_contradicts_the_ranks_is_refused(line):
-    job = mpirun(2, "-c", f"import hpcdist, hpcdist.torch_backend, torch.distributed as dist; {line}")
-    assert job.returncode != 0 and ASKED[line] in job.stderr, job.stderr
+@pytest.mark.parametrize("what", ENDS)
+def test_a_start_that_contradicts_the_ranks_and_what_others_never_do_end_the_job(what):
+    size, text, said = ENDS[what]
+    job = mpirun(size, "-c", text)
+    assert job.returncode != 0 and said in job.stderr, job.stderr

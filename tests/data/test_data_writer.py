@@ -39,14 +39,8 @@ def test_blocks_of_any_length(tmp_path_factory, lengths, chunk_samples, compress
     x, y = np.random.default_rng(0).normal(size=(n, 3, 2)), np.arange(n) % 3
     ends = np.cumsum(lengths)[:-1]
     blocks = zip(np.split(x, ends), np.split(y, ends))
-    path = create(
-        tmp_path_factory.mktemp("blocks") / "a.h5",
-        {"train": Split(n, blocks)},
-        task="classification",
-        classes=CLASSES,
-        chunk_samples=chunk_samples,
-        compression=compression,
-    )
+    options = {"task": "classification", "classes": CLASSES, "chunk_samples": chunk_samples, "compression": compression}
+    path = create(tmp_path_factory.mktemp("blocks") / "a.h5", {"train": Split(n, blocks)}, **options)
     with HDF5Dataset(path) as dataset:
         assert len(dataset) == n and dataset.mapped == (compression is None)
         read_x, read_y = dataset.batch(np.arange(n))

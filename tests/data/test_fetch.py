@@ -134,6 +134,11 @@ def test_each_place_says_why_it_has_none(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None, reason="needs Debian's tools")
 def test_a_package_that_is_not_there(monkeypatch, tmp_path):
+    settings = tmp_path / "apt.conf"  # without the lists of all packages, which take it seconds to read
+    settings.write_text(f'Dir::State::Lists "{tmp_path}/lists"; Dir::Cache "{tmp_path}/cache";\n')
+    for name in ("lists", "cache"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("APT_CONFIG", str(settings))
     release = fetch.Release("Tiny", "mnist", SHA, (), "no-such-package-here", tmp_path / "installed")
     monkeypatch.setattr(fetch, "RELEASES", {"tiny": release})
     with pytest.raises(DataError, match="Debian's package no-such-package-here: apt-get: E: .*no-such-package-here"):

@@ -212,12 +212,10 @@ def test_truncated_numpy_files(tmp_path, suffix, kept):
 
 
 def test_numpy_files_are_known_by_their_contents(tmp_path):
-    np.save(tmp_path / "a.npy", VALUES)
-    np.savez(tmp_path / "b.npz", VALUES)
-    (tmp_path / "a.npy").rename(tmp_path / "a.npz")
-    (tmp_path / "b.npz").rename(tmp_path / "b.npy")
-    for source in ("a.npz", "b.npy"):
-        assert len(everything(convert(tmp_path / source, tmp_path / "a.h5"))[0]) == 40
+    for write, made, name in ((np.save, "a.npy", "a.npz"), (np.savez, "b.npz", "b.npy")):
+        write(tmp_path / made, VALUES)
+        (tmp_path / made).rename(tmp_path / name)
+        assert len(everything(convert(tmp_path / name, tmp_path / "a.h5"))[0]) == 40
 
 
 def test_other_files(tmp_path):
@@ -247,11 +245,7 @@ LABELLED = {"x": VALUES, "y": np.arange(50) % 2}
         ({}, {"delimiter": ""}, "delimiter must be one character, such as ',' or ';'; got ''."),
         ({}, {"test_fraction": 1}, "test_fraction must be at least 0 and below 1; got 1."),
         (LABELLED, {"task": "classification", "standardise": "all"}, "must be none or features for .*; got all."),
-        (
-            {"x": VALUES, "y": VALUES},
-            {"target": "x0"},
-            "target must be left out where .* has arrays x and y; got",
-        ),
+        ({"x": VALUES, "y": VALUES}, {"target": "x0"}, "target must be left out where .* has arrays x and y; got"),
     ],
 )
 def test_bad_options(csv, tmp_path, case):

@@ -80,13 +80,6 @@ def test_another_number_of_ranks_is_told_once():
     assert total[2].startswith("1 error, 0 warnings, ") and total[2].endswith("exit status 1")
 
 
-# --- wrong options ----------------------------------------------------------------------------------------------------
-def test_as_many_to_spare_as_there_are_is_refused():
-    job = doctor(1, "--spare", "1", *PATIENT)
-    assert job.returncode != 0 and job.stdout == ""
-    assert "hpcdist: error: spare must be at least 0 and below the number of nodes, 1; got 1.\n" in job.stderr
-
-
 def test_files_are_written_with_what_is_known_before_mpi_starts_or_refused():
     report = Report(ExaminationOptions(json_path=Path("nowhere") / "told.json"), speaks=True)
     with pytest.raises(ConfigError, match="told.json must be a file that can be written; got No such file"):

@@ -168,12 +168,9 @@ def test_a_slow_link_is_named_with_both_ends():
     assert slow.text.startswith("the link n2-n3 is slow, but not those to their other neighbours: 40 µs, 80 Mbit/s")
 
 
-def test_two_nodes_have_nothing_to_compare_with():
+def test_two_nodes_have_nothing_to_compare_with_and_one_has_no_links():
     (fine,) = say([FAST], Nodes(("n1", "n2"), (0, 1)))
     assert fine.status == OK and "n1-n2 30 µs, 8.0 Gbit/s: two nodes have nothing to compare with" in fine.text
-
-
-def test_one_node_has_no_links():
     (fine,) = judge({"links": [], "networks": {"n1": ETH}}, Nodes(("n1",), (0, 0)), Requirements())
     assert (fine.status, fine.text) == (OK, "one node (n1): no links to measure")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from comm.jobs_here import python_alone
 from hpcdist.comm.external import horovod as hvd
 from hpcdist.comm.mpi.library import loaded
 from hpcdist.errors import BuildError, ConfigError
@@ -350,8 +351,7 @@ def test_a_new_job_does_not_take_itself_for_a_rank_of_this_one_and_finds_this_en
 # --- the command ------------------------------------------------------------------------------------------------------
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_the_command_tells_what_is_lacking(tmp_path):
-    command = [sys.executable, "-m", "hpcdist", "horovod", "build", "--gpu", "nccl", "--cache", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = python_alone(tmp_path, "-m", "hpcdist", "horovod", "build", "--gpu", "nccl", "--cache", tmp_path)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("hpcdist: error: ") and "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []

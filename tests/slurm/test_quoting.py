@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -197,12 +194,3 @@ def test_a_module_of_the_right_name_is_sourced_from_here_not_from_path(bash):
     (bash.folder / "site.sh").write_text("echo here\n")
     (bash.folder / "bin" / "site.sh").write_text("echo elsewhere\n")
     assert bash.run(script(Site(source=["site.sh"])))[1] == "here\n"
-
-
-def test_the_stand_ins_see_what_bash_makes_of_words(bash):
-    """Of the test itself: a wrong quotation would be noticed."""
-    found = script(job=None, command=["a b"])
-    assert shlex.quote("a b") in found.text
-    broken = Script(tuple(type(line)(line.text.replace("'a b'", "a b"), "") for line in found.lines), True)
-    bash.run(broken)
-    assert payload(bash.launched()[0]) == ["a", "b"] and os.path.exists(bash.calls_file)

@@ -66,7 +66,6 @@ def ends(tmp_path, strategy, text, size):
         ("hardsync", 3, HELD, REQUEST, SCRIPT_ENDS),
         ("hardsync", 3, WEIGHS, REQUEST, r"  rank 2: in allreduce .*: optimizer.weigh\("),
         pytest.param("hardsync colocated", 3, HELD, EITHER, SCRIPT_ENDS, marks=pytest.mark.extended),
-        pytest.param("gossip_pull", 3, EXIT, ALL + "gather", SCRIPT_ENDS, marks=pytest.mark.extended),
     ],
 )
 def test_both_places_are_named(tmp_path, strategy, size, text, waits, missing):

@@ -66,6 +66,7 @@ CONTRACTS = dict.fromkeys(
     # What several words say together; strategies of hpcdist are tried in test_habits.py.
     + [strategies.load(name).contract for name in ("allreduce", "hardsync", "easgd", "sgp", "sandblaster")]
 )
+ONE_WORD = sum(map(len, WORDS.values())) - len(WORDS)  # contracts that differ from FREE in one word; they come first
 
 
 def test_every_word_of_the_contract_is_explained():
@@ -109,11 +110,14 @@ def _rules(name: str) -> list[str]:
 
 @each("name", LOOPS)
 def test_a_strategy_in_a_file_is_guarded_by_its_contract_alone(tmp_path, name):
-    """Refused by the rule's message where the table says so, for every contract; else the loop runs to its end."""
+    """Refused by the rule's message where the table says so, for every contract; else the loop runs to its end.
+
+    Of contracts that differ in one word from one that allows the loop, and allow it, every third one.
+    """
     for number, contract in enumerate(CONTRACTS):
-        if contract.batch == "portions":
-            continue
         refused = [rule for rule in _rules(name) if refuses(rule, contract, 2)]
+        if contract.batch == "portions" or (not refused and 0 < number <= ONE_WORD and (number + len(name)) % 3):
+            continue
         told = _run(tmp_path / f"mine{number}.py", contract, name)
         pattern = HABITS[name].refusal("Mine", contract, 2)
         if refused:

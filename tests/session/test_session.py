@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,6 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import hpcdist as hd
+from comm.jobs_here import python_alone, write
 from harness.cases import each
 from hpcdist.comm.launch import check_world, contradiction, declared_size, unlaunched
 from hpcdist.comm.virtual import run_virtual
@@ -277,31 +275,33 @@ def test_variables_of_torchrun_count_together_and_where_mpi_has_no_ranks():
     assert unlaunched(TORCHRUN | {"RANKS": "4", "MASTER_ADDR": "here"}) == {"RANKS": "4"}
 
 
-def test_torchrun_is_refused_with_the_line_to_type(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("import hpcdist as hd\nhd.init()\nprint('joined', hd.size())\n")
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), "--epochs", "3"]
-    done = subprocess.run(words, env=unlaunched(os.environ), capture_output=True, text=True, timeout=120)
+def test_before_init_processes_of_multiprocessing_and_torchrun(tmp_path):
+    """These processes are no ranks of one job, which a warning says, or an error with the line to type."""
+    script = write(
+        tmp_path,
+        """
+        import multiprocessing, os
+        import hpcdist as hd
+        from hpcdist.errors import ConfigError
+
+        def train():
+            hd.init()
+            print("trained", hd.size(), flush=True)
+
+        process = multiprocessing.get_context("fork").Process(target=train)
+        process.start()
+        process.join()
+        try:
+            hd.rank()
+        except ConfigError as error:
+            print(error, flush=True)
+        os.environ |= {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+        hd.init()
+        print("joined")
+        """,
+    )
+    done = python_alone(tmp_path, script, "--epochs", "3")
+    assert "trained 1" in done.stdout and "found one rank in ForkProcess-" in done.stderr
+    assert "hpcdist.init() must be called before this" in done.stdout
     assert done.returncode != 0 and "joined" not in done.stdout
     assert f"Type `mpirun -n 2 python {script} --epochs 3`" in done.stderr
-
-
-def test_before_init_there_is_a_message_and_processes_of_multiprocessing_are_no_ranks(tmp_path):
-    script = tmp_path / "spawn.py"
-    script.write_text("""
-import torch.multiprocessing as mp, hpcdist as hd
-
-def train(number):
-    hd.init()
-    print('trained', hd.size())
-
-if __name__ == '__main__':
-    mp.spawn(train, nprocs=2)
-    hd.rank()
-""")
-    done = subprocess.run(
-        [sys.executable, script], env=unlaunched(os.environ), capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.count("trained 1") == 2
-    assert done.stderr.count("found one rank in SpawnProcess-") == 2
-    assert done.returncode == 1 and "hpcdist.init() must be called before this" in done.stderr

@@ -22,6 +22,16 @@ class Outcome(NamedTuple):
     grads: dict[str, Tensor | None]
 
 
+def linear(a: int = 4, b: int = 4) -> nn.Linear:
+    return nn.Linear(a, b, dtype=torch.float64)
+
+
+def samples(count: int = 6, inputs: int = 4, targets: int = 4, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Inputs and targets."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(count, n, generator=generator, dtype=torch.float64).to(dtype) for n in (inputs, targets)]
+
+
 def make_pipeline(comm: Communicator, make: Any, loss: Callable, **options: Any) -> Pipeline:
     """Collective. A pipeline on all ranks, built after the seed."""
     from hpcdist.parallel.grid import Grid

@@ -1,4 +1,4 @@
-"""Bubbles measured on the virtual clock are those of the papers, and of the simulation of tables."""
+"""Steps on the virtual clock take as long as simulations of tables say, whose bubbles are those of the papers."""
 
 from __future__ import annotations
 
@@ -42,15 +42,6 @@ def predicted_s(schedule: str, ranks: int, micro_batches: int, chunks=1, message
     seconds = {kind: third / 3 * STEP_S / ranks / chunks / micro_batches for kind, third in thirds.items()}
     table = schedules.make(schedule, ranks, micro_batches, chunks)
     return schedules.simulate(table, seconds, lambda operation: message_s).makespan_s
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
-@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (2, 4), (3, 7), (4, 8)])
-def test_the_measured_bubble_is_the_formula_s(schedule, stages, micro_batches):
-    """With a network that is neither endless nor in the way."""
-    network = Network(1e-4 * STEP_S, 1e8 / STEP_S)
-    bubble = 1 - STEP_S / stages / step_s(schedule, stages, micro_batches, network=network)
-    assert bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1), rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -109,14 +109,21 @@ def close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 # --- equal to one process ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "share, clip_norm, overlap", [(halved, None, "on"), (parallel, 0.2, "off"), (replicated, 0.2, "on")]
+    "share, clip_norm, passes, overlap",
+    [(halved, None, 2, "auto"), (halved, None, 1, "on"), (parallel, 0.2, 1, "off"), (replicated, 0.2, 1, "on")],
 )
-def test_training_equals_one_process(ranks, share, clip_norm, overlap):
+def test_training_equals_one_process(ranks, share, clip_norm, passes, overlap):
+    """By one backward pass a step, or by several that add up."""
+
     def body(comm):
         with session(comm):
-            training = Training(comm, share, "allreduce", clip_norm=clip_norm, overlap=overlap)
+            options = {"clip_norm": clip_norm, "overlap": overlap, "accumulation": passes}
+            training = Training(comm, share, "allreduce", **options)
             for step in range(STEPS):
-                training.step(step)
+                training.optimizer.zero_grad()
+                for _ in range(passes):
+                    training.backward(step, 1 / passes)
+                training.optimizer.step()
                 if step == 2:  # a forward pass that no backward pass follows leaves nothing old behind
                     with torch.no_grad():
                         training.model(batch(step)[0][:2])
@@ -126,20 +133,6 @@ def test_training_equals_one_process(ranks, share, clip_norm, overlap):
             flat = training.optimizer.strategy.model.params[0]
             locals_ = [p._local_tensor if isinstance(p, DTensor) else p for p in training.model.parameters()]
             assert {p.untyped_storage().data_ptr() for p in locals_} == {flat.untyped_storage().data_ptr()}
-
-    ranks(body)
-
-
-def test_gradients_of_several_passes_add_up(ranks):
-    def body(comm):
-        with session(comm):
-            training = Training(comm, halved, "allreduce", accumulation=2)
-            for step in range(STEPS):
-                training.optimizer.zero_grad()
-                training.backward(step, 0.25)
-                training.backward(step, 0.75)
-                training.optimizer.step()
-            assert close(training.values(), alone())
 
     ranks(body)
 

@@ -7,21 +7,12 @@ import torch
 from torch import nn
 
 from harness.cases import each
-from harness.pipelines import SEED, assert_close, make_pipeline, merged, piped, whole
+from harness.pipelines import SEED, assert_close, linear, make_pipeline, merged, piped, samples, whole
 from hpcdist.parallel import Chain
 from hpcdist.parallel.layers import build
 
 loss_of = nn.functional.mse_loss
 pytestmark = pytest.mark.computes
-
-
-def linear(width=4):
-    return nn.Linear(width, width, dtype=torch.float64)
-
-
-def samples():
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(6, 4, generator=generator, dtype=torch.float64) for _ in range(2)]
 
 
 # --- forms of a model -------------------------------------------------------------------------------------------------

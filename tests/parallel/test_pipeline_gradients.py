@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.pipelines import assert_close, make_pipeline, merged, outcome, piped, same, whole
+from harness.pipelines import assert_close, make_pipeline, merged, outcome, piped, same, samples, whole
 
 COURSES = [
     ("gpipe", 1),
@@ -30,16 +30,11 @@ def make(dtype=torch.float64):
     return nn.Sequential(*layers, nn.LayerNorm(4, dtype=dtype), nn.Linear(4, 3, dtype=dtype))
 
 
-def samples(count, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(1)
-    return (torch.randn(count, n, generator=generator, dtype=torch.float64).to(dtype) for n in (5, 3))
-
-
-@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("schedule, chunks", COURSES)
 def test_they_are_those_of_the_unsplit_model(ranks, schedule, chunks):
     """Batches of 7 samples: micro-batches that differ in length, and fewer of them than ranks, recomputed or not."""
-    x, y = samples(7)
+    x, y = samples(7, 5, 3)
 
     def body(comm):
         return [
@@ -56,7 +51,7 @@ def test_they_are_those_of_the_unsplit_model(ranks, schedule, chunks):
 @pytest.mark.sizes(2, 4)
 def test_every_schedule_ends_on_the_same_bits_also_in_single_precision(ranks):
     """Micro-batches are added in the same order, so that it does not matter which schedule was chosen."""
-    x, y = samples(7, torch.float32)
+    x, y = samples(7, 5, 3, torch.float32)
 
     def body(comm):
         found = []
@@ -78,7 +73,7 @@ def test_every_schedule_ends_on_the_same_bits_also_in_single_precision(ranks):
 @pytest.mark.sizes(1, 3)
 def test_they_add_up_until_they_are_set_to_zero_and_batches_may_differ_in_length(ranks):
     """Several batches make one update. The last one of an epoch is smaller, down to one sample; then all come again."""
-    x, y = samples(8)
+    x, y = samples(8, 5, 3)
     lengths = [8, 3, 1, 8, 3]
 
     def body(comm):
@@ -100,7 +95,7 @@ def test_they_add_up_until_they_are_set_to_zero_and_batches_may_differ_in_length
 @pytest.mark.sizes(1, 3)
 def test_outputs_are_those_of_the_unsplit_model(ranks):
     """Where the last stage is; and outside of training nothing is kept."""
-    x, _ = samples(7)
+    x, _ = samples(7, 5, 3)
 
     def body(comm):
         pipeline = make_pipeline(comm, make, loss_of, micro_batches=3, schedule="interleaved", chunks=2).eval()
@@ -122,7 +117,7 @@ def test_outputs_are_those_of_the_unsplit_model(ranks):
 @pytest.mark.sizes(2)
 def test_messages_may_go_on_while_ranks_compute(ranks):
     """Where stages are on several nodes, and the library moves messages only while it is called."""
-    x, y = samples(4)
+    x, y = samples(4, 5, 3)
 
     def body(comm):
         pipeline, entered = make_pipeline(comm, make, loss_of), []

@@ -8,23 +8,14 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from harness.cases import each
-from harness.pipelines import assert_close, make_pipeline, merged, outcome, piped, whole
+from harness.pipelines import assert_close, linear, make_pipeline, merged, outcome, piped, samples, whole
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError
 from hpcdist.parallel import Chain
 
 loss_of = nn.functional.mse_loss
-pytestmark = [pytest.mark.computes, pytest.mark.sizes(2, 4)]
+pytestmark = [pytest.mark.computes, pytest.mark.sizes(3)]
 WAYS = [("gpipe", False), ("one_f_one_b", True), ("zero_bubble", False), ("zero_bubble", True)]
-
-
-def linear(a, b, **options):
-    return nn.Linear(a, b, dtype=torch.float64, **options)
-
-
-def samples(count=6, width=4):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(count, width, generator=generator, dtype=torch.float64) for _ in range(2)]
 
 
 def check_against_whole(ranks, make, x, y, loss=loss_of, **options):
@@ -62,13 +53,13 @@ class Flat(nn.Module):
 
 # --- what goes across -------------------------------------------------------------------------------------------------
 def test_skip_connections_are_carried_past_stages(ranks):
-    layers = [linear(4, 4), Fork(), linear(4, 4), Flat(torch.tanh), Fork(), linear(4, 4), Join(), linear(4, 4), Join()]
+    layers = [linear(), Fork(), linear(), Flat(torch.tanh), Fork(), linear(), Join(), linear(), Join()]
     check_against_whole(ranks, lambda: Chain(layer_copies(layers)), *samples())
 
 
 def layer_copies(layers):
     """New modules of the same kinds, whose values the random state gives."""
-    return [linear(4, 4) if isinstance(layer, nn.Linear) else layer for layer in layers]
+    return [linear() if isinstance(layer, nn.Linear) else layer for layer in layers]
 
 
 class Tied(nn.Linear):
@@ -80,8 +71,8 @@ class Tied(nn.Linear):
 
 
 def tied():
-    first = linear(4, 4)
-    return nn.Sequential(first, nn.Tanh(), linear(4, 4), nn.Tanh(), linear(4, 4), Tied(first))
+    first = linear()
+    return nn.Sequential(first, nn.Tanh(), linear(), nn.Tanh(), linear(), Tied(first))
 
 
 def test_gradients_of_weights_that_stages_share_are_summed(ranks):
@@ -147,22 +138,18 @@ class Packed(nn.Module):
 
 def repeated(*kinds):
     """A model that has the same layer wherever a kind is None."""
-    layer = linear(4, 4)
+    layer = linear()
     return nn.Sequential(*(layer if kind is None else kind() for kind in kinds))
 
 
-def plain():
-    return linear(4, 4)
-
-
 AT_SEVERAL_PLACES = {  # how the model is made, and the layers of each stage
-    "with a layer between": (lambda: repeated(plain, plain, None, plain, None), (2, 3)),
-    "three times": (lambda: repeated(plain, None, plain, None, nn.Tanh, plain, None), (1, 6)),
-    "one after the other": (lambda: repeated(plain, None, None), (1, 2)),
-    "in both stages": (lambda: repeated(None, plain, None, plain, None), (1, 4)),
-    "with others": (lambda: repeated(plain, Offsets), (1, 1)),
-    "as a recurrence": (lambda: repeated(plain, Recurrent), (1, 1)),
-    "side by side": (lambda: repeated(plain, Packed), (1, 1)),
+    "with a layer between": (lambda: repeated(linear, linear, None, linear, None), (2, 3)),
+    "three times": (lambda: repeated(linear, None, linear, None, nn.Tanh, linear, None), (1, 6)),
+    "one after the other": (lambda: repeated(linear, None, None), (1, 2)),
+    "in both stages": (lambda: repeated(None, linear, None, linear, None), (1, 4)),
+    "with others": (lambda: repeated(linear, Offsets), (1, 1)),
+    "as a recurrence": (lambda: repeated(linear, Recurrent), (1, 1)),
+    "side by side": (lambda: repeated(linear, Packed), (1, 1)),
 }
 
 
@@ -187,9 +174,7 @@ def test_layers_may_be_frozen_or_have_no_parameters(ranks):
     """Stages before the first weight that is trained get no gradients, and wait for none."""
 
     def make():
-        return nn.Sequential(
-            nn.Tanh(), *frozen(linear(4, 4)), linear(4, 4), nn.Tanh(), *frozen(linear(4, 4)), nn.Tanh()
-        )
+        return nn.Sequential(nn.Tanh(), *frozen(linear()), linear(), nn.Tanh(), *frozen(linear()), nn.Tanh())
 
     first = [1] * (ranks.size - 1)
     check_against_whole(ranks, make, *samples(), cut=[*first, 6 - len(first)])
@@ -201,7 +186,7 @@ class Unused(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.used, self.other = linear(4, 4), linear(4, 4)
+        self.used, self.other = linear(), linear()
 
     def forward(self, x):
         return self.used(x), self.other(x), x.detach() + 1
@@ -215,7 +200,7 @@ class First(nn.Module):
 def test_outputs_may_stay_unused(ranks):
     """Weights that only they depend on get the gradient 0, as a stage can't know what the next ones use, or none."""
     x, y = samples()
-    make = lambda: Chain([linear(4, 4), Unused(), Flat(torch.tanh), linear(4, 4), First(), linear(4, 4)])  # noqa: E731
+    make = lambda: Chain([linear(), Unused(), Flat(torch.tanh), linear(), First(), linear()])  # noqa: E731
 
     def body(comm):
         return [piped(comm, make, loss_of, x, y, schedule=schedule, recompute=r) for schedule, r in WAYS]
@@ -232,12 +217,12 @@ def test_outputs_may_stay_unused(ranks):
 def test_layers_may_change_what_they_receive(ranks):
     """In place: neither what was sent, nor what a recomputation starts from, changes with it."""
     make = lambda: nn.Sequential(  # noqa: E731
-        linear(4, 4),
-        nn.Sequential(nn.ReLU(inplace=True), linear(4, 4)),
+        linear(),
+        nn.Sequential(nn.ReLU(inplace=True), linear()),
         Flat(lambda x: x.mul_(2).add_(1)),
-        nn.Sequential(nn.SiLU(inplace=True), linear(4, 4)),
+        nn.Sequential(nn.SiLU(inplace=True), linear()),
         nn.ReLU(inplace=True),
-        linear(4, 4),
+        linear(),
     )
     check_against_whole(ranks, make, *samples())
 
@@ -256,7 +241,7 @@ class Numbered(nn.Module):
 class Masked(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = linear(4, 4)
+        self.layer = linear()
 
     def forward(self, x, words, mask):
         return (self.layer(x.double()) * mask.unsqueeze(-1) + words.unsqueeze(-1)).bfloat16(), words, mask
@@ -270,7 +255,7 @@ class Last(nn.Module):
 def test_integers_booleans_and_narrow_floats_cross_boundaries(ranks):
     """The unsplit model rounds these as well."""
     words = torch.randint(10, (6, 5), generator=torch.Generator().manual_seed(2))
-    make = lambda: Chain([Numbered(), *(Masked() for _ in range(3)), Last(), linear(4, 4)])  # noqa: E731
+    make = lambda: Chain([Numbered(), *(Masked() for _ in range(3)), Last(), linear()])  # noqa: E731
     check_against_whole(ranks, make, words, samples()[1])
 
 
@@ -278,7 +263,7 @@ def test_integers_booleans_and_narrow_floats_cross_boundaries(ranks):
 class Pair(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.other = linear(4, 4), linear(4, 4)
+        self.one, self.other = linear(), linear()
 
     def forward(self, x, z):
         return self.one(x) + self.other(z)
@@ -293,7 +278,7 @@ def test_inputs_may_be_several(ranks):
     """A tuple is the first layer's arguments; a dictionary is one argument, split as well, and so are targets."""
     x, y = samples()
     z = x.flip(0)
-    rest = lambda: (nn.Tanh(), linear(4, 4), nn.Tanh(), linear(4, 4))  # noqa: E731
+    rest = lambda: (nn.Tanh(), linear(), nn.Tanh(), linear())  # noqa: E731
     check_against_whole(ranks, lambda: Chain([Pair(), *rest()]), (x, z), y)
     loss = lambda output, target: loss_of(output, target["y"]) + target["w"].double().mean()  # noqa: E731
     targets = {"y": y, "w": torch.arange(6)}
@@ -302,7 +287,7 @@ def test_inputs_may_be_several(ranks):
 
 def test_sequences_may_differ_in_length_from_batch_to_batch(ranks):
     _, y = samples()
-    make = lambda: nn.Sequential(nn.Embedding(10, 4, dtype=torch.float64), linear(4, 4), nn.Tanh(), linear(4, 4))  # noqa: E731
+    make = lambda: nn.Sequential(nn.Embedding(10, 4, dtype=torch.float64), linear(), nn.Tanh(), linear())  # noqa: E731
     loss = lambda output, target: loss_of(output.mean(1), target)  # noqa: E731
     batches = [torch.randint(10, (6, n), generator=torch.Generator().manual_seed(n)) for n in (5, 2, 9, 5)]
 
@@ -359,7 +344,7 @@ def test_each_micro_batch_draws_its_own_mask_and_draws_it_again_when_recomputed(
 
 
 def normal():
-    return nn.Sequential(linear(4, 4), nn.BatchNorm1d(4, dtype=torch.float64), linear(4, 4), nn.Tanh(), linear(4, 4))
+    return nn.Sequential(linear(), nn.BatchNorm1d(4, dtype=torch.float64), linear(), nn.Tanh(), linear())
 
 
 @each("way", WAYS)
@@ -392,7 +377,7 @@ class Watched(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.kept, self.most = linear(4, 4), [], []
+        self.layer, self.kept, self.most = linear(), [], []
 
     def forward(self, x):
         self.most.append(sum(not memory.expired() for memory in self.kept))
@@ -423,7 +408,7 @@ def test_layers_that_compute_something_else_when_recomputed_are_refused(schedule
     class Fickle(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer, self.calls = linear(4, 4), 0
+            self.layer, self.calls = linear(), 0
 
         def forward(self, x):
             self.calls += 1

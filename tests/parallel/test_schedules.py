@@ -52,7 +52,6 @@ def test_micro_batches_kept():
     for p, m in SIZES:
         assert timing("gpipe", p, m).peaks == [m] * p
         assert timing("one_f_one_b", p, m).peaks == [min(m, p - rank) for rank in range(p)]
-        assert timing("interleaved", p, m).peaks == timing("one_f_one_b", p, m).peaks
         assert max(timing("zero_bubble", p, m).peaks) <= min(m, p), "no more than 1F1B"
         assert max(timing("interleaved", p, m, 2).peaks) <= min(2 * m, 3 * p + max(0, m % p))
 
@@ -60,12 +59,6 @@ def test_micro_batches_kept():
 def test_one_chunk_of_interleaved_is_1f1b():
     for p, m in SIZES:
         assert schedules.make("interleaved", p, m) == schedules.make("one_f_one_b", p, m)
-
-
-def test_a_small_table():
-    first, second = schedules.make("one_f_one_b", 2, 3)
-    assert [f"{op.kind}{op.micro_batch}" for op in first] == "F0 F1 B0 F2 B1 B2".split()
-    assert [f"{op.kind}{op.micro_batch}" for op in second] == "F0 B0 F1 B1 F2 B2".split()
 
 
 def test_results_that_travel():

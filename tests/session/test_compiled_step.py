@@ -36,10 +36,7 @@ def trained(comm, name, compiled=None, make=None):
     return copied(hd.finish(model) or model)
 
 
-FAMILIES = ["allreduce", "hardsync", "easgd", "gossip_pull", "local_sgd"]  # the compiler looks into none of them
-
-
-@each("name", FAMILIES)
+@each("name", ["allreduce", "hardsync", "gossip_pull"])  # the compiler looks into none of them
 def test_a_compiled_step_is_the_step(name):
     expected = VirtualRanks(2)(lambda comm: trained(comm, name))
     for compiled in ("step", "all"):
@@ -74,8 +71,9 @@ def test_a_rate_of_none_works_or_is_refused(name):
         assert all(tensor.isfinite().all() for model in VirtualRanks(2)(body) for tensor in model.values())
 
 
-@each("name", [*FAMILIES, *filter(problem.steps_itself, problem.stepping())])
+@each("name", filter(problem.steps_itself, problem.stepping()))
 def test_a_rate_in_a_tensor_is_the_number(name):
+    """With strategies that step themselves; others are tried in test_habits.py."""
     kind = problem.suited(name, torch.optim.SGD)
 
     def end(rate):

@@ -19,8 +19,7 @@ from strategies import problem
 pytestmark = pytest.mark.computes
 OPTIONS = {**problem.PERIODS, "downpour": {"servers": 1}}
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2, "cut": (1, 2, 2, 2)}
-SYNCHRONOUS = {"allreduce": {}, "sgp": {}, "streaming_diloco": {}, "sparse_loco": {}}
-SYNCHRONOUS["noloco"] = {"routing": "random", "seed": 2}  # the same routes are drawn
+SYNCHRONOUS = {"sgp": {}, "streaming_diloco": {}, "noloco": {"routing": "random", "seed": 2}}  # draws the same routes
 
 
 class Loop:
@@ -74,8 +73,8 @@ def saved(folder, size, stages, strategy="allreduce", epochs=2, **options):
     return whole([stood for stood, _ in found]), whole([end for _, end in found])
 
 
-def resumed(folder, size, stages, strategy="allreduce", **options):
-    """What the ranks stand for once they have loaded, and after two further epochs."""
+def resumed(folder, size, stages, strategy="allreduce", epochs=2, **options):
+    """What the ranks stand for once they have loaded, and after further epochs."""
 
     def body(comm):
         loop = Loop(comm, stages, strategy, rate=0.3, **options)
@@ -83,8 +82,8 @@ def resumed(folder, size, stages, strategy="allreduce", **options):
         rate = loop.optimizer.param_groups[0]["lr"]
         with hd.consensus(loop.model):
             stood = values(loop.model)
-        loop.epoch()
-        loop.epoch()
+        for _ in range(epochs):
+            loop.epoch()
         return stood, loop.finished(), rate
 
     found = run_virtual(body, size)
@@ -115,7 +114,7 @@ def test_the_same_grid_goes_on_to_the_bit_within_an_epoch(ranks, strategy, share
 
 
 ELSEWHERE = [  # ranks and stages that save, and those that go on
-    ((4, 2, {}), [(4, 4, {}), (4, 1, {}), (2, 2, {}), (2, 1, {}), (1, None, {}), (2, None, {})]),
+    ((4, 2, {}), [(4, 4, {}), (2, 2, {}), (2, 1, {}), (1, None, {})]),
     ((2, None, {}), [(4, 2, {}), (2, 2, {})]),
     ((2, 2, {"cut": (3, 4)}), [(2, 2, {"cut": (1, 6)}), (2, 2, INTERLEAVED)]),
 ]
@@ -140,12 +139,12 @@ def test_every_strategy_goes_on_from_what_the_ranks_stood_for(tmp_path, numbered
     place, strategy = numbered
     folder = tmp_path / strategy.replace("/", "-")
     stood, _ = saved(folder, 4, 2, strategy, epochs=0)
-    again, after = resumed(folder, *GRIDS[place % len(GRIDS)], strategy)
+    again, after = resumed(folder, *GRIDS[place % len(GRIDS)], strategy, epochs=1)
     assert difference(again, stood) < 1e-12
     assert loss_of(after) < loss_of(values(make())), "replicas learn by it"
 
 
-@pytest.mark.parametrize(("strategy", "stages"), [("allreduce", None), ("hardsync", 2), ("easgd", 2), ("sgp", 2)])
+@pytest.mark.parametrize(("strategy", "stages"), [("allreduce", None), ("easgd", 2), ("sgp", 2)])
 def test_a_checkpoint_is_unsplit_and_exported_without_ranks(tmp_path, strategy, stages):
     stood, _ = saved(tmp_path / "saved", 4, stages, strategy, epochs=0)
     state = hd.unsplit(tmp_path / "saved")
@@ -242,7 +241,7 @@ def totals(found):
 
 @pytest.mark.parametrize(
     ("strategy", "compression"),
-    [("allreduce", "topk"), ("allreduce", "dgc"), ("local_sgd", "topk"), ("hardsync", "topk"), ("strom", "topk")],
+    [("allreduce", "dgc"), ("local_sgd", "topk"), ("hardsync", "topk"), ("strom", "topk")],
 )
 def test_what_compression_has_not_sent_is_cut_anew(tmp_path, strategy, compression):
     """Each rank has the mean, so that the next updates have what the saved ranks' would; with strom the sum stays."""
@@ -266,7 +265,7 @@ def test_what_compression_has_not_sent_is_cut_anew(tmp_path, strategy, compressi
     before = run_virtual(save, 6)
     sums, counts = totals(own for own, _ in before)
     assert max(float(total.abs().max()) for total in sums.values()) > 0
-    for size, stages in ((8, 4), (2, None), (4, 2)):
+    for size, stages in ((4, 4), (2, None)):
         after = run_virtual(lambda comm, stages=stages: load(comm, stages), size)
         sums_after, counts_after = totals(own for own, _ in after)
         assert sums.keys() == sums_after.keys()

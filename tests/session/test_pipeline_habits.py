@@ -8,7 +8,7 @@ from staged import FEATURES, SAMPLES, batches, data, difference, make, mse, pipe
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import hpcdist as hd
 from harness.cases import each
@@ -290,7 +290,6 @@ def loaders(model):
     return {
         "plain": (DataLoader(own, batch_size=4), {}),
         "shuffled": (DataLoader(own, batch_size=4, shuffle=True), {}),
-        "random sampler": (DataLoader(own, batch_size=4, sampler=RandomSampler(own, num_samples=19)), {}),
         "weighted sampler": (DataLoader(own, batch_size=4, sampler=weights), {}),
         "worker process": (DataLoader(own, batch_size=8, num_workers=1), {}),
         "stream": (DataLoader(Stream(), batch_size=4), {}),

@@ -18,7 +18,8 @@ DTYPES = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 def trained(comm, stages, *, strategy="allreduce", epochs=2, samples=SAMPLES, dtype=torch.float64, **options):
     """Collective. The README's loop; what this rank has at the end, and its losses."""
-    settings = {key: options.pop(key) for key in ("schedule", "chunks", "micro_batches") if key in options}
+    of_pipeline = ("schedule", "chunks", "micro_batches", "routing", "seed")
+    settings = {key: options.pop(key) for key in of_pipeline if key in options}
     model = pipeline(comm, stages, lambda: make(dtype), **settings)
     options = OPTIONS.get(strategy, {}) | problem.fitting(strategy, comm.size // stages) | options
     optimizer = problem.local(strategy, model.parameters(), lr=0.05, momentum=0.5)

@@ -12,12 +12,11 @@ from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError
 from hpcdist.parallel.routing import composed
-from session.test_pipeline_loop import OPTIONS, alone
-from strategies import problem
+from session import test_pipeline_loop as pipeline_loop
 
 pytestmark = pytest.mark.computes
 SCHEDULES = {
-    "gpipe": {}, "one_f_one_b": {}, "zero_bubble": {}, "interleaved": {"chunks": 2}, "recompute": {"recompute": True},
+    "gpipe": {}, "zero_bubble": {}, "interleaved": {"chunks": 2}, "recompute": {"recompute": True},
 }  # fmt: skip
 
 
@@ -31,7 +30,7 @@ def gradients(comm, routing, schedule, **how):
         return mse(outputs, targets)
 
     name = "one_f_one_b" if schedule == "recompute" else schedule
-    options = {"micro_batches": 4, "schedule": name, **SCHEDULES[schedule], **how}
+    options = {"micro_batches": 4, "schedule": name, **SCHEDULES.get(schedule, {}), **how}
     model = hd.pipeline(make, loss, stages=2, routing=routing, **options)
     x, y = data().tensors
     of_replica = slice(model.grid.replica * 8, model.grid.replica * 8 + 8)
@@ -76,24 +75,15 @@ def test_only_targets_and_one_number_for_each_replica_are_sent_beside(ranks):
     assert all(more >= 0 for more in extra) and targets <= extra[1] < targets + 1000
 
 
-def trained(comm, *, strategy="allreduce", samples=SAMPLES, epochs=2, routing="random", **options):
-    model = pipeline(comm, 2, micro_batches=4, routing=routing, seed=5)
-    options = OPTIONS.get(strategy, {}) | problem.fitting(strategy, comm.size // 2) | options
-    optimizer = problem.local(strategy, model.parameters(), lr=0.05, momentum=0.5)
-    hd.DistributedOptimizer(optimizer, model, strategy=strategy, **options)
-    losses = []
-    for _ in range(epochs):
-        for x, y in hd.shard(batches(model.grid.replicas, samples)):
-            losses.append(model.step(x, y).item())
-    hd.finish(model)
-    return values(model), losses
+def trained(comm, **options):
+    return pipeline_loop.trained(comm, 2, **{"micro_batches": 4, "routing": "random", "seed": 5} | options)
 
 
 @each("samples", [SAMPLES, SAMPLES + 3, SAMPLES + 1])  # the last batch is smaller, or of no sample on one replica
 @pytest.mark.sizes(4)
 def test_with_allreduce_it_trains_as_one_process(ranks, samples):
     found = ranks(lambda comm: trained(comm, samples=samples, overlap="on"))
-    expected, losses = alone(samples=samples)
+    expected, losses = pipeline_loop.alone(samples=samples)
     assert difference(whole([part for part, _ in found]), expected) <= 1e-12
     if samples == SAMPLES:
         assert [sum(of_step) / 4 for of_step in zip(*(own for _, own in found))] == pytest.approx(losses, abs=1e-12)

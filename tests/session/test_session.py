@@ -115,13 +115,14 @@ def test_broadcast_of_tensors_modules_and_values(ranks):
         assert hd.broadcast(tensor, root) is tensor
         hd.broadcast(module, root)
         hd.broadcast(module.state_dict(), root)
-        value = hd.broadcast({"lr": 0.1 * comm.rank, "names": ["a"]}, root)
+        value = hd.broadcast({"range": (1, comm.rank), 7: None, "set": {comm.rank}, "inf": math.inf}, root)
         return tensor.unique().tolist(), module.running_mean.tolist(), value, (hd.rank(), hd.size(), hd.local_rank())
 
     found = ranks(body)
     last = len(found) - 1
     for rank, (tensor, mean, value, who) in enumerate(found):
-        assert (tensor, mean) == ([last], [last, last]) and value == {"lr": 0.1 * last, "names": ["a"]}
+        assert (tensor, mean) == ([last], [last, last])
+        assert value == {"range": (1, last), 7: None, "set": {last}, "inf": math.inf}
         assert who[:2] == (rank, len(found)) and 0 <= who[2] <= rank
 
 

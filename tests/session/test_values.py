@@ -68,17 +68,6 @@ def test_allgather_joins_tensors_and_lists_the_rest(ranks):
 
 
 @pytest.mark.sizes(1, 3)
-def test_broadcast_keeps_types(ranks):
-    def body(comm):
-        hd.init(comm=comm)
-        return hd.broadcast({"range": (1, comm.rank), 7: None, "set": {comm.rank}, "inf": math.inf}, root=comm.size - 1)
-
-    found = ranks(body)
-    last = len(found) - 1
-    assert all(value == {"range": (1, last), 7: None, "set": {last}, "inf": math.inf} for value in found)
-
-
-@pytest.mark.sizes(1, 3)
 def test_a_metric_is_the_mean_over_samples_of_all_ranks(ranks):
     def body(comm):
         hd.init(comm=comm)

@@ -208,15 +208,12 @@ def test_overlap_at_times_changes_nothing(ranks, name):
 
 
 # --- and other strategies there ---------------------------------------------------------------------------------------
-ONE_OF_EACH = ["hardsync", "softsync", "easgd", "dpsgd", "local_sgd", "gossip_pull"]
-ELSEWHERE = {  # which are enough for what a loop does beside its steps
-    "plain_loop": ["hardsync", *MANY],
-    "a_layer_frozen_later": ONE_OF_EACH,
-    "one_cycle_per_step_with_momentum": ONE_OF_EACH,
-    "uneven_data": ONE_OF_EACH,
-    "gan": ONE_OF_EACH,
-    "figures_shared_in_the_loop": ONE_OF_EACH,
-}
+# All take the plain loop in test_session.py.
+ONE_OF_EACH = ("hardsync", "softsync", "easgd", "dpsgd", "local_sgd", "gossip_pull")
+ELSEWHERE = (  # which are enough for what a loop does beside its steps
+    "plain_loop", "a_layer_frozen_later", "one_cycle_per_step_with_momentum", "uneven_data", "gan",
+    "figures_shared_in_the_loop",
+)  # fmt: skip
 
 
 @quiet
@@ -224,7 +221,7 @@ ELSEWHERE = {  # which are enough for what a loop does beside its steps
 @pytest.mark.sizes(4)
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_the_same_on_real_ranks(ranks, name):
-    for strategy in ELSEWHERE[name]:
+    for strategy in ONE_OF_EACH:
         examine(ranks, "joint" if strategy == "hardsync" else "many", name, strategy)
 
 

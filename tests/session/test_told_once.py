@@ -229,15 +229,10 @@ def test_a_queue_is_the_first_ranks_and_statistics_are_means(told, strategy):
     assert told(BUFFERS) == ["WARNING"]
 
 
-def test_each_rank_may_have_a_queue_of_its_own(told):
-    ranks = _queues("allreduce", 2, buffers={"que*": "own"})
-    assert not torch.equal(ranks[0][2]["queue"], ranks[1][2]["queue"])
-    assert torch.equal(ranks[1][-1]["queue"], ranks[0][2]["queue"])
-    assert told(BUFFERS) == []
-
-
-def test_a_queue_may_be_averaged_by_its_name(told):
-    ranks, own = _queues("allreduce", 2, buffers={"queue": "mean"}), _queues("allreduce", 2, buffers={"queue": "own"})
+def test_a_queue_may_be_each_ranks_own_or_the_mean_by_its_name(told):
+    own, ranks = (_queues("allreduce", 2, buffers={name: kind}) for name, kind in (("que*", "own"), ("queue", "mean")))
+    assert not torch.equal(own[0][2]["queue"], own[1][2]["queue"])
+    assert torch.equal(own[1][-1]["queue"], own[0][2]["queue"])
     means = (own[0][0]["queue"] + own[1][0]["queue"]) / 2
     assert all(torch.allclose(seen[0]["queue"], means, rtol=0, atol=1e-12) for seen in ranks)
     assert told(BUFFERS) == []

@@ -45,6 +45,7 @@ del MANY["allreduce"], MANY["hardsync"]
 # Where one rank raises the others are ended, and loops that they are in.
 quiet = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 pytestmark = [pytest.mark.computes, pytest.mark.filterwarnings("ignore:The optimiser's state is in parts")]
+SIZES = {"joint": 3, "one": 2, "same": 3, "many": 3}
 TABLE = {"joint": JOINT, "one": ONE, "same": SAME, "many": MANY}
 EVERYWHERE = {way: [*options] for way, options in TABLE.items()}  # not what is added for some habits below
 
@@ -57,11 +58,6 @@ def family(strategy):
     return strategy
 
 
-def size_of(way, strategy):
-    """The number of ranks: of those that work, two or three."""
-    return 3 if way == "joint" or (way == "many" and strategy in groups.SERVED) else 2
-
-
 def cells(name, count):
     """The ways and strategies with which a habit is tried: of each family's outcome, so many.
 
@@ -71,10 +67,9 @@ def cells(name, count):
     for way in habit.ways:
         for strategy in EVERYWHERE[way]:
             plain = strategy.split()[0]
-            left_out = habit.alike and family(plain) in (groups.SERVED[0], groups.SERVERLESS[0])
+            left_out = habit.alike and ":" not in plain and plain not in ("allreduce", "hardsync", *groups.GOSSIPS)
             if not left_out and (not habit.where or plain in habit.where):
-                size = size_of(way, strategy)
-                refused = habit.refusal(plain, contract(way, strategy, size), size)
+                refused = habit.refusal(plain, contract(way, strategy, SIZES[way]), SIZES[way])
                 of_family.setdefault((family(plain), refused), []).append((way, strategy))
     for key, found in of_family.items():
         first = zlib.crc32(f"{name} {key}".encode())
@@ -175,7 +170,7 @@ def test_a_loop_trains_as_in_one_process_or_works_or_is_refused(request, name, o
         if of != (strategy if ":" in strategy else "ours"):
             continue
         try:
-            examine(VirtualRanks(size_of(way, strategy)), way, name, strategy)
+            examine(VirtualRanks(SIZES[way]), way, name, strategy)
         except (Exception, pytest.fail.Exception) as error:
             raise AssertionError(f"{name} with {strategy}, {way}") from error
 
@@ -232,8 +227,7 @@ def outcome(name: str, strategy: str) -> str:
     found = set()
     for way in habit.ways:
         if strategy in TABLE[way] and (not habit.where or strategy in habit.where):
-            size = size_of(way, strategy)
-            if habit.refusal(strategy, contract(way, strategy, size), size) is not None:
+            if habit.refusal(strategy, contract(way, strategy, SIZES[way]), SIZES[way]) is not None:
                 found.add("refused")
             else:
                 found.add("works" if not habit.exact or way == "many" or strategy in habit.inexact else "exact")

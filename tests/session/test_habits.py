@@ -67,8 +67,7 @@ def cells(name, count):
     for way in habit.ways:
         for strategy in EVERYWHERE[way]:
             plain = strategy.split()[0]
-            left_out = habit.alike and ":" not in plain and plain not in ("allreduce", "hardsync", *groups.GOSSIPS)
-            if not left_out and (not habit.where or plain in habit.where):
+            if not habit.where or plain in habit.where:
                 refused = habit.refusal(plain, contract(way, strategy, SIZES[way]), SIZES[way])
                 of_family.setdefault((family(plain), refused), []).append((way, strategy))
     for key, found in of_family.items():
@@ -177,7 +176,7 @@ def test_a_loop_trains_as_in_one_process_or_works_or_is_refused(request, name, o
 
 # --- buckets that are averaged while the backward pass computes the rest, on real ranks too ---------------------------
 BESIDE = (
-    "plain_loop", "clip_grad_norm", "gradients_replaced", "horovods_synchronize",
+    "plain_loop", "clip_grad_norm_with_uneven_data", "gradients_replaced", "horovods_synchronize",
     "grad_scaler_with_clipping", "accumulation_with_uneven_data", "accumulation_with_no_sync",
     "several_losses_one_of_which_reaches_a_part", "a_branch_taken_in_some_steps", "a_branch_taken_on_some_ranks",
     "a_layer_frozen_later", "a_layer_unfrozen_later", "two_optimizers_on_one_model", "gan", "tied_weights",
@@ -203,12 +202,15 @@ def test_overlap_at_times_changes_nothing(ranks, name):
 
 
 # --- and other strategies there ---------------------------------------------------------------------------------------
-# All take the plain loop in test_session.py.
-ONE_OF_EACH = ("hardsync", "softsync", "easgd", "dpsgd", "local_sgd", "gossip_pull")
-ELSEWHERE = (  # which are enough for what a loop does beside its steps
-    "plain_loop", "a_layer_frozen_later", "one_cycle_per_step_with_momentum", "uneven_data", "gan",
-    "figures_shared_in_the_loop",
-)  # fmt: skip
+ONE_OF_EACH = ["hardsync", "softsync", "easgd", "dpsgd", "local_sgd", "gossip_pull"]
+ELSEWHERE = {  # which are enough for what a loop does beside its steps
+    "plain_loop": ["hardsync", *MANY],
+    "a_layer_frozen_later": ONE_OF_EACH,
+    "one_cycle_per_step_with_momentum": ONE_OF_EACH,
+    "uneven_data": ONE_OF_EACH,
+    "gan": ONE_OF_EACH,
+    "figures_shared_in_the_loop": ONE_OF_EACH,
+}
 
 
 @quiet
@@ -216,7 +218,7 @@ ELSEWHERE = (  # which are enough for what a loop does beside its steps
 @pytest.mark.sizes(4)
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_the_same_on_real_ranks(ranks, name):
-    for strategy in ONE_OF_EACH:
+    for strategy in ELSEWHERE[name]:
         examine(ranks, "joint" if strategy == "hardsync" else "many", name, strategy)
 
 

@@ -40,8 +40,10 @@ def _replace(p):
 
 
 enter("clip_grad_norm", change=_clip_finite, breaks=CHANGED)
+enter("clip_grad_norm_with_uneven_data", change=_clip, dataset=lambda: data(29), ways=UNEVEN, breaks=CHANGED)
 enter("gradients_scaled_by_their_data", change=_each(lambda p: p.grad.data.mul_(0.5)), breaks=CHANGED)
 enter("gradients_replaced", change=_each(_replace), breaks=CHANGED)
+enter("looked_at_by_total_norm", change=lambda model: nn.utils.get_total_norm([p.grad for p in model.parameters()]))
 
 
 @training(momentum=0.9, ways=UNEVEN)
@@ -167,6 +169,7 @@ def _autocast(name, scaler, dtype, lr, **given):
     training(lr, model=lambda: net(dtype=torch.float32), **given)(loop)
 
 
+_autocast("autocast_bfloat16", lambda: _scaler(enabled=False), torch.bfloat16, 0.05, tolerance=0.02)
 _autocast("autocast_float16_with_a_scaler", lambda: _scaler(2.0**6, 2000), torch.float16, 0.1, tolerance=0.01)
 
 
@@ -304,6 +307,7 @@ def _zeroed(name, before=None, after=None, lr=0.1, **given):
     training(lr, **given)(loop)
 
 
+_zeroed("gradients_kept_in_place", before=lambda optimizer: optimizer.zero_grad(set_to_none=False))
 _zeroed("zero_grad_of_the_model_at_the_end", after=lambda model: model.zero_grad(set_to_none=False))
 _zeroed("never_zeroed", lr=0.002, inexact=("hardsync",))  # gradients of all steps so far add up
 

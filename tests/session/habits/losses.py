@@ -19,6 +19,11 @@ def _summing(**given):
     return {"lr": 0.005, "momentum": 0.5, "distributed": {"loss": "sum"}} | given
 
 
+@training(**_summing())
+def a_loss_that_is_a_sum(run, model, optimizer):
+    train(run, model, optimizer, run.loader(), loss=_squares)
+
+
 @training(**_summing(ways=UNEVEN))
 def a_loss_that_is_a_sum_with_uneven_data(run, model, optimizer):
     train(run, model, optimizer, run.loader(data(25)), loss=_squares)
@@ -71,6 +76,11 @@ def _by_tokens(run, model, optimizer, share=1.0):
 
 
 NO_TOKEN = ("softsync", "ssp")  # whose only worker's step is left out then
+
+
+@training(momentum=0.5, inexact=NO_TOKEN)
+def a_mean_over_tokens(run, model, optimizer):
+    train(run, model, optimizer, run.loader(), backward=_by_tokens(run, model, optimizer))
 
 
 @training(ways=UNEVEN, inexact=NO_TOKEN)

@@ -36,28 +36,29 @@ def _compiled():
 enter("compiled_before_it_is_wrapped", model=_compiled, epochs=1, ways=("joint",), where=("allreduce",))
 
 
-def _scripted():
+def scripted(model):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls it deprecated with some versions of Python
-        return torch.jit.script(net())
+        return torch.jit.script(model)
 
 
-enter("scripted", model=_scripted, epochs=1)
+enter("scripted", model=lambda: scripted(net()), epochs=1)
 
 
 class Checkpointed(nn.Module):
-    def __init__(self):
+    def __init__(self, reentrant: bool):
         super().__init__()
-        self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 1)
+        self.first, self.last, self.reentrant = nn.Linear(5, 8), nn.Linear(8, 1), reentrant
 
     def forward(self, x):
-        x = x.clone().requires_grad_()
-        hidden = checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=True)
-        return checkpoint(self.last, hidden, use_reentrant=True)
+        x = x.clone().requires_grad_() if self.reentrant else x
+        hidden = checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=self.reentrant)
+        return checkpoint(self.last, hidden, use_reentrant=self.reentrant)
 
 
+enter("activation_checkpointing", model=lambda: renewed(Checkpointed(False).double()))
 enter(
-    "activation_checkpointing_reentrant", model=lambda: renewed(Checkpointed().double()),
+    "activation_checkpointing_reentrant", model=lambda: renewed(Checkpointed(True).double()),
     ways=("joint", "one", "same"),
 )  # fmt: skip
 enter("dropout", model=lambda: net(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 1)), lr=0.02, exact=False)
@@ -365,6 +366,10 @@ def _train_and_evaluate(name, model=_batch_norm, samples=30, **given):
 
 _train_and_evaluate("batch_norm", exact=False, ways=("joint", "one", "many"))
 _train_and_evaluate("batch_norm_alone", samples=28, ways=("one", "same"))
+_train_and_evaluate(
+    "scripted_with_batch_norm", lambda: scripted(_batch_norm()),
+    ways=("joint", "many"), exact=False, where=("allreduce", "gossip_sync"),
+)  # fmt: skip
 
 
 @habit(ways=("joint", "many"), breaks="the model has SyncBatchNorm", tolerance=1e-11)
@@ -457,6 +462,18 @@ def gan(run):
     return nn.ModuleList([generator, critic])
 
 
+@habit(inexact=("easgd",))
+def two_trainings_one_after_the_other(run):
+    for _ in range(2):
+        model = net()
+        train(run, model, sgd(run, model), run.loader(), epochs=1)
+        run.finish(model)
+    optimizer = run.optimizer(SGD(model.parameters(), lr=0.05), model)
+    train(run, model, optimizer, run.loader(), epochs=1)
+    run.before = []
+    return run.finish(model)
+
+
 @habit()
 def two_trainings_the_first_of_which_is_not_finished(run):
     for _ in range(2):
@@ -480,7 +497,7 @@ def _left_in_evaluation(name, part, ranks, **given):
                 part(model).eval()
 
     loop.__name__ = name
-    training(0.02, model=_narrow, exact=False, alike=True, **given)(loop)
+    training(0.02, model=_narrow, exact=False, **given)(loop)
 
 
 _left_in_evaluation("eval_on_all_ranks", lambda model: model, lambda run: range(run.size))
@@ -491,7 +508,7 @@ for what, part in (("the_model", lambda model: model), ("a_layer", lambda model:
     )  # fmt: skip
 
 
-@training(0.02, model=_narrow, exact=False, alike=True)
+@training(0.02, model=_narrow, exact=False)
 def eval_on_one_rank_before_train(run, model, optimizer):
     """What counts is the mode in which steps are taken."""
     for _ in range(2):

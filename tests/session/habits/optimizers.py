@@ -29,7 +29,10 @@ from habits.run import (
 ADAPTIVE = {"tolerance": 1e-9}  # a root of small numbers is less exact
 enter("sgd_foreach", lr=0.05, momentum=0.9, nesterov=True, foreach=True)
 enter("adam_fused", make=using(optim.Adam, lr=0.01, fused=True), **ADAPTIVE)
+enter("adamw_amsgrad", make=using(optim.AdamW, lr=0.01, amsgrad=True, weight_decay=0.1), **ADAPTIVE)
 enter("adafactor", make=using(optim.Adafactor, lr=0.01), **ADAPTIVE)
+enter("asgd", make=using(optim.ASGD, lr=0.01), **ADAPTIVE)
+enter("rprop", make=using(optim.Rprop, lr=0.01), exact=False)
 
 
 @habit(tolerance=1e-5)
@@ -174,6 +177,7 @@ class Averaging(torch.optim.Optimizer):
 
 averaging = using(Averaging, lr=0.1)
 METHOD = "a method of the optimiser's own is called"
+enter("counts_of_steps_in_param_groups", make=averaging)
 
 
 @training(make=averaging, breaks=METHOD)

@@ -35,7 +35,6 @@ class Habit:
         inexact: strategies with which it works, and equals nothing in one process.
         tolerance: of the comparison, absolute.
         needs: the package that it is for, if any.
-        alike: with all strategies what it is about is the same; those of three families try it.
     """
 
     loop: Callable[[Any], Any]
@@ -47,7 +46,6 @@ class Habit:
     inexact: Sequence[str] = ()
     tolerance: float = 1e-12
     needs: str = ""
-    alike: bool = False
 
     def refusal(self, name: str, contract: Contract, size: int) -> str | None:
         """A pattern of the message with which a strategy refuses the loop; None where it does not."""

@@ -10,6 +10,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    WeightedRandomSampler,
 )
 
 import hpcdist as hd
@@ -57,7 +58,7 @@ def numbered(name, make, seen, *, shares=False, **given):
             run.same = tuple(found)
 
     loop.__name__ = name
-    training(**{"exact": False, "ways": RANKS, "alike": True, **given})(loop)
+    training(**{"exact": False, "ways": RANKS, **given})(loop)
 
 
 def all_of(n):
@@ -78,7 +79,7 @@ class Backwards(Sampler):
 numbered("a_sampler_of_ones_own", lambda run: run.loader(Numbered(29), sampler=Backwards(29)), all_of(29), exact=True)
 
 
-@training(exact=False, ways=RANKS, alike=True)
+@training(exact=False, ways=RANKS)
 def distributed_sampler(run, model, optimizer):
     """As for DistributedDataParallel, with hpcdist's rank and size."""
     dataset = Numbered(29)
@@ -92,11 +93,25 @@ def distributed_sampler(run, model, optimizer):
     assert orders[0] != orders[1]
 
 
+@training(exact=False, ways=RANKS)
+def shuffled(run, model, optimizer):
+    loader = run.loader(Numbered(29), shuffle=True)
+    for _ in range(EPOCHS):
+        assert _train_numbered(run, model, optimizer, loader) == list(range(29))
+
+
+def _weighted(run):
+    return run.loader(Numbered(29), sampler=WeightedRandomSampler([float(i % 2) for i in range(29)], 30))
+
+
 def _more(run):
     return run.loader(Numbered(20), sampler=RandomSampler(range(20), replacement=True, num_samples=47))
 
 
 numbered("random_sampler_of_more", _more, lambda found: len(found) == 47, shares=True)
+numbered(
+    "weighted_random_sampler", _weighted, lambda found: len(found) == 30 and all(n % 2 for n in found), shares=True
+)
 
 
 class Growing(Sampler):
@@ -125,7 +140,7 @@ numbered("single_samples", lambda run: run.loader(Numbered(20), batch=None), all
 numbered("a_worker_process", lambda run: run.loader(Numbered(20), num_workers=1), all_of(20))
 
 
-@training(ways=RANKS, alike=True)
+@training(ways=RANKS)
 def drop_last(run, model, optimizer):
     train(run, model, optimizer, run.loader(data(29), drop_last=True))
 
@@ -167,7 +182,14 @@ numbered("a_stream_that_knows_no_ranks", lambda run: run.loader(Stream(29)), all
 numbered("a_stream_split_by_rank", lambda run: run.loader(Stream(41, worker(run), run.workers), batch=2), all_of(41))
 
 
-@training(exact=False, ways=RANKS, alike=True)
+@training(exact=False, ways=RANKS)
+def own_loaders_of_different_lengths(run, model, optimizer):
+    lengths = [5 + 9 * rank for rank in range(run.size)]
+    found = _train_numbered(run, model, optimizer, _own(run, Numbered(lengths[run.rank])))
+    assert len(found) == sum(lengths[run.size - run.workers :])
+
+
+@training(exact=False, ways=RANKS)
 def own_loaders_one_of_which_is_empty(run, model, optimizer):
     found = _train_numbered(run, model, optimizer, _own(run, Stream(9, 9 if run.rank == run.size - 1 else 0)))
     assert len(found) == 9 * (run.workers - 1)
@@ -231,7 +253,7 @@ def _normed():
     return net(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
 
 
-@training(0.01, model=_normed, alike=True)
+@training(0.01, model=_normed)
 def update_bn_on_a_sharded_loader(run, model, optimizer):
     """Statistics are those of all samples, in batches of the script's size, on every rank."""
     model.eval()  # its batches would be others than one process's
@@ -246,7 +268,7 @@ def update_bn_on_a_sharded_loader(run, model, optimizer):
     return model
 
 
-@training(alike=True)
+@training()
 def evaluation_on_the_training_loader(run, model, optimizer):
     loader = run.loader()
     for _ in range(EPOCHS):
@@ -256,7 +278,7 @@ def evaluation_on_the_training_loader(run, model, optimizer):
         assert seen == len(loader.dataset)
 
 
-@training(exact=False, ways=RANKS, breaks="a training loader is iterated for an evaluation", alike=True)
+@training(exact=False, ways=RANKS, breaks="a training loader is iterated for an evaluation")
 def evaluation_on_the_training_loader_in_train_mode(run, model, optimizer):
     """Neither eval() nor no_grad()."""
     train(run, model, optimizer, run.loader())
@@ -264,7 +286,7 @@ def evaluation_on_the_training_loader_in_train_mode(run, model, optimizer):
         mse(model(x), y)
 
 
-@training(exact=False, alike=True)
+@training(exact=False)
 def the_training_loader_gone_through_without_the_model(run, model, optimizer):
     """As to compute means of the data."""
     loader = run.loader()
@@ -272,16 +294,14 @@ def the_training_loader_gone_through_without_the_model(run, model, optimizer):
     train(run, model, optimizer, loader)
 
 
-@training(
-    0.01, model=_normed, exact=False, ways=RANKS, breaks="batch norm's statistics change in an evaluation", alike=True
-)
+@training(0.01, model=_normed, exact=False, ways=RANKS, breaks="batch norm's statistics change in an evaluation")
 def batch_norm_refreshed_by_hand_in_an_evaluation(run, model, optimizer):
     train(run, model, optimizer, run.loader())
     for x, _ in run.test():
         model(x)
 
 
-@training(0.01, model=_normed, alike=True)
+@training(0.01, model=_normed)
 def update_bn_on_an_evaluation_loader(run, model, optimizer):
     """Of the model and of an average of it; the latter on samples of each rank's own is refused."""
     model.eval()
@@ -293,7 +313,7 @@ def update_bn_on_an_evaluation_loader(run, model, optimizer):
     run.same = averaged.module[0].running_mean.sum().item()
 
 
-@training(0.01, model=_normed, ways=RANKS, exact=False, breaks="update_bn reads samples of each rank's own", alike=True)
+@training(0.01, model=_normed, ways=RANKS, exact=False, breaks="update_bn reads samples of each rank's own")
 def update_bn_of_an_average_on_samples_of_each_ranks_own(run, model, optimizer):
     """The model's own statistics are averaged at the end."""
     train(run, model.eval(), optimizer, run.loader())

@@ -23,6 +23,12 @@ def _per_epoch(run, model, optimizer, schedule) -> None:
         schedule.step()
 
 
+@training(momentum=0.9)
+def step_lr_per_epoch(run, model, optimizer):
+    _per_epoch(run, model, optimizer, lr_scheduler.StepLR(optimizer, 1, gamma=0.1))
+    assert optimizer.param_groups[0]["lr"] < 2e-4
+
+
 @habit()
 def schedule_made_before_the_optimizer_is_distributed(run):
     model = net()
@@ -43,6 +49,12 @@ def _per_step(name, schedule, **given):
     training(**given)(loop)
 
 
+def _sequence(optimizer, steps):
+    warm_up = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=3)
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
+    return lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], milestones=[3])
+
+
 def _one_cycle(optimizer, steps):
     return lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=EPOCHS * steps)
 
@@ -50,6 +62,7 @@ def _one_cycle(optimizer, steps):
 _per_step("warm_up_from_zero", lambda own, _: lr_scheduler.LambdaLR(own, lambda step: min(1.0, step / 5)), lr=0.2)
 _per_step("one_cycle_per_step_with_momentum", _one_cycle, momentum=0.9)
 _per_step("betas_cycled", _one_cycle, make=using(torch.optim.AdamW, lr=0.05))
+_per_step("sequential_of_warm_up_and_cosine", _sequence)
 
 
 @training(ways=("joint", "one", "many"), inexact=("easgd",))
@@ -96,6 +109,14 @@ def rates_of_numpy(run, model, optimizer):
 @training(make=lambda model: torch.optim.Adam(model.parameters(), lr=torch.tensor(0.05), foreach=False))
 def rate_that_is_a_tensor(run, model, optimizer):
     train(run, model, optimizer, run.loader, after=lambda: optimizer.param_groups[0]["lr"].mul_(0.9))
+
+
+@training(0.05, momentum=0.5, weight_decay=0.1)
+def momentum_and_decay_changed_by_hand(run, model, optimizer):
+    for epoch in range(3):
+        optimizer.param_groups[0]["momentum"] = 0.9 - 0.2 * epoch
+        optimizer.param_groups[0]["weight_decay"] = 0.01 * epoch
+        train(run, model, optimizer, run.loader(), epochs=1)
 
 
 @training(exact=False, ways=("joint", "one", "many"))

@@ -68,8 +68,7 @@ def _splitting(name, make):
         train(run, model, optimizer, lambda: ((x, y) for x, y, _ in (hd.shard(loader) if run.size > 1 else loader)), 1)
 
     loop.__name__ = f"a_split_by_{name}"
-    rule = "the sampler splits samples already"
-    training(0.05, exact=False, ways=("joint", "one", "many"), breaks=rule, alike=True)(loop)
+    training(0.05, exact=False, ways=("joint", "one", "many"), breaks="the sampler splits samples already")(loop)
 
 
 _splitting("names", lambda rank, size: ("sampler", Named(24, rank, size)))
@@ -120,8 +119,7 @@ def _own_iteration(name, cls, split):
         train(run, model, optimizer, loader if run.size == 1 else hd.shard(loader, split=split), 1)
 
     loop.__name__ = f"a_loader_with_its_own_{name}"
-    rule = "the loader iterates in a way of its own" if split else ()
-    training(exact=False, ways=RANKS, breaks=rule, alike=True)(loop)
+    training(exact=False, ways=RANKS, breaks="the loader iterates in a way of its own" if split else ())(loop)
 
 
 _own_iteration("iter", Cached, True)
@@ -171,11 +169,13 @@ def _masked(name, plain, split_by_rank):
         assert sorted(numbers) == list(range(24)), numbers
 
     loop.__name__ = f"a_stream_of_{name}"
-    training(0.02, exact=False, ways=RANKS, alike=True)(loop)
+    training(0.02, exact=False, ways=RANKS)(loop)
 
 
+_masked("equal_masks_split_by_rank", True, True)
 _masked("equal_masks", True, False)
 _masked("dataclasses_split_by_rank", False, True)
+_masked("dataclasses", False, False)
 
 
 @training(exact=False, ways=RANKS, breaks="batches can't be compared")

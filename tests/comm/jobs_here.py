@@ -12,7 +12,6 @@ from hpcdist.comm.launch import unlaunched
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 200  # for a job to end, on a busy machine; ranks that nobody must wait for sleep longer
-TCP = {"OMPI_MCA_btl": "self,tcp", "UCX_TLS": "self,tcp", "MPIR_CVAR_NOLOCAL": "1"}
 
 
 def write(folder: Path, text: str) -> Path:

@@ -86,24 +86,17 @@ def ask():
         server.stdout.close()
 
 
-def test_a_cable_carries_so_many_bits_in_each_direction_and_can_be_changed(make_hosts, ask):
-    made = make_hosts(3)
-    fast = ask(made)
-    assert fast["ping_ms"] < 30 and fast["megabyte_s"] < 0.3
+def test_a_cable_has_a_speed_in_each_direction_and_a_delay_for_each_message_and_can_be_changed(make_hosts, ask):
+    made = make_hosts(3, mbit_s=100, delay_ms=20)
+    slow = ask(made)
+    assert 40 < slow["ping_ms"] < 75, "the round trip"
+    assert slow["megabyte_s"] > 0.11
     made.shape(Cable(20))
     alone_s = ((1 << 20) - (1 << 17)) * 8 / 20e6  # less what may leave at once
     assert alone_s < ask(made)["megabyte_s"] < 20 * alone_s
     made.shape(Cable())
-    assert ask(made)["megabyte_s"] < 0.3
-
-
-def test_a_cable_delays_each_message_alike(make_hosts, ask):
-    made = make_hosts(2, mbit_s=100, delay_ms=20)
-    slow = ask(made)
-    assert 40 < slow["ping_ms"] < 75, "the round trip"
-    assert slow["megabyte_s"] > 0.11
-    made.shape(Cable())
-    assert ask(made)["ping_ms"] < 35, "the relay passes on at once"
+    fast = ask(made)
+    assert fast["ping_ms"] < 35 and fast["megabyte_s"] < 0.3, "the relay passes on at once"
     made.shape(Cable(delay_ms=20))
     assert 40 < ask(made)["ping_ms"] < 75
 
@@ -207,7 +200,7 @@ def test_the_launcher_ends_a_run_that_takes_too_long(tmp_path):
     code = "import on_hosts, sys; on_hosts.TIME_LIMIT_S = 3; sys.exit(on_hosts.main(*sys.argv[1:]))"
     program = [sys.executable, "-c", code, "100", "2", sys.executable, "-c", "import time; time.sleep(77.3)"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, cwd=ROOT / "jobs" / "studies")
-    assert (done.returncode, done.stderr) == (124, "error: a run must end within 3 s; this one did not.\n")
+    assert done.returncode == 124 and done.stderr.endswith("error: a run must end within 3 s; this one did not.\n")
     wait_until(lambda: not any("sleep(77.3)" in command for command in commands()))
 
 

@@ -82,14 +82,11 @@ def test_words_are_the_same_whenever_and_wherever_they_are_made():
 # --- elements above a bound -------------------------------------------------------------------------------------------
 @each("dtype", [np.float32, np.float64])
 @each("count", [0, 1, 7, (1 << 18) - 1, 1 << 18, (1 << 19) + 5])
-def test_elements_above_a_bound_are_found_in_order_on_both_sides(count, dtype):
+def test_elements_above_a_bound_and_not_equal_to_it_are_found_in_order_on_both_sides(count, dtype):
     values = normal(count, dtype=dtype)
     found = sparse.above(values, 2.0)
     assert found.dtype == np.int64
     np.testing.assert_array_equal(found, np.flatnonzero(np.abs(values) > 2.0))
-
-
-def test_elements_equal_to_the_bound_are_not_above_it():
     np.testing.assert_array_equal(sparse.above(np.array([1.0, -1.0, 1.5, -1.5, 0.0]), 1.0), [2, 3])
     assert len(sparse.above(np.zeros(5), 0.0)) == 0
 

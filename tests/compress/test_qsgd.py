@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -12,9 +14,7 @@ from hpcdist.compress import CompressionConfig
 from hpcdist.compress.qsgd import _pack, _unpack
 from hpcdist.errors import ConfigError
 
-
-def make(count: int, **options):
-    return vectors.make("qsgd", count, **options)
+make = functools.partial(vectors.make, "qsgd")
 
 
 @each("bits", range(1, 9))
@@ -33,8 +33,7 @@ def test_it_is_unbiased_and_its_variance_bounded(norm, case):
     compressor = make(4 * bucket, levels=levels, bucket=bucket, norm=norm)
     total, squares = torch.zeros_like(tensor), torch.zeros(4, dtype=torch.float64)
     for _ in range(draws):
-        error = tensor.clone()
-        compressor.encode_residual_(error)
+        *_, error = vectors.coded(compressor, tensor)
         total += error
         squares += error.view(4, -1).square().sum(dim=1)
     own = tensor.view(4, -1).square().sum(dim=1)
@@ -49,9 +48,7 @@ def test_it_is_unbiased_and_its_variance_bounded(norm, case):
 def test_the_bytes_are_those_of_the_docstring(count, case):
     levels, bits = case
     compressor, tensor = make(count, levels=levels), normal(count, dtype=torch.float32)
-    error, out = tensor.clone(), torch.zeros(count)
-    message = compressor.encode_residual_(error)
-    compressor.decode(message, out)
+    message, out, error = vectors.coded(compressor, tensor)
     assert len(message) == bits * -(-count // 8) + 4 * -(-count // min(128, -(-count // 8) * 8))
     torch.testing.assert_close(out + error, tensor)
     assert (error.abs() <= tensor.abs().max() / levels * 1.0001).all()

@@ -56,15 +56,13 @@ def test_a_rank_of_zeros_does_not_vote_and_single_zeros_vote_by_turns(ranks):
 
 
 @pytest.mark.sizes(1, 4)
-def test_where_nobody_votes_nothing_moves(ranks):
-    found = ranks(lambda comm: votes(comm, [torch.zeros(COUNT)] * 2))
-    assert not any(outcome.any() for outcomes in found for outcome in outcomes)
+def test_where_nobody_votes_nothing_moves_and_while_it_warms_up_only_some_ranks_may(ranks):
+    def body(comm):
+        warming_up = {"warmup_steps": 2, "warmup_ranks": 1}
+        return votes(comm, [torch.zeros(COUNT)] * 2), votes(comm, [given(comm.rank)], **warming_up)
 
-
-@pytest.mark.sizes(4)
-def test_while_it_warms_up_only_some_ranks_may_vote(ranks):
-    found = ranks(lambda comm: votes(comm, [given(comm.rank)], warmup_steps=1, warmup_ranks=1))
-    assert all(torch.equal(outcomes[0], given(0).sign()) for outcomes in found)
+    for nothing, (first,) in ranks(body):
+        assert not any(outcome.any() for outcome in nothing) and torch.equal(first, given(0).sign())
 
 
 @pytest.mark.sizes(3, 8)

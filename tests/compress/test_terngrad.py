@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from compress import vectors
@@ -13,8 +15,7 @@ SPANS = vectors.spans_of((7, 13), (5,), (4, 75_001))
 COUNT = SPANS[-1].stop
 
 
-def make(count: int, spans=(), **options):
-    return vectors.make("terngrad", count, spans, **options)
+make = functools.partial(vectors.make, "terngrad")
 
 
 def decoded(compressor, tensor: torch.Tensor) -> torch.Tensor:

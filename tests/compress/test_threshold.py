@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -13,9 +15,7 @@ from hpcdist.compress import Feedback, load
 from hpcdist.compress.coding import sparse
 from hpcdist.errors import ConfigError
 
-
-def make(count: int, **options):
-    return vectors.make("threshold", count, **options)
+make = functools.partial(vectors.make, "threshold")
 
 
 def test_elements_above_the_threshold_are_sent_as_its_sign_and_keep_the_rest():

@@ -28,6 +28,13 @@ def spans_of(*shapes: tuple[int, ...]) -> list[Span]:
     return found
 
 
+def coded(compressor: Compressor, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A tensor's message, what it stands for, and what it leaves."""
+    left = tensor.clone()
+    message = compressor.encode_residual_(left)
+    return message, decoded(compressor, message, tensor.dtype), left
+
+
 def decoded(compressor: Compressor, message: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     out = torch.full((compressor.count,), 7.0, dtype=dtype)
     compressor.decode(message, out)

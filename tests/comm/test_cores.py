@@ -14,11 +14,7 @@ from harness.launch import find_mpirun
 from hpcdist.comm.mpi import cores
 
 WHOLE = set(range(os.cpu_count() or 1))
-needs_cores = pytest.mark.skipif(
-    find_mpirun() is None or not 2 <= len(WHOLE) <= 8 or os.sched_getaffinity(0) != WHOLE,
-    reason="needs mpirun, and a whole machine of 2 to 8 processors",
-)
-SCRIPT = """
+ONE_BOUND = """
     import os
     import torch
     import hpcdist as hd
@@ -27,7 +23,7 @@ SCRIPT = """
     mask = os.sched_getaffinity(0)
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     torch.set_num_threads(len(mask))  # as many as torch counts by itself
-    comm = hd.init(torch_distributed=False, bind={bind})
+    comm = hd.init(torch_distributed=False, bind=rank == 0)
 
     def settled(mask):
         os.sched_setaffinity(0, mask)
@@ -35,38 +31,29 @@ SCRIPT = """
         return comm.gather([sorted(os.sched_getaffinity(0)), torch.get_num_threads()])
 
     found = [comm.gather([sorted(os.sched_getaffinity(0)), torch.get_num_threads()])]
-    if comm.size == 2:
-        found.append(settled({{0}} if rank else mask))
-        torch.cuda.device_count = lambda: rank
-        found.append(settled(mask))
-        torch.cuda.device_count = lambda: 0
-        found.append(settled(mask))
+    found.append(settled({0} if rank else mask))
+    torch.cuda.device_count = lambda: rank
+    found.append(settled(mask))
+    torch.cuda.device_count = lambda: 0
+    found.append(settled(mask))
     if rank == 0:
-        print(found)
+        print(found)  # each rank's processors, and torch's threads, after each attempt to bind them
 """
 
 
-def found(folder, size: int, bind: str):
-    """Each rank's processors, and torch's threads, after `hd.init`, and after each other attempt to bind them."""
-    done = run(folder, SCRIPT.format(bind=bind), size)
-    assert done.returncode == 0, done.stderr
-    return [[(set(own), threads) for own, threads in ranks] for ranks in json.loads(done.stdout)]
-
-
-@needs_cores
+@pytest.mark.skipif(
+    find_mpirun() is None or not 2 <= len(WHOLE) <= 8 or os.sched_getaffinity(0) != WHOLE,
+    reason="needs mpirun, and a whole machine of 2 to 8 processors",
+)
 def test_only_ranks_that_nobody_has_bound_and_that_see_no_gpu_get_equal_shares_of_the_cores(tmp_path):
-    threads = len(WHOLE)
-    unwanted, one_bound, with_gpu, ((first, own), (second, others)) = found(tmp_path, 2, "rank == 0")
+    done, threads = run(tmp_path, ONE_BOUND, 2), len(WHOLE)
+    assert done.returncode == 0, done.stderr
+    found = [[(set(own), threads) for own, threads in ranks] for ranks in json.loads(done.stdout)]
+    unwanted, one_bound, with_gpu, ((first, own), (second, others)) = found
     assert unwanted == with_gpu == [(WHOLE, threads)] * 2
     assert one_bound == [(WHOLE, threads), ({0}, threads)]
     assert first and second and len(first) == len(second) and not first & second
     assert own == others == len(cores.whole_cores(first)) < threads
-
-
-@needs_cores
-def test_more_ranks_than_cores_are_left_as_they_are(tmp_path):
-    size = len(WHOLE) + 1
-    assert found(tmp_path, size, "True") == [[(WHOLE, len(WHOLE))] * size]
 
 
 @pytest.fixture
@@ -84,7 +71,7 @@ def machine(monkeypatch):
 def test_shares_are_whole_cores_side_by_side(machine):
     assert [cores.find_share(rank, 2)[0] for rank in range(2)] == [{0, 4, 2, 6}, {1, 5, 3, 7}]
     assert [cores.find_share(rank, 3)[0] for rank in range(3)] == [{0, 4}, {2, 6}, {1, 5}]
-    assert cores.find_share(0, 1) == cores.find_share(4, 5) == (set(), 0)
+    assert cores.find_share(0, 1) == cores.find_share(4, 5) == (set(), 0), "one rank; more than cores"
 
 
 def test_threads_that_torch_has_by_default_are_those_of_the_share(machine, monkeypatch):

@@ -38,7 +38,6 @@ TESTS = (
     inside.test_a_factor_is_of_each_rank,
     inside.test_shapes_and_strides,
     inside.test_works_are_done_in_their_order,
-    inside.test_lists_on_one_rank_and_tensors_on_others,
     inside.test_calls_that_are_made_again,
     inside.test_calls_on_the_same_tensors_as_before_on_one_rank_only,
     inside.test_what_differs_in_a_call_that_is_made_again_is_refused,

@@ -1,4 +1,4 @@
-"""Which of two ways a long call takes: the one that is faster on the slowest rank, and the same on all ranks."""
+"""Which of two ways a long call takes: the one that is faster on the slowest rank, and the same on all ranks; works."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from hpcdist.collectives.calls import Collectives, operations
 from hpcdist.collectives.calls.exchange import MessageExchange
 from hpcdist.collectives.calls.prepared import PreparedCall
 from hpcdist.collectives.calls.tried import TRIALS, FasterWay, TriedCall
+from hpcdist.collectives.calls.work import Work
+from hpcdist.errors import DeadlineError
 
 SIZES = pytest.mark.sizes(3)
 
@@ -60,3 +62,21 @@ def test_long_copies_in_a_node_are_tried_both_ways(ranks, monkeypatch):
 
     results = ranks(body)
     assert all(ways == 2 and known == results[0][1] and len(known) == 3 for ways, known in results)
+
+
+# --- works ------------------------------------------------------------------------------------------------------------
+def test_a_wait_ends_at_its_limit():
+    work = Work(lambda: None)
+    with pytest.raises(DeadlineError, match="a collective call was not over after 0.01 s"):
+        work.wait(0.01)
+    work.run()
+    work.wait(0.01)
+
+
+def test_followers_are_called_when_a_call_is_over_and_at_once_from_then_on():
+    called, work = [], Work(lambda: 1 / 0)
+    work.when_over(lambda: called.append(("before", work.done())))
+    assert not called and work.error is None
+    work.run()
+    work.when_over(lambda: called.append(("after", work.done())))
+    assert called == [("before", True), ("after", True)] and isinstance(work.error, ZeroDivisionError)

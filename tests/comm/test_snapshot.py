@@ -105,6 +105,7 @@ def test_every_rank_publishes_and_reads_its_own_too(ranks):
         published, out = Publication(comm, like(), publishes=True), like()
         for clock in (0, 7, 8):
             published.publish(filled(comm.rank + clock), clock)
+            assert all(map(torch.equal, published.own(), filled(comm.rank + clock)))
             comm.barrier()
             for peer in range(comm.size):
                 assert published.read(out, peer) == clock
@@ -132,22 +133,11 @@ def test_a_reader_waits_for_the_first_publication(ranks):
     assert [clock for clock, _ in found] == [5] * len(found)
 
 
-def test_a_reader_that_waits_for_nothing_ends_at_the_deadline():
-    def body(comm):
-        published = Publication(comm, like(), publishes=comm.rank == 0)
-        if comm.rank == 1:
-            comm.failures.deadline_s = 0.5
-            with pytest.raises(DeadlineError, match="the first publication of rank 0"):
-                published.read(like(), 0)
-
-    run_virtual(body, 2, network=NETWORK)
-
-
 def test_a_reader_that_is_always_overtaken_ends_at_the_deadline():
     def body(comm):
         published = Publication(comm, like(), publishes=comm.rank == 0)
         if comm.rank == 0:
-            for clock in range(4000):
+            for clock in range(1000):
                 published.publish(filled(clock), clock)
                 comm.compute()
         else:
@@ -200,7 +190,7 @@ def test_a_reading_that_fails_is_undone():
         published, undone = Publication(comm, like(), publishes=comm.rank == 0), []
         if comm.rank == 1:
             comm.failures.deadline_s = 0.5
-            with pytest.raises(DeadlineError):  # nothing is ever published
+            with pytest.raises(DeadlineError, match="the first publication of rank 0"):
                 published.use(lambda tensors: None, like(), 0, lambda: undone.append(True))
 
             def fail(tensors):
@@ -211,15 +201,3 @@ def test_a_reading_that_fails_is_undone():
         return len(undone)
 
     assert run_virtual(body, 2, network=NETWORK)[1] == 2
-
-
-@pytest.mark.sizes(1, 2)
-def test_own_is_what_was_published_last(ranks):
-    def body(comm):
-        published = Publication(comm, like(), publishes=True)
-        for clock in (3, 4, 5):
-            published.publish(filled(clock), clock)
-            assert all(map(torch.equal, published.own(), filled(clock)))
-        published.close()
-
-    ranks(body)

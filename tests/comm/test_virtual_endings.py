@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness.cases import each
-from hpcdist.comm.virtual import Constant, run_virtual
+from hpcdist.comm.virtual import Constant, clock, run_virtual
 from hpcdist.errors import DeadlineError, DeadlockError
 
 
@@ -35,7 +35,7 @@ def test_a_deadlock_tells_what_each_rank_waits_for():
         half = comm.split(comm.rank % 2)
         window = comm.window(1)
         if comm.rank == 0:
-            comm.irecv(torch.zeros(1), 1, 7).wait()  # receives
+            half.irecv(torch.zeros(1), 1, 7).wait()  # receives
         elif comm.rank == 1:
             comm.probe()  # probes
         elif comm.rank == 3:
@@ -50,29 +50,13 @@ def test_a_deadlock_tells_what_each_rank_waits_for():
         run_virtual(body, 6, compute=Constant(0.25))
     assert str(raised.value).splitlines() == [
         "no virtual rank can go on at 0.25 virtual s:",
-        f"  rank 0 waits since 0.25 s for a message from rank 1, tag 7, at {here('receives')}",
+        f"  rank 0 waits since 0.25 s for a message from rank 2, tag 7, at {here('receives')}",
         f"  rank 1 waits since 0.25 s for a message from any rank, any tag, at {here('probes')}",
         "  rank 2 has returned",
-        f"  rank 3 waits since 0.25 s for barrier: ranks 1, 5 missing, at {here('meets')}",
+        f"  rank 3 waits since 0.25 s for barrier: ranks 1, 5 missing, at {here('meets')}",  # numbers in the run
         f"  rank 4 waits since 0.25 s for the word of rank 5, at {here('watches')}",
         f"  rank 5 waits since 0.25 s for (polling) a message from rank 4, tag 3, at {here('polls')}",
     ]
-
-
-def test_ranks_of_sub_communicators_are_named_by_their_number_in_the_run():
-    def body(comm):
-        half = comm.split(comm.rank // 2)
-        if comm.rank == 3:
-            half.irecv(torch.zeros(1), 0).wait()
-
-    with pytest.raises(DeadlockError, match="rank 3 waits since 0 s for a message from rank 2, any tag"):
-        run_virtual(body, 4)
-
-
-@each("size", [1, 128])
-def test_a_deadlock_of_all_is_seen_at_any_size(size):
-    with pytest.raises(DeadlockError, match=f"rank {size - 1} waits since 0 s for a message from any rank"):
-        run_virtual(lambda comm: comm.irecv(torch.zeros(1)).wait(), size)
 
 
 def test_a_deadlock_runs_finally_blocks_and_passes_by_except_blocks():
@@ -92,7 +76,9 @@ def test_a_deadlock_runs_finally_blocks_and_passes_by_except_blocks():
     assert run_virtual(lambda comm: comm.rank, 2) == [0, 1], "another run can follow"
 
 
-def test_a_rank_that_spins_where_nothing_takes_time_is_ended_with_its_line():
+def test_a_rank_that_spins_where_nothing_takes_time_is_ended_with_its_line(monkeypatch):
+    monkeypatch.setattr(clock, "_STANDSTILL", 1000)
+
     def body(comm):
         lock = comm.window(1, torch.int64)
         while lock.compare_and_swap(0, 1, 0) != 0:  # spins
@@ -100,7 +86,7 @@ def test_a_rank_that_spins_where_nothing_takes_time_is_ended_with_its_line():
         comm.compute()
         lock.put(torch.zeros(1, dtype=torch.int64), 0)
 
-    message = "100000 turns without any time passing, and rank 0 goes on at 0.5 s only. Rank 1 is at "
+    message = "1000 turns without any time passing, and rank 0 goes on at 0.5 s only. Rank 1 is at "
     with pytest.raises(DeadlockError, match=message + re.escape(here("spins"))):
         run_virtual(body, 2, compute=Constant(0.5))
 

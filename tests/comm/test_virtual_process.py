@@ -1,4 +1,4 @@
-"""Each virtual rank is like a process of its own: random numbers, threads, grad mode, the backward pass."""
+"""Each virtual rank is like a process of its own: random numbers, grad mode, the backward pass, further threads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from harness.cases import each
+from hpcdist.comm.communicator import beside
 from hpcdist.comm.virtual import Constant, Jitter, Network, run_virtual
-from hpcdist.errors import DeadlockError
+from hpcdist.errors import DeadlockError, MismatchError
 
 
 @pytest.fixture(autouse=True)
@@ -43,20 +44,6 @@ def test_random_numbers_do_not_depend_on_the_other_ranks(size):
     assert all(a != b for a, b in itertools.pairwise(together))
 
 
-def test_seeds_set_by_the_body_are_its_own():
-    def seed_and_draw(comm, rank):
-        comm.compute()
-        torch.manual_seed(rank), np.random.seed(rank), random.seed(rank)
-        comm.compute()
-        first = draw()
-        comm.compute()
-        return [first, draw()]
-
-    together = run_virtual(lambda comm: seed_and_draw(comm, comm.rank), 4, compute=Jitter(1.0, 0.5))
-    alone = [run_virtual(lambda comm, rank=rank: seed_and_draw(comm, rank), 1, seed=9)[0] for rank in range(4)]
-    assert together == alone
-
-
 def test_a_generator_that_the_body_puts_into_numpy_is_its_own():
     def body(comm):
         if comm.rank == 0:
@@ -72,26 +59,20 @@ def test_a_generator_that_the_body_puts_into_numpy_is_its_own():
     assert first == expected and second != expected
 
 
-def test_torch_computes_with_one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert run_virtual(lambda comm: torch.get_num_threads(), 2) == [1, 1]
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_grad_mode_is_a_ranks_own():
+def test_torch_computes_with_one_thread_and_grad_mode_is_a_ranks_own():
     def body(comm):
         with torch.set_grad_enabled(comm.rank % 2 == 0):
             for _ in range(3):
                 comm.barrier()
                 assert torch.is_grad_enabled() == (comm.rank % 2 == 0)
-        return torch.is_grad_enabled()
+        return torch.is_grad_enabled(), torch.get_num_threads()
 
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
     with torch.no_grad():
-        assert run_virtual(body, 4) == [True] * 4
+        assert run_virtual(body, 4) == [(True, 1)] * 4
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
 
 
 @each("size", [1, 5])
@@ -158,3 +139,115 @@ def test_a_failed_run_leaves_the_state_of_the_process_alone():
 
     with pytest.raises(DeadlockError):
         run_virtual(body, 3)
+
+
+# --- a further thread: what it takes in time, its errors, its end ---------------------------------------------------
+NETWORK = Network(0.01, 1e9)
+SUM_S = 0.04  # a ring of three, four messages
+
+
+def test_calls_beside_take_no_time_of_the_rank_while_it_computes():
+    """And it may wait for all but the last calls."""
+
+    def body(comm):
+        channel = comm.split(0)
+        thread = beside(channel)
+        tensor, times = torch.ones(3), []
+        for calls in (1, 3):
+            start_s = comm.now()
+            for _ in range(calls):
+                thread.submit(lambda: channel.allreduce(tensor))
+            submitted_s = comm.now()
+            comm.compute()
+            thread.wait()
+            times += [submitted_s - start_s, comm.now() - start_s]
+        start_s, ended_s = comm.now(), []
+        for _ in range(3):
+            thread.submit(lambda: channel.barrier())
+        for left in (2, 1, 0):
+            thread.wait(left)
+            ended_s.append(comm.now() - start_s)
+        thread.close()
+        channel.close()
+        return times, ended_s, tensor.tolist()
+
+    for times, ended_s, found in run_virtual(body, 3, network=NETWORK, compute=Constant(0.05)):
+        assert times == pytest.approx([0, 0.05, 0, 3 * SUM_S])
+        assert ended_s == pytest.approx([0.02, 0.04, 0.06]), "a barrier of three takes two latencies"
+        assert found == [81.0] * 3
+
+
+def test_messages_beside_share_the_ranks_links():
+    def body(comm, second):
+        channel = comm.split(0)
+        thread = beside(channel)
+        peer = comm.rank ^ 1
+        start_s = comm.now()
+        if second:
+            thread.submit(lambda: channel.sendrecv(torch.zeros(250), peer, torch.zeros(250), peer))
+        comm.sendrecv(torch.zeros(250), peer, torch.zeros(250), peer)
+        thread.wait()
+        taken_s = comm.now() - start_s
+        thread.close()
+        return taken_s
+
+    network = Network(0.0, 1e4)
+    assert run_virtual(lambda comm: body(comm, False), 2, network=network) == pytest.approx([0.1] * 2)
+    assert run_virtual(lambda comm: body(comm, True), 2, network=network) == pytest.approx([0.2] * 2)
+
+
+def test_an_error_beside_is_raised_where_the_rank_waits():
+    def body(comm):
+        thread = beside(comm.split(0))
+        thread.submit(lambda: 1 / 0)
+        thread.submit(lambda: pytest.fail("a task after one that failed"))
+        with pytest.raises(ZeroDivisionError):
+            thread.wait()
+        thread.submit(lambda: done.append(comm.rank))
+        thread.close()
+
+    done = []
+    run_virtual(body, 2)
+    assert sorted(done) == [0, 1]
+
+
+def test_a_run_ends_although_nobody_has_closed_the_thread():
+    def body(comm):
+        channel = comm.split(0)
+        beside(channel).submit(lambda: channel.barrier())
+        comm.compute()
+        return comm.now()
+
+    assert run_virtual(body, 2, compute=Constant(1.0)) == [1.0, 1.0]
+
+
+@each("at_rank_0", [None, lambda channel: channel.allreduce(torch.ones(1))])
+def test_a_call_beside_that_not_all_ranks_make_is_a_deadlock_and_a_different_one_is_told(at_rank_0):
+    def body(comm):
+        channel = comm.split(0)
+        thread = beside(channel)
+        if call := at_rank_0 if comm.rank == 0 else type(channel).barrier:
+            thread.submit(lambda: call(channel))
+        thread.wait()
+        thread.close()
+
+    missing = r"a further thread of rank 1 waits since .* barrier: rank 0 missing"
+    different = "collective calls must be the same on all ranks"
+    with pytest.raises(MismatchError if at_rank_0 else DeadlockError, match=different if at_rank_0 else missing):
+        run_virtual(body, 2)
+
+
+def test_the_thread_draws_from_the_ranks_random_state():
+    def body(comm, threaded):
+        channel = comm.split(0)
+        thread = beside(channel)
+        drawn = [random.random()]
+        if threaded:
+            thread.submit(lambda: drawn.append(random.random()))
+            thread.wait()
+        else:
+            drawn.append(random.random())
+        thread.close()
+        return [*drawn, torch.rand(1).item()]
+
+    assert run_virtual(lambda comm: body(comm, True), 3) == run_virtual(lambda comm: body(comm, False), 3)

@@ -93,17 +93,6 @@ def test_long_transfers_arrive_whole(placed):
     placed(body)
 
 
-@pytest.mark.mpi
-def test_inside_a_node_nothing_is_copied(ranks):
-    def body(comm):
-        window = comm.window(4)
-        same = window.read(comm.rank, 1, 2).data_ptr() == window.local[1:].data_ptr()
-        window.close()
-        return same
-
-    assert all(ranks(body))
-
-
 # --- accumulate, atomics ----------------------------------------------------------------------------------------------
 @ways
 @each("dtype", DTYPES)
@@ -279,6 +268,10 @@ def test_bad_calls_are_refused(placed):
             made.close()
         with pytest.raises(CommunicationError, match="a window must not be used once it is closed"):
             window.get(torch.zeros(1), 0)
+        truths = comm.window(1, torch.bool)
+        with pytest.raises(CommunicationError, match="dtype of a sum must be a number; got torch.bool"):
+            truths.accumulate(truths.local.clone(), comm.rank)
+        truths.close()
 
     placed(body)
 
@@ -290,6 +283,8 @@ def test_traffic_counts_what_goes_to_others(placed):
         counts = []
         for peer in (comm.rank, (comm.rank + 1) % comm.size):
             start = comm.trace.traffic.copy()
+            comm.memory.put_all([])
+            comm.memory.put_all([Put(window, four[:2], peer, 0), Put(window, four[:2], peer, 2)])
             window.put(four, peer)
             window.get(four, peer)
             window.read(peer, 1, 2)
@@ -304,7 +299,7 @@ def test_traffic_counts_what_goes_to_others(placed):
         return counts
 
     results = placed(body)
-    other = (16 + 8 + 8 + 8, 4, 16 + 8, 2) if len(results) > 1 else (0, 0, 0, 0)
+    other = (2 * 8 + 16 + 8 + 8 + 8, 6, 16 + 8, 2) if len(results) > 1 else (0, 0, 0, 0)
     assert results == [[(0, 0, 0, 0), other]] * len(results)
 
 
@@ -334,17 +329,9 @@ def test_a_flag_is_seen_after_the_data_put_before_it(placed):
 
 
 @ways
-def test_puts_of_many_count_as_each_does_and_after_a_refused_one_windows_still_work(placed):
+def test_after_a_refused_one_of_many_puts_windows_still_work(placed):
     def body(comm):
         window, peer = comm.window(4), (comm.rank + 1) % comm.size
-        before = comm.trace.traffic.copy()
-        comm.memory.put_all([])
-        comm.memory.put_all([Put(window, torch.ones(2), rank, 1) for rank in range(comm.size)])
-        spent = comm.trace.traffic - before
-        assert (spent.bytes_sent, spent.messages_sent) == (8 * (comm.size - 1), comm.size - 1)
-        comm.barrier()
-        assert window.local.tolist() == [0.0, 1.0, 1.0, 0.0]
-        comm.barrier()
         with pytest.raises(CommunicationError, match=r"must lie within rank \d's 4 elements; got \[3, 5\)"):
             comm.memory.put_all([Put(window, torch.ones(1), peer, 0), Put(window, torch.ones(2), peer, 3)])
         comm.barrier()
@@ -389,6 +376,7 @@ def test_a_change_is_made_there_and_here_and_counts_both_ways(ranks):
             theirs.add_(half)
             ours.sub_(half)
 
+        assert window.read(comm.rank, 1, 2).data_ptr() == window.local[1:].data_ptr(), "in a node nothing is copied"
         comm.barrier()
         if comm.rank == 0:
             assert window.change(meet, comm.size - 1, own)

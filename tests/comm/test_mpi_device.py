@@ -17,18 +17,13 @@ REFUSED = "gpu_aware_mpi must be false where MPI can't read the memory of a GPU;
 needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
 
-def test_an_obstacle_is_said_in_words():
-    from hpcdist.comm.mpi.library import explain, version
+def test_mpi_tells_whether_it_reads_device_memory_and_an_obstacle_is_said_in_words():
+    from hpcdist.comm.mpi.library import device_obstacle, explain, supports_cuda, version
 
     for supported in (True, False, None):
         assert explain(0, supported) == "torch finds no CUDA device"
     assert explain(4, False) == f"{version()} was built or started without CUDA support"
     assert explain(4, True) == explain(1, None) == ""
-
-
-def test_mpi_tells_whether_it_reads_device_memory():
-    from hpcdist.comm.mpi.library import device_obstacle, supports_cuda, version
-
     if version().startswith(("Open MPI", "MPICH")):
         assert isinstance(supports_cuda(), bool)
     assert (device_obstacle() == "") == (torch.cuda.is_available() and supports_cuda() is not False)

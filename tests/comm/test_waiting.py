@@ -11,11 +11,10 @@ from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import DeadlineError
 
 
-def test_what_holds_already_costs_no_wait():
+def test_it_returns_at_once_or_soon_after_the_condition_holds_and_raises_what_that_raises():
     assert wait_until(lambda: True, 0.0, str) == 0.0
-
-
-def test_it_returns_soon_after_the_condition_holds():
+    with pytest.raises(ZeroDivisionError):
+        wait_until(lambda: 1 / 0, 1, str)
     until = time.perf_counter() + 0.1
     waited_s = wait_until(lambda: time.perf_counter() >= until, math.inf, str)
     assert 0.09 < waited_s < 60
@@ -42,11 +41,6 @@ def test_past_the_deadline_it_says_what_did_not_happen():
     with pytest.raises(DeadlineError, match=r"^the kettle's whistle did not happen within 0.05 s\.$"):
         wait_until(lambda: False, 0.05, lambda: "the kettle's whistle")
     assert time.perf_counter() - start >= 0.05
-
-
-def test_an_error_of_the_condition_is_raised():
-    with pytest.raises(ZeroDivisionError):
-        wait_until(lambda: 1 / 0, 1, str)
 
 
 def test_a_rank_that_can_be_woken_sleeps_for_the_longest_pause_at_once():

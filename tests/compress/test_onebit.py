@@ -54,7 +54,7 @@ def shifted(seed: int, dtype=torch.float64) -> torch.Tensor:
 def test_it_is_the_papers_algorithm_by_layers(dtype):
     """p = g + e; Δ = (‖p‖₁/d) sign(p); e = p − Δ, of the length of the docstring."""
     feedback = Feedback(vectors.make("ef_signsgd", COUNT, SPANS), shifted(0, dtype))
-    error = torch.zeros_like(shifted(0, dtype))
+    error, rtol = torch.zeros_like(shifted(0, dtype)), 1e-6 if dtype == torch.float64 else 1e-4
     for step in range(5):
         p = shifted(step, dtype) + error
         out = torch.zeros_like(p)
@@ -62,6 +62,6 @@ def test_it_is_the_papers_algorithm_by_layers(dtype):
         assert len(message) == sum(-(-(s.stop - s.start) // 8) for s in SPANS) + 5 * 4
         for span in SPANS:
             part, found = p[span.start : span.stop], out[span.start : span.stop]
-            torch.testing.assert_close(found, part.sign() * part.double().abs().mean().to(dtype), rtol=1e-5, atol=1e-12)
+            torch.testing.assert_close(found, part.sign() * part.double().abs().mean().to(dtype), rtol=rtol, atol=1e-12)
         error = p - out
-        torch.testing.assert_close(feedback.residual, error, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-6)
+        torch.testing.assert_close(feedback.residual, error, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)

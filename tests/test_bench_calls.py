@@ -124,7 +124,7 @@ def test_an_environment_that_does_not_work_is_refused_on_all_ranks(ranks, progra
 def test_every_side_has_a_row_for_each_of_torchs_calls(tmp_path):
     path = tmp_path / "rows.json"
     words = ["-m", "hpcdist", "bench", "torch", "--sizes", "4096", "--rounds", "1", "--json", str(path)]
-    job = launch(2, words, env={"PYTHONPATH": str(ROOT)}, timeout_s=LIMIT_S, compiler=True)
+    job = launch(2, words, env={"PYTHONPATH": str(ROOT)}, timeout_s=LIMIT_S, preloaded=("torch._dynamo",))
     assert job.returncode == 0, job.stderr
     rows = json.loads(path.read_text())
     expected = {(call, name) for call in torch_calls.CALLS for name in ("hpcdist", "gloo", "communicator")}

@@ -20,6 +20,7 @@ from hpcdist.tools.bench import train as training
 from hpcdist.tools.bench.runner import peak_bytes
 
 pytestmark = pytest.mark.computes
+MODEL = training.MODELS["mlp_100k"]
 MORE = ("gossip", "compress")
 
 
@@ -180,3 +181,14 @@ def test_all_readers_give_the_same_batches(ranks, tmp_path, kind):
 def test_an_unknown_kind_of_data_is_refused():
     with pytest.raises(UnknownNameError, match="kind must be one of cifar10, .*; got 'cats'."):
         loader.measure(Alone(), ["cats"])
+
+
+@pytest.mark.extended
+def test_values_stay_finite_with_every_strategy(monkeypatch):
+    trained, make = [], training.perceptron
+    monkeypatch.setattr(training, "MODELS", {"mlp_100k": MODEL})
+    monkeypatch.setattr(training, "perceptron", lambda widths: (trained.append(make(widths)), trained[-1])[1])
+    ways = [*training.gossip_ways(2), *training.COMPRESSED_WAYS]
+    rows = run_virtual(lambda comm: training.time_steps(comm, "mlp_100k", ways, rounds=1, steps=training.PERIOD), 2)[0]
+    assert len(rows) == len(ways) and len(trained) == 2 * len(ways)
+    assert all(bool(own.isfinite().all()) for net in trained for own in net.parameters())

@@ -128,7 +128,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if job:
         marker = metafunc.definition.get_closest_marker("mpi")
         least = marker.kwargs.get("min_size", 1) if marker else 1
-        sizes = _real_sizes(least, job.size, sizes, metafunc.config.getoption("--all"))
+        computes = metafunc.definition.get_closest_marker("computes") is not None
+        sizes = _real_sizes(least, job.size, sizes, metafunc.config.getoption("--all") and not computes)
     metafunc.parametrize("ranks", sizes, ids=[f"n{n}" for n in sizes], indirect=True)
 
 

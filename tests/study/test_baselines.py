@@ -31,7 +31,7 @@ def runs(tmp_path_factory) -> Path:
     """The folder of all runs, on two ranks."""
     folder = tmp_path_factory.mktemp("baselines")
     (folder / "plain.py").write_text(JOB)
-    done = launch(2, [RANKS, folder, *NAMES], compiler=True, env=IMPORTS)
+    done = launch(2, [RANKS, folder, *NAMES], preloaded=("torch._dynamo",), env=IMPORTS)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -46,6 +46,7 @@ class Alone(Communicator):
 
     # --- point to point -------------------------------------------------------------------------------------------
     def sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int = 0) -> None:
+        check_rank(source, 1, "source")
         self.isend(send, dest, tag)
         self.irecv(recv, source, tag).wait()
 

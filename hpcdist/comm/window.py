@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from hpcdist.comm.transfer import check_flat, check_rank
+from hpcdist.comm.transfer import addable, check_flat, check_rank
 from hpcdist.errors import CommunicationError
 
 Predicate = Callable[[Tensor], bool]
@@ -104,6 +104,7 @@ class Window(Memory):
     def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
         """Add `values` to `rank`'s memory from `offset` on. Atomic per element among accumulates."""
         self._check(rank, offset, values)
+        addable(values)  # else it is refused
         self._accumulate(values, rank, offset)
 
     def change(self, function: Callable[..., object], rank: int, *beside: Tensor) -> bool:

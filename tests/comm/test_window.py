@@ -65,6 +65,9 @@ def test_every_rank_reads_what_every_rank_wrote(placed, dtype):
             assert window.read(peer, 3 * comm.size - 1, 1) == expected[-1]
             for call in (window.get, window.put, window.accumulate)[: 2 + (dtype != torch.bool)]:
                 call(torch.empty(0, dtype=dtype), peer, 3 * comm.size + peer)  # nothing, at the very end
+            if dtype == torch.bool:
+                with pytest.raises(CommunicationError, match="dtype of a sum must be a number; got torch.bool"):
+                    window.accumulate(expected, peer)
         assert torch.equal(window.local[: 3 * comm.size], expected)
         window.close()
         return hasattr(window, "local")

@@ -201,9 +201,9 @@ class MpiCommunicator(Communicator):
                     self.calls.communicate("allreduce", EVERYONE, self.failures.alive.Allreduce, _IN_PLACE, into)
                 self.traffic.sent(self._hops * tensor.nbytes // self.size, self._hops)
         elif tensor.dtype in NUMBERS or tensor.dtype in (torch.float16, torch.bfloat16):
-            wide = tensor.to(WIDE.get(tensor.dtype, torch.int32))
+            wide = tensor.detach().to(WIDE.get(tensor.dtype, torch.int32))
             self.allreduce(wide)
-            tensor.copy_(wide)
+            tensor.detach().copy_(wide)
         else:
             raise CommunicationError(f"dtype of a sum must be a number; got {tensor.dtype}. Convert the tensor first.")
 

@@ -266,7 +266,7 @@ def test_every_algorithm_is_documented_and_named_after_its_module():
     for name in NAMES:
         algorithm = load(name)
         assert algorithm.__module__ == f"{collectives.__name__}.{name}"
-        assert re.search(r"Reference: .+ \d{4}", algorithm.__doc__, re.DOTALL), name
+        assert re.search(r"Reference: .+\s\d{4}", algorithm.__doc__, re.DOTALL), name
     expected = {"ring", "recursive_doubling", "halving_doubling", "tree", "hierarchical", "direct", "native", "auto"}
     assert expected | {"shared_memory"} <= set(NAMES), "those of the literature"
 

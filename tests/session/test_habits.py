@@ -54,7 +54,7 @@ def family(strategy):
     """Strategies that deal with loops alike; of a user's own file, a family of one."""
     for members in (["allreduce"], ["hardsync"], groups.SERVED, groups.SERVERLESS, groups.GOSSIPS):
         if strategy in members and ":" not in strategy:
-            return members[0]
+            return tuple(members)
     return strategy
 
 

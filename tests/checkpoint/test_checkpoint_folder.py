@@ -22,6 +22,9 @@ def test_the_last_checkpoints_are_kept(tmp_path):
     assert names(tmp_path) == ["step-100000000", "step-999999999"]
     save_alone(tmp_path, 1_000_000_000, {}, keep=1)
     assert names(tmp_path) == ["step-1000000000"]
+    for step in (1, 2, 3, 4):
+        save_alone(tmp_path / "other", step, step, keep=2, best=[9, 1])
+    assert names(tmp_path / "other") == ["step-00000001", "step-00000003", "step-00000004"], "and the best"
 
 
 def test_a_step_saved_again_replaces_the_former(tmp_path):

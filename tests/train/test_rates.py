@@ -11,6 +11,7 @@ import torch
 from harness.cases import each
 from hpcdist import checkpoint
 from hpcdist.comm.virtual import run_virtual
+from hpcdist.config.optimizer import rescale
 from hpcdist.train import runs
 from train import tiny
 
@@ -175,3 +176,11 @@ def test_a_function_of_the_jobs_file_is_named_alone_in_toml(tmp_path, monkeypatc
         schedule.step()
     assert rates == pytest.approx([0.05, 0.05, 0.1, 0.1 / 2, 0.1 / 3])
     assert config.schedule.schedules[1].options == {"lr_lambda": "mine.py:decay"}
+
+
+def test_a_rescaled_schedule_goes_on_from_the_new_rate():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.4)
+    schedule = S.LambdaLR(optimizer, lambda step: 0.5**step)
+    rescale(optimizer, schedule, 0.5)
+    optimizer.step(), schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)

@@ -272,6 +272,22 @@ def test_loops_of_strategies_with_other_workers_are_refused():
     assert all(run_virtual(body, 2))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of loaders that end with their rank
+@each("strategy", ["dpsgd", "sgp"])
+def test_parameters_that_are_sent_between_steps_must_not_be_changed_there(strategy):
+    def body(comm):
+        model, optimizer = begun(comm, strategy=strategy, overlap=True)
+        for x in hd.shard(DataLoader(torch.ones(12, 2), batch_size=2)):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.weight.clamp_(-0.01, 0.01)
+
+    with pytest.raises(ConfigError, match="they are replaced in steps, or sent between them"):
+        run_virtual(body, 2)
+
+
 @each("servers", [2, 1])
 def test_a_state_that_is_in_parts_is_warned_of(servers):
     """A checkpoint of one's own would have a part of it; hpcdist.save has all."""

@@ -61,7 +61,7 @@ for words in ("topology ring --ranks 3", f"{TRAIN} --nonsense", BENCH, *REFUSED,
 
 
 def test_what_one_rank_does_and_what_any_or_all_of_them_refuse_is_told_once():
-    """One command after the other in one job; the last failure ends it."""
+    """The job runs several commands in turn; the last one fails and ends it."""
     Path("lacking-0.toml").write_text("seed = 1")
     for rank in range(2):
         Path(f"other-{rank}.toml").write_text(f"seed = {rank}")

@@ -29,7 +29,7 @@ def spans_of(*shapes: tuple[int, ...]) -> list[Span]:
 
 
 def coded(compressor: Compressor, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A tensor's message, what it stands for, and what it leaves."""
+    """Encodes a tensor: the message, the decoded message, and the residual."""
     left = tensor.clone()
     message = compressor.encode_residual_(left)
     return message, decoded(compressor, message, tensor.dtype), left

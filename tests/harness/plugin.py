@@ -213,7 +213,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Seeds what tests draw without a seed of their own, so that they draw the same whatever has run before.
+    """Seeds the random generators, so that a test draws the same numbers whatever tests have run before.
 
     The library's command line, which takes half a second to build, is built once.
     """

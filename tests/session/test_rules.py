@@ -112,7 +112,7 @@ def _rules(name: str) -> list[str]:
 def test_a_strategy_in_a_file_is_guarded_by_its_contract_alone(tmp_path, name):
     """Refused by the rule's message where the table says so, for every contract; else the loop runs to its end.
 
-    Of contracts that differ in one word from one that allows the loop, and allow it, every third one.
+    Where contracts allow the loop and differ from the first one in one word, the test tries one in three.
     """
     for number, contract in enumerate(CONTRACTS):
         refused = [rule for rule in _rules(name) if refuses(rule, contract, 2)]

@@ -1,4 +1,4 @@
-"""The ranks as torch.distributed knows them after `init`, for libraries that ask it."""
+"""torch.distributed after `init`: libraries that ask it find the ranks."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from hpcdist.config.files import load_module
+from hpcdist.config.files import is_class, load_module
 from hpcdist.errors import ConfigError, HpcdistError, UnknownNameError, suggestion
 
 Take = Callable[[Any, str, str], Any]  # (module or member, plug-in's name, where it was found) -> plug-in
@@ -191,7 +191,7 @@ def subclass_of(base: str) -> Take:
         parent = pkgutil.resolve_name(base)
         if isinstance(imported, ModuleType):
             return _class_of(imported, parent, name)
-        if not isinstance(imported, type) or not issubclass(imported, parent) or imported is parent:
+        if not is_class(imported) or not issubclass(imported, parent) or imported is parent:
             raise ConfigError(
                 f"{where} must be a subclass of {parent.__name__}; got {imported!r}. See CONTRIBUTING.md."
             )
@@ -207,7 +207,7 @@ def subclass_of(base: str) -> Take:
 def _class_of(module: ModuleType, parent: type, name: str) -> type:
     classes = [
         value
-        for value in dict.fromkeys(value for value in vars(module).values() if isinstance(value, type))
+        for value in dict.fromkeys(filter(is_class, vars(module).values()))
         if issubclass(value, parent) and value.__module__ == module.__name__ and not inspect.isabstract(value)
     ]
     classes = [cls for cls in classes if not cls.__name__.startswith("_")]

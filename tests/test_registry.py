@@ -261,7 +261,8 @@ def test_an_importer_is_a_function_and_a_check_has_two(folder):
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        (TWO.format("_Helper"), "Star"), (TWO.format("It"), "It"), (f"{STAR}\nAlias = Star\n", "Star"),
+        (TWO.format("_Helper"), "Star"), (TWO.format("It"), "It"),
+        (f"{STAR}\nAlias, Names = Star, list[str]\n", "Star"),
         (TWO.format("Other").replace("class Other", "from typing import final\n\n@final\nclass Other"), "Other"),
     ],
 )  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from hpcdist import log
 from hpcdist.errors import ConfigError, suggestion
@@ -21,6 +21,11 @@ _neighbours: dict[str, tuple[ModuleType, Path]] = {}  # imported neighbours by n
 _loaded: dict[Path, tuple[ModuleType, int]] = {}  # by file: the module, and the file's checksum when it ran
 _running: list[tuple[int, str]] = []  # the process in which code runs that must not end it, and the message
 _exit = os._exit
+
+
+def is_class(value: object) -> TypeGuard[type]:
+    """Tell whether a value is a class; `list[int]`, which Python 3.10 takes for an instance of `type`, is none."""
+    return issubclass(type(value), type)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, model_validator
 from torch.optim import lr_scheduler
 
-from hpcdist.config.files import load_function
+from hpcdist.config.files import is_class, load_function
 from hpcdist.config.settings import Named
 from hpcdist.errors import ConfigError, UnknownNameError, suggestion
 
@@ -85,7 +85,7 @@ def subclasses(module: Any, base: type) -> dict[str, type]:
     return {
         name: value
         for name, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, base) and value is not base and not name.startswith("_")
+        if is_class(value) and issubclass(value, base) and value is not base and not name.startswith("_")
     }
 
 

@@ -288,7 +288,7 @@ def _admits(annotation: Any, kind: type) -> bool:
 
 def _settings_in(annotation: Any) -> type[Settings] | None:
     for branch in _branches(annotation):
-        if isinstance(branch, type) and issubclass(branch, Settings):
+        if get_origin(branch) is None and isinstance(branch, type) and issubclass(branch, Settings):
             return branch
     return None
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
 from hpcdist.config import Settings
+from hpcdist.errors import refuse_former
 from hpcdist.model.flat import FlatModel
+
+_FORMER = dict.fromkeys(("state", "load_state"), 'remembers = ("start",)')  # methods of before, and what to write
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Compressor(abc.ABC):
         combines: ranks combine their messages by the mean, or by a majority vote for each element. A vote needs the
             messages of all ranks at once, which servers do not have.
         remembers: the attributes that a message changes: tensors, numbers, None.
-        along: entries of the state that have an element for each of the tensor's, or are None.
+        along: those of them that have an element for each of the tensor's, or are None.
         stream: seeds random rounding, so that each rank draws its own numbers.
     """
 
@@ -69,6 +72,10 @@ class Compressor(abc.ABC):
     remembers: ClassVar[tuple[str, ...]] = ()
     along: ClassVar[tuple[str, ...]] = ()
     stream: int = 0
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        refuse_former(cls, _FORMER)
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         self.config, self.count = config, count
@@ -122,14 +129,18 @@ class Compressor(abc.ABC):
         """
         return torch.ones(self.count, dtype=torch.bool)
 
-    def state(self) -> dict:
+    @final
+    def state_dict(self) -> dict[str, Any]:
         """Return what the compressor remembers, for a checkpoint."""
         return {name: getattr(self, name) for name in self.remembers}
 
-    def load_state(self, state: dict) -> None:
-        """Restore what `state()` returned."""
+    @final
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict()` returned, but for tensors of another shape, which are of other parameters."""
         for name in self.remembers:
-            setattr(self, name, deepcopy(state[name]))
+            pair = getattr(self, name), state[name]
+            if len({value.shape for value in pair if isinstance(value, Tensor)}) < 2:
+                setattr(self, name, deepcopy(state[name]))
 
 
 class Linear(Compressor):

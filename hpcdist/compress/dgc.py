@@ -49,7 +49,7 @@ class Dgc(Largest):
         )
 
     config: Config
-    remembers = ("steps", "velocity")
+    remembers = ("drawn", "steps", "velocity")
     along = ("velocity",)
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):

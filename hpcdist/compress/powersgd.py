@@ -48,6 +48,7 @@ class PowerSgd(Linear):
         rank: int = Field(2, ge=1, description="r, the rank of the approximation: columns of the matrices P and Q")
 
     config: Config
+    remembers = ("start",)
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
@@ -67,8 +68,7 @@ class PowerSgd(Linear):
                 first += size
         self._first, self._second = first, second
         # Any start that is the same on all ranks and machines will do, such as uniform numbers.
-        start = np.random.Generator(np.random.SFC64(0)).random(second)
-        self._start = torch.from_numpy(start - 0.5)
+        self.start = torch.from_numpy(np.random.Generator(np.random.SFC64(0)).random(second) - 0.5)
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
         return torch.cat(self._factors(tensor, 1, lambda flat: None)).view(torch.uint8)
@@ -84,7 +84,7 @@ class PowerSgd(Linear):
 
     def _factors(self, tensor: Tensor, ranks: int, allreduce: Callable[[Tensor], None]) -> tuple[Tensor, Tensor]:
         """Collective. Compute the factors P̂ and Q of all matrices, summed; leave the error in `tensor`."""
-        start = self._start.to(tensor.dtype)
+        start = self.start.to(tensor.dtype)
         first, second = tensor.new_empty(self._first), tensor.new_empty(self._second)
         for elements, place in self._whole:
             first[place] = tensor[elements]
@@ -107,7 +107,7 @@ class PowerSgd(Linear):
             largest = second[m.right].abs().max()
             if largest > 0:  # a matrix of zeros has no directions
                 # Only directions matter, and sizes might grow without bound.
-                self._start[m.right] = second[m.right] / largest
+                self.start[m.right] = second[m.right] / largest
         return first, second
 
     @staticmethod
@@ -135,13 +135,6 @@ class PowerSgd(Linear):
     @staticmethod
     def _matrix(flat: Tensor, m: _Matrix) -> Tensor:
         return flat[m.elements].view(m.rows, m.columns)
-
-    def state(self) -> dict:
-        return {"start": self._start}
-
-    def load_state(self, state: dict) -> None:
-        if state["start"].shape == self._start.shape:  # else it is of other matrices, and begins anew
-            self._start.copy_(state["start"])
 
 
 # All ranks must get the same bits from the same sums, on any processor. So the functions below multiply and add element

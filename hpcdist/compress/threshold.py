@@ -57,6 +57,8 @@ class Threshold(Compressor):
             return self
 
     config: Config
+    remembers = ("drawn",)
+    drawn = property(lambda self: self._sample.drawn, lambda self, drawn: setattr(self._sample, "drawn", drawn))
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
@@ -92,9 +94,3 @@ class Threshold(Compressor):
 
     def sent(self, message: Tensor) -> Tensor:
         return sparse.marks(sparse.unpack(message, self.count, _PAYLOAD)[0], self.count)
-
-    def state(self) -> dict:
-        return {"drawn": self._sample.drawn}
-
-    def load_state(self, state: dict) -> None:
-        self._sample.drawn = state["drawn"]

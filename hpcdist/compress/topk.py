@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 import numpy as np
 from pydantic import Field
@@ -28,6 +28,8 @@ class Largest(Compressor):
         values: Literal["fp16", "fp32", "fp64"] = Field("fp32", description="type in which values are sent")
 
     config: Config
+    remembers: ClassVar[tuple[str, ...]] = ("drawn",)
+    drawn = property(lambda self: self._sample.drawn, lambda self, drawn: setattr(self._sample, "drawn", drawn))
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
@@ -57,13 +59,6 @@ class Largest(Compressor):
 
     def _size(self, ratio: float) -> int:
         return max(1, round(ratio * self.count))
-
-    def state(self) -> dict:
-        return {"drawn": self._sample.drawn, **super().state()}
-
-    def load_state(self, state: dict) -> None:
-        super().load_state(state)
-        self._sample.drawn = state["drawn"]
 
 
 @final

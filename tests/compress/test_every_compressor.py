@@ -13,7 +13,7 @@ from compress import vectors
 from compress.vectors import decoded
 from harness.cases import each
 from hpcdist.checkpoint import tree
-from hpcdist.compress import CompressionConfig, Feedback, JointCompression, available, load
+from hpcdist.compress import CompressionConfig, Compressor, Feedback, JointCompression, available, load
 from hpcdist.errors import ConfigError, UnknownNameError
 
 # By name: options where the defaults suit larger tensors, and those that lead another way through the code.
@@ -209,10 +209,16 @@ def test_it_goes_on_to_the_bit_from_a_state_in_a_checkpoint(variant, dtype):
         first, second = Feedback(make(variant), like), Feedback(make(variant), like)
         for step in range(taken):
             first.encode(gradient(step, dtype))
-        second.load_state(through_a_checkpoint(first.state()))
+        second.load_state_dict(through_a_checkpoint(first.state_dict()))
         for step in range(taken, taken + 4):
             assert torch.equal(first.encode(gradient(step, dtype)), second.encode(gradient(step, dtype)))
             assert torch.equal(first.residual, second.residual)
+
+
+@each("name", ["state", "load_state"])
+def test_one_that_saves_what_it_remembers_by_itself_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"^Own must not define '{name}', .*; write: remembers = \(\"start\",\)$"):
+        type(Compressor)("Own", (Compressor,), {name: lambda self: {}})
 
 
 WRONG = [

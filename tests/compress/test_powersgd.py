@@ -86,5 +86,6 @@ def test_no_direction_is_lost_after_a_matrix_without_it(first):
 def test_each_step_starts_from_the_directions_of_the_last():
     one, other = make(2), make(2)
     one.encode(random(1))
-    other.load_state(one.state())
+    other.load_state_dict(one.state_dict())
+    other.load_state_dict({"start": torch.ones(3)})  # of other matrices: the start stays
     assert not torch.equal(other.encode(random(2)), make(2).encode(random(2)))

@@ -60,7 +60,7 @@ def test_streams_and_messages_draw_apart():
     assert not torch.equal(*messages)
     for other in (make(5000, seed=1), make(5000, stream=1)):
         assert not torch.equal(messages[0], other.encode(tensor))
-    other.load_state(first.state())
+    other.load_state_dict(first.state_dict())
     assert not torch.equal(other.encode(tensor), first.encode(tensor))
 
 

@@ -180,17 +180,17 @@ class Feedback:
         """Tell whether accumulating is plain addition for this compressor."""
         return type(self.compressor).accumulate is Compressor.accumulate
 
-    def state(self) -> dict:
-        return {"residual": self.residual, "compressor": self.compressor.state()}
+    def state_dict(self) -> dict[str, Any]:
+        return {"residual": self.residual, "compressor": self.compressor.state_dict()}
 
     def set_residual(self, residual: Tensor) -> None:
         """Begin with a saved residual."""
         self.residual.copy_(residual)
         self._all_sent = not self.residual.any()
 
-    def load_state(self, state: dict) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.set_residual(state["residual"])
-        self.compressor.load_state(state["compressor"])
+        self.compressor.load_state_dict(state["compressor"])
 
 
 @contextmanager

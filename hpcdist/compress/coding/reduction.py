@@ -39,6 +39,7 @@ class Reduction:
     Attributes:
         feedbacks: of each tensor, with what this rank has not sent.
         calls: how many sums so far.
+        sums: working memory on the host, as long as the tensors.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Reduction:
     ):
         self._comm, self._config, self._over_senders = comm, config, over_senders
         self.feedbacks = config.feedbacks(comm, like, spans)
-        self._sums = [torch.empty_like(feedback.residual) for feedback in self.feedbacks]
+        self.sums = [torch.empty_like(feedback.residual) for feedback in self.feedbacks]
         self._allreduce = collectives.load("auto")(comm)
         self.calls = 0
 
@@ -93,7 +94,7 @@ class Reduction:
 
     def _reduce(self, tensors: Sequence[Tensor], senders: int) -> None:
         silent = self._comm.rank >= senders
-        for tensor, feedback, out in zip(tensors, self.feedbacks, self._sums, strict=True):
+        for tensor, feedback, out in zip(tensors, self.feedbacks, self.sums, strict=True):
             compressor, residual = feedback.compressor, feedback.to_send(tensor.zero_() if silent else tensor)
             into = tensor if tensor.dtype == out.dtype and tensor.is_cpu else out
             if isinstance(compressor, Linear):
@@ -106,17 +107,17 @@ class Reduction:
     def _gather(self, tensors: Sequence[Tensor], senders: int) -> None:
         silent = self._comm.rank >= senders
         messages = [] if silent else [f.encode(tensor) for f, tensor in zip(self.feedbacks, tensors, strict=True)]
-        for out in self._sums:
+        for out in self.sums:
             out.zero_()
-        having = [torch.zeros_like(out, dtype=torch.int32) for out in self._sums] if self._over_senders else []
+        having = [torch.zeros_like(out, dtype=torch.int32) for out in self.sums] if self._over_senders else []
         for messages_of_rank in gather(self._comm, messages, len(tensors), range(senders)):
             for place, (feedback, message) in enumerate(zip(self.feedbacks, messages_of_rank, strict=True)):
-                feedback.compressor.add(message, self._sums[place])
+                feedback.compressor.add(message, self.sums[place])
                 if having:
                     having[place].add_(feedback.compressor.sent(message))
-        for out, count in zip(self._sums, having):
+        for out, count in zip(self.sums, having):
             out.div_(count.clamp_(min=1))
-        for tensor, out in zip(tensors, self._sums, strict=True):
+        for tensor, out in zip(tensors, self.sums, strict=True):
             tensor.copy_(out)
 
     def close(self) -> None:

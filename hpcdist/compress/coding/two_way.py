@@ -100,20 +100,15 @@ class TwoWayMean:
         for request in requests:
             request.wait()
 
-    def forget(self) -> None:
-        """Forget what has not been sent."""
-        for residual in (*self.left, *self.owed):
-            residual.zero_()
-
     def coders(self) -> list[list[dict]]:
         """Return what the compressors keep between messages, for a checkpoint."""
-        return [[feedback.compressor.state() for feedback in (*sent, back)] for _, sent, back in self._ends]
+        return [[feedback.compressor.state_dict() for feedback in (*sent, back)] for _, sent, back in self._ends]
 
     def load_coders(self, saved: Sequence[Sequence[dict]]) -> None:
         """Restore the result of `coders`."""
         for (_, sent, back), states in zip(self._ends, saved):
             for feedback, state in zip((*sent, back), states):
-                feedback.compressor.load_state(state)
+                feedback.compressor.load_state_dict(state)
 
 
 def _within(spans: Sequence[Span], piece: slice) -> list[Span]:

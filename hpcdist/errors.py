@@ -23,7 +23,7 @@ from __future__ import annotations
 import difflib
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 LEFT = 75  # exit status of a run that left early and should be started again: EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # the shell's status for a process that SIGINT ended
@@ -122,3 +122,10 @@ class CheckpointError(HpcdistError, ValueError):
 
 class NonFiniteError(HpcdistError, ArithmeticError):
     """A gradient holds NaN or infinity; the message names rank, parameter and step."""
+
+
+def refuse_former(cls: type, former: Mapping[str, str]) -> None:
+    """Raise ConfigError where a class defines what no longer counts, a name in `former`; its value is what to write."""
+    for name, instead in former.items():
+        if name in vars(cls):
+            raise ConfigError(f"{cls.__name__} must not define {name!r}, which nothing calls; write: {instead}")

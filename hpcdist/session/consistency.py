@@ -33,7 +33,7 @@ _ROWS, _ENTRIES = 8, 1024  # of the samples that are compared
 
 
 def begin_epoch(optimizer: Any) -> None:
-    """Collective. Take up parameters that the loop has set since the last epoch.
+    """Collective. Let the strategy start again from parameters that the loop has set since the last epoch.
 
     Raises MismatchError where these, or the optimiser's state, must be the same on all ranks and are not, and where a
     rank begins no epoch.
@@ -42,10 +42,10 @@ def begin_epoch(optimizer: Any) -> None:
     first, optimizer.attachment.begun = not optimizer.attachment.begun, True
     if strategy.comm.size == 1:
         return
-    takes_up = type(strategy).take_up is not Strategy.take_up
+    resets = strategy.state.resets or type(strategy).reset_from_model is not Strategy.reset_from_model
     replicates = rules.forbids("replicas differ", strategy)
     strategy.model.refresh()
-    looks = first or takes_up or replicates
+    looks = first or resets or replicates
     mine = [strategy.model.touched(), _sketch(strategy)] if looks else [False, _Sketch()]
     found = _gathered(optimizer, "at an epoch's start", [*mine, _masks(strategy) if first else 0])
     touched = any(touched for touched, _, _ in found.values())
@@ -58,8 +58,8 @@ def begin_epoch(optimizer: Any) -> None:
             "All ranks draw the same random numbers: their dropout masks are the same. For others seed each rank by "
             "itself when the model is made: torch.manual_seed(seed + hpcdist.rank())."
         )
-    if takes_up and touched:
-        strategy.take_up()
+    if resets and touched:
+        strategy.reset_from_model()
 
 
 def _masks(strategy: Strategy) -> int:
@@ -110,7 +110,7 @@ def follow_servers(optimizer: Any, place: str) -> None:
     if strategy.contract.updates == "on servers" and strategy.comm.size > 1:
         strategy.model.refresh()
         _gathered(optimizer, place, None)
-        strategy.take_up()
+        strategy.reset_from_model()
 
 
 def require_same_steps(optimizer: Any, place: str) -> None:

@@ -24,7 +24,7 @@ from hpcdist.session.state import Named, ParameterLayout, capture, order_of, pla
 from hpcdist.session.world import Session
 from hpcdist.strategies import Strategy
 from hpcdist.strategies.base import name_of
-from hpcdist.strategies.common.state import Along, Anew, first, mean_of_ranks
+from hpcdist.strategies.common.state import Entry, first, mean_of_ranks
 
 Combine = Callable[..., Any]
 T = TypeVar("T")
@@ -131,11 +131,22 @@ class SavedState:
         layout = ParameterLayout(strategy.model)
         self._also |= layout.also
         self._index.cache_clear()
+        same = self._ranks[0].at("about", "strategy") == name_of(strategy)
+
+        def of_ranks(name: str) -> list[Any]:
+            found = (rank.at("strategy", name, default=self) for rank in self._ranks)
+            return [value for value in found if value is not self]
+
+        def slices(entry: Entry) -> Named:
+            keys, ranks, combine = [("strategy", entry.name)], strategy.comm.size, entry.reshard or first
+            places = (place for _, _, place in layout.parts("params", entry.ranges))
+            return {place.name: self._slice(place, keys, combine, ranks) for place in places}
+
         return {
             "params": self.named(layout, "params", ["masters"], ["frozen"]),
             "frozen": self.named(layout, "frozen", ["frozen"], ["masters"], combine=first),
             "buffers": self._buffers(strategy.model.flat_buffers, layout),
-            "strategy": self._values(strategy, layout),
+            "strategy": strategy.state.reshard(of_ranks, slices, same=same),
         }
 
     def named(
@@ -269,27 +280,3 @@ class SavedState:
                 )
             state[key] = value
         return state
-
-    # --- the strategy ---------------------------------------------------------------------------------------------
-    def _values(self, strategy: Strategy, layout: ParameterLayout) -> dict[str, Any]:
-        """Combine what the ranks have saved of a strategy; of another strategy the number of steps alone."""
-        same = self._ranks[0].at("about", "strategy") == name_of(strategy)
-        values: dict[str, Any] = {}
-        for entry in strategy.entries():
-            if isinstance(entry.combine, Anew):
-                continue
-            if not (same or entry.name == "steps"):
-                if not entry.optional:  # this strategy begins with what it has
-                    values[entry.name] = entry.save()
-                continue
-            found = [rank.at("strategy", entry.name, default=self) for rank in self._ranks]
-            found = [value for value in found if value is not self]
-            if not found:
-                continue
-            if isinstance(entry, Along):
-                places = [place for _, _, place in layout.parts("params", entry.ranges)] if any(found) else []
-                keys, ranks = [("strategy", entry.name)], strategy.comm.size
-                values[entry.name] = {p.name: self._slice(p, keys, entry.combine, ranks) for p in places}
-            else:
-                values[entry.name] = entry.combine(found)
-        return values

@@ -1,7 +1,7 @@
 """Capture and restore all that a DistributedOptimizer needs to go on as if it had not been interrupted.
 
 A captured state has everything along the parameters by parameter name, as slices (`hpcdist.checkpoint.Slice`): of the
-parameters and buffers that a rank has, of the optimiser's state, and of what its strategy declares as `Along`.
+parameters and buffers that a rank has, of the optimiser's state, and of the sharded values that its strategy declares.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpcdist.model.slots import describe_difference
 from hpcdist.parallel.agreement import PartOfModel
 from hpcdist.strategies import Strategy
 from hpcdist.strategies.base import name_of
-from hpcdist.strategies.common.state import Along, Ranges
+from hpcdist.strategies.common.state import Ranges
 
 _log = logging.getLogger("hpcdist")
 _NOTHING = object()
@@ -167,18 +167,18 @@ def capture_strategy(strategy: Strategy) -> dict[str, Any]:
     """Return this rank's state but for the local optimiser's."""
     model = strategy.model
     model.refresh()
-    layout, state, flats = ParameterLayout(model), strategy.state(), strategy.masters()
-    for entry in strategy.entries():
-        if isinstance(entry, Along) and entry.name in state:
-            value = state[entry.name]
-            state[entry.name] = layout.split("params", value, entry.ranges) if value else {}
+    layout, values = ParameterLayout(model), strategy.state.save()
+    flats = strategy.state.parameters()
+    for name, entry in strategy.state.entries.items():
+        if entry.sharded:
+            values[name] = layout.split("params", values[name], entry.ranges) if values[name] else {}
     return {
         "params": layout.split("params", model.params),
         "frozen": layout.split("frozen", model.frozen),
         "buffers": layout.split("buffers", model.buffers),
         "masters": {} if flats is None else layout.split("params", flats.tensors, flats.ranges),
         "works": strategy.is_worker,
-        "strategy": state,
+        "strategy": values,
         "about": {"strategy": name_of(strategy), **layout.about()},
     }
 
@@ -246,13 +246,13 @@ def restore_strategy(strategy: Strategy, saved: Mapping[str, Any], together: Tog
 
     def joined() -> dict[str, Any]:
         layout, values = ParameterLayout(strategy.model), dict(saved)
-        for entry in strategy.entries():
-            if isinstance(entry, Along) and entry.name in values:
-                values[entry.name] = layout.join(values[entry.name], entry.ranges)
+        for name, entry in strategy.state.entries.items():
+            if entry.sharded and name in values:
+                values[name] = layout.join(values[name], entry.ranges)
         return values
 
     values = together(joined)  # before ranks tell each other what they load
-    together(lambda: strategy.load_state(values))
+    together(lambda: strategy.state.load(values))
 
 
 def _numbered(optimizer: Any, layout: ParameterLayout, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,7 @@ lost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import networkx as nx
 import torch
@@ -22,7 +21,7 @@ from hpcdist.config import Named
 from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Along, Entry, Flats, copy_all, dropped
+from hpcdist.strategies.common.state import Flats, copy_all
 from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, Peers
 from hpcdist.topology import Topology, make_topology
 
@@ -67,13 +66,21 @@ class ADPSGD(Strategy):
         _, passive = two_sides(topology)
         super().__init__(config, comm, model, **given)
         self.peers = Peers(comm, self.records)
-        self.draw = Draw(comm, self.peers, config.seed)
+        self.draw = Draw(comm, self.peers, self.state, config.seed)
         self._passive = comm.rank in passive
         self._neighbours = [rank for rank in topology.in_neighbours(comm.rank, 0) if rank != comm.rank]
         self._shared = [comm.window(p.numel() if self._passive else 0, p.dtype) for p in model.params]
         self._holder = comm.window(1 if self._passive else 0, torch.int64)  # who averages with this rank: 1 + its rank
-        self._scratch = [torch.empty_like(p, device=p.device if self._passive else "cpu") for p in model.params]
-        self._share(model.params)
+        shared = [window.local for window in self._shared if self._passive]
+        self._x = self.state.sharded("shared", tensors=shared, start="parameters", resets=True)  # a passive rank's
+        copy_all(self._x, model.params)
+        self._before = self.state.scratch([p.clone() for p in model.params if self._passive])  # the last copy of x
+        self._fetched = self.state.scratch(
+            [torch.empty_like(p, device="cpu") for p in model.params if not self._passive]
+        )
+        self.state.parameters = lambda: Flats([x.to(p.device) for x, p in zip(self._x, model.params)] or model.params)
+        self.state.before_load(comm.barrier)  # nobody still averages with what was before
+        self.state.after_load(lambda: copy_all(self._before, model.params))
         comm.barrier()  # nobody may average with what was there before
 
     def advance(self, update: Update) -> Outcome:
@@ -96,7 +103,7 @@ class ADPSGD(Strategy):
         try:
             if self._holder.compare_and_swap(_FREE, mine, peer) != _FREE:
                 return False
-            for window, fetched, own in zip(self._shared, self._scratch, self.model.params, strict=True):
+            for window, fetched, own in zip(self._shared, self._fetched, self.model.params, strict=True):
                 if window.change(_average, peer, own):
                     continue
                 window.get(fetched, peer)
@@ -115,7 +122,7 @@ class ADPSGD(Strategy):
         """Take the local optimiser's step, add the change to the window, and take a new copy of its contents."""
         outcome = self.gradients.step_alone(update)
         rank = self.comm.rank
-        for window, before, own in zip(self._shared, self._scratch, self.model.params, strict=True):
+        for window, before, own in zip(self._shared, self._before, self.model.params, strict=True):
             if not window.change(_take_in, rank, own, before):
                 window.accumulate(torch.sub(own, before, out=before), rank)  # the loop's own changes, too
                 window.get(own, rank)
@@ -129,48 +136,20 @@ class ADPSGD(Strategy):
             if holder != _FREE and holder - 1 not in self.peers.present:
                 self._holder.compare_and_swap(holder, _FREE, self.comm.rank)
 
-    def _share(self, params: Sequence[Tensor]) -> None:
-        """Put `params` into this rank's window, where it is passive, for others to average with."""
-        if self._passive:
-            for window, values in zip(self._shared, params, strict=True):
-                window.put(values, self.comm.rank)
-            copy_all(self._scratch, self.model.params)
-
-    def _values(self) -> list[Tensor]:
-        """Return this rank's parameters x; a passive rank's are copied from its window."""
-        if not self._passive:
-            return list(self.model.params)
-        return [window.local.to(own.device, copy=True) for window, own in zip(self._shared, self.model.params)]
-
     # --- consensus and checkpoints --------------------------------------------------------------------------------
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Compute the exact means of x and of the buffers; the model is untouched."""
         self.comm.barrier()  # nobody averages any more
         return super().consensus()
 
-    def entries(self) -> list[Entry]:
-        shared = Along("shared", self._save_shared, self._load_shared, dropped([]))
-        return [*super().entries(), self.draw.entry(), shared]
-
-    def masters(self) -> Flats:
-        return Flats(self._save_shared() or self.model.params)
-
-    def _save_shared(self) -> list[Tensor]:
-        return self._values() if self._passive else []
-
-    def _load_shared(self, saved: Sequence[Tensor]) -> None:
-        self._share(saved or self.model.params)
-
-    def load_state(self, saved: dict[str, Any]) -> None:
-        self.comm.barrier()  # nobody still averages with what was before
-        super().load_state(saved)
-
-    def take_up(self) -> None:
+    def reset_from_model(self) -> None:
         self.comm.barrier()
-        self._load_shared(())
+        super().reset_from_model()
+        copy_all(self._before, self.model.params)
         self.comm.barrier()  # nobody may average with what was there before
 
     def close(self) -> None:
+        self._x.clear()  # their memory goes
         for window in (*self._shared, self._holder):
             window.close()
 

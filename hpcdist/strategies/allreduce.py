@@ -17,7 +17,6 @@ from hpcdist.model.buckets import Bucket
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, attribute, reduction
 from hpcdist.strategies.synchronous.agreement import StepAgreement
 from hpcdist.strategies.synchronous.averaging import Averaging, OutsideAveraging, OwnAveraging, ProviderConfig, Trial
 
@@ -117,7 +116,7 @@ class AllReduce(Strategy):
                 f"strategy.provider.op must be average with loss = 'sum', which adds up itself; got "
                 f"{config.provider.op}. Leave it out."
             )
-        self.updates = 0
+        self.updates = self.state.value("updates", 0, self, reshard="first")
         self._channel = comm.split(0)  # the thread's own
         self.records.count(self._channel)
         self._averaging: Averaging = (
@@ -135,6 +134,7 @@ class AllReduce(Strategy):
         self._compressed: Reduction | None = None
         if config.compression and comm.size > 1:
             self._compressed = Reduction(self._channel, config.compression, model.grads, spans(model))
+        self.state.reduction("compressed", self._compressed)
         self._agreement = StepAgreement(self)
         self._bad: list[str] = []
         self._passes = 0  # backward passes whose gradients have not been averaged
@@ -319,9 +319,6 @@ class AllReduce(Strategy):
         """Find which parameters had a gradient on any rank, and which were not finite, by rank."""
         bad, self._bad = self._bad, []
         return self._agreement(used, bad)
-
-    def entries(self) -> list[Entry]:
-        return [*super().entries(), attribute(self, "updates"), *reduction("compressed", self._compressed)]
 
     def close(self) -> None:
         if self._compressed is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, final
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, attribute, copy_all, dropped, first, flags, held_tensors, zeros
+from hpcdist.strategies.common.state import copy_all
 from hpcdist.strategies.server.channel import GRADIENT, Reply, ReplyHead, ServerRequest, waited_for
 from hpcdist.strategies.server.loop import Handler
 from hpcdist.strategies.server.strategy import ServerStrategy, Worker
@@ -90,7 +90,6 @@ class AsyncDiLoCo(ServerStrategy):
     contract = replace(ServerStrategy.contract, averages="parameters", updates="here", consensus="elsewhere")
     steps_on_workers = True
     config: Config
-    worker: _PeriodWorker
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
@@ -113,11 +112,6 @@ class AsyncDiLoCo(ServerStrategy):
             found[list(self.comm.failures.failed())] = 0.0
         return found.tolist()
 
-    def take_up(self) -> None:
-        super().take_up()
-        if self.is_worker and not self.place.alone:
-            self.worker.begin()
-
     def close(self) -> None:
         if self._speeds is not None:
             self._speeds.close()
@@ -129,10 +123,12 @@ class _PeriodWorker(Worker):
 
     def __init__(self, strategy: AsyncDiLoCo):
         super().__init__(strategy)
-        self._of, self._config = strategy, strategy.config
-        self._read = [params.clone() for params in self.model.params]  # θ as the period began
-        self.steps, self.done = self._config.period, 0  # of this period
-        self.gradients = 0  # of its steps that counted
+        self._of, self._config, state = strategy, strategy.config, strategy.state
+        self._read = state.sharded("read", self.model.params, start="parameters", resets=True)  # θ as the period began
+        self.done = state.value("done", 0, self, resets=True)  # steps of this period
+        self.gradients = state.value("gradients", 0, self, resets=True)  # of its steps that counted
+        self.steps = state.value("period", self._config.period, self, "steps")
+        state.flags("used", strategy.gradients.used)
         strategy.records.pending = lambda: self.gradients
         self._timed, self._timed_s = 0, 0.0  # steps of this period, and how long they took
         self._since_s: float | None = None  # the end of the step before; None where a pause lies between
@@ -167,7 +163,8 @@ class _PeriodWorker(Worker):
         self.replica.take(heads, self.channel.down.arrived)
         if self.place.colocated:  # this server's parameters lie beside its worker's model
             self.strategy.loop.show()
-        self.begin()
+        self.done, self.gradients = 0, 0
+        copy_all(self._read, self.model.params)
         if config.inner_state == "reset" and self.strategy.optimizer is not None:
             self.strategy.optimizer.state.clear()
         return heads
@@ -175,26 +172,14 @@ class _PeriodWorker(Worker):
     def _time(self) -> None:
         """Count a step with the time that it took, from the end of the one before."""
         now_s = self.strategy.comm.now()
+        if self.done == 1:
+            self._timed, self._timed_s = 0, 0.0
         if self._since_s is not None:
             self._timed, self._timed_s = self._timed + 1, self._timed_s + now_s - self._since_s
         self._since_s = now_s
 
     def finish(self) -> None:
         self._since_s = None
-
-    def begin(self) -> None:
-        """Begin a period at the parameters that are in the model."""
-        self.done, self.gradients, self._timed, self._timed_s = 0, 0, 0, 0.0
-        copy_all(self._read, self.model.params)
-
-    def entries(self) -> list[Entry]:
-        return [
-            held_tensors("read", self._read, dropped([]), otherwise=self.model.params),
-            attribute(self, "done", dropped(0)),
-            attribute(self, "gradients", dropped(0)),
-            replace(attribute(self, "steps", dropped(self._config.period)), name="period"),
-            flags("used", self.strategy.gradients.used),
-        ]
 
 
 class _WayServer(Handler):
@@ -204,11 +189,13 @@ class _WayServer(Handler):
         self._loop, self._replica, self._model = strategy.loop, strategy.replica, strategy.model
         self._shard, self._config, self._now = strategy.place.shard, strategy.config, strategy.comm.now
         self._every, self._workers = every, workers
-        self._params = [part.clone() for part in self._shard.of(strategy.model.params)]  # θ
-        self._momentum = [torch.zeros_like(part) for part in self._params]  # m
-        self._sum = [torch.zeros_like(part) for part in self._params]  # Δ
-        self.count = 0  # pushes since the last step of the momentum
-        self._used = torch.zeros(len(strategy.model.names), dtype=torch.bool)  # in any of them
+        state, ranges, like = strategy.state, self._shard.ranges, self._shard.of(strategy.model.params)
+        # θ, m and Δ
+        self._params = state.sharded("params", like, start="parameters", reshard="first", resets=True, ranges=ranges)
+        self._momentum = state.sharded("momentum", like, reshard="first", ranges=ranges)
+        self._sum = state.sharded("sum", like, ranges=ranges)
+        self.count = state.value("count", 0, self)  # pushes since the last step of the momentum
+        self._used = state.flags("pushed", torch.zeros(len(strategy.model.names), dtype=torch.bool))  # in any of them
         self._held: list[tuple[ServerRequest, list[Tensor]]] = []
         self._since_s = 0.0  # the first of them came
 
@@ -281,13 +268,3 @@ class _WayServer(Handler):
             x.add_((way / n).add_(momentum, alpha=share), alpha=-config.outer_lr)
         if ends:
             total.zero_()
-
-    def entries(self) -> Iterable[Entry]:
-        ranges = self._shard.ranges
-        return [
-            held_tensors("params", self._params, first, ranges),
-            held_tensors("momentum", self._momentum, first, ranges),
-            held_tensors("sum", self._sum, zeros(self._sum), ranges),
-            attribute(self, "count", dropped(0)),
-            flags("pushed", self._used),
-        ]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.pieces import some_values
 from hpcdist.config import Settings
-from hpcdist.errors import RankFailedError
+from hpcdist.errors import RankFailedError, refuse_former
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters, require_equal_values
 from hpcdist.parallel.agreement import Agreement
@@ -23,7 +23,15 @@ from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.gradients import LocalGradients
 from hpcdist.strategies.common.records import Outcome, Recorder
 from hpcdist.strategies.common.replicas import mean_over, spread_model, with_buffers
-from hpcdist.strategies.common.state import Entry, Flats, attribute, load_entries, save_entries
+from hpcdist.strategies.common.state import Flats, State
+
+_FORMER = {  # methods of before, and the line to write instead
+    "entries": 'self.rounds = self.state.value("rounds", 0, self, reshard="first") in __init__',
+    "state": 'self.momentum = self.state.sharded("momentum", model.params, reshard="mean") in __init__',
+    "load_state": "self.state.after_load(self.follow) in __init__",
+    "take_up": "def reset_from_model(self): self.state.reset()",
+    "masters": "self.state.parameters = lambda: Flats(self.x) in __init__",
+}
 
 Update = Callable[[], None]  # runs the local optimiser on the gradients that are in the model
 
@@ -47,6 +55,8 @@ class Strategy(abc.ABC):
             of it and `comm` are the ranks that have the same one; None where each rank has the whole model.
 
     Attributes:
+        state: what checkpoints keep beyond parameters, buffers and the local optimiser; a subclass declares its values
+            where it creates them, see `State`.
         steps: taken by this rank.
         adds_up: the gradients of an update are added up, and not averaged.
         gradients: clips this rank's gradients, and leaves out those that are not finite.
@@ -64,6 +74,24 @@ class Strategy(abc.ABC):
         on_nonfinite: Literal["stop", "skip", "ignore"] = Field(
             "stop", description="at a NaN or infinite gradient end the run, leave the update out, or ignore it"
         )
+
+        former: ClassVar[Mapping[str, str]] = {}  # options that have another name now, by that of before
+
+        @model_validator(mode="before")
+        @classmethod
+        def _refuse_former(cls, given: Any) -> Any:
+            for name in cls.former if isinstance(given, Mapping) else ():
+                if name in given:
+                    raise ValueError(
+                        f"strategy.{name} must be given as strategy.{cls.former[name]}, its name now; got "
+                        f"{given[name]!r}. Rename it."
+                    )
+            return given
+
+        @classmethod
+        def by_names_of_now(cls, saved: Mapping[str, Any]) -> dict[str, Any]:
+            """Return saved options by the names that they have now."""
+            return {cls.former.get(name, name): value for name, value in saved.items()}
 
         def workers(self, size: int) -> tuple[int, ...]:
             """Return those of `size` ranks that compute gradients; the others serve."""
@@ -94,6 +122,10 @@ class Strategy(abc.ABC):
 
     contract: Contract
 
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        refuse_former(cls, _FORMER)
+
     def __init__(
         self,
         config: Config,
@@ -114,7 +146,8 @@ class Strategy(abc.ABC):
         self.gradients = LocalGradients(comm, model, config.on_nonfinite, clip_norm, stages)
         self.records = Recorder(comm, on_record)
         self.before_step: Callable[[], None] = lambda: None
-        self.steps = 0
+        self.state = State(comm, model)
+        self.steps = self.state.value("steps", 0, self, reshard="first")
         self._meetings = 0  # steps in which ranks might have compared hyper-parameters
         model.passes.weighs = self.contract.weighs
         if comm.size > 1 and not self.contract.uses_changed_gradients:
@@ -153,11 +186,12 @@ class Strategy(abc.ABC):
 
         Returns new tensors shaped like `model.params` and `model.buffers`; the model is untouched.
         """
-        params = (self.masters() or Flats(self.model.params)).tensors
+        params = (self.state.parameters() or Flats(self.model.params)).tensors
         return with_buffers(self, mean_over(self.comm, params, self.comm.failures.living))
 
-    def take_up(self) -> None:
-        """Collective. Update the strategy's copies of the parameters, which the loop has set anew on all ranks."""
+    def reset_from_model(self) -> None:
+        """Collective. Start the strategy's copies of the parameters again, which the loop has set on all ranks."""
+        self.state.reset()
 
     def shrink(self) -> None:
         """Collective among the living. Shrink the group to the ranks that live, to go on without the others.
@@ -174,30 +208,6 @@ class Strategy(abc.ABC):
 
     def close(self) -> None:
         """Collective. Release windows and threads."""
-
-    # --- state ----------------------------------------------------------------------------------------------------
-    def entries(self) -> list[Entry]:
-        """Declare this rank's state beyond parameters, buffers and the local optimiser."""
-        return [attribute(self, "steps")]
-
-    def state(self) -> dict[str, Any]:
-        """Return this rank's state, as it is declared in `entries`."""
-        return save_entries(self.entries())
-
-    def load_state(self, saved: dict[str, Any]) -> None:
-        """Collective. Restore the result of `state`, after the model's parameters.
-
-        Raises:
-            CheckpointError: it is none of this strategy's, on some rank; on all ranks.
-        """
-        self.comm.together(lambda: load_entries(self.entries(), saved))  # before messages of a subclass
-
-    def masters(self) -> Flats | None:
-        """Return what this rank has of the parameters that the ranks stand for together, for a checkpoint.
-
-        These are the mean of all that ranks return here; None on a rank whose parameters do not count.
-        """
-        return Flats(self.model.params)
 
     # --- what the loop calls --------------------------------------------------------------------------------------
     def step(self, update: Update, *, skips: bool = False, unscale: float | None = None) -> StepRecord:

@@ -12,7 +12,6 @@ from hpcdist.config import Named
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, attribute, dropped, held_tensors, zeros
 from hpcdist.strategies.decentralised.mixing import Mixing, rates
 from hpcdist.topology import make_topology
 
@@ -65,8 +64,9 @@ class D2(Strategy):
             )
         super().__init__(config, comm, model, **given)
         self._mixing = Mixing(comm, topology, overlap=False, kept=0.5 if config.lazy else 0.0)
-        self._changed = [torch.zeros_like(x) for x in model.params] if comm.size > 1 else []  # c
-        self.rates: list[float] = []  # of the parameters, at the last step
+        self._changed = self.state.sharded("changed", model.params if comm.size > 1 else [], resets=True)  # c
+        # Of the parameters, at the last step.
+        self.rates: list[float] = self.state.value("rates", [], self, resets=True)
 
     def advance(self, update: Update) -> Outcome:
         outcome = self.gradients.step_alone(update)
@@ -91,18 +91,6 @@ class D2(Strategy):
                 elif rate != before:
                     part.mul_(rate / before)
         self.rates = now
-
-    def entries(self) -> list[Entry]:
-        return [
-            *super().entries(),
-            held_tensors("changed", self._changed, zeros(self._changed)),
-            attribute(self, "rates", dropped([])),
-        ]
-
-    def take_up(self) -> None:
-        for changed in self._changed:
-            changed.zero_()
-        self.rates = []
 
     def close(self) -> None:
         self._mixing.close()

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hpcdist.compress import CompressionConfig, Reduction, Span, spans
 from hpcdist.compress.coding.blocks import Blocks
-from hpcdist.strategies.common.state import Entry, reduction
 from hpcdist.strategies.synchronous.own_step import OwnStep, rate_of
 
 
@@ -71,6 +70,7 @@ class DeMo(OwnStep):
         self._sum = Reduction(
             self.exchanges.channel, chosen, model.params, self._spans, over_senders=config.combine == "senders"
         )
+        self.state.reduction("sent", self._sum)
 
     def move(self, update) -> None:
         config, flats = self.config, [grad.clone() for grad in self.model.grads]
@@ -94,9 +94,6 @@ class DeMo(OwnStep):
             for flat, own in zip(flats, self._spans, strict=True):
                 for span in own:
                     transform(flat[span.start : span.stop], span, self.config.side, back=back)
-
-    def entries(self) -> list[Entry]:
-        return [*super().entries(), *reduction("sent", self._sum)]
 
     def close(self) -> None:
         self._sum.close()

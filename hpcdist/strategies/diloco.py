@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import final
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
-from hpcdist.strategies.common.state import Along, Entry
-from hpcdist.strategies.synchronous.periodic import Periodic
+from hpcdist.strategies.synchronous.fragments import Fragment
+from hpcdist.strategies.synchronous.periodic import OverlapConfig, Periodic, outer_step
 
 
 @final
@@ -36,7 +33,7 @@ class DiLoCo(Periodic):
     delayed averaging", 2020, for `overlap`.
     """
 
-    class Config(Periodic.Config):
+    class Config(OverlapConfig):
         """Options of diloco."""
 
         period: int = Field(500, ge=1, description="H: inner steps to one outer step")
@@ -44,30 +41,12 @@ class DiLoCo(Periodic):
         outer_momentum: float = Field(0.9, ge=0, lt=1, description="momentum of the outer optimiser")
         nesterov: bool = Field(True, description="Nesterov's momentum in the outer step; false: heavy-ball")
 
+    config: Config
+
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
-        if not self.alone:
-            nesterov = config.nesterov and config.outer_momentum > 0
-            self._outer = torch.optim.SGD(
-                self.common, lr=config.outer_lr, momentum=config.outer_momentum, nesterov=nesterov
-            )
+        self.momentum = self.state.sharded("outer", self.common, reshard="first")
 
-    def move(self, mean: Sequence[Tensor]) -> None:
-        for x, by in zip(self.common, mean, strict=True):
-            x.grad = by
-        self._outer.step()
-
-    def momentum(self) -> list[Tensor]:
-        return self._save_outer()
-
-    def entries(self) -> list[Entry]:
-        return [*super().entries(), Along("outer", self._save_outer, self._load_outer)]
-
-    def _save_outer(self) -> list[Tensor]:
-        state = {} if self.alone else self._outer.state_dict()["state"]
-        return [state[group]["momentum_buffer"] for group in sorted(state) if "momentum_buffer" in state[group]]
-
-    def _load_outer(self, saved: Sequence[Tensor]) -> None:
-        if not self.alone:  # with the rates of this run's settings
-            state = {group: {"momentum_buffer": tensor.clone()} for group, tensor in enumerate(saved)}
-            self._outer.load_state_dict({**self._outer.state_dict(), "state": state})
+    def move(self, fragment: Fragment) -> None:
+        for views in fragment.views(self.common, self.momentum, self.mean):
+            outer_step(self.config, *views, nesterov=self.config.nesterov)

@@ -15,7 +15,6 @@ from hpcdist.compress.powersgd import add_product, orthogonalised
 from hpcdist.errors import ConfigError, suggestion
 from hpcdist.strategies.base import Update
 from hpcdist.strategies.common.gradients import shorten
-from hpcdist.strategies.common.state import Entry, held_tensors, joined, mean_of_ranks
 from hpcdist.strategies.synchronous.own_step import OwnStep, Trained, rate_of
 
 
@@ -60,8 +59,8 @@ class Dion(OwnStep):
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self._names_known = False
-        self._momentum = [torch.zeros_like(flat) for flat in model.params]  # M
-        self.basis: dict[str, Tensor] = {}  # Q of each matrix, shape (r, n)
+        self._momentum = self.state.sharded("momentum", model.params, reshard="mean")  # M
+        self.basis: dict[str, Tensor] = self.state.by_parameter("basis", self)  # Q of each matrix, shape (r, n)
 
     def _require_others(self) -> None:
         """Raise ConfigError unless each of `others` names a parameter, of any stage; a frozen one may train later."""
@@ -140,18 +139,6 @@ class Dion(OwnStep):
             self.exchanges.mean([flat])
             for tensor, mean in zip(own, flat.split([tensor.numel() for tensor in own]), strict=True):
                 tensor.copy_(mean.view_as(tensor))
-
-    # --- state ----------------------------------------------------------------------------------------------------
-    def entries(self) -> list[Entry]:
-        def load(saved: dict[str, Tensor]) -> None:
-            own = set(self.model.names)
-            self.basis = {name: value for name, value in saved.items() if name in own}
-
-        return [
-            *super().entries(),
-            held_tensors("momentum", self._momentum, mean_of_ranks),
-            Entry("basis", lambda: self.basis, load, joined, optional=True),
-        ]
 
 
 def _normalised(rows: Tensor) -> Tensor:

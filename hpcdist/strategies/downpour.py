@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, first, flags, held_tensors, zeros
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, PUSH, Reply, ServerRequest
 from hpcdist.strategies.server.gradient_server import Aggregate
 from hpcdist.strategies.server.loop import Handler
@@ -31,15 +30,20 @@ class ShardAdagrad:
     """
 
     def __init__(self, strategy: ServerStrategy, rate: float):
-        self._shard, self._rate = strategy.place.shard, rate
+        self._rate, shard, state = rate, strategy.place.shard, strategy.state
         self._first_rate, self._hyperparameters = _reference_rate(strategy.optimizer), strategy.hyperparameters
         # In float32 at least: in float16 Adagrad's eps is 0, and in bfloat16 a sum soon stops growing.
         self._parameters = [
             torch.nn.Parameter(part.to(torch.promote_types(part.dtype, torch.float32), copy=True))
-            for part in self._shard.of(strategy.model.params)
+            for part in shard.of(strategy.model.params)
         ]
-        self.params = [parameter.detach() for parameter in self._parameters]
         self._adagrad = torch.optim.Adagrad(self._parameters, lr=rate)
+        self.params = state.sharded(
+            "params", tensors=[parameter.detach() for parameter in self._parameters], start="parameters",
+            reshard="first", resets=True, ranges=shard.ranges, optional=True,
+        )  # fmt: skip
+        squares = [self._adagrad.state[parameter]["sum"] for parameter in self._parameters]
+        state.sharded("squares", tensors=squares, reshard="first", ranges=shard.ranges, optional=True)
 
     def step(self, gradients: Iterable[Tensor], values: Sequence[float]) -> None:
         """Take one step, at the rate that a worker's hyper-parameters ask for."""
@@ -54,13 +58,6 @@ class ShardAdagrad:
             return 1.0
         rate = values[names.index("lr")]
         return rate / self._first_rate if self._first_rate else float(rate > 0)
-
-    # --- checkpoints ----------------------------------------------------------------------------------------------
-    def entries(self) -> list[Entry]:
-        """Declare the parameters and Σg²."""
-        squares = [self._adagrad.state[parameter]["sum"] for parameter in self._parameters]
-        ranges = self._shard.ranges
-        return [held_tensors("params", self.params, first, ranges), held_tensors("squares", squares, first, ranges)]
 
 
 def _reference_rate(optimizer: torch.optim.Optimizer | None) -> float:
@@ -151,8 +148,8 @@ class _Worker(Worker):
 
     def __init__(self, strategy: Downpour):
         super().__init__(strategy)
-        self._sum = [torch.zeros_like(grad) for grad in self.model.grads]
-        self._used = torch.zeros(len(self.model.names), dtype=torch.bool)
+        self._sum = strategy.state.sharded("sum", self.model.grads)
+        self._used = strategy.state.flags("used", torch.zeros(len(self.model.names), dtype=torch.bool), False)
         self._config = strategy.config
         first = self.place.rank == self.place.roles.workers[0]
         self._begins_late = self._config.warm_start > 0 and not first
@@ -207,9 +204,6 @@ class _Worker(Worker):
         if self.place.colocated:  # this server's master copy lies beside its worker's model
             self.strategy.loop.show()
 
-    def entries(self) -> list[Entry]:
-        return [held_tensors("sum", self._sum, zeros(self._sum)), flags("used", self._used, new=False)]
-
 
 class _Server(Handler):
     """Apply pushes one at a time, and reply to fetches with the parameters as they are."""
@@ -262,6 +256,3 @@ class _Server(Handler):
             self._rule.add(request)
             self._rule.apply(self._hyperparameters.noting(self._loop.update), 1.0)
         self._loop.count_update([staleness])
-
-    def entries(self) -> Iterable[Entry]:
-        return self._rule.entries() if isinstance(self._rule, ShardAdagrad) else ()

@@ -20,7 +20,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Along, Entry, copy_all, dropped, held_tensors
+from hpcdist.strategies.common.state import State
 from hpcdist.strategies.decentralised.mixing import Mixing
 from hpcdist.topology import Topology, make_topology
 
@@ -94,9 +94,10 @@ class DPSGD(Strategy):
         super().__init__(config, comm, model, **given)
         self._mixing: Mixing | CompressedMixing
         if config.compression and comm.size > 1:
-            self._mixing = CompressedMixing(comm, topology, model, config.compression, config.rate)
+            self._mixing = CompressedMixing(comm, topology, model, config.compression, config.rate, self.state)
         else:
             self._mixing = Mixing(comm, topology, overlap=config.overlap)
+        self.state.before_load(self._mixing.drop)  # what was sent is not what is loaded
 
     def advance(self, update: Update) -> Outcome:
         if not self._mixing.under_way:  # at the first step of an epoch, or without overlap
@@ -112,14 +113,6 @@ class DPSGD(Strategy):
         if isinstance(self._mixing, Mixing):
             self._mixing.drop()
 
-    def entries(self) -> list[Entry]:
-        own = self._mixing.entries() if isinstance(self._mixing, CompressedMixing) else []
-        return [*super().entries(), *own]
-
-    def load_state(self, saved: dict) -> None:
-        self._mixing.drop()  # what was sent is not what is loaded
-        super().load_state(saved)
-
     def close(self) -> None:
         self._mixing.close()
 
@@ -130,6 +123,9 @@ class CompressedMixing:
     Each rank sends the difference of its x to its own public copy x̂, compressed; it and its neighbours add the decoded
     message to that copy. The error of the message is in the next difference by itself. Kept are x̂ and Wx̂, two
     parameter vectors however many neighbours there are. The mean of all x stays the same, to rounding.
+
+    Checkpoints have the public copies of before the exchange under way, which is started again from there. On another
+    number of ranks each rank's copy is what it has, which it sends to its neighbours whole.
 
     Args:
         rate: γ, at most 1. The larger the error of a message the smaller it must be, or x follows copies that are far
@@ -143,21 +139,27 @@ class CompressedMixing:
     """
 
     def __init__(
-        self, comm: Communicator, topology: Topology, model: FlatModel, config: CompressionConfig, rate: float
-    ):
+        self, comm: Communicator, topology: Topology, model: FlatModel, config: CompressionConfig, rate: float,
+        state: State,
+    ):  # fmt: skip
         if not topology.static:
             raise ConfigError(
                 "strategy.topology must have the same neighbours at every step with strategy.compression, for they "
                 "follow each other; got one that changes. Take ring, torus, exponential, complete or graph."
             )
-        self._comm, self._topology, self._params, self._rate = comm, topology, model.params, rate
+        self._comm, self._topology, self._state, self._rate = comm, topology, state, rate
         self._warmup_steps = config.warmup_steps
         self._weights = topology.in_neighbours(comm.rank, 0)
         self._own_weight = self._weights.pop(comm.rank)
         self._dests = [peer for peer in topology.out_neighbours(comm.rank, 0) if peer != comm.rank]
         self._feedbacks = config.feedbacks(comm, model.params, spans(model))
-        self._public = [_on_host(flat) for flat in model.params]  # x̂
-        self._public_mixed = [_on_host(flat) for flat in model.params]  # Wx̂: all ranks begin with the same parameters
+        copies, mixed = ([_on_host(flat) for flat in model.params] for _ in range(2))
+        self._public = state.sharded("copies", tensors=copies, start="parameters")  # x̂
+        # Wx̂: all ranks begin with the same parameters
+        self._public_mixed = state.sharded("mixed", tensors=mixed, start="parameters")
+        state.value("coders", [], self)
+        state.scratch([feedback.residual for feedback in self._feedbacks])  # of one message
+        state.after_load(self._mix_copies)
         self._sends: list[Request] = []
         self._sent: list[Tensor] = []  # the messages under way
         self._whole = False  # whether they are not compressed
@@ -171,7 +173,7 @@ class CompressedMixing:
     def start(self, tensors: Sequence[Tensor], step: int) -> None:
         """Collective. Start sending the differences of `tensors` to their public copies. Never blocks."""
         self._whole = step < self._warmup_steps
-        self._before = self._coders()
+        self._before = self.coders
         for tensor, copy, feedback in zip(tensors, self._public, self._feedbacks, strict=True):
             feedback.residual.zero_()  # nothing but the difference is to be sent
             self._sent.append(feedback.encode(_on_host(tensor).sub_(copy), self._whole))
@@ -205,30 +207,24 @@ class CompressedMixing:
         self._sends, self._sent = [], []
         return messages
 
-    def entries(self) -> list[Entry]:
-        """Declare the public copies of before the exchange under way, which is started again from there.
+    @property
+    def coders(self) -> list[dict]:
+        """The compressors' states before the exchange under way; setting an empty list leaves them as they are."""
+        if self.under_way:
+            return self._before
+        return [deepcopy(feedback.compressor.state_dict()) for feedback in self._feedbacks]
 
-        In another world each rank's copy is what it has, which it sends to its neighbours whole.
-        """
-        return [
-            held_tensors("copies", self._public, dropped([]), otherwise=self._params),
-            Along("mixed", lambda: self._public_mixed, self._load_mixed, dropped([])),
-            Entry("coders", lambda: self._before if self.under_way else self._coders(), self._load_coders, dropped([])),
-        ]
+    @coders.setter
+    def coders(self, saved: Sequence[dict]) -> None:
+        for feedback, state in zip(self._feedbacks, saved):
+            feedback.compressor.load_state_dict(deepcopy(state))
 
-    def _coders(self) -> list[dict]:
-        return [deepcopy(feedback.compressor.state()) for feedback in self._feedbacks]
-
-    def _load_mixed(self, saved: Sequence[Tensor]) -> None:
-        copy_all(self._public_mixed, saved or self._public)
-        if not saved:
+    def _mix_copies(self) -> None:
+        """Collective. Mix the public copies, where the checkpoint does not have their mean."""
+        if "mixed" not in self._state.loaded:
             mixing = Mixing(self._comm, self._topology, overlap=False)
             mixing.mix(self._public_mixed, 0)
             mixing.close()
-
-    def _load_coders(self, saved: Sequence[dict]) -> None:
-        for feedback, state in zip(self._feedbacks, saved):
-            feedback.compressor.load_state(deepcopy(state))
 
 
 def _on_host(flat: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Update
-from hpcdist.strategies.common.state import Entry, held_tensors, zeros
+from hpcdist.strategies.common.state import State
 from hpcdist.strategies.server.elastic import ElasticConfig, Motion, tie_to_centre
 from hpcdist.strategies.server.strategy import ServerStrategy
 
@@ -20,9 +20,9 @@ from hpcdist.strategies.server.strategy import ServerStrategy
 class Nesterov(Motion):
     """Move by the local optimiser's step and δ times the last velocity; the model holds x + δv."""
 
-    def __init__(self, model: FlatModel, momentum: float):
+    def __init__(self, model: FlatModel, momentum: float, state: State):
         self._model, self._momentum = model, momentum
-        self._velocity = [torch.zeros_like(params) for params in model.params]
+        self._velocity = state.sharded("velocity", model.params)  # other numbers of ranks begin at rest
 
     def position(self) -> Sequence[Tensor]:
         ahead = zip(self._model.params, self._velocity, strict=True)
@@ -38,10 +38,6 @@ class Nesterov(Motion):
             for params, velocity, start, gone_from in zip(self._model.params, self._velocity, x, ahead, strict=True):
                 velocity.mul_(self._momentum).add_(params - gone_from)
                 torch.add(start, velocity, alpha=1 + self._momentum, out=params)
-
-    def entries(self) -> list[Entry]:
-        # Others begin at the centre, and at rest.
-        return [held_tensors("velocity", self._velocity, zeros(self._velocity))]
 
 
 @final
@@ -71,4 +67,4 @@ class EAMSGD(ServerStrategy):
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
-        tie_to_centre(self, config, lambda: Nesterov(model, config.momentum))
+        tie_to_centre(self, config, lambda: Nesterov(model, config.momentum, self.state))

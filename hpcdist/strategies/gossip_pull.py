@@ -11,7 +11,7 @@ from torch import Tensor
 from hpcdist.comm.snapshot import Publication
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, copy_all
+from hpcdist.strategies.common.state import copy_all
 from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, MixingConfig, Peers, Wire, average_in, check_count
 
 
@@ -49,11 +49,12 @@ class GossipPull(Strategy):
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self.peers = Peers(comm, self.records)
-        self.draw = Draw(comm, self.peers, config.seed)
+        self.draw = Draw(comm, self.peers, self.state, config.seed)
         check_count(comm, "pulls", config.pulls, oneself=config.draw_self)
-        self._wire = Wire(config.compression, model.params)
-        self._fetched = self._wire.like
-        self._published = Publication(comm, self._wire.like, publishes=comm.size > 1)
+        self._wire = Wire(config.compression, model.params, self.state)
+        self._fetched = self.state.scratch(self._wire.empty())
+        self._published = Publication(comm, self._fetched, publishes=comm.size > 1)
+        self.state.after_load(self.reset_from_model)
         self._publish(self.steps)
         comm.barrier()  # nobody may wait for what was never published
 
@@ -103,14 +104,7 @@ class GossipPull(Strategy):
         """Set the own parameters to what was published last."""
         copy_all(self.model.params, self._published.own())
 
-    def entries(self) -> list[Entry]:
-        return [*super().entries(), self.draw.entry()]
-
-    def load_state(self, saved: dict) -> None:
-        super().load_state(saved)
-        self.take_up()
-
-    def take_up(self) -> None:
+    def reset_from_model(self) -> None:
         self._publish(self.steps)
         self.comm.barrier()  # nobody may fetch what was published before
 

@@ -10,7 +10,7 @@ left for the receiver's next step. So no message is lost, counted twice or read 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from pydantic import Field
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, dropped
 from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, MixingConfig, Peers, Wire, average_in, check_count
 
 _WRITING = -1  # in place of a count
@@ -61,12 +60,14 @@ class GossipPush(Strategy):
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self.peers = Peers(comm, self.records)
-        self.draw = Draw(comm, self.peers, config.seed)
+        self.draw = Draw(comm, self.peers, self.state, config.seed)
         check_count(comm, "pushes", config.pushes, oneself=config.draw_self)
-        self._wire = Wire(config.compression, model.params)
-        self._slots = [comm.window((comm.size - 1) * t.numel(), t.dtype) for t in self._wire.like]
+        self._wire = Wire(config.compression, model.params, self.state)
+        self._taken = self.state.scratch(self._wire.empty())
+        self._slots = [comm.window((comm.size - 1) * t.numel(), t.dtype) for t in self._taken]
         self._counts = comm.window(comm.size - 1, torch.int64)
-        self._taken = self._wire.like
+        self.state.custom("held", self._copy_slots, self._fill_slots, lambda: self._fill_slots([]))
+        self.state.before_load(comm.barrier)  # nobody still pushes what was before
 
     def advance(self, update: Update) -> Outcome:
         if self.config.order == "before":
@@ -126,9 +127,6 @@ class GossipPush(Strategy):
             window.get(out, self.comm.rank, slot * out.numel())
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
-    def entries(self) -> list[Entry]:  # slots are of the saved world's senders
-        return [*super().entries(), self.draw.entry(), Entry("held", self._copy_slots, self._fill_slots, dropped([]))]
-
     def _copy_slots(self) -> list[tuple[int, int, list[Tensor]]]:
         """Copy the messages that have arrived: slot, their number, their sums."""
         held = []
@@ -148,11 +146,7 @@ class GossipPush(Strategy):
                 window.put(messages, self.comm.rank, slot * messages.numel())
         self._counts.put(counts, self.comm.rank)
 
-    def load_state(self, saved: dict[str, Any]) -> None:
-        self.comm.barrier()  # nobody still pushes what was before
-        super().load_state(saved)
-
-    def take_up(self) -> None:
+    def reset_from_model(self) -> None:
         self.comm.barrier()
         self._fill_slots([])
         self.comm.barrier()  # nobody may push into slots that are yet to be filled

@@ -65,8 +65,8 @@ class GossipSync(Strategy):
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self.peers = Peers(comm, self.records)
-        self._wire = Wire(config.compression, model.params)
-        self._received = [torch.empty_like(t) for t in self._wire.pack(model.params)]
+        self._wire = Wire(config.compression, model.params, self.state)
+        self._received = self.state.scratch([torch.empty_like(t) for t in self._wire.pack(model.params)])
 
     def advance(self, update: Update) -> Outcome:
         step = self.steps + 1

@@ -12,7 +12,6 @@ from torch import Tensor
 from hpcdist.config import Named
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, held_tensors, spread
 from hpcdist.strategies.decentralised.mixing import Mixing, conserving
 
 
@@ -56,9 +55,11 @@ class GradientTracking(Strategy):
         # With the first part of y go two flags of each parameter: it has a gradient now; it has one on some ranks only.
         flags = 2 * len(model.names)
         self._sent = [x.new_zeros(len(x) + (0 if place else flags)) for place, x in enumerate(like)]
-        self._tracked = [sent[: len(x)] for sent, x in zip(self._sent, like)]  # y
+        tracked = [sent[: len(x)] for sent, x in zip(self._sent, like)]
         self._flags = self._sent[0][len(like[0]) :].view(2, -1) if like else torch.empty(2, 0)
-        self._before = [torch.zeros_like(x) for x in like]  # the gradient of the last step
+        # y, and the gradient of the last step: divided among other ranks the sums of both stay equal.
+        self._tracked = self.state.sharded("tracked", tensors=tracked, reshard="divide", resets=True)
+        self._before = self.state.sharded("before", like, reshard="divide", resets=True)
 
     def advance(self, update: Update) -> Outcome:
         if self.comm.size == 1:
@@ -106,18 +107,6 @@ class GradientTracking(Strategy):
         update()
         for parameter, gradient in own:
             parameter.grad = gradient
-
-    def entries(self) -> list[Entry]:
-        return [
-            *super().entries(),
-            # Divided among other ranks the sums of both stay equal.
-            held_tensors("tracked", self._tracked, spread),
-            held_tensors("before", self._before, spread),
-        ]
-
-    def take_up(self) -> None:
-        for flat in (*self._tracked, *self._before):
-            flat.zero_()
 
     def close(self) -> None:
         self._mixing.close()

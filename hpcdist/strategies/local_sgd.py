@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import final
 
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from hpcdist import collectives
 from hpcdist.model.optimizer_state import Moments, required
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.synchronous.exchanges import average
-from hpcdist.strategies.synchronous.periodic import Periodic
+from hpcdist.strategies.synchronous.fragments import Fragment
+from hpcdist.strategies.synchronous.periodic import OverlapConfig, Periodic
 
 
 @final
@@ -40,7 +39,7 @@ class LocalSGD(Periodic):
     training using delayed averaging", 2020, for `overlap`.
     """
 
-    class Config(Periodic.Config):
+    class Config(OverlapConfig):
         """Options of local_sgd."""
 
         warmup_steps: int = Field(0, ge=0, description="number of first steps that all end with an average")
@@ -82,6 +81,7 @@ class LocalSGD(Periodic):
             self.records.count(node)
             self._inside = collectives.load(config.algorithm)(node)
         self._moments = Moments(comm, model)
+        self.state.after_load(self._moments.reset)
 
     def advance(self, update: Update) -> Outcome:
         outcome = super().advance(update)
@@ -95,19 +95,15 @@ class LocalSGD(Periodic):
             self._average_state(self._inside)
         return outcome
 
-    def move(self, mean: Sequence[Tensor]) -> None:
-        for x, by in zip(self.common, mean, strict=True):
-            x.sub_(by)
+    def move(self, fragment: Fragment) -> None:
+        for x, mean in fragment.views(self.common, self.mean):
+            x.sub_(mean)
 
     def _average_state(self, reduce: collectives.AllReduce) -> None:
         """Collective. Average the optimiser's state over the ranks of `reduce`, where that is wanted."""
         if self.config.average_optimizer_state:
             optimizer = required(self.optimizer, "strategy.average_optimizer_state is true")
             self._moments.average(optimizer, lambda flats: average(flats, reduce))
-
-    def load_state(self, saved: dict) -> None:
-        super().load_state(saved)
-        self._moments.reset()
 
     def close(self) -> None:
         if self._inside is not None:

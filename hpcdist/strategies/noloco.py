@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from pydantic import Field
 
 from hpcdist.config import Named
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, copy_all, flags, held_tensors, mean_of_ranks
 from hpcdist.strategies.decentralised.mixing import Mixing
 from hpcdist.topology import make_topology
 
@@ -60,8 +58,9 @@ class NoLoCo(Strategy):
         super().__init__(config, comm, model, **given)
         self._mixing = Mixing(comm, groups, overlap=False)
         like = model.params if comm.size > 1 else []
-        self.outer = [params.clone() for params in like]  # x
-        self._momentum = [torch.zeros_like(params) for params in like]  # v
+        self.outer = self.state.sharded("outer", like, start="parameters", reshard="mean", resets=True)  # x
+        self._momentum = self.state.sharded("momentum", like, reshard="mean")  # v
+        self.state.flags("used", self.gradients.used)
 
     def advance(self, update: Update) -> Outcome:
         outcome = self.gradients.step_alone(update)
@@ -81,17 +80,6 @@ class NoLoCo(Strategy):
                 v.mul_(config.outer_momentum).add_(way, alpha=config.outer_lr).add_(mean.sub_(x), alpha=config.pull)
                 x.add_(v)
                 own.copy_(x)
-
-    def entries(self) -> list[Entry]:
-        return [
-            *super().entries(),
-            held_tensors("outer", self.outer, mean_of_ranks),
-            held_tensors("momentum", self._momentum, mean_of_ranks),
-            flags("used", self.gradients.used),
-        ]
-
-    def take_up(self) -> None:
-        copy_all(self.outer, self.model.params)
 
     def close(self) -> None:
         self._mixing.close()

@@ -9,7 +9,6 @@ from pydantic import Field
 
 from hpcdist.compress import CompressionConfig, spans
 from hpcdist.compress.coding.two_way import TwoWayMean
-from hpcdist.strategies.common.state import Entry, two_way
 from hpcdist.strategies.synchronous.adam import AdamStep
 
 
@@ -51,6 +50,7 @@ class OneBitAdam(AdamStep):
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self._mean = TwoWayMean(self.exchanges.channel, config.compression, model.params, spans(model))
+        self.state.two_way("mean", self._mean)
 
     def move_all(self) -> None:
         grads = self.model.grads
@@ -68,6 +68,3 @@ class OneBitAdam(AdamStep):
                 self.moments(one.parameter)[0].copy_(self.still(one, one.views[0]))
         for one in self.trained():
             self.step_along(one, self.direction(one))
-
-    def entries(self) -> list[Entry]:
-        return [*super().entries(), *two_way("mean", self._mean)]

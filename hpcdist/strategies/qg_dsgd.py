@@ -11,7 +11,6 @@ from hpcdist.config import Named
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, held_tensors, mean_of_ranks
 from hpcdist.strategies.decentralised.mixing import Mixing, conserving, rates
 
 
@@ -51,7 +50,8 @@ class QGDSGD(Strategy):
         if self.optimizer is not None and comm.size > 1:
             self._sgd()
         self._mixing = Mixing(comm, topology, overlap=False)
-        self._momentum = [torch.zeros_like(x) for x in model.params] if comm.size > 1 else []  # m̂
+        like = model.params if comm.size > 1 else []
+        self._momentum = self.state.sharded("momentum", like, reshard="mean", resets=True)  # m̂
 
     def advance(self, update: Update) -> Outcome:
         if self.comm.size == 1:
@@ -91,13 +91,6 @@ class QGDSGD(Strategy):
             f"the optimiser of qg_dsgd must be torch.optim.SGD without dampening; got {what}. Take SGD with momentum, "
             "or strategy d2 or gradient_tracking."
         )
-
-    def entries(self) -> list[Entry]:
-        return [*super().entries(), held_tensors("momentum", self._momentum, mean_of_ranks)]
-
-    def take_up(self) -> None:
-        for momentum in self._momentum:
-            momentum.zero_()
 
     def close(self) -> None:
         self._mixing.close()

@@ -18,7 +18,7 @@ from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.replicas import with_buffers
-from hpcdist.strategies.common.state import Entry, Flats
+from hpcdist.strategies.common.state import Flats, first
 from hpcdist.strategies.lbfgs.algorithm import Lbfgs, LbfgsSettings
 from hpcdist.strategies.lbfgs.coordinator import COORDINATOR, Coordinator, PortionWorker, assign_lbfgs
 from hpcdist.strategies.lbfgs.portions import JointBatch
@@ -142,14 +142,21 @@ class Sandblaster(Strategy):
         self._dead: set[int] = set()
         portions = config.portions * len(roles.workers)
         self._event: str | None = None  # of the step of one rank alone
+        self.state.parameters = lambda: None
         if self.has_shard:
-            self.shard = HistoryShard(self.point, self.point.shards[comm.rank], model)
+            shard, state, overlaps = self.point.shards[comm.rank], self.state, config.overlap > 0
+            self.shard = HistoryShard(self.point, shard, model, state, config.history, overlaps)
+            state.parameters = lambda: Flats(shard.of(model.params), shard.ranges)
         if self.coordinates:
             vectors = RemoteVectors(self._operate)
-            self.coordinator = Coordinator(Lbfgs(self._settings(), vectors), vectors, portions, self._report)
+            coordinator = Coordinator(Lbfgs(self._settings(), vectors), vectors, portions, self._report)
+            self.state.custom("lbfgs", coordinator.state_dict, coordinator.load_state_dict, lambda: None, reshard=first)
+            self.coordinator = coordinator
             self._warn_of_unused()
         if self.is_worker:
             self.worker = PortionWorker(comm, model, self.point, portions, config.seed, self._push, self._ask)
+        counts: Any = self.worker if self.is_worker else self.coordinator if self.coordinates else self
+        counts.clock = self.state.value("clock", 0, counts, reshard="max")
 
     def _open_channels(self) -> tuple[RequestChannel, RequestChannel]:
         """Collective. Open the channel to the shards, and that to the coordinator.
@@ -356,39 +363,6 @@ class Sandblaster(Strategy):
         if self.comm.size > 1:
             for channel in dict.fromkeys((self.sums, self.work)):  # in the same order on all ranks
                 channel.close()
-
-    # --- checkpoints ----------------------------------------------------------------------------------------------
-    def entries(self) -> list[Entry]:
-        return [
-            *super().entries(),
-            Entry("clock", self._clock, self._load_clock, max),
-            Entry("lbfgs", lambda: self.coordinator.state() if self.coordinates else {}, self._load_coordinator, _only),
-            *(self.shard.entries(self.config.history) if self.has_shard else ()),
-        ]
-
-    def masters(self) -> Flats | None:
-        if not self.has_shard:
-            return None
-        shard = self.point.shards[self.comm.rank]
-        return Flats(shard.of(self.model.params), shard.ranges)
-
-    def _clock(self) -> int:
-        if self.coordinates:
-            return self.coordinator.clock
-        return self.worker.clock if self.is_worker else 0
-
-    def _load_clock(self, saved: int) -> None:
-        if self.is_worker:
-            self.worker.clock = saved
-
-    def _load_coordinator(self, saved: dict[str, Any]) -> None:
-        if self.coordinates:
-            self.coordinator.load_state(saved)
-
-
-def _only(saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the one state that is not empty: the coordinator's."""
-    return next(filter(None, saved), {})
 
 
 def _reply(request: ServerRequest, numbers: Sequence[float]) -> Reply:

@@ -12,7 +12,7 @@ from torch import Tensor
 from hpcdist.config import Named
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, Flats, copy_all, dropped, held_tensors
+from hpcdist.strategies.common.state import Flats
 from hpcdist.strategies.decentralised.mixing import Mixing
 from hpcdist.strategies.decentralised.peers import Wire, WireConfig
 from hpcdist.topology import load, make_topology
@@ -62,14 +62,17 @@ class SGP(Strategy):
         super().__init__(config, comm, model, **given)
         self._mixing = Mixing(comm, topology, overlap=config.overlap)
         self._biased = not topology.doubly_stochastic
-        self._x = tuple(flat.clone() for flat in model.params) if self._biased else ()
-        self._wire = Wire(config.compression, model.params)
-        self._weight = torch.ones(1, dtype=torch.float64)
+        like = model.params if self._biased else ()
+        self._x = self.state.sharded("x", like, start="parameters", resets=True)
+        self._weight = self.state.value("weight", 1.0, self, "_weight", resets=True)
+        self._wire = Wire(config.compression, model.params, self.state)
+        self.state.parameters = lambda: Flats(self._x or model.params)
+        self.state.before_load(self._mixing.drop)  # what was sent is not what is loaded
 
     def _rounded(self) -> tuple[Tensor, ...]:
         """Return the same tensors as they are sent, rounded with half precision."""
         flats = self._wire.pack(self._x or self.model.params)
-        return (*flats, self._weight) if self._biased else tuple(flats)
+        return (*flats, torch.tensor([self._weight], dtype=torch.float64)) if self._biased else tuple(flats)
 
     def advance(self, update: Update) -> Outcome:
         if self.config.overlap:
@@ -85,13 +88,15 @@ class SGP(Strategy):
         """Collective. Mix and debias: x ← Px, w ← Pw, z ← x/w."""
         if not self._mixing.under_way:  # without overlap, or at the first step
             self._mixing.start(self._rounded(), self.steps)
-        self._mixing.finish((*self._x, self._weight) if self._biased else self.model.params)
+        weight = torch.tensor([self._weight], dtype=torch.float64)
+        self._mixing.finish((*self._x, weight) if self._biased else self.model.params)
+        self._weight = weight.item()
         self._debias()
 
     def _debias(self) -> None:
         if self._biased:
             for x, z in zip(self._x, self.model.params, strict=True):
-                torch.div(x, self._weight.item(), out=z)
+                torch.div(x, self._weight, out=z)
 
     def _descend(self, update: Update) -> Outcome:
         """Take the local optimiser's step on z, and make the same change to x."""
@@ -108,28 +113,6 @@ class SGP(Strategy):
     def pause(self) -> None:
         """Collective. Drop the exchange under way; the next epoch begins with it."""
         self._mixing.drop()
-
-    def take_up(self) -> None:
-        copy_all(self._x, self.model.params)
-        self._set_weight(1.0)
-
-    # --- checkpoints ----------------------------------------------------------------------------------------------
-    def entries(self) -> list[Entry]:
-        return [
-            *super().entries(),
-            held_tensors("x", self._x, dropped([]), otherwise=self.model.params),
-            Entry("weight", self._weight.item, self._set_weight, dropped(1.0)),
-        ]
-
-    def masters(self) -> Flats:
-        return Flats(self._x or self.model.params)
-
-    def load_state(self, saved: dict) -> None:
-        super().load_state(saved)
-        self._mixing.drop()  # what was sent is not what was loaded
-
-    def _set_weight(self, weight: float) -> None:
-        self._weight.fill_(weight)
 
     def close(self) -> None:
         self._mixing.close()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import torch
 from pydantic import Field, model_validator
@@ -15,13 +14,13 @@ from hpcdist.config import Named
 from hpcdist.model.optimizer_state import Moments, required
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, Flats, first, held_tensors, joined
 from hpcdist.strategies.decentralised.mixing import rates
 from hpcdist.strategies.dpsgd import DPSGD
 from hpcdist.strategies.sgp import SGP
 from hpcdist.strategies.sparta import SPARTA
 from hpcdist.strategies.synchronous.exchanges import average
-from hpcdist.strategies.synchronous.periodic import Periodic
+from hpcdist.strategies.synchronous.fragments import Fragment
+from hpcdist.strategies.synchronous.periodic import OverlapConfig, Periodic
 
 BASES: dict[str, type[Strategy]] = {"dpsgd": DPSGD, "sgp": SGP, "sparta": SPARTA}
 
@@ -51,7 +50,7 @@ class SlowMo(Periodic):
     incremental block training with intra-block parallel optimization and blockwise model-update filtering", 2016.
     """
 
-    class Config(Periodic.Config):
+    class Config(OverlapConfig):
         """Options of slowmo."""
 
         period: int = Field(48, ge=1, description="H: steps to one slow step")
@@ -107,8 +106,9 @@ class SlowMo(Periodic):
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
-        self._slow = [torch.zeros_like(x, dtype=WIDE.get(x.dtype)) for x in self.common]  # u, of gradients' size
-        self._rates: list[float] = []  # of each parameter, the last one above 0, with which it has moved
+        slow = [torch.zeros_like(x, dtype=WIDE.get(x.dtype)) for x in self.common]  # u, of gradients' size
+        self.momentum = self.state.sharded("slow", tensors=slow, reshard="first")
+        self.rates = self.state.by_parameter("rates", self, optional=True)  # the last one above 0, of its own moves
         self._moments = Moments(comm, model)
         self._base: Strategy | None = None
         if config.base.name != "local" and not self.alone:
@@ -116,17 +116,21 @@ class SlowMo(Periodic):
             for channel in self._base.records.channels:
                 self.records.count(channel)
             self._base.gradients = self.gradients  # clipped, and left out, as this strategy says
+            self.state.include("base", self._base.state)
+            self.state.parameters = self._base.state.parameters
+        self.state.before_load(self.pause)  # what was sent is not what is loaded
+        self.state.after_load(self._moments.reset)
 
     # --- steps ----------------------------------------------------------------------------------------------------
     @property
     def _at_end(self) -> bool:
         """Whether the step that is being made is the last one of a period."""
-        return self.exchanges_at(self.steps + 1)
+        return bool(self.sends(self.steps + 1))
 
     def inner_step(self, update: Update) -> Outcome:
         if not self.alone:
-            now = rates(self.model, self.optimizer)
-            self._rates = [rate or before for rate, before in zip(now, self._rates or now, strict=True)]
+            for name, rate in zip(self.model.names, rates(self.model, self.optimizer), strict=True):
+                self.rates[name] = rate or self.rates.get(name, 0.0)
         if self._base is None:
             return super().inner_step(update)
         self._base.steps = self.steps
@@ -139,21 +143,18 @@ class SlowMo(Periodic):
         outcome = super().advance(update)
         if self._at_end and not self.alone:
             if self._base is not None:
-                self._base.take_up()
+                self._base.reset_from_model()
             self._settle_state()
         return outcome
 
-    def exchanges_at(self, step: int) -> bool:
-        return step % self.config.period == 0
+    def sends(self, step: int) -> list[int]:
+        return [] if step % self.config.period else [0]
 
-    def momentum(self) -> list[Tensor]:
-        return self._slow
-
-    def move(self, mean: Sequence[Tensor]) -> None:
+    def move(self, fragment: Fragment) -> None:
         alpha, beta = self.config.slow_lr, self.config.slow_momentum
-        of_all = (self.model.views(flats) for flats in (self.common, self._slow, mean))
-        for (_, x), (_, slow), (_, way), rate in zip(*of_all, self._rates, strict=True):
-            if rate:  # else it has never moved
+        of_all = (self.model.views(flats) for flats in (self.common, self.momentum, self.mean))
+        for (_, x), (_, slow), (_, way), name in zip(*of_all, self.model.names, strict=True):
+            if rate := self.rates[name]:  # else it has never moved
                 slow.mul_(beta).add_(way, alpha=1 / rate)
                 x.add_(slow, alpha=-alpha * rate)
 
@@ -175,30 +176,10 @@ class SlowMo(Periodic):
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         return super().consensus() if self._base is None else self._base.consensus()
 
-    def masters(self) -> Flats | None:
-        return super().masters() if self._base is None else self._base.masters()
-
-    def entries(self) -> list[Entry]:
-        own = [] if self._base is None else self._base.entries()
-        return [
-            *super().entries(),
-            held_tensors("slow", self._slow, first),
-            Entry("rates", lambda: dict(zip(self.model.names, self._rates)), self._load_rates, joined, optional=True),
-            *(replace(entry, name=f"base.{entry.name}") for entry in own),
-        ]
-
-    def _load_rates(self, saved: dict[str, float]) -> None:
-        self._rates = [saved.get(name, 0.0) for name in self.model.names] if saved else []
-
-    def load_state(self, saved: dict[str, Any]) -> None:
-        self.pause()  # what was sent is not what is loaded
-        super().load_state(saved)
-        self._moments.reset()
-
-    def take_up(self) -> None:
-        super().take_up()
+    def reset_from_model(self) -> None:
+        super().reset_from_model()
         if self._base is not None:
-            self._base.take_up()
+            self._base.reset_from_model()
 
     def close(self) -> None:
         if self._base is not None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, final
 
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from hpcdist import compress
 from hpcdist.compress import CompressionConfig, Compressor
-from hpcdist.strategies.synchronous.periodic import Periodic
+from hpcdist.strategies.synchronous.fragments import Fragment
+from hpcdist.strategies.synchronous.periodic import OverlapConfig, Periodic
 
 
 class SparseCompression(CompressionConfig):
@@ -51,7 +51,7 @@ class SparseLoCo(Periodic):
     with SparseLoCo", 2025. Its published code applies the outer rate twice; here it applies once.
     """
 
-    class Config(Periodic.Config):
+    class Config(OverlapConfig):
         """Options of sparse_loco."""
 
         period: int = Field(30, ge=1, description="H: local steps to one exchange")
@@ -84,6 +84,6 @@ class SparseLoCo(Periodic):
     def over_senders(self) -> bool:
         return self.config.combine == "senders"
 
-    def move(self, mean: Sequence[Tensor]) -> None:
-        for x, by in zip(self.common, mean, strict=True):
-            x.sub_(by, alpha=self.config.outer_lr)
+    def move(self, fragment: Fragment) -> None:
+        for x, mean in fragment.views(self.common, self.mean):
+            x.sub_(mean, alpha=self.config.outer_lr)

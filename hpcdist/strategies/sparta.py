@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import numpy as np
 import torch
@@ -12,14 +12,12 @@ from torch import Tensor
 
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, dropped
 from hpcdist.strategies.synchronous.exchanges import Exchanges
 
 
 class Part(NamedTuple):
     """A part of the parameters that is being averaged."""
 
-    step: int  # at whose end it was sent
     indices: list[Tensor]  # in each of `model.params`
     sent: list[Tensor]  # and by how much means of other parts have moved these elements since
     values: list[Tensor]  # sent, and then their mean
@@ -33,7 +31,7 @@ class SPARTA(Strategy):
     indices are sent. `selection` = random: each element with that probability; shuffled: slices of one random order in
     turn; partition: the same, with a new order once all have had their turn, so that each element is averaged once in
     1/`share` steps. The optimiser's state and all other parameters stay each rank's own. With `delay` = τ the mean is
-    taken up τ steps later, while these compute: `take_up` = shift keeps what the rank has done meanwhile by its own
+    merged τ steps later, while these compute: `merge` = shift keeps what the rank has done meanwhile by its own
     steps, plain does not. An element that is in several parts under way is corrected once.
 
     The mean of all ranks' parameters is not changed by averaging. Replicas differ, by what an element moves in
@@ -52,13 +50,14 @@ class SPARTA(Strategy):
     class Config(Strategy.Config):
         """Options of sparta."""
 
+        former: ClassVar = {"take_up": "merge"}
         share: float = Field(0.005, ge=0, le=1, description="part of the parameters that a step averages")
         selection: Literal["random", "shuffled", "partition"] = Field(
             "random", description="draw elements anew in each step, or in turn of one order, or of a new one each round"
         )
-        delay: int = Field(0, ge=0, description="τ: steps from sending a part to taking up its mean")
-        take_up: Literal["shift", "plain"] = Field(
-            "shift", description="after a delay keep what this rank has done meanwhile, or go back to the mean"
+        delay: int = Field(0, ge=0, description="τ: steps from sending a part to merging its mean")
+        merge: Literal["shift", "plain"] = Field(
+            "shift", description="after a delay keep what this rank has done since, or go back to the mean"
         )
         seed: int = Field(0, ge=0, description="seed of the parts")
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
@@ -69,38 +68,41 @@ class SPARTA(Strategy):
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self.alone = comm.size == 1
-        self.exchanges = Exchanges(comm, self.records, config.algorithm, aside=config.delay > 0)
-        self._under_way: list[Part] = []
+        self.exchanges = Exchanges(comm, self.records, config.algorithm, config.delay)
+        self._parts: dict[int, Part] = {}  # in flight, by the step at whose end they were sent
+        self.state.custom("under_way", self._save_parts, self._load_parts, self._drop)
+        self.state.before_save(self.exchanges.complete)
+        self.state.before_load(self.exchanges.complete)
         self._round, self._orders = -1, list[Tensor]()
 
     def advance(self, update: Update) -> Outcome:
         outcome = self.gradients.step_alone(update)
         if not self.alone and self.config.share:
             self._send(self.steps)
-            while self._under_way and self._under_way[0].step + self.config.delay <= self.steps:
-                self._take_up()
+            for step in self.exchanges.due(self.steps):
+                self._merge(step)
         return outcome
 
     def _send(self, step: int) -> None:
         indices = self._indices(step)
         sent = [flat.index_select(0, at) for flat, at in zip(self.model.params, indices, strict=True)]
-        part = Part(step, indices, sent, [values.clone() for values in sent])
-        self._under_way.append(part)
-        self.exchanges.begin(lambda: self.exchanges.mean(part.values))
+        part = self._parts[step] = Part(indices, sent, [values.clone() for values in sent])
+        self.exchanges.start(step, step, lambda: self.exchanges.mean(part.values))
 
-    def _take_up(self) -> None:
-        self.exchanges.wait(len(self._under_way) - 1)
-        part = self._under_way.pop(0)
-        shifts = self.config.delay > 0 and self.config.take_up == "shift"
+    def _merge(self, step: int) -> None:
+        self.exchanges.complete(step)
+        del self.exchanges.in_flight[step]
+        part, others = self._parts.pop(step), self._parts.values()
+        keeps = self.config.delay > 0 and self.config.merge == "shift"
         for number, (flat, at, mean) in enumerate(zip(self.model.params, part.indices, part.values, strict=True)):
-            if not shifts:
+            if not keeps:
                 flat[at] = mean
                 continue
-            # What this rank has done since is its own steps. The jump to this mean is none of them: a part under way
+            # What this rank has done since is its own steps. The jump to this mean is none of them: a part in flight
             # moves with it, else it would correct the same deviation again, and replicas would swing apart.
-            before = [flat.index_select(0, other.indices[number]) for other in self._under_way]
+            before = [flat.index_select(0, other.indices[number]) for other in others]
             flat[at] = mean + flat.index_select(0, at).sub_(part.sent[number])
-            for other, was in zip(self._under_way, before, strict=True):
+            for other, was in zip(others, before, strict=True):
                 other.sent[number] = flat.index_select(0, other.indices[number]).sub_(was).add_(other.sent[number])
 
     # --- which elements -------------------------------------------------------------------------------------------
@@ -123,21 +125,23 @@ class SPARTA(Strategy):
         place = step % slices
         return [order[len(order) * place // slices : len(order) * (place + 1) // slices] for order in self._orders]
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------
-    def entries(self) -> list[Entry]:
-        return [*super().entries(), Entry("under_way", self._saved, self._load_under_way, dropped([]))]
+    # --- state ----------------------------------------------------------------------------------------------------
+    def _save_parts(self) -> list[list[Any]]:
+        return [[step, list(part.sent), part.values] for step, part in self._parts.items()]
 
-    def _saved(self) -> list[list[Any]]:
-        self.exchanges.wait()
-        return [[part.step, list(part.sent), part.values] for part in self._under_way]
+    def _load_parts(self, saved: list[list[Any]]) -> None:
+        self._drop()
+        for step, sent, values in saved:
+            self._parts[step] = Part(self._indices(step), list(sent), list(values))
+            self.exchanges.in_flight[step] = step
 
-    def _load_under_way(self, saved: list[list[Any]]) -> None:
-        self.exchanges.wait()
-        self._under_way = [Part(step, self._indices(step), list(sent), list(values)) for step, sent, values in saved]
+    def _drop(self) -> None:
+        self._parts.clear()
+        self.exchanges.in_flight.clear()
 
-    def take_up(self) -> None:
-        self.exchanges.wait()
-        self._under_way = []
+    def reset_from_model(self) -> None:
+        self.exchanges.complete()
+        self._drop()
 
     def close(self) -> None:
         self.exchanges.close()

@@ -9,7 +9,6 @@ from typing import final
 
 from pydantic import Field
 
-from hpcdist.strategies.common.state import Entry, dropped
 from hpcdist.strategies.server.channel import NOBODY
 from hpcdist.strategies.server.gradient_server import exchange_gradients
 from hpcdist.strategies.server.policy import Held, Policy
@@ -22,10 +21,20 @@ class SSPPolicy(Policy):
     An update is of all gradients that have arrived.
     """
 
+    remembers = ("completed",)
     divides_by_workers = True
 
     def __init__(self, bound: int, workers: Iterable[int]):
         self._bound, self._completed = bound, dict.fromkeys(workers, 0)  # s; each worker's clock
+
+    @property
+    def completed(self) -> list[list[int]]:
+        """Each worker with its clock, as checkpoints have them."""
+        return list(map(list, self._completed.items()))
+
+    @completed.setter
+    def completed(self, saved: Iterable[Sequence[int]]) -> None:
+        self._completed = {worker: clock for worker, clock in saved}
 
     def arrived(self, source: int, staleness: int) -> str | None:
         self._completed[source] += 1
@@ -49,10 +58,6 @@ class SSPPolicy(Policy):
         # Nobody waited for its steps while it was evicted: it goes on from the clock of the slowest.
         others = [self._completed[other] for other in active if other != worker]
         self._completed[worker] = max(self._completed[worker], min(others, default=0))
-
-    def entries(self) -> Iterable[Entry]:
-        clocks = self._completed
-        return [Entry("completed", lambda: list(map(list, clocks.items())), clocks.update, dropped([]), optional=True)]
 
 
 @final

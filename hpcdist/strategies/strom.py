@@ -19,7 +19,7 @@ from hpcdist.config import Named
 from hpcdist.errors import RankFailedError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, copy_all, dropped, feedbacks, spread
+from hpcdist.strategies.common.state import copy_all
 from hpcdist.strategies.decentralised.peers import Peers, PeersConfig
 from hpcdist.topology import Topology, load, make_topology
 
@@ -107,7 +107,11 @@ class Strom(Strategy):
         self._ended = dict.fromkeys(range(comm.size), 0)
         self._sending: list[Request] = []
         self._arriving: list[_Arriving] = []
-        self._old = [torch.empty_like(flat) for flat in model.params]
+        self._old = self.state.scratch([torch.empty_like(flat) for flat in model.params])
+        if self._floods:  # on another number of ranks all together have the residuals that the saved ones had
+            self.state.feedbacks("link", [each for link in self._links for each in link.feedbacks], "divide")
+        else:  # there a tree's links are between other ranks
+            self.state.custom("links", self._save_links, self._load_links, lambda: None)
 
     def _make_links(self) -> list[_Link]:
         comm, living, choice = self.comm, self.comm.failures.living, self.config.compression
@@ -226,21 +230,13 @@ class Strom(Strategy):
                 link.feedbacks = next(same, link.feedbacks)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
-    def entries(self) -> list[Entry]:
-        if self._floods:  # in another world all ranks together have the residuals that the saved ones had
-            own = self._links[0].feedbacks if self._links else []
-            return [*super().entries(), *feedbacks("link", own, spread)]
-
-        def save() -> list[list[dict]]:
-            return [[feedback.state() for feedback in link.feedbacks] for link in self._links]
-
-        # In another world a tree's links are between other ranks.
-        return [*super().entries(), Entry("links", save, self._load_links, dropped([]))]
+    def _save_links(self) -> list[list[dict]]:
+        return [[feedback.state_dict() for feedback in link.feedbacks] for link in self._links]
 
     def _load_links(self, saved: Sequence[Sequence[dict]]) -> None:
         for link, states in zip(self._links, saved):
             for feedback, state in zip(link.feedbacks, states, strict=True):
-                feedback.load_state(state)
+                feedback.load_state_dict(state)
 
 
 def spanning_tree(topology: Topology, ranks: Sequence[int] | None = None) -> list[list[int]]:

@@ -11,7 +11,7 @@ from pydantic import Field
 from hpcdist.compress import CompressionConfig, spans
 from hpcdist.compress.coding.two_way import TwoWayMean
 from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.common.state import Entry, attribute, dropped, held_tensors, two_way, zeros
+from hpcdist.strategies.common.state import copy_all, zero_all
 from hpcdist.strategies.synchronous.adam import AdamStep
 from hpcdist.strategies.synchronous.own_step import rate_of
 
@@ -68,11 +68,14 @@ class ZeroOneAdam(AdamStep):
         super().__init__(config, comm, model, **given)
         model.gradients.move([torch.zeros_like(flat) for flat in model.params])  # which are averaged at first
         self._mean = TwoWayMean(self.exchanges.channel, config.compression, model.params, spans(model))
-        self.distance, self.full = 1, 0  # of full steps; how many since it has doubled
-        self._common = [flat.clone() for flat in model.params]  # x
-        self._moves = [torch.zeros_like(flat) for flat in model.params]  # u, divided by √v + ε
-        self.rates: dict[str, float] = {}  # Ση since the last exchange, by parameter
-        self.decays: dict[str, float] = {}  # Π(1 − ηλ) since then
+        state = self.state
+        state.two_way("mean", self._mean, resets=True)
+        self.distance = state.value("distance", 1, self, reshard="first")  # of full steps
+        self.full = state.value("full", 0, self, reshard="first")  # how many since it has doubled
+        self._common = state.sharded("common", model.params, start="parameters", resets=True)  # x
+        self._moves = state.sharded("moves", model.params, resets=True)  # u, divided by √v + ε
+        self.rates: dict[str, float] = state.value("rates", {}, self, resets=True)  # Ση by parameter since an exchange
+        self.decays: dict[str, float] = state.value("decays", {}, self, resets=True)  # Π(1 − ηλ) since then
 
     # --- the first phase ------------------------------------------------------------------------------------------
     def move_all(self) -> None:
@@ -95,8 +98,7 @@ class ZeroOneAdam(AdamStep):
         if not self.config.local(step) or self.comm.size == 1:
             return super().advance(update)
         if not self.config.local(step - 1):
-            self._mean.forget()
-            self._begin()
+            self.state.reset()  # what was not sent in the first phase is forgotten
         self.require_optimizer()
         outcome = self.gradients.step_alone(lambda: self.hooked(self._step_alone))
         self._count()
@@ -104,13 +106,6 @@ class ZeroOneAdam(AdamStep):
             with torch.no_grad():
                 self._exchange()
         return outcome
-
-    def _begin(self) -> None:
-        """Begin a period of local steps at the parameters that are in the model."""
-        for x, moves, own in zip(self._common, self._moves, self.model.params, strict=True):
-            x.copy_(own)
-            moves.zero_()
-        self.rates, self.decays = {}, {}
 
     def _step_alone(self) -> None:
         for one in self.trained(self.model.grads, self._moves):
@@ -151,21 +146,6 @@ class ZeroOneAdam(AdamStep):
                 self.moments(one.parameter)[0].copy_(received / -self.rates[one.name])
             x.mul_(self.decays[one.name]).add_(received / self.scale(one))
             one.parameter.copy_(x)
-        self._begin()
-
-    # --- state ----------------------------------------------------------------------------------------------------
-    def entries(self) -> list[Entry]:
-        return [
-            *super().entries(),
-            *two_way("mean", self._mean),
-            attribute(self, "distance"),
-            attribute(self, "full"),
-            held_tensors("common", self._common, dropped([]), otherwise=self.model.params),
-            held_tensors("moves", self._moves, zeros(self._moves)),
-            attribute(self, "rates", dropped({})),
-            attribute(self, "decays", dropped({})),
-        ]
-
-    def take_up(self) -> None:
-        self._mean.forget()
-        self._begin()
+        copy_all(self._common, self.model.params)
+        zero_all(self._moves)
+        self.rates, self.decays = {}, {}

@@ -73,7 +73,7 @@ for name in ("gossip_pull", "gossip_push"):
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.fill_(1.0 - comm.rank)
-    optimizer.strategy.load_state(optimizer.strategy.state())  # publishes these values
+    optimizer.strategy.state.load(optimizer.strategy.state.save())  # publishes these values
     told["moved"] = 0
     beside_a_busy_owner(name, step)
     moved = told["moved"]

@@ -130,10 +130,10 @@ def test_an_update_under_way_is_taken_up(added):
     aggregate = Aggregate(model, _whole(model), apart=False)
     for seed in range(added):
         aggregate.add(_request(model, _whole(model), seed, weight=0.5 + seed, clock=seed))
-    state = aggregate.state()
+    state = aggregate.state_dict()
     other_module, other = _model()
     resumed = Aggregate(other, _whole(other), apart=False)
-    resumed.load_state(state)
+    resumed.load_state_dict(state)
     for it, its_model, its_module in ((aggregate, model, module), (resumed, other, other_module)):
         it.add(_request(its_model, _whole(its_model), 7, clock=5))
         assert it.clocks == [*range(added), 5]

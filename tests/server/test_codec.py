@@ -9,6 +9,7 @@ from harness.cases import each
 from hpcdist.comm.virtual import Exponential
 from hpcdist.compress import CompressionConfig, Span
 from hpcdist.errors import ConfigError
+from hpcdist.strategies.common.state import State
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, SUM, Reply, RequestChannel
 from hpcdist.strategies.server.codec import Codec
 from hpcdist.strategies.server.placement import Shard, cut
@@ -40,7 +41,7 @@ def _channel(comm, compression, servers=1, up="gradients", down="values"):
     roles, like = assign(comm.size, servers), _like()
     shards = dict(zip(roles.servers, cut(like, len(roles.servers)), strict=True))
     config = CompressionConfig.from_mapping(compression)
-    codecs = [Codec(config, content, SPANS) if content else None for content in (up, down)]
+    codecs = [Codec(config, content, SPANS, State(comm, None)) if content else None for content in (up, down)]
     return RequestChannel(comm, roles, shards, like, 1, 1, *codecs), roles, shards
 
 
@@ -214,11 +215,14 @@ def test_the_first_ones_are_sent_as_they_are(ranks, up):
 
 
 def test_differences_that_would_grow_are_refused():
-    config = CompressionConfig.from_mapping({"name": "qsgd", "levels": 1, "error_feedback": False})
-    Codec(config, "gradients", SPANS).check()
-    Codec(config, "moves", SPANS).check()
+    config, state = (
+        CompressionConfig.from_mapping({"name": "qsgd", "levels": 1, "error_feedback": False}),
+        State(None, None),
+    )
+    Codec(config, "gradients", SPANS, state).check()
+    Codec(config, "moves", SPANS, state).check()
     with pytest.raises(ConfigError, match="strategy.compression must lose less than there is where differences of par"):
-        Codec(config, "values", SPANS).check()
+        Codec(config, "values", SPANS, state).check()
 
 
 @each("count", [1, 3, 7, 40])

@@ -13,9 +13,9 @@ from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import UnknownNameError
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.parameter_server import AsynchronousPolicy
+from hpcdist.strategies.parameter_server import AsynchronousPolicy, ParameterServer
 from hpcdist.strategies.server.channel import GRADIENT, ServerRequest
-from hpcdist.strategies.server.stale import RULES, MeanStaleness, factor
+from hpcdist.strategies.server.stale import RULES, factor
 
 STALENESS = (0, 1, 2, 5)
 RATE, SIZE = 0.1, 7
@@ -110,18 +110,12 @@ def test_every_optimisers_step_is_smaller_by_the_factor(rule, make):
 
 # --- the staleness that is found --------------------------------------------------------------------------------------
 def test_the_mean_staleness_is_that_of_the_last_gradients_applied():
-    found = MeanStaleness(3)
-    assert found.value == 0
-    means = []
+    policy = AsynchronousPolicy(ParameterServer.Config(modulation="measured", modulation_window=3), 1)
+    factors = [policy.factor(0)]
     for update in ([4], [0, 2], [5], [1, 1, 1, 1]):
-        found.note(update)
-        means.append(found.value)
-    assert means == [4, 2, 7 / 3, 1]
-    again = MeanStaleness(3)
-    again.note([9])
-    again.load_state(found.state())
-    again.note([4])
-    assert again.value == 2
+        policy.updated(update)
+        factors.append(policy.factor(0))
+    assert factors == [1, 1 / 4, 1 / 2, 1 / (7 / 3), 1] and policy.measured == [1, 1, 1]
 
 
 def test_measured_divides_by_the_mean_staleness_of_the_gradients_before():
@@ -159,9 +153,9 @@ def test_each_server_divides_by_what_it_has_found_itself_and_saves_it():
         policy = strategy.loop.handler.policy if comm.rank < 2 else AsynchronousPolicy(strategy.config, 1)
         policy.updated([2 + 6 * comm.rank])
         found = policy.factor(0)
-        state = strategy.state()
+        state = strategy.state.save()
         policy.updated([100])
-        strategy.load_state(state)
+        strategy.state.load(state)
         again = policy.factor(0)
         held[comm.rank] = saved(strategy)
         comm.barrier()

@@ -223,7 +223,7 @@ COMPRESSION = {"name": "topk", "ratio": 0.1}
 
 def unsent(optimizer):
     """What this rank's compression has not sent yet, by name; nothing on ranks that do not compress."""
-    state = optimizer.strategy.state()
+    state = optimizer.strategy.state.save()
     flats = next(state[key] for key in ("link.residual", "requests.whole", "compressed.residual") if key in state)
     places = optimizer.strategy.model.layout()["params"]
     return {name: flats[group][start:stop].clone() for name, group, start, stop, *_ in places if flats}
@@ -251,13 +251,13 @@ def test_what_compression_has_not_sent_is_cut_anew(tmp_path, strategy, compressi
         loop = Loop(comm, 2, strategy, cut=(3, 4), **how)
         loop.epoch()
         hd.save(tmp_path, **loop.objects())
-        return unsent(loop.optimizer), loop.optimizer.strategy.state()
+        return unsent(loop.optimizer), loop.optimizer.strategy.state.save()
 
     def load(comm, stages):
         options = {} if stages is None else {"cut": (2, 2, 2, 1) if stages == 4 else (4, 3)}
         loop = Loop(comm, stages, strategy, **how, **options)
         hd.load(tmp_path, **loop.objects())
-        found = unsent(loop.optimizer), loop.optimizer.strategy.state()
+        found = unsent(loop.optimizer), loop.optimizer.strategy.state.save()
         loop.epoch()
         assert all(torch.isfinite(tensor).all() for tensor in loop.finished().values())
         return found

@@ -166,12 +166,10 @@ def train(
     given = {"optimizer": own if tells else None, "on_record": records.append}
     needed = fitting(name, comm.size) if isinstance(name, str) else {}
     strategy = cls(cls.Config(**needed | (options or {})), channel, FlatModel(module), **given)
-    workers = strategy.config.workers(comm.size)
+    workers = len(strategy.config.workers(comm.size))
     strategy.records.start()
-    for epoch in range(epochs):
-        plan = EpochPlan(samples, len(workers), batch, seed=1, epoch=epoch)
-        worker = workers.index(comm.rank) if strategy.is_worker else 0
-        _epoch(strategy, own, plan, worker, records, poison, turns)
+    for number in range(epochs):
+        epoch(strategy, own, EpochPlan(samples, workers, batch, seed=1, epoch=number), records, poison, turns)
     run = Run(strategy, records)
     strategy.close()
     channel.close()
@@ -189,8 +187,17 @@ def staleness(runs: Collection[Run]) -> list[int]:
     return [s for run in runs for s in run.staleness]
 
 
-def _epoch(strategy, local, plan: EpochPlan, worker: int, records: list[StepRecord], poison, turns) -> None:
+def epoch(
+    strategy: strategies.Strategy,
+    local: torch.optim.Optimizer,
+    plan: EpochPlan,
+    records: list[StepRecord],
+    poison: Collection[tuple[int, int]] = (),
+    turns: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Collective. Takes the steps of an epoch, as `train` does, and adds their records to those."""
     module, joint = strategy.model.module, []
+    worker = strategy.config.workers(strategy.comm.size).index(strategy.comm.rank) if strategy.is_worker else 0
 
     def backward(step: int) -> None:
         sizes = plan.sizes(step)

@@ -88,7 +88,7 @@ def places_where_it_differs(
     values, saved = [], {}
     for step in range(steps):
         if step in places:
-            state = [[flat.clone() for flat in strategy.model.params], local.state_dict(), strategy.state()]
+            state = [[flat.clone() for flat in strategy.model.params], local.state_dict(), strategy.state.save()]
             saved[step] = HeldRank(state)
         values += go(strategy, local, range(step, step + 1))[0]
     end(strategy)
@@ -100,7 +100,7 @@ def _goes_on(comm, name, options, optimizer, saved: HeldRank, values: list[Tenso
     again, local = make(comm, name, options, optimizer)
     again.model.load_params(params)
     local.load_state_dict(of_local)
-    again.load_state(of_strategy)
+    again.state.load(of_strategy)
     found, _ = go(again, local, range(place, len(values)))
     end(again)
     return all(torch.equal(a, b) for a, b in zip(found, values[place:], strict=True))

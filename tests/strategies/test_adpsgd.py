@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -20,8 +22,13 @@ def _make(comm, **options):
     """A strategy whose ranks have parameters of their own."""
     strategy = mixed.linear(comm, NAME, **options)
     strategy.model.params[0].copy_(mixed.drawn(comm.rank))
-    strategy.load_state({"steps": 0, "peers": None, "shared": None})
+    strategy.state.load({"steps": 0, "peers": None, "shared": None})
     return strategy
+
+
+def _x(strategy):
+    """A copy of this rank's x, which may be ahead of what its model holds."""
+    return strategy.state.parameters().tensors[0].clone()
 
 
 def _mix(comm, steps, update=lambda: None, **options):
@@ -36,7 +43,7 @@ def _mix(comm, steps, update=lambda: None, **options):
     params = strategy.model.params[0].clone()
     after = strategy.consensus()[0][0]
     assert torch.equal(params, strategy.model.params[0]), "evaluating changed the parameters"
-    x = strategy._values()[0].clone()
+    x = _x(strategy)
     strategy.close()
     return before, after, x, records
 
@@ -87,14 +94,14 @@ def test_a_pair_averages_before_the_update_at_the_gradient_of_before():
         strategy = mixed.linear(comm, NAME)
         (params,) = strategy.model.params
         params.fill_(4.0 if comm.rank == 0 else 9.0)
-        strategy.load_state({"steps": 0, "peers": None, "shared": None})
+        strategy.state.load({"steps": 0, "peers": None, "shared": None})
         if comm.rank == 1:
             strategy.step(lambda: params.sub_(1.0))
         comm.barrier()
         if comm.rank == 0:
             strategy.step(lambda: params.sub_(1.0))
         comm.barrier()
-        copy, x = params[0].item(), strategy._values()[0][0].item()
+        copy, x = params[0].item(), _x(strategy)[0].item()
         if comm.rank == 1:
             strategy.step(lambda: params.add_(0.5))
         end = params[0].item()
@@ -134,14 +141,14 @@ def test_a_run_taken_up_goes_on_to_the_bit():
             comm.barrier()
 
         steps(6)
-        saved, state = params.clone(), strategy.state()
+        saved, state = params.clone(), deepcopy(strategy.state.save())
         stale = comm.rank % 2 == 1 and not torch.equal(saved, state["shared"][0])
         steps(5)
-        first = params.clone(), strategy._values()[0]
+        first = params.clone(), _x(strategy)
         params.copy_(saved)
-        strategy.load_state(state)
+        strategy.state.load(state)
         steps(5)
-        second = params.clone(), strategy._values()[0]
+        second = params.clone(), _x(strategy)
         strategy.close()
         return stale, all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -161,7 +168,7 @@ def test_the_living_go_on_and_a_passive_rank_frees_itself_from_a_dead_one():
             for _ in range(80):
                 comm.compute()
                 strategy.step(lambda: None)
-            values = strategy._values()[0].tolist()
+            values = _x(strategy).tolist()
         comm.barrier()
         strategy.close()
         return values

@@ -72,7 +72,7 @@ class _Steps:
         return self.strategy.model.params[0].clone()
 
     def residual(self) -> torch.Tensor:
-        return self.strategy.state()["compressed.residual"][0].clone()
+        return self.strategy.state.save()["compressed.residual"][0].clone()
 
 
 @every
@@ -110,7 +110,7 @@ def test_it_goes_on_from_another_number_of_ranks(ranks, name):
         run = _Steps(comm, options(name))
         take_up(run.strategy, states)
         run.strategy.model.load_params([saved[0][1]])
-        state = run.strategy.state()
+        state = run.strategy.state.save()
         along = {key: state[key][0].clone() for key in ("compressed.residual", "compressed.velocity") if key in state}
         run.take(range(5, 8))
         run.strategy.close()

@@ -96,10 +96,10 @@ def _steps(comm, module, gradients, lr=1e-3, **options):
         found.append(module.weight.detach()[0].clone())
 
     loops.by_strategy(strategy, local, gradients, backward, after=look)
-    consensus, state = strategy.consensus()[0][0], strategy.state()
-    kept = strategy.state()  # as another world goes on from
+    consensus, state = strategy.consensus()[0][0], strategy.state.save()
+    kept = strategy.state.save()  # as another world goes on from
     again = problem.make(comm, NAME, module, **options)
-    again.load_state(state)
+    again.state.load(state)
     same = [torch.equal(a, b) for a, b in _masters(again, strategy)]
     for made in (again, strategy):
         made.close()

@@ -73,7 +73,7 @@ def _mix_compressed(comm, options: dict, steps: int):
     """Only averages; each rank's parameters at the start and at the end."""
     strategy = mixed.linear(comm, "dpsgd", **options)
     strategy.model.params[0].copy_(mixed.drawn(comm.rank))
-    strategy.load_state({"steps": 0})  # neighbours are told
+    strategy.state.load({"steps": 0})  # neighbours are told
     start = strategy.model.params[0].clone()
     for _ in range(steps):
         mixed.step_without_samples(strategy)

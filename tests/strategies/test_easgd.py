@@ -148,13 +148,13 @@ def test_a_state_is_taken_up_with_its_velocity_and_without_one_workers_are_at_re
         run = problem.make(comm, "eamsgd", problem.model())
         held[comm.rank] = HeldRank(capture_strategy(run))
         comm.barrier()
-        saved = run.state()
+        saved = run.state.save()
         moving = {"velocity": [torch.ones_like(v) for v in saved["velocity"]]} if run.is_worker else {}
-        run.load_state(saved | moving)
-        taken = [v.clone() for v in run.state().get("velocity", [])]
+        run.state.load(saved | moving)
+        taken = [v.clone() for v in run.state.save().get("velocity", [])]
         restore_strategy(run, resharded(run, [held[0], held[1], held[1]])["strategy"])
         if run.is_worker:
-            found = taken[0].min().item(), run.state()["velocity"][0].abs().max().item()
+            found = taken[0].min().item(), run.state.save()["velocity"][0].abs().max().item()
             run.pause()
         else:
             found = None

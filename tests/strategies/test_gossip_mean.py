@@ -18,7 +18,7 @@ def _mix(comm, name, steps, seed, **options):
     """Gossip without learning; rank r starts at r. Its value after each step, the consensus, and its value then."""
     strategy = problem.make(comm, name, torch.nn.Linear(3, 2, dtype=torch.float64), seed=seed, **options)
     strategy.model.params[0].fill_(comm.rank)
-    strategy.load_state(strategy.state())  # publishes these values
+    strategy.state.load(strategy.state.save())  # publishes these values
     values = []
     for _ in range(steps):
         comm.compute()
@@ -68,7 +68,7 @@ def test_a_reading_that_was_overtaken_leaves_no_trace(overtaken):
         strategy = problem.make(comm, "gossip_pull", torch.nn.Linear(3, 2), draw_self=False)
         (own,) = strategy.model.params
         own.copy_(torch.arange(8.0) + comm.rank)
-        strategy.load_state({"steps": 0, "peers": None})
+        strategy.state.load({"steps": 0, "peers": None})
         read, left = strategy._published.use_torn, [overtaken]
 
         def torn(function, out, rank):

@@ -206,7 +206,7 @@ def test_the_state_includes_what_has_arrived(ranks):
             strategy.model.params[0].fill_(5.0)
             _step(strategy, 1)
         comm.barrier()
-        state, params = strategy.state(), strategy.model.params[0].clone()
+        state, params = strategy.state.save(), strategy.model.params[0].clone()
         following = [strategy.draw.generator.get_state()]
         other = {"steps": strategy.steps}  # of another world: generators stay, slots are empty
         strategy.close()
@@ -214,7 +214,7 @@ def test_the_state_includes_what_has_arrived(ranks):
         strategy, found = _make(comm, seed=7), []
         for loaded in (state, other):
             strategy.model.params[0].copy_(params)
-            strategy.load_state(loaded)
+            strategy.state.load(loaded)
             following.append(strategy.draw.generator.get_state())
             if comm.rank == 1:
                 found.append(_step(strategy, 1)[0].item())

@@ -58,8 +58,8 @@ def test_pairs_beyond_a_smaller_history_are_dropped_with_a_warning(caplog):
     """So is the one in the making, whose s would be missing."""
     saved = [[place, 1.0, 2.0] for place in (2, 3, 4, 0)]
     algorithm = Lbfgs(LbfgsSettings(history=2, c1=1e-4, c2=0.9, max_evaluations=9), RemoteVectors(lambda words: []))
-    algorithm.load_state({"pairs": saved, "known": None, "pending": 5, "spare": 5})
-    state = algorithm.state()
+    algorithm.load_state_dict({"pairs": saved, "known": None, "pending": 5, "spare": 5})
+    state = algorithm.state_dict()
     assert (state["pairs"], state["pending"], state["spare"]) == ([saved[0], saved[3]], 0, 1)
     assert "strategy.history is 2, less than in the run that saved the checkpoint: 2 of its 4 pairs" in caplog.text
 

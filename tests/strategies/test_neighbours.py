@@ -51,7 +51,7 @@ def test_parameters_of_several_dtypes(ranks, name):
         strategy = problem.make(comm, name, module)
         for own in strategy.model.params:
             own.fill_(comm.rank)
-        strategy.load_state(FRESH)
+        strategy.state.load(FRESH)
         for _ in range(60):
             strategy.step(lambda: None)
         found = [own.tolist() for own in strategy.consensus()[0]]
@@ -111,17 +111,17 @@ def _ends_alike(comm, name: str, **options) -> bool:
     strategy = mixed.linear(comm, name, **options)
     (params,) = strategy.model.params
     params.copy_(mixed.drawn(comm.rank))
-    strategy.load_state(FRESH)
+    strategy.state.load(FRESH)
 
     def steps(count: int) -> torch.Tensor:
         for _ in range(count):
             strategy.step(lambda: params.add_(0.125 * (comm.rank + 1)))
         return params.clone()
 
-    saved_params, state = steps(5), deepcopy(strategy.state())
+    saved_params, state = steps(5), deepcopy(strategy.state.save())
     first = steps(4)
     params.copy_(saved_params)
-    strategy.load_state(state)
+    strategy.state.load(state)
     second = steps(4)
     strategy.close()
     return torch.equal(first, second)
@@ -158,7 +158,7 @@ def test_nobody_waits_for_a_straggler(case):
         strategy = problem.make(comm, name, problem.model())
         took_s = problem.seconds(strategy, 20)
         comm.barrier()
-        held = sum(count for _, count, _ in strategy.state().get("held", []))
+        held = sum(count for _, count, _ in strategy.state.save().get("held", []))
         strategy.consensus()
         strategy.close()
         return took_s, held
@@ -178,7 +178,7 @@ def test_on_another_number_of_ranks_it_goes_on_from_the_mean_of_x(tmp_path, name
         options = {"topology": mixed.option("digraph", comm.size, tmp_path)} if name == "sgp" else {}
         strategy = mixed.linear(comm, name, **options)
         strategy.model.params[0].copy_(mixed.drawn(comm.rank))
-        strategy.load_state(FRESH)
+        strategy.state.load(FRESH)
         strategy.step(lambda: None)
         comm.barrier()
         return strategy, strategy.model.params[0].clone(), saved(strategy), strategy.consensus()[0][0]
@@ -233,7 +233,7 @@ def test_the_mean_is_conserved_although_all_is_rounded(ranks, shared_tmp_path, c
         comm.barrier()
         strategy = mixed.linear(comm, name, compression=compression, **chosen)
         strategy.model.params[0].copy_(mixed.drawn(comm.rank))
-        strategy.load_state(FRESH)
+        strategy.state.load(FRESH)
         before = mixed.drawn(comm.rank)
         for _ in range(20):
             mixed.step_without_samples(strategy)

@@ -148,7 +148,7 @@ def test_in_a_world_of_another_size_no_gradient_that_was_not_sent_is_lost():
     def smaller(comm):
         strategy = problem.make(comm, "hardsync", problem.model(), **options)
         take_up(strategy, states)
-        residual = [part.clone() for part in strategy.state()["requests.whole"]]
+        residual = [part.clone() for part in strategy.state.save()["requests.whole"]]
         strategy.close()
         return residual
 

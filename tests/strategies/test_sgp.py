@@ -66,7 +66,7 @@ def test_parameters_that_the_loop_sets_between_epochs_are_what_is_mixed(shared_t
         strategy.pause()
         for one in (strategy, fresh):
             one.model.params[0].fill_(2.0)
-            one.take_up()
+            one.reset_from_model()
             one.step(lambda one=one: one.model.params[0].add_(comm.rank))
         return torch.equal(strategy.model.params[0], fresh.model.params[0])
 

@@ -96,13 +96,13 @@ def test_random_elements_meet_at_their_probability():
     assert met == pytest.approx(1 - (1 - share) ** steps, rel=0.03)
 
 
-@each("take_up", ["shift", "plain"])
+@each("merge", ["shift", "plain"])
 @each("selection", ["shuffled", "random"])
 @pytest.mark.sizes(2, 3)
-def test_after_a_delay_the_mean_comes_with_or_without_what_was_done_meanwhile(ranks, take_up, selection):
+def test_after_a_delay_the_mean_comes_with_or_without_what_was_done_meanwhile(ranks, merge, selection):
     """By hand: the movement since a part was sent, less the jumps to means of other parts in which elements were."""
     delay = 2
-    options = {"share": 0.5, "selection": selection, "delay": delay, "take_up": take_up}
+    options = {"share": 0.5, "selection": selection, "delay": delay, "merge": merge}
 
     def body(comm):
         strategy, local = replicas.make(comm, NAME, options, "sgd")
@@ -123,7 +123,7 @@ def test_after_a_delay_the_mean_comes_with_or_without_what_was_done_meanwhile(ra
             mean = sum(then for then, _ in sent)[at] / size
             for own, jumped, (then, jumped_then) in zip(hand.params, jumps, sent, strict=True):
                 by_itself = (own - jumped) - (then - jumped_then)
-                new = mean + by_itself[at] if take_up == "shift" else mean
+                new = mean + by_itself[at] if merge == "shift" else mean
                 jumped[at] += new - own[at]
                 own[at] = new
         for rank, own in enumerate(hand.params):
@@ -133,7 +133,7 @@ def test_after_a_delay_the_mean_comes_with_or_without_what_was_done_meanwhile(ra
 @each("case", [("random", "shift"), ("shuffled", "plain"), ("partition", "shift")])
 @pytest.mark.sizes(3)
 def test_replicas_that_stay_come_together_whatever_share_and_delay(ranks, case):
-    given = {"selection": case[0], "take_up": case[1]}
+    given = {"selection": case[0], "merge": case[1]}
 
     def body(comm):
         grid = [{"share": share, "delay": delay, **given} for share in (0.1, 1.0) for delay in (1, 10)]

@@ -1,6 +1,5 @@
 """What a strategy declares of its state: it comes back, and is carried over to other worlds by parameter names."""
 
-from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -12,70 +11,93 @@ from harness.cases import each
 from harness.worlds import HeldRank
 from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.errors import CheckpointError
+from hpcdist.data import EpochPlan
+from hpcdist.errors import CheckpointError, ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.session.resharding import SavedState
 from hpcdist.session.state import ParameterLayout
-from hpcdist.strategies.common.state import (
-    Along,
-    Entry,
-    attribute,
-    dropped,
-    first,
-    held_tensors,
-    load_entries,
-    mean_of_ranks,
-    mean_of_workers,
-    save_entries,
-    spread,
-    zeros,
-)
+from hpcdist.strategies.base import Strategy
+from hpcdist.strategies.common.state import State, mean_of_ranks
+from hpcdist.strategies.decentralised.mixing import Mixing
+from hpcdist.strategies.server.channel import RequestChannel
+from hpcdist.strategies.server.slots import TensorSlots
 from strategies import problem
 
 
-def _declare(owner):
-    fresh = Entry("fresh", lambda: owner.fresh, lambda value: setattr(owner, "fresh", value), dropped("new"))
-    return [attribute(owner, "steps"), fresh, replace(attribute(owner, "calls", max), optional=True)]
+class Owner:
+    """Values of a strategy of one rank."""
+
+    def __init__(self, steps=0, size=1):
+        self.model = FlatModel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+        self.comm = SimpleNamespace(size=size, together=lambda body: body())
+        self.state = State(self.comm, self.model)
+        self.steps = self.state.value("steps", 0, self, reshard="first")
+        self.fresh = self.state.value("fresh", "new", self)
+        self.rows = self.state.value("calls", list, self, "rows", reshard="max", optional=True, resets=True)
+        self.named = self.state.by_parameter("named", self, optional=True)
+        self.steps, self.fresh = steps, str(steps)
 
 
-def _owner(steps):
-    return SimpleNamespace(steps=steps, fresh=str(steps), calls=0)
+def test_values_come_back_as_they_were_saved():
+    saved = Owner(3).state.save()
+    assert saved == {"steps": 3, "fresh": "3", "calls": [], "named": {}}
+    other = Owner()
+    other.state.load(
+        {**saved, "calls": [5], "of another version": 1, "named": {"0.bias": 1.0, "of another stage": 2.0}}
+    )
+    assert (other.steps, other.fresh, other.rows, other.named) == (3, "3", [5], {"0.bias": 1.0})
+    assert other.state.loaded == {"steps", "fresh", "calls", "named"}
 
 
-def test_entries_come_back_as_they_were_saved():
-    saved = save_entries(_declare(_owner(3)))
-    assert saved == {"steps": 3, "fresh": "3", "calls": 0}
-    other = _owner(0)
-    load_entries(_declare(other), {**saved, "calls": 5, "of another version": 1})
-    assert (other.steps, other.fresh, other.calls) == (3, "3", 5)
-
-
-def test_a_missing_entry_begins_anew_or_stays_or_is_refused():
-    owner = _owner(0)
-    load_entries(_declare(owner), {"steps": 3})
-    assert (owner.steps, owner.fresh, owner.calls) == (3, "new", 0)
+def test_a_missing_value_starts_again_or_is_refused():
+    owner = Owner(0)
+    owner.state.load({"steps": 3, "calls": [1]})
+    assert (owner.steps, owner.fresh, owner.rows) == (3, "new", [1])
+    assert owner.state.loaded == {"steps", "calls"}
+    owner.state.reset()
+    assert (owner.steps, owner.rows) == (3, [])
     with pytest.raises(CheckpointError, match="the strategy's state must have 'steps'; got calls, fresh. Resume"):
-        load_entries(_declare(owner), {"fresh": "a", "calls": 1})
+        owner.state.load({"fresh": "a", "calls": []})
     with pytest.raises(CheckpointError, match="the strategy's 'steps' must be of type int; got 'three'. Resume from"):
-        load_entries(_declare(owner), {"steps": "three"})
+        owner.state.load({"steps": "three"})
+
+
+def test_hooks_run_around_saving_and_loading_also_those_of_a_base():
+    heard, owner, base = [], Owner(), Owner(7)
+    base.state.before_load(lambda: heard.append(("base before", base.steps)))
+    base.state.after_load(lambda: heard.append(("base after", base.steps, base.state.loaded)))
+    owner.state.include("base", base.state)
+    owner.state.before_save(lambda: heard.append("waits"))
+    saved = owner.state.save()
+    assert heard == ["waits"] and saved["base.steps"] == 7
+    owner.state.load(saved | {"base.steps": 8})
+    assert heard[1:] == [("base before", 7), ("base after", 8, {"steps", "fresh", "calls", "named"})]
+
+
+def test_a_name_is_declared_once():
+    owner = Owner()
+    with pytest.raises(ValueError, match="the name of a value must not be declared before; got 'steps' again. Rename"):
+        owner.state.value("steps", 0, owner)
+
+
+@each("name", ["entries", "state", "load_state", "take_up", "masters"])
+def test_a_strategy_that_declares_its_state_by_a_method_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"Mine must not define '{name}', which nothing calls; write: .*self\.state"):
+        type("Mine", (Strategy,), {name: lambda self: None})
 
 
 # --- along the parameters ---------------------------------------------------------------------------------------------
-class Held:
+class Held(Owner):
     """A strategy of one rank, with a vector along the parameters."""
 
-    def __init__(self, vector, combine=mean_of_ranks, ranges=None, size=1, **of_rank):
-        self.model = FlatModel(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)))
-        self.vector, self.comm = vector, SimpleNamespace(size=size)
-        self._ranges, self._combine, self.of_rank = ranges, combine, of_rank
-
-    def entries(self):
-        owner = _owner(self.of_rank.get("steps", 0))
-        return [*_declare(owner), held_tensors("vector", self.vector, self._combine, self._ranges)]
+    def __init__(self, vector, reshard="mean", ranges=None, size=1, steps=0):
+        super().__init__(steps, size)
+        self.vector = self.state.sharded("vector", tensors=vector, reshard=reshard, ranges=ranges)
+        self._ranges = ranges
 
     def saved(self, works=True):
-        layout, ranges = ParameterLayout(self.model), self._ranges
-        values = save_entries(self.entries()) | {"vector": layout.split("params", self.vector, ranges)}
+        layout, values = ParameterLayout(self.model), self.state.save()
+        values["vector"] = layout.split("params", values["vector"], self._ranges)
         values = {"strategy": values, "works": works, "about": {"strategy": "held", **layout.about()}}
         return HeldRank(values | {"masters": layout.split("params", self.model.params)})
 
@@ -93,11 +115,11 @@ def _line(*, times=1.0, of=slice(None)):
     return [(torch.arange(13.0) * times)[of].clone()]
 
 
-@each("case", [(mean_of_ranks, 2.0), (first, 1.0), (mean_of_workers, 3.0), (spread, 6 / 4)])
+@each("case", [("mean", 2.0), ("first", 1.0), ("worker mean", 3.0), ("divide", 6 / 4)])
 def test_tensors_of_several_ranks_are_combined(case):
-    combine, factor = case
+    reshard, factor = case
     ranks = [Held(_line(times=t), steps=t).saved(works=t > 1) for t in (1, 2, 3)]
-    now = Held(_line(), combine, size=4)
+    now = Held(_line(), reshard, size=4)
     found = now.found(ranks)
     torch.testing.assert_close(found["vector"][0], _line(times=factor)[0])
     assert found["steps"] == 1 and "fresh" not in found
@@ -107,7 +129,7 @@ def test_tensors_of_several_ranks_are_combined(case):
 @each("now_at", [(0, 13), (0, 5, 13), (0, 6, 6, 9, 13)])
 def test_shards_are_cut_anew_also_inside_a_parameter(saved_at, now_at):
     def held(borders):
-        return [Held(_line(of=slice(a, b)), first, [(a, b)]) for a, b in pairwise(borders)]
+        return [Held(_line(of=slice(a, b)), "first", [(a, b)]) for a, b in pairwise(borders)]
 
     ranks = [shard.saved() for shard in held(saved_at)]
     for shard in held(now_at):
@@ -121,10 +143,83 @@ def test_means_of_integers_are_rounded_and_of_equal_tensors_exact():
     assert torch.equal(mean_of_ranks([third] * 7), third)
 
 
-def test_what_begins_anew_does_so_though_no_rank_saved_it():
-    velocity = [torch.ones(2), torch.ones(3)]
-    load_entries([held_tensors("velocity", velocity, zeros(velocity)), Along("centre", list, print)], {})
-    assert not any(tensor.any() for tensor in velocity)
+def test_tensors_start_where_no_rank_saved_them():
+    owner = Owner()
+    zeros = owner.state.sharded("zeros", owner.model.params)
+    copies = owner.state.sharded("copies", owner.model.params, start="parameters", resets=True)
+    assert not zeros[0].any() and torch.equal(copies[0], owner.model.params[0])
+    for tensor in (*zeros, *copies, *owner.model.params):
+        tensor.fill_(2.0)
+    owner.state.load({"steps": 0, "copies": [], "named": {}})
+    assert not zeros[0].any() and (copies[0] == 2).all() and owner.state.loaded == {"steps", "named"}
+    owner.model.params[0].fill_(3.0)
+    owner.state.reset()
+    assert (copies[0] == 3).all()
+    owner.state.sharded("needed", owner.model.params, reshard="mean")
+    with pytest.raises(CheckpointError, match="the strategy's state must have 'needed'"):
+        owner.state.load({"steps": 0})
+
+
+# --- every strategy ---------------------------------------------------------------------------------------------------
+def _held(value, path, seen):
+    """Every tensor that a strategy and its parts hold, with where it is; what other rooms hold is theirs."""
+    if id(value) in seen:
+        return
+    seen[id(value)] = value
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, each_value in list(value.items()):
+            yield from _held(each_value, f"{path}[{key!r}]", seen)
+    elif isinstance(value, (list, tuple)):
+        for number, each_value in enumerate(value):
+            yield from _held(each_value, f"{path}[{number}]", seen)
+    elif type(value).__module__.startswith(("hpcdist.strategies.", "hpcdist.compress.")) and hasattr(value, "__dict__"):
+        for key, each_value in list(vars(value).items()):
+            if not isinstance(each_value, (State, Mixing, RequestChannel, TensorSlots)):  # the latter hold messages
+                yield from _held(each_value, f"{path}.{key}", seen)
+
+
+def _undeclared(strategy, saved):
+    """Where a strategy holds tensors, as long as a shard of the parameters, that are neither state nor scratch."""
+    model, known = strategy.model, [tensor for _, tensor in _held(saved, "", {})]
+    known += [*model.params, *model.grads, *model.frozen, *model.buffers, *strategy.state.tensors]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in known}
+    held = _held(strategy, type(strategy).__name__, {})
+    least = model.n_params / (2 * strategy.comm.size)
+    large = [(path, own) for path, own in held if own.numel() >= least and own.is_floating_point()]
+    return [path for path, own in large if own.untyped_storage().data_ptr() not in storages]
+
+
+COMPRESSED = {"name": "topk", "ratio": 0.5}
+COMPRESSING = ("allreduce", "dpsgd", "hardsync", "easgd", "local_sgd", "strom")
+VARIANTS = [
+    *((name, {}) for name in strategies.available()),
+    *((name, {"compression": COMPRESSED}) for name in COMPRESSING),
+    *((name, {"overlap": True}) for name in ("local_sgd", "slowmo", "sgp")),
+    *(("streaming_diloco", {"merge": merge, "compression": "e3m0"}) for merge in ("shift", "eager")),
+    ("slowmo", {"base": {"name": "sgp"}}),
+    ("sparta", {"delay": 2}),
+    ("strom", {"topology": "ring"}),
+]
+
+
+@each("case", VARIANTS)
+def test_tensors_as_long_as_the_parameters_are_state_or_scratch(case):
+    """What is neither declared nor scratch would be lost by a checkpoint without a word."""
+    name, own_options = case
+
+    def body(comm):
+        module = problem.model()
+        local, options = problem.local(name, module.parameters(), lr=0.02), problem.PERIODS.get(name, {}) | own_options
+        strategy = problem.make(comm, name, module, local, **options)
+        strategy.records.start()
+        problem.epoch(strategy, local, EpochPlan(48, len(strategy.config.workers(comm.size)), 4, seed=1), [])
+        found = _undeclared(strategy, strategy.state.save())
+        strategy.close()
+        return found
+
+    assert run_virtual(body, 4) == [[]] * 4
 
 
 @each("name", strategies.available())
@@ -136,19 +231,20 @@ def test_a_state_that_one_rank_can_not_restore_is_refused_on_all(name):
         optimizer = problem.local(name, module.parameters(), lr=0.1)
         options = {"compression": "fp16"} if name in ("hardsync", "parameter_server") else {}
         strategy = problem.make(comm, name, module, optimizer, **options)
-        state = strategy.state()
+        state = strategy.state.save()
         with pytest.raises(CheckpointError, match=r"the strategy's state must have 'steps'; got "):
-            strategy.load_state({k: v for k, v in state.items() if k != "steps"} if comm.rank == 1 else state)
+            strategy.state.load({k: v for k, v in state.items() if k != "steps"} if comm.rank == 1 else state)
         with pytest.raises(CheckpointError, match="the strategy's 'steps' must be of type int; got 'x'") as got:
-            strategy.load_state(state | {"steps": "x"} if comm.rank == 1 else state)
-        strategy.load_state(state)
+            strategy.state.load(state | {"steps": "x"} if comm.rank == 1 else state)
+        strategy.state.load(state)
         comm.barrier()
         return got.value.elsewhere
 
     assert run_virtual(body, 3) == [True, False, True]
 
 
-def test_a_value_that_an_entry_can_not_take_is_named():
-    short = Entry("x", list, lambda saved: torch.zeros(3).copy_(saved))
+def test_a_value_that_can_not_be_loaded_is_named():
+    owner = Owner()
+    owner.state.sharded("x", tensors=[torch.zeros(3)])
     with pytest.raises(CheckpointError, match="the strategy's 'x' must be what such a strategy has saved"):
-        load_entries([short], {"x": torch.zeros(2)})
+        owner.state.load({"steps": 0, "x": [torch.zeros(2)]})

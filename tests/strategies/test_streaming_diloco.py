@@ -41,7 +41,7 @@ def train(comm, options, optimizer, steps=STEPS):
     found = []
     for step in range(steps):
         replicas.go(strategy, local, range(step, step + 1))
-        found.append([strategy.model.params[0].clone(), *(x[0].clone() for x in (strategy.common, strategy._momentum))])
+        found.append([strategy.model.params[0].clone(), *(x[0].clone() for x in (strategy.common, strategy.momentum))])
     replicas.end(strategy)
     return found
 
@@ -52,7 +52,7 @@ def fragments_of(layers, order="strided"):
     return [one.take([torch.arange(len(model.params[0]))])[0] for one in cut(model, layers, order)]
 
 
-def by_hand(size, optimizer, *, period, fragment_layers, delay=1, order="strided", take_up="blend", blend=0.5,
+def by_hand(size, optimizer, *, period, fragment_layers, delay=1, order="strided", merge="blend", blend=0.5,
             outer_lr=0.4, outer_momentum=0.9):  # fmt: skip
     """The parameters of all replicas and their x after each step, both as [step, rank, parameter]."""
     modules = [deep() for _ in range(size)]
@@ -70,7 +70,7 @@ def by_hand(size, optimizer, *, period, fragment_layers, delay=1, order="strided
         """The rules whose exchanges have a period: the mean of the one before, alone or with a new part."""
         now = [x[places] - own[places] for x, own in zip(xs, flats, strict=True)]
         for rank in range(size):
-            newer = (now[rank] - before[number][rank]) / size if take_up == "eager" else 0.0
+            newer = (now[rank] - before[number][rank]) / size if merge == "eager" else 0.0
             move(rank, places, sum(before[number]) / size + newer)
             flats[rank][places] = xs[rank][places]
         before[number] = now
@@ -82,7 +82,7 @@ def by_hand(size, optimizer, *, period, fragment_layers, delay=1, order="strided
             local.step()
         for number, places in enumerate(fragments):
             if (step - (number + 1) * period // len(fragments)) % period == 0:
-                if take_up in ("delayed", "eager"):
+                if merge in ("delayed", "eager"):
                     exchange(number, places)
                 else:
                     late[step + delay, number] = [own[places].clone() for own in flats]
@@ -91,7 +91,7 @@ def by_hand(size, optimizer, *, period, fragment_layers, delay=1, order="strided
                 for rank, (own, then, x) in enumerate(zip(flats, sent, xs, strict=True)):
                     move(rank, places, x[places] - sum(sent) / size)
                     mixed = blend * own[places] + (1 - blend) * x[places]
-                    own[places] = x[places] + own[places] - then if take_up == "shift" else mixed
+                    own[places] = x[places] + own[places] - then if merge == "shift" else mixed
         values.append((torch.stack(flats), torch.stack(xs)))
     return tuple(torch.stack(of) for of in zip(*values, strict=True))
 
@@ -100,11 +100,11 @@ def by_hand(size, optimizer, *, period, fragment_layers, delay=1, order="strided
     {"period": 5, "fragment_layers": 2, "delay": 1},
     {"period": 5, "fragment_layers": 2, "delay": 1, "order": "sequential"},
     {"period": 6, "fragment_layers": 1, "delay": 3, "blend": 0.25},
-    {"period": 5, "fragment_layers": 3, "delay": 4, "take_up": "shift"},
+    {"period": 5, "fragment_layers": 3, "delay": 4, "merge": "shift"},
     {"period": 3, "fragment_layers": 5, "delay": 2, "outer_lr": 0.7, "outer_momentum": 0.0},
     *(
-        {"take_up": take_up, **options}
-        for take_up in ("delayed", "eager")
+        {"merge": merge, **options}
+        for merge in ("delayed", "eager")
         for options in (
             {"period": 3, "fragment_layers": 3, "outer_momentum": 0.0},
             {"period": 1, "fragment_layers": None},
@@ -120,11 +120,11 @@ def test_it_does_what_is_done_by_hand(ranks, options):
         torch.testing.assert_close(torch.stack([own for own, _, _ in values]), expected[:, rank], rtol=0, atol=1e-12)
         torch.testing.assert_close(torch.stack([x for _, x, _ in values]), common[:, rank], rtol=0, atol=1e-12)
         for (_, *mine), (_, *others) in zip(values, found[0], strict=True):
-            same = options.get("take_up") == "eager" or all(map(torch.equal, mine, others))
+            same = options.get("merge") == "eager" or all(map(torch.equal, mine, others))
             assert same, "x and the outer momentum, to the bit"
 
 
-@each("options", [{"delay": 0, "blend": 0.0}, {"delay": 0, "take_up": "shift"}])
+@each("options", [{"delay": 0, "blend": 0.0}, {"delay": 0, "merge": "shift"}])
 @pytest.mark.sizes(1, 3)
 def test_with_one_fragment_it_is_diloco_to_the_bit(ranks, options):
     outer = {"period": 3, "outer_lr": 0.7, "outer_momentum": 0.9}
@@ -132,7 +132,7 @@ def test_with_one_fragment_it_is_diloco_to_the_bit(ranks, options):
     def body(comm):
         own, _ = replicas.train(comm, NAME, {"fragment_layers": None, **outer, **options}, "adam", STEPS)
         diloco, _ = replicas.train(comm, "diloco", outer, "adam", STEPS)
-        late = {"fragment_layers": None, "delay": 1, "take_up": "shift"}
+        late = {"fragment_layers": None, "delay": 1, "merge": "shift"}
         own_late, _ = replicas.train(comm, NAME, {**outer, **late}, "adam", STEPS)
         overlapped, _ = replicas.train(comm, "diloco", {**outer, "overlap": True}, "adam", STEPS)
         return torch.equal(own, diloco) and torch.equal(own_late, overlapped)
@@ -180,8 +180,8 @@ def test_compressed_the_common_parameters_are_equal_to_the_bit_and_it_learns(ran
 
 
 @each("options", [
-    {"delay": 1, "fragment_layers": 2}, {"delay": 2, "fragment_layers": 2}, {"take_up": "eager"},
-    {"take_up": "delayed", "fragment_layers": 1},
+    {"delay": 1, "fragment_layers": 2}, {"delay": 2, "fragment_layers": 2}, {"merge": "eager"},
+    {"merge": "delayed", "fragment_layers": 1},
 ])  # fmt: skip
 def test_an_exchange_that_lasts_no_longer_than_it_may_takes_no_time(options):
     """A computation of 0.1 s a step, on a network on which an exchange takes the given seconds at each latency."""
@@ -198,7 +198,7 @@ def test_an_exchange_that_lasts_no_longer_than_it_may_takes_no_time(options):
         return max(run_virtual(body, 3, network=Network(latency_s, math.inf), compute=Constant(0.1)))
 
     free_s = seconds(0.0)
-    steps = 6 if "take_up" in options else options["delay"]
+    steps = 6 if "merge" in options else options["delay"]
     exchanges = 5 if options.get("fragment_layers") == 1 else 1  # of fragments, one after the other, in these steps
     lasts = steps * 0.1 / (8 * exchanges)  # a ring of three has four messages, and four of flags
     assert seconds(0.9 * lasts) == pytest.approx(free_s)

@@ -41,9 +41,9 @@ CASES = [
     ("sparta", {"share": 0.3, "delay": 2}, (1, 4)),
     ("sparta", {"share": 0.3, "selection": "partition", "delay": 3}, (4,)),
     ("streaming_diloco", {"period": 5, "delay": 2}, (3, 5)),
-    ("streaming_diloco", {"period": 5, "delay": 2, "take_up": "shift"}, (3, 4)),
+    ("streaming_diloco", {"period": 5, "delay": 2, "merge": "shift"}, (3, 4)),
     ("streaming_diloco", {"period": 4, "delay": 1, "compression": {"name": "e3m0", "error_feedback": True}}, (3, 5)),
-    ("streaming_diloco", {"period": 5, "take_up": "eager", "compression": "e3m0"}, (3, 8)),
+    ("streaming_diloco", {"period": 5, "merge": "eager", "compression": "e3m0"}, (3, 8)),
 ]
 COMPRESSED = ("compression.name=topk", "compression.ratio=0.1")
 ONE_WORKER = {"softsync": (), "downpour": ("n_push=2", "n_fetch=3"), "eamsgd": ("period=2",)}  # order is no matter

@@ -30,7 +30,7 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("downpour", {"server_rule": "optimizer"}), ("downpour", {"n_push": 2, **TOPK}),
     ("diloco", {"period": 2, **TOPK}), ("diloco", {"period": 2, "overlap": True}),
     ("local_sgd", {"period": 2, "average_optimizer_state": True}), ("slowmo", {"period": 4, "base": "dpsgd"}),
-    *(("streaming_diloco", {**FRAGMENTS, "take_up": late}) for late in ("shift", "eager")),
+    *(("streaming_diloco", {**FRAGMENTS, "merge": late}) for late in ("shift", "eager")),
     ("gradient_tracking", {"order": "after"}), ("dpsgd", TOPK), ("strom", {"topology": "ring", **TOPK}),
     *(("async_diloco", {"period": 2, **rule}) for rule in ({"rule": "buffered"}, {"spread": 0.25})),
     ("zero_one_adam", {"variance_steps": 2, "local_steps": 2, **TOPK}),

@@ -24,7 +24,7 @@ from hpcdist.compress.fp16 import Cast
 from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.strategies.base import Strategy
 from hpcdist.strategies.common.records import Recorder
-from hpcdist.strategies.common.state import Entry, dropped
+from hpcdist.strategies.common.state import State
 
 
 class PeersConfig(Strategy.Config):
@@ -127,19 +127,17 @@ class Peers:
 
 
 class Wire:
-    """Round parameters to the type in which they are sent.
+    """Round parameters to the type in which they are sent."""
 
-    Attributes:
-        like: flat tensors of the lengths and the type in which parameters are sent, on the host. Of arbitrary content.
-    """
-
-    def __init__(self, config: CompressionConfig, params: Sequence[Tensor]):
+    def __init__(self, config: CompressionConfig, params: Sequence[Tensor], state: State):
         cast = compress.load(config.name) if config else None
-        self.like = [torch.empty_like(p, device="cpu") for p in params]
-        self._packed: list[Tensor] = []
+        self._params, self._packed = params, list[Tensor]()
         if cast is not None and issubclass(cast, Cast):
-            self.like = [flat.to(cast.dtype) for flat in self.like]
-            self._packed = [torch.empty_like(p, dtype=cast.dtype) for p in params]
+            self._packed = state.scratch([torch.empty_like(p, dtype=cast.dtype) for p in params])
+
+    def empty(self) -> list[Tensor]:
+        """Return new flat tensors of the lengths and the type in which parameters are sent, on the host."""
+        return [torch.empty_like(flat, device="cpu") for flat in self._packed or self._params]
 
     def pack(self, params: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the message: `params` themselves, or rounded copies that are valid until the next call."""
@@ -167,9 +165,9 @@ def average_in(own: Sequence[Tensor], total: Sequence[Tensor], count: int, weigh
 class Draw:
     """Draw ranks at random, by a generator of each rank's own, which checkpoints hold."""
 
-    def __init__(self, comm: Communicator, peers: Peers, seed: int):
+    def __init__(self, comm: Communicator, peers: Peers, state: State, seed: int):
         self._rank, self._peers = comm.rank, peers
-        self.generator = torch.Generator().manual_seed(seed * 1_000_003 + comm.rank)
+        self.generator = state.rng("peers", seed * 1_000_003 + comm.rank)
 
     def ranks(self, count: int = 1, *, oneself: bool = True) -> list[int]:
         """Draw `count` different ranks of those present, uniformly; all of them where there are fewer.
@@ -181,14 +179,6 @@ class Draw:
         return [
             left.pop(int(torch.randint(len(left), (), generator=self.generator))) for _ in range(min(count, len(left)))
         ]
-
-    def entry(self) -> Entry:
-        """Declare the generator's state; another number of ranks keeps the generators it has, which differ."""
-        return Entry("peers", self.generator.get_state, self._load, dropped())
-
-    def _load(self, saved: Tensor | None) -> None:
-        if saved is not None:
-            self.generator.set_state(saved)
 
 
 def check_count(comm: Communicator, name: str, count: int, *, oneself: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -74,18 +74,15 @@ class CurvaturePairs:
             vectors.axpy(into, pair.s, alpha - vectors.dot(pair.y, into) / pair.sy)
         vectors.scale(into, -1.0)
 
-    def state(self) -> list[list[float]]:
-        return [[pair.place, pair.sy, pair.yy] for pair in self.kept]
-
-    def load_state(self, state: list[list[float]]) -> None:
+    def load(self, saved: Sequence[tuple[int, float, float]]) -> None:
         """Take up saved pairs. Their vectors are read up to the limit's places, so a smaller limit drops pairs."""
-        kept = [CurvaturePair(int(place), sy, yy) for place, sy, yy in state if place <= self.limit]
+        kept = [CurvaturePair(place, sy, yy) for place, sy, yy in saved if place <= self.limit]
         self.kept = kept[-self.limit :]
-        if len(self.kept) < len(state):
+        if len(self.kept) < len(saved):
             _log.warning(
                 "strategy.history is %d, less than in the run that saved the checkpoint: %d of its %d pairs (s, y) "
                 "are dropped, and the next steps may be shorter.",
-                self.limit, len(state) - len(self.kept), len(state),
+                self.limit, len(saved) - len(self.kept), len(saved),
             )  # fmt: skip
         self._choose_spare()
 
@@ -252,14 +249,14 @@ class Lbfgs:
         return f"skipped: {text}"
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {
-            "pairs": self._pairs.state(), "known": self._known,
+            "pairs": [[pair.place, pair.sy, pair.yy] for pair in self._pairs.kept], "known": self._known,
             "pending": self._pending, "spare": self._pairs.spare.place,
         }  # fmt: skip
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._known = state["known"]
-        self._pairs.load_state(state["pairs"])
+        self._pairs.load(state["pairs"])
         if state["spare"] <= self._pairs.limit:  # else the s of the pair in the making is dropped, too
             self._pending, self._pairs.spare.place = state["pending"], state["spare"]

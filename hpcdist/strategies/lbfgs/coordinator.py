@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,13 +162,12 @@ class Coordinator:
         self._vectors.queue(ops.FINISH)
         self._vectors.flush()
 
-    def state(self) -> dict[str, Any]:
-        return {"clock": self.clock, **self._algorithm.state()}
+    def state_dict(self) -> dict[str, Any]:
+        return {"clock": self.clock, **self._algorithm.state_dict()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        if state:
-            self.clock = state["clock"]
-            self._algorithm.load_state(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.clock = state["clock"]
+        self._algorithm.load_state_dict(state)
 
 
 Closure = Callable[[slice], Any]  # runs the backward pass of a portion, and returns its mean loss

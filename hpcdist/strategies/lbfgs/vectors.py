@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.common.state import Along, Entry, copy_all
+from hpcdist.strategies.common.state import State, copy_all
 from hpcdist.strategies.server.placement import Shard, cut
 
 # The numbers of the vectors. Pairs (s, y) of the history follow, see `CurvaturePairs`.
@@ -40,11 +40,6 @@ class LocalVectors:
                 for part in self._parts[POINT]
             ]
         return self._parts[number]
-
-    @property
-    def numbers(self) -> list[int]:
-        """Return the numbers of the vectors that there are."""
-        return sorted(self._parts)
 
     def dot(self, a: int, b: int) -> float:
         """Compute the inner product in float64."""
@@ -140,22 +135,30 @@ class SharedPoint:
             window.close()
 
 
-PASSING = {POINT, DIRECTION, SUM, HEAD, TAIL}  # of one step
-
-
 class HistoryShard:
     """Sum the gradients of portions, and run the coordinator's operations on this range of all vectors.
 
     Of each (evaluation, portion) the first gradient counts. They are added in the order of the portions, so that the
     sum is the same to the bit whoever computes them and whenever they come; those that are early are kept until then.
 
+    Args:
+        state: where the vectors are declared that later steps need.
+        history: number of pairs in the history.
+        overlaps: batches repeat a part of the one before.
+
     Attributes:
         has_finished: the coordinator has ended the period of service.
     """
 
-    def __init__(self, point: SharedPoint, shard: Shard, model: FlatModel):
+    def __init__(self, point: SharedPoint, shard: Shard, model: FlatModel, state: State, history: int, overlaps: bool):
         self._shard, self._model = shard, model
         self.vectors = LocalVectors(point.own)
+        pairs = range(PAIRS, PAIRS + 2 * (history + 1))  # and one that is being made
+        for number in (X, GRADIENT, *[KEPT] * overlaps, *pairs):
+            own = self.vectors[number]
+            state.sharded(f"vector {number}", tensors=own, reshard="first", ranges=shard.ranges, optional=True)
+        for number in (POINT, DIRECTION, SUM, *[HEAD, TAIL] * overlaps):
+            state.scratch(self.vectors[number])
         self.has_finished = False
         self._evaluation = self._count = self._heads = self._tails = self._next = 0
         self._early: dict[int, tuple[float, list[Tensor]]] = {}
@@ -229,19 +232,3 @@ class HistoryShard:
     def show(self) -> None:
         """Copy the parameters into the model, for loops whose rank evaluates or saves it."""
         copy_all(self._shard.of(self._model.params), self.vectors[X])
-
-    # --- checkpoints ----------------------------------------------------------------------------------------------
-    def entries(self, history: int) -> list[Entry]:
-        """Declare the vectors that later steps need, of so many pairs and one that is being made."""
-        numbers = [number for number in range(PAIRS + 2 * (history + 1)) if number not in PASSING]
-        return [self._entry(number) for number in numbers]
-
-    def _entry(self, number: int) -> Along:
-        def load(saved: Sequence[Tensor]) -> None:
-            if saved:
-                self.vectors.fill(number, saved)
-
-        def save() -> list[Tensor]:
-            return self.vectors[number] if number in self.vectors.numbers else []
-
-        return Along(f"vector {number}", save, load, ranges=self._shard.ranges)

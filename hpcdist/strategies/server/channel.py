@@ -24,8 +24,7 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator, Put
 from hpcdist.errors import DeadlineError, RankFailedError
-from hpcdist.strategies.common.state import Entry
-from hpcdist.strategies.server.codec import Codec, Coding
+from hpcdist.strategies.server.codec import Codec
 from hpcdist.strategies.server.placement import Shard
 from hpcdist.strategies.server.roles import Roles
 from hpcdist.strategies.server.slots import Ends, TensorSlots
@@ -174,26 +173,6 @@ class RequestChannel:
     def put(self, rank: int, at: int, *words: int) -> Put:
         """Return the put that writes these words into a rank's window, from there on."""
         return Put(self.words, torch.from_numpy(np.array(words, np.int64)), rank, at)  # sooner than torch.tensor
-
-    # --- checkpoints ----------------------------------------------------------------------------------------------
-    def _codings(self) -> dict[str, Coding]:
-        """Return what compresses, by the name that checkpoints have for it."""
-        by_name = {"requests": self.up.coding, "replies": self.down.coding}
-        return {name: coding for name, coding in by_name.items() if coding is not None}
-
-    def entries(self) -> list[Entry]:
-        """Declare what compression remembers; nothing where nothing is compressed."""
-        return [entry for name, coding in self._codings().items() for entry in coding.entries(name)]
-
-    def begin(self, values: Sequence[Tensor]) -> None:
-        """Let compression begin as if nothing had been sent, or with these values at both ends."""
-        for coding in self._codings().values():
-            coding.begin(values)
-
-    def agree(self) -> None:
-        """Collective. Give parents what compression has of their children, which may have loaded it."""
-        for coding in self._codings().values():
-            coding.agree()
 
     def close(self) -> None:
         """Collective. Release the windows."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, Compressor, Feedback, Span, Used, load, only_used
 from hpcdist.errors import ConfigError
-from hpcdist.strategies.common.state import Entry, copy_all, dropped, held_tensors, mean_of_workers
+from hpcdist.strategies.common.state import State, copy_all
 from hpcdist.strategies.server.placement import Shard
 
 Content = Literal["gradients", "values", "moves"]  # of the tensors that go one way, see `Codec`
@@ -37,6 +37,7 @@ class Codec:
 
     Args:
         spans: the parameters in each flat tensor of a whole request.
+        state: where what both ends remember is declared.
 
     Reference: Hanlin Tang, Chen Yu, Xiangru Lian, Tong Zhang, Ji Liu, "DoubleSqueeze: parallel stochastic gradient
     descent with double-pass error-compensated compression", 2019; for differences, Constantin Philippenko, Aymeric
@@ -46,6 +47,7 @@ class Codec:
     config: CompressionConfig
     content: Content
     spans: Sequence[Sequence[Span]]
+    state: State
 
     def check(self) -> None:
         """Raise ConfigError where what differences leave out would grow."""
@@ -135,15 +137,15 @@ class Encoder:
             kept.zero_()
         return message, WHOLE
 
-    def state(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """Return what the compressors remember."""
-        return {"sent": self.sent, "compressors": [feedback.compressor.state() for feedback in self._feedbacks]}
+        return {"sent": self.sent, "compressors": [feedback.compressor.state_dict() for feedback in self._feedbacks]}
 
-    def load_state(self, state: dict) -> None:
-        """Take up what `state()` gave."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
         self.sent = state["sent"]
         for feedback, saved in zip(self._feedbacks, state["compressors"], strict=True):
-            feedback.compressor.load_state(saved)
+            feedback.compressor.load_state_dict(saved)
 
 
 class Coding:
@@ -161,6 +163,7 @@ class Coding:
 
     Attributes:
         whole: what this rank has in common with its parents, put together; empty where it has none.
+        messages: the most that have been sent to one rank.
     """
 
     def __init__(
@@ -173,14 +176,21 @@ class Coding:
         dests: Sequence[tuple[int, Shard]],
         up: bool,
     ):
-        self._comm, self._codec = comm, codec
+        self._comm, self._codec, self._slots, state = comm, codec, slots, codec.state
+        name, values = "requests" if up else "replies", codec.content == "values"
         wide = buffers(like)
-        parents, self._children = map(dict, (dests, own) if up else (own, dests))
-        self.whole = wide if parents else []
+        parents, children = map(dict, (dests, own) if up else (own, dests))
+        # On another number of ranks each worker has the mean over the saved ones of the gradients that were not sent.
+        self.whole = state.sharded(
+            f"{name}.whole", tensors=wide if parents else [], start="parameters" if values else "zeros",
+            reshard="worker mean" if codec.content == "gradients" else "start", optional=True,
+        )  # fmt: skip
         self._common: dict[int, list[Tensor]] = {}
-        for child, shard in self._children.items():
+        for child, shard in children.items():
             shared = next(iter(self._common.values()), None)
-            self._common[child] = buffers(shard.of(wide)) if shared is None or codec.content == "values" else shared
+            if shared is None or values:
+                shared = state.scratch(buffers(shard.of(wide)))
+            self._common[child] = shared
         self._common_above = {parent: shard.of(self.whole) for parent, shard in parents.items()}
         leaving, arriving = (self._common_above, self._common) if up else (self._common, self._common_above)
         self._encoders = {
@@ -188,18 +198,25 @@ class Coding:
             for dest, shard in dests
         }
         shared_coders = codec.compressors(own[0][1]) if own and up else None  # for all children the same
-        # What each source's messages are decoded by, where they arrive, and what they overwrite or are added to.
+        # What each source's messages are decoded by, and what they overwrite or are added to.
         self._decoders = {
-            source: (shared_coders or codec.compressors(shard), slots[source], arriving[source])
-            for source, shard in own
+            source: (shared_coders or codec.compressors(shard), arriving[source]) for source, shard in own
         }
-        self.begin(like)
+        self.messages = state.value(f"{name}.sent", 0, self, "messages", reshard="max", optional=True)
+        state.custom(f"{name}.senders", self._senders, self._load_senders, self._start_senders, optional=True)
+        if values:
+            copy_all(self.whole, like)
+            for child, shard in children.items():
+                copy_all(self._common[child], shard.of(like))
+            state.after_load(self._agree)
 
     def encode(self, dest: int, tensors: Sequence[Tensor], used: Used = None) -> tuple[Sequence[Tensor], list[int]]:
         """Return the messages that bring this shard's `tensors`, or none, to `dest`, and their lengths."""
         if not tensors:
             return [], [NOTHING] * len(self._codec.spans)
-        return self._encoders[dest].encode(tensors, used)
+        found = self._encoders[dest].encode(tensors, used)
+        self.messages = max(self.messages, self._encoders[dest].sent)
+        return found
 
     def sent(self, dest: int) -> Sequence[Tensor]:
         """Return what the last message to `dest` stands for."""
@@ -211,7 +228,8 @@ class Coding:
         return found if self._codec.content == "gradients" else list(found)
 
     def _read(self, source: int, lengths: Sequence[int]) -> Iterator[Tensor]:
-        for compressor, slot, out, length in zip(*self._decoders[source], lengths, strict=True):
+        coders, arriving = self._decoders[source]
+        for compressor, slot, out, length in zip(coders, self._slots[source], arriving, lengths, strict=True):
             if length == WHOLE:
                 out.copy_(slot[: out.nbytes].view(out.dtype))
             elif length != NOTHING:
@@ -219,44 +237,19 @@ class Coding:
             yield out
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
-    def begin(self, like: Sequence[Tensor]) -> None:
-        """Begin as if nothing had been sent, or with the values in `like` at both ends."""
-        for whole, values in zip(self.whole, like):
-            whole.copy_(values) if self._codec.content == "values" else whole.zero_()
-        if self._codec.content == "values":
-            for child, shard in self._children.items():
-                copy_all(self._common[child], shard.of(like))
-
-    def entries(self, name: str) -> list[Entry]:
-        """Declare what compressors remember, and what a child has in common with its parents.
-
-        In another world each worker has the mean over the saved ones of the gradients that were not sent.
-        """
-        carried = mean_of_workers if self._codec.content == "gradients" else dropped([])
-        return [
-            held_tensors(f"{name}.whole", self.whole, carried),
-            Entry(f"{name}.sent", self._sent, self._load_sent, max, optional=True),
-            Entry(f"{name}.senders", self._senders, self._load_senders, dropped([]), optional=True),
-        ]
-
-    def _sent(self) -> int:
-        return max((encoder.sent for encoder in self._encoders.values()), default=0)
-
-    def _load_sent(self, saved: int) -> None:
-        for encoder in self._encoders.values():
-            encoder.sent = saved
-
     def _senders(self) -> list[list[Any]]:
-        return [[dest, encoder.state()] for dest, encoder in self._encoders.items()]
+        return [[dest, encoder.state_dict()] for dest, encoder in self._encoders.items()]
 
     def _load_senders(self, saved: Sequence[Sequence[Any]]) -> None:
         for dest, state in saved:
-            self._encoders[dest].load_state(state)
+            self._encoders[dest].load_state_dict(state)
 
-    def agree(self) -> None:
+    def _start_senders(self) -> None:
+        for encoder in self._encoders.values():
+            encoder.sent = self.messages
+
+    def _agree(self) -> None:
         """Collective. Give parents the values that their children have: n bytes of messages per child."""
-        if self._codec.content != "values":
-            return
         above = [(parent, t) for parent, tensors in self._common_above.items() for t in tensors if t.numel()]
         sends = [self._comm.isend(tensor, parent) for parent, tensor in above]
         for child, tensors in self._common.items():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.common.state import Entry, dropped, held_tensors
 from hpcdist.strategies.server.channel import FETCH, NOBODY, Reply, ReplyHead, ServerRequest, waited_for
 from hpcdist.strategies.server.loop import Handler
 from hpcdist.strategies.server.strategy import ServerStrategy, Worker
@@ -39,10 +38,6 @@ class Motion(abc.ABC):
     @abc.abstractmethod
     def step(self, update: Update) -> None:
         """Take the worker's own step on its gradient."""
-
-    def entries(self) -> Iterable[Entry]:
-        """Declare the state of the worker's motion."""
-        return ()
 
 
 class ElasticWorker(Worker):
@@ -76,9 +71,6 @@ class ElasticWorker(Worker):
                 for known, pull in zip(self.channel.up.coding.whole, pulls, strict=True):
                     known.sub_(pull)
 
-    def entries(self) -> Iterable[Entry]:
-        return self._motion.entries()
-
 
 class Centre(Handler):
     """Hold one shard of the centre c: reply to x with e = a(x − c), and add e, so that c gains what x loses.
@@ -93,9 +85,11 @@ class Centre(Handler):
 
     def __init__(self, strategy: ServerStrategy, config: ElasticConfig):
         self._config, self._loop, self._replica = config, strategy.loop, strategy.replica
-        self._now, self._down, self._shard = strategy.comm.now, strategy.channel.down, strategy.place.shard
+        self._now, self._down, shard = strategy.comm.now, strategy.channel.down, strategy.place.shard
         self._strength = config.beta / len(strategy.roles.workers)  # a
-        self._centre = [part.clone() for part in self._shard.of(strategy.model.params)]
+        self._centre = strategy.state.sharded(
+            "centre", shard.of(strategy.model.params), start="parameters", resets=True, ranges=shard.ranges
+        )
         self._held: list[tuple[ServerRequest, float]] = []  # requests to be replied to together, and when they came
 
     def master(self) -> list[Tensor]:
@@ -135,10 +129,6 @@ class Centre(Handler):
             for known, pull in zip(request.tensors, sent, strict=True):
                 known.sub_(pull)
         return sent
-
-    def entries(self) -> list[Entry]:
-        # In another world it begins as the parameters.
-        return [held_tensors("centre", self._centre, dropped([]), self._shard.ranges)]
 
 
 def tie_to_centre(strategy: ServerStrategy, config: ElasticConfig, motion: Callable[[], Motion]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from hpcdist.comm.transfer import WIDE
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import unequal, unequal_steps
 from hpcdist.strategies.base import Update
-from hpcdist.strategies.common.state import Entry, copy_all, dropped
+from hpcdist.strategies.common.state import copy_all
 from hpcdist.strategies.server.channel import GRADIENT, NOBODY, SUM, Reply, ServerRequest
 from hpcdist.strategies.server.loop import Handler
 from hpcdist.strategies.server.placement import Shard
@@ -31,7 +32,7 @@ class Aggregate:
 
     Attributes:
         clocks: of the gradients in the sum.
-        factors: how much less each of them counts for its staleness; the caller's to restore after `load_state`.
+        factors: how much less each of them counts for its staleness; the caller's to restore after `load_state_dict`.
         weights: of the requests in the sum.
         values: the hyper-parameters of each worker whose request is in the sum.
         used: which parameters have a gradient in the sum.
@@ -116,14 +117,14 @@ class Aggregate:
         self.forget()
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
-    def state(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """Return the update under way."""
         sums: list[Tensor] = [total.clone() for total in self.sums] if self.weights else []
         begun = {"clocks": self.clocks, "weights": self.weights, "values": list(self.values.items())}
         return {"sums": sums, **begun, "used": self.used.tolist()}
 
-    def load_state(self, state: dict) -> None:
-        """Take up an update under way."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
         copy_all(self.sums, state["sums"])
         self.clocks, self.weights = list(state["clocks"]), list(state["weights"])
         self.values = dict(state.get("values", []))
@@ -152,8 +153,13 @@ class GradientServer(Handler):
         self._adds_up = strategy.adds_up
         self.aggregate = Aggregate(self._model, self._place.shard, apart=self._place.colocated)
         self._held: list[HeldRequest] = []
+        for name in policy.remembers:
+            setattr(policy, name, strategy.state.value(name, getattr(policy, name), policy, optional=True))
         # A checkpoint includes these gradients; another number of ranks begins without, and the run's end loses them.
-        strategy.records.pending = lambda: len(self.aggregate.clocks)
+        aggregate = self.aggregate
+        strategy.state.scratch(aggregate.sums)
+        strategy.state.custom("store", aggregate.state_dict, self._load_aggregate, aggregate.forget, optional=True)
+        strategy.records.pending = lambda: len(aggregate.clocks)
 
     def master(self) -> list[Tensor]:
         return self._place.shard.of(self._model.params)
@@ -242,18 +248,10 @@ class GradientServer(Handler):
         aggregate.forget()
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
-    def entries(self) -> list[Entry]:
-        store = Entry("store", self.aggregate.state, self._load_aggregate, dropped(), optional=True)
-        return [*self.policy.entries(), store]
-
-    def _load_aggregate(self, saved: dict | None) -> None:
-        """Take up the sum under way, whose gradients count by their staleness as the policy has been told of it."""
-        self.aggregate.forget()
-        if saved is not None:
-            self.aggregate.load_state(saved)
-            self.aggregate.factors = [
-                self.policy.factor(self._replica.clock - clock) for clock in self.aggregate.clocks
-            ]
+    def _load_aggregate(self, saved: Mapping[str, Any]) -> None:
+        """Restore the sum under way, whose gradients count by their staleness as the policy has been told of it."""
+        self.aggregate.load_state_dict(saved)
+        self.aggregate.factors = [self.policy.factor(self._replica.clock - clock) for clock in self.aggregate.clocks]
 
 
 def exchange_gradients(strategy: ServerStrategy, policy: Policy, *, overlap: bool = False) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.common.state import Entry, attribute, copy_all, dropped
+from hpcdist.strategies.common.state import State, copy_all
 from hpcdist.strategies.server.channel import PAUSE, Reply, ReplyHead, RequestChannel, ServerRequest
 from hpcdist.strategies.server.liveness import Liveness
 from hpcdist.strategies.server.placement import Placement
@@ -27,11 +27,13 @@ class Replica:
         applied: staleness of the gradients applied here since this rank's last step, if it is worker and server.
     """
 
-    def __init__(self, place: Placement, model: FlatModel):
+    def __init__(self, place: Placement, model: FlatModel, state: State):
         self._place, self.model = place, model
         others = [place.shards[parent] for parent in place.parents if parent != place.rank]
         self._shards = others if place.colocated else [place.everything]
-        self.clock, self.clocks = 0, [0] * len(place.parents)
+        self.clock = state.value("clock", 0, self, reshard="max")
+        # On another number of ranks all parents have the largest clock.
+        self.clocks: list[int] = state.value("clocks", lambda: [self.clock] * len(place.parents), self)
         self.applied: list[int] = []
 
     def stamps(self) -> list[list[int]]:
@@ -61,14 +63,6 @@ class Replica:
         applied, self.applied = tuple(self.applied), []
         return applied
 
-    def entries(self) -> list[Entry]:
-        """Declare the clocks; on another number of ranks all parents have the largest one that was saved."""
-
-        def load(saved: Sequence[int]) -> None:
-            self.clocks = list(saved) or [self.clock] * len(self._place.parents)
-
-        return [attribute(self, "clock", max), Entry("clocks", lambda: self.clocks, load, dropped([]))]
-
 
 class Handler(abc.ABC):
     """Handle the requests to one server, and reply to them by way of its loop."""
@@ -90,10 +84,6 @@ class Handler(abc.ABC):
     @abc.abstractmethod
     def master(self) -> Sequence[Tensor]:
         """Return the parameters of this server's shard, one flat tensor per group."""
-
-    def entries(self) -> Iterable[Entry]:
-        """Declare the server's state, beside the parameters in its model."""
-        return ()
 
 
 class ServerLoop:
@@ -149,7 +139,7 @@ class ServerLoop:
         """Begin a period of service."""
         self.replica.model.refresh()
         if not self._place.colocated:  # what the loop has done to the parameters, such as loading others, it did here
-            self.take_up()
+            copy_all(self.handler.master(), self._place.shard.of(self.replica.model.params))
         self.update = update
         self.liveness.expect(self.active(), self._comm.now())
         self._deal_early()
@@ -190,10 +180,6 @@ class ServerLoop:
         if self._place.aggregates:
             self._client.push(PAUSE)
             self._client.wait()
-
-    def take_up(self) -> None:
-        """Serve the parameters that are in the model."""
-        copy_all(self.handler.master(), self._place.shard.of(self.replica.model.params))
 
     def show(self) -> None:
         """Copy the parameters that are served into the model."""

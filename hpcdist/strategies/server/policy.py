@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from hpcdist.strategies.common.state import Entry
 from hpcdist.strategies.server.channel import NOBODY
 
 
@@ -31,6 +31,7 @@ class Policy(abc.ABC):
     rank order when the update is made.
     """
 
+    remembers: ClassVar[tuple[str, ...]] = ()  # attributes that a checkpoint keeps, of types that JSON has
     waits = True  # workers may have to wait for others; else `active` is left empty
     divides_by_workers = False  # an update is Σg/λ, whichever gradients are in it; else Σwg/Σw, for weights by samples
 
@@ -59,7 +60,3 @@ class Policy(abc.ABC):
 
     def returned(self, worker: int, active: Sequence[int]) -> None:
         """Remember that a worker that was evicted has pushed again."""
-
-    def entries(self) -> Iterable[Entry]:
-        """Declare the state that a checkpoint keeps of the policy."""
-        return ()

@@ -8,14 +8,12 @@ systematic study", 2016 (average, and measured: its ⟨σ⟩); Wei Zhang, Suyog 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from pydantic import Field
 
 from hpcdist.errors import UnknownNameError
-from hpcdist.strategies.common.state import Entry, dropped
 from hpcdist.strategies.server.policy import Held, Policy
 from hpcdist.strategies.server.strategy import ServerStrategy
 
@@ -32,7 +30,7 @@ def factor(rule: str, staleness: int, *, expected: float = 1.0, measured: float 
 
     Args:
         expected: the mean staleness that the protocol leads to; n for n-softsync.
-        measured: the mean staleness that has been measured, see `MeanStaleness`.
+        measured: the mean staleness that has been measured, see `StalePolicy`.
         decay: k of the exponential rule.
 
     Raises:
@@ -51,31 +49,6 @@ def factor(rule: str, staleness: int, *, expected: float = 1.0, measured: float 
     if rule == "exponential":
         return math.exp(-decay * staleness)
     raise UnknownNameError("modulation", rule, RULES)
-
-
-class MeanStaleness:
-    """Average the staleness of the last `window` gradients that a server has applied; of fewer at first, 0 of none.
-
-    It changes when an update has been made, so that all gradients of one update count alike.
-    """
-
-    def __init__(self, window: int):
-        self._last: deque[int] = deque(maxlen=window)
-
-    def note(self, staleness: Iterable[int]) -> None:
-        """Add the gradients of an update that has been made."""
-        self._last.extend(staleness)
-
-    @property
-    def value(self) -> float:
-        return sum(self._last) / len(self._last) if self._last else 0.0
-
-    def state(self) -> list[int]:
-        return list(self._last)
-
-    def load_state(self, state: Iterable[int]) -> None:
-        self._last.clear()
-        self._last.extend(state)
 
 
 class StaleConfig(ServerStrategy.Config):
@@ -99,13 +72,18 @@ class StalePolicy(Policy):
 
     Args:
         expected: the mean staleness, about, to which the protocol leads.
+
+    Attributes:
+        measured: the staleness of the last gradients that the server has applied, at most `modulation_window`. It
+            changes when an update has been made, so that all gradients of one update count alike.
     """
 
+    remembers = ("measured",)
     waits = False
 
     def __init__(self, config: StaleConfig, expected: float):
         self._config, self._expected = config, expected
-        self.measured = MeanStaleness(config.modulation_window)
+        self.measured: list[int] = []
 
     def may_go(self, gradient: Held, active: Sequence[int]) -> bool:
         return True
@@ -119,12 +97,9 @@ class StalePolicy(Policy):
     def factor(self, staleness: int) -> float:
         if self._config.modulation == "none":
             return 1.0
-        known = {"expected": self._expected, "measured": self.measured.value, "decay": self._config.decay}
+        mean = sum(self.measured) / max(1, len(self.measured))
+        known = {"expected": self._expected, "measured": mean, "decay": self._config.decay}
         return factor(self._config.modulation, staleness, **known)
 
     def updated(self, staleness: Sequence[int]) -> None:
-        self.measured.note(staleness)
-
-    def entries(self) -> Iterable[Entry]:
-        # Another number of ranks measures anew.
-        return [Entry("measured", self.measured.state, self.measured.load_state, dropped([]), optional=True)]
+        self.measured = [*self.measured, *staleness][-self._config.modulation_window :]

@@ -19,7 +19,7 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.replicas import with_buffers
-from hpcdist.strategies.common.state import Entry, Flats, copy_all, own_numbers
+from hpcdist.strategies.common.state import Flats, copy_all
 from hpcdist.strategies.server.channel import PAUSE, RequestChannel
 from hpcdist.strategies.server.codec import Codec, Content
 from hpcdist.strategies.server.loop import Handler, Replica, ServerLoop
@@ -125,7 +125,7 @@ class ServerStrategy(Strategy):
         if self.stages is not None and self.stages.comm.size > 1:
             self._check_stages()
         self.place = place = Placement(comm.rank, roles, model, split_parameters=config.split_parameters)
-        self.replica = Replica(place, model)
+        self.replica = Replica(place, model, self.state)
         self.update_clip: UpdateClip | None = None
         if place.alone:
             model.gradients.leave()
@@ -142,6 +142,18 @@ class ServerStrategy(Strategy):
             self.channel.client.meanwhile = self.loop.serve_waiting
         if (norm := self._update_norm) is not None:
             self.update_clip = UpdateClip(comm, model, place, norm)
+        serves, own = comm.rank in roles.servers, self.hyperparameters.own
+        self.state.parameters = lambda: Flats(self.loop.handler.master(), place.shard.ranges) if serves else None
+        self.state.before_load(self._forget_moments_of_others)
+
+        def load(pairs: Iterable[Sequence[Any]]) -> None:
+            own.clear()
+            own.update((number, key) for number, key in pairs)
+
+        self.state.custom(
+            "own_numbers", lambda: list(map(list, sorted(own))), load, own.clear,
+            reshard=lambda saved: [pair for of_rank in saved for pair in of_rank], optional=True,
+        )  # fmt: skip
 
     def compose(self, worker: Callable[[], Worker], handler: Callable[[], Handler]) -> None:
         """Make the parts of this rank. On one rank alone the local optimiser steps, and there are none.
@@ -190,8 +202,8 @@ class ServerStrategy(Strategy):
         if not config:
             return None, None
         places = spans(self.model)
-        up = Codec(config, self.up, places)
-        down = Codec(config, self.down, places) if self.config.compress_answers else None
+        up = Codec(config, self.up, places, self.state)
+        down = Codec(config, self.down, places, self.state) if self.config.compress_answers else None
         for codec in filter(None, (up, down)):
             codec.check()
         return up, down
@@ -230,9 +242,8 @@ class ServerStrategy(Strategy):
         broadcast_shards(self.comm, self._shards_of_servers(), params)
         return with_buffers(self, params)
 
-    def take_up(self) -> None:
-        if self.place.children:
-            self.loop.take_up()
+    def reset_from_model(self) -> None:
+        super().reset_from_model()
         if self.contract.updates == "on servers":
             broadcast_shards(self.comm, self._shards_of_servers(), self.model.params)
             self.replica.follow(self.comm.failures.retry_on_failure(partial(self.comm.gather, self.replica.clock)))
@@ -246,34 +257,10 @@ class ServerStrategy(Strategy):
         if not self.place.alone:
             self.channel.close()
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------
-    def entries(self) -> list[Entry]:
-        found = [*super().entries(), *self.replica.entries()]
-        if not self.place.alone:
-            found += [*self.channel.entries(), own_numbers(self.hyperparameters)]
-            found += self.worker.entries() if self.is_worker else ()
-        return found + list(self.loop.handler.entries() if self.place.children else ())
-
-    def masters(self) -> Flats | None:
-        if self.place.alone:
-            return Flats(self.model.params)
-        serves = self.comm.rank in self.roles.servers
-        return Flats(self.loop.handler.master(), self.place.shard.ranges) if serves else None
-
-    def load_state(self, saved: dict[str, Any]) -> None:
-        self._forget_moments_of_others()
-        if self.place.children:
-            self.loop.take_up()  # which stays so where the checkpoint has no master copy for this rank
-        if not self.place.alone:
-            self.channel.begin(self.model.params)
-        super().load_state(saved)
-        if not self.place.alone:
-            self.channel.agree()
-
     def _forget_moments_of_others(self) -> None:
         """Drop the optimiser's state of parameters that other ranks' optimisers step, which would only grow old."""
         serves = self.comm.rank in self.config.optimizer_ranks(self.comm.size)
-        if self.optimizer is None or self.place.alone or (self.steps_on_workers and self.is_worker):
+        if self.optimizer is None or (self.steps_on_workers and self.is_worker):
             return
         parameters = (parameter for parameter, _ in self.model.views(self.model.params))
         for parameter, (_, group, start, stop, _) in zip(parameters, self.model.named_slices()):
@@ -298,10 +285,6 @@ class Worker(abc.ABC):
 
     def finish(self) -> None:
         """Complete what is under way, before a pause."""
-
-    def entries(self) -> Iterable[Entry]:
-        """Declare the worker's state, beside its parameters."""
-        return ()
 
     def pause(self) -> None:
         """Push that no request of this period follows, and wait for the reply."""

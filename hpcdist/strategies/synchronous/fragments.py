@@ -23,27 +23,33 @@ class Fragment:
         pieces: in `model.params`: by group the slices, ascending; each group has at least one.
         spans: of each group: the parameters, one after the other as `take` puts them, numbered in this order.
         numbers: of these parameters, in the same order, among the model's.
+
+    Attributes:
+        which: the numbers as an index of flags of the parameters; a slice, which is faster, where it will do.
+        contiguous: its parameters lie one after the other in each group, so that `take` returns views.
     """
 
     def __init__(self, pieces: dict[int, list[slice]], spans: list[list[Span]], numbers: list[int]):
         self.pieces, self.spans, self.numbers = pieces, spans, numbers
+        run = slice(numbers[0], numbers[0] + len(numbers))
+        self.which = run if numbers == list(range(run.start, run.stop)) else numbers
+        self.contiguous = all(len(of_group) == 1 for of_group in pieces.values())
+        self._places = [(group, piece) for group, of_group in pieces.items() for piece in of_group]
 
     def take(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return the fragment's elements, a flat tensor for each group: a view where they lie one after the other."""
         return [_joined([flats[group][piece] for piece in pieces]) for group, pieces in self.pieces.items()]
 
     def put(self, values: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
-        """Copy what `take` has returned, of these or others, to its places, unless it lies there."""
+        """Copy what `take` has returned, of these or others, to its places."""
         for value, (group, pieces) in zip(values, self.pieces.items(), strict=True):
             lengths = [piece.stop - piece.start for piece in pieces]
             for piece, part in zip(pieces, value.split(lengths), strict=True):
-                into = flats[group][piece]
-                if into.data_ptr() != part.data_ptr():
-                    into.copy_(part)
+                flats[group][piece].copy_(part)
 
     def views(self, *flats: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """Return matching views into several lists of flat tensors, piece by piece."""
-        return [tuple(of[group][piece] for of in flats) for group, pieces in self.pieces.items() for piece in pieces]
+        return [tuple([of[group][piece] for of in flats]) for group, piece in self._places]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -14,7 +14,6 @@ from hpcdist.errors import ConfigError
 from hpcdist.model.optimizer_state import groups
 from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, attribute
 from hpcdist.strategies.synchronous.agreement import StepAgreement
 from hpcdist.strategies.synchronous.exchanges import Exchanges
 
@@ -61,8 +60,8 @@ class OwnStep(Strategy):
                 f"parameters must be real with {name_of(self)}, whose rule is for real ones; got {odd[0]!r}, which is "
                 "complex. Take allreduce, or hold it as two real ones."
             )
-        self.updates = 0
-        self.exchanges = Exchanges(comm, self.records, config.algorithm, aside=False)
+        self.updates = self.state.value("updates", 0, self, reshard="first")
+        self.exchanges = Exchanges(comm, self.records, config.algorithm)
         self.agreement = StepAgreement(self)
         if self.optimizer is not None:
             self._check_kind(type(self.optimizer))
@@ -143,10 +142,6 @@ class OwnStep(Strategy):
         for name, parameter, group, is_used, *own in zip(*of, *views, strict=True):
             if is_used and group is not None:
                 yield Trained(name, parameter, group, tuple(own))
-
-    # --- state ----------------------------------------------------------------------------------------------------
-    def entries(self) -> list[Entry]:
-        return [*super().entries(), attribute(self, "updates")]
 
     def close(self) -> None:
         self.exchanges.close()

@@ -1,89 +1,118 @@
-"""Train in periods: local steps, and at each period's end one common move of all ranks."""
+"""Train in periods: local steps, and once in a period a common move of all ranks, whole or fragment by fragment."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.compress import CompressionConfig, Reduction, spans
+from hpcdist.compress import CompressionConfig, Reduction
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Along, Entry, copy_all, first, flags, held_tensors, mean_of_ranks, reduction
+from hpcdist.strategies.common.state import Reshard, first
 from hpcdist.strategies.synchronous.exchanges import Exchanges
+from hpcdist.strategies.synchronous.fragments import Fragment, cut
 
 
 class Periodic(Strategy):
-    """Step alone for a period; then move the common parameters x, of which all ranks have a copy, and start there.
+    """Step alone for a period; then move the common parameters x, of which all ranks have a copy, and continue there.
 
-    Ranks communicate their distances from x, δᵢ = x − θᵢ, and nothing else; every rank counts alike, also one that had
-    no samples in some step. With `compression` they send δᵢ and their residuals as the compressor encodes them; the
-    rank goes back to x all the same, and the error follows at a later exchange. A subclass says how x moves by the mean
-    δ; all ranks make the same move, to the bit. On one rank the optimiser runs alone, and there is no x.
+    Ranks communicate their distances from x, δᵢ = x − θᵢ, and nothing else; every rank has the same weight, also one
+    that had no samples in some step. With `compression` they send δᵢ and their residuals as the compressor encodes
+    them; the rank goes back to x all the same, and the error follows at a later exchange. A subclass says how x moves
+    by the mean δ; all ranks make the same move, to the bit. On one rank the optimiser runs alone, and there is no x.
 
-    With `overlap` the exchange that begins at the end of step k runs while step k + 1 computes its gradient, and is
-    taken up after that step's update, θᵢ ← x + (θᵢ − θᵢ at step k): each rank keeps what it has done meanwhile. Where
-    MPI lets a rank have no second thread, the numbers are the same and the time is not saved.
+    The mean may be used some steps after it was sent, `delay`. Then each rank keeps what it has done in between,
+    θᵢ ← x + (θᵢ − θᵢ at the sending), or blends its parameters with x, see `blend`. Where MPI lets a rank have no
+    second thread, the numbers are the same and the time is not saved.
+
+    Attributes:
+        fragments: the parts of the parameters that are exchanged by themselves.
+        exchanges: the means of fragments, some of them in flight.
+        common: x, flat tensors like `model.params`; empty on one rank alone.
+        mean: the mean δ of a fragment, when x moves by it; flat tensors like `model.params`.
+        sent: what δᵢ of the fragments in flight were.
+        used: the parameters that some rank has used in the period of `mean`.
+        momentum: with which x moves, along the parameters; a subclass sets it, if x moves with one.
+        blend: weight of the rank's own parameters when a mean is used; None: the rank keeps what it has done.
+        of_ranks: how x of other numbers of ranks is made of all ranks' x, which is the same on all as a rule.
     """
 
     class Config(Strategy.Config):
         """Options of strategies that communicate once in a period."""
 
         period: int = Field(10, ge=1, description="H: steps between two exchanges of all ranks")
-        overlap: bool = Field(
-            False, description="exchange while the next step computes, and use the result after that step"
-        )
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
         compression: CompressionConfig = Field(
             CompressionConfig(), description="how differences are compressed; its warmup_steps count exchanges"
         )
+
+        @property
+        def steps_in_flight(self) -> float:
+            """Steps from sending a fragment to using its mean."""
+            return 0
 
         def meets(self, step: int) -> bool:
             return step % self.period == 0
 
     config: Config
     contract = Contract(averages="parameters", meets="every period")
+    momentum: Sequence[Tensor] = ()
+    blend: float | None = None
+    of_ranks: Reshard = "first"
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self.alone = comm.size == 1
-        self.exchanges = Exchanges(comm, self.records, config.algorithm, aside=config.overlap)
-        channel = self.exchanges.channel
-        self._compressed: Reduction | None = None
-        if config.compression and not self.alone:
-            self._compressed = Reduction(
-                channel, config.compression, model.params, spans(model), over_senders=self.over_senders
-            )
-        self.common = [] if self.alone else [params.clone() for params in model.params]  # x
-        shared = channel.memory.shared_like(self.common) if self._compressed is None else None
-        self._mean = [torch.empty_like(x) for x in self.common] if shared is None else shared
-        self._gone: list[Tensor] = []  # δᵢ of the exchange under way; empty where there is none
-        self._used = torch.ones_like(self.gradients.used)  # by some rank, in the period of `_mean`
+        self.exchanges = Exchanges(comm, self.records, config.algorithm, config.steps_in_flight)
+        self.fragments = [] if self.alone else self.cut()
+        channel, like = self.exchanges.channel, [] if self.alone else model.params
+        self.common = self.state.sharded("common", like, start="parameters", reshard=self.of_ranks, resets=True)
+        shared = None if config.compression else channel.memory.shared_like(self.common)
+        # δᵢ of the fragments in flight, and then their means; and what δᵢ were. With other ranks all start at the mean
+        # of the parameters, which is as far from x as ranks were on average.
+        means = [torch.empty_like(x) for x in self.common] if shared is None else shared
+        self.mean = self._in_flight("mean", means, "first")
+        sent = [torch.empty_like(x) for x in self.common if self.blend is None]
+        self.sent = self._in_flight("gone", sent, "mean")
+        self._values: dict[int, list[Tensor]] = {}  # of the fragments that are being exchanged: δᵢ, which are used
+        self.state.flags("used", self.gradients.used)
+        self.used = self.state.flags("moving", torch.ones_like(self.gradients.used))  # by some rank, with `mean`
+        self._compressed = [
+            Reduction(channel, config.compression, part.take(self.common), part.spans, over_senders=self.over_senders)
+            for part in (self.fragments if config.compression else ())
+        ]
+        if self._compressed:
+            self.declare_compressed(self._compressed)
+        self.state.custom(
+            "under_way", lambda: sorted(map(list, self.exchanges.in_flight.items())), self._load_in_flight,
+            self.exchanges.in_flight.clear, reshard=first, optional=True,
+        )  # fmt: skip
+        self.state.before_save(self.complete)
+        self.state.before_load(self.complete)
+        self.state.after_load(self._see_in_flight)
 
+    # --- what a subclass defines ----------------------------------------------------------------------------------
     @property
     def over_senders(self) -> bool:
         """Whether an element's mean is over the ranks that have sent it, where that is compressed."""
         return False
 
-    # --- what a subclass defines ----------------------------------------------------------------------------------
+    def cut(self) -> list[Fragment]:
+        """Cut the model into fragments; into one as a rule."""
+        return cut(self.model, None, "sequential")
+
     @abc.abstractmethod
-    def move(self, mean: Sequence[Tensor]) -> None:
-        """Move the parameters in `common` by the mean δ, the same on all ranks.
+    def move(self, fragment: Fragment) -> None:
+        """Move a fragment of `common` by that of `mean`, the mean δ, the same on all ranks; this may overwrite it."""
 
-        Args:
-            mean: flat tensors like `model.params`; the method may overwrite them.
-        """
-
-    def momentum(self) -> Sequence[Tensor]:
-        """Return the momentum with which x moves, along the parameters; none where it moves without."""
-        return ()
-
-    def exchanges_at(self, step: int) -> bool:
-        """Tell whether all ranks exchange at the end of a step; counts from 1."""
-        return self.config.meets(step)
+    def sends(self, step: int) -> list[int]:
+        """Return the numbers of the fragments that are sent at the end of a step, which counts from 1."""
+        return [0] if self.config.meets(step) else []
 
     def inner_step(self, update: Update) -> Outcome:
         """Take a step of the period: of this rank alone, unless a subclass knows better."""
@@ -93,70 +122,112 @@ class Periodic(Strategy):
     def advance(self, update: Update) -> Outcome:
         outcome = self.inner_step(update)
         if not self.alone:
-            if self._gone:
-                self._take_up()
-            if self.exchanges_at(self.steps + 1):
-                self._exchange()
+            step = self.steps + 1
+            for number in self.sends(step):
+                self.send(number, step)
+            for number in self.exchanges.due(step):
+                self.merge(number, step)
         return outcome
 
-    def _exchange(self) -> None:
-        for mean, x, own in zip(self._mean, self.common, self.model.params, strict=True):
+    def send(self, number: int, step: int) -> None:
+        """Start averaging a fragment's δᵢ."""
+        if number in self.exchanges.in_flight:
+            self.merge(number, step)
+        fragment = self.fragments[number]
+        for mean, x, own in fragment.views(self.mean, self.common, self.model.params):
             torch.sub(x, own, out=mean)
-        used = self.gradients.take_used()
-        if not self.config.overlap:
-            self._average(used)
-            self._move()
-            self.model.load_params(self.common)
-            return
-        self._gone = [mean.clone() for mean in self._mean]
-        self.exchanges.begin(lambda: self._average(used))
+        if self.blend is None and self.config.steps_in_flight:
+            for sent, mean in fragment.views(self.sent, self.mean):
+                sent.copy_(mean)
+        self.start(number, step)
 
-    def _average(self, used: Tensor) -> None:
-        """Collective. Average δᵢ over the ranks, of which this one has used these parameters."""
-        self.exchanges.mean(self._mean, self._compressed, used)
-        if self.momentum():
-            self.exchanges.mean([used])
-            self._used.copy_(used > 0)
+    def start(self, number: int, step: int) -> None:
+        """Start averaging what `mean` has of a fragment."""
+        fragment, exchanges = self.fragments[number], self.exchanges
+        values, used = fragment.take(self.mean), self.gradients.take_used(fragment.which)
+        self._values[number] = [*values, used]
+        compressed = self._compressed[number] if self._compressed else None
 
-    def _move(self) -> None:
-        with self.model.leave_alone(self._used, self.momentum()):
-            self.move(self._mean)
+        def average() -> None:
+            exchanges.mean(values, compressed, used)
+            if self.momentum:
+                exchanges.mean([used])
 
-    def _take_up(self) -> None:
-        """Move `common` by the exchange under way; add this rank's own change since that began."""
-        self.exchanges.wait()
-        for own, x, gone in zip(self.model.params, self.common, self._gone, strict=True):
-            own.sub_(x).add_(gone)  # x − gone is where it was
-        self._move()
-        for own, x in zip(self.model.params, self.common, strict=True):
-            own.add_(x)
-        self._gone = []
+        exchanges.start(number, step, average)
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------
-    def entries(self) -> list[Entry]:
-        return [
-            *super().entries(),
-            held_tensors("common", self.common, first, otherwise=self.model.params),
-            # In another world all begin at the mean of the parameters, which is as far from x as ranks were on average.
-            Along("gone", lambda: self._gone, self._load_gone, mean_of_ranks),
-            Along("mean", lambda: self._mean if self._gone else [], lambda saved: copy_all(self._mean, saved)),
-            flags("used", self.gradients.used),
-            flags("moving", self._used),
-            *reduction("compressed", self._compressed),
-        ]
+    def complete(self, number: int | None = None) -> None:
+        """Wait for a fragment, and those sent before; or for all. Put the means that have come in their places."""
+        for arrived in self.exchanges.complete(number):
+            fragment, (*values, used) = self.fragments[arrived], self._values.pop(arrived)
+            if not fragment.contiguous:
+                fragment.put(values, self.mean)
+            if self.momentum:
+                self.used[fragment.which] = used > 0
 
-    def state(self) -> dict:
-        self.exchanges.wait()
-        return super().state()
+    def merge(self, number: int, step: int) -> None:
+        """Move a fragment of x by the mean of what was sent, and the rank's parameters to x."""
+        self.complete(number)
+        fragment, sent_at = self.fragments[number], self.exchanges.in_flight.pop(number)
+        keeps = self.blend is None and sent_at < step
+        if keeps:
+            for own, x, sent in fragment.views(self.model.params, self.common, self.sent):
+                own.sub_(x).add_(sent)  # x − sent is where it was
+        with self.model.leave_alone(self.used, self.momentum):
+            self.move(fragment)
+        for own, x in fragment.views(self.model.params, self.common):
+            if keeps:
+                own.add_(x)
+            elif not self.blend:
+                own.copy_(x)
+            elif self.blend < 1:
+                own.mul_(self.blend).add_(x, alpha=1 - self.blend)
 
-    def _load_gone(self, saved: Sequence[Tensor]) -> None:
-        self._gone = [gone.to(x.device, copy=True) for gone, x in zip(saved, self.common)]
+    # --- state ----------------------------------------------------------------------------------------------------
+    def _in_flight(self, name: str, tensors: Sequence[Tensor], reshard: Reshard) -> list[Tensor]:
+        """Declare tensors that are saved while fragments are in flight."""
+        saves = lambda: self.exchanges.in_flight  # noqa: E731
+        return self.state.sharded(name, tensors=tensors, start="any", reshard=reshard, saves=saves)
 
-    def take_up(self) -> None:
-        self.exchanges.wait()
-        self._gone = []
-        copy_all(self.common, self.model.params)
+    def _load_in_flight(self, saved: Sequence[Sequence[int]]) -> None:
+        self.exchanges.in_flight.clear()
+        self.exchanges.in_flight.update({} if self.alone else {number: sent for number, sent in saved})
+
+    def _see_in_flight(self) -> None:
+        if "gone" in self.state.loaded and "under_way" not in self.state.loaded:  # which the first checkpoints lack
+            self.exchanges.in_flight[0] = self.steps
+
+    def declare_compressed(self, of_fragments: Sequence[Reduction]) -> None:
+        """Declare the state of the compressed means."""
+        self.state.reduction("compressed", of_fragments[0])
+
+    def reset_from_model(self) -> None:
+        self.complete()
+        self.exchanges.in_flight.clear()
+        super().reset_from_model()
         self.exchanges.mean(self.common)
 
     def close(self) -> None:
-        self.exchanges.close([] if self._compressed is None else [self._compressed])
+        self.exchanges.close(self._compressed)
+
+
+class OverlapConfig(Periodic.Config):
+    """Options of strategies that exchange all parameters at the same time."""
+
+    overlap: bool = Field(
+        False, description="exchange while the next step computes, and use the result after that step"
+    )
+
+    @property
+    def steps_in_flight(self) -> float:
+        return int(self.overlap)
+
+
+def outer_step(config: Any, x: Tensor, momentum: Tensor, gradient: Tensor, *, nesterov: bool = True) -> None:
+    """Step as torch's SGD with momentum, in place; overwrites the gradient."""
+    if config.outer_momentum:
+        momentum.mul_(config.outer_momentum).add_(gradient)
+        if nesterov:
+            gradient.add_(momentum, alpha=config.outer_momentum)
+        else:
+            gradient = momentum
+    x.add_(gradient, alpha=-config.outer_lr)

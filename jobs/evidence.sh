@@ -155,7 +155,7 @@ learning-rate() {
 recent() {
     local ranks batch network with out every=period=20 begins streaming=streaming_diloco:period=20,fragment_layers=1
     local strategies="$(strategies allreduce local_sgd:$every diloco:$every strom slowmo:$every noloco:$every sparta \
-        sparse_loco:$every $streaming $streaming,compression=e3m0 $streaming,take_up=eager \
+        sparse_loco:$every $streaming $streaming,compression=e3m0 $streaming,merge=eager \
         async_diloco:$every,servers=colocated,outer_momentum={0.9,0.5} "'dion:others=[\"0.*\",\"4.*\"],rate=3'")"
     for ranks in 4 16; do
         batch=$((ranks == 4 ? 16 : 8)) begins=$((ranks == 4 ? 90 : 45)) # a third of the steps
@@ -202,9 +202,9 @@ options() {
     local with out=$OUT/options streaming=streaming_diloco:fragment_layers=1
     with="$(transformer simulate 4 16) --network 100us,1Gbit/s --compute jitter:5ms,0.1"
     echo $with --set optimizer.lr=0.006 --output $out/delay \
-        $(strategies $streaming,period=20,delay={1,5,15},blend={0,0.5} $streaming,period=20,delay={1,5,15},take_up=shift)
+        $(strategies $streaming,period=20,delay={1,5,15},blend={0,0.5} $streaming,period=20,delay={1,5,15},merge=shift)
     echo $with --set optimizer.lr=0.006 --output $out/late \
-        $(strategies $streaming,period={10,20,40} $streaming,period={10,20,40},take_up={delayed,eager})
+        $(strategies $streaming,period={10,20,40} $streaming,period={10,20,40},merge={delayed,eager})
     echo $with --set optimizer.lr=0.012 --output $out/sparse \
         $(strategies sparse_loco:period={5,15,50},compression.ratio={0.01,0.05,0.25})
     echo $with --set optimizer.lr=0.003 --output $out/dense $(strategies diloco:period={5,15,50},outer_momentum={0.9,0})

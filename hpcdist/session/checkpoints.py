@@ -183,10 +183,12 @@ def _require_same(objects: _Objects, saved: SavedWorld) -> None:
                 "it out."
             )
     for name, mine in objects.settings().items():
-        theirs = saved.meta.get("loop", {}).get(name, {})
+        theirs, strategy = saved.meta.get("loop", {}).get(name, {}), objects.trained[name].strategy
         mine.pop("model")
         if max(saved.stages, session.stages) == 1:
-            require_same_model(theirs.get("model"), objects.trained[name].strategy.model, path)
+            require_same_model(theirs.get("model"), strategy.model, path)
+        if isinstance(options := theirs.get("strategy"), Mapping):
+            theirs = {**theirs, "strategy": strategy.config.by_names_of_now(options)}
         where = "" if name == "optimizer" else f"{name}: "
         compare_settings(theirs, mine, path, told=session.comm.rank == 0, name=where)
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hpcdist import strategies
 from hpcdist.config import JobConfig, changes, optimizers, schedules, without_changeable
 from hpcdist.config.merge import Changes, by_value
 from hpcdist.config.optimizer import OWN_RATES
@@ -57,7 +58,10 @@ def changes_since(meta: Mapping[str, Any], trainer: Configured) -> Changes:
     """Find the settings of a checkpoint's run that differ now, without those that are marked `MayChange`."""
     saved = meta.get("settings")
     now = without_changeable(JobConfig, all_settings(trainer))
-    return changes(saved, now) if isinstance(saved, Mapping) else {}
+    if not isinstance(saved, Mapping):
+        return {}
+    config = strategies.load(trainer.config.strategy.name).Config
+    return changes({**saved, "strategy": config.by_names_of_now(saved["strategy"])}, now)
 
 
 def require_state_fits(changed: Changes, path: Path) -> None:

@@ -27,6 +27,7 @@ WARM = {"name": "topk", "warmup_steps": 3, "warmup_ranks": 1}
 UNFED = {"name": "topk", "error_feedback": False}
 FEEDS_BACK = "compression of dpsgd must be with error_feedback and without warmup_ranks"
 SERVERS = [name for name in strategies.available() if "learner_deadline_s" in strategies.load(name).Config.model_fields]
+MERGING = ("streaming_diloco", "sparta")
 HALF = "compression must be none, fp16 or bf16 where ranks send .*; got topk"
 VOTES = "name must be a compressor whose messages are averaged.*; got signsgd. Take"
 BY_THEMSELVES = [
@@ -83,8 +84,9 @@ BY_THEMSELVES = [
     ("sparse_loco", {"compression": {"error_feedback": False, "decay": 0.9}}, "decay must be left out .*; got 0.9"),
     ("sparse_loco", {"outer_lr": float("inf")}, "outer_lr must be a finite number; got inf. Step of the common param"),
     ("streaming_diloco", {"period": 3, "delay": 3}, "delay must be less than strategy.period, 3, .* got 3"),
-    ("streaming_diloco", {"take_up": "delayed", "delay": 2}, "delay must not be given where .* is delayed, .* got 2"),
-    ("streaming_diloco", {"take_up": "eager", "delay": 2}, "delay must not be given where .* is eager, .* got 2"),
+    *((n, {"take_up": "shift"}, "take_up must be given as strategy.merge, .* got 'shift'") for n in MERGING),
+    ("streaming_diloco", {"merge": "delayed", "delay": 2}, "delay must not be given where .* is delayed, .* got 2"),
+    ("streaming_diloco", {"merge": "eager", "delay": 2}, "delay must not be given where .* is eager, .* got 2"),
     ("streaming_diloco", {"outer_lr": float("inf")}, "outer_lr must be a finite number; got inf"),
     ("streaming_diloco", {"compression": "dgc"}, "compression of streaming_diloco must remember nothing .* got dgc"),
     (

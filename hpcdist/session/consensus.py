@@ -139,6 +139,9 @@ def _holders(model: nn.Module) -> list[Any]:
 
 
 def require_all_ranks(what: str) -> None:
-    """Raise ConfigError inside a loop in which ranks serve, for a call of all ranks."""
-    if current().group is not None:
+    """Collective. Let all ranks come to a call of all of them; inside a loop in which ranks serve raise ConfigError."""
+    session = current()
+    if session.group is not None:
         raise rules.error("a call of all ranks stands inside the loop", call=what)
+    for optimizer in session.optimizers if session.loader is not None else ():
+        optimizer.strategy.settle()

@@ -174,6 +174,9 @@ class Strategy(abc.ABC):
     def pause(self) -> None:
         """Pause, on workers: no step follows for now (end of an epoch, a checkpoint), so that `serve` returns."""
 
+    def settle(self) -> None:
+        """Collective, inside an epoch. Answer all that others wait for from this rank, before a call of all."""
+
     def synchronize(self) -> None:
         """Collective where ranks average gradients. Make gradients those that the step will use."""
 

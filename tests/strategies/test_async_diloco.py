@@ -7,7 +7,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import hpcdist as hd
 from harness import loops
 from harness.cases import each
 from hpcdist.comm.virtual import Constant, Jitter, Network, Straggler, run_virtual
@@ -221,3 +224,35 @@ def test_the_local_state_is_kept_or_made_anew(ranks):
 
     kept, reset = ranks(lambda comm: [steps_of(comm, kind) for kind in ("keep", "reset")])[1]
     assert kept == [1, 2, 3, 4, 5, 6] and reset == [1, 0, 1, 0, 1, 0]
+
+
+def save(folder, model, optimizer):
+    hd.save(folder, optimizer=optimizer)
+
+
+def look(folder, model, optimizer):
+    with hd.consensus(model):
+        pass
+
+
+@each("take", [save, look])
+def test_a_call_of_all_ranks_inside_an_epoch_lets_nobody_wait_for_a_server(take, tmp_path):
+    """Colocated servers serve inside steps alone, and with periods by speed ranks push at different steps."""
+
+    def body(comm):
+        hd.init(comm=comm)
+        model = problem.model()
+        local, options = torch.optim.SGD(model.parameters(), lr=0.02), {"period": 3, "dynamic": True}
+        optimizer = hd.DistributedOptimizer(local, model, strategy=NAME, servers="colocated", **options)
+        samples, steps = TensorDataset(problem.X[:80], problem.Y[:80]), []
+        for x, y in hd.shard(DataLoader(samples, batch_size=2), seed=1):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            steps.append(optimizer.record.step)
+            if len(steps) in (4, 5, 7):
+                take(tmp_path, model, optimizer)
+        hd.finish(model)
+        return steps
+
+    assert run_virtual(body, 4, compute=Jitter(1.0, 0.3)) == [list(range(1, 11))] * 4

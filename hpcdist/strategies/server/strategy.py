@@ -224,6 +224,10 @@ class ServerStrategy(Strategy):
         if self.place.colocated:
             self.loop.serve_between_steps()
 
+    def settle(self) -> None:
+        if self.place.colocated:  # a rank in another call serves nobody
+            self.pause()
+
     def serve(self, update: Update) -> None:
         if self.place.children:
             self.loop.serve(update)

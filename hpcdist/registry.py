@@ -219,7 +219,7 @@ def _class_of(module: ModuleType, parent: type, name: str) -> type:
     raise ConfigError(
         f"{module.__file__} must define one subclass of {parent.__name__}; got "
         f"{' and '.join(cls.__name__ for cls in classes) or 'none'}. Name it after the file, or mark it with "
-        "@typing.final; begin the names of others with _."
+        "@typing.final (from Python 3.11 on); begin the names of others with _."
     )
 
 

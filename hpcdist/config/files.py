@@ -73,7 +73,8 @@ def _is_beside(module: Any, folder: Path) -> bool:
     """Tell whether a module, or a package, lies directly in the folder."""
     file, places = getattr(module, "__file__", None), getattr(module, "__path__", None)
     where = next(iter(places), None) if places is not None else file
-    return where is not None and Path(where).resolve().parent == folder
+    place = None if where is None else Path(where).resolve()
+    return place is not None and place.parent == folder and place.exists()  # torch makes modules without a file
 
 
 def load_file(path: Path) -> ModuleType:

@@ -184,7 +184,7 @@ def test_where_exceptions_have_no_notes_the_message_says_the_rank():
     def body(comm):
         raise Old("the reason")
 
-    with pytest.raises(Old, match="raised on virtual rank 0 of 1 at 0 virtual s: the reason"):
+    with pytest.raises(Old, match="the reason\nraised on virtual rank 0 of 1 at 0 virtual s"):
         run_virtual(body, 1)
 
 

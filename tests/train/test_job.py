@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,16 @@ def test_a_package_beside_a_job_is_a_neighbour(tmp_path):
     )
     assert load_job(tmp_path / "a.py").loss == 3
     assert {file.name for file in imported_beside(tmp_path / "a.py")} == {"__init__.py", "loss.py"}
+
+
+def test_a_module_without_a_file_is_no_neighbour(tmp_path, monkeypatch):
+    """torch.distributed.nn makes one, whose __file__ is a name in no folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").touch()
+    made = types.ModuleType("made_by_torch")
+    made.__file__ = "<made_by_torch>.py"
+    monkeypatch.setitem(sys.modules, "made_by_torch", made)
+    assert imported_beside(tmp_path / "a.py") == []
 
 
 @each(

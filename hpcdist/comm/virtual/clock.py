@@ -318,4 +318,4 @@ def _add_note(error: BaseException, note: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:  # Python 3.10
-        error.args = (f"{note}: {error}",)
+        error.args = (f"{error}\n{note}",)

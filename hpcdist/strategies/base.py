@@ -75,15 +75,15 @@ class Strategy(abc.ABC):
             "stop", description="at a NaN or infinite gradient end the run, leave the update out, or ignore it"
         )
 
-        former: ClassVar[Mapping[str, str]] = {}  # options that have another name now, by that of before
+        _former: ClassVar[Mapping[str, str]] = {}  # options that have another name now, by that of before
 
         @model_validator(mode="before")
         @classmethod
         def _refuse_former(cls, given: Any) -> Any:
-            for name in cls.former if isinstance(given, Mapping) else ():
+            for name in cls._former if isinstance(given, Mapping) else ():
                 if name in given:
                     raise ValueError(
-                        f"strategy.{name} must be given as strategy.{cls.former[name]}, its name now; got "
+                        f"strategy.{name} must be given as strategy.{cls._former[name]}, its name now; got "
                         f"{given[name]!r}. Rename it."
                     )
             return given
@@ -91,7 +91,7 @@ class Strategy(abc.ABC):
         @classmethod
         def by_names_of_now(cls, saved: Mapping[str, Any]) -> dict[str, Any]:
             """Return saved options by the names that they have now."""
-            return {cls.former.get(name, name): value for name, value in saved.items()}
+            return {cls._former.get(name, name): value for name, value in saved.items()}
 
         def workers(self, size: int) -> tuple[int, ...]:
             """Return those of `size` ranks that compute gradients; the others serve."""

@@ -50,7 +50,7 @@ class SPARTA(Strategy):
     class Config(Strategy.Config):
         """Options of sparta."""
 
-        former: ClassVar = {"take_up": "merge"}
+        _former: ClassVar = {"take_up": "merge"}
         share: float = Field(0.005, ge=0, le=1, description="part of the parameters that a step averages")
         selection: Literal["random", "shuffled", "partition"] = Field(
             "random", description="draw elements anew in each step, or in turn of one order, or of a new one each round"

@@ -53,7 +53,7 @@ class StreamingDiLoCo(Periodic):
     class Config(Periodic.Config):
         """Options of streaming_diloco."""
 
-        former: ClassVar = {"take_up": "merge"}
+        _former: ClassVar = {"take_up": "merge"}
         period: int = Field(100, ge=1, description="H: steps in which each fragment is exchanged once")
         fragment_layers: int | None = Field(
             3, ge=1, description="layers in a fragment; none: all parameters are one fragment"

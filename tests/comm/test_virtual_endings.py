@@ -175,19 +175,6 @@ def test_the_first_exception_ends_all_ranks_and_is_raised_with_its_rank(size, er
         assert raised.value.__notes__ == [f"raised on virtual rank {failing} of {size} at 0 virtual s"]
 
 
-def test_where_exceptions_have_no_notes_the_message_says_the_rank():
-    class Old(Exception):
-        @property
-        def add_note(self):
-            raise AttributeError
-
-    def body(comm):
-        raise Old("the reason")
-
-    with pytest.raises(Old, match="the reason\nraised on virtual rank 0 of 1 at 0 virtual s"):
-        run_virtual(body, 1)
-
-
 def test_errors_on_the_way_out_do_not_hide_the_first():
     def body(comm):
         try:

@@ -101,7 +101,8 @@ class VirtualClock:
             pass
         except BaseException as error:
             if not self._ending:
-                _add_note(error, f"raised on virtual rank {me.rank} of {len(self.ranks)} at {self.now_s:g} virtual s")
+                if hasattr(error, "add_note"):  # from Python 3.11 on
+                    error.add_note(f"raised on virtual rank {me.rank} of {len(self.ranks)} at {self.now_s:g} virtual s")
                 self._end(error)
         me.finished = True
         self._look_at_memory(me)
@@ -312,10 +313,3 @@ class VirtualClock:
         ours = [frame.f_code.co_filename.startswith(_SEAM) for frame, _ in stack]
         caller, line = stack[ours.index(False, ours.index(True))]
         return f"at {caller.f_code.co_filename}:{line}"
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:  # Python 3.10
-        error.args = (f"{error}\n{note}",)

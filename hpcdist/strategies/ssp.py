@@ -29,7 +29,7 @@ class SSPPolicy(Policy):
 
     @property
     def completed(self) -> list[list[int]]:
-        """Each worker with its clock, as checkpoints have them."""
+        """Pairs of a worker and its clock, the form in checkpoints."""
         return list(map(list, self._completed.items()))
 
     @completed.setter

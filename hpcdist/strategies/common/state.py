@@ -192,7 +192,7 @@ class State:
         return tensor
 
     def rng(self, name: str, seed: int) -> torch.Generator:
-        """Create a random generator of this rank's own; other ranks than the saved ones keep those they have."""
+        """Create this rank's random generator. On another number of ranks each rank keeps the generator that it has."""
         generator = torch.Generator().manual_seed(seed)
 
         def load(saved: Tensor | None) -> None:
@@ -357,7 +357,7 @@ class State:
         Args:
             of_ranks: returns what the saved ranks have under a name; nothing of those that lack it.
             slices: returns this rank's slices of a sharded value.
-            same: the strategy that saved is this one; of another one the number of steps alone is taken.
+            same: the checkpoint is of this strategy. Of another strategy's only the number of steps is taken.
         """
         values: dict[str, Any] = {}
         for name, entry in self.entries.items():

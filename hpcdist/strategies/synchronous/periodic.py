@@ -21,25 +21,25 @@ from hpcdist.strategies.synchronous.fragments import Fragment, cut
 class Periodic(Strategy):
     """Step alone for a period; then move the common parameters x, of which all ranks have a copy, and continue there.
 
-    Ranks communicate their distances from x, δᵢ = x − θᵢ, and nothing else; every rank has the same weight, also one
-    that had no samples in some step. With `compression` they send δᵢ and their residuals as the compressor encodes
+    Ranks communicate their distances from x, δᵢ = x − θᵢ, and nothing else. Every rank has the same weight, also a
+    rank without samples in some step. With `compression` they send δᵢ and their residuals as the compressor encodes
     them; the rank goes back to x all the same, and the error follows at a later exchange. A subclass says how x moves
-    by the mean δ; all ranks make the same move, to the bit. On one rank the optimiser runs alone, and there is no x.
+    by the mean δ. All ranks make the same move, to the bit. On one rank the optimiser runs alone, and there is no x.
 
-    The mean may be used some steps after it was sent, `delay`. Then each rank keeps what it has done in between,
-    θᵢ ← x + (θᵢ − θᵢ at the sending), or blends its parameters with x, see `blend`. Where MPI lets a rank have no
-    second thread, the numbers are the same and the time is not saved.
+    The mean may be used some steps after δᵢ was sent. Then each rank keeps what it has done in between,
+    θᵢ ← x + (θᵢ − θᵢ at the sending), or blends its parameters with x. Without a second thread for MPI calls the
+    numbers are the same and no time is saved.
 
     Attributes:
         fragments: the parts of the parameters that are exchanged by themselves.
         exchanges: the means of fragments, some of them in flight.
         common: x, flat tensors like `model.params`; empty on one rank alone.
-        mean: the mean δ of a fragment, when x moves by it; flat tensors like `model.params`.
-        sent: what δᵢ of the fragments in flight were.
-        used: the parameters that some rank has used in the period of `mean`.
-        momentum: with which x moves, along the parameters; a subclass sets it, if x moves with one.
+        mean: the mean δ by which a fragment of x moves; flat tensors like `model.params`.
+        sent: δᵢ of the fragments in flight, likewise.
+        used: flags of the parameters that some rank has used in the period of `mean`.
+        momentum: flat tensors with which x moves; none unless a subclass sets them.
         blend: weight of the rank's own parameters when a mean is used; None: the rank keeps what it has done.
-        of_ranks: how x of other numbers of ranks is made of all ranks' x, which is the same on all as a rule.
+        of_ranks: the `reshard` rule of x, see `State`. As a rule x is the same on all ranks.
     """
 
     class Config(Strategy.Config):

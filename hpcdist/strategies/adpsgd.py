@@ -150,6 +150,7 @@ class ADPSGD(Strategy):
 
     def close(self) -> None:
         self._x.clear()  # their memory goes
+        self.state.tensors.clear()
         for window in (*self._shared, self._holder):
             window.close()
 

@@ -45,8 +45,8 @@ class DiLoCo(Periodic):
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
-        self.momentum = self.state.sharded("outer", self.common, reshard="first")
+        self.momentum = self.state.sharded("outer", self.common if config.outer_momentum else [], reshard="first")
 
     def move(self, fragment: Fragment) -> None:
-        for views in fragment.views(self.common, self.momentum, self.mean):
+        for views in fragment.views(self.common, self.momentum or self.mean, self.mean):  # without momentum unused
             outer_step(self.config, *views, nesterov=self.config.nesterov)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -154,3 +156,21 @@ def test_another_number_of_ranks_goes_on_with_the_outer_momentum_and_what_was_do
     assert (means[0] - expected[0]).abs().max() > 1e-3
     for found in run_virtual(load, after):
         torch.testing.assert_close(found, expected[0] if after > 1 else means[0], rtol=0, atol=1e-12)
+
+
+@each("overlap", [True, False])
+def test_an_exchange_in_flight_is_dropped_where_only_one_of_two_runs_overlaps(overlap):
+    """x stays, and the next exchange has all that the rank has done since."""
+
+    def body(comm):
+        strategy, local = replicas.make(comm, "local_sgd", {"period": 3, "overlap": overlap}, "sgd")
+        replicas.go(strategy, local, range(3))
+        params, saved = [flat.clone() for flat in strategy.model.params], deepcopy(strategy.state.save())
+        again, local = replicas.make(comm, "local_sgd", {"period": 3, "overlap": not overlap}, "sgd")
+        again.model.load_params(params)
+        again.state.load(saved)
+        assert (saved["under_way"], again.exchanges.in_flight) == ([[0, 3]] if overlap else [], {})
+        assert torch.equal(again.common[0], saved["common"][0])
+        return replicas.go(again, local, range(3, 6 + (not overlap)))[0][-1]
+
+    assert all(params.isfinite().all() for params in run_virtual(body, 2))

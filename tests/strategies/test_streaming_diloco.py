@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 
 import pytest
 import torch
@@ -239,3 +240,24 @@ def test_without_a_list_each_module_is_a_layer():
             self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
 
     assert [len(fragment.take([torch.arange(12)])[0]) for fragment in cut(FlatModel(Two()), 1, "strided")] == [6, 6]
+
+
+@each("merge", ["shift", "eager"])
+def test_a_fragment_in_flight_is_dropped_where_what_was_sent_is_not_saved(merge):
+    """A run that blends does not keep it. x stays, and the next exchange has all that the rank has done."""
+
+    def body(comm):
+        options = {"period": 4, "delay": 2, "fragment_layers": None}
+        strategy, local = replicas.make(comm, NAME, {**options, "merge": "blend"}, "sgd")
+        replicas.go(strategy, local, range(5))
+        params, saved = [flat.clone() for flat in strategy.model.params], deepcopy(strategy.state.save())
+        again, local = replicas.make(comm, NAME, {"period": 4, "fragment_layers": None, "merge": merge}, "sgd")
+        again.model.load_params(params)
+        again.state.load(saved)
+        assert saved["under_way"] == [[0, 4]] and not again.exchanges.in_flight
+        (x,) = again.common
+        assert torch.equal(x, saved["common"][0])
+        replicas.go(again, local, range(5, 12))
+        return again.model.params[0].isfinite().all().item() and not torch.equal(x, saved["common"][0])
+
+    assert run_virtual(body, 2) == [True, True]

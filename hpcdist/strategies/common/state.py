@@ -152,7 +152,7 @@ class State:
                     f"the strategy's {name!r} must be of type {type(own).__name__}; got {saved!r:.60}. Resume from "
                     "another checkpoint."
                 )
-            setattr(owner, attribute, saved)
+            setattr(owner, attribute, deepcopy(saved))
 
         self._declare(
             Entry(
@@ -179,7 +179,7 @@ class State:
             return {key: value for of_rank in saved for key, value in of_rank.items()}
 
         start: Callable[[], None] = lambda: setattr(owner, attribute, {})  # noqa: E731
-        self._declare(Entry(name, lambda: getattr(owner, attribute), load, start, joined, optional, resets))
+        self._declare(Entry(name, lambda: dict(getattr(owner, attribute)), load, start, joined, optional, resets))
         return {}
 
     def flags(self, name: str, tensor: Tensor, start: bool = True) -> Tensor:

@@ -97,7 +97,8 @@ class StalePolicy(Policy):
     def factor(self, staleness: int) -> float:
         if self._config.modulation == "none":
             return 1.0
-        mean = sum(self.measured) / max(1, len(self.measured))
+        last = self.measured[-self._config.modulation_window :]
+        mean = sum(last) / max(1, len(last))
         known = {"expected": self._expected, "measured": mean, "decay": self._config.decay}
         return factor(self._config.modulation, staleness, **known)
 

@@ -62,11 +62,11 @@ class Exchanges:
         if part is not None and part not in self._running:
             return []
         count = len(self._running) if part is None else self._running.index(part) + 1
-        arrived, self._running = self._running[:count], self._running[count:]
         if self._background is not None:
             start = self._comm.now()
-            self._background.wait(len(self._running))
+            self._background.wait(len(self._running) - count)
             self._comm.trace.traffic.waiting_s += self._comm.now() - start
+        arrived, self._running = self._running[:count], self._running[count:]
         return arrived
 
     def close(self, compressed: Sequence[Reduction] = ()) -> None:

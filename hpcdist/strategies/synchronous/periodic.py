@@ -77,7 +77,8 @@ class Periodic(Strategy):
         # of the parameters, which is as far from x as ranks were on average.
         means = [torch.empty_like(x) for x in self.common] if shared is None else shared
         self.mean = self._in_flight("mean", means, "first")
-        sent = [torch.empty_like(x) for x in self.common if self.blend is None]
+        keeps = self.blend is None and config.steps_in_flight
+        sent = [torch.empty_like(x) for x in self.common if keeps]
         self.sent = self._in_flight("gone", sent, "mean")
         self._values: dict[int, list[Tensor]] = {}  # of the fragments that are being exchanged: δᵢ, which are used
         self.state.flags("used", self.gradients.used)
@@ -121,7 +122,7 @@ class Periodic(Strategy):
     # --- steps ----------------------------------------------------------------------------------------------------
     def advance(self, update: Update) -> Outcome:
         outcome = self.inner_step(update)
-        if not self.alone:
+        if self.fragments:
             step = self.steps + 1
             for number in self.sends(step):
                 self.send(number, step)
@@ -193,8 +194,11 @@ class Periodic(Strategy):
         self.exchanges.in_flight.update({} if self.alone else {number: sent for number, sent in saved})
 
     def _see_in_flight(self) -> None:
-        if "gone" in self.state.loaded and "under_way" not in self.state.loaded:  # which the first checkpoints lack
-            self.exchanges.in_flight[0] = self.steps
+        loaded, in_flight = self.state.loaded, self.exchanges.in_flight
+        if "gone" in loaded and "under_way" not in loaded:  # which the first checkpoints lack
+            in_flight[0] = self.steps
+        if self.blend is None and not (self.sent and "gone" in loaded):  # with overlap in one of the two runs only
+            in_flight.clear()  # the next δᵢ has all that was in flight
 
     def declare_compressed(self, of_fragments: Sequence[Reduction]) -> None:
         """Declare the state of the compressed means."""

@@ -163,7 +163,6 @@ class Coding:
 
     Attributes:
         whole: what this rank has in common with its parents, put together; empty where it has none.
-        messages: the most that have been sent to one rank.
     """
 
     def __init__(
@@ -202,8 +201,8 @@ class Coding:
         self._decoders = {
             source: (shared_coders or codec.compressors(shard), arriving[source]) for source, shard in own
         }
-        self.messages = state.value(f"{name}.sent", 0, self, "messages", reshard="max", optional=True)
-        state.custom(f"{name}.senders", self._senders, self._load_senders, self._start_senders, optional=True)
+        state.value(f"{name}.sent", 0, self, "messages", reshard="max", optional=True)
+        state.custom(f"{name}.senders", self._senders, self._load_senders, lambda: None, optional=True)
         if values:
             copy_all(self.whole, like)
             for child, shard in children.items():
@@ -214,9 +213,7 @@ class Coding:
         """Return the messages that bring this shard's `tensors`, or none, to `dest`, and their lengths."""
         if not tensors:
             return [], [NOTHING] * len(self._codec.spans)
-        found = self._encoders[dest].encode(tensors, used)
-        self.messages = max(self.messages, self._encoders[dest].sent)
-        return found
+        return self._encoders[dest].encode(tensors, used)
 
     def sent(self, dest: int) -> Sequence[Tensor]:
         """Return what the last message to `dest` stands for."""
@@ -237,16 +234,22 @@ class Coding:
             yield out
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
+    @property
+    def messages(self) -> int:
+        """The largest number of messages that have been sent to one rank; setting it sets the number of each rank."""
+        return max((encoder.sent for encoder in self._encoders.values()), default=0)
+
+    @messages.setter
+    def messages(self, sent: int) -> None:
+        for encoder in self._encoders.values():
+            encoder.sent = sent
+
     def _senders(self) -> list[list[Any]]:
         return [[dest, encoder.state_dict()] for dest, encoder in self._encoders.items()]
 
     def _load_senders(self, saved: Sequence[Sequence[Any]]) -> None:
         for dest, state in saved:
             self._encoders[dest].load_state_dict(state)
-
-    def _start_senders(self) -> None:
-        for encoder in self._encoders.values():
-            encoder.sent = self.messages
 
     def _agree(self) -> None:
         """Collective. Give parents the values that their children have: n bytes of messages per child."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hpcdist import checkpoint
 from hpcdist.errors import CheckpointError
 from hpcdist.model.slots import unwrapped
-from hpcdist.session.consensus import normal_tensors, require_all_ranks
+from hpcdist.session.consensus import begin_collective, normal_tensors
 from hpcdist.session.resharding import SavedWorld
 from hpcdist.session.state import capture, compare_settings, require_same_model, restore, settings_of
 from hpcdist.session.world import current
@@ -70,7 +70,7 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
         CheckpointError: some rank can't save its state. Raised on all ranks.
         ConfigError: ranks that serve can't take part, inside the loop.
     """
-    require_all_ranks("a checkpoint")
+    begin_collective("a checkpoint")
     session, objects = current(), _Objects(state)
     taken = max((optimizer.strategy.steps for optimizer in objects.trained.values()), default=0)
     steps = max(each for each in session.comm.gather(taken) if each is not None)
@@ -110,7 +110,7 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
             schedule, or lacks one of the names.
         ConfigError: ranks that serve can't take part, inside the loop.
     """
-    require_all_ranks("a checkpoint")
+    begin_collective("a checkpoint")
     session = current()
     found = checkpoint.latest_together(session.comm, path)
     if found is None:

@@ -45,7 +45,7 @@ def consensus_of(optimizers: Iterable[Any]) -> Iterator[None]:
     Raises:
         ConfigError: a model's running statistics have changed inside, which are lost.
     """
-    require_all_ranks("an evaluation")
+    begin_collective("an evaluation")
     optimizers = list(optimizers)
     stack = ExitStack()
     try:
@@ -105,7 +105,7 @@ def finish(*models: nn.Module) -> Any:
     Raises:
         ConfigError: no DistributedOptimizer has trained a model; or ranks that serve can't take part, inside the loop.
     """
-    require_all_ranks("the end of training")
+    begin_collective("the end of training")
     for model in models:
         _finish(model)
     return models[0] if len(models) == 1 else models
@@ -138,8 +138,12 @@ def _holders(model: nn.Module) -> list[Any]:
     return optimizers
 
 
-def require_all_ranks(what: str) -> None:
-    """Collective. Let all ranks come to a call of all of them; inside a loop in which ranks serve raise ConfigError."""
+def begin_collective(what: str) -> None:
+    """Collective. Let servers on the workers' ranks answer, so that all ranks can make the call `what`.
+
+    Raises:
+        ConfigError: some ranks only serve, inside the loop.
+    """
     session = current()
     if session.group is not None:
         raise rules.error("a call of all ranks stands inside the loop", call=what)

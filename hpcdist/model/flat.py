@@ -263,7 +263,8 @@ class FlatModel:
         """
         spans = ranges or [(0, flat.numel()) for flat in self.params]
         parts = []
-        for slot in (slot for slot, is_used in zip(self._slots, used, strict=True) if not is_used) if momentum else ():
+        unused = (slot for slot, is_used in zip(self._slots, used, strict=True) if not is_used)
+        for slot in unused if momentum else ():
             first, last = spans[slot.group]
             parts.append(momentum[slot.group][max(slot.start - first, 0) : max(min(slot.stop, last) - first, 0)])
         with set_aside(parts):

@@ -175,7 +175,7 @@ class Strategy(abc.ABC):
         """Pause, on workers: no step follows for now (end of an epoch, a checkpoint), so that `serve` returns."""
 
     def settle(self) -> None:
-        """Collective, inside an epoch. Answer all that others wait for from this rank, before a call of all."""
+        """Collective, inside an epoch. Answer the requests of other ranks, before all ranks make a collective call."""
 
     def synchronize(self) -> None:
         """Collective where ranks average gradients. Make gradients those that the step will use."""

@@ -209,7 +209,7 @@ class CompressedMixing:
 
     @property
     def coders(self) -> list[dict]:
-        """The compressors' states before the exchange under way; setting an empty list leaves them as they are."""
+        """The compressors' states before the exchange in flight. Setting an empty list changes no compressor."""
         if self.under_way:
             return self._before
         return [deepcopy(feedback.compressor.state_dict()) for feedback in self._feedbacks]

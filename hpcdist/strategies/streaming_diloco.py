@@ -188,8 +188,9 @@ class StreamingDiLoCo(Periodic):
                     compressor.load_state_dict(state)
 
         self.state.custom(
-            "compressed.residual", residuals, load_residuals, lambda: None, reshard=mean_of_ranks, sharded=True
-        )
+            "compressed.residual", residuals, load_residuals, lambda: None, reshard=mean_of_ranks, optional=True,
+            sharded=True,
+        )  # fmt: skip
         self.state.custom(
             "compressed.coders",
             lambda: [[r.calls, [c.state_dict() for c in own]] for r, own in zip(of_fragments, compressors)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class Entry:
     name: str
     save: Callable[[], Any]
     load: Callable[[Any], None]
-    start: Callable[[], None]
+    start: Callable[[], object]
     reshard: Callable[..., Any] | None = None
     optional: bool = False
     resets: bool = False
@@ -101,15 +101,16 @@ class State:
         Args:
             like: flat tensors of the same shapes and dtypes; empty where this rank has none, as on one rank alone.
             tensors: declare these, which exist already, in place of new ones.
-            start: they start as zeros, as a copy of the model's parameters, or as they are, where that does not matter.
-            resets: they start again where the loop has set new parameters.
-            ranges: the elements of `model.params` that they have; None: all.
-            optional: a checkpoint may lack it, because options decide whether it is declared.
-            saves: tells whether there is anything to save now; by default there is.
+            start: the tensors start as zeros, as a copy of the model's parameters, or with any content.
+            resets: the tensors start again where the loop has set new parameters.
+            ranges: the elements of `model.params` in the tensors; None: all.
+            optional: a checkpoint may lack the tensors, because options decide whether they are declared.
+            saves: returns whether the tensors are saved now; None: always.
         """
         copies = start == "parameters"
         make = torch.clone if copies else torch.zeros_like
-        own = self.scratch([make(tensor) for tensor in like] if tensors is None else tensors)
+        own = [make(tensor) for tensor in like] if tensors is None else list(tensors)
+        self.tensors += own
 
         def restart() -> None:
             if copies:
@@ -130,15 +131,15 @@ class State:
         self, name: str, start: T | Callable[[], T], owner: object, attribute: str = "", *, reshard: Reshard = "start",
         resets: bool = False, optional: bool = False,
     ) -> T:  # fmt: skip
-        """Declare an attribute of `owner`, a number, text, list or dict; return the value with which it starts.
+        """Declare an attribute of `owner`, a number, text, list or dict; return the start value.
 
         ::
 
             self.rounds = self.state.value("rounds", 0, self, reshard="max")
 
         Args:
-            start: that value, or a function that makes it.
-            attribute: its name, where that is not `name`.
+            start: the start value, or a function that creates one.
+            attribute: name of the attribute; by default `name`.
         """
         attribute = attribute or name
 
@@ -165,9 +166,9 @@ class State:
     def by_parameter(
         self, name: str, owner: object, attribute: str = "", *, resets: bool = False, optional: bool = False
     ) -> dict[str, Any]:
-        """Declare an attribute of `owner`, a dict by names of parameters; return the empty one that it starts with.
+        """Declare an attribute of `owner`, a dict by names of parameters; return an empty dict, the start value.
 
-        Another number of ranks joins the dicts of all saved ones, so of all stages of a model.
+        Another number of ranks joins the dicts of all saved ranks, and so of all stages of a model.
         """
         attribute = attribute or name
 
@@ -178,17 +179,19 @@ class State:
         def joined(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             return {key: value for of_rank in saved for key, value in of_rank.items()}
 
-        start: Callable[[], None] = lambda: setattr(owner, attribute, {})  # noqa: E731
+        def start() -> None:
+            setattr(owner, attribute, {})
+
         self._declare(Entry(name, lambda: dict(getattr(owner, attribute)), load, start, joined, optional, resets))
         return {}
 
     def flags(self, name: str, tensor: Tensor, start: bool = True) -> Tensor:
-        """Declare flags of the parameters, a bool tensor, with the value that all of them start with; return it."""
+        """Declare a bool tensor with one flag for each parameter, all of which start as `start`; return the tensor."""
 
         def load(saved: Sequence[bool]) -> None:
             tensor.copy_(torch.tensor(saved, dtype=torch.bool))
 
-        self._declare(Entry(name, tensor.tolist, load, lambda: cast(None, tensor.fill_(start)), optional=True))
+        self._declare(Entry(name, tensor.tolist, load, lambda: tensor.fill_(start), optional=True))
         return tensor
 
     def rng(self, name: str, seed: int) -> torch.Generator:
@@ -203,11 +206,11 @@ class State:
         return generator
 
     def custom(
-        self, name: str, save: Callable[[], Any], load: Callable[[Any], None], start: Callable[[], None], *,
+        self, name: str, save: Callable[[], Any], load: Callable[[Any], None], start: Callable[[], object], *,
         reshard: Callable[..., Any] | None = None, optional: bool = False, sharded: bool = False,
     ) -> None:  # fmt: skip
         """Declare a value that no other declaration fits; see `Entry` for the arguments."""
-        self._declare(Entry(name, save, load, start, reshard, optional or sharded, sharded=sharded))
+        self._declare(Entry(name, save, load, start, reshard, optional, sharded=sharded))
 
     def scratch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Declare tensors that the strategy keeps between steps, but that are no state; return them."""
@@ -215,7 +218,7 @@ class State:
         return list(tensors)
 
     def include(self, prefix: str, other: State) -> None:
-        """Declare all that another strategy has declared, under `prefix`: a base that this one trains by."""
+        """Declare the values of another strategy, the base of this strategy, under `prefix`."""
         self._included[prefix] = other
         for entry in other.entries.values():
             self._declare(replace(entry, name=f"{prefix}.{entry.name}"))
@@ -249,11 +252,10 @@ class State:
 
     # --- compression ----------------------------------------------------------------------------------------------
     def feedbacks(self, name: str, owned: Sequence[Feedback], reshard: Reshard) -> None:
-        """Declare what compression has not sent yet, and what compressors remember: one feedback per flat tensor."""
+        """Declare the residuals and the compressors' state of error feedback: one feedback per flat tensor."""
         if not owned:
             return
-
-        self.scratch([feedback.residual for feedback in owned])
+        self.tensors += [feedback.residual for feedback in owned]
 
         def load(saved: Sequence[Tensor]) -> None:
             for number, feedback in enumerate(owned):

@@ -25,8 +25,8 @@ class Fragment:
         numbers: of these parameters, in the same order, among the model's.
 
     Attributes:
-        which: the numbers as an index of flags of the parameters; a slice, which is faster, where it will do.
-        contiguous: its parameters lie one after the other in each group, so that `take` returns views.
+        which: `numbers` as an index of a tensor of flags; consecutive numbers are a slice, which is faster.
+        contiguous: each group has one slice, so that `take` returns views.
     """
 
     def __init__(self, pieces: dict[int, list[slice]], spans: list[list[Span]], numbers: list[int]):

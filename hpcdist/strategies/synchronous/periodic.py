@@ -76,10 +76,10 @@ class Periodic(Strategy):
         # δᵢ of the fragments in flight, and then their means; and what δᵢ were. With other ranks all start at the mean
         # of the parameters, which is as far from x as ranks were on average.
         means = [torch.empty_like(x) for x in self.common] if shared is None else shared
-        self.mean = self._in_flight("mean", means, "first")
+        self.mean = self._declare_in_flight("mean", means, "first")
         keeps = self.blend is None and config.steps_in_flight
         sent = [torch.empty_like(x) for x in self.common if keeps]
-        self.sent = self._in_flight("gone", sent, "mean")
+        self.sent = self._declare_in_flight("gone", sent, "mean")
         self._values: dict[int, list[Tensor]] = {}  # of the fragments that are being exchanged: δᵢ, which are used
         self.state.flags("used", self.gradients.used)
         self.used = self.state.flags("moving", torch.ones_like(self.gradients.used))  # by some rank, with `mean`
@@ -95,7 +95,7 @@ class Periodic(Strategy):
         )  # fmt: skip
         self.state.before_save(self.complete)
         self.state.before_load(self.complete)
-        self.state.after_load(self._see_in_flight)
+        self.state.after_load(self._keep_mergeable)
 
     # --- what a subclass defines ----------------------------------------------------------------------------------
     @property
@@ -109,7 +109,7 @@ class Periodic(Strategy):
 
     @abc.abstractmethod
     def move(self, fragment: Fragment) -> None:
-        """Move a fragment of `common` by that of `mean`, the mean δ, the same on all ranks; this may overwrite it."""
+        """Move a fragment of `common` by the fragment of `mean`, the same on all ranks; `mean` may be overwritten."""
 
     def sends(self, step: int) -> list[int]:
         """Return the numbers of the fragments that are sent at the end of a step, which counts from 1."""
@@ -137,7 +137,7 @@ class Periodic(Strategy):
         fragment = self.fragments[number]
         for mean, x, own in fragment.views(self.mean, self.common, self.model.params):
             torch.sub(x, own, out=mean)
-        if self.blend is None and self.config.steps_in_flight:
+        if self.sent:
             for sent, mean in fragment.views(self.sent, self.mean):
                 sent.copy_(mean)
         self.start(number, step)
@@ -157,7 +157,7 @@ class Periodic(Strategy):
         exchanges.start(number, step, average)
 
     def complete(self, number: int | None = None) -> None:
-        """Wait for a fragment, and those sent before; or for all. Put the means that have come in their places."""
+        """Wait for a fragment and the fragments sent before it, or for all; copy their means into `mean`."""
         for arrived in self.exchanges.complete(number):
             fragment, (*values, used) = self.fragments[arrived], self._values.pop(arrived)
             if not fragment.contiguous:
@@ -184,16 +184,18 @@ class Periodic(Strategy):
                 own.mul_(self.blend).add_(x, alpha=1 - self.blend)
 
     # --- state ----------------------------------------------------------------------------------------------------
-    def _in_flight(self, name: str, tensors: Sequence[Tensor], reshard: Reshard) -> list[Tensor]:
+    def _declare_in_flight(self, name: str, tensors: Sequence[Tensor], reshard: Reshard) -> list[Tensor]:
         """Declare tensors that are saved while fragments are in flight."""
-        saves = lambda: self.exchanges.in_flight  # noqa: E731
-        return self.state.sharded(name, tensors=tensors, start="any", reshard=reshard, saves=saves)
+        return self.state.sharded(
+            name, tensors=tensors, start="any", reshard=reshard, saves=lambda: self.exchanges.in_flight
+        )
 
     def _load_in_flight(self, saved: Sequence[Sequence[int]]) -> None:
         self.exchanges.in_flight.clear()
         self.exchanges.in_flight.update({} if self.alone else {number: sent for number, sent in saved})
 
-    def _see_in_flight(self) -> None:
+    def _keep_mergeable(self) -> None:
+        """Keep the loaded exchanges in flight that this run can merge."""
         loaded, in_flight = self.state.loaded, self.exchanges.in_flight
         if "gone" in loaded and "under_way" not in loaded:  # which the first checkpoints lack
             in_flight[0] = self.steps

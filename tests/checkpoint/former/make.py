@@ -38,7 +38,7 @@ class Case(NamedTuple):
         options: the strategy's, or a function that makes them for a number of ranks.
         step: after which the checkpoint is taken, in the middle of an exchange where there is one that lasts; None:
             after the epoch, as it must be where ranks only serve.
-        optimizer: AdamW; SGD, perhaps with momentum; or one that counts its steps in its group of parameters.
+        optimizer: AdamW, SGD with or without momentum, or an optimiser with a count of steps in its param_groups.
         other: another number of ranks, which also resumes.
     """
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 import typer
 
+from benchmarks import collectives, runner, server, torch_calls
+from benchmarks.allreduce import measure_beside as measure
 from comm.jobs_here import LIMIT_S, ROOT
 from harness.cases import each
 from harness.launch import find_mpirun, launch
@@ -18,8 +20,6 @@ from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.comm.virtual import Network
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.tools import cli
-from hpcdist.tools.bench import collectives, runner, server, torch_calls
-from hpcdist.tools.bench.allreduce import measure_beside as measure
 
 NETWORK = Network(1e-3, 1e9)  # slow, so that few calls fill the time for measuring
 

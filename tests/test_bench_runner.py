@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.runner import Side, beside, count_bytes, measure, table, timed, warm_up
 from hpcdist.comm.virtual import Constant, Straggler, run_virtual
-from hpcdist.tools.bench.runner import Side, beside, count_bytes, measure, table, timed, warm_up
 
 pytestmark = pytest.mark.computes
 

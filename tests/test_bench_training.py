@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import hpcdist as hd
+from benchmarks import compress as coding
+from benchmarks import loader, pipeline
+from benchmarks import train as training
+from benchmarks.runner import peak_bytes
 from hpcdist import compress, strategies
 from hpcdist.comm.alone import Alone
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.data import EpochPlan
 from hpcdist.errors import UnknownNameError
-from hpcdist.tools.bench import compress as coding
-from hpcdist.tools.bench import loader, pipeline
-from hpcdist.tools.bench import train as training
-from hpcdist.tools.bench.runner import peak_bytes
 
 pytestmark = pytest.mark.computes
 MODEL = training.MODELS["mlp_100k"]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
+from textwrap import dedent
 
 import h5py
 import numpy as np
@@ -124,6 +125,39 @@ print(json.dumps(shown))
 """
 
 
+def add_commands(folder: Path, package: str, points: str) -> None:
+    """Make a package of commands, as pip leaves one, for those with this folder in PYTHONPATH."""
+    (folder / "mine.py").write_text(package)
+    (folder / "mine-1.dist-info").mkdir()
+    (folder / "mine-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    (folder / "mine-1.dist-info" / "entry_points.txt").write_text(f"[hpcdist.commands]\n{points}")
+
+
+def test_all_ranks_run_the_commands_that_say_so_and_the_first_one_the_others(tmp_path):
+    package = """
+        import typer
+        from hpcdist.tools.cli.base import on_all_ranks
+        app, named = typer.Typer(), on_all_ranks(typer.Typer(name="group"))
+        def alone(): print("alone")
+        @on_all_ranks
+        def each_rank(): print("each rank")
+        app.command()(alone); app.command()(each_rank); named.command()(alone); named.command("other")(alone)
+    """
+    add_commands(tmp_path, dedent(package), "one = mine:each_rank\ntwo = mine:app\nthree = mine:named\n")
+    code = "import hpcdist.tools.cli as cli; print(sorted(cli.COLLECTIVE)); cli.main()"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "PMI_RANK": "1"}
+    common = ["bench", "doctor", "each-rank", "group", "one", "train", "trial"]
+    for words, said in (
+        (["one"], "each rank\n"),
+        (["each-rank"], "each rank\n"),
+        (["alone"], ""),
+        (["group", "other"], "alone\n"),
+    ):
+        command = [sys.executable, "-c", code, *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.stdout == f"{common}\n{said}", done.stderr
+
+
 def test_nothing_is_imported_before_it_is_needed_and_packages_add_commands(tmp_path):
     """Torch takes seconds. Added are a function, an app without a name and one with it; one that can't be imported is
     left out, and named. A home that cannot be written is no matter.
@@ -131,11 +165,7 @@ def test_nothing_is_imported_before_it_is_needed_and_packages_add_commands(tmp_p
     package = "import typer\napp, named = typer.Typer(), typer.Typer(name='group')\n"
     package += "def greet(name: str) -> None:\n    print('hello', name)\n"
     package += "app.command('two')(greet)\nnamed.command('three')(greet)\nnamed.command('four')(greet)\n"
-    (tmp_path / "mine.py").write_text(package)
-    points = "one = mine:greet\ntwo = mine:app\nthree = mine:named\nbroken = nowhere:app\n"
-    (tmp_path / "mine-1.dist-info").mkdir()
-    (tmp_path / "mine-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
-    (tmp_path / "mine-1.dist-info" / "entry_points.txt").write_text(f"[hpcdist.commands]\n{points}")
+    add_commands(tmp_path, package, "one = mine:greet\ntwo = mine:app\nthree = mine:named\nbroken = nowhere:app\n")
     (tmp_path / "runs").mkdir()
     evidence.write_run(tmp_path / "runs" / "it")
     environment = {name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CACHE_HOME")}

@@ -64,14 +64,15 @@ def installed(built, tmp_path_factory) -> Path:
     return folder
 
 
-def run(installed: Path, *arguments: str, program: str = "hpcdist", **environ: str) -> str:
+def run(installed: Path, *arguments: str, program: str = "hpcdist", status: int = 0, **environ: str) -> str:
+    """Return what a program writes: its output, or with another status what it says of the error."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     own = installed / "bin"
     command = [str(own / program) if program == "hpcdist" else program, *arguments]
     given = {**inherited, "HOME": str(installed), "PATH": f"{own}:{inherited['PATH']}", **environ}
     done = subprocess.run(command, cwd=installed, env=given, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == status, done.stderr
+    return done.stderr if status else done.stdout
 
 
 def test_the_wheel_has_the_licence_the_types_and_the_templates(built):
@@ -81,7 +82,11 @@ def test_the_wheel_has_the_licence_the_types_and_the_templates(built):
     assert {"hpcdist/py.typed", "hpcdist/tools/report/template.html.j2"} <= set(names)
     for end in ("licenses/LICENSE", "share/hpcdist/slurm/templates/parts/run.sh"):
         assert any(name.endswith(end) for name in names), end
-    assert not any(name.startswith("tests/") for name in names)
+    assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
+
+
+def test_benchmarks_are_in_a_checkout_only(installed):
+    assert "hpcdist bench must run in a checkout of hpcdist" in run(installed, "bench", status=1)
 
 
 def test_the_console_script_runs_and_the_shell_completes_once_it_is_told(installed):

@@ -9,9 +9,9 @@ from contextlib import nullcontext
 
 import pytest
 
+from benchmarks.window import measure as bench
 from hpcdist.comm import cache
 from hpcdist.errors import ConfigError, UnknownNameError
-from hpcdist.tools.bench.window import measure as bench
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.compress import CONFIGS
 from comm.jobs_here import clean_environment
 from gpu import report, run
 from harness.launch import commands, find_mpirun, wait_until
-from hpcdist.tools.bench.compress import CONFIGS
 
 ROOT = Path(__file__).parents[2]
 

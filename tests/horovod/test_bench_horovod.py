@@ -8,11 +8,11 @@ import json
 import pytest
 import typer
 
+from benchmarks.horovod_calls import NETWORKS
 from comm.jobs_here import LIMIT_S, ROOT
 from harness.launch import launch
 from hpcdist.errors import ConfigError
 from hpcdist.tools import cli
-from hpcdist.tools.bench.horovod_calls import NETWORKS
 
 
 @pytest.mark.extended

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import nn
 
+from benchmarks.runner import peak_bytes
 from hpcdist.comm.mpi.world import world
 from hpcdist.data import importers
-from hpcdist.tools.bench.runner import peak_bytes
 from train import staged
 
 M_MMAP_THRESHOLD = -3  # mallopt(3)

@@ -7,13 +7,13 @@ import json
 import pytest
 from torch import nn
 
+from benchmarks.runner import peak_bytes
 from harness.launch import IMPORTS, launch
 from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import RankFailedError
 from hpcdist.model import FlatModel
 from hpcdist.parallel.agreement import Agreement
-from hpcdist.tools.bench.runner import peak_bytes
 from hpcdist.train.numerics import require_finite
 from train import memory_of_stages, staged, tiny
 

@@ -9,7 +9,6 @@ Modules that need torch are imported by the commands that need them: it takes se
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import sys
@@ -25,6 +24,7 @@ from hpcdist.errors import INTERRUPTED, LEFT, NO_SPACE, ConfigError, HpcdistErro
 from hpcdist.faults.turns import SILENT_S, takes_turn
 from hpcdist.registry import catalogue
 from hpcdist.tools import completion, console
+from hpcdist.tools.cli.base import prepare_help
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,7 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train PyTorch models over MPI with any distribution strategy, and measure what it costs.",
 )
-COLLECTIVE = {"train", "trial", "bench", "doctor"}  # commands that all ranks run; the first rank alone runs the others
+COLLECTIVE: set[str] = set()  # commands that all ranks run; the first rank alone runs the others
 _format_warning = warnings.formatwarning
 SETTLED_S = 2.0  # the time in which the other ranks' processes end
 RANK_VARIABLES = tuple(dict.fromkeys(variables.rank for variables in LAUNCHERS))
@@ -82,7 +82,7 @@ def _leave_in_turn(comm) -> int:
 def _run(arguments: list[str], first: bool) -> int:
     """Run a command and return its exit status. All ranks have the same arguments; the first reports wrong ones."""
     command = typer.main.get_command(app)  # called itself, `app` would put typer's hook in place of sys.excepthook
-    _prepare_help(command)
+    prepare_help(command)
     try:
         return command.main(arguments, prog_name="hpcdist", standalone_mode=first) or 0
     except SystemExit as exit:
@@ -103,18 +103,6 @@ def _run(arguments: list[str], first: bool) -> int:
             raise
         time.sleep(SILENT_S)
         return error.exit_code
-
-
-def _prepare_help(command: Any) -> None:
-    """Let lists of commands show whole sentences, and values have names instead of Python's types."""
-    for parameter in command.params:
-        if parameter.param_type_name == "argument":
-            parameter.display_type_rich = lambda ctx: None
-        elif parameter.metavar is None and not parameter.is_flag and not isinstance(parameter.default, enum.Enum):
-            parameter.metavar = "N" if isinstance(parameter.default, (int, float)) else "TEXT"
-    for inner in getattr(command, "commands", {}).values():
-        inner.short_help = inner.short_help or " ".join((inner.help or "").partition("\n\n")[0].split())
-        _prepare_help(inner)
 
 
 def _report(error: HpcdistError, first: bool) -> None:
@@ -173,10 +161,19 @@ def _add_commands() -> None:
             if launched_rank() == 0:
                 console.note(f"command {name} is left out: {error}")
             continue
-        if isinstance(found, typer.Typer):
-            app.add_typer(found)
-        else:
+        if not isinstance(found, typer.Typer):
             app.command(name)(found)
+            commands = {name: found}
+        else:
+            app.add_typer(found)
+            commands = {found.info.name: found} if found.info.name else _functions(found)
+        COLLECTIVE.update(name for name, command in commands.items() if hasattr(command, "on_all_ranks"))
+
+
+def _functions(of: typer.Typer) -> dict[str, Any]:
+    """Return the functions of commands by the names of these."""
+    functions: list[tuple[Any, Any]] = [(command.name, command.callback) for command in of.registered_commands]
+    return {name or typer.main.get_command_name(function.__name__): function for name, function in functions}
 
 
 _add_commands()

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import enum
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from hpcdist.errors import ConfigError
 from hpcdist.tools import completion
+
+T = TypeVar("T")
+
+
+def on_all_ranks(command: T) -> T:
+    """Let all ranks run a command, or all commands of a typer.Typer; the first rank alone runs the others."""
+    command.on_all_ranks = True  # type: ignore[attr-defined]
+    return command
+
+
+def prepare_help(command: Any) -> None:
+    """Let lists of commands show whole sentences, and values have names instead of Python's types."""
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            parameter.display_type_rich = lambda ctx: None
+        elif parameter.metavar is None and not parameter.is_flag and not isinstance(parameter.default, enum.Enum):
+            parameter.metavar = "N" if isinstance(parameter.default, (int, float)) else "TEXT"
+    for inner in getattr(command, "commands", {}).values():
+        inner.short_help = inner.short_help or " ".join((inner.help or "").partition("\n\n")[0].split())
+        prepare_help(inner)
 
 
 def writable(parameter: typer.CallbackParam, path: Path | None) -> Path | None:

@@ -12,7 +12,16 @@ import typer
 
 from hpcdist.errors import LEFT, ConfigError
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Config, Launcher, Overrides, Target, read_counts, read_number, read_target
+from hpcdist.tools.cli.base import (
+    Config,
+    Launcher,
+    Overrides,
+    Target,
+    on_all_ranks,
+    read_counts,
+    read_number,
+    read_target,
+)
 from hpcdist.tools.compare.plan import Declaration, RunDeclaration, SweepDeclaration, read_budget
 
 if TYPE_CHECKING:
@@ -274,6 +283,7 @@ def sweep(
 
 
 @app.command(hidden=True)
+@on_all_ranks
 def trial(
     output: Annotated[Path, typer.Option(envvar="HPCDIST_RUN", help="Folder of the run.")],
 ) -> None:

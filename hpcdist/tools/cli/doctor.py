@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
-from hpcdist.tools.cli.base import Json, whole_number, writable
+from hpcdist.tools.cli.base import Json, on_all_ranks, whole_number, writable
 
 app = typer.Typer()
 
 
 @app.command()
+@on_all_ranks
 def doctor(
     ranks: Annotated[
         int | None, whole_number("Number of ranks that there must be. Default: as many as the launcher says.")

@@ -11,12 +11,13 @@ import typer
 
 from hpcdist.errors import LEFT
 from hpcdist.tools import console
-from hpcdist.tools.cli.base import Config, JobFile, Overrides
+from hpcdist.tools.cli.base import Config, JobFile, Overrides, on_all_ranks
 
 app = typer.Typer()
 
 
 @app.command()
+@on_all_ranks
 def train(
     job: JobFile,
     config: Config = None,

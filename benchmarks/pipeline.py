@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from benchmarks import runner
+from benchmarks.runner import Row, Side, check, meet_asleep, peak_bytes, table
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.pipeline import Pipeline
-from hpcdist.tools.bench import runner
-from hpcdist.tools.bench.runner import Row, Side, check, meet_asleep, peak_bytes, table
 
 STAGES = (2, 4)
 BLOCKS, WIDTH, BATCH, MICRO_BATCHES = 8, 256, 512, 8

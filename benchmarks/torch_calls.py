@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import collectives, runner
+from benchmarks.collectives import CALLS_S, MOST_CALLS, SIZES, own_call, tensors, torch_call
+from benchmarks.runner import Row, Side, beside, check, table, timed, warm_up
 from hpcdist.collectives.calls import Collectives
 from hpcdist.collectives.tuning.timing import calls_within
 from hpcdist.comm.external.torch_distributed import default_group
-from hpcdist.tools.bench import collectives, runner
-from hpcdist.tools.bench.collectives import CALLS_S, MOST_CALLS, SIZES, own_call, tensors, torch_call
-from hpcdist.tools.bench.runner import Row, Side, beside, check, table, timed, warm_up
 from hpcdist.torch_backend.group import MpiGroup
 
 CALLS = (*collectives.CALLS, "send")

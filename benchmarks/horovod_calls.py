@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks import runner
+from benchmarks.runner import Row, Side, beside, check, table, timed, warm_up
 from hpcdist import hvd
 from hpcdist.collectives.tuning.timing import calls_within
-from hpcdist.tools.bench import runner
-from hpcdist.tools.bench.runner import Row, Side, beside, check, table, timed, warm_up
 
 if TYPE_CHECKING:  # it starts MPI
     from hpcdist.comm.mpi.communicator import MpiCommunicator

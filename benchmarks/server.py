@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks import runner
+from benchmarks.runner import Row, Side, beside, check, meet_asleep, table, warm_up
 from hpcdist.collectives.tuning.timing import calls_within, slowest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.parameter_server import ParameterServer
-from hpcdist.tools.bench import runner
-from hpcdist.tools.bench.runner import Row, Side, beside, check, meet_asleep, table, warm_up
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 50_000_000)  # float32 parameters
 WORKERS = (1, 2, 4)

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks import runner
+from benchmarks.runner import Row, Run, Side, beside, check, table
 from hpcdist.comm.communicator import Communicator
 from hpcdist.data.hdf5 import HDF5Dataset
 from hpcdist.data.loader import Batch, Loader
@@ -22,8 +24,6 @@ from hpcdist.data.sharding import EpochPlan
 from hpcdist.data.writer import Split, create
 from hpcdist.errors import UnknownNameError
 from hpcdist.session.loader.sharded import shard
-from hpcdist.tools.bench import runner
-from hpcdist.tools.bench.runner import Row, Run, Side, beside, check, table
 
 Reader = Callable[[int], Iterator[Batch]]  # epoch -> its batches
 REFERENCE = "memory_map"

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import runner
+from benchmarks.runner import Row, Run, Side, check, finish, table
 from hpcdist.comm.alone import Alone
 from hpcdist.compress import Feedback, JointCompression, Span, available, load
-from hpcdist.tools.bench import runner
-from hpcdist.tools.bench.runner import Row, Run, Side, check, finish, table
 
 ELEMENTS = 10_000_000
 SETTLING = 3  # rounds until what is left over by a message is as large as it stays

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import runner
+from benchmarks.runner import Row, Side, beside, check, meet_asleep, table, timed, warm_up
 from hpcdist.collectives.calls import Collectives
 from hpcdist.collectives.tuning.timing import calls_within
 from hpcdist.comm.communicator import mpi_of
@@ -23,8 +25,6 @@ from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
 from hpcdist.records import own_cores
-from hpcdist.tools.bench import runner
-from hpcdist.tools.bench.runner import Row, Side, beside, check, meet_asleep, table, timed, warm_up
 
 if TYPE_CHECKING:  # it starts MPI
     from hpcdist.comm.mpi.communicator import MpiCommunicator
@@ -81,7 +81,7 @@ def measure(
 
 def _of_size(comm: MpiCommunicator, own: Collectives, call: str, n_bytes: int, rounds: int) -> list[Row]:
     """Collective. Time one call at one size."""
-    from hpcdist.comm.mpi.plain_calls import mpi_call  # starts MPI: not at import
+    from benchmarks.plain_calls import mpi_call  # starts MPI: not at import
 
     whole, _, other = made = tensors(n_bytes, comm.size)
     tried: dict[str, Callable[[], object]] = {
@@ -163,7 +163,7 @@ def _run(
     place: Path, ranks: int, calls: Sequence[str], sizes: Sequence[int], rounds: int, environment: Mapping[str, str]
 ) -> dict:
     """Measure another MPI library in ranks of its own."""
-    programs, program = place / "bin", Path(__file__).parents[2] / "comm" / "mpi" / "plain_calls.py"
+    programs, program = place / "bin", Path(__file__).with_name("plain_calls.py")
     words = [programs / "mpiexec", "-n", ranks, programs / "python", "-m", "mpi4py", program]
     words += [",".join(calls), ",".join(map(str, sizes)), rounds]  # mpi4py ends all ranks if one fails
     own = unlaunched(environment) | {"OMP_NUM_THREADS": "1"}

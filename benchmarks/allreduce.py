@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import runner
+from benchmarks.runner import Row, Side, beside, check, count_bytes, table, timed, warm_up
 from hpcdist.collectives import load
 from hpcdist.collectives.auto import Auto
 from hpcdist.collectives.base import AllReduce
@@ -18,8 +20,6 @@ from hpcdist.collectives.tuning.table import candidates
 from hpcdist.collectives.tuning.timing import between, calls_within
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.torch_distributed import default_group
-from hpcdist.tools.bench import runner
-from hpcdist.tools.bench.runner import Row, Side, beside, check, count_bytes, table, timed, warm_up
 
 if TYPE_CHECKING:  # it starts MPI
     from hpcdist.comm.mpi.communicator import MpiCommunicator

@@ -16,14 +16,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import runner
+from benchmarks.compress import CONFIGS
+from benchmarks.runner import Row, Side, beside, check, finish, perceptron, perceptron_bytes, table, timed
 from hpcdist import strategies
 from hpcdist.collectives.tuning.timing import calls_within
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.model.flat import FlatModel
-from hpcdist.tools.bench import runner
-from hpcdist.tools.bench.compress import CONFIGS
-from hpcdist.tools.bench.runner import Row, Side, beside, check, finish, perceptron, perceptron_bytes, table, timed
 
 MODELS: dict[str, tuple[int, ...]] = {"mlp_100k": (128, 384, 128, 10), "mlp_10M": (1024, 2560, 2560, 384, 10)}
 BATCH = 32

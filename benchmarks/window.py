@@ -14,12 +14,12 @@ import psutil
 import torch
 from torch import Tensor
 
+from benchmarks import runner
+from benchmarks.runner import Row, Side, beside, check, count_bytes, table, timed
 from hpcdist.collectives.tuning.timing import slowest
 from hpcdist.comm.communicator import Communicator, Window
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.snapshot import Publication
-from hpcdist.tools.bench import runner
-from hpcdist.tools.bench.runner import Row, Side, beside, check, count_bytes, table, timed
 
 SIZES = (4, 40_000, 4_000_000, 40_000_000)  # bytes
 OWNER = 0

@@ -82,11 +82,12 @@ def test_the_wheel_has_the_licence_the_types_and_the_templates(built):
     assert {"hpcdist/py.typed", "hpcdist/tools/report/template.html.j2"} <= set(names)
     for end in ("licenses/LICENSE", "share/hpcdist/slurm/templates/parts/run.sh"):
         assert any(name.endswith(end) for name in names), end
-    assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
+    assert not any(name.startswith(("tests/", "benchmarks/", "contrib/")) for name in names)
 
 
-def test_benchmarks_are_in_a_checkout_only(installed):
-    assert "hpcdist bench must run in a checkout of hpcdist" in run(installed, "bench", status=1)
+def test_the_commands_of_a_checkout_say_what_they_need(installed):
+    for words in ["bench"], ["horovod", "build"]:
+        assert f"hpcdist {words[0]} must run in a checkout of hpcdist" in run(installed, *words, status=1)
 
 
 def test_the_console_script_runs_and_the_shell_completes_once_it_is_told(installed):

@@ -39,7 +39,6 @@ ENVIRONMENT = {
     "tools/compare/experiment.py": "what the ranks that it starts inherit",
     "tools/slurm/": "what Slurm tells its jobs",
     "tools/doctor/": "what it examines",
-    "tools/horovod/": "where programs, CUDA and the user's cache are, and what pip is told",
     "comm/mpi/start.py": "MPI's connection to srun's PMI-2",
     "comm/external/horovod.py": "the only way to give Horovod settings",
     "comm/external/torch_distributed.py": "what torchrun sets, which libraries read, and settings of Gloo",

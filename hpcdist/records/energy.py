@@ -149,8 +149,10 @@ class NvidiaGpu:
     """
 
     def __init__(self, uuid: str):
-        import pynvml as nvml
-
+        try:
+            import pynvml as nvml
+        except ImportError:
+            raise OSError("nvidia-ml-py is not installed: pip install 'hpcdist[tools]'") from None
         self.nvml: Any = nvml
         try:
             nvml.nvmlInit()

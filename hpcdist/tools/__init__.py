@@ -1,4 +1,8 @@
-"""Describe and drive runs: the command line, reports, comparisons, simulation, Slurm, examination, benchmarks.
+"""Describe and drive runs: the command line, reports, comparisons, simulation, Slurm, examination.
 
 `import hpcdist` imports nothing of this folder, and nothing below it does.
 """
+
+from hpcdist.errors import require_packages
+
+require_packages("the command line and its tools", "tools", "h5py", "jinja2", "pandas", "rich", "scipy", "typer")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, require_packages
 from hpcdist.topology.base import Topology
 
 SHOWN_STEPS = 3  # of a topology whose matrices are drawn at random
@@ -94,12 +94,9 @@ def draw(topology: Topology, path: Path) -> None:
     """
     if path.suffix not in (".svg", ".png"):
         raise ConfigError(f"--output must end in .svg or .png; got {path}. Rename it.")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "--output must be given where matplotlib is installed; got none. Run: pip install 'hpcdist[plots]'"
-        ) from error
+    require_packages("--output", "plots", "matplotlib")
+    from matplotlib.figure import Figure
+
     shown = steps(topology)
     figure = Figure(figsize=(PANEL_INCHES * len(shown), PANEL_INCHES), layout="constrained")
     for step, axes in zip(shown, figure.subplots(1, len(shown), squeeze=False)[0], strict=True):

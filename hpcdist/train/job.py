@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.config import JobConfig
 from hpcdist.config.files import load_file
-from hpcdist.data.hdf5 import COLUMNS, HDF5Dataset
+from hpcdist.data import HDF5Dataset  # first: it names what is missing where h5py is
+from hpcdist.data.hdf5 import COLUMNS
 from hpcdist.data.labels import counts, dirichlet, labels_of
 from hpcdist.errors import NO_SPACE, ConfigError, OutputError, suggestion
 from hpcdist.records import writing

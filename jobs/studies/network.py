@@ -2,7 +2,7 @@
 
     python jobs/studies/network.py          # a quarter of an hour on 2 free cores, as root; --quick: a minute
     python jobs/studies/network.py --slowest --seeds 5      # README's figure: 100 Mbit/s alone
-    pip install -e '.[plots]'               # what it needs beside the library; and iproute2 (ip, tc)
+    pip install -e '.[tools,plots]'               # what it needs beside the library; and iproute2 (ip, tc)
 
 Real ranks on hosts of their own, which this job makes on this machine: namespaces with an address each, joined by TCP
 over cables of 1 Gbit/s or 100 Mbit/s, with and without 10 ms from one host to another (`kit.hosts`).

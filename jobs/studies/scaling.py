@@ -1,7 +1,7 @@
 """Which scales better, all-reduce or asynchronous training? Loss against virtual time on 4 to 128 workers.
 
     python jobs/studies/scaling.py          # about 15 minutes on 2 free cores; --quick: half a minute
-    pip install -e '.[plots]'               # what it needs beside the library
+    pip install -e '.[tools,plots]'               # what it needs beside the library
 
 The question of Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
 2016, who found that asynchronous methods, elastic averaging and gossip, converge faster on few nodes (to about 32), and

@@ -1,7 +1,7 @@
 """How staleness, batch and number of learners trade accuracy against time: a systematic study on virtual ranks.
 
     python jobs/studies/staleness.py        # about 15 minutes on 2 busy cores; --quick: half a minute
-    pip install -e '.[plots]'               # what it needs beside the library
+    pip install -e '.[tools,plots]'               # what it needs beside the library
 
 After Suyog Gupta, Wei Zhang, Fei Wang, "Model accuracy and runtime tradeoff in distributed deep learning: a systematic
 study", 2016: real training of a real model on real data, with the protocols hardsync, n-softsync and async (n = λ), λ

@@ -519,7 +519,7 @@ def test_figures_are_alike_for_all_users_and_nothing_is_warned_of(tmp_path, recw
 
 def test_matplotlib_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match="matplotlib must be installed to"):
+    with pytest.raises(ConfigError, match="a report must have the packages of the extra plots; got no"):
         write(tmp_path)
 
 

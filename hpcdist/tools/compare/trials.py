@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpcdist import strategies
 from hpcdist.config import JobConfig
 from hpcdist.config.files import neighbours
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, require_packages
 from hpcdist.records import drop_partial_line, load_summary, locked, making, read_evaluations
 from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, SweepDeclaration, mean_metric, read_strategy
@@ -67,10 +66,7 @@ class Trials:
     """
 
     def __init__(self, output: Path, declared: SweepDeclaration):
-        if find_spec("optuna") is None:
-            raise ConfigError(
-                "hpcdist sweep must have Optuna; got no module of that name. Run: pip install 'hpcdist[sweep]'"
-            )
+        require_packages("hpcdist sweep", "sweep", "optuna")
         self.output, self.declared = output, declared
         self.axes = [read_axis(text) for text in declared.over]
         self.points = grid(self.axes) if declared.sampler == "grid" else [{}] * declared.trials

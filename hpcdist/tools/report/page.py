@@ -18,7 +18,7 @@ from markupsafe import Markup
 from pandas import DataFrame
 from pydantic_core import to_json
 
-from hpcdist.errors import ConfigError
+from hpcdist.errors import require_packages
 from hpcdist.records import now, own_cores, writing
 from hpcdist.registry import catalogue
 from hpcdist.tools.report import wording
@@ -72,12 +72,9 @@ def write(
         DataError: a file is damaged.
         OutputError: a file can't be written.
     """
-    try:
-        import matplotlib.style
-    except ImportError as error:
-        raise ConfigError(
-            "matplotlib must be installed to draw a report's figures; got none. Run: pip install 'hpcdist[plots]'"
-        ) from error
+    require_packages("a report", "plots", "matplotlib")
+    import matplotlib.style
+
     from hpcdist.tools.report.figures.base import STYLE
 
     folders = [folder] if isinstance(folder, Path) else list(folder)

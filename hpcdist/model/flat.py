@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -47,6 +48,21 @@ def set_aside(parts: Sequence[Tensor], *, adds: bool = False) -> Iterator[None]:
     finally:  # also where a rank has died, and the others go on
         for part, value in zip(parts, before, strict=True):
             part.add_(value) if adds else part.copy_(value)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a step finds where it begins.
+
+    Attributes:
+        unfrozen: the name of a parameter that was frozen when the model was wrapped, and is to be trained now.
+        frozen: the name of one that was trained then, and is frozen now.
+        changed: the loop has changed gradients since the last backward pass, such as by clipping.
+    """
+
+    unfrozen: str | None
+    frozen: str | None
+    changed: bool
 
 
 class FlatModel:
@@ -290,6 +306,16 @@ class FlatModel:
         return [*counts, *map(some_values, self.params)]
 
     # --- agreement ------------------------------------------------------------------------------------------------
+    def look(self) -> Look:
+        """Tell what the loop has changed, once where a step begins; move back what lies elsewhere, as `refresh` does.
+
+        Raises:
+            ConfigError: as `refresh`.
+        """
+        self.refresh()
+        frozen = next((slot.name for slot in self._slots if not slot.tensor.requires_grad), None)
+        return Look(self.unfrozen, frozen, self.gradients.changed())
+
     def refresh(self) -> None:
         """Move parameters back that were given other memory, with their new values. Costs less than 1 µs a parameter.
 

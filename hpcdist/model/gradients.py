@@ -168,13 +168,22 @@ class Gradients:
         self._laid_out()
         return [(slot.tensor, view) for slot, view in zip(self._slots, self._views)]
 
-    def changed_since_backward(self) -> bool:
-        """Tell whether the loop has changed gradients since the last backward pass, such as by clipping."""
-        return self._passes.changed_since() or (bool(self._passes) and self._some_replaced())
+    def changed(self) -> bool:
+        """Tell whether the loop has changed gradients since the last backward pass, and note how in `changed_by_loop`.
 
-    def removed_since_backward(self) -> bool:
-        """Tell whether the loop has set gradients to None since the backward pass, whose means `release` has given."""
-        return bool(self._passes) and sum(self.present()) < self._released
+        It may have changed them in place, put others in their places, or set to None what `release` has given.
+        """
+        passes, replaced, left = self._passes, False, 0
+        if not passes:
+            return False
+        for slot, view, pointer in zip(self._slots, self._views, self._pointers):
+            grad = slot.tensor.grad
+            left += grad is not None
+            replaced = replaced or (grad is not None and (grad is not view or grad.data_ptr() != pointer))
+        change = passes.change(replaced)
+        if passes.looks_at is not None:
+            passes.changed_by_loop += (change or 0) + (left < self._released)
+        return change is not None
 
     def present(self) -> list[bool]:
         """Tell of each trainable parameter whether it has a gradient."""
@@ -244,8 +253,7 @@ class Gradients:
         """Remove gradients that do not count from their parameters."""
         # Gradients of earlier passes, or of the last step, may be the mean of all ranks.
         passes = self._passes
-        used_before = passes.used and not self._some_replaced()
-        stays = passes.contributes or (passes.weighs and (bool(passes) or used_before))
+        stays = passes.contributes or (passes.weighs and (bool(passes) or (passes.used and not self._some_replaced())))
         if stays and not any(self._blank):
             return
         for position, slot in enumerate(self._slots):

@@ -78,7 +78,6 @@ class Passes:
         self._lock = threading.Lock()
         self._used: list[int] = []  # versions of the gradients after the last step
         self._seen: list[object] = []  # versions, and perhaps values, of the gradients at the end of the last pass
-        self._now: list[object] = []  # the versions and values when `changed_since` was called last
         self.weighed = False  # some gradient of this batch has been weighed, perhaps one of torch.autograd.grad
         self.current = _NONE  # autograd's number of the current pass
         self._joined = False
@@ -209,23 +208,23 @@ class Passes:
         """Whether the gradients are still those of the last step, in place."""
         return not self._weights and self._used == [flat._version for flat in self.grads]
 
-    def changed_since(self) -> bool:
-        """Tell whether a gradient has changed in place since the last pass ended or `note` was called."""
-        self._now = self._versions() if self._weights else self._seen
-        return self._seen != self._now
-
-    def change(self) -> int:
-        """Return what tells changes apart that `changed_since` has found, if gradients are the ranks' mean by now.
+    def change(self, replaced: bool) -> int | None:
+        """Return what tells changes of gradients since the last pass or `note` apart; None where there are none.
 
         0 where values are as before; 1 where each rank has gradients of its own, as inside a pass. Else by the power of
         two that gradients have on average: ranks' own factors change it sooner or later, rounding hardly ever.
+
+        Args:
+            replaced: a gradient is another tensor than the flat one.
         """
-        count = len(self.grads)
+        now, count = self._versions(), len(self.grads)
+        if now == self._seen and not replaced:
+            return None
         if self.on_end is None or self.current != _NONE:
             return 1
-        if self.looks_at is None or self._now[count:] == self._seen[count:]:
+        if self.looks_at is None or now[count:] == self._seen[count:]:
             return 0
-        mean = np.abs(np.frombuffer(b"".join(self._now[count:]))).mean()  # type: ignore[arg-type]
+        mean = np.abs(np.frombuffer(b"".join(now[count:]))).mean()  # type: ignore[arg-type]
         return 2048 + math.frexp(mean)[1]
 
     def _versions(self) -> list[object]:

@@ -198,14 +198,15 @@ class AllReduce(Strategy):
 
     def advance(self, update: Update) -> Outcome:
         self._unfreeze()
-        if self._passes and self.comm.size > 1 and self.model.gradients.changed_since_backward():
+        if self._passes and self.comm.size > 1 and self.gradients.changed:
             raise ConfigError(
                 f"gradients must be averaged before they are changed; got some that were changed after {self._passes} "
                 f"backward passes, with strategy.accumulation = {self.config.accumulation} or in no_sync(). Call "
                 "optimizer.synchronize() first, where fewer passes make a step."
             )
         bad = self._averaged()
-        if self.model.gradients.changed_since_backward() or self.gradients.overflow_skips:
+        looked = self.config.on_nonfinite != "ignore" or self.gradients.ignores_nonfinite  # else a GradScaler skips
+        if self.gradients.changed or not looked:
             found = self._nonfinite_here()  # the loop may have mended them, or spoilt them, alike on all ranks
             bad = found and (bad or found)
         if self.stages is not None and not self.gradients.ignores_nonfinite:

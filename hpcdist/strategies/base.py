@@ -15,7 +15,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.pieces import some_values
 from hpcdist.config import Settings
 from hpcdist.errors import RankFailedError, refuse_former
-from hpcdist.model.flat import FlatModel
+from hpcdist.model.flat import FlatModel, Look
 from hpcdist.model.hyperparameters import Hyperparameters, require_equal_values
 from hpcdist.parallel.agreement import Agreement
 from hpcdist.records import StepRecord
@@ -61,7 +61,6 @@ class Strategy(abc.ABC):
         adds_up: the gradients of an update are added up, and not averaged.
         gradients: clips this rank's gradients, and leaves out those that are not finite.
         records: makes the records of steps.
-        before_step: called at each step's beginning; the session's loop looks there at what must not be.
         hyperparameters: the numbers in the optimiser's param_groups.
 
     Raises:
@@ -145,7 +144,6 @@ class Strategy(abc.ABC):
         self.hyperparameters = Hyperparameters(optimizer)
         self.gradients = LocalGradients(comm, model, config.on_nonfinite, clip_norm, stages)
         self.records = Recorder(comm, on_record)
-        self.before_step: Callable[[], None] = lambda: None
         self.state = State(comm, model)
         self.steps = self.state.value("steps", 0, self, reshard="first")
         self._meetings = 0  # steps in which ranks might have compared hyper-parameters
@@ -213,7 +211,9 @@ class Strategy(abc.ABC):
         """Collective. Release windows and threads."""
 
     # --- what the loop calls --------------------------------------------------------------------------------------
-    def step(self, update: Update, *, skips: bool = False, unscale: float | None = None) -> StepRecord:
+    def step(
+        self, update: Update, *, skips: bool = False, unscale: float | None = None, look: Look | None = None
+    ) -> StepRecord:
         """Take one step of a worker, and return its record. Collective for synchronous strategies.
 
         Gradients of a batch of weight 0 count for nothing; the rank takes part all the same.
@@ -221,16 +221,16 @@ class Strategy(abc.ABC):
         Args:
             skips: leaves the update out where gradients are not finite, whatever `on_nonfinite` says.
             unscale: gradients are multiplied by it first; for a loss that was scaled.
+            look: of the model, where the caller has taken it.
 
         Raises:
             ConfigError: the module is not the one that was wrapped any more.
             NonFiniteError: a gradient is not finite, and `on_nonfinite` is "stop".
             MismatchError: hyper-parameters of a synchronous strategy differ between ranks.
         """
-        self.gradients.begin(self.steps + 1, skips)
-        self.model.refresh()
+        look = look or self.model.look()
         self.model.flat_buffers.restore()
-        self.before_step()
+        self.gradients.begin(self.steps + 1, skips, changed=look.changed and unscale is None)
         if unscale is not None:
             self.model.gradients.unscale(unscale)
         if self._compares():

@@ -23,6 +23,8 @@ class LocalGradients:
     Attributes:
         checksums: of this rank's own gradients, before they are averaged, in each of its first steps: 0 where they are
             zero. None where nobody wants them.
+        changed: the loop has changed them in this step since the backward pass, other than by the scale of the loss.
+        ignores_nonfinite: this step is taken whatever the gradients are.
         used: which parameters have had a gradient in an update here since `take_used`, bool, shape (parameters,).
 
     Args:
@@ -36,7 +38,7 @@ class LocalGradients:
     ):
         self.clip_norm, self.policy = clip_norm, policy
         self._comm, self._model, self._stages = comm, model, stages
-        self._step, self._skips = 1, policy == "skip"
+        self.begin(1, False, changed=False)
         self.checksums: list[int] | None = None
         self.used = torch.zeros(len(model.names), dtype=torch.bool)
         self._looked: list[int] = []  # checksums of this step's gradients, perhaps bucket by bucket
@@ -52,18 +54,10 @@ class LocalGradients:
             self.checksums.append(hash(tuple(self._looked)) if any(self._looked) else 0)
         self._looked = []
 
-    def begin(self, step: int, skips: bool) -> None:
+    def begin(self, step: int, skips: bool, *, changed: bool) -> None:
         """Begin a step; `skips` leaves out its update where gradients are not finite, whatever the policy says."""
-        self._step, self._skips = step, skips or self.policy == "skip"
-
-    @property
-    def ignores_nonfinite(self) -> bool:
-        return self.policy == "ignore" and not self._skips
-
-    @property
-    def overflow_skips(self) -> bool:
-        """Whether only this step leaves out what the policy would ignore, as a GradScaler wants it."""
-        return self.policy == "ignore" and self._skips
+        self._step, self._skips, self.changed = step, skips or self.policy == "skip", changed
+        self.ignores_nonfinite = self.policy == "ignore" and not skips
 
     def clip(self, weight: float = 1.0) -> None:
         """Collective in the replica. Scale all gradients down to the norm `clip_norm`, where theirs is larger.

@@ -101,13 +101,13 @@ def test_gradients_that_the_user_replaced_are_taken():
 def test_gradients_that_the_user_replaced_between_passes_are_announced_with_both():
     module, model = pair()
     sent = []
-    model.gradients.on_bucket_ready(lambda bucket: sent.append(bucket.grads.tolist()))
+    model.gradients.announcer.callback = lambda bucket: sent.append(bucket.grads.tolist())
     loss = lambda: sum(layer(torch.ones(1, 2)).sum() for layer in module)  # noqa: E731
-    model.gradients.begin(announce=False)
+    model.gradients.announcer.begin(announce=False)
     loss().backward()
     module[0].weight.grad.data = torch.full((1, 2), 7.0)
     module[1].weight.grad = torch.full((1, 2), 4.0)
-    model.gradients.begin(announce=True)
+    model.gradients.announcer.begin(announce=True)
     loss().backward()
     assert sent == [[8, 8, 5, 5]]
 
@@ -115,15 +115,15 @@ def test_gradients_that_the_user_replaced_between_passes_are_announced_with_both
 def test_gradients_replaced_after_they_were_announced_are_refused():
     for new, got in ((None, "None"), (torch.zeros(1, 2), "another tensor")):
         module, model = pair()
-        model.gradients.begin()
+        model.gradients.announcer.begin()
         (module[0](torch.ones(1, 2)) + module[1](torch.ones(1, 2))).sum().backward()
         module[1].weight.grad = new
         with pytest.raises(ConfigError, match=rf"'1.weight' must be changed in place .* got {got}. Use p.grad.mul_"):
             model.gradients.flush()
     module, model = pair()  # those of an earlier pass
-    model.gradients.begin(announce=False)
+    model.gradients.announcer.begin(announce=False)
     module[0](torch.ones(1, 2)).sum().backward()
-    model.gradients.begin(announce=True)
+    model.gradients.announcer.begin(announce=True)
     module[1](torch.ones(1, 2)).sum().backward()
     assert model.gradients.flush().all()
     module[0].weight.grad = torch.zeros(1, 2)
@@ -133,7 +133,7 @@ def test_gradients_replaced_after_they_were_announced_are_refused():
 
 def test_an_announced_slice_of_an_unused_parameter_is_not_cleared_again():
     module, model = pair()
-    model.gradients.begin()
+    model.gradients.announcer.begin()
     module[1](torch.ones(1, 2)).sum().backward()
     assert model.gradients.flush().tolist() == [False, True]
     model.grads[0].add_(2)  # the sum over the ranks
@@ -155,7 +155,7 @@ def test_nonfinite_gradients_are_named(device, wrap):
             module[2].weight.grad[0, 1] = bad
             module[0].bias.grad[0] = -bad
             assert model.gradients.nonfinite() == ["0.bias", "2.weight"]
-            found = [name for bucket in model.gradients.buckets for name in model.gradients.nonfinite(bucket)]
+            found = [name for bucket in model.gradients.announcer.buckets for name in model.gradients.nonfinite(bucket)]
             assert wrap is left or sorted(found) == ["0.bias", "2.weight"]
     module, model = pair(wrap)
     module[0].weight.grad = torch.full((1, 2), 3e38)  # their sum overflows
@@ -205,7 +205,7 @@ def test_gradients_are_autograds_own_through_passes_and_steps(set_to_none):
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     plain = copy.deepcopy(module)
     model = left(module)
-    assert model.grads == model.gradients.buckets == ()
+    assert model.grads == model.gradients.announcer.buckets == ()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (module, plain)]
     for _ in range(3):
         for optimizer in optimizers:

@@ -357,7 +357,7 @@ class FlatModel:
         before = self.gradients
         before.remove_hooks()
         self._lay_out(before.flat)
-        self.gradients.on_bucket_ready(before.callback)
+        self.gradients.announcer.callback = before.announcer.callback
         views = {id(parameter): view for parameter, view in self.gradients.views()}
         for tensor, grad in held:
             if grad is None:
@@ -401,6 +401,6 @@ class FlatModel:
         self.gradients.remove_hooks()
         self.passes.end_batches()
         self.passes.on_end = None
-        self.gradients.on_bucket_ready(None)
+        self.gradients.announcer.callback = None
         for slot in (*self._all_slots, *self.flat_buffers.slots):  # of a view torch saves all that it is a view of
             slot.tensor.data = slot.tensor.detach().clone()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import cmath
 import functools
-import threading
 import zlib
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,9 +20,12 @@ from hpcdist.records.digest import tensor_bytes
 class Gradients:
     """The gradients of the trainable parameters of a `FlatModel`, which says what to call in a step.
 
-    A hook on each parameter copies a gradient that autograd has made elsewhere into its flat slice. Flat memory is made
-    at the first use, unless `leave` or `move` has been called before. Gradients that only batches of weight 0 have made
-    count as none.
+    A hook on each parameter copies a gradient that autograd has made elsewhere into its flat slice. Gradients that only
+    batches of weight 0 have made count as none.
+
+    Attributes:
+        flats: one tensor for each group of parameters, of the same shape, zero at first; none if they are not flat.
+        announcer: of ranges of `flats`, its buckets.
 
     Args:
         slots: of the trainable parameters.
@@ -44,14 +45,12 @@ class Gradients:
         *,
         flat: bool = True,
     ):
-        self._slots, self._params, self._passes, self._caps, self._refresh = slots, params, passes, caps, refresh
-        self.flat = flat
-        self._flats: tuple[Tensor, ...] = ()
-        self._announcer: Announcer | None = None  # made with the flat memory
-        self.callback: Callable[[Bucket], None] | None = None
-        self._lock = threading.Lock()
+        self._slots, self._passes, self._caps, self._refresh = slots, passes, caps, refresh
         self._views: list[Tensor] = []
         self._pointers: list[int] = []
+        self.announcer = Announcer((), ())
+        self.flat = flat
+        self._lay_out(tuple(map(torch.zeros_like, params)) if flat else ())
         self._blank = [False] * len(slots)  # gradients that only batches of weight 0 have made
         self._hidden: list[int] = []  # those of them that the optimiser must not see
         self._released = 0  # how many gradients `release` has given last
@@ -65,26 +64,6 @@ class Gradients:
             hook.remove()
 
     # --- memory ---------------------------------------------------------------------------------------------------
-    @property
-    def flats(self) -> tuple[Tensor, ...]:
-        """One tensor for each group of parameters, of the same shape, zero at first; none if they are not flat."""
-        self._laid_out()
-        return self._flats
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Ranges of `flats`, in the order in which the backward pass completes them."""
-        return self._laid_out().buckets
-
-    def on_bucket_ready(self, callback: Callable[[Bucket], None] | None) -> None:
-        """Call `callback` for each bucket, in order, as soon as all of its parameters have their gradient.
-
-        It runs during the backward pass, on autograd's thread, with the stream that the gradient was written on.
-        """
-        self.callback = callback
-        if self._announcer is not None:
-            self._announcer.callback = callback
-
     def leave(self) -> None:
         """Leave gradients where autograd makes them: nothing is copied, and there is no flat memory."""
         self.flat = False
@@ -95,22 +74,12 @@ class Gradients:
         self.flat = True
         self._lay_out(tuple(flats))
 
-    def _laid_out(self) -> Announcer:
-        if self._announcer is None:
-            with self._lock:  # gradients of several devices arrive on several threads
-                if self._announcer is None:
-                    self._lay_out(tuple(map(torch.zeros_like, self._params)) if self.flat else ())
-        return cast(Announcer, self._announcer)
-
     def _lay_out(self, flats: tuple[Tensor, ...]) -> None:
-        self._flats = flats
+        self.flats = self._passes.grads = flats
         self._views[:] = [slot.view(flats[slot.group]) for slot in self._slots if self.flat]
         self._pointers[:] = [view.data_ptr() for view in self._views]
         names = tuple(slot.name for slot in self._slots if self.flat)
-        announcer = Announcer(make_buckets(self._slots, flats, *self._caps), names)
-        announcer.callback = self.callback
-        self._passes.grads = flats
-        self._announcer = announcer
+        self.announcer = Announcer(make_buckets(self._slots, flats, *self._caps), names, self.announcer.callback)
 
     # --- backward passes ------------------------------------------------------------------------------------------
     def _make_hook(self, position: int) -> Callable[[Tensor], None]:
@@ -119,14 +88,13 @@ class Gradients:
         @uncompiled
         def hook(parameter: Tensor) -> None:
             task = torch._C._current_graph_task_id()
-            announcer = self._announcer or self._laid_out()
+            announcer = self.announcer
             if task != passes.current:
                 passes.begin(task)
             grad = parameter.grad
-            if not self.flat:
-                if grad is None or grad.requires_grad or grad.layout is not torch.strided:
-                    parameter.grad = self._plain(position, grad)
-            elif grad is not views[position] or grad.data_ptr() != pointers[position]:
+            if grad is None or grad.requires_grad or grad.layout is not torch.strided:
+                grad = parameter.grad = self._plain(position, grad)
+            if self.flat and (grad is not views[position] or grad.data_ptr() != pointers[position]):
                 self._move_in(position, grad)
             if passes.weight != 0.0:
                 blank[position] = False
@@ -137,9 +105,9 @@ class Gradients:
 
         return hook
 
-    def _move_in(self, position: int, grad: Tensor | None) -> None:
+    def _move_in(self, position: int, grad: Tensor) -> None:
         """Copy a gradient from elsewhere into its flat slice, and make the slice the parameter's gradient."""
-        slot, grad = self._slots[position], self._plain(position, grad)
+        slot = self._slots[position]
         if grad.dtype != slot.dtype or grad.shape != slot.shape:
             self._refresh()  # raises the error about the parameter
         view = self._view(position)
@@ -165,7 +133,6 @@ class Gradients:
 
     def views(self) -> list[tuple[Tensor, Tensor]]:
         """Return each trainable parameter with the view that is its gradient; none if they are not flat."""
-        self._laid_out()
         return [(slot.tensor, view) for slot, view in zip(self._slots, self._views)]
 
     def changed(self) -> bool:
@@ -174,7 +141,7 @@ class Gradients:
         It may have changed them in place, put others in their places, or set to None what `release` has given.
         """
         passes, replaced, left = self._passes, False, 0
-        if not passes:
+        if not passes.weights or not self.flat:
             return False
         for slot, view, pointer in zip(self._slots, self._views, self._pointers):
             grad = slot.tensor.grad
@@ -189,23 +156,11 @@ class Gradients:
         """Tell of each trainable parameter whether it has a gradient."""
         return [slot.tensor.grad is not None for slot in self._slots]
 
-    def _some_replaced(self) -> bool:
-        """Tell whether a gradient is not in its slice, as after `p.grad = ...`."""
-        return any(map(self._replaced, range(len(self._views))))
-
-    def _replaced(self, position: int) -> bool:
-        grad = self._slots[position].tensor.grad
-        return grad is not None and (grad is not self._views[position] or grad.data_ptr() != self._pointers[position])
-
     # --- a step ---------------------------------------------------------------------------------------------------
-    def begin(self, announce: bool = True, passes: int = 1) -> None:
-        """Begin a step of `passes` backward passes; the last one announces buckets if `announce`."""
-        self._laid_out().begin(announce, passes)
-
     def collect(self) -> Tensor:
         """Make every element of `flats` valid: zeros for a parameter without a gradient.
 
-        Gradients of batches of weight 0 do not count.
+        Gradients of batches of weight 0 are removed from their parameters.
 
         Returns:
             bool tensor on the CPU, one for each trainable parameter: True if it has a gradient.
@@ -213,22 +168,24 @@ class Gradients:
         Raises:
             ConfigError: a gradient was replaced after its bucket was announced, so that other ranks got the old one.
         """
-        announcer = self._laid_out()
-        self._hide()
-        used = [True] * len(self._slots)
-        counts = self._passes.contributes
-        for position, (slot, view) in enumerate(zip(self._slots, self._views, strict=True)):
+        passes, counts = self._passes, self._passes.contributes
+        # Gradients of earlier passes, or of the last step, may be the mean of all ranks.
+        stays = counts or (passes.weighs and (bool(passes.weights) or self._are_of_last_step()))
+        if not stays or any(self._blank):
+            self._hide(stays)
+        used = self.present()
+        for position, (slot, view, pointer) in enumerate(zip(self._slots, self._views, self._pointers)):
             grad = slot.tensor.grad
-            if grad is view and grad.data_ptr() == self._pointers[position]:
+            if grad is view and grad.data_ptr() == pointer:
                 continue
-            used[position] = grad is not None
-            if announcer.announced(position):
-                self._require_in_place(announcer, position, counts)
+            if self.announcer.announced(position):
+                self._require_in_place(position, counts)
             elif grad is None:
                 self._view(position).zero_()
             else:
-                self._move_in(position, grad)
-        self._weigh_by_hand()
+                self._move_in(position, self._plain(position, grad))
+        if not passes.weighed and passes.weighs and passes.weight not in (0.0, 1.0):
+            self._weigh_by_hand()
         return torch.tensor(used, dtype=torch.bool)
 
     def flush(self) -> Tensor:
@@ -237,25 +194,24 @@ class Gradients:
         Further gradients are refused until the next `begin()`.
         """
         used = self.collect()
-        self._laid_out().flush()
+        self.announcer.flush()
         return used
 
-    def settle(self) -> None:
-        """Hide gradients of batches of weight 0 from the optimiser."""
-        if self.flat:
-            self.release(self.collect())
-            return
-        self._hide()
-        self._weigh_by_hand()
+    def settle(self) -> Tensor:
+        """Collect gradients that only this rank's optimiser reads; return the flags of parameters with one."""
+        used = self.collect()
         self._blank[:] = [False] * len(self._blank)
+        return used
 
-    def _hide(self) -> None:
-        """Remove gradients that do not count from their parameters."""
-        # Gradients of earlier passes, or of the last step, may be the mean of all ranks.
-        passes = self._passes
-        stays = passes.contributes or (passes.weighs and (bool(passes) or (passes.used and not self._some_replaced())))
-        if stays and not any(self._blank):
-            return
+    def _are_of_last_step(self) -> bool:
+        """Tell whether the gradients are still those of the last step, in place."""
+        held = zip(self._slots, self._views, self._pointers)
+        places = ((slot.tensor.grad, view, pointer) for slot, view, pointer in held)
+        in_place = all(grad is None or (grad is view and grad.data_ptr() == at) for grad, view, at in places)
+        return in_place and self._passes.used
+
+    def _hide(self, stays: bool) -> None:
+        """Remove gradients that only batches of weight 0 have made from their parameters, or all unless it `stays`."""
         for position, slot in enumerate(self._slots):
             if slot.tensor.grad is not None and (not stays or self._blank[position]):
                 slot.tensor.grad = None
@@ -270,10 +226,10 @@ class Gradients:
         """Return the tensors that hold all gradients."""
         return self.flats if self.flat else [s.tensor.grad for s in self._slots if s.tensor.grad is not None]
 
-    def _require_in_place(self, announcer: Announcer, position: int, counts: bool) -> None:
+    def _require_in_place(self, position: int, counts: bool) -> None:
         """Raise ConfigError if a gradient was replaced or removed after it had been announced."""
         slot = self._slots[position]
-        arrived = counts and not self._blank[position] and announcer.arrived[position]
+        arrived = counts and not self._blank[position] and self.announcer.arrived[position]
         if slot.tensor.grad is not None or arrived:
             raise ConfigError(
                 f"the gradient of {slot.name!r} must be changed in place once its bucket is announced; got "
@@ -283,11 +239,9 @@ class Gradients:
 
     def _weigh_by_hand(self) -> None:
         """Weigh gradients that the loop has assigned itself, so that no hook has weighed them."""
-        passes = self._passes
-        if not passes.weighed and passes.weighs and passes.weight not in (0.0, 1.0):
-            passes.weighed = True
-            for tensor in self._tensors():
-                tensor.mul_(passes.weight)
+        self._passes.weighed = True
+        for tensor in self._tensors():
+            tensor.mul_(self._passes.weight)
 
     def release(self, used: Tensor | Sequence[bool]) -> None:
         """Give its view as gradient to each parameter with a True in `used`, and None to the others.
@@ -305,11 +259,11 @@ class Gradients:
 
     def reveal(self) -> None:
         """Set hidden gradients, those of batches of weight 0, to zeros that the loop can read."""
-        hidden, self._hidden = self._hidden, []
-        for position in hidden:
+        for position in self._hidden:
             slot = self._slots[position]
             if slot.tensor.grad is None:
                 slot.tensor.grad = self._view(position).zero_() if self.flat else torch.zeros_like(slot.tensor)
+        self._hidden.clear()
 
     def unscale(self, factor: float) -> None:
         """Multiply the gradients; this does not count as a change by the loop."""
@@ -324,19 +278,14 @@ class Gradients:
         Reads the gradients once (those of `bucket`, or all), as NaN and infinity survive in a sum. Only if the sum is
         not finite (it may also overflow) is each gradient looked at. Waits for the device.
         """
-        if all(map(cmath.isfinite, _sums(self._tensors() if bucket is None else [bucket.grads]))):
+        sums = [tensor.sum() for tensor in (self._tensors() if bucket is None else [bucket.grads])]
+        if len(sums) > 1 and not sums[0].is_cpu and len({each.device for each in sums}) == 1:
+            sums = list(torch.stack(sums).cpu())  # one wait for the device
+        if all(cmath.isfinite(each.item()) for each in sums):
             return []
         within = None if bucket is None else set(bucket.params)
         suspects = [(s.name, s.tensor.grad) for s in self._slots if within is None or s.name in within]
         return [name for name, grad in suspects if grad is not None and not torch.isfinite(grad).all()]
-
-
-def _sums(tensors: Sequence[Tensor]) -> list[complex]:
-    """Sum each tensor; wait once for a device that has all of them."""
-    sums = [tensor.sum() for tensor in tensors]
-    if len(sums) > 1 and not sums[0].is_cpu and len({each.device for each in sums}) == 1:
-        return torch.stack(sums).tolist()
-    return [each.item() for each in sums]
 
 
 _PIECES = 256  # of a tensor, whose bits are summed apart, so that their order counts

@@ -55,6 +55,7 @@ class Passes:
         on_end: is called at the end of each pass, on the thread of `backward()`, which raises its errors. With
             reentrant checkpointing inner passes end too, and it is called more than once.
         weighed_by_loop: the loop says what its batches weigh.
+        weights: of the passes since the last step; none where there was no pass.
         first: ids of parameters that had no gradient before a batch of weight 0 gave them one.
     """
 
@@ -69,7 +70,7 @@ class Passes:
         self.ends_epoch = self.more_follow = False
         self.on_begin: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
-        self._weights: list[float] = []  # of the passes since the last step
+        self.weights: list[float] = []
         self._hooks: list[RemovableHandle] = []
         self.weighed_by_loop = False  # hooks stay: else there are some only while the weight needs them
         self._parameters: Sequence[nn.Parameter] = ()
@@ -112,7 +113,7 @@ class Passes:
     def weigh(self, weight: float, *, by_loop: bool = False) -> None:
         """Weigh further passes so, until the next batch. A loop that does so does it for each batch: hooks stay."""
         self.weight = weight
-        self.weighed = self.weighed and bool(self._weights)  # gradients that are there already stay as they are
+        self.weighed = self.weighed and bool(self.weights)  # gradients that are there already stay as they are
         self.weighed_by_loop = self.weighed_by_loop or by_loop
         if self._needs_hooks and not self._hooks:
             self._hooks = [self._hook(parameter) for parameter in self._parameters]
@@ -145,19 +146,15 @@ class Passes:
         return grad * self.weight if self.weight else torch.zeros_like(grad)  # zero times infinity is not zero
 
     # --- passes ---------------------------------------------------------------------------------------------------
-    def __bool__(self) -> bool:
-        """Whether there was a pass since the last step."""
-        return bool(self._weights)
-
     @property
     def contributes(self) -> bool:
         """Whether some batch of the gradients has a weight other than 0."""
-        return any(self._weights) if self._weights else self.weight > 0.0
+        return any(self.weights) if self.weights else self.weight > 0.0
 
     @property
     def mean_weight(self) -> float:
         """The mean weight of the passes since the last step."""
-        return sum(self._weights) / len(self._weights) if self._weights else self.weight
+        return sum(self.weights) / len(self.weights) if self.weights else self.weight
 
     @property
     def left_out(self) -> int:
@@ -170,7 +167,7 @@ class Passes:
             if task != self.current:
                 self.current = task
                 if not self._joined:
-                    self._weights.append(self.weight)
+                    self.weights.append(self.weight)
                     torch.autograd.Variable._execution_engine.queue_callback(self._end)
                     if self.on_begin is not None:
                         self.on_begin()
@@ -183,7 +180,7 @@ class Passes:
         to False, for the last of them. Changes before the end do not count as changes by the loop.
         """
         self._joined = self.more_follow = True
-        self._weights.append(self.weight)
+        self.weights.append(self.weight)
         try:
             yield
         finally:
@@ -193,7 +190,7 @@ class Passes:
     @uncompiled
     def _end(self) -> None:
         self.current = _NONE
-        if not self._weights:  # a step was taken inside the pass, in a hook on the last of its parameters
+        if not self.weights:  # a step was taken inside the pass, in a hook on the last of its parameters
             return
         if self.on_end is not None:
             self.on_end()
@@ -206,7 +203,7 @@ class Passes:
     @property
     def used(self) -> bool:
         """Whether the gradients are still those of the last step, in place."""
-        return not self._weights and self._used == [flat._version for flat in self.grads]
+        return not self.weights and self._used == [flat._version for flat in self.grads]
 
     def change(self, replaced: bool) -> int | None:
         """Return what tells changes of gradients since the last pass or `note` apart; None where there are none.
@@ -233,7 +230,7 @@ class Passes:
 
     def done(self) -> None:
         """End the step: later gradients, those that the same pass may still bring too, belong to the next one."""
-        self._weights.clear()
+        self.weights.clear()
         self.current = _NONE
         self.batches_used += self.batch > self._used_last
         self._used_last = self.batch

@@ -143,14 +143,16 @@ class AllReduce(Strategy):
         announces = self.stages is None or self.stages.announces
         overlaps = self._averaging.beside and self._compressed is None and announces
         self._trial = Trial(comm) if config.overlap == "auto" and overlaps else None
-        model.gradients.on_bucket_ready(self._averaging.begin)
+        model.gradients.announcer.callback = self._averaging.begin
         model.passes.on_end = self._backward_ended
         self._arm(overlapped=config.overlap == "on" and overlaps)
 
     def _arm(self, overlapped: bool) -> None:
         """Choose whether the next gradients are reduced during the backward pass."""
         self._overlapped = overlapped
-        self.model.gradients.begin(announce=overlapped and not self._accumulates, passes=self.config.accumulation)
+        self.model.gradients.announcer.begin(
+            announce=overlapped and not self._accumulates, passes=self.config.accumulation
+        )
 
     def _note_nonfinite(self, bucket: Bucket) -> None:
         """Note gradients that are not finite, and what they are on this rank, before they are averaged."""
@@ -296,7 +298,7 @@ class AllReduce(Strategy):
         """Collective. Average gradients, or wait for the thread that does; tell which parameters have one here."""
         if not self._overlapped:
             used = self.model.gradients.collect()
-            self._averaging.now(self.model.gradients.buckets)
+            self._averaging.now(self.model.gradients.announcer.buckets)
             return used
         used = self.model.gradients.flush()
         start = self.comm.now()

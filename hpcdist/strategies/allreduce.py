@@ -156,9 +156,7 @@ class AllReduce(Strategy):
 
     def _note_nonfinite(self, bucket: Bucket) -> None:
         """Note gradients that are not finite, and what they are on this rank, before they are averaged."""
-        self.gradients.look(bucket)
-        if self.config.on_nonfinite != "ignore":
-            self._bad += self.model.gradients.nonfinite(bucket)
+        self._bad += self.gradients.look(bucket)
 
     # --- backward passes ------------------------------------------------------------------------------------------
     def _backward_ended(self) -> None:
@@ -180,16 +178,36 @@ class AllReduce(Strategy):
 
     def synchronize(self) -> None:
         """Collective. Average gradients that no backward pass has averaged yet; as a rule there are none."""
-        if not self._alone and (self._merged is None or self._passes):
-            self._merged = self._merge()
+        if self._alone or (self._merged is not None and not self._passes):
+            return
+        self._passes = 0
+        if self._merged is not None and not self._averaging.repeats:
+            raise ConfigError(
+                "strategy.accumulation must be the number of backward passes before a step with strategy.provider.op "
+                f"{self.config.provider.op!r}, whose result can't be added to; got one more. Set it, or use average."
+            )
+        if self.model.unfrozen:
+            self._unfreeze()
+        if self._compressed is not None:
+            used, self._merged = self._average_compressed(self._compressed)
+        else:
+            used, self._merged = self._agreement(self._average(), self._bad)
+            self._bad = []
+        self.model.gradients.release(used)
+        if self._trial is not None and not self._trial.decided:
+            self._trial.step()
+        overlapped = self._overlapped if self._trial is None else self._trial.way
+        if overlapped or self._overlapped:
+            self._arm(overlapped)
 
     def _averaged(self) -> dict[int, list[str]]:
         """Collective. Average what is not averaged yet; return the names of gradients that are not finite, by rank."""
+        if self.model.unfrozen:
+            self._unfreeze()
         if not self._alone:
             self.synchronize()
             bad, self._merged = self._merged or {}, None
             return bad
-        self._unfreeze()
         self.model.gradients.settle()
         return self._nonfinite_here()
 
@@ -199,7 +217,6 @@ class AllReduce(Strategy):
         return {self.comm.rank: names} if names else {}
 
     def advance(self, update: Update) -> Outcome:
-        self._unfreeze()
         if self._passes and self.comm.size > 1 and self.gradients.changed:
             raise ConfigError(
                 f"gradients must be averaged before they are changed; got some that were changed after {self._passes} "
@@ -264,29 +281,8 @@ class AllReduce(Strategy):
         self.comm.allreduce(losses)
         return torch.tensor(sum(losses.tolist()) / self.comm.size, dtype=torch.float64)
 
-    def _merge(self) -> dict[int, list[str]]:
-        """Collective. Average the gradients over the ranks; return the names of those not finite, by rank."""
-        self._passes = 0
-        if self._merged is not None and not self._averaging.repeats:
-            raise ConfigError(
-                "strategy.accumulation must be the number of backward passes before a step with strategy.provider.op "
-                f"{self.config.provider.op!r}, whose result can't be added to; got one more. Set it, or use average."
-            )
-        self._unfreeze()
-        if self._compressed is not None:
-            used, bad = self._average_compressed(self._compressed)
-        else:
-            used, bad = self._agree(self._average())
-        self.model.gradients.release(used)
-        if self._trial is not None and not self._trial.decided:
-            self._trial.step()
-        self._arm(self._trial.way if self._trial is not None else self._overlapped)
-        return bad
-
     def _unfreeze(self) -> None:
         """Train parameters that the loop has unfrozen since the last step."""
-        if not self.model.unfrozen:
-            return
         if self._overlapped:
             self.model.gradients.flush()
             self._averaging.wait()
@@ -308,20 +304,14 @@ class AllReduce(Strategy):
         return used
 
     def _average_compressed(self, sum_up: Reduction) -> tuple[Tensor, dict[int, list[str]]]:
-        used, self._bad = self.model.gradients.collect(), self.gradients.nonfinite()
-        self.gradients.look()
-        used, bad = self._agree(used)  # before: what is not finite must not get into what is left to be sent
+        # What is not finite must not get into what is left to be sent.
+        used, bad = self._agreement(self.model.gradients.collect(), self.gradients.nonfinite())
         if bad:
             for flat in self.model.grads:  # so that all ranks see that it was not
                 flat.fill_(torch.nan)
         else:
             sum_up.mean(self.model.grads, used)
         return used, bad
-
-    def _agree(self, used: Tensor) -> tuple[Tensor, dict[int, list[str]]]:
-        """Find which parameters had a gradient on any rank, and which were not finite, by rank."""
-        bad, self._bad = self._bad, []
-        return self._agreement(used, bad)
 
     def close(self) -> None:
         if self._compressed is not None:

@@ -146,6 +146,8 @@ class Strategy(abc.ABC):
         self.records = Recorder(comm, on_record)
         self.state = State(comm, model)
         self.steps = self.state.value("steps", 0, self, reshard="first")
+        here = self.contract.synchronous and self.contract.updates == "here" and self.contract.averages != "gradients"
+        self._compared = here and comm.size > 1
         self._meetings = 0  # steps in which ranks might have compared hyper-parameters
         model.passes.weighs = self.contract.weighs
         if comm.size > 1 and not self.contract.uses_changed_gradients:
@@ -233,11 +235,9 @@ class Strategy(abc.ABC):
         self.gradients.begin(self.steps + 1, skips, changed=look.changed and unscale is None)
         if unscale is not None:
             self.model.gradients.unscale(unscale)
-        if self._compares():
+        if self._compared and self._compares():
             require_equal_values(self.comm, self.hyperparameters, self.steps + 1, self.model.passes.batch)
             update = self.hyperparameters.noting(update)
-        if self.model.passes.on_end is None:  # else the strategy averages them as they come, and has looked before
-            self.gradients.look()
         with self.comm.trace.span(type(self).__name__, "strategy") as details:
             outcome = self.advance(update)
             if details is not None and outcome.waited_for:
@@ -254,13 +254,9 @@ class Strategy(abc.ABC):
         Strategies that average gradients in every step send a checksum along with them instead, and servers compare
         the numbers that come with gradients.
         """
-        contract = self.contract
-        compared = contract.synchronous and contract.averages != "gradients" and contract.updates == "here"
-        if not compared or self.comm.size == 1 or not len(self.hyperparameters):
-            return False
         if self.comm.failures.tolerant:  # a rank that dies while ranks compare would end them all
             return False
-        if not self.config.meets(self.steps + 1):
+        if not self.hyperparameters.places or not self.config.meets(self.steps + 1):
             return False
         self._meetings += 1
         return self._meetings & (self._meetings - 1) == 0 or self._meetings % 64 == 0

@@ -131,7 +131,7 @@ class ServerStrategy(Strategy):
             model.gradients.leave()
             return
         clocks = max(1, len(roles.workers)) if roles.aggregators else 1
-        values = len(self.hyperparameters) * self.sends_hyperparameters + self.contract.synchronous
+        values = len(self.hyperparameters.places) * self.sends_hyperparameters + self.contract.synchronous
         self.channel = RequestChannel(
             comm, roles, place.shards, model.params, len(model.names), clocks, *self._codecs(), values=values
         )

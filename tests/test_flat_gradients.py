@@ -150,7 +150,7 @@ def test_nonfinite_gradients_are_named(device, wrap):
             model = wrap(module, bucket_bytes=8)
             sum(layer(torch.ones(1, 2, dtype=dtype, device=device)).abs().sum() for layer in module).backward()
             if wrap is left:
-                model.gradients.settle()
+                model.gradients.collect()
             assert model.gradients.nonfinite() == []
             module[2].weight.grad[0, 1] = bad
             module[0].bias.grad[0] = -bad
@@ -159,7 +159,7 @@ def test_nonfinite_gradients_are_named(device, wrap):
             assert wrap is left or sorted(found) == ["0.bias", "2.weight"]
     module, model = pair(wrap)
     module[0].weight.grad = torch.full((1, 2), 3e38)  # their sum overflows
-    model.gradients.settle() if wrap is left else model.gradients.collect()
+    model.gradients.collect()
     assert model.gradients.nonfinite() == []
 
 
@@ -193,7 +193,7 @@ def test_hooks_stay_where_a_loop_weighs_its_batches():
         module.zero_grad()
         module(torch.ones(1, 2)).sum().backward()
         model.gradients.collect()
-        model.passes.done()
+        model.gradients.done()
         found.append((model.grads[0][0].item(), list(module.weight._backward_hooks)))
     assert [grad for grad, _ in found] == [3, 1, 1, 0, 0]
     assert all(hooks == found[0][1] for _, hooks in found)
@@ -215,12 +215,12 @@ def test_gradients_are_autograds_own_through_passes_and_steps(set_to_none):
             for each in (module, plain):
                 each(x).square().sum().backward()
         made = [p.grad for p in module.parameters()]
-        model.gradients.settle()
+        model.gradients.collect()
         assert all(p.grad is grad for p, grad in zip(module.parameters(), made, strict=True))
         assert model.gradients.nonfinite() == []
         for optimizer in optimizers:
             optimizer.step()
-        model.passes.done()
+        model.gradients.done()
         for own, expected in zip(module.parameters(), plain.parameters(), strict=True):
             assert torch.equal(own, expected) and torch.equal(own.grad, expected.grad)
 
@@ -230,27 +230,25 @@ def test_gradients_of_batches_of_weight_0_are_hidden_from_the_optimiser_and_show
     x = torch.ones(1, 2)
     model.begin_batch(0.0)
     (module[0](x) + module[1](x)).sum().backward()
-    model.gradients.settle()
+    model.gradients.collect()
     assert module[0].weight.grad is None and module[1].weight.grad is None
-    model.gradients.reveal()
-    model.passes.done()
+    model.gradients.done()
     assert not module[0].weight.grad.any() and not module[1].weight.grad.any()
     model.begin_batch(0.0)
     module.zero_grad()
     (module[0](x) + module[1](x)).sum().backward()
     model.begin_batch(1.0)
     module[1](x).sum().backward()
-    model.gradients.settle()
+    model.gradients.collect()
     assert module[0].weight.grad is None, "only a batch of weight 0 has made it"
     assert module[1].weight.grad.tolist() == [[1, 1]]
-    model.gradients.reveal()
-    model.passes.done()
+    model.gradients.done()
     model.begin_batch(0.0)
     module.zero_grad(set_to_none=False)
     module[0](x).sum().backward()
     model.begin_batch(1.0)
     module[1](x).sum().backward()
-    model.gradients.settle()
+    model.gradients.collect()
     assert module[0].weight.grad.tolist() == [[0, 0]], "it was there before"
 
 
@@ -261,13 +259,13 @@ def test_weights_are_counted_once_where_they_count():
     model.begin_batch(3.0)
     module[0](x).sum().backward()
     module[1].weight.grad = torch.ones(1, 2)
-    model.gradients.settle()
+    model.gradients.collect()
     assert module[0].weight.grad.tolist() == [[3, 3]]
-    model.passes.done()
+    model.gradients.done()
     module.zero_grad()
     model.begin_batch(2.0)
     module[1].weight.grad = torch.ones(1, 2)  # by hand alone, which no hook has weighed
-    model.gradients.settle()
+    model.gradients.collect()
     assert module[1].weight.grad.tolist() == [[2, 2]] and module[0].weight.grad is None
 
 

@@ -80,8 +80,8 @@ class FlatModel:
     adds to it: two reads and two writes. Both accumulate over several backward passes. Sparse gradients
     (`nn.Embedding(sparse=True)`) become dense, so use a dense optimiser. At a step call `refresh()`,
     `gradients.collect()` or `gradients.flush()`, communicate `grads`, then `gradients.release(used)`, the optimiser's
-    step and `passes.done()`. If only the optimiser reads gradients, they need not be flat: call `gradients.leave()`
-    once, and at a step `gradients.settle()` in place of `collect()`, `flush()` and `release()`.
+    step and `gradients.done()`. If only the optimiser reads gradients, they need not be flat: call `gradients.leave()`
+    once, and at a step `gradients.collect()` before the optimiser's step and `done()` after it.
 
     Autograd does not notice writes to flat memory between a forward pass and its backward pass.
 

@@ -197,12 +197,6 @@ class Gradients:
         self.announcer.flush()
         return used
 
-    def settle(self) -> Tensor:
-        """Collect gradients that only this rank's optimiser reads; return the flags of parameters with one."""
-        used = self.collect()
-        self._blank[:] = [False] * len(self._blank)
-        return used
-
     def _are_of_last_step(self) -> bool:
         """Tell whether the gradients are still those of the last step, in place."""
         held = zip(self._slots, self._views, self._pointers)
@@ -216,6 +210,7 @@ class Gradients:
             if slot.tensor.grad is not None and (not stays or self._blank[position]):
                 slot.tensor.grad = None
                 self._hidden.append(position)
+        self._blank[:] = [False] * len(self._blank)
 
     def checksum(self, bucket: Bucket | None = None) -> int:
         """Return a checksum of the gradients' bits, of `bucket` or of all; 0 if all are zero or None."""
@@ -229,7 +224,7 @@ class Gradients:
     def _require_in_place(self, position: int, counts: bool) -> None:
         """Raise ConfigError if a gradient was replaced or removed after it had been announced."""
         slot = self._slots[position]
-        arrived = counts and not self._blank[position] and self.announcer.arrived[position]
+        arrived = counts and position not in self._hidden and self.announcer.arrived[position]
         if slot.tensor.grad is not None or arrived:
             raise ConfigError(
                 f"the gradient of {slot.name!r} must be changed in place once its bucket is announced; got "
@@ -254,16 +249,16 @@ class Gradients:
             raise ConfigError(f"used must be {len(self._slots)} flags, one per trainable parameter; got {len(flags)}.")
         for position, (slot, flag) in enumerate(zip(self._slots, flags, strict=True)):
             slot.tensor.grad = self._view(position) if flag else None
-        self._blank[:] = [False] * len(self._blank)
         self._released = sum(flags)
 
-    def reveal(self) -> None:
-        """Set hidden gradients, those of batches of weight 0, to zeros that the loop can read."""
+    def done(self) -> None:
+        """End the step: gradients that were removed, those of batches of weight 0, are zeros that the loop can read."""
         for position in self._hidden:
             slot = self._slots[position]
             if slot.tensor.grad is None:
                 slot.tensor.grad = self._view(position).zero_() if self.flat else torch.zeros_like(slot.tensor)
         self._hidden.clear()
+        self._passes.done()
 
     def unscale(self, factor: float) -> None:
         """Multiply the gradients; this does not count as a change by the loop."""

@@ -194,7 +194,8 @@ class Passes:
             return
         if self.on_end is not None:
             self.on_end()
-        self.note()
+        if self.grads:
+            self.note()
 
     def note(self) -> None:
         """Remember the gradients: later changes are changes by the loop."""

@@ -208,7 +208,7 @@ class AllReduce(Strategy):
             self.synchronize()
             bad, self._merged = self._merged or {}, None
             return bad
-        self.model.gradients.settle()
+        self.model.gradients.collect()
         return self._nonfinite_here()
 
     def _nonfinite_here(self) -> dict[int, list[str]]:
@@ -269,7 +269,7 @@ class AllReduce(Strategy):
         self.model.flat_buffers.restore()
         self.updates += 1
         self.steps += 1
-        self.model.passes.done()
+        self.model.gradients.done()
         self.gradients.done()
         outcome = Outcome(self.updates, staleness=(0,) if contributes else ())
         return self.records.record(self.steps, outcome), result

@@ -135,7 +135,7 @@ class _PeriodWorker(Worker):
 
     def step(self, update: Update) -> Outcome:
         strategy = self.strategy
-        used = self.model.gradients.settle()
+        used = self.model.gradients.collect()
         skipped, heads = self.left_out(), list[ReplyHead]()
         if not skipped:
             strategy.gradients.clip()

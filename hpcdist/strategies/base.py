@@ -242,8 +242,7 @@ class Strategy(abc.ABC):
             outcome = self.advance(update)
             if details is not None and outcome.waited_for:
                 details["held up, s"] = {f"by rank {rank}": seconds for rank, seconds in outcome.waited_for.items()}
-        self.model.gradients.reveal()
-        self.model.passes.done()
+        self.model.gradients.done()
         self.gradients.done()
         self.steps += 1
         return self.records.record(self.steps, outcome)

@@ -65,7 +65,7 @@ class GradientTracking(Strategy):
         if self.comm.size == 1:
             return self.gradients.step_alone(update)
         params = self.model.params
-        self.model.gradients.settle()
+        self.model.gradients.collect()
         if self.config.order == "before":
             used = self._mix(params, self.steps)
             return self.gradients.step_alone(lambda: self._step(update, used))

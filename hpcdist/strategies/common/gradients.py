@@ -120,7 +120,7 @@ class LocalGradients:
 
     def step_alone(self, update: Callable[[], None]) -> Outcome:
         """Take the local optimiser's step on this rank's own gradient, left out where that is not finite."""
-        used = self._model.gradients.settle()
+        used = self._model.gradients.collect()
         bad = self.nonfinite()
         event = self.leave_out({self._comm.rank: bad}) if bad else None
         if not bad:

@@ -198,13 +198,13 @@ def test_of_passes_that_are_joined_the_last_one_completes_buckets():
     model = FlatModel(Bag([(4, torch.float32)] * 2), bucket_bytes=4)
     seen = announced(model)
     model.gradients.announcer.begin()
-    with model.passes.joined():
+    with model.gradients.joined():
         model.module([0, 1]).backward()
         assert not seen
-        model.passes.more_follow = False
+        model.gradients.more_follow = False
         model.module([1]).backward()
         assert seen == [0]
-    assert not model.passes.more_follow
+    assert not model.gradients.more_follow
     model.gradients.flush()
     assert seen == [0, 1]
 

@@ -16,7 +16,6 @@ from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import check_caps
 from hpcdist.model.flat_buffers import FlatBuffers
 from hpcdist.model.gradients import Gradients
-from hpcdist.model.passes import Passes
 from hpcdist.model.slots import (
     Structure,
     bind,
@@ -90,9 +89,8 @@ class FlatModel:
         frozen: flat parameters with requires_grad=False, integer ones included.
         names: names of the trainable parameters, in the order of `module.parameters()`.
         n_params, n_bytes: elements and bytes of all trainable parameters.
-        gradients: the trainable parameters' gradients, and their buckets.
+        gradients: the trainable parameters' gradients, their buckets, and the backward passes since the last step.
         flat_buffers: the buffers, with what a batch of weight 0 has changed in them.
-        passes: the backward passes since the last step.
         is_swapped: the module has other values for the moment, see `swapped`.
         moves: the number of parameters that had to be moved back from other memory so far.
 
@@ -124,16 +122,16 @@ class FlatModel:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"module must be a torch.nn.Module; got {type(module).__name__}. Pass the model itself.")
         check_caps(bucket_bytes, first_bucket_bytes)
-        self.module, self._extra, self._caps = module, tuple(extra), (bucket_bytes, first_bucket_bytes)
+        self.module, self._extra = module, tuple(extra)
         self._only, self._rest = None if only is None else set(map(id, only)), rest
-        self.passes = Passes()
         self.is_swapped = False
         self.moves = 0
         check_flattenable(self._named(), module.named_buffers())
         self.flat_buffers = FlatBuffers(module, buffers) if rest else FlatBuffers(nn.Module())
-        self._lay_out(flat=True)
+        self.gradients = Gradients((bucket_bytes, first_bucket_bytes), self.refresh)
+        self._lay_out()
 
-    def _lay_out(self, flat: bool) -> None:
+    def _lay_out(self) -> None:
         """Move parameters into flat memory, the trainable and the frozen ones apart."""
         named = self._named()
         self._slots, self.params = flatten((name, p) for name, p in named if p.requires_grad)
@@ -144,8 +142,7 @@ class FlatModel:
         self.names = tuple(slot.name for slot in self._slots)
         self.n_params = sum(slot.tensor.numel() for slot in self._slots)
         self.n_bytes = sum(flat.numel() * flat.element_size() for flat in self.params)
-        self.passes.watch(self.parameters())
-        self.gradients = Gradients(self._slots, self.params, self.passes, self._caps, self.refresh, flat=flat)
+        self.gradients.watch(self._slots, self.params)
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         """Return this view's parameters, in the module's order."""
@@ -183,20 +180,20 @@ class FlatModel:
         self.flat_buffers.restore()
         if weight == 0.0:
             self.flat_buffers.keep()
-        self.passes.begin_batch(weight, ends_epoch=ends_epoch)
+        self.gradients.begin_batch(weight, ends_epoch=ends_epoch)
 
     def weigh(self, weight: float) -> None:
         """Give the current batch, before its forward pass, another weight, unless it was announced not to count."""
-        if not self.passes.counts:
+        if not self.gradients.counts:
             return
         if weight == 0.0:
             self.flat_buffers.keep()
-        self.passes.weigh(weight, by_loop=True)
+        self.gradients.weigh(weight, by_loop=True)
 
     def end_batches(self) -> None:
         """End the last batch of a loop: later backward passes weigh 1 and belong to no new batch."""
         self.flat_buffers.restore()
-        self.passes.end_batches()
+        self.gradients.end_batches()
 
     def admit(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters too, as soon as they are not frozen.
@@ -354,16 +351,13 @@ class FlatModel:
         new = {id(slot.tensor) for slot in self._frozen_slots if slot.tensor.requires_grad}
         held = [(slot.tensor, slot.tensor.grad) for slot in self._all_slots]
         check_flattenable(self._named(), [])
-        before = self.gradients
-        before.remove_hooks()
-        self._lay_out(before.flat)
-        self.gradients.announcer.callback = before.announcer.callback
+        self._lay_out()
         views = {id(parameter): view for parameter, view in self.gradients.views()}
         for tensor, grad in held:
             if grad is None:
                 continue
-            if self.passes.weighs and id(tensor) in new:
-                tensor.grad = grad = grad * self.passes.weight
+            if self.gradients.weighs and id(tensor) in new:
+                tensor.grad = grad = grad * self.gradients.weight
             if id(tensor) in views:
                 tensor.grad = views[id(tensor)].copy_(grad)
 
@@ -398,9 +392,6 @@ class FlatModel:
 
     def close(self) -> None:
         """Remove the hooks. The module goes on alone, each tensor in memory of its own. May be called twice."""
-        self.gradients.remove_hooks()
-        self.passes.end_batches()
-        self.passes.on_end = None
-        self.gradients.announcer.callback = None
+        self.gradients.close()
         for slot in (*self._all_slots, *self.flat_buffers.slots):  # of a view torch saves all that it is a view of
             slot.tensor.data = slot.tensor.detach().clone()

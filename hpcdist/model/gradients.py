@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import cmath
 import functools
+import math
 import zlib
 from collections.abc import Callable, Sequence
+from typing import cast
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import Announcer, Bucket, make_buckets
-from hpcdist.model.passes import Passes, uncompiled
+from hpcdist.model.passes import NO_PASS, Passes, uncompiled
 from hpcdist.model.slots import Slot
 from hpcdist.records.digest import tensor_bytes
 
 
-class Gradients:
+class Gradients(Passes):
     """The gradients of the trainable parameters of a `FlatModel`, which says what to call in a step.
 
     A hook on each parameter copies a gradient that autograd has made elsewhere into its flat slice. Gradients that only
@@ -26,31 +30,34 @@ class Gradients:
     Attributes:
         flats: one tensor for each group of parameters, of the same shape, zero at first; none if they are not flat.
         announcer: of ranges of `flats`, its buckets.
+        looks_at: what of flat gradients tells of changes through `p.grad.data`, which torch does not count: a function
+            of one tensor, called at the end of a pass and at the step. None: they go unnoticed. Set it before the first
+            batch.
+        changed_by_loop: tells how the loop has changed gradients in the steps so far, where it is looked at them.
 
     Args:
-        slots: of the trainable parameters.
-        params: their flat memory.
         caps: bytes of a bucket, and of the first bucket of each group.
         refresh: raises ConfigError if a parameter has another dtype, shape or device than its slot.
-        flat: False leaves gradients where autograd makes them: no flat memory, no buckets, no announcements.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        params: Sequence[Tensor],
-        passes: Passes,
-        caps: tuple[int, int],
-        refresh: Callable[[], None],
-        *,
-        flat: bool = True,
-    ):
-        self._slots, self._passes, self._caps, self._refresh = slots, passes, caps, refresh
-        self._views: list[Tensor] = []
-        self._pointers: list[int] = []
+    def __init__(self, caps: tuple[int, int], refresh: Callable[[], None]):
+        super().__init__()
+        self._caps, self._refresh = caps, refresh
+        self._flat = True
         self.announcer = Announcer((), ())
-        self.flat = flat
-        self._lay_out(tuple(map(torch.zeros_like, params)) if flat else ())
+        self.looks_at: Callable[[Tensor], object] | None = None
+        self.changed_by_loop = 0
+        self._after_step: list[int] = []  # versions of the gradients
+        self._after_pass: list[object] = []  # versions, and perhaps values
+        self._hooks: list[RemovableHandle] = []
+
+    def watch(self, slots: Sequence[Slot], params: Sequence[Tensor]) -> None:
+        """Take the gradients of the parameters in these slots of `params` from now on, and of no others."""
+        for hook in self._hooks:
+            hook.remove()
+        self._count([cast(nn.Parameter, slot.tensor) for slot in slots])
+        self._slots = slots
+        self._lay_out(tuple(map(torch.zeros_like, params)) if self._flat else ())
         self._blank = [False] * len(slots)  # gradients that only batches of weight 0 have made
         self._hidden: list[int] = []  # those of them that the optimiser must not see
         self._released = 0  # how many gradients `release` has given last
@@ -59,48 +66,48 @@ class Gradients:
             for position, slot in enumerate(slots)
         ]
 
-    def remove_hooks(self) -> None:
+    def close(self) -> None:
+        """Leave the parameters' gradients alone from now on."""
         for hook in self._hooks:
             hook.remove()
+        self.end_batches()
+        self.on_end = self.announcer.callback = None
 
     # --- memory ---------------------------------------------------------------------------------------------------
     def leave(self) -> None:
         """Leave gradients where autograd makes them: nothing is copied, and there is no flat memory."""
-        self.flat = False
+        self._flat = False
         self._lay_out(())
 
     def move(self, flats: Sequence[Tensor]) -> None:
         """Keep gradients in `flats`, zeros like `params`. Call it before the first batch."""
-        self.flat = True
+        self._flat = True
         self._lay_out(tuple(flats))
 
     def _lay_out(self, flats: tuple[Tensor, ...]) -> None:
-        self.flats = self._passes.grads = flats
-        self._views[:] = [slot.view(flats[slot.group]) for slot in self._slots if self.flat]
-        self._pointers[:] = [view.data_ptr() for view in self._views]
-        names = tuple(slot.name for slot in self._slots if self.flat)
+        self.flats = flats
+        self._views = [slot.view(flats[slot.group]) for slot in self._slots if self._flat]
+        self._pointers = [view.data_ptr() for view in self._views]
+        names = tuple(slot.name for slot in self._slots if self._flat)
         self.announcer = Announcer(make_buckets(self._slots, flats, *self._caps), names, self.announcer.callback)
 
     # --- backward passes ------------------------------------------------------------------------------------------
     def _make_hook(self, position: int) -> Callable[[Tensor], None]:
-        views, pointers, blank, passes = self._views, self._pointers, self._blank, self._passes
-
         @uncompiled
         def hook(parameter: Tensor) -> None:
-            task = torch._C._current_graph_task_id()
-            announcer = self.announcer
-            if task != passes.current:
-                passes.begin(task)
+            task, announcer = torch._C._current_graph_task_id(), self.announcer
+            if task != self._current:
+                self._begin(task)
             grad = parameter.grad
             if grad is None or grad.requires_grad or grad.layout is not torch.strided:
                 grad = parameter.grad = self._plain(position, grad)
-            if self.flat and (grad is not views[position] or grad.data_ptr() != pointers[position]):
+            if self._flat and (grad is not self._views[position] or grad.data_ptr() != self._pointers[position]):
                 self._move_in(position, grad)
-            if passes.weight != 0.0:
-                blank[position] = False
-            elif id(parameter) in passes.first:
-                blank[position] = True
-            if announcer.armed and not passes.more_follow:
+            if self.weight != 0.0:
+                self._blank[position] = False
+            elif id(parameter) in self._first:
+                self._blank[position] = True
+            if announcer.armed and not self.more_follow:
                 announcer.arrive(position)
 
         return hook
@@ -140,17 +147,35 @@ class Gradients:
 
         It may have changed them in place, put others in their places, or set to None what `release` has given.
         """
-        passes, replaced, left = self._passes, False, 0
-        if not passes.weights or not self.flat:
+        if not self.weights or not self._flat:
             return False
+        replaced, left, now = False, 0, self._versions()
         for slot, view, pointer in zip(self._slots, self._views, self._pointers):
             grad = slot.tensor.grad
             left += grad is not None
             replaced = replaced or (grad is not None and (grad is not view or grad.data_ptr() != pointer))
-        change = passes.change(replaced)
-        if passes.looks_at is not None:
-            passes.changed_by_loop += (change or 0) + (left < self._released)
-        return change is not None
+        changed = replaced or now != self._after_pass
+        if self.looks_at is not None:
+            self.changed_by_loop += (self._change(now) if changed else 0) + (left < self._released)
+        return changed
+
+    def _change(self, now: list[object]) -> int:
+        """Return what tells changes of gradients apart, if they are the ranks' mean by now.
+
+        0 where values are as before; 1 where each rank has gradients of its own, as inside a pass. Else by the power of
+        two that gradients have on average: ranks' own factors change it sooner or later, rounding hardly ever.
+        """
+        if self.on_end is None or self._current != NO_PASS:
+            return 1
+        values, before = now[len(self.flats) :], self._after_pass[len(self.flats) :]
+        return 0 if values == before else 2048 + math.frexp(np.abs(np.frombuffer(b"".join(values))).mean())[1]  # type: ignore[arg-type]
+
+    def _versions(self) -> list[object]:
+        values = [] if self.looks_at is None else map(self.looks_at, self.flats)
+        return [*(flat._version for flat in self.flats), *values]  # changes of views count too
+
+    def _note(self) -> None:
+        self._after_pass = self._versions() if self._flat else []
 
     def present(self) -> list[bool]:
         """Tell of each trainable parameter whether it has a gradient."""
@@ -168,9 +193,9 @@ class Gradients:
         Raises:
             ConfigError: a gradient was replaced after its bucket was announced, so that other ranks got the old one.
         """
-        passes, counts = self._passes, self._passes.contributes
+        counts = self.contributes
         # Gradients of earlier passes, or of the last step, may be the mean of all ranks.
-        stays = counts or (passes.weighs and (bool(passes.weights) or self._are_of_last_step()))
+        stays = counts or (self.weighs and (bool(self.weights) or self._are_of_last_step()))
         if not stays or any(self._blank):
             self._hide(stays)
         used = self.present()
@@ -184,7 +209,7 @@ class Gradients:
                 self._view(position).zero_()
             else:
                 self._move_in(position, self._plain(position, grad))
-        if not passes.weighed and passes.weighs and passes.weight not in (0.0, 1.0):
+        if not self._weighed and self.weighs and self.weight not in (0.0, 1.0):
             self._weigh_by_hand()
         return torch.tensor(used, dtype=torch.bool)
 
@@ -202,7 +227,7 @@ class Gradients:
         held = zip(self._slots, self._views, self._pointers)
         places = ((slot.tensor.grad, view, pointer) for slot, view, pointer in held)
         in_place = all(grad is None or (grad is view and grad.data_ptr() == at) for grad, view, at in places)
-        return in_place and self._passes.used
+        return in_place and self._after_step == [flat._version for flat in self.flats]
 
     def _hide(self, stays: bool) -> None:
         """Remove gradients that only batches of weight 0 have made from their parameters, or all unless it `stays`."""
@@ -219,7 +244,7 @@ class Gradients:
 
     def _tensors(self) -> Sequence[Tensor]:
         """Return the tensors that hold all gradients."""
-        return self.flats if self.flat else [s.tensor.grad for s in self._slots if s.tensor.grad is not None]
+        return self.flats if self._flat else [s.tensor.grad for s in self._slots if s.tensor.grad is not None]
 
     def _require_in_place(self, position: int, counts: bool) -> None:
         """Raise ConfigError if a gradient was replaced or removed after it had been announced."""
@@ -234,9 +259,9 @@ class Gradients:
 
     def _weigh_by_hand(self) -> None:
         """Weigh gradients that the loop has assigned itself, so that no hook has weighed them."""
-        self._passes.weighed = True
+        self._weighed = True
         for tensor in self._tensors():
-            tensor.mul_(self._passes.weight)
+            tensor.mul_(self.weight)
 
     def release(self, used: Tensor | Sequence[bool]) -> None:
         """Give its view as gradient to each parameter with a True in `used`, and None to the others.
@@ -256,16 +281,22 @@ class Gradients:
         for position in self._hidden:
             slot = self._slots[position]
             if slot.tensor.grad is None:
-                slot.tensor.grad = self._view(position).zero_() if self.flat else torch.zeros_like(slot.tensor)
+                slot.tensor.grad = self._view(position).zero_() if self._flat else torch.zeros_like(slot.tensor)
         self._hidden.clear()
-        self._passes.done()
+        self.weights.clear()
+        self._current = (
+            NO_PASS  # later gradients, those that the same pass may still bring too, belong to the next step
+        )
+        self.batches_used += self.batch > self._used_last
+        self._used_last = self.batch
+        self._after_step = [flat._version for flat in self.flats]
 
     def unscale(self, factor: float) -> None:
         """Multiply the gradients; this does not count as a change by the loop."""
         for slot in self._slots:
             if slot.tensor.grad is not None:
                 slot.tensor.grad.mul_(factor)
-        self._passes.note()
+        self._note()
 
     def nonfinite(self, bucket: Bucket | None = None) -> list[str]:
         """Name the parameters whose gradient holds NaN or infinity.

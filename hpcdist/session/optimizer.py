@@ -191,7 +191,7 @@ class _Distributed:
             raise rules.error(_MICRO_BATCHES, found="optimizer.weigh()")
         if contract.weighs and contract.synchronous:
             peers = self.attachment.peers
-            model.weigh(relative(counts_of(peers, n if model.passes.counts else 0)[0], peers.rank))
+            model.weigh(relative(counts_of(peers, n if model.gradients.counts else 0)[0], peers.rank))
         elif contract.weighs:
             model.weigh(float(n > 0))
 

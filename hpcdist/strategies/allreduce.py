@@ -144,7 +144,7 @@ class AllReduce(Strategy):
         overlaps = self._averaging.beside and self._compressed is None and announces
         self._trial = Trial(comm) if config.overlap == "auto" and overlaps else None
         model.gradients.announcer.callback = self._averaging.begin
-        model.passes.on_end = self._backward_ended
+        model.gradients.on_end = self._backward_ended
         self._arm(overlapped=config.overlap == "on" and overlaps)
 
     def _arm(self, overlapped: bool) -> None:
@@ -161,7 +161,7 @@ class AllReduce(Strategy):
     # --- backward passes ------------------------------------------------------------------------------------------
     def _backward_ended(self) -> None:
         self._passes += 1
-        enough = self._passes >= self.config.accumulation or self.model.passes.ends_epoch
+        enough = self._passes >= self.config.accumulation or self.model.gradients.ends_epoch
         if not self._accumulates and enough:
             self.synchronize()
 
@@ -264,7 +264,7 @@ class AllReduce(Strategy):
             return None if loss is None else self._mean(torch.as_tensor(loss, dtype=torch.float64).item())
 
         self.model.refresh()
-        contributes = self.model.passes.weight > 0
+        contributes = self.model.gradients.weight > 0
         result = solve(evaluate)
         self.model.flat_buffers.restore()
         self.updates += 1
@@ -277,7 +277,7 @@ class AllReduce(Strategy):
     def _mean(self, loss: float) -> Tensor:
         """Collective. Average the loss as gradients are, the same to the bit on all ranks."""
         losses = torch.zeros(self.comm.size, dtype=torch.float64)  # one place each: a sum of zeros and one is exact
-        losses[self.comm.rank] = self.model.passes.weight * loss if self.model.passes.weight else 0.0
+        losses[self.comm.rank] = self.model.gradients.weight * loss if self.model.gradients.weight else 0.0
         self.comm.allreduce(losses)
         return torch.tensor(sum(losses.tolist()) / self.comm.size, dtype=torch.float64)
 

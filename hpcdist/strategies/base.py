@@ -149,14 +149,14 @@ class Strategy(abc.ABC):
         here = self.contract.synchronous and self.contract.updates == "here" and self.contract.averages != "gradients"
         self._compared = here and comm.size > 1
         self._meetings = 0  # steps in which ranks might have compared hyper-parameters
-        model.passes.weighs = self.contract.weighs
+        model.gradients.weighs = self.contract.weighs
         if comm.size > 1 and not self.contract.uses_changed_gradients:
-            model.passes.looks_at = _sum
+            model.gradients.looks_at = _sum
         elif comm.size > 1 and self.contract.replicates:  # where a change on all ranks is fine: less will do
-            model.passes.looks_at = some_values
+            model.gradients.looks_at = some_values
         self.adds_up = loss == "sum"
         if self.adds_up:  # a mean of p times the gradients is their sum; servers don't divide
-            model.passes.weigh_alike(comm.size if self.contract.updates == "here" else 1.0)
+            model.gradients.weigh_alike(comm.size if self.contract.updates == "here" else 1.0)
         if not self.contract.reads_gradients:
             model.gradients.leave()
         spread_model(comm, model)
@@ -236,7 +236,7 @@ class Strategy(abc.ABC):
         if unscale is not None:
             self.model.gradients.unscale(unscale)
         if self._compared and self._compares():
-            require_equal_values(self.comm, self.hyperparameters, self.steps + 1, self.model.passes.batch)
+            require_equal_values(self.comm, self.hyperparameters, self.steps + 1, self.model.gradients.batch)
             update = self.hyperparameters.noting(update)
         with self.comm.trace.span(type(self).__name__, "strategy") as details:
             outcome = self.advance(update)

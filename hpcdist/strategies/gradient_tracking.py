@@ -85,7 +85,7 @@ class GradientTracking(Strategy):
         here = own > 0
         self._mixing.mix((*params, *self._sent), step)
         seen = own > 0
-        if self.model.passes.contributes:
+        if self.model.gradients.contributes:
             uneven.copy_((uneven > 0) | (seen & ~here))
         trainable = torch.tensor([p.requires_grad for p in self.model.parameters()]).to(seen.device)
         return (seen | ((uneven > 0) & trainable)).tolist()

@@ -105,7 +105,7 @@ class LocalGradients:
 
     def staleness(self, left_out: object) -> tuple[int, ...]:
         """Return the staleness of this rank's own gradient, (0,); () if it was left out, or its batch weighs 0."""
-        return () if left_out or not self._model.passes.contributes else (0,)
+        return () if left_out or not self._model.gradients.contributes else (0,)
 
     def note(self, used: Tensor) -> None:
         """Note which parameters an update is about to move, bool, shape (parameters,)."""

@@ -305,7 +305,7 @@ class Worker(abc.ABC):
         strategy = self.strategy
         values = strategy.hyperparameters.values() if strategy.sends_hyperparameters else []
         if strategy.contract.synchronous:
-            values.append(float(self.model.passes.left_out))
+            values.append(float(self.model.gradients.left_out))
         return {"clocks": self.replica.stamps(), "values": values}
 
     def left_out(self) -> str | None:

@@ -52,9 +52,9 @@ class StepAgreement:
         if comm.size == 1:
             return used, {0: list(bad)} if bad else {}
         news = bool(bad) or not torch.equal(used, self._used[0])
-        passes = strategy.model.passes
-        changed = passes.changed_by_loop if passes.on_end is not None else 0  # else changes are of what is averaged yet
-        mine = [news, self._changing.look(), *numbers.digests(passes.batch, changed)]
+        gradients = strategy.model.gradients
+        changed = gradients.changed_by_loop if gradients.on_end is not None else 0  # else changes are of what is averaged yet
+        mine = [news, self._changing.look(), *numbers.digests(gradients.batch, changed)]
         word = torch.tensor(mine, dtype=torch.int64)
         comm.allreduce(word)
         news, changing, *sums = word.tolist()

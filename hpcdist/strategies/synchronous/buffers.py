@@ -65,7 +65,7 @@ class ChangingBuffers:
         first = [position for position in self._agreed if self._kinds[position] == "first"]
         self._steps += 1
         if first and self._steps & (self._steps - 1) == 0:
-            counts = self._model.passes.contributes
+            counts = self._model.gradients.contributes
             tell_differences(self._comm, buffers, flats, range(self._comm.size), counts)
         for position in first:
             slot = buffers.slots[position]
@@ -73,7 +73,7 @@ class ChangingBuffers:
         self._note()
 
     def _mean(self, tensors: list[Tensor]) -> None:
-        weight = self._model.passes.mean_weight
+        weight = self._model.gradients.mean_weight
         wide = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors])
         wide = wide * weight if weight else torch.zeros_like(wide)
         self._comm.allreduce(wide)

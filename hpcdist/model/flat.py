@@ -17,7 +17,6 @@ from hpcdist.model.buckets import check_caps
 from hpcdist.model.flat_buffers import FlatBuffers
 from hpcdist.model.gradients import Gradients
 from hpcdist.model.slots import (
-    Structure,
     bind,
     check_flattenable,
     check_memory,
@@ -25,6 +24,7 @@ from hpcdist.model.slots import (
     check_values,
     describe,
     flatten,
+    getter,
     unwrapped,
 )
 
@@ -92,7 +92,6 @@ class FlatModel:
         gradients: the trainable parameters' gradients, their buckets, and the backward passes since the last step.
         flat_buffers: the buffers, with what a batch of weight 0 has changed in them.
         is_swapped: the module has other values for the moment, see `swapped`.
-        moves: the number of parameters that had to be moved back from other memory so far.
 
     Args:
         module: initialised, dense, on its device, in its dtype: move it first, wrap it after.
@@ -125,7 +124,7 @@ class FlatModel:
         self.module, self._extra = module, tuple(extra)
         self._only, self._rest = None if only is None else set(map(id, only)), rest
         self.is_swapped = False
-        self.moves = 0
+        self._moves = 0  # parameters that had to be moved back from other memory so far
         check_flattenable(self._named(), module.named_buffers())
         self.flat_buffers = FlatBuffers(module, buffers) if rest else FlatBuffers(nn.Module())
         self.gradients = Gradients((bucket_bytes, first_bucket_bytes), self.refresh)
@@ -138,7 +137,7 @@ class FlatModel:
         self._frozen_slots, self.frozen = flatten((name, p) for name, p in named if not p.requires_grad)
         by_name = {slot.name: slot for slot in self._slots + self._frozen_slots}
         self._all_slots = [by_name[name] for name, _ in named]  # in the module's order
-        self._structure = Structure(self.module)
+        self._structure = _Structure(self.module)
         self.names = tuple(slot.name for slot in self._slots)
         self.n_params = sum(slot.tensor.numel() for slot in self._slots)
         self.n_bytes = sum(flat.numel() * flat.element_size() for flat in self.params)
@@ -147,9 +146,9 @@ class FlatModel:
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         """Return this view's parameters, in the module's order."""
         named = [*unwrapped(self.module, self.module.named_parameters()), *self._extra]
-        return [(name, p) for name, p in named if (self.trains(p) if p.requires_grad else self._rest)]
+        return [(name, p) for name, p in named if (self._trains(p) if p.requires_grad else self._rest)]
 
-    def trains(self, parameter: Tensor) -> bool:
+    def _trains(self, parameter: Tensor) -> bool:
         """Tell whether the parameter is to be trained."""
         return self._only is None or id(parameter) in self._only
 
@@ -297,7 +296,7 @@ class FlatModel:
         torch does not count writes into `p.data` (`p.data.clamp_()`), which are noticed if they change one of up to 256
         values of each of `params`.
         """
-        counts: list[int | bytes] = [self.moves]
+        counts: list[int | bytes] = [self._moves]
         for slot in self._slots:
             counts += slot.tensor._version, slot.tensor.data_ptr()
         return [*counts, *map(some_values, self.params)]
@@ -325,10 +324,11 @@ class FlatModel:
         if self._structure.changed():
             self._check_structure()
         for slot in self._all_slots:
-            if slot.moved():
+            tensor = slot.tensor
+            if tensor.data_ptr() != slot.pointer or tensor.dtype != slot.dtype:
                 flat = (self.params if slot.trainable else self.frozen)[slot.group]
-                slot.move_in(slot.tensor, flat, "parameter", _MOVED, "Move or convert the module first, wrap it after.")
-                self.moves += 1
+                slot.move_in(tensor, flat, "parameter", _MOVED, "Move or convert the module first, wrap it after.")
+                self._moves += 1
 
     def _check_structure(self) -> None:
         own = {id(slot.tensor) for slot in self._all_slots}
@@ -339,7 +339,7 @@ class FlatModel:
     @property
     def unfrozen(self) -> str | None:
         """The name of a parameter that was frozen when the model was wrapped, and is to be trained now."""
-        thawed = (slot for slot in self._frozen_slots if slot.tensor.requires_grad and self.trains(slot.tensor))
+        thawed = (slot for slot in self._frozen_slots if slot.tensor.requires_grad and self._trains(slot.tensor))
         return next((slot.name for slot in thawed), None)
 
     def lay_out_again(self) -> None:
@@ -395,3 +395,24 @@ class FlatModel:
         self.gradients.close()
         for slot in (*self._all_slots, *self.flat_buffers.slots):  # of a view torch saves all that it is a view of
             slot.tensor.data = slot.tensor.detach().clone()
+
+
+class _Structure:
+    """The places where a module keeps its parameters, to notice changes quickly."""
+
+    def __init__(self, module: nn.Module):
+        modules = list(module.modules())
+        held = [(getter(m._parameters), m._parameters) for m in modules]
+        self._places = [(get, key, p) for get, own in held for key, p in own.items() if p is not None]
+        self.tensors = [tensor for _, _, tensor in self._places]
+        self._counts = [(m._parameters, m._modules, len(m._parameters), len(m._modules)) for m in modules]
+
+    def changed(self) -> bool:
+        """Tell whether a parameter was replaced, added or removed, or a module added or removed."""
+        for get, key, tensor in self._places:
+            if get(key) is not tensor:
+                return True
+        for parameters, modules, n_parameters, n_modules in self._counts:
+            if len(parameters) != n_parameters or len(modules) != n_modules:
+                return True
+        return False

@@ -37,7 +37,7 @@ class GradientWorker(Worker):
         strategy, gradients = self.strategy, self.model.gradients
         contributes = gradients.contributes
         used, skipped = gradients.collect(), self.left_out()
-        weight = gradients.mean_weight if strategy.contract.weighs else 1.0
+        weight = gradients.mean_weight if gradients.weighs else 1.0
         if self._clips and not skipped:
             strategy.gradients.clip(weight)
         stamps = self.stamps()

@@ -53,7 +53,8 @@ class StepAgreement:
             return used, {0: list(bad)} if bad else {}
         news = bool(bad) or not torch.equal(used, self._used[0])
         gradients = strategy.model.gradients
-        changed = gradients.changed_by_loop if gradients.on_end is not None else 0  # else changes are of what is averaged yet
+        averaged = gradients.on_end is not None  # else changes are of what is averaged yet
+        changed = gradients.changed_by_loop if averaged else 0
         mine = [news, self._changing.look(), *numbers.digests(gradients.batch, changed)]
         word = torch.tensor(mine, dtype=torch.int64)
         comm.allreduce(word)

@@ -39,7 +39,7 @@ class Bag(nn.Module):
 def announced(model: FlatModel) -> list[int]:
     """The indices of the buckets that are announced from now on, in that order."""
     seen: list[int] = []
-    model.gradients.on_bucket_ready(lambda bucket: seen.append(bucket.index))
+    model.gradients.announcer.callback = lambda bucket: seen.append(bucket.index)
     return seen
 
 
@@ -47,7 +47,7 @@ def announced(model: FlatModel) -> list[int]:
 @given(tensors, st.integers(1, 300), st.integers(1, 300))
 def test_every_element_is_in_exactly_one_bucket_of_its_cap_from_the_last_parameter_to_the_first(specs, cap, first_cap):
     model = FlatModel(Bag(specs), bucket_bytes=cap, first_bucket_bytes=first_cap)
-    buckets, position = model.gradients.buckets, {name: k for k, name in enumerate(model.names)}
+    buckets, position = model.gradients.announcer.buckets, {name: k for k, name in enumerate(model.names)}
     hits = [torch.zeros(len(flat)) for flat in model.grads]
     for bucket in buckets:
         hits[bucket.group][bucket.start : bucket.stop] += 1
@@ -79,31 +79,33 @@ def test_announced_in_order_and_complete_whatever_the_order_of_arrival(data):
     specs = data.draw(st.lists(st.tuples(st.integers(1, 20), st.sampled_from(DTYPES)), min_size=1, max_size=10))
     used = data.draw(st.permutations(range(len(specs))))[: data.draw(st.integers(0, len(specs)))]
     model = FlatModel(Bag(specs), bucket_bytes=data.draw(st.integers(1, 200)))
-    complete = [all(int(name.split(".")[1]) in used for name in bucket.params) for bucket in model.gradients.buckets]
+    complete = [
+        all(int(name.split(".")[1]) in used for name in bucket.params) for bucket in model.gradients.announcer.buckets
+    ]
     during = ([*complete, False]).index(False)  # those before the first that waits for an unused parameter
     for _ in range(2):
         for grads in model.grads:
             grads.fill_(float("nan"))  # whatever stands in the slice of an unused parameter must not be sent
         seen: list[tuple[int, torch.Tensor]] = []
-        model.gradients.on_bucket_ready(lambda bucket, seen=seen: seen.append((bucket.index, bucket.grads.clone())))
+        model.gradients.announcer.callback = lambda bucket, seen=seen: seen.append((bucket.index, bucket.grads.clone()))
         model.module.zero_grad(set_to_none=True)
-        model.gradients.begin()
+        model.gradients.announcer.begin()
         if used:
             model.module(used).backward()
         assert len(seen) == during
         assert model.gradients.flush().tolist() == [k in used for k in range(len(specs))]
-        assert [index for index, _ in seen] == list(range(len(model.gradients.buckets)))
-        assert all(torch.equal(grads, model.gradients.buckets[index].grads) for index, grads in seen)
+        assert [index for index, _ in seen] == list(range(len(model.gradients.announcer.buckets)))
+        assert all(torch.equal(grads, model.gradients.announcer.buckets[index].grads) for index, grads in seen)
         assert model.gradients.nonfinite() == []
 
 
 def test_two_passes_before_a_step_announce_once_and_send_the_sum():
     model = FlatModel(Bag([(3, torch.float32)] * 3), bucket_bytes=12)
     seen = announced(model)
-    model.gradients.begin(announce=False)
+    model.gradients.announcer.begin(announce=False)
     model.module([0, 1]).backward()
     assert seen == []
-    model.gradients.begin(announce=True)
+    model.gradients.announcer.begin(announce=True)
     model.module([1, 2]).backward()
     assert seen == [0, 1]  # the first parameter has only its gradient of the first pass
     assert model.gradients.flush().all()
@@ -121,7 +123,7 @@ def test_passes_of_one_step_are_counted():
     for _ in range(2):
         seen.clear()
         module.zero_grad()
-        model.gradients.begin(passes=2)
+        model.gradients.announcer.begin(passes=2)
         module([0, 1, 2]).backward()
         assert seen == []
         module([0, 2]).backward()
@@ -134,7 +136,7 @@ def test_passes_of_one_step_are_counted():
 def test_a_step_after_fewer_passes_than_announced_for_still_sends_everything():
     model = FlatModel(Bag([(3, torch.float32)] * 2), bucket_bytes=12)
     seen = announced(model)
-    model.gradients.begin(announce=False)  # the epoch ends here, in the middle of an accumulation
+    model.gradients.announcer.begin(announce=False)  # the epoch ends here, in the middle of an accumulation
     model.module([0, 1]).backward()
     assert model.gradients.flush().all() and seen == [0, 1]
     assert model.gradients.flush().all() and seen == [0, 1]
@@ -142,16 +144,16 @@ def test_a_step_after_fewer_passes_than_announced_for_still_sends_everything():
 
 def test_a_gradient_after_its_bucket_was_announced_is_refused():
     model = FlatModel(Bag([(3, torch.float32)] * 2))
-    model.gradients.begin()
+    model.gradients.announcer.begin()
     model.module([0, 1]).backward()
     with pytest.raises(ConfigError, match=r"one, or accumulation must be set; got a gradient of 'weights.1' after"):
         model.module([0, 1]).backward()
-    model.gradients.begin(announce=False)
+    model.gradients.announcer.begin(announce=False)
     model.module([0, 1]).backward()
     model.gradients.flush()
     with pytest.raises(ConfigError, match=r"Set the number of backward passes per step"):
         model.module([0, 1]).backward()
-    model.gradients.begin(announce=False)
+    model.gradients.announcer.begin(announce=False)
     model.module([0, 1]).backward()
 
 
@@ -169,13 +171,13 @@ def test_reentrant_checkpointing_brings_a_shared_weight_in_parts():
     module.zero_grad()
     model = FlatModel(module)
     seen = announced(model)
-    model.gradients.begin()
+    model.gradients.announcer.begin()
     forward().backward()
     assert seen == [0]
     assert all(torch.equal(p.grad, e) for p, e in zip(module.parameters(), expected, strict=True))
     model.close()
     small = FlatModel(module, bucket_bytes=1)
-    small.gradients.begin()
+    small.gradients.announcer.begin()
     with pytest.raises(ConfigError, match="after its bucket was announced"):
         forward().backward()
 
@@ -186,8 +188,8 @@ def test_an_error_in_the_callback_ends_the_backward_pass():
     def fail(bucket: Bucket) -> None:
         raise ConnectionError(f"bucket {bucket.index}")
 
-    model.gradients.on_bucket_ready(fail)
-    model.gradients.begin()
+    model.gradients.announcer.callback = fail
+    model.gradients.announcer.begin()
     with pytest.raises(ConnectionError, match="bucket 0"):
         model.module([0]).backward()
 
@@ -195,14 +197,14 @@ def test_an_error_in_the_callback_ends_the_backward_pass():
 def test_of_passes_that_are_joined_the_last_one_completes_buckets():
     model = FlatModel(Bag([(4, torch.float32)] * 2), bucket_bytes=4)
     seen = announced(model)
-    model.gradients.begin()
-    with model.passes.joined():
+    model.gradients.announcer.begin()
+    with model.gradients.joined():
         model.module([0, 1]).backward()
         assert not seen
-        model.passes.more_follow = False
+        model.gradients.more_follow = False
         model.module([1]).backward()
         assert seen == [0]
-    assert not model.passes.more_follow
+    assert not model.gradients.more_follow
     model.gradients.flush()
     assert seen == [0, 1]
 

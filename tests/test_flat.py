@@ -144,13 +144,21 @@ def test_flat_is_the_concatenation_values_stay_and_changes_go_both_ways(specs):
 def test_modules_without_parameters_work():
     model = FlatModel(nn.Tanh())
     seen = []
-    model.gradients.on_bucket_ready(seen.append)
-    model.gradients.begin()
+    model.gradients.announcer.callback = seen.append
+    model.gradients.announcer.begin()
     used = model.gradients.flush()
     model.gradients.release(used)
     with model.swapped([flat.clone() for flat in model.params], []):
         model.refresh()
-    assert model.params == model.grads == model.frozen == model.buffers == model.gradients.buckets == model.names == ()
+    assert (
+        model.params
+        == model.grads
+        == model.frozen
+        == model.buffers
+        == model.gradients.announcer.buckets
+        == model.names
+        == ()
+    )
     assert used.shape == (0,) and seen == model.gradients.nonfinite() == [] and model.n_params == model.n_bytes == 0
 
 
@@ -173,7 +181,7 @@ def test_complex_parameters_lie_there_as_real_pairs_and_train_as_plain_ones():
         optimizer.step()
     assert bits(flat.parameters()) == bits(plain.parameters())
     assert model.params[0].tolist() == torch.view_as_real(plain[0].detach()).flatten().tolist()
-    assert model.gradients.buckets[0].grads.tolist() == torch.view_as_real(plain[0].grad).flatten().tolist()
+    assert model.gradients.announcer.buckets[0].grads.tolist() == torch.view_as_real(plain[0].grad).flatten().tolist()
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -190,7 +198,7 @@ def train(module, optimizer, model=None, *, set_to_none, passes, announce=False,
         optimizer.zero_grad(set_to_none=set_to_none)
         for k in range(passes):
             if model:
-                model.gradients.begin(announce=announce and k == passes - 1)
+                model.gradients.announcer.begin(announce=announce and k == passes - 1)
             x = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64).to(device)
             loss = module(x, step).square().mean()
             if loss.requires_grad:
@@ -335,7 +343,7 @@ def test_a_closed_model_leaves_a_plain_module():
     torch.save(module.state_dict(), file := io.BytesIO())
     file.seek(0)
     assert bits(torch.load(file).values()) == bits(module.state_dict().values()), "it can be saved before, too"
-    model.gradients.begin()
+    model.gradients.announcer.begin()
     model.gradients.flush()
     model.close()
     model.close()

@@ -101,13 +101,13 @@ def test_gradients_that_the_user_replaced_are_taken():
 def test_gradients_that_the_user_replaced_between_passes_are_announced_with_both():
     module, model = pair()
     sent = []
-    model.gradients.on_bucket_ready(lambda bucket: sent.append(bucket.grads.tolist()))
+    model.gradients.announcer.callback = lambda bucket: sent.append(bucket.grads.tolist())
     loss = lambda: sum(layer(torch.ones(1, 2)).sum() for layer in module)  # noqa: E731
-    model.gradients.begin(announce=False)
+    model.gradients.announcer.begin(announce=False)
     loss().backward()
     module[0].weight.grad.data = torch.full((1, 2), 7.0)
     module[1].weight.grad = torch.full((1, 2), 4.0)
-    model.gradients.begin(announce=True)
+    model.gradients.announcer.begin(announce=True)
     loss().backward()
     assert sent == [[8, 8, 5, 5]]
 
@@ -115,15 +115,15 @@ def test_gradients_that_the_user_replaced_between_passes_are_announced_with_both
 def test_gradients_replaced_after_they_were_announced_are_refused():
     for new, got in ((None, "None"), (torch.zeros(1, 2), "another tensor")):
         module, model = pair()
-        model.gradients.begin()
+        model.gradients.announcer.begin()
         (module[0](torch.ones(1, 2)) + module[1](torch.ones(1, 2))).sum().backward()
         module[1].weight.grad = new
         with pytest.raises(ConfigError, match=rf"'1.weight' must be changed in place .* got {got}. Use p.grad.mul_"):
             model.gradients.flush()
     module, model = pair()  # those of an earlier pass
-    model.gradients.begin(announce=False)
+    model.gradients.announcer.begin(announce=False)
     module[0](torch.ones(1, 2)).sum().backward()
-    model.gradients.begin(announce=True)
+    model.gradients.announcer.begin(announce=True)
     module[1](torch.ones(1, 2)).sum().backward()
     assert model.gradients.flush().all()
     module[0].weight.grad = torch.zeros(1, 2)
@@ -133,7 +133,7 @@ def test_gradients_replaced_after_they_were_announced_are_refused():
 
 def test_an_announced_slice_of_an_unused_parameter_is_not_cleared_again():
     module, model = pair()
-    model.gradients.begin()
+    model.gradients.announcer.begin()
     module[1](torch.ones(1, 2)).sum().backward()
     assert model.gradients.flush().tolist() == [False, True]
     model.grads[0].add_(2)  # the sum over the ranks
@@ -150,16 +150,16 @@ def test_nonfinite_gradients_are_named(device, wrap):
             model = wrap(module, bucket_bytes=8)
             sum(layer(torch.ones(1, 2, dtype=dtype, device=device)).abs().sum() for layer in module).backward()
             if wrap is left:
-                model.gradients.settle()
+                model.gradients.collect()
             assert model.gradients.nonfinite() == []
             module[2].weight.grad[0, 1] = bad
             module[0].bias.grad[0] = -bad
             assert model.gradients.nonfinite() == ["0.bias", "2.weight"]
-            found = [name for bucket in model.gradients.buckets for name in model.gradients.nonfinite(bucket)]
+            found = [name for bucket in model.gradients.announcer.buckets for name in model.gradients.nonfinite(bucket)]
             assert wrap is left or sorted(found) == ["0.bias", "2.weight"]
     module, model = pair(wrap)
     module[0].weight.grad = torch.full((1, 2), 3e38)  # their sum overflows
-    model.gradients.settle() if wrap is left else model.gradients.collect()
+    model.gradients.collect()
     assert model.gradients.nonfinite() == []
 
 
@@ -184,7 +184,7 @@ def test_batches_of_weight_0_in_a_row_leave_no_trace_in_buffers():
 def test_hooks_stay_where_a_loop_weighs_its_batches():
     module = nn.Linear(2, 1, bias=False)
     model = FlatModel(module)
-    model.passes.weighs = True
+    model.gradients.weighs = True
     found = []
     for announced, weight in ((1.0, 3.0), (1.0, 1.0), (1.0, None), (0.0, 2.0), (1.0, 0.0)):
         model.begin_batch(announced)
@@ -193,7 +193,7 @@ def test_hooks_stay_where_a_loop_weighs_its_batches():
         module.zero_grad()
         module(torch.ones(1, 2)).sum().backward()
         model.gradients.collect()
-        model.passes.done()
+        model.gradients.done()
         found.append((model.grads[0][0].item(), list(module.weight._backward_hooks)))
     assert [grad for grad, _ in found] == [3, 1, 1, 0, 0]
     assert all(hooks == found[0][1] for _, hooks in found)
@@ -205,7 +205,7 @@ def test_gradients_are_autograds_own_through_passes_and_steps(set_to_none):
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     plain = copy.deepcopy(module)
     model = left(module)
-    assert model.grads == model.gradients.buckets == ()
+    assert model.grads == model.gradients.announcer.buckets == ()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (module, plain)]
     for _ in range(3):
         for optimizer in optimizers:
@@ -215,12 +215,12 @@ def test_gradients_are_autograds_own_through_passes_and_steps(set_to_none):
             for each in (module, plain):
                 each(x).square().sum().backward()
         made = [p.grad for p in module.parameters()]
-        model.gradients.settle()
+        model.gradients.collect()
         assert all(p.grad is grad for p, grad in zip(module.parameters(), made, strict=True))
         assert model.gradients.nonfinite() == []
         for optimizer in optimizers:
             optimizer.step()
-        model.passes.done()
+        model.gradients.done()
         for own, expected in zip(module.parameters(), plain.parameters(), strict=True):
             assert torch.equal(own, expected) and torch.equal(own.grad, expected.grad)
 
@@ -230,44 +230,42 @@ def test_gradients_of_batches_of_weight_0_are_hidden_from_the_optimiser_and_show
     x = torch.ones(1, 2)
     model.begin_batch(0.0)
     (module[0](x) + module[1](x)).sum().backward()
-    model.gradients.settle()
+    model.gradients.collect()
     assert module[0].weight.grad is None and module[1].weight.grad is None
-    model.gradients.reveal()
-    model.passes.done()
+    model.gradients.done()
     assert not module[0].weight.grad.any() and not module[1].weight.grad.any()
     model.begin_batch(0.0)
     module.zero_grad()
     (module[0](x) + module[1](x)).sum().backward()
     model.begin_batch(1.0)
     module[1](x).sum().backward()
-    model.gradients.settle()
+    model.gradients.collect()
     assert module[0].weight.grad is None, "only a batch of weight 0 has made it"
     assert module[1].weight.grad.tolist() == [[1, 1]]
-    model.gradients.reveal()
-    model.passes.done()
+    model.gradients.done()
     model.begin_batch(0.0)
     module.zero_grad(set_to_none=False)
     module[0](x).sum().backward()
     model.begin_batch(1.0)
     module[1](x).sum().backward()
-    model.gradients.settle()
+    model.gradients.collect()
     assert module[0].weight.grad.tolist() == [[0, 0]], "it was there before"
 
 
 def test_weights_are_counted_once_where_they_count():
     module, model = pair(left)
-    model.passes.weighs = True
+    model.gradients.weighs = True
     x = torch.ones(1, 2)
     model.begin_batch(3.0)
     module[0](x).sum().backward()
     module[1].weight.grad = torch.ones(1, 2)
-    model.gradients.settle()
+    model.gradients.collect()
     assert module[0].weight.grad.tolist() == [[3, 3]]
-    model.passes.done()
+    model.gradients.done()
     module.zero_grad()
     model.begin_batch(2.0)
     module[1].weight.grad = torch.ones(1, 2)  # by hand alone, which no hook has weighed
-    model.gradients.settle()
+    model.gradients.collect()
     assert module[1].weight.grad.tolist() == [[2, 2]] and module[0].weight.grad is None
 
 
@@ -289,7 +287,7 @@ def test_a_parameter_that_is_unfrozen_is_left_its_gradient():
     module, _ = pair(left)
     module[0].weight.requires_grad_(False)
     model = left(module)
-    model.passes.weighs = True
+    model.gradients.weighs = True
     module[0].weight.requires_grad_(True)
     model.begin_batch(2.0)
     (module[0](torch.ones(1, 2)) + module[1](torch.ones(1, 2))).sum().backward()

@@ -104,7 +104,7 @@ class UpdateBatches(list[Any]):
         super().__init__(batches)
         self.reported = 1.0
         self._rows, self._model = list(zip(batches, weights, reported, strict=True)), model
-        self._ends_epoch = model.passes.ends_epoch  # said of the batch that was drawn last
+        self._ends_epoch = model.gradients.ends_epoch  # said of the batch that was drawn last
 
     def __iter__(self) -> Iterator[Any]:
         for position, (batch, weight, reported) in enumerate(self._rows, start=1):

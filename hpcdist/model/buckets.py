@@ -72,24 +72,31 @@ def _cut(sizes: Iterable[tuple[int, int]], first_bytes: int, then_bytes: int) ->
 
 
 class Announcer:
-    """Calls back once for each bucket in a step, in the order 0, 1, 2..., when the bucket is complete.
+    """Calls `callback` once for each bucket in a step, in the order 0, 1, 2..., when all its gradients have come.
+
+    It runs during the backward pass, on autograd's thread, with the stream that the gradient was written on.
 
     A complete bucket waits for incomplete ones before it, because collectives need the same order on every rank, and
     gradients may arrive in any order. Gradients of several devices arrive on several threads: a lock is held during
     the callback, which runs on the thread whose gradient completed the bucket.
+
+    Attributes:
+        buckets: in the order in which a backward pass from the last to the first parameter completes them.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], names: Sequence[str]):
+    def __init__(
+        self, buckets: Sequence[Bucket], names: Sequence[str], callback: Callable[[Bucket], None] | None = None
+    ):
         bucket_of = {name: bucket.index for bucket in buckets for name in bucket.params}
-        self.callback: Callable[[Bucket], None] | None = None
+        self.callback = callback
         self.buckets = tuple(buckets)
         self._names = names
         self._bucket_of = [bucket_of[name] for name in names]
         self._lock = threading.Lock()
         self.begin(False)
 
-    def begin(self, announce: bool, passes: int = 1) -> None:
-        """Start a step of `passes` backward passes."""
+    def begin(self, announce: bool = True, passes: int = 1) -> None:
+        """Begin a step of `passes` backward passes; the last one announces buckets if `announce`."""
         self.armed, self._passes = announce, passes
         self.arrived = [0] * len(self._names)  # gradients of each parameter
         self._missing = [len(bucket.params) for bucket in self.buckets]  # gradients that each bucket waits for

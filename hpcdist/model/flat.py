@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -15,9 +16,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import check_caps
 from hpcdist.model.flat_buffers import FlatBuffers
 from hpcdist.model.gradients import Gradients
-from hpcdist.model.passes import Passes
 from hpcdist.model.slots import (
-    Structure,
     bind,
     check_flattenable,
     check_memory,
@@ -25,6 +24,7 @@ from hpcdist.model.slots import (
     check_values,
     describe,
     flatten,
+    getter,
     unwrapped,
 )
 
@@ -49,6 +49,21 @@ def set_aside(parts: Sequence[Tensor], *, adds: bool = False) -> Iterator[None]:
             part.add_(value) if adds else part.copy_(value)
 
 
+@dataclass(frozen=True)
+class Look:
+    """What a step finds where it begins.
+
+    Attributes:
+        unfrozen: the name of a parameter that was frozen when the model was wrapped, and is to be trained now.
+        frozen: the name of one that was trained then, and is frozen now.
+        changed: the loop has changed gradients since the last backward pass, such as by clipping.
+    """
+
+    unfrozen: str | None
+    frozen: str | None
+    changed: bool
+
+
 class FlatModel:
     """A module whose tensors lie in flat memory: a change there changes the module, and the other way round.
 
@@ -64,8 +79,8 @@ class FlatModel:
     adds to it: two reads and two writes. Both accumulate over several backward passes. Sparse gradients
     (`nn.Embedding(sparse=True)`) become dense, so use a dense optimiser. At a step call `refresh()`,
     `gradients.collect()` or `gradients.flush()`, communicate `grads`, then `gradients.release(used)`, the optimiser's
-    step and `passes.done()`. If only the optimiser reads gradients, they need not be flat: call `gradients.leave()`
-    once, and at a step `gradients.settle()` in place of `collect()`, `flush()` and `release()`.
+    step and `gradients.done()`. If only the optimiser reads gradients, they need not be flat: call `gradients.leave()`
+    once, and at a step `gradients.collect()` before the optimiser's step and `done()` after it.
 
     Autograd does not notice writes to flat memory between a forward pass and its backward pass.
 
@@ -74,11 +89,9 @@ class FlatModel:
         frozen: flat parameters with requires_grad=False, integer ones included.
         names: names of the trainable parameters, in the order of `module.parameters()`.
         n_params, n_bytes: elements and bytes of all trainable parameters.
-        gradients: the trainable parameters' gradients, and their buckets.
+        gradients: the trainable parameters' gradients, their buckets, and the backward passes since the last step.
         flat_buffers: the buffers, with what a batch of weight 0 has changed in them.
-        passes: the backward passes since the last step.
         is_swapped: the module has other values for the moment, see `swapped`.
-        moves: the number of parameters that had to be moved back from other memory so far.
 
     Args:
         module: initialised, dense, on its device, in its dtype: move it first, wrap it after.
@@ -108,35 +121,34 @@ class FlatModel:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"module must be a torch.nn.Module; got {type(module).__name__}. Pass the model itself.")
         check_caps(bucket_bytes, first_bucket_bytes)
-        self.module, self._extra, self._caps = module, tuple(extra), (bucket_bytes, first_bucket_bytes)
+        self.module, self._extra = module, tuple(extra)
         self._only, self._rest = None if only is None else set(map(id, only)), rest
-        self.passes = Passes()
         self.is_swapped = False
-        self.moves = 0
+        self._moves = 0  # parameters that had to be moved back from other memory so far
         check_flattenable(self._named(), module.named_buffers())
         self.flat_buffers = FlatBuffers(module, buffers) if rest else FlatBuffers(nn.Module())
-        self._lay_out(flat=True)
+        self.gradients = Gradients((bucket_bytes, first_bucket_bytes), self.refresh)
+        self._lay_out()
 
-    def _lay_out(self, flat: bool) -> None:
+    def _lay_out(self) -> None:
         """Move parameters into flat memory, the trainable and the frozen ones apart."""
         named = self._named()
         self._slots, self.params = flatten((name, p) for name, p in named if p.requires_grad)
         self._frozen_slots, self.frozen = flatten((name, p) for name, p in named if not p.requires_grad)
         by_name = {slot.name: slot for slot in self._slots + self._frozen_slots}
         self._all_slots = [by_name[name] for name, _ in named]  # in the module's order
-        self._structure = Structure(self.module)
+        self._structure = _Structure(self.module)
         self.names = tuple(slot.name for slot in self._slots)
         self.n_params = sum(slot.tensor.numel() for slot in self._slots)
         self.n_bytes = sum(flat.numel() * flat.element_size() for flat in self.params)
-        self.passes.watch(self.parameters())
-        self.gradients = Gradients(self._slots, self.params, self.passes, self._caps, self.refresh, flat=flat)
+        self.gradients.watch(self._slots, self.params)
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         """Return this view's parameters, in the module's order."""
         named = [*unwrapped(self.module, self.module.named_parameters()), *self._extra]
-        return [(name, p) for name, p in named if (self.trains(p) if p.requires_grad else self._rest)]
+        return [(name, p) for name, p in named if (self._trains(p) if p.requires_grad else self._rest)]
 
-    def trains(self, parameter: Tensor) -> bool:
+    def _trains(self, parameter: Tensor) -> bool:
         """Tell whether the parameter is to be trained."""
         return self._only is None or id(parameter) in self._only
 
@@ -167,20 +179,20 @@ class FlatModel:
         self.flat_buffers.restore()
         if weight == 0.0:
             self.flat_buffers.keep()
-        self.passes.begin_batch(weight, ends_epoch=ends_epoch)
+        self.gradients.begin_batch(weight, ends_epoch=ends_epoch)
 
     def weigh(self, weight: float) -> None:
         """Give the current batch, before its forward pass, another weight, unless it was announced not to count."""
-        if not self.passes.counts:
+        if not self.gradients.counts:
             return
         if weight == 0.0:
             self.flat_buffers.keep()
-        self.passes.weigh(weight, by_loop=True)
+        self.gradients.weigh(weight, by_loop=True)
 
     def end_batches(self) -> None:
         """End the last batch of a loop: later backward passes weigh 1 and belong to no new batch."""
         self.flat_buffers.restore()
-        self.passes.end_batches()
+        self.gradients.end_batches()
 
     def admit(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters too, as soon as they are not frozen.
@@ -284,12 +296,22 @@ class FlatModel:
         torch does not count writes into `p.data` (`p.data.clamp_()`), which are noticed if they change one of up to 256
         values of each of `params`.
         """
-        counts: list[int | bytes] = [self.moves]
+        counts: list[int | bytes] = [self._moves]
         for slot in self._slots:
             counts += slot.tensor._version, slot.tensor.data_ptr()
         return [*counts, *map(some_values, self.params)]
 
     # --- agreement ------------------------------------------------------------------------------------------------
+    def look(self) -> Look:
+        """Tell what the loop has changed, once where a step begins; move back what lies elsewhere, as `refresh` does.
+
+        Raises:
+            ConfigError: as `refresh`.
+        """
+        self.refresh()
+        frozen = next((slot.name for slot in self._slots if not slot.tensor.requires_grad), None)
+        return Look(self.unfrozen, frozen, self.gradients.changed())
+
     def refresh(self) -> None:
         """Move parameters back that were given other memory, with their new values. Costs less than 1 µs a parameter.
 
@@ -302,10 +324,11 @@ class FlatModel:
         if self._structure.changed():
             self._check_structure()
         for slot in self._all_slots:
-            if slot.moved():
+            tensor = slot.tensor
+            if tensor.data_ptr() != slot.pointer or tensor.dtype != slot.dtype:
                 flat = (self.params if slot.trainable else self.frozen)[slot.group]
-                slot.move_in(slot.tensor, flat, "parameter", _MOVED, "Move or convert the module first, wrap it after.")
-                self.moves += 1
+                slot.move_in(tensor, flat, "parameter", _MOVED, "Move or convert the module first, wrap it after.")
+                self._moves += 1
 
     def _check_structure(self) -> None:
         own = {id(slot.tensor) for slot in self._all_slots}
@@ -316,7 +339,7 @@ class FlatModel:
     @property
     def unfrozen(self) -> str | None:
         """The name of a parameter that was frozen when the model was wrapped, and is to be trained now."""
-        thawed = (slot for slot in self._frozen_slots if slot.tensor.requires_grad and self.trains(slot.tensor))
+        thawed = (slot for slot in self._frozen_slots if slot.tensor.requires_grad and self._trains(slot.tensor))
         return next((slot.name for slot in thawed), None)
 
     def lay_out_again(self) -> None:
@@ -328,16 +351,13 @@ class FlatModel:
         new = {id(slot.tensor) for slot in self._frozen_slots if slot.tensor.requires_grad}
         held = [(slot.tensor, slot.tensor.grad) for slot in self._all_slots]
         check_flattenable(self._named(), [])
-        before = self.gradients
-        before.remove_hooks()
-        self._lay_out(before.flat)
-        self.gradients.on_bucket_ready(before.callback)
+        self._lay_out()
         views = {id(parameter): view for parameter, view in self.gradients.views()}
         for tensor, grad in held:
             if grad is None:
                 continue
-            if self.passes.weighs and id(tensor) in new:
-                tensor.grad = grad = grad * self.passes.weight
+            if self.gradients.weighs and id(tensor) in new:
+                tensor.grad = grad = grad * self.gradients.weight
             if id(tensor) in views:
                 tensor.grad = views[id(tensor)].copy_(grad)
 
@@ -372,9 +392,27 @@ class FlatModel:
 
     def close(self) -> None:
         """Remove the hooks. The module goes on alone, each tensor in memory of its own. May be called twice."""
-        self.gradients.remove_hooks()
-        self.passes.end_batches()
-        self.passes.on_end = None
-        self.gradients.on_bucket_ready(None)
+        self.gradients.close()
         for slot in (*self._all_slots, *self.flat_buffers.slots):  # of a view torch saves all that it is a view of
             slot.tensor.data = slot.tensor.detach().clone()
+
+
+class _Structure:
+    """The places where a module keeps its parameters, to notice changes quickly."""
+
+    def __init__(self, module: nn.Module):
+        modules = list(module.modules())
+        held = [(getter(m._parameters), m._parameters) for m in modules]
+        self._places = [(get, key, p) for get, own in held for key, p in own.items() if p is not None]
+        self.tensors = [tensor for _, _, tensor in self._places]
+        self._counts = [(m._parameters, m._modules, len(m._parameters), len(m._modules)) for m in modules]
+
+    def changed(self) -> bool:
+        """Tell whether a parameter was replaced, added or removed, or a module added or removed."""
+        for get, key, tensor in self._places:
+            if get(key) is not tensor:
+                return True
+        for parameters, modules, n_parameters, n_modules in self._counts:
+            if len(parameters) != n_parameters or len(modules) != n_modules:
+                return True
+        return False

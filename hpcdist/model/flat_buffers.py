@@ -87,7 +87,7 @@ class FlatBuffers:
                 )
         for slot in self.slots:
             tensor = current.get(slot.name, slot.tensor)
-            if tensor is not slot.tensor or slot.moved():
+            if tensor is not slot.tensor or tensor.data_ptr() != slot.pointer or tensor.dtype != slot.dtype:
                 how = "Change it first, wrap after; or pass persistent=False to register_buffer, if it may grow."
                 slot.move_in(tensor, self.flats[slot.group], "buffer", "", how)
         self._restore_places()

@@ -31,31 +31,15 @@ class Hyperparameters:
     learning rate for `capturable`) as one. Other values (None, names) do not change in training and are left out.
 
     Attributes:
+        places: of each number its group, its setting, and its index within a setting that is a tuple.
         own: group and setting of numbers that the optimiser's step changes by itself, such as a count of steps. They
             belong to the rank whose optimiser steps, and are neither set nor compared.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None):
-        self._optimizer = optimizer
-        self._places = list(self._find())
+        self._optimizer: Any = optimizer  # its list of groups is another one after load_state_dict
+        self.places = [] if optimizer is None else list(_find(optimizer.param_groups))
         self.own: set[tuple[int, str]] = set()
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if self._optimizer is None else self._optimizer.param_groups
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def _find(self) -> Iterator[_Place]:
-        for number, group in enumerate(self._groups):
-            for key, value in group.items():
-                if key in _LEFT_OUT:
-                    continue
-                if isinstance(value, (tuple, list)) and all(isinstance(item, Real) for item in value):
-                    yield from ((number, key, index) for index in range(len(value)))
-                elif isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
-                    yield number, key, None
 
     def values(self) -> list[float]:
         """Return the current numbers.
@@ -63,9 +47,9 @@ class Hyperparameters:
         Raises:
             ConfigError: settings or groups were added or removed.
         """
-        groups = self._groups
+        groups = self._optimizer.param_groups if self.places else []
         try:
-            items = [groups[n][key] if index is None else groups[n][key][index] for n, key, index in self._places]
+            items = [groups[n][key] if index is None else groups[n][key][index] for n, key, index in self.places]
             return [float(value) for value in items]
         except (KeyError, IndexError, TypeError):
             raise ConfigError(
@@ -77,7 +61,7 @@ class Hyperparameters:
         """Name each number, such as "lr", or "betas[0] of group 1"."""
         return [
             key + ("" if index is None else f"[{index}]") + (f" of group {number}" if number else "")
-            for number, key, index in self._places
+            for number, key, index in self.places
         ]
 
     def noting(self, update: Callable[[], None]) -> Callable[[], None]:
@@ -86,7 +70,7 @@ class Hyperparameters:
         def noted() -> None:
             before = self.values()
             update()
-            for (number, key, _), old, new in zip(self._places, before, self.values(), strict=True):
+            for (number, key, _), old, new in zip(self.places, before, self.values(), strict=True):
                 if old != new:
                     self.own.add((number, key))
 
@@ -94,10 +78,10 @@ class Hyperparameters:
 
     def set(self, values: Sequence[float]) -> None:
         """Write the numbers into the param_groups, each in its old type if that can hold it; all but `own`."""
-        for (number, key, index), value in zip(self._places, values, strict=True):
+        for (number, key, index), value in zip(self.places, values, strict=True):
             if (number, key) in self.own:
                 continue
-            group = self._groups[number]
+            group = self._optimizer.param_groups[number]
             old = group[key] if index is None else group[key][index]
             if isinstance(old, Tensor):
                 old.fill_(value)
@@ -108,15 +92,26 @@ class Hyperparameters:
             else:
                 group[key] = type(group[key])(new if i == index else v for i, v in enumerate(group[key]))
 
-    def are_own(self) -> list[bool]:
-        """Tell of each number whether the optimiser's step changes it by itself."""
-        return [(number, key) in self.own for number, key, _ in self._places]
+    def digests(self, *others: float) -> list[int]:
+        """Return d and d² modulo a prime, d being a checksum of the numbers but `own`, and of `others`, of 31 bits.
 
-    def digest(self, *others: float) -> int:
-        """Return a checksum of the numbers but `own`, and of `others`, 31 bits."""
-        compared = [value for value, is_own in zip(self.values(), self.are_own()) if not is_own]
+        Their sums over the ranks tell whether all have the same numbers, see `sums_are_of_equals`.
+        """
+        compared = [value for value, place in zip(self.values(), self.places) if place[:2] not in self.own]
         values = [*compared, *others]
-        return zlib.crc32(struct.pack(f"{len(values)}d", *values)) >> 1
+        digest = zlib.crc32(struct.pack(f"{len(values)}d", *values)) >> 1
+        return [digest, digest * digest % _PRIME]
+
+
+def _find(groups: Sequence[Mapping[str, Any]]) -> Iterator[_Place]:
+    for number, group in enumerate(groups):
+        for key, value in group.items():
+            if key in _LEFT_OUT:
+                continue
+            if isinstance(value, (tuple, list)) and all(isinstance(item, Real) for item in value):
+                yield from ((number, key, index) for index in range(len(value)))
+            elif isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
+                yield number, key, None
 
 
 def _as_type(kind: Any, value: float) -> Any:
@@ -130,15 +125,10 @@ def _as_type(kind: Any, value: float) -> Any:
 
 def require_equal_values(comm: Communicator, mine: Hyperparameters, step: int, batch: int = 0) -> None:
     """Collective. Raise MismatchError if ranks have different numbers or are at different batches. Sends 16 bytes."""
-    word = torch.tensor(digests(mine.digest(batch)), dtype=torch.int64)
+    word = torch.tensor(mine.digests(batch), dtype=torch.int64)
     comm.allreduce(word)
     if not sums_are_of_equals(word.tolist(), len(comm.failures.living)):
         raise difference(comm, mine, step)
-
-
-def digests(digest: int) -> list[int]:
-    """Return d and d² modulo a prime, whose sums over the ranks `sums_are_of_equals` checks."""
-    return [digest, digest * digest % _PRIME]
 
 
 def sums_are_of_equals(sums: Sequence[int], count: int) -> bool:
@@ -169,8 +159,8 @@ def unequal(mine: Hyperparameters, values_of: Mapping[int, Sequence[float]], whe
     """Make the error that names the first number in which a rank differs from the lowest rank; None if none does."""
     first = min(values_of)
     for rank, values in sorted(values_of.items()):
-        for name, is_own, own, theirs in zip(mine.names(), mine.are_own(), values_of[first], values):  # more may follow
-            if own != theirs and not is_own:
+        for place, name, own, theirs in zip(mine.places, mine.names(), values_of[first], values):  # more may follow
+            if own != theirs and place[:2] not in mine.own:
                 return MismatchError(
                     f"hyper-parameters must be the same on {where}; {name} is {own:.6g} on rank {first} and "
                     f"{theirs:.6g} on rank {rank}. Step schedules alike everywhere: a ReduceLROnPlateau on the mean of "

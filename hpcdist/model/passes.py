@@ -1,20 +1,19 @@
-"""The backward passes since the last step: weights of their batches, their ends, changes of gradients since."""
+"""The backward passes since the last step, and the weights of their batches."""
 
 from __future__ import annotations
 
-import math
+import abc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-_NONE = -1
+NO_PASS = -1
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -32,7 +31,7 @@ def uncompiled(function: Function) -> Function:
     return function
 
 
-class Passes:
+class Passes(abc.ABC):
     """The backward passes that give a model's parameters their gradients.
 
     A pass has the weight of its batch. Gradients of a batch of weight 0 leave no trace, not even NaN. With `weighs`
@@ -40,53 +39,43 @@ class Passes:
 
     Attributes:
         weighs: gradients are multiplied by the weight. Set it before the first batch.
-        looks_at: what of flat gradients tells of changes through `p.grad.data`, which torch does not count: a function
-            of one tensor, called at the end of a pass and at the step. None: they go unnoticed. Set it before the first
-            batch.
         weight: of the latest batch; 1 if no loop announces batches.
         counts: the latest batch was announced with a weight other than 0.
         batch: the number of batches so far, by which ranks see that they are at the same one.
         batches_used: the number of batches that a step has followed.
-        changed_by_loop: tells how the loop has changed gradients in the steps so far, where ranks compare that.
         ends_epoch: the latest batch is the last of an epoch, so that an accumulation may be incomplete.
         more_follow: more gradients will be added to those that arrive now, see `joined`.
-        grads: the flat gradients, if any.
         on_begin: is called at the first gradient of each pass.
         on_end: is called at the end of each pass, on the thread of `backward()`, which raises its errors. With
             reentrant checkpointing inner passes end too, and it is called more than once.
         weighed_by_loop: the loop says what its batches weigh.
-        first: ids of parameters that had no gradient before a batch of weight 0 gave them one.
+        weights: of the passes since the last step; none where there was no pass.
     """
 
     def __init__(self) -> None:
         self.weighs = False
-        self.looks_at: Callable[[Tensor], object] | None = None
         self.weight = 1.0
         self.counts = True
         self._even: float | None = None  # the weight of each batch that counts; None: by its samples
         self.batch = 0
-        self.batches_used = self._used_last = self.changed_by_loop = 0
+        self.batches_used = self._used_last = 0
         self.ends_epoch = self.more_follow = False
         self.on_begin: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
-        self._weights: list[float] = []  # of the passes since the last step
-        self._hooks: list[RemovableHandle] = []
+        self.weights: list[float] = []
+        self._weigh_hooks: list[RemovableHandle] = []
         self.weighed_by_loop = False  # hooks stay: else there are some only while the weight needs them
         self._parameters: Sequence[nn.Parameter] = ()
-        self.grads: Sequence[Tensor] = ()
-        self.first: set[int] = set()
+        self._first: set[int] = set()  # ids of those that had no gradient before a batch of weight 0 gave them one
         self._lock = threading.Lock()
-        self._used: list[int] = []  # versions of the gradients after the last step
-        self._seen: list[object] = []  # versions, and perhaps values, of the gradients at the end of the last pass
-        self._now: list[object] = []  # the versions and values when `changed_since` was called last
-        self.weighed = False  # some gradient of this batch has been weighed, perhaps one of torch.autograd.grad
-        self.current = _NONE  # autograd's number of the current pass
+        self._weighed = False  # some gradient of this batch has been weighed, perhaps one of torch.autograd.grad
+        self._current = NO_PASS  # autograd's number of the current pass
         self._joined = False
 
-    def watch(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _count(self, parameters: Sequence[nn.Parameter]) -> None:
         """Count the passes of these parameters from now on."""
-        self._remove_hooks()
-        self._parameters, self.grads = parameters, ()
+        self._remove_weigh_hooks()
+        self._parameters = parameters
         self.weigh(self.weight)
 
     # --- batches --------------------------------------------------------------------------------------------------
@@ -107,27 +96,27 @@ class Passes:
         self._announce(1.0)
 
     def _announce(self, weight: float) -> None:
-        self.counts, self.weighed = weight != 0.0, False
+        self.counts, self._weighed = weight != 0.0, False
         self.weigh(weight if self._even is None or not self.counts else self._even)
 
     def weigh(self, weight: float, *, by_loop: bool = False) -> None:
         """Weigh further passes so, until the next batch. A loop that does so does it for each batch: hooks stay."""
         self.weight = weight
-        self.weighed = self.weighed and bool(self._weights)  # gradients that are there already stay as they are
+        self._weighed = self._weighed and bool(self.weights)  # gradients that are there already stay as they are
         self.weighed_by_loop = self.weighed_by_loop or by_loop
-        if self._needs_hooks and not self._hooks:
-            self._hooks = [self._hook(parameter) for parameter in self._parameters]
+        if self._needs_hooks and not self._weigh_hooks:
+            self._weigh_hooks = [self._hook(parameter) for parameter in self._parameters]
         elif not self._needs_hooks and not self.weighed_by_loop:
-            self._remove_hooks()
+            self._remove_weigh_hooks()
 
     @property
     def _needs_hooks(self) -> bool:
         return self.weight == 0.0 or (self.weighs and self.weight != 1.0)
 
-    def _remove_hooks(self) -> None:
-        for hook in self._hooks:
+    def _remove_weigh_hooks(self) -> None:
+        for hook in self._weigh_hooks:
             hook.remove()
-        self._hooks = []
+        self._weigh_hooks = []
 
     def _hook(self, parameter: nn.Parameter) -> RemovableHandle:
         """Register a hook, which stays while the parameter is frozen, as a critic is in its generator's steps."""
@@ -141,37 +130,33 @@ class Passes:
     def _weigh(self, parameter: nn.Parameter, grad: Tensor) -> Tensor | None:
         if not self._needs_hooks:
             return None
-        self.weighed = True
-        (self.first.add if parameter.grad is None else self.first.discard)(id(parameter))
+        self._weighed = True
+        (self._first.add if parameter.grad is None else self._first.discard)(id(parameter))
         return grad * self.weight if self.weight else torch.zeros_like(grad)  # zero times infinity is not zero
 
     # --- passes ---------------------------------------------------------------------------------------------------
-    def __bool__(self) -> bool:
-        """Whether there was a pass since the last step."""
-        return bool(self._weights)
-
     @property
     def contributes(self) -> bool:
         """Whether some batch of the gradients has a weight other than 0."""
-        return any(self._weights) if self._weights else self.weight > 0.0
+        return any(self.weights) if self.weights else self.weight > 0.0
 
     @property
     def mean_weight(self) -> float:
         """The mean weight of the passes since the last step."""
-        return sum(self._weights) / len(self._weights) if self._weights else self.weight
+        return sum(self.weights) / len(self.weights) if self.weights else self.weight
 
     @property
     def left_out(self) -> int:
         """The number of earlier batches that no step has followed."""
         return self.batch - self.batches_used - (self.batch > self._used_last)
 
-    def begin(self, task: int) -> None:
+    def _begin(self, task: int) -> None:
         """Begin the pass with autograd's number `task`, at its first gradient."""
         with self._lock:  # gradients of several devices arrive on several threads
-            if task != self.current:
-                self.current = task
+            if task != self._current:
+                self._current = task
                 if not self._joined:
-                    self._weights.append(self.weight)
+                    self.weights.append(self.weight)
                     torch.autograd.Variable._execution_engine.queue_callback(self._end)
                     if self.on_begin is not None:
                         self.on_begin()
@@ -184,7 +169,7 @@ class Passes:
         to False, for the last of them. Changes before the end do not count as changes by the loop.
         """
         self._joined = self.more_follow = True
-        self._weights.append(self.weight)
+        self.weights.append(self.weight)
         try:
             yield
         finally:
@@ -193,49 +178,13 @@ class Passes:
 
     @uncompiled
     def _end(self) -> None:
-        self.current = _NONE
-        if not self._weights:  # a step was taken inside the pass, in a hook on the last of its parameters
+        self._current = NO_PASS
+        if not self.weights:  # a step was taken inside the pass, in a hook on the last of its parameters
             return
         if self.on_end is not None:
             self.on_end()
-        self.note()
+        self._note()
 
-    def note(self) -> None:
+    @abc.abstractmethod
+    def _note(self) -> None:
         """Remember the gradients: later changes are changes by the loop."""
-        self._seen = self._versions()
-
-    @property
-    def used(self) -> bool:
-        """Whether the gradients are still those of the last step, in place."""
-        return not self._weights and self._used == [flat._version for flat in self.grads]
-
-    def changed_since(self) -> bool:
-        """Tell whether a gradient has changed in place since the last pass ended or `note` was called."""
-        self._now = self._versions() if self._weights else self._seen
-        return self._seen != self._now
-
-    def change(self) -> int:
-        """Return what tells changes apart that `changed_since` has found, if gradients are the ranks' mean by now.
-
-        0 where values are as before; 1 where each rank has gradients of its own, as inside a pass. Else by the power of
-        two that gradients have on average: ranks' own factors change it sooner or later, rounding hardly ever.
-        """
-        count = len(self.grads)
-        if self.on_end is None or self.current != _NONE:
-            return 1
-        if self.looks_at is None or self._now[count:] == self._seen[count:]:
-            return 0
-        mean = np.abs(np.frombuffer(b"".join(self._now[count:]))).mean()  # type: ignore[arg-type]
-        return 2048 + math.frexp(mean)[1]
-
-    def _versions(self) -> list[object]:
-        values = [] if self.looks_at is None else map(self.looks_at, self.grads)
-        return [*(flat._version for flat in self.grads), *values]  # changes of views count too
-
-    def done(self) -> None:
-        """End the step: later gradients, those that the same pass may still bring too, belong to the next one."""
-        self._weights.clear()
-        self.current = _NONE
-        self.batches_used += self.batch > self._used_last
-        self._used_last = self.batch
-        self._used = [flat._version for flat in self.grads]

@@ -45,10 +45,6 @@ class Slot:
         """Describe the slot, in types that JSON has: name, group, start, stop, dtype, shape."""
         return [self.name, self.group, self.start, self.stop, str(self.dtype), list(self.shape)]
 
-    def moved(self) -> bool:
-        """Tell whether the tensor was given other memory or another dtype."""
-        return self.tensor.data_ptr() != self.pointer or self.tensor.dtype != self.dtype
-
     def fits(self, tensor: Tensor, flat: Tensor) -> bool:
         """Tell whether a tensor can be copied into the slot."""
         return (tensor.shape, tensor.dtype, tensor.device) == (self.shape, self.dtype, flat.device)
@@ -156,27 +152,6 @@ def unwrapped(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tup
             if name.startswith(outer + inner):
                 name = outer + name.removeprefix(outer + inner)
         yield name, value
-
-
-class Structure:
-    """The places where a module keeps its parameters, to notice changes quickly."""
-
-    def __init__(self, module: nn.Module):
-        modules = list(module.modules())
-        held = [(getter(m._parameters), m._parameters) for m in modules]
-        self._places = [(get, key, p) for get, own in held for key, p in own.items() if p is not None]
-        self.tensors = [tensor for _, _, tensor in self._places]
-        self._counts = [(m._parameters, m._modules, len(m._parameters), len(m._modules)) for m in modules]
-
-    def changed(self) -> bool:
-        """Tell whether a parameter was replaced, added or removed, or a module added or removed."""
-        for get, key, tensor in self._places:
-            if get(key) is not tensor:
-                return True
-        for parameters, modules, n_parameters, n_modules in self._counts:
-            if len(parameters) != n_parameters or len(modules) != n_modules:
-                return True
-        return False
 
 
 def check_parameters(now: Sequence[tuple[str, Tensor]], slots: Sequence[Slot]) -> None:

@@ -178,7 +178,7 @@ class Pipeline(PartOfModel):
             scaled(torch.zeros((), device=self._device))  # it starts with the first loss, which only one rank has
         with ExitStack() as stack:
             for optimizer in self.optimizers:
-                stack.enter_context(optimizer.strategy.model.passes.joined())
+                stack.enter_context(optimizer.strategy.model.gradients.joined())
             stack.enter_context(overlapping(self._between))
             self.tied.begin_gradients()
             for operation, following in zip_longest(operations, operations[1:]):
@@ -206,7 +206,7 @@ class Pipeline(PartOfModel):
         drawn = None
         if trains:
             steps = self.optimizers[0].strategy.steps if self.optimizers else 0
-            weights = [optimizer.strategy.model.passes.weight for optimizer in self.optimizers]
+            weights = [optimizer.strategy.model.gradients.weight for optimizer in self.optimizers]
             drawn = routing.draw(steps, (weights, batch.keys), self.n_stages - 1, batch.parts)
         stages = self.grid.stages
         for before, boundary in self._boundaries.items():
@@ -248,7 +248,7 @@ class Pipeline(PartOfModel):
         thirds = _THIRDS[kind] + (kind in "BI" and self._recompute)
         last = kind in "BW" and part == batch.parts - 1  # then the gradients of the stage's weights are complete
         for optimizer in self.optimizers:
-            optimizer.strategy.model.passes.more_follow = not last or batch.scaled is not None
+            optimizer.strategy.model.gradients.more_follow = not last or batch.scaled is not None
         self.grid.inner.compute(thirds / 3 / self.n_stages * batch.shares[part])
         if kind == "F":
             values = stage.forward(self._values(stage, received, batch, part, grads=True))

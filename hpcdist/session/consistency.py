@@ -123,7 +123,7 @@ def require_same_steps(optimizer: Any, place: str) -> None:
         return
     replicates = rules.forbids("replicas differ", strategy)
     sketch = _sketch(strategy) if replicates else _Sketch()
-    found = _gathered(optimizer, place, [strategy.model.passes.batches_used, sketch])
+    found = _gathered(optimizer, place, [strategy.model.gradients.batches_used, sketch])
     workers = [rank for rank in strategy.config.workers(strategy.comm.size) if rank in found]
     if strategy.contract.synchronous:
         error = unequal_steps({rank: found[rank][0] for rank in workers}, "batches that steps were taken for")
@@ -180,7 +180,7 @@ class _Sketch(NamedTuple):
 
 
 def _sketch(strategy: Strategy) -> _Sketch:
-    return _Sketch(list(map(sum_and_norm, strategy.model.params)), strategy.model.passes.changed_by_loop)
+    return _Sketch(list(map(sum_and_norm, strategy.model.params)), strategy.model.gradients.changed_by_loop)
 
 
 def compare_first_batches(optimizer: Any) -> None:

@@ -41,6 +41,7 @@ from hpcdist.session.world import current, require_equal, require_same_files
 from hpcdist.strategies import Strategy
 
 Loss = Literal["mean", "sum"]
+_SCALED = ("found_inf", "grad_scale")  # by which a GradScaler's optimiser would unscale gradients again
 _MICRO_BATCHES = "the loss of micro-batches is no mean over samples"
 Step = TypeVar("Step", bound=Callable[..., Any])
 
@@ -112,47 +113,38 @@ class _Distributed:
 
         Called by a GradScaler it unscales gradients, and leaves the update out where some have overflowed.
         """
-        self._require_own_step()
+        own = self.attachment
+        strategy: Strategy = own.strategy
+        self._require_own_step(strategy)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        at_once = self.strategy.contract.sends == "between steps"
-        with self._scaled() as how:
-            step = self._step_and_share if at_once else self.attachment.local_step
-            self.attachment.record = self.strategy.step(step, **how)
-        if not at_once:
-            share_tied(self.strategy.model.module)
-        self.attachment.look()
-        compare_first_batches(self)
+        look, scale = strategy.model.look(), vars(self).get("grad_scale")
+        if look.unfrozen is not None:
+            rules.refuse("a frozen layer is unfrozen", strategy, name=look.unfrozen)
+        if look.changed:
+            rules.refuse("gradients are changed between backward() and step()", strategy)
+        skips, unscale = "found_inf" in vars(self), None if scale is None else 1.0 / float(scale)
+        at_once = strategy.stages is not None and strategy.contract.sends == "between steps"
+        step = self._step_and_share if at_once else own.local_step
+        own.record = strategy.step(step, skips=skips, unscale=unscale, look=look)
+        if strategy.stages is not None and not at_once:
+            share_tied(strategy.model.module)
+        own.look()
+        if strategy.gradients.checksums:
+            compare_first_batches(self)
         return loss
 
     def _step_and_share(self) -> None:
         self.attachment.local_step()
         share_tied(self.strategy.model.module)
 
-    @contextmanager
-    def _scaled(self) -> Iterator[dict[str, Any]]:
-        """Yield a GradScaler's settings as arguments for the strategy's step, hidden from the local step meanwhile."""
-        names = ("found_inf", "grad_scale")
-        settings: dict[str, Any] = {name: vars(self).pop(name) for name in names if name in vars(self)}
-        scale = settings.get("grad_scale")
-        try:
-            yield {"skips": bool(settings), "unscale": None if scale is None else 1.0 / float(scale)}
-        finally:
-            vars(self).update(settings)  # which the scaler takes away
-
-    def _require_own_step(self) -> None:
+    def _require_own_step(self, strategy: Strategy) -> None:
         """Raise ConfigError on a server, and where a step would be lost, or would lose the loop's changes."""
-        strategy, own = self.strategy, self.attachment
+        own, module = self.attachment, strategy.model.module
         if not strategy.is_worker:
             raise rules.error("a rank that serves takes a step", rank=strategy.comm.rank)
-        module = strategy.model.module
-        if strategy.contract.batch == "portions":
-            parameters = zip(strategy.model.names, strategy.model.parameters(), strict=True)
-            still = next((name for name, parameter in parameters if not parameter.requires_grad), None)
-            if still is not None:
-                rules.refuse("a layer is frozen later", strategy, name=still)
         if not own.modes:
             own.others = [name for name, each in module.named_modules() if each.training != module.training]
         own.modes |= 1 << module.training
@@ -199,7 +191,7 @@ class _Distributed:
             raise rules.error(_MICRO_BATCHES, found="optimizer.weigh()")
         if contract.weighs and contract.synchronous:
             peers = self.attachment.peers
-            model.weigh(relative(counts_of(peers, n if model.passes.counts else 0)[0], peers.rank))
+            model.weigh(relative(counts_of(peers, n if model.gradients.counts else 0)[0], peers.rank))
         elif contract.weighs:
             model.weigh(float(n > 0))
 
@@ -267,8 +259,12 @@ class _Evaluating(_Distributed):
         """
         if closure is None:
             raise rules.error("such an optimiser is given no closure", optimizer=type(self).__name__)
-        self._require_own_step()
-        self.attachment.record, loss = self.strategy.minimise(self.attachment.local_step, closure)
+        strategy = self.strategy
+        self._require_own_step(strategy)
+        frozen = strategy.model.look().frozen
+        if frozen is not None:
+            rules.refuse("a layer is frozen later", strategy, name=frozen)
+        self.attachment.record, loss = strategy.minimise(self.attachment.local_step, closure)
         compare_first_batches(self)
         return loss
 
@@ -367,7 +363,6 @@ def DistributedOptimizer(
     stages_agree = model.agreement if isinstance(model, PartOfModel) else None
     made = cls(config, outer.split(0), flat, optimizer=optimizer, clip_norm=clip_norm, loss=loss, stages=stages_agree)
     require_same_files(session.comm)  # also what it has loaded by now: a topology
-    made.before_step = lambda: _require_allowed(made)
     made.gradients.checksums = [] if peers.size > 1 and identical_batches == "warn" else None
     flat.mark()
     counts = [len(group["params"]) for group in optimizer.param_groups]
@@ -386,28 +381,18 @@ def DistributedOptimizer(
     return optimizer
 
 
-def _require_allowed(strategy: Strategy) -> None:
-    """Raise ConfigError where the loop has changed something that the strategy's next step can't use."""
-    if strategy.model.unfrozen:
-        rules.refuse("a frozen layer is unfrozen", strategy, name=strategy.model.unfrozen)
-    habit = "gradients are changed between backward() and step()"
-    gradients = strategy.model.gradients
-    if rules.forbids(habit, strategy):
-        if gradients.changed_since_backward():
-            raise rules.error(habit, strategy)
-    elif rules.forbids("replicas differ", strategy):
-        change = strategy.model.passes.change() if gradients.changed_since_backward() else 0
-        strategy.model.passes.changed_by_loop += change + gradients.removed_since_backward()
-
-
 def _refreshing(optimizer: Any, flat: FlatModel) -> Callable[..., Any]:
     """Return an optimiser's step after which its new values lie in flat memory, also where it has set `p.data`."""
     step = type(optimizer).step.__get__(optimizer)
 
     @functools.wraps(step)
     def local_step(*given: Any) -> Any:
-        with optimizer.attachment.run_own():
-            result = step(*given)
+        scaled = {name: vars(optimizer).pop(name) for name in _SCALED if name in vars(optimizer)}
+        try:
+            with optimizer.attachment.run_own():
+                result = step(*given)
+        finally:
+            vars(optimizer).update(scaled)  # which the scaler takes away
         flat.refresh()
         return result
 

@@ -134,4 +134,4 @@ def synchronise_batch_norms(flat: FlatModel, strategy: type[Strategy], workers: 
     flat.flat_buffers.joint = [tensor for _, layer in layers for tensor in layer.buffers()]
     for _, layer in layers:
         layer.__class__ = SyncBatchNorm
-        layer.ranks = _Ranks(workers, flat.passes)  # type: ignore[assignment]
+        layer.ranks = _Ranks(workers, flat.gradients)  # type: ignore[assignment]

@@ -143,25 +143,25 @@ class AllReduce(Strategy):
         announces = self.stages is None or self.stages.announces
         overlaps = self._averaging.beside and self._compressed is None and announces
         self._trial = Trial(comm) if config.overlap == "auto" and overlaps else None
-        model.gradients.on_bucket_ready(self._averaging.begin)
-        model.passes.on_end = self._backward_ended
+        model.gradients.announcer.callback = self._averaging.begin
+        model.gradients.on_end = self._backward_ended
         self._arm(overlapped=config.overlap == "on" and overlaps)
 
     def _arm(self, overlapped: bool) -> None:
         """Choose whether the next gradients are reduced during the backward pass."""
         self._overlapped = overlapped
-        self.model.gradients.begin(announce=overlapped and not self._accumulates, passes=self.config.accumulation)
+        self.model.gradients.announcer.begin(
+            announce=overlapped and not self._accumulates, passes=self.config.accumulation
+        )
 
     def _note_nonfinite(self, bucket: Bucket) -> None:
         """Note gradients that are not finite, and what they are on this rank, before they are averaged."""
-        self.gradients.look(bucket)
-        if self.config.on_nonfinite != "ignore":
-            self._bad += self.model.gradients.nonfinite(bucket)
+        self._bad += self.gradients.look(bucket)
 
     # --- backward passes ------------------------------------------------------------------------------------------
     def _backward_ended(self) -> None:
         self._passes += 1
-        enough = self._passes >= self.config.accumulation or self.model.passes.ends_epoch
+        enough = self._passes >= self.config.accumulation or self.model.gradients.ends_epoch
         if not self._accumulates and enough:
             self.synchronize()
 
@@ -178,17 +178,37 @@ class AllReduce(Strategy):
 
     def synchronize(self) -> None:
         """Collective. Average gradients that no backward pass has averaged yet; as a rule there are none."""
-        if not self._alone and (self._merged is None or self._passes):
-            self._merged = self._merge()
+        if self._alone or (self._merged is not None and not self._passes):
+            return
+        self._passes = 0
+        if self._merged is not None and not self._averaging.repeats:
+            raise ConfigError(
+                "strategy.accumulation must be the number of backward passes before a step with strategy.provider.op "
+                f"{self.config.provider.op!r}, whose result can't be added to; got one more. Set it, or use average."
+            )
+        if self.model.unfrozen:
+            self._unfreeze()
+        if self._compressed is not None:
+            used, self._merged = self._average_compressed(self._compressed)
+        else:
+            used, self._merged = self._agreement(self._average(), self._bad)
+            self._bad = []
+        self.model.gradients.release(used)
+        if self._trial is not None and not self._trial.decided:
+            self._trial.step()
+        overlapped = self._overlapped if self._trial is None else self._trial.way
+        if overlapped or self._overlapped:
+            self._arm(overlapped)
 
     def _averaged(self) -> dict[int, list[str]]:
         """Collective. Average what is not averaged yet; return the names of gradients that are not finite, by rank."""
+        if self.model.unfrozen:
+            self._unfreeze()
         if not self._alone:
             self.synchronize()
             bad, self._merged = self._merged or {}, None
             return bad
-        self._unfreeze()
-        self.model.gradients.settle()
+        self.model.gradients.collect()
         return self._nonfinite_here()
 
     def _nonfinite_here(self) -> dict[int, list[str]]:
@@ -197,15 +217,15 @@ class AllReduce(Strategy):
         return {self.comm.rank: names} if names else {}
 
     def advance(self, update: Update) -> Outcome:
-        self._unfreeze()
-        if self._passes and self.comm.size > 1 and self.model.gradients.changed_since_backward():
+        if self._passes and self.comm.size > 1 and self.gradients.changed:
             raise ConfigError(
                 f"gradients must be averaged before they are changed; got some that were changed after {self._passes} "
                 f"backward passes, with strategy.accumulation = {self.config.accumulation} or in no_sync(). Call "
                 "optimizer.synchronize() first, where fewer passes make a step."
             )
         bad = self._averaged()
-        if self.model.gradients.changed_since_backward() or self.gradients.overflow_skips:
+        looked = self.config.on_nonfinite != "ignore" or self.gradients.ignores_nonfinite  # else a GradScaler skips
+        if self.gradients.changed or not looked:
             found = self._nonfinite_here()  # the loop may have mended them, or spoilt them, alike on all ranks
             bad = found and (bad or found)
         if self.stages is not None and not self.gradients.ignores_nonfinite:
@@ -244,12 +264,12 @@ class AllReduce(Strategy):
             return None if loss is None else self._mean(torch.as_tensor(loss, dtype=torch.float64).item())
 
         self.model.refresh()
-        contributes = self.model.passes.weight > 0
+        contributes = self.model.gradients.weight > 0
         result = solve(evaluate)
         self.model.flat_buffers.restore()
         self.updates += 1
         self.steps += 1
-        self.model.passes.done()
+        self.model.gradients.done()
         self.gradients.done()
         outcome = Outcome(self.updates, staleness=(0,) if contributes else ())
         return self.records.record(self.steps, outcome), result
@@ -257,33 +277,12 @@ class AllReduce(Strategy):
     def _mean(self, loss: float) -> Tensor:
         """Collective. Average the loss as gradients are, the same to the bit on all ranks."""
         losses = torch.zeros(self.comm.size, dtype=torch.float64)  # one place each: a sum of zeros and one is exact
-        losses[self.comm.rank] = self.model.passes.weight * loss if self.model.passes.weight else 0.0
+        losses[self.comm.rank] = self.model.gradients.weight * loss if self.model.gradients.weight else 0.0
         self.comm.allreduce(losses)
         return torch.tensor(sum(losses.tolist()) / self.comm.size, dtype=torch.float64)
 
-    def _merge(self) -> dict[int, list[str]]:
-        """Collective. Average the gradients over the ranks; return the names of those not finite, by rank."""
-        self._passes = 0
-        if self._merged is not None and not self._averaging.repeats:
-            raise ConfigError(
-                "strategy.accumulation must be the number of backward passes before a step with strategy.provider.op "
-                f"{self.config.provider.op!r}, whose result can't be added to; got one more. Set it, or use average."
-            )
-        self._unfreeze()
-        if self._compressed is not None:
-            used, bad = self._average_compressed(self._compressed)
-        else:
-            used, bad = self._agree(self._average())
-        self.model.gradients.release(used)
-        if self._trial is not None and not self._trial.decided:
-            self._trial.step()
-        self._arm(self._trial.way if self._trial is not None else self._overlapped)
-        return bad
-
     def _unfreeze(self) -> None:
         """Train parameters that the loop has unfrozen since the last step."""
-        if not self.model.unfrozen:
-            return
         if self._overlapped:
             self.model.gradients.flush()
             self._averaging.wait()
@@ -295,7 +294,7 @@ class AllReduce(Strategy):
         """Collective. Average gradients, or wait for the thread that does; tell which parameters have one here."""
         if not self._overlapped:
             used = self.model.gradients.collect()
-            self._averaging.now(self.model.gradients.buckets)
+            self._averaging.now(self.model.gradients.announcer.buckets)
             return used
         used = self.model.gradients.flush()
         start = self.comm.now()
@@ -305,20 +304,14 @@ class AllReduce(Strategy):
         return used
 
     def _average_compressed(self, sum_up: Reduction) -> tuple[Tensor, dict[int, list[str]]]:
-        used, self._bad = self.model.gradients.collect(), self.gradients.nonfinite()
-        self.gradients.look()
-        used, bad = self._agree(used)  # before: what is not finite must not get into what is left to be sent
+        # What is not finite must not get into what is left to be sent.
+        used, bad = self._agreement(self.model.gradients.collect(), self.gradients.nonfinite())
         if bad:
             for flat in self.model.grads:  # so that all ranks see that it was not
                 flat.fill_(torch.nan)
         else:
             sum_up.mean(self.model.grads, used)
         return used, bad
-
-    def _agree(self, used: Tensor) -> tuple[Tensor, dict[int, list[str]]]:
-        """Find which parameters had a gradient on any rank, and which were not finite, by rank."""
-        bad, self._bad = self._bad, []
-        return self._agreement(used, bad)
 
     def close(self) -> None:
         if self._compressed is not None:

@@ -135,11 +135,11 @@ class _PeriodWorker(Worker):
 
     def step(self, update: Update) -> Outcome:
         strategy = self.strategy
-        self.model.gradients.settle()
+        used = self.model.gradients.collect()
         skipped, heads = self.left_out(), list[ReplyHead]()
         if not skipped:
             strategy.gradients.clip()
-            strategy.gradients.note()
+            strategy.gradients.note(used)
             update()
         self.done += 1
         self.gradients += len(strategy.gradients.staleness(skipped))

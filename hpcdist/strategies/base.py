@@ -15,7 +15,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.pieces import some_values
 from hpcdist.config import Settings
 from hpcdist.errors import RankFailedError, refuse_former
-from hpcdist.model.flat import FlatModel
+from hpcdist.model.flat import FlatModel, Look
 from hpcdist.model.hyperparameters import Hyperparameters, require_equal_values
 from hpcdist.parallel.agreement import Agreement
 from hpcdist.records import StepRecord
@@ -61,7 +61,6 @@ class Strategy(abc.ABC):
         adds_up: the gradients of an update are added up, and not averaged.
         gradients: clips this rank's gradients, and leaves out those that are not finite.
         records: makes the records of steps.
-        before_step: called at each step's beginning; the session's loop looks there at what must not be.
         hyperparameters: the numbers in the optimiser's param_groups.
 
     Raises:
@@ -145,18 +144,19 @@ class Strategy(abc.ABC):
         self.hyperparameters = Hyperparameters(optimizer)
         self.gradients = LocalGradients(comm, model, config.on_nonfinite, clip_norm, stages)
         self.records = Recorder(comm, on_record)
-        self.before_step: Callable[[], None] = lambda: None
         self.state = State(comm, model)
         self.steps = self.state.value("steps", 0, self, reshard="first")
+        here = self.contract.synchronous and self.contract.updates == "here" and self.contract.averages != "gradients"
+        self._compared = here and comm.size > 1
         self._meetings = 0  # steps in which ranks might have compared hyper-parameters
-        model.passes.weighs = self.contract.weighs
+        model.gradients.weighs = self.contract.weighs
         if comm.size > 1 and not self.contract.uses_changed_gradients:
-            model.passes.looks_at = _sum
+            model.gradients.looks_at = _sum
         elif comm.size > 1 and self.contract.replicates:  # where a change on all ranks is fine: less will do
-            model.passes.looks_at = some_values
+            model.gradients.looks_at = some_values
         self.adds_up = loss == "sum"
         if self.adds_up:  # a mean of p times the gradients is their sum; servers don't divide
-            model.passes.weigh_alike(comm.size if self.contract.updates == "here" else 1.0)
+            model.gradients.weigh_alike(comm.size if self.contract.updates == "here" else 1.0)
         if not self.contract.reads_gradients:
             model.gradients.leave()
         spread_model(comm, model)
@@ -213,7 +213,9 @@ class Strategy(abc.ABC):
         """Collective. Release windows and threads."""
 
     # --- what the loop calls --------------------------------------------------------------------------------------
-    def step(self, update: Update, *, skips: bool = False, unscale: float | None = None) -> StepRecord:
+    def step(
+        self, update: Update, *, skips: bool = False, unscale: float | None = None, look: Look | None = None
+    ) -> StepRecord:
         """Take one step of a worker, and return its record. Collective for synchronous strategies.
 
         Gradients of a batch of weight 0 count for nothing; the rank takes part all the same.
@@ -221,29 +223,26 @@ class Strategy(abc.ABC):
         Args:
             skips: leaves the update out where gradients are not finite, whatever `on_nonfinite` says.
             unscale: gradients are multiplied by it first; for a loss that was scaled.
+            look: of the model, where the caller has taken it.
 
         Raises:
             ConfigError: the module is not the one that was wrapped any more.
             NonFiniteError: a gradient is not finite, and `on_nonfinite` is "stop".
             MismatchError: hyper-parameters of a synchronous strategy differ between ranks.
         """
-        self.gradients.begin(self.steps + 1, skips)
-        self.model.refresh()
+        look = look or self.model.look()
         self.model.flat_buffers.restore()
-        self.before_step()
+        self.gradients.begin(self.steps + 1, skips, changed=look.changed and unscale is None)
         if unscale is not None:
             self.model.gradients.unscale(unscale)
-        if self._compares():
-            require_equal_values(self.comm, self.hyperparameters, self.steps + 1, self.model.passes.batch)
+        if self._compared and self._compares():
+            require_equal_values(self.comm, self.hyperparameters, self.steps + 1, self.model.gradients.batch)
             update = self.hyperparameters.noting(update)
-        if self.model.passes.on_end is None:  # else the strategy averages them as they come, and has looked before
-            self.gradients.look()
         with self.comm.trace.span(type(self).__name__, "strategy") as details:
             outcome = self.advance(update)
             if details is not None and outcome.waited_for:
                 details["held up, s"] = {f"by rank {rank}": seconds for rank, seconds in outcome.waited_for.items()}
-        self.model.gradients.reveal()
-        self.model.passes.done()
+        self.model.gradients.done()
         self.gradients.done()
         self.steps += 1
         return self.records.record(self.steps, outcome)
@@ -254,13 +253,9 @@ class Strategy(abc.ABC):
         Strategies that average gradients in every step send a checksum along with them instead, and servers compare
         the numbers that come with gradients.
         """
-        contract = self.contract
-        compared = contract.synchronous and contract.averages != "gradients" and contract.updates == "here"
-        if not compared or self.comm.size == 1 or not len(self.hyperparameters):
-            return False
         if self.comm.failures.tolerant:  # a rank that dies while ranks compare would end them all
             return False
-        if not self.config.meets(self.steps + 1):
+        if not self.hyperparameters.places or not self.config.meets(self.steps + 1):
             return False
         self._meetings += 1
         return self._meetings & (self._meetings - 1) == 0 or self._meetings % 64 == 0

@@ -182,6 +182,7 @@ class _Worker(Worker):
 
     def _begin_late(self) -> Outcome:
         """Drop the first gradient, and begin with the parameters at the end of the warm start."""
+        self.strategy.gradients.look()
         self._request(FETCH)
         self._take()
         return Outcome(self.replica.clock, event="dropped: the gradient of before the warm start", dropped=1)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import final
 
 from pydantic import Field
-from torch import Tensor
 
 from hpcdist.comm.snapshot import Publication
 from hpcdist.strategies.base import Outcome, Strategy, Update
@@ -51,6 +50,7 @@ class GossipPull(Strategy):
         self.peers = Peers(comm, self.records)
         self.draw = Draw(comm, self.peers, self.state, config.seed)
         check_count(comm, "pulls", config.pulls, oneself=config.draw_self)
+        self._publishes_own = config.order == "after" and not config.compression  # what is averaged then
         self._wire = Wire(config.compression, model.params, self.state)
         self._fetched = self.state.scratch(self._wire.empty())
         self._published = Publication(comm, self._fetched, publishes=comm.size > 1)
@@ -76,7 +76,7 @@ class GossipPull(Strategy):
         """Average with the ranks that are drawn, all with equal weights."""
         peers = self.draw.ranks(self.config.pulls, oneself=self.config.draw_self)
         weight = 1 + (self.comm.rank in peers)  # of the own parameters: a mean of that many
-        published = self.config.order == "after" and not self.config.compression  # they are what was published last
+        published = self._publishes_own
         for peer in peers:
             if peer != self.comm.rank and self._average_with(peer, weight, published):
                 weight, published = weight + 1, False
@@ -87,10 +87,7 @@ class GossipPull(Strategy):
         Args:
             published: the own ones are what was published last, from where they come back if they must.
         """
-
-        def average(theirs: Sequence[Tensor]) -> None:
-            average_in(self.model.params, theirs, 1, weight)
-
+        average = partial(average_in, self.model.params, count=1, weight=weight)
         if self.config.torn:
             return self.peers.survives(self._published.use_torn, average, self._fetched, peer)
         if published:  # reads memory once less than a copy does

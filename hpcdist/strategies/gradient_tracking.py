@@ -65,7 +65,7 @@ class GradientTracking(Strategy):
         if self.comm.size == 1:
             return self.gradients.step_alone(update)
         params = self.model.params
-        self.model.gradients.settle()
+        self.model.gradients.collect()
         if self.config.order == "before":
             used = self._mix(params, self.steps)
             return self.gradients.step_alone(lambda: self._step(update, used))
@@ -85,7 +85,7 @@ class GradientTracking(Strategy):
         here = own > 0
         self._mixing.mix((*params, *self._sent), step)
         seen = own > 0
-        if self.model.passes.contributes:
+        if self.model.gradients.contributes:
             uneven.copy_((uneven > 0) | (seen & ~here))
         trainable = torch.tensor([p.requires_grad for p in self.model.parameters()]).to(seen.device)
         return (seen | ((uneven > 0) & trainable)).tolist()

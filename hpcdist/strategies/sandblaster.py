@@ -236,7 +236,7 @@ class Sandblaster(Strategy):
             self.coordinator.finish()
         else:
             self.steps += 1
-        self.model.passes.done()
+        self.model.gradients.done()
         staleness = (0,) if self.joint.share else ()
         event, self._event = self._event, None
         record = self.records.record(self.steps, Outcome(self.worker.clock, staleness, event))

@@ -338,7 +338,9 @@ class Trainer:
             self.optimizer.zero_grad()
             return self.replica.backward(self.optimizer, x, y)
 
-        self._end_step(len(x) if self.model.passes.weight else 0, self.precision.step(self.optimizer, evaluate).item())
+        self._end_step(
+            len(x) if self.model.gradients.weight else 0, self.precision.step(self.optimizer, evaluate).item()
+        )
 
     def _end_step(self, samples: int, loss: float) -> None:
         """Advance schedule and average, and write the step's record with its number of samples."""

@@ -46,7 +46,7 @@ class Mine(Strategy):
         self.model.refresh()
         result = solve(closure)
         self.steps += 1
-        self.model.passes.done()
+        self.model.gradients.done()
         return self.records.record(self.steps, Outcome(self.steps)), result
 '''
 # One loop for each rule that looks at the contract.

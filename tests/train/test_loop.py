@@ -152,7 +152,7 @@ def test_every_strategy_resumes_on_other_ranks_and_its_summary_tells_what_the_ru
 
             def counting(x, y):
                 indices = fetched.pop(0)
-                seen.extend(indices if trainer.model.passes.weight else [])  # a batch of weight 0 does not count
+                seen.extend(indices if trainer.model.gradients.weight else [])  # a batch of weight 0 does not count
                 step(x, y)
 
             trainer._train.batch, trainer._step = noting, counting

@@ -28,7 +28,7 @@ class Epoch:
     def _trains(self) -> bool:
         """Tell whether a model has had a step, or a backward pass that a step may follow."""
         pairs = zip(self._strategies, self._before, strict=True)
-        return any(strategy.steps > before or strategy.model.passes for strategy, before in pairs)
+        return any(strategy.steps > before or strategy.model.gradients.weights for strategy, before in pairs)
 
     def watch(self, batches: Iterator[Weighed]) -> Iterator[Weighed]:
         """Pass the batches on. If the first trains nothing, note whether a model runs on the others.
@@ -58,7 +58,7 @@ class Epoch:
         no DistributedOptimizer has, along this rank's gradients.
         """
         for strategy, steps in zip(self._strategies, self._before, strict=True):
-            passes_by = strategy.steps == steps and strategy.model.passes
+            passes_by = strategy.steps == steps and strategy.model.gradients.weights
             if passes_by and rules.forbids("an epoch trains without step()", strategy):
                 strategy.model.refresh()
                 if strategy.model.touched():

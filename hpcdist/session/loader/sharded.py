@@ -264,7 +264,7 @@ class ShardedLoader:
                 return
         for weighed in self._own(strategies, worker, len(workers)) if own else self._dealt(worker, len(workers)):
             self._weight = weighed.weight
-            watched = [strategy.model.passes for strategy in strategies if worker == 0 and weighed.weight != 1.0]
+            watched = [strategy.model.gradients for strategy in strategies if worker == 0 and weighed.weight != 1.0]
             for passes in watched:
                 passes.on_begin = partial(self._look_at_calls, passes, shared_calls())
             yield weighed
@@ -369,7 +369,7 @@ class ShardedLoader:
             batch = next(batches, None)
             if counted and not self._told:  # after a step, in which the loop may have said what its batches weigh
                 self._told = True
-                if group.rank == 0 and not any(strategy.model.passes.weighed_by_loop for strategy in strategies):
+                if group.rank == 0 and not any(strategy.model.gradients.weighed_by_loop for strategy in strategies):
                     _log.log(*counted)
             counts, shapes = counts_of(group, *((0, 0) if batch is None else samples_in(batch)))
             counted = counted or counted_as(counts, shapes)

@@ -23,6 +23,8 @@ class LocalGradients:
     Attributes:
         checksums: of this rank's own gradients, before they are averaged, in each of its first steps: 0 where they are
             zero. None where nobody wants them.
+        changed: the loop has changed them in this step since the backward pass, other than by the scale of the loss.
+        ignores_nonfinite: this step is taken whatever the gradients are.
         used: which parameters have had a gradient in an update here since `take_used`, bool, shape (parameters,).
 
     Args:
@@ -36,34 +38,30 @@ class LocalGradients:
     ):
         self.clip_norm, self.policy = clip_norm, policy
         self._comm, self._model, self._stages = comm, model, stages
-        self._step, self._skips = 1, policy == "skip"
+        self.begin(1, False, changed=False)
         self.checksums: list[int] | None = None
         self.used = torch.zeros(len(model.names), dtype=torch.bool)
         self._looked: list[int] = []  # checksums of this step's gradients, perhaps bucket by bucket
 
-    def look(self, bucket: Bucket | None = None) -> None:
-        """Take the checksum of the gradients, or of those in `bucket`, in the first steps and where it is wanted."""
+    def begin(self, step: int, skips: bool, *, changed: bool) -> None:
+        """Begin a step; `skips` leaves out its update where gradients are not finite, whatever the policy says."""
+        self._step, self._skips, self.changed = step, skips or self.policy == "skip", changed
+        self.ignores_nonfinite = self.policy == "ignore" and not skips
+
+    def look(self, bucket: Bucket | None = None) -> list[str]:
+        """Look at this rank's gradients, or those in `bucket`, before they are sent: name those not finite.
+
+        Names none where these are ignored. In the first steps take a checksum, where it is wanted.
+        """
         if self.checksums is not None and len(self.checksums) < FIRST_STEPS:
             self._looked.append(self._model.gradients.checksum(bucket))
+        return [] if self.ignores_nonfinite else self._model.gradients.nonfinite(bucket)
 
     def done(self) -> None:
-        """End the step."""
+        """End the step: what is looked at from here on belongs to the next one."""
         if self.checksums is not None and len(self.checksums) < FIRST_STEPS:
             self.checksums.append(hash(tuple(self._looked)) if any(self._looked) else 0)
-        self._looked = []
-
-    def begin(self, step: int, skips: bool) -> None:
-        """Begin a step; `skips` leaves out its update where gradients are not finite, whatever the policy says."""
-        self._step, self._skips = step, skips or self.policy == "skip"
-
-    @property
-    def ignores_nonfinite(self) -> bool:
-        return self.policy == "ignore" and not self._skips
-
-    @property
-    def overflow_skips(self) -> bool:
-        """Whether only this step leaves out what the policy would ignore, as a GradScaler wants it."""
-        return self.policy == "ignore" and self._skips
+        self._looked, self.ignores_nonfinite = [], self.policy == "ignore"
 
     def clip(self, weight: float = 1.0) -> None:
         """Collective in the replica. Scale all gradients down to the norm `clip_norm`, where theirs is larger.
@@ -80,14 +78,11 @@ class LocalGradients:
             clip_gradients(parameters, largest, self._stages.norm(parameters))
 
     def nonfinite(self) -> list[str]:
-        """Collective in the replica. Name the parameters whose gradient has NaN or infinity, in all its stages.
-
-        Empty where they are ignored.
-        """
-        if self.ignores_nonfinite:
-            return []
-        names = self._model.gradients.nonfinite()
-        return names if self._stages is None else self._stages.nonfinite({0: names} if names else {}).get(0, [])
+        """Collective in the replica. As `look`, of all its stages."""
+        names = self.look()
+        if self._stages is None or self.ignores_nonfinite:
+            return names
+        return self._stages.nonfinite({0: names} if names else {}).get(0, [])
 
     def leave_out(self, names_of: dict[int, list[str]]) -> str:
         """Leave out the update: return the event for the record.
@@ -110,13 +105,12 @@ class LocalGradients:
 
     def staleness(self, left_out: object) -> tuple[int, ...]:
         """Return the staleness of this rank's own gradient, (0,); () if it was left out, or its batch weighs 0."""
-        return () if left_out or not self._model.passes.contributes else (0,)
+        return () if left_out or not self._model.gradients.contributes else (0,)
 
-    def note(self) -> None:
-        """Note which parameters an update is about to move."""
-        present = torch.tensor(self._model.gradients.present(), dtype=torch.bool)
-        if len(present) == len(self.used):  # else a layer was unfrozen, where nobody asks
-            self.used |= present
+    def note(self, used: Tensor) -> None:
+        """Note which parameters an update is about to move, bool, shape (parameters,)."""
+        if len(used) == len(self.used):  # else a layer was unfrozen, where nobody asks
+            self.used |= used
 
     def take_used(self, of: slice | list[int] = slice(None)) -> Tensor:
         """Return which parameters, all or these, have had a gradient since the last call: 1, or else 0."""
@@ -126,12 +120,12 @@ class LocalGradients:
 
     def step_alone(self, update: Callable[[], None]) -> Outcome:
         """Take the local optimiser's step on this rank's own gradient, left out where that is not finite."""
-        self._model.gradients.settle()
+        used = self._model.gradients.collect()
         bad = self.nonfinite()
         event = self.leave_out({self._comm.rank: bad}) if bad else None
         if not bad:
             self.clip()
-            self.note()
+            self.note(used)
             update()
         return Outcome(clock=self._step, staleness=self.staleness(bad), event=event)
 

@@ -52,8 +52,7 @@ class Recorder:
 
     def traffic(self) -> Traffic:
         """Return all that the strategy has sent and received so far, on this rank."""
-        first, *others = (channel.trace.traffic for channel in self.channels)
-        return sum(others, first.copy())
+        return sum((channel.trace.traffic for channel in self.channels), Traffic())
 
     def start(self) -> None:
         """Begin the next record now: setting up, an evaluation or a checkpoint before are left out of it."""

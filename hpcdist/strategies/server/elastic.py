@@ -50,7 +50,7 @@ class ElasticWorker(Worker):
     def step(self, update: Update) -> Outcome:
         strategy = self.strategy
         exchanges = strategy.steps % self._period == 0
-        self.model.gradients.settle()
+        self.model.gradients.collect()
         skipped, heads = self.left_out(), list[ReplyHead]()
         if exchanges:
             self.client.push(FETCH, tensors=self._motion.position(), **self.stamps())

@@ -215,7 +215,7 @@ class GradientServer(Handler):
         rate = sum(aggregate.factors) / len(aggregate.factors)
         if self._of_all_workers:
             self._require_equal_values()
-        values = aggregate.mean_values()[: len(self._hyperparameters)]
+        values = aggregate.mean_values()[: len(self._hyperparameters.places)]
         if values != self._hyperparameters.values():
             self._hyperparameters.set(values)
         present = self._workers - len(loop.liveness.evicted)

@@ -56,6 +56,8 @@ class ServerStrategy(Strategy):
         worker: takes steps, on a worker that has servers.
         loop: serves, on a server or aggregator.
         update_clip: clips the gradient of an update, where not the workers clip theirs.
+        sends_numbers: servers run the job's optimiser, with the numbers of the workers' param_groups.
+        counts_batches: every update is of the same batches, whose number goes along with gradients.
     """
 
     class Config(Strategy.Config):
@@ -131,7 +133,9 @@ class ServerStrategy(Strategy):
             model.gradients.leave()
             return
         clocks = max(1, len(roles.workers)) if roles.aggregators else 1
-        values = len(self.hyperparameters) * self.sends_hyperparameters + self.contract.synchronous
+        self.counts_batches = self.contract.synchronous
+        self.sends_numbers = self.contract.updates == "on servers"
+        values = len(self.hyperparameters.places) * self.sends_numbers + self.counts_batches
         self.channel = RequestChannel(
             comm, roles, place.shards, model.params, len(model.names), clocks, *self._codecs(), values=values
         )
@@ -166,11 +170,6 @@ class ServerStrategy(Strategy):
             self.worker = worker()
         if self.place.children:
             self.loop.handler = handler()
-
-    @property
-    def sends_hyperparameters(self) -> bool:
-        """Whether servers run the job's optimiser, with the numbers of the workers' param_groups."""
-        return self.contract.updates == "on servers"
 
     @property
     def _update_norm(self) -> float | None:
@@ -303,9 +302,9 @@ class Worker(abc.ABC):
         followed.
         """
         strategy = self.strategy
-        values = strategy.hyperparameters.values() if strategy.sends_hyperparameters else []
-        if strategy.contract.synchronous:
-            values.append(float(self.model.passes.left_out))
+        values = strategy.hyperparameters.values() if strategy.sends_numbers else []
+        if strategy.counts_batches:
+            values.append(float(self.model.gradients.left_out))
         return {"clocks": self.replica.stamps(), "values": values}
 
     def left_out(self) -> str | None:

@@ -34,10 +34,10 @@ class GradientWorker(Worker):
         self._under_way = False  # a gradient whose reply has not been taken
 
     def step(self, update: Update) -> Outcome:
-        strategy, passes = self.strategy, self.model.passes
-        contributes = passes.contributes
-        used, skipped = self.model.gradients.collect(), self.left_out()
-        weight = passes.mean_weight if strategy.contract.weighs else 1.0
+        strategy, gradients = self.strategy, self.model.gradients
+        contributes = gradients.contributes
+        used, skipped = gradients.collect(), self.left_out()
+        weight = gradients.mean_weight if gradients.weighs else 1.0
         if self._clips and not skipped:
             strategy.gradients.clip(weight)
         stamps = self.stamps()

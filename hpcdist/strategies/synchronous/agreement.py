@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.errors import MismatchError
-from hpcdist.model.hyperparameters import difference, digests, sums_are_of_equals
+from hpcdist.model.hyperparameters import difference, sums_are_of_equals
 from hpcdist.strategies.base import Strategy, name_of
 from hpcdist.strategies.synchronous.buffers import ChangingBuffers
 
@@ -52,10 +52,11 @@ class StepAgreement:
         if comm.size == 1:
             return used, {0: list(bad)} if bad else {}
         news = bool(bad) or not torch.equal(used, self._used[0])
-        passes = strategy.model.passes
-        changed = passes.changed_by_loop if passes.on_end is not None else 0  # else changes are of what is averaged yet
-        mine = digests(numbers.digest(passes.batch, changed))
-        word = torch.tensor([news, self._changing.look(), *mine], dtype=torch.int64)
+        gradients = strategy.model.gradients
+        averaged = gradients.on_end is not None  # else changes are of what is averaged yet
+        changed = gradients.changed_by_loop if averaged else 0
+        mine = [news, self._changing.look(), *numbers.digests(gradients.batch, changed)]
+        word = torch.tensor(mine, dtype=torch.int64)
         comm.allreduce(word)
         news, changing, *sums = word.tolist()
         if not sums_are_of_equals(sums, comm.size):
@@ -64,7 +65,8 @@ class StepAgreement:
                     ranks = {"rank": max(rank, comm.rank), "first": min(rank, comm.rank)}
                     raise MismatchError(CHANGED_APART.format(strategy=name_of(strategy), **ranks))
             raise difference(comm, numbers, strategy.steps + 1)
-        self._changing.average(changing)
+        if changing:
+            self._changing.average(changing)
         if news == 0:  # on every rank as in the last step
             return self._used[1], {}
         word = torch.cat([used.to(torch.int32), torch.tensor([len(bad)], dtype=torch.int32)])

@@ -25,6 +25,7 @@ class ChangingBuffers:
 
     def __init__(self, comm: Communicator, model: FlatModel):
         self._comm, self._model = comm, model
+        self._changed: list[int] = []  # positions of those that have changed here, when `look` was called
         self._agreed: list[int] = []  # positions of the buffers that change, on any rank
         self._steps = 0
         buffers = model.flat_buffers
@@ -39,27 +40,21 @@ class ChangingBuffers:
 
     def look(self) -> int:
         """Look for changed buffers; return this rank's part of a sum over all ranks, for `average`."""
-        changed = self._changed()
-        return int(bool(changed)) + _UNKNOWN * (not set(changed) <= set(self._agreed))
-
-    def _changed(self) -> list[int]:
-        tensors, changed = self._model.flat_buffers.tensors(), []
+        tensors, self._changed = self._model.flat_buffers.tensors(), []
         for position, (*stamp, values) in zip(self._common, self._seen, strict=True):
             now = tensors[position]
             if stamp != [id(now), now._version] or (values is not None and not torch.equal(values, now)):
-                changed.append(position)
-        return changed
+                self._changed.append(position)
+        return int(bool(self._changed)) + _UNKNOWN * (not set(self._changed) <= set(self._agreed))
 
     def average(self, changes: int) -> None:
-        """Collective where `changes` is not 0. Make the changed buffers the same on all ranks.
+        """Collective. Make the changed buffers the same on all ranks.
 
         Args:
-            changes: the sum over the ranks of the results of `look`.
+            changes: the sum over the ranks of the results of `look`, which is not 0.
         """
-        if changes == 0:
-            return
         if changes >= _UNKNOWN:
-            mine = [*self._agreed, *self._changed()]
+            mine = [*self._agreed, *self._changed]
             self._agreed = sorted(set().union(*self._comm.gather(mine)))
         buffers = self._model.flat_buffers
         buffers.restore(averaged=True)  # after a batch of weight 0
@@ -70,7 +65,7 @@ class ChangingBuffers:
         first = [position for position in self._agreed if self._kinds[position] == "first"]
         self._steps += 1
         if first and self._steps & (self._steps - 1) == 0:
-            counts = self._model.passes.contributes
+            counts = self._model.gradients.contributes
             tell_differences(self._comm, buffers, flats, range(self._comm.size), counts)
         for position in first:
             slot = buffers.slots[position]
@@ -78,7 +73,7 @@ class ChangingBuffers:
         self._note()
 
     def _mean(self, tensors: list[Tensor]) -> None:
-        weight = self._model.passes.mean_weight
+        weight = self._model.gradients.mean_weight
         wide = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors])
         wide = wide * weight if weight else torch.zeros_like(wide)
         self._comm.allreduce(wide)

@@ -83,7 +83,7 @@ class OwnStep(Strategy):
         event = self.gradients.leave_out(bad) if bad else None
         self.model.gradients.release(used)  # None, which leaves a parameter alone, where no rank has one
         if not bad:
-            self.gradients.clip(self.model.passes.mean_weight)
+            self.gradients.clip(self.model.gradients.mean_weight)
             self.hooked(lambda: self.move(update))
             self.updates += 1
         return Outcome(self.updates, staleness=self.gradients.staleness(bad), event=event)

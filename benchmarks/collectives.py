@@ -20,7 +20,6 @@ from benchmarks import runner
 from benchmarks.runner import Row, Side, beside, check, meet_asleep, table, timed, warm_up
 from hpcdist.collectives.calls import Collectives
 from hpcdist.collectives.tuning.timing import calls_within
-from hpcdist.comm.communicator import mpi_of
 from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
@@ -86,7 +85,7 @@ def _of_size(comm: MpiCommunicator, own: Collectives, call: str, n_bytes: int, r
     whole, _, other = made = tensors(n_bytes, comm.size)
     tried: dict[str, Callable[[], object]] = {
         OURS: own_call(own, call, *made),
-        "mpi": mpi_call(mpi_of(comm), call, n_bytes),
+        "mpi": mpi_call(comm.mpi, call, n_bytes),
         "gloo": torch_call(call, *made),
         COPY: lambda: other.copy_(whole),
     }

@@ -36,7 +36,7 @@ DEADLINE_S = 600.0
 class Alone(Communicator):
     """The communicator of one rank alone. A wait for something that only another rank could do ends at the deadline."""
 
-    rank, size = 0, 1
+    rank, size, mpi = 0, 1, None
     _concurrent = True
 
     def __init__(self, deadline_s: float = DEADLINE_S, traffic: Traffic | None = None):

@@ -53,7 +53,6 @@ class Traffic:
 
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 _NOTHING = nullcontext()
 
 
@@ -63,14 +62,10 @@ class RankMemory(abc.ABC):
     Attributes:
         nodes: nodes[r] is the index of the node (shared memory) that rank r lives on; equal means the same node.
         can_attach: `attach` works; the same on all ranks.
-        internode: transport of windows to other nodes: `tcp` or `rma`; None where there are none.
-        device_aware: the library below is given device memory itself.
     """
 
     nodes: tuple[int, ...]
     can_attach: bool
-    internode: str | None = None
-    device_aware: bool = False
 
     @abc.abstractmethod
     def attach(self, tensor: Tensor) -> Memory:
@@ -87,19 +82,20 @@ class RankMemory(abc.ABC):
         Puts to one rank change its memory in their order. When it returns, all are complete at both ends.
         """
 
-    def shared_zeros(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Collective. Make a zeroed tensor, shape (count,), to be attached: as a whole, or a part, alike on all ranks.
+    def shared_zeros(self, like: Sequence[Tensor]) -> list[Tensor] | None:
+        """Collective. Make zeros like flat tensors, to be attached: each as a whole, or a part, alike on all ranks.
 
-        Where memory can be attached the other ranks have it mapped, so that they read and write it in place, twice to
-        three times as fast; else it is a tensor like any other. It may outlive the communicator.
+        Where memory can be attached the other ranks have them mapped, so that they read and write them in place, twice
+        to three times as fast; else they are tensors like any other. They may outlive the communicator.
+
+        Returns:
+            None where one of the tensors lies on a device.
         """
-        return torch.zeros(count, dtype=dtype)
+        return [self._zeros(len(flat), flat.dtype) for flat in like] if all(flat.is_cpu for flat in like) else None
 
-    def shared_like(self, flats: Sequence[Tensor]) -> list[Tensor] | None:
-        """Collective. Make zeros like flat tensors, by `shared_zeros`; None where one of them lies on a device."""
-        if not all(flat.is_cpu for flat in flats):
-            return None
-        return [self.shared_zeros(len(flat), flat.dtype) for flat in flats]
+    def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Make one of them, shape (count,)."""
+        return torch.zeros(count, dtype=dtype)
 
     def slots(self, n_bytes: int, call: str = "collective call") -> Slots | None:
         """Collective. Make slots of so many bytes, a multiple of 64; None where ranks share no memory.
@@ -121,7 +117,7 @@ class RankMemory(abc.ABC):
         Args:
             write: copy back at the end.
         """
-        return nullcontext(tensor) if tensor.is_cpu or self.device_aware else _copied(tensor, write)
+        return nullcontext(tensor) if tensor.is_cpu else _copied(tensor, write)
 
 
 @contextmanager
@@ -157,14 +153,6 @@ class Trace:
     def span(self, name: str, category: str, **details: Any) -> AbstractContextManager[Any]:
         """Note in the timeline what is done inside the context, which yields the details; None without a timeline."""
         return _NOTHING if self.timeline is None else self.timeline.span(name, category, details)
-
-    def noted(self, name: str, category: str, function: F, describe: Callable[..., dict[str, Any]] | None = None) -> F:
-        """Return a function whose calls the timeline notes; `function` itself without one.
-
-        Args:
-            describe: makes the details of a call from its arguments.
-        """
-        return function if self.timeline is None else self.timeline.noted(name, category, function, describe)
 
 
 class CallingThread(Protocol):

@@ -24,11 +24,9 @@ from hpcdist.comm.transfer import (
     ANY,
     TAG_LIMIT,
     Envelope,
-    LibraryCalls,
     Neighbourhood,
     Request,
     check_flat,
-    check_tag,
 )
 from hpcdist.comm.window import Memory, Put, Window
 from hpcdist.errors import CommunicationError, HpcdistError
@@ -48,11 +46,7 @@ __all__ = [
     "Traffic",
     "Window",
     "check_flat",
-    "check_tag",
     "concurrent",
-    "library_calls",
-    "mpi_of",
-    "overlapping",
 ]
 T = TypeVar("T")
 C = TypeVar("C", bound="Communicator")
@@ -66,16 +60,12 @@ class Communicator(abc.ABC):
     memory: RankMemory  # the ranks' own memory beside windows, and the nodes that share it
     trace: Trace  # traffic, timeline, and what records say of these ranks
     failures: Failures  # deadlines, and the ranks that have died
+    mpi: Any  # mpi4py's communicator of the same ranks, for libraries that want one; None where there is no MPI
 
     @property
-    def local_rank(self) -> int:
-        """The number of this rank among those of its node."""
-        return self.memory.nodes[: self.rank].count(self.memory.nodes[self.rank])
-
-    @property
-    def local_size(self) -> int:
-        """The number of ranks on this rank's node."""
-        return self.memory.nodes.count(self.memory.nodes[self.rank])
+    def local_ranks(self) -> list[int]:
+        """The ranks on this rank's node, in their order."""
+        return [rank for rank, node in enumerate(self.memory.nodes) if node == self.memory.nodes[self.rank]]
 
     # --- point to point -------------------------------------------------------------------------------------------
     @abc.abstractmethod
@@ -193,6 +183,10 @@ class Communicator(abc.ABC):
             share: of a step's time, for a pass over a part of a batch.
         """
 
+    def overlapping(self) -> AbstractContextManager[None]:
+        """Let messages under way go on inside the context while this rank computes, whatever that costs."""
+        return nullcontext()
+
     @abc.abstractmethod
     def now(self) -> float:
         """Return seconds since some fixed moment: wall clock on real ranks, virtual clock on virtual ones."""
@@ -203,10 +197,6 @@ class Communicator(abc.ABC):
 
     # --- asked by the functions below -----------------------------------------------------------------------------
     _concurrent: bool = False
-    _library: LibraryCalls | None = None
-
-    def _overlapping(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def _beside(self) -> Beside | None:
         return Background(self.failures) if self._concurrent else None
@@ -220,18 +210,3 @@ def concurrent(comm: Communicator) -> bool:
 def beside(comm: Communicator) -> Beside | None:
     """Start a thread of this rank that makes the calls of `comm`, which nobody else may use; None where none may."""
     return comm._beside()
-
-
-def overlapping(comm: Communicator) -> AbstractContextManager[None]:
-    """Let messages under way on `comm` go on inside the context while this rank computes, whatever that costs."""
-    return comm._overlapping()
-
-
-def library_calls(comm: Communicator) -> LibraryCalls | None:
-    """Return further collective calls of the library underneath; None where there are none."""
-    return comm._library
-
-
-def mpi_of(comm: Communicator) -> Any:
-    """Return mpi4py's communicator of the same ranks, for libraries that want one; None where there is no MPI."""
-    return getattr(comm, "mpi", None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpcdist.comm.background import Beside
-from hpcdist.comm.capabilities import Traffic
-from hpcdist.comm.communicator import Communicator, mpi_of
+from hpcdist.comm.capabilities import Trace, Traffic
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transfer import ANY, Envelope, Request
 from hpcdist.comm.window import Put
 from hpcdist.errors import ConfigError
@@ -82,15 +80,15 @@ class Noted:
 
     Args:
         name: of the event.
-        category: of the event; "" where the call itself is none.
+        category: of the event; "" where the call itself is none, and by default.
         describe: makes the details of a call from its object and its arguments; None where nothing is to be noted.
         result: makes the method's result from its object, the result of `plain` and the details.
     """
 
     def __init__(
         self,
-        name: str,
-        category: str,
+        name: str = "",
+        category: str = "",
         describe: Callable[..., Details | None] = lambda *args, **options: {},
         result: Callable[[Any, Any, Details], Any] = lambda traced, result, details: result,
     ):
@@ -112,7 +110,21 @@ class Noted:
             return self._result(traced, call(*args, **options), details)
 
 
-class TracedCommunicator(Communicator):
+class Within:
+    """A traced communicator, or an object of one, around a plain one that has all that is not noted here."""
+
+    trace: Trace
+
+    def __init__(self, comm: TracedCommunicator, plain: Any):
+        self.comm, self.plain, self.trace = comm, plain, comm.trace
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "plain":
+            raise AttributeError(name)
+        return getattr(self.plain, name)
+
+
+class TracedCommunicator(Within, Communicator):
     """Note the calls of the communicator `plain` in `timeline`. Ranks are named by their numbers in the job.
 
     Args:
@@ -120,20 +132,12 @@ class TracedCommunicator(Communicator):
     """
 
     def __init__(self, plain: Communicator, timeline: Timeline, name: str = "all"):
-        self.plain, self._name, self._concurrent = plain, name, plain._concurrent
-        self.trace, self.failures, self.memory = plain.trace, plain.failures, TracedMemory(self)  # type: ignore[assignment]
+        self.plain, self.trace, self._name, self._concurrent = plain, plain.trace, name, plain._concurrent
+        self.memory = TracedMemory(self)  # type: ignore[assignment]
         self._timeline = self.trace.timeline = timeline
         self._splits = self._calls = self._lost = 0
         self._messages: Counter[tuple[int, int, int]] = Counter()
         self._numbers_receives = True
-
-    def _beside(self) -> Beside | None:
-        return self.plain._beside()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "plain":
-            raise AttributeError(name)
-        return getattr(self.plain, name)  # also what only some communicators have
 
     sendrecv: Any = Noted(
         "send and receive",
@@ -168,12 +172,15 @@ class TracedCommunicator(Communicator):
     )
     _gather: Any = Noted("gather", COLLECTIVE, lambda comm, data: comm._numbered(bytes=len(data)))
     barrier: Any = Noted("barrier", WAIT, lambda comm: comm._numbered())
-    neighbourhood: Any = Noted("", "", result=lambda comm, plain, details: TracedNeighbourhood(comm, plain))
-    window: Any = Noted("", "", result=lambda comm, plain, details: TracedWindow(comm, plain))
+    neighbourhood: Any = Noted(result=lambda comm, plain, details: TracedNeighbourhood(comm, plain))
+    window: Any = Noted(result=lambda comm, plain, details: TracedWindow(comm, plain))
     compute: Any = Noted(
         "forward and backward", "compute", lambda comm, share=1.0: None if comm.trace.virtual is None else {}
     )
     close: Any = Noted("close", COLLECTIVE, lambda comm: comm._numbered())
+    now: Any = Noted()
+    overlapping: Any = Noted()
+    _beside: Any = Noted()
 
     def _split(self, color: int | None, key: int, traffic: Traffic | None) -> TracedCommunicator | None:
         self._splits += 1
@@ -181,12 +188,6 @@ class TracedCommunicator(Communicator):
             made = self.plain.split(color, key, traffic=traffic)
         name = f"{self._name}/{self._splits}.{color}"
         return None if made is None else TracedCommunicator(made, self._timeline, name)
-
-    def now(self) -> float:
-        return self.plain.now()
-
-    def _overlapping(self) -> AbstractContextManager[None]:
-        return self.plain._overlapping()
 
     # --- details of events ----------------------------------------------------------------------------------------
     def number(self, rank: int) -> int:
@@ -247,18 +248,6 @@ class TracedRequest(Request):
             self._request.wait()
 
 
-class Within:
-    """An object of a traced communicator, around a plain one that has all that is not noted here."""
-
-    def __init__(self, comm: TracedCommunicator, plain: Any):
-        self.comm, self.plain, self.trace = comm, plain, comm.trace
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "plain":
-            raise AttributeError(name)
-        return getattr(self.plain, name)
-
-
 class TracedNeighbourhood(Within):
     """Note exchanges with neighbours."""
 
@@ -284,7 +273,7 @@ class TracedMemory(Within):
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.plain, name, value)
 
-    attach = Noted("", "", result=lambda memory, plain, details: TracedWindow(memory.comm, plain))
+    attach = Noted(result=lambda memory, plain, details: TracedWindow(memory.comm, plain))
 
     def put_all(self, puts: Iterable[Put]) -> None:
         details: Details = {"to": [], "bytes": 0}
@@ -384,7 +373,7 @@ def ahead_of_first(comm: Communicator, clock: Callable[[], float]) -> Ahead:
 
     Nothing on virtual ranks, which have one clock too.
     """
-    if mpi_of(comm) is None:
+    if comm.mpi is None:
         return Ahead(0.0, 0.0)
     leaders = {node: comm.memory.nodes.index(node) for node in comm.memory.nodes}
     found = measure_ahead(comm, sorted(set(leaders.values()) - {0}), clock)

@@ -36,25 +36,6 @@ class Request(abc.ABC):
         """Block until the transfer is complete; raise DeadlineError past the communicator's deadline."""
 
 
-class LibraryCalls(abc.ABC):
-    """Collective calls of the library underneath, beside those that a communicator has.
-
-    Tensors are flat, contiguous, of the same length and width on all ranks, and do not overlap.
-    """
-
-    @abc.abstractmethod
-    def all_gather(self, out: Tensor, own: Tensor) -> None:
-        """Collective. Collect all ranks' `own`, shape (n,), in `out`, shape (ranks * n,), in rank order."""
-
-    @abc.abstractmethod
-    def all_to_all(self, out: Tensor, given: Tensor) -> None:
-        """Collective. Hand each rank its n elements of `given`, and collect in `out` what all have for this one.
-
-        Args:
-            out: overwritten; both have the shape (ranks * n,).
-        """
-
-
 def check_flat(tensor: Tensor, name: str = "tensor") -> None:
     """Check that `tensor` is one-dimensional and contiguous; raise CommunicationError otherwise."""
     if tensor.dim() != 1 or not tensor.is_contiguous():

@@ -32,7 +32,7 @@ class Memory(abc.ABC):
     local: Tensor  # this rank's exposed memory, flat; others may change it at any time
 
     def __init__(self, local: Tensor, lengths: Sequence[int]):
-        self.local, self.dtype, self._lengths, self._closed = local, local.dtype, lengths, False
+        self.local, self._lengths, self._closed = local, lengths, False
 
     def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
         """Copy `len(out)` elements of `rank`'s memory, from `offset` on, into `out` (overwritten)."""
@@ -47,7 +47,7 @@ class Memory(abc.ABC):
         Args:
             out: memory for the copy, shape (count,); new if None.
         """
-        out = torch.empty(count, dtype=self.dtype) if out is None else out
+        out = torch.empty(count, dtype=self.local.dtype) if out is None else out
         self.get(out, rank, offset)
         return out
 
@@ -75,9 +75,9 @@ class Memory(abc.ABC):
         if tensor is not None:
             check_flat(tensor)
             count = tensor.numel()
-            if tensor.dtype != self.dtype:
+            if tensor.dtype != self.local.dtype:
                 raise CommunicationError(
-                    f"dtype must be that of the window, {self.dtype}; got {tensor.dtype}. Convert the tensor."
+                    f"dtype must be that of the window, {self.local.dtype}; got {tensor.dtype}. Convert the tensor."
                 )
         elif count is None:
             count = length - offset
@@ -128,8 +128,8 @@ class Window(Memory):
 
     def _checked_atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
         self._check(rank, offset, count=1)
-        if self.dtype != torch.int64:
-            raise CommunicationError(f"{what} must be used on an int64 window; got a window of {self.dtype}.")
+        if self.local.dtype != torch.int64:
+            raise CommunicationError(f"{what} must be used on an int64 window; got a window of {self.local.dtype}.")
         for value in values:
             if not -(2**63) <= value < 2**63:
                 raise CommunicationError(f"operand of an atomic must fit in 64 bits; got {value}.")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from hpcdist.comm.communicator import Communicator, concurrent, mpi_of
+from hpcdist.comm.communicator import Communicator, concurrent
 from hpcdist.errors import ConfigError
 from hpcdist.hvd.matching import Matcher
 from hpcdist.hvd.timeline import CallTimeline
@@ -186,7 +186,7 @@ def matcher_of(process_set: ProcessSet) -> Matcher:
 
 def _ranks_of(mpi: Any) -> list[int]:
     """Return the ranks of a communicator of MPI's, by their numbers in the world."""
-    everyone = mpi_of(world.init(torch_distributed=False))
+    everyone = world.init(torch_distributed=False).mpi
     if not hasattr(mpi, "Get_group") or everyone is None:
         raise ConfigError(f"ranks must be numbers, or a communicator of MPI's; got {mpi!r}.")
     group = mpi.Get_group()
@@ -224,11 +224,11 @@ def size() -> int:
 
 def local_rank() -> int:
     """Return this rank's number among those of its node."""
-    return communicator().local_rank
+    return communicator().local_ranks.index(rank())
 
 
 def local_size() -> int:
-    return communicator().local_size
+    return len(communicator().local_ranks)
 
 
 def _peers() -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hpcdist.comm.communicator import TAG_LIMIT, Communicator, Traffic, overlapping
+from hpcdist.comm.communicator import TAG_LIMIT, Communicator, Traffic
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.parallel import schedules
 from hpcdist.parallel.agreement import Agreement, PartOfModel, TiedParameters, clip_gradients
@@ -179,7 +179,7 @@ class Pipeline(PartOfModel):
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(optimizer.strategy.model.gradients.joined())
-            stack.enter_context(overlapping(self._between))
+            stack.enter_context(self._between.overlapping())
             self.tied.begin_gradients()
             for operation, following in zip_longest(operations, operations[1:]):
                 received = self._incoming(operation)[1](batch.keys[operation.micro_batch])

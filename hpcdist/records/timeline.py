@@ -64,14 +64,12 @@ class Timeline:
         """Return a context that becomes an event; it yields the details, which may be completed inside."""
         return EventSpan(self, name, category, {} if details is None else details)
 
-    def noted(
-        self, name: str, category: str, function: Function, describe: Callable[..., Details] | None = None
-    ) -> Function:
-        """Wrap a function so that its calls become events; `describe` makes their details from the arguments."""
+    def noted(self, name: str, category: str, function: Function) -> Function:
+        """Wrap a function so that its calls become events."""
 
         @wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            with self.span(name, category, describe and describe(*args, **options)):
+            with self.span(name, category):
                 return function(*args, **options)
 
         return call  # type: ignore[return-value]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hpcdist import strategies
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator, Trace
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters
@@ -358,7 +358,7 @@ def DistributedOptimizer(
     workers = peers if stages == 1 else _split_off(session.comm, session.ranks_of(replicas))
     synchronise_batch_norms(flat, cls, peers)
     local_class = type(optimizer)
-    local_step = session.comm.trace.noted("update", "compute", _refreshing(optimizer, flat))
+    local_step = _refreshing(optimizer, flat, session.comm.trace)
     vars(optimizer).pop("step", None)  # a learning-rate schedule puts its own there, which would pass by ours
     stages_agree = model.agreement if isinstance(model, PartOfModel) else None
     made = cls(config, outer.split(0), flat, optimizer=optimizer, clip_norm=clip_norm, loss=loss, stages=stages_agree)
@@ -381,7 +381,7 @@ def DistributedOptimizer(
     return optimizer
 
 
-def _refreshing(optimizer: Any, flat: FlatModel) -> Callable[..., Any]:
+def _refreshing(optimizer: Any, flat: FlatModel, trace: Trace) -> Callable[..., Any]:
     """Return an optimiser's step after which its new values lie in flat memory, also where it has set `p.data`."""
     step = type(optimizer).step.__get__(optimizer)
 
@@ -389,11 +389,12 @@ def _refreshing(optimizer: Any, flat: FlatModel) -> Callable[..., Any]:
     def local_step(*given: Any) -> Any:
         scaled = {name: vars(optimizer).pop(name) for name in _SCALED if name in vars(optimizer)}
         try:
-            with optimizer.attachment.run_own():
-                result = step(*given)
+            with trace.span("update", "compute"):
+                with optimizer.attachment.run_own():
+                    result = step(*given)
+                flat.refresh()
         finally:
             vars(optimizer).update(scaled)  # which the scaler takes away
-        flat.refresh()
         return result
 
     return local_step

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
 import torch
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hpcdist import log, registry
 from hpcdist.comm.alone import Alone
-from hpcdist.comm.communicator import Communicator, mpi_of
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch import FINALIZE_ALONE, check_world, contradiction, tolerates_deaths, undisputed_task
 from hpcdist.comm.mpi import library, start
 from hpcdist.comm.traced import begin_timeline, end_timeline
@@ -31,6 +31,9 @@ from hpcdist.faults import excepthook
 from hpcdist.parallel.grid import Grid
 from hpcdist.session import arguments, rules  # noqa: F401  (from here on DistributedDataParallel's models are noted)
 from hpcdist.version import __version__
+
+if TYPE_CHECKING:  # it starts MPI, which importing this must not
+    from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 _log = logging.getLogger("hpcdist")
 
@@ -173,8 +176,8 @@ def init(
     session = current()
     if deadline_s is not None:
         session.comm.failures.deadline_s = deadline_s
-    if internode is not None:
-        session.comm.memory.internode = internode
+    if internode is not None and session.comm.mpi is not None:
+        cast("MpiCommunicator", session.comm).memory.wanted = internode
     if gpu_aware_mpi is not None:
         _give_device_memory(session.comm, gpu_aware_mpi)
     if timeline is not None and session.comm.trace.timeline is None:
@@ -282,14 +285,15 @@ def _give_device_memory(comm: Communicator, wanted: bool) -> None:
     require_equal(comm, {"gpu_aware_mpi": wanted}, "gpu_aware_mpi")
     obstacle = ""
     if wanted:
-        obstacle = "there is no MPI: the ranks are virtual" if mpi_of(comm) is None else library.device_obstacle()
+        obstacle = "there is no MPI: the ranks are virtual" if comm.mpi is None else library.device_obstacle()
     for rank, reason in enumerate(comm.gather(obstacle) if wanted else ()):
         if reason:
             raise ConfigError(
                 f"gpu_aware_mpi must be false where MPI can't read the memory of a GPU; got true, and on rank {rank} "
                 f"{reason}. Leave it out: messages then go through pinned host memory."
             )
-    comm.memory.device_aware = wanted
+    if comm.mpi is not None:
+        cast("MpiCommunicator", comm).staging.device_aware = wanted
 
 
 def joined() -> Communicator | None:
@@ -314,12 +318,12 @@ def size() -> int:
 
 def local_rank() -> int:
     """Return the number of this rank among those of its node: the GPU to use where each rank has one."""
-    return current().comm.local_rank
+    return current().comm.local_ranks.index(rank())
 
 
 def local_size() -> int:
     """Return the number of ranks on this rank's node."""
-    return current().comm.local_size
+    return len(current().comm.local_ranks)
 
 
 def require_equal(comm: Communicator, mine: Mapping[str, Any], what: str, ranks: Sequence[int] | None = None) -> None:
@@ -348,7 +352,7 @@ def require_same_files(comm: Communicator) -> None:
     Raises:
         MismatchError: one differs, as where a node has an old copy.
     """
-    if mpi_of(comm) is None:
+    if comm.mpi is None:
         return  # virtual ranks share a process, and what it has loaded before must not change their clock
     mine = loaded_files()
     common = set.intersection(*map(set, comm.gather(list(mine))))

@@ -128,7 +128,7 @@ class AllReduce(Strategy):
         if self._alone:
             model.gradients.leave()
         elif not (config.provider or config.compression):
-            shared = self._channel.memory.shared_like(model.params)
+            shared = self._channel.memory.shared_zeros(model.params)
             if shared is not None:
                 model.gradients.move(shared)
         self._compressed: Reduction | None = None

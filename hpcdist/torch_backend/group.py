@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from hpcdist.collectives.calls import Collectives
-from hpcdist.comm.communicator import Communicator, mpi_of
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.torch_distributed import numbers_of
 from hpcdist.comm.transfer import TAG_LIMIT, Closed
 from hpcdist.comm.waiting import wait_until
@@ -383,7 +383,7 @@ def require_same_world(world: Communicator, rank: int, size: int) -> None:
 
 def _among(world: Communicator, ranks: Sequence[int], name: str, limit_s: float) -> Communicator:
     """Collective among these ranks. Make a communicator of them."""
-    if mpi_of(world) is None:  # one rank, without MPI
+    if world.mpi is None:  # one rank, without MPI
         return world.split(0)
     return cast(Any, world).among(ranks, name, limit_s)
 

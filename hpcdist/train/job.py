@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from hpcdist.comm.communicator import Communicator, mpi_of
+from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig
 from hpcdist.config.files import load_file
 from hpcdist.data import HDF5Dataset  # first: it names what is missing where h5py is
@@ -106,7 +106,7 @@ def open_data(
     if comm.rank == 0:
         make_data(job, path)
     comm.barrier()
-    given: dict[str, Any] = {"mpi_comm": mpi_of(comm) if config.data.parallel else None, "columns": columns}
+    given: dict[str, Any] = {"mpi_comm": comm.mpi if config.data.parallel else None, "columns": columns}
     train, test = HDF5Dataset(path, "train", **given), HDF5Dataset(path, "test", **given)
     require_equal(comm, described(train, test), "the data file's content")
     return train, test

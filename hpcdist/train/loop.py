@@ -90,8 +90,6 @@ class Trainer:
         self._skipped = 0  # steps in a row
         self._save_s = 3 * self.model.n_bytes / SAVED_BYTES_S  # with two moments; a guess
         self._evaluate_s = 0.0
-        self._evaluate_noted = comm.trace.noted("evaluation", "run", self._evaluate)
-        self._save_noted = comm.trace.noted("checkpoint", "run", self._save)
         self.standing = Standing(job, config)
         leaves, self.leaving = config.leave.enabled, None
         if listens and (leaves or config.checkpoint.every_s):
@@ -224,7 +222,8 @@ class Trainer:
                 improved=self.standing.improved,
             )  # fmt: skip
             if is_due or self._leaves:
-                self._save_noted()
+                with self.comm.trace.span("checkpoint", "run"):
+                    self._save()
 
     def _count_steps(self, left: int) -> int:
         """Count the steps until all ranks meet again: at most the `left` ones of this epoch."""
@@ -262,7 +261,8 @@ class Trainer:
 
     def _write_evaluation(self) -> None:
         start = self.comm.now()
-        self._evaluate_noted()
+        with self.comm.trace.span("evaluation", "run"):
+            self._evaluate()
         self.log.write_evaluation()
         self.standing.add([(self.position.step, self.log.metrics)])
         self.milestones.stopped = self.standing.reason

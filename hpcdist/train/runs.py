@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from hpcdist import checkpoint, strategies
-from hpcdist.comm.communicator import Communicator, mpi_of
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.traced import begin_timeline, end_timeline
 from hpcdist.config import JobConfig, describe_changes, load
 from hpcdist.config.files import git_commit, imported_beside, neighbours, not_ending
@@ -118,8 +118,7 @@ def train(
         newest, changed = _newest(trainer, allow_changes) if resume else (None, {})
         write_down(trainer, job_path, command, newest, changed)
         leads = comm.rank == comm.failures.living[0]
-        here = [rank for rank, node in enumerate(comm.memory.nodes) if node == comm.memory.nodes[comm.rank]]
-        processes = {rank: pids[rank] for rank in here} if (pids := getattr(comm, "pids", None)) else {}
+        processes = {rank: pids[rank] for rank in comm.local_ranks} if (pids := getattr(comm, "pids", None)) else {}
         interruption = Interruption(folder, trainer.checkpoints, command, environment, comm.size, processes)
         if trainer.leaving is not None and leads:
             trainer.leaving.heard = interruption.heard
@@ -323,7 +322,7 @@ def versions(comm: Communicator) -> dict[str, str | None]:
     """Return the versions of hpcdist, Python and the libraries beneath; MPI's is None on virtual ranks."""
     libraries = {"hpcdist": __version__, "torch": torch.__version__, "numpy": np.__version__}
     library = None
-    if mpi_of(comm) is not None:
+    if comm.mpi is not None:
         from hpcdist.comm.mpi.library import version
 
         library = version()

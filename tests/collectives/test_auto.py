@@ -316,7 +316,7 @@ def test_short_tensors_and_device_memory_that_is_not_staged_go_straight_to_the_l
         first, wide, device = torch.ones(16), torch.ones(16, dtype=torch.float64), torch.ones(32, device="meta")
         reduce(first)
         reduce(wide)  # 128 bytes
-        comm.memory.device_aware = True
+        comm.memory.host = lambda tensor, *, write=True: nullcontext(tensor)
         reduce(device)
         return [one is given for one, given in zip(seen, (first, device), strict=True)], wide.tolist()
 

@@ -8,7 +8,6 @@ import torch
 import hpcdist as hd
 from comm.jobs_here import run
 from harness.launch import find_mpirun
-from hpcdist.comm.communicator import mpi_of
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError, MismatchError
 from train import tiny
@@ -32,10 +31,10 @@ def test_mpi_tells_whether_it_reads_device_memory_and_an_obstacle_is_said_in_wor
 @needs_none
 def test_it_is_refused_on_all_ranks_without_a_gpu(ranks):
     def body(comm):
-        why = "there is no MPI: the ranks are virtual" if mpi_of(comm) is None else "torch finds no CUDA device"
+        why = "there is no MPI: the ranks are virtual" if comm.mpi is None else "torch finds no CUDA device"
         with pytest.raises(ConfigError, match=f"{REFUSED}{why}. Leave it out: messages then go through pinned host"):
             hd.init(comm=comm, gpu_aware_mpi=True)
-        assert not comm.memory.device_aware
+        assert comm.mpi is None or not comm.staging.device_aware
         return True
 
     assert all(ranks(body))
@@ -46,15 +45,15 @@ def test_what_is_split_from_a_communicator_does_as_it_does(ranks):
     def body(comm):
         found = []
         for wanted in (True, False):
-            comm.memory.device_aware = True
+            comm.staging.device_aware = True
             if not wanted:
                 hd.init(comm=comm, gpu_aware_mpi=False)
             part = comm.split(0)
-            found.append(part.memory.device_aware)
+            found.append(part.staging.device_aware)
             assert part.staging.direct(torch.zeros(1)), "host memory is MPI's anyway"
             part.close()
         hd.init(comm=comm)  # says nothing of it, so nothing changes
-        return found, comm.memory.device_aware
+        return found, comm.staging.device_aware
 
     assert all(result == ([True, False], False) for result in ranks(body))
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from harness.cases import each
-from hpcdist.comm.communicator import overlapping
 from hpcdist.comm.messages import Messages
 from hpcdist.comm.virtual import Constant, Network, run_virtual
 from hpcdist.errors import CommunicationError, DeadlineError, MismatchError
@@ -176,10 +175,10 @@ def test_a_thread_makes_progress_between_nodes_while_ranks_compute(ranks):
 
     def body(comm):
         far, found = comm.apart("tcp"), []
-        with overlapping(comm):
+        with comm.overlapping():
             found.append(running())
-        with overlapping(far):
-            with overlapping(far):
+        with far.overlapping():
+            with far.overlapping():
                 found.append(running())
             found.append(running())
         found.append(running())

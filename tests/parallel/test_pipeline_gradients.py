@@ -130,7 +130,7 @@ def test_messages_may_go_on_while_ranks_compute(ranks):
             yield
             entered.append("out")
 
-        inner._overlapping = overlapping
+        inner.overlapping = overlapping
         inner.compute = lambda *share: entered.append("compute") or compute(*share)
         pipeline.forward_backward(x, y)
         return entered

@@ -12,7 +12,7 @@ from torch import Tensor
 from harness import loops
 from harness.worlds import HeldRank
 from hpcdist import strategies
-from hpcdist.comm.communicator import Communicator, mpi_of
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual import Network
 from hpcdist.model.flat import FlatModel
 from strategies import problem
@@ -24,7 +24,7 @@ BATCH = 4
 
 def in_pairs(comm: Communicator) -> Communicator:
     """Collective. The ranks on nodes of two: so they are on virtual ranks on PAIRS; real ones are told so."""
-    if mpi_of(comm) is None:
+    if comm.mpi is None:
         return comm.split(0)
     nodes = tuple(rank // 2 for rank in range(comm.size))
     return comm.apart(nodes=nodes)

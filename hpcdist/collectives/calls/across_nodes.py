@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpcdist.collectives.base import TAG
 from hpcdist.collectives.calls.prepared import remember
-from hpcdist.comm.communicator import Communicator, library_calls
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.slots import LINE, Shown, Slots
 
 PACKET_BYTES = 1 << 16  # up to here the other ranks' rows travel with the note
@@ -24,7 +24,7 @@ Ranks = slice | list[int]
 def slots_across_nodes(comm: Communicator) -> Slots | None:
     """Collective. Make slots of ranks on several nodes; None of virtual ranks, and where a rank may die."""
     nodes = comm.memory.nodes
-    if len(set(nodes)) == 1 or library_calls(comm) is None:
+    if len(set(nodes)) == 1 or comm.mpi is None or comm.failures.tolerant:
         return None
     n_bytes = max(LINE, min(SLOT_BYTES, ALL_BYTES // comm.size) // LINE * LINE)
     node = comm.split(nodes[comm.rank], traffic=comm.trace.traffic)

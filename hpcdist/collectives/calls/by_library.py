@@ -17,7 +17,6 @@ from hpcdist.collectives.calls.exchange import MESSAGE_BYTES
 from hpcdist.collectives.calls.prepared import PreparedCall
 from hpcdist.collectives.calls.reduction import reduction
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.transfer import LibraryCalls
 
 SUMMED = {torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128}
 
@@ -48,8 +47,10 @@ class CallsByLibrary:
     See PreparedCalls for the args of the methods.
     """
 
-    def __init__(self, comm: Communicator, library: LibraryCalls, agree: Agree, fastest: Fastest):
-        self.comm, self.size, self.library = comm, comm.size, library
+    def __init__(self, comm: Communicator, agree: Agree, fastest: Fastest):
+        from hpcdist.comm.mpi.messages import MpiLibraryCalls  # starts MPI, which importing this must not
+
+        self.comm, self.size, self.library = comm, comm.size, MpiLibraryCalls(comm)
         self._agree, self._fastest, self._inbox = agree, fastest, Scratch()
 
     def all_reduce(self, note: int, dtype: torch.dtype, count: int, operation: str) -> AgreedCall | None:

@@ -30,7 +30,7 @@ from hpcdist.collectives.calls.tensors import (
 from hpcdist.collectives.calls.tried import FasterWay, TriedCall
 from hpcdist.collectives.calls.work import CallQueue, Work
 from hpcdist.collectives.native import Native
-from hpcdist.comm.communicator import Communicator, library_calls
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transfer import Closed, check_rank
 from hpcdist.errors import ConfigError
 
@@ -63,8 +63,8 @@ class Collectives:
         slots = inside or slots_across_nodes(self.comm)
         self._exchange: Exchange = SlotExchange(self.comm, inside) if inside else MessageExchange(self.comm, slots)
         self._ways: list[PreparedCalls | CallsByLibrary] = [PreparedCalls(slots, self.comm)] if slots else []
-        if library := library_calls(self.comm):
-            self._ways.append(CallsByLibrary(self.comm, library, self._exchange.agree, self._fastest))
+        if self.comm.mpi is not None and not self.comm.failures.tolerant:
+            self._ways.append(CallsByLibrary(self.comm, self._exchange.agree, self._fastest))
         self._one_node = len(set(self.comm.memory.nodes)) == 1
         self._faster: dict[tuple[str, int], FasterWay] = {}  # of calls that several ways make, by their length
         self._ready: dict[int, PreparedCall | None] = {}  # by notes

@@ -26,7 +26,6 @@ from hpcdist.comm.mpi.messages import (
     NUMBERS,
     SENDING,
     SUMMED,
-    MpiLibraryCalls,
     MpiNeighbourhood,
     MpiRequest,
     Staging,
@@ -102,7 +101,6 @@ class MpiCommunicator(Communicator):
         self.pids = [int.from_bytes(pid, "little") for pid in self.gather(os.getpid().to_bytes(8, "little"))]
         self.memory = Transports(self, nodes, self.staging, internode)
         self._concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._library = None if process.tolerant else MpiLibraryCalls(self)
         process.calls[id(self.calls)] = self.calls
 
     # --- point to point -------------------------------------------------------------------------------------------
@@ -309,7 +307,7 @@ class MpiCommunicator(Communicator):
     def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
         return MpiNeighbourhood(self, sources, destinations)
 
-    def _overlapping(self) -> AbstractContextManager[None]:
+    def overlapping(self) -> AbstractContextManager[None]:
         helps = self._concurrent and len(set(self.memory.nodes)) > 1  # inside a node messages need no help
         return self.process.progress.running() if helps else nullcontext()
 
@@ -329,9 +327,7 @@ class MpiCommunicator(Communicator):
         Args:
             role: tells what is special about this rank, for messages.
         """
-        nodes = self.memory.nodes
-        here = {rank: pid for rank, pid in enumerate(self.pids) if nodes[rank] == nodes[self.rank]}
-        self.process.watch(self.mpi.Dup(), here, role)
+        self.process.watch(self.mpi.Dup(), {rank: self.pids[rank] for rank in self.local_ranks}, role)
 
     def abort(self, status: int = 1) -> None:
         """End every rank of the job, with this exit status; where ranks outlive others and one has died, this rank."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpcdist.comm.messages import check_graph
 from hpcdist.comm.mpi.calls import EVERYONE, Calls
-from hpcdist.comm.transfer import LibraryCalls, Neighbourhood, Request
+from hpcdist.comm.transfer import Neighbourhood, Request
 
 # Transfers move bits, so any MPI type of the right width carries them.
 CARRIERS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T, 16: MPI.C_DOUBLE_COMPLEX}
@@ -159,17 +159,29 @@ class MpiRequest(Request):
             self._device = None
 
 
-class MpiLibraryCalls(LibraryCalls):
-    """MPI's own collective calls, of the MpiCommunicator `comm`. Bytes counted are those that a rank must send."""
+class MpiLibraryCalls:
+    """MPI's own collective calls beside those that a communicator has. Bytes counted are those that a rank must send.
+
+    Tensors are flat, contiguous, of the same length and width on all ranks, and do not overlap.
+
+    Args:
+        comm: the MpiCommunicator.
+    """
 
     def __init__(self, comm):
         self._comm, self._others = comm, comm.size - 1
 
     def all_gather(self, out: Tensor, own: Tensor) -> None:
+        """Collective. Collect all ranks' `own`, shape (n,), in `out`, shape (ranks * n,), in rank order."""
         self._call("all-gather", self._comm.mpi.Allgather, own, out, own.numel())
         self._comm.traffic.sent(self._others * own.nbytes, self._others)
 
     def all_to_all(self, out: Tensor, given: Tensor) -> None:
+        """Collective. Hand each rank its n elements of `given`, and collect in `out` what all have for this one.
+
+        Args:
+            out: overwritten; both have the shape (ranks * n,).
+        """
         count = given.numel() // self._comm.size
         self._call("all-to-all", self._comm.mpi.Alltoall, given, out, count)
         self._comm.traffic.sent(self._others * count * given.itemsize, self._others)

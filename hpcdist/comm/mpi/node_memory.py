@@ -115,8 +115,7 @@ def map_parts(comm, n_bytes: int) -> list[mmap.mmap | memoryview]:
     own = comm.together(lambda: _made(n_bytes))
     try:
         files = comm.gather([own, n_bytes])
-        ranks = [rank for rank in range(comm.size) if comm.memory.nodes[rank] == comm.memory.nodes[comm.rank]]
-        return comm.together(lambda: [_mapped(comm, rank, files[rank] or [0, 0], own) for rank in ranks])
+        return comm.together(lambda: [_mapped(comm, rank, files[rank] or [0, 0], own) for rank in comm.local_ranks])
     finally:
         os.close(own)
 

@@ -13,13 +13,13 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm.communicator import Communicator, mpi_of
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.messages import message
 
 
 def plain_allreduce(comm: Communicator) -> Callable[[Tensor], None]:
     """Sum a tensor on the host over the ranks of `comm`, in place, by mpi4py alone. The call is Collective."""
-    call, in_place = mpi_of(comm).Allreduce, MPI.IN_PLACE
+    call, in_place = comm.mpi.Allreduce, MPI.IN_PLACE
     return lambda tensor: call(in_place, tensor.numpy())
 
 

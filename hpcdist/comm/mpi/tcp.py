@@ -46,7 +46,6 @@ class Served(Protocol):
     """A window, as the owner's threads use it; `target` is the owner's rank."""
 
     local: Tensor
-    dtype: torch.dtype
 
     def add(self, values: Tensor, target: int, offset: int) -> None: ...
 
@@ -294,7 +293,7 @@ class Server:
                 elif what == "accumulate":
                     if not len(part):
                         part = torch.empty(PART_BYTES, dtype=torch.uint8)
-                    self._accumulate(connection, window, offset, count, part.view(window.dtype))
+                    self._accumulate(connection, window, offset, count, part.view(window.local.dtype))
                 else:
                     values = values[: 1 if what == "fetch_add" else 2]
                     with self._adding:

@@ -167,21 +167,9 @@ class Transports(RankMemory):
         return way
 
     @property
-    def internode(self) -> str | None:  # type: ignore[override]
+    def internode(self) -> str | None:
         """Return the transport in use: `tcp` or `rma`; `auto` before the first window; None where there is one node."""
         return self.wanted.partition(":")[0] if self._across_nodes else None
-
-    @internode.setter
-    def internode(self, wanted: str | None) -> None:
-        self.wanted = wanted or "auto"
-
-    @property
-    def device_aware(self) -> bool:  # type: ignore[override]
-        return self._staging.device_aware
-
-    @device_aware.setter
-    def device_aware(self, wanted: bool) -> None:
-        self._staging.device_aware = wanted
 
     def host(self, tensor: Tensor, *, write: bool = True) -> AbstractContextManager[Tensor]:
         return self._staging.host(tensor, write=write)
@@ -231,13 +219,12 @@ class Transports(RankMemory):
             )
         return AttachedMemory(comm, tensor, ranges[:, 0].tolist(), self._mapped(tensor))
 
-    def shared_zeros(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Collective. Make memory that the others have mapped, where they can; see RankMemory.shared_zeros."""
+    def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         if self._comm.size > 1 and self.can_attach and count > 0:
             with suppress(CommunicationError):  # on all ranks
                 self._shared.append(SharedTensor(self._comm, count, dtype))
                 return self._shared[-1].local
-        return torch.zeros(count, dtype=dtype)
+        return super()._zeros(count, dtype)
 
     def slots(self, n_bytes: int, call: str = "collective call") -> NodeSlots | None:
         """Collective. Make slots where all ranks are on one node, and none may die; see RankMemory.slots."""

@@ -42,8 +42,7 @@ class MpiWindow(Window):
         else:
             node, limit_s = comm.memory.node_mpi(), comm.failures.deadline_s
             self._shared = self._wakes = LockedMemory(node, count * dtype.itemsize, dtype, limit_s)
-        ranks = [r for r in range(comm.size) if comm.memory.nodes[r] == comm.memory.nodes[comm.rank]]
-        self._node_rank = {rank: i for i, rank in enumerate(ranks)}
+        self._node_rank = {rank: i for i, rank in enumerate(comm.local_ranks)}
         self._memory = {rank: self._shared.parts[i] for rank, i in self._node_rank.items()}
         super().__init__(self._memory[comm.rank], lengths)
         self.local.zero_()
@@ -177,9 +176,7 @@ class MpiWindow(Window):
         by: Collection[int],
     ) -> None:  # fmt: skip
         remote = self._remote.get(rank)
-        elements = (
-            torch.empty(count, dtype=self.dtype) if remote is not None else self._memory[rank][offset : offset + count]
-        )
+        elements = self.local.new_empty(count) if remote else self._memory[rank][offset : offset + count]
 
         def ready() -> bool:
             if remote is not None:

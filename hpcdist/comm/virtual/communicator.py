@@ -39,6 +39,7 @@ class VirtualCommunicator(Communicator):
     """
 
     memory: VirtualRankMemory
+    mpi = None
 
     def __init__(self, group: Group, rank: int, deadline_s: float = math.inf, traffic: Traffic | None = None):
         self.rank, self.size = rank, len(group.members)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, IterableDataset
 
-from hpcdist.comm.communicator import Communicator, mpi_of
+from hpcdist.comm.communicator import Communicator
 from hpcdist.data.labels import labels_of
 from hpcdist.data.sharding import EpochPlan
 from hpcdist.model.passes import Passes
@@ -232,7 +232,7 @@ class ShardedLoader:
         session.loader = self
         if len(workers) < session.outer.size:
             session.group, session.peers = optimizers[0].attachment.workers, optimizers[0].attachment.peers
-            session.begun = None if mpi_of(session.comm) is None else shared_calls()
+            session.begun = None if session.comm.mpi is None else shared_calls()
         epoch = Epoch(strategies)
         for strategy in strategies:
             strategy.model.refresh()

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from hpcdist.comm.communicator import Communicator, Request, overlapping
+from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.comm.messages import Messages
 from hpcdist.comm.pieces import alongside
 from hpcdist.config import Named
@@ -64,7 +64,7 @@ class Mixing:
         self._step = 0  # that it is of
         self._context = ExitStack()
         if overlap and comm.size > 1:
-            self._context.enter_context(overlapping(comm))
+            self._context.enter_context(comm.overlapping())
 
     @property
     def under_way(self) -> bool:

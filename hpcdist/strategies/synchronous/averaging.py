@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpcdist import collectives
 from hpcdist.comm.background import Background
-from hpcdist.comm.communicator import Communicator, concurrent, mpi_of
+from hpcdist.comm.communicator import Communicator, concurrent
 from hpcdist.comm.external.base import OutsideSum, Pending
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
@@ -73,7 +73,7 @@ class ProviderConfig(Named):
         Raises:
             ConfigError: the library is not there, or can't do it on these ranks or with these tensors.
         """
-        if mpi_of(comm) is None:
+        if comm.mpi is None:
             raise ConfigError(
                 f"strategy.provider must be hpcdist on virtual ranks, which no other library knows; got {self.name}. "
                 "Leave it out, or launch real ranks with mpirun."
@@ -160,17 +160,13 @@ class OwnAveraging(Averaging):
     def __init__(self, comm: Communicator, algorithm: str, prepare: Callable[[Bucket], None]):
         self.beside, self._comm = comm.size > 1 and concurrent(comm), comm
         self._prepare, self._all_reduce = prepare, collectives.load(algorithm)(comm)
-        self._average = comm.trace.noted(
-            "average a bucket",
-            "collective",
-            self._average_one,
-            lambda bucket: {"bucket": bucket.index, "bytes": bucket.grads.nbytes},
-        )
         self._thread: Background | None = None
 
-    def _average_one(self, bucket: Bucket) -> None:
-        self._prepare(bucket)
-        self._all_reduce.mean(bucket.grads)
+    def _average(self, bucket: Bucket) -> None:
+        grads = bucket.grads
+        with self._comm.trace.span("average a bucket", "collective", bucket=bucket.index, bytes=grads.nbytes):
+            self._prepare(bucket)
+            self._all_reduce.mean(grads)
 
     def now(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:  # not the whole at once: sums must not depend on `overlap`

@@ -72,7 +72,7 @@ class Periodic(Strategy):
         self.fragments = [] if self.alone else self.cut()
         channel, like = self.exchanges.channel, [] if self.alone else model.params
         self.common = self.state.sharded("common", like, start="parameters", reshard=self.of_ranks, resets=True)
-        shared = None if config.compression else channel.memory.shared_like(self.common)
+        shared = None if config.compression else channel.memory.shared_zeros(self.common)
         # δᵢ of the fragments in flight, and then their means; and what δᵢ were. With other ranks all start at the mean
         # of the parameters, which is as far from x as ranks were on average.
         means = [torch.empty_like(x) for x in self.common] if shared is None else shared

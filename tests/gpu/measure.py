@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 import hpcdist as hd
-from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.errors import ConfigError
 from hpcdist.tools.bench import compress, train
 from hpcdist.tools.bench.runner import Side, beside, finish, measure, table, timed, warm_up
 from hpcdist.tools.bench.train import ALLREDUCE, ALONE, DDP, DDP_NCCL, Way
+from hpcdist.torch_backend.default_group import default_group
 
 OURS = (ALLREDUCE, Way("parameter_server", "parameter_server"), Way("gossip_pull", "gossip_pull"))
 MESSAGES = tuple(4 << exponent for exponent in range(10, 27, 4))  # 4 KiB to 256 MiB

@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from hpcdist import strategies
 from hpcdist.collectives.tuning.timing import calls_within
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.model.flat import FlatModel
 from hpcdist.tools.bench import runner
 from hpcdist.tools.bench.compress import CONFIGS
 from hpcdist.tools.bench.runner import Row, Side, beside, check, finish, perceptron, perceptron_bytes, table, timed
+from hpcdist.torch_backend.default_group import default_group
 
 MODELS: dict[str, tuple[int, ...]] = {"mlp_100k": (128, 384, 128, 10), "mlp_10M": (1024, 2560, 2560, 384, 10)}
 BATCH = 32
@@ -91,7 +91,7 @@ def measure(comm: Communicator, models: Sequence[str] = (), rounds: int = 9, ste
 
     check(comm, rounds)
     rows = []
-    with default_group(comm):
+    with default_group(comm, "gloo"):
         for model in models or MODELS:
             found = time_steps(comm, model, ALLREDUCE_WAYS, rounds, steps)
             if not obstacle():

@@ -261,6 +261,11 @@ def _advice(error: BaseException) -> str:
             "hpcdist.init() has made the ranks known to torch.distributed. Leave init_process_group() out, call it "
             "before hpcdist.init(), or use hpcdist.init(torch_distributed=False)."
         )
+    if "monitored_barrier is only implemented for GLOO" in str(error):
+        return (
+            "The process group is on hpcdist: call its own method, torch.distributed.group.WORLD.monitored_barrier("
+            "timeout); or use hpcdist.init(torch_distributed='gloo')."
+        )
     if "explicit nodesplitter" in str(error):
         return (
             "webdataset sees all ranks, since hpcdist.init() has made them known to torch.distributed. Pass it "

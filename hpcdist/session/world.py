@@ -190,7 +190,11 @@ def init(
 
 
 def _join_world(
-    deadline_s: float | None, gpu_aware_mpi: bool | None, internode: str | None, torch_distributed: bool | str, bind: bool
+    deadline_s: float | None,
+    gpu_aware_mpi: bool | None,
+    internode: str | None,
+    torch_distributed: bool | str,
+    bind: bool,
 ) -> Communicator:
     tolerant = tolerates_deaths(os.environ)  # reading the launcher's variables, no setting
     if tolerant:

@@ -48,9 +48,8 @@ def _group(options: Any, comm: Any = None) -> Any:
 
 def _world() -> Any:
     """Collective at the first call. Return all of MPI's ranks, which the script joins by this, unless it has."""
-    import hpcdist  # whose `init` stands above this package
-
-    return hpcdist.init(torch_distributed=False)
+    # By name, as a script: `init` stands above this package, and starts groups by it.
+    return import_module("hpcdist").init(torch_distributed=False)
 
 
 def _met_by_mpi(otherwise: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:

@@ -16,8 +16,8 @@ from hpcdist.comm.communicator import Communicator, concurrent
 from hpcdist.comm.external.torch_distributed import Rendezvous, meet, timeout_of
 from hpcdist.comm.network import interface_of
 from hpcdist.errors import CommunicationError, ConfigError
-from hpcdist.torch_backend import NAME
 
+OWN = "hpcdist"  # the name of this library's backend
 _started: tuple[Communicator, object] | None = None  # the one that this library has started, and its ranks
 
 
@@ -47,7 +47,7 @@ def start_default_group(comm: Communicator, backend: str, interface: str = "") -
     """
     global _started
     end_default_group()
-    own = NAME in backend
+    own = OWN in backend
     meeting = (meet_if_possible if own else meet)(comm, interface)
     hook = sys.excepthook  # ends all ranks; torch's would collect what it shows, and pass it on afterwards
     if meeting.address and (interface := interface_of(meeting.address)):
@@ -90,7 +90,7 @@ _END = SimpleNamespace(stop=_end)  # what a process calls at its end, when all r
 
 def host_backend(comm: Communicator) -> str:
     """Return the backend of tensors on the host: Gloo where ranks may die, or MPI may be called by one thread only."""
-    return NAME if concurrent(comm) and not comm.failures.tolerant else "gloo"
+    return OWN if concurrent(comm) and not comm.failures.tolerant else "gloo"
 
 
 def introduce(comm: Communicator, backend: str | bool, interface: str = "") -> None:
@@ -111,12 +111,12 @@ def introduce(comm: Communicator, backend: str | bool, interface: str = "") -> N
     poor = [rank for rank, gpu in enumerate(gpus) if not gpu[1] or gpu in gpus[:rank]]
     if backend == "nccl" and poor:
         raise ConfigError(
-            f"torch_distributed = 'nccl' must have a GPU and NCCL on every rank, each its own; rank {poor[0]} has none. "
-            "Leave it out: tensors then go through the host's memory."
+            "torch_distributed = 'nccl' must have NCCL and a GPU of its own on every rank; rank "
+            f"{poor[0]} has none. Leave it out: tensors then go through the host's memory."
         )
     if backend not in ("gloo", "nccl"):
         backend = host_backend(comm)
-        backend = f"cpu:{NAME},cuda:nccl" if backend == NAME and not poor else backend
+        backend = f"cpu:{OWN},cuda:nccl" if backend == OWN and not poor else backend
     meeting = start_default_group(comm, str(backend), interface)
     os.environ.update({"RANK": str(comm.rank), "WORLD_SIZE": str(comm.size)})
     more: dict[str, Any] = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": nodes.count(node)}
@@ -164,4 +164,6 @@ class NoStore(dist.Store):
     def _refuse(self, *args: Any) -> Any:
         raise CommunicationError(f"a process group on Gloo or NCCL must meet by TCP: {self._reason}")
 
-    set = get = add = wait = check = compare_set = delete_key = num_keys = multi_get = multi_set = append = _refuse
+    set = get = add = wait = check = compare_set = delete_key = num_keys = multi_get = multi_set = append = cast(
+        Any, _refuse
+    )

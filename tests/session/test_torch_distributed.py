@@ -185,8 +185,8 @@ comm.barrier()
 assert not dist.is_initialized() and "RANK" not in os.environ
 """
 ENDS = {  # the script, and what is said
-    "another value": ("hd.init(torch_distributed='mpi')", "torch_distributed must be True, 'gloo', 'nccl' or False; got 'mpi'"),
-    "no GPUs": ("hd.init(torch_distributed='nccl')", "must have a GPU and NCCL on every rank, each its own; rank 0 has none"),
+    "another value": ("hd.init(torch_distributed='mpi')", "must be True, 'gloo', 'nccl' or False; got 'mpi'"),
+    "no GPUs": ("hd.init(torch_distributed='nccl')", "must have NCCL and a GPU of its own on every rank; rank 0 has none"),
     "values that differ": (
         "hd.init(torch_distributed='gloo' if int(os.environ['OMPI_COMM_WORLD_RANK']) else True)",
         "versions and settings must be the same on every rank; rank 1 differs from rank 0: torch_distributed",
@@ -195,7 +195,8 @@ ENDS = {  # the script, and what is said
         "hd.init(); dist.monitored_barrier()", "call its own method, torch.distributed.group.WORLD.monitored_barrier(",
     ),
     "a rank that never comes": (
-        "hd.init(deadline_s=2).rank or dist.all_reduce(torch.ones(1)); time.sleep(60)", "rank 1: not in a call of hpcdist; at ",
+        "hd.init(deadline_s=2).rank or dist.all_reduce(torch.ones(1)); time.sleep(60)",
+        "rank 1: not in a call of hpcdist; at ",
     ),
     "a call that was begun and that others never make": (
         "hd.init(deadline_s=2).rank or dist.all_reduce(torch.ones(1), async_op=True)",

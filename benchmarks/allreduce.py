@@ -19,7 +19,7 @@ from hpcdist.collectives.base import AllReduce
 from hpcdist.collectives.tuning.table import candidates
 from hpcdist.collectives.tuning.timing import between, calls_within
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.external.torch_distributed import default_group
+from hpcdist.torch_backend.default_group import default_group
 
 if TYPE_CHECKING:  # it starts MPI
     from hpcdist.comm.mpi.communicator import MpiCommunicator
@@ -48,7 +48,7 @@ def measure(
     from hpcdist.comm.mpi.reference import plain_allreduce
 
     others: dict[str, Call] = {"mpi": plain_allreduce(comm), "gloo": dist.all_reduce}
-    with default_group(comm):
+    with default_group(comm, "gloo"):
         rows = measure_beside(comm, sizes, algorithms or ["auto", *candidates(comm)], rounds, others)
     if not horovod.obstacle():  # apart: its thread is at work all the time
         others["horovod"] = theirs = horovod.Horovod(comm)

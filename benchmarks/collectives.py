@@ -20,10 +20,10 @@ from benchmarks import runner
 from benchmarks.runner import Row, Side, beside, check, meet_asleep, table, timed, warm_up
 from hpcdist.collectives.calls import Collectives
 from hpcdist.collectives.tuning.timing import calls_within
-from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
 from hpcdist.records import own_cores
+from hpcdist.torch_backend.default_group import default_group
 
 if TYPE_CHECKING:  # it starts MPI
     from hpcdist.comm.mpi.communicator import MpiCommunicator
@@ -64,7 +64,7 @@ def measure(
     cases = list(itertools.product(calls, sizes))
     runs = [_other(comm, other, calls, sizes, rounds, environment)]
     own = Collectives(comm)
-    with default_group(comm):
+    with default_group(comm, "gloo"):
         measured = [_of_size(comm, own, call, n_bytes, rounds) for call, n_bytes in cases]
     own.close()
     runs.append(_other(comm, other, calls, sizes, rounds, environment))

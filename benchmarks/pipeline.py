@@ -16,9 +16,9 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from benchmarks import runner
 from benchmarks.runner import Row, Side, check, meet_asleep, peak_bytes, table
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.pipeline import Pipeline
+from hpcdist.torch_backend.default_group import default_group
 
 STAGES = (2, 4)
 BLOCKS, WIDTH, BATCH, MICRO_BATCHES = 8, 256, 512, 8
@@ -114,7 +114,7 @@ def measure(
     check(comm, rounds)
     load = Workload(blocks, width, batch, micro_batches)
     ways: Ways = {ALONE: ({"stages": 1, "chunks": 1}, lambda: None if comm.rank else _alone(load))}
-    with default_group(comm):
+    with default_group(comm, "gloo"):
         for number in [number for number in stages if number <= comm.size]:
             ways |= _variants(comm, number, load)
         sides = [Side(name, partial(_run, make()), columns) for name, (columns, make) in ways.items()]

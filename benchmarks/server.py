@@ -15,10 +15,10 @@ from benchmarks import runner
 from benchmarks.runner import Row, Side, beside, check, meet_asleep, table, warm_up
 from hpcdist.collectives.tuning.timing import calls_within, slowest
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.parameter_server import ParameterServer
+from hpcdist.torch_backend.default_group import default_group
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 50_000_000)  # float32 parameters
 WORKERS = (1, 2, 4)
@@ -57,7 +57,7 @@ def measure(comm: Communicator, sizes: Sequence[int] = SIZES, *, rounds: int = 5
     for count in sizes:
         _check_memory(comm, count)
     rows = []
-    with default_group(comm):
+    with default_group(comm, "gloo"):
         for servers in SERVERS[: comm.size - 1]:
             for count in sizes:
                 place = _Place(comm, servers, count)

@@ -17,7 +17,7 @@ from benchmarks.collectives import CALLS_S, MOST_CALLS, SIZES, own_call, tensors
 from benchmarks.runner import Row, Side, beside, check, table, timed, warm_up
 from hpcdist.collectives.calls import Collectives
 from hpcdist.collectives.tuning.timing import calls_within
-from hpcdist.comm.external.torch_distributed import default_group
+from hpcdist.torch_backend.default_group import default_group
 from hpcdist.torch_backend.group import MpiGroup
 
 CALLS = (*collectives.CALLS, "send")
@@ -62,7 +62,7 @@ def measure(
 @contextmanager
 def _groups(comm: Any) -> Iterator[tuple[Any, Any]]:
     """Collective. Give a group on each of the two backends."""
-    with default_group(comm):
+    with default_group(comm, "gloo"):
         ours = dist.new_group(backend="hpcdist")
         yield ours, dist.group.WORLD
         if isinstance(ours, MpiGroup):

@@ -22,8 +22,8 @@ from benchmarks.runner import Row, Side, beside, check, finish, perceptron, perc
 from hpcdist import strategies
 from hpcdist.collectives.tuning.timing import calls_within
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.model.flat import FlatModel
+from hpcdist.torch_backend.default_group import default_group
 
 MODELS: dict[str, tuple[int, ...]] = {"mlp_100k": (128, 384, 128, 10), "mlp_10M": (1024, 2560, 2560, 384, 10)}
 BATCH = 32
@@ -91,7 +91,7 @@ def measure(comm: Communicator, models: Sequence[str] = (), rounds: int = 9, ste
 
     check(comm, rounds)
     rows = []
-    with default_group(comm):
+    with default_group(comm, "gloo"):
         for model in models or MODELS:
             found = time_steps(comm, model, ALLREDUCE_WAYS, rounds, steps)
             if not obstacle():

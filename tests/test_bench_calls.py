@@ -16,10 +16,10 @@ from comm.jobs_here import LIMIT_S, ROOT
 from harness.cases import each
 from harness.launch import find_mpirun, launch
 from hpcdist.comm.alone import Alone
-from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.comm.virtual import Network
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.tools import cli
+from hpcdist.torch_backend.default_group import default_group
 
 NETWORK = Network(1e-3, 1e9)  # slow, so that few calls fill the time for measuring
 
@@ -203,7 +203,7 @@ def test_both_sides_apply_the_same(ranks, servers):
     def body(comm):
         if comm.size <= servers:
             return None
-        with default_group(comm):
+        with default_group(comm, "gloo"):
             place = server._Place(comm, servers, 1001)
             ends = []
             for side in server.SIDES:

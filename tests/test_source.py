@@ -41,7 +41,7 @@ ENVIRONMENT = {
     "tools/doctor/": "what it examines",
     "comm/mpi/start.py": "MPI's connection to srun's PMI-2",
     "comm/external/horovod.py": "the only way to give Horovod settings",
-    "comm/external/torch_distributed.py": "what torchrun sets, which libraries read, and settings of Gloo",
+    "torch_backend/default_group.py": "what torchrun sets, which libraries read, settings of Gloo, and a rank's GPUs",
     "torch_backend/__init__.py": "where torchrun lets ranks meet, and whether a launcher of MPI's has started them",
     "hvd/state.py": "HOROVOD_CYCLE_TIME, a setting of Horovod's",
     "session/world.py": "the launcher's number of ranks, to hold against MPI's",

@@ -21,12 +21,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.external.torch_distributed import start_default_group, started_for
 from hpcdist.errors import ConfigError
 from hpcdist.parallel.agreement import Agreement, PartOfModel
 from hpcdist.parallel.grid import Grid
+from hpcdist.torch_backend.default_group import host_backend, start_default_group, started_for
 
-_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+_DEVICE_TYPES = ("cpu", "cuda")
 _WHOLE = {"ranks": 0, "dims": []}  # all ranks have the same, and the first one's counts
 
 
@@ -304,8 +304,8 @@ def make_mesh(
 ) -> DeviceMesh:
     """Collective. Make torch's device mesh of the ranks of `comm`.
 
-    For torch these are all ranks: its default process group consists of them, on Gloo, and on NCCL for GPUs. It lasts
-    until the process ends, or until `torch.distributed.destroy_process_group()`.
+    For torch these are all ranks: its default process group consists of them, on hpcdist (Gloo where the one before it
+    is), and on NCCL for GPUs. It lasts until the process ends, or until `torch.distributed.destroy_process_group()`.
 
     Args:
         comm: real ranks, those of one replica.
@@ -320,13 +320,14 @@ def make_mesh(
             "a device mesh must be of real ranks, for torch has one default process group per process; got virtual "
             "ones. Start the script with mpirun or srun."
         )
-    if device_type not in _BACKENDS:
-        raise ConfigError(f"device_type must be one of {', '.join(_BACKENDS)}; got {device_type!r}.")
+    if device_type not in _DEVICE_TYPES:
+        raise ConfigError(f"device_type must be one of {', '.join(_DEVICE_TYPES)}; got {device_type!r}.")
     if dist.is_initialized() and started_for() is None:
         raise ConfigError(
             "torch.distributed must be started by hpcdist.device_mesh, among the ranks of a replica; got a default "
             "process group that this program has started. Leave out init_process_group, and torchrun."
         )
     if started_for() is not comm:
-        start_default_group(comm, _BACKENDS[device_type])
+        host = "gloo" if dist.is_initialized() and dist.get_backend() == "gloo" else host_backend(comm)
+        start_default_group(comm, host if device_type == "cpu" else f"cpu:{host},cuda:nccl")
     return init_device_mesh(device_type, tuple(sizes), mesh_dim_names=None if names is None else tuple(names))

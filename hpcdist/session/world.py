@@ -128,7 +128,7 @@ def init(
     gpu_aware_mpi: bool | None = None,
     internode: str | None = None,
     timeline: str | os.PathLike[str] | None = None,
-    torch_distributed: bool = True,
+    torch_distributed: bool | str = True,
     bind: bool = True,
 ) -> Communicator:
     """Collective. Join the ranks that mpirun or srun started (one rank without them); safe to call again.
@@ -148,20 +148,25 @@ def init(
             `auto:10.1.0.0/16` name its interface or network instead.
         timeline: file, in a folder that all ranks see, to which the script's end writes who did what when, and waited
             for whom, as Horovod's HOROVOD_TIMELINE; https://ui.perfetto.dev shows it.
-        torch_distributed: make several real ranks known to torch.distributed (Gloo), unless the script has started it,
-            and set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and their like: for libraries that ask who they are, such
-            as torchmetrics and Accelerate. Counts at the first call.
+        torch_distributed: the backend of torch.distributed's default process group, which several real ranks get
+            unless the script has started one: True for hpcdist (beside NCCL where each rank has a GPU of its own; Gloo
+            where ranks may die, or MPI is without THREAD_MULTIPLE), gloo or nccl; False for no group. With it RANK,
+            WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and their like are set: for libraries that ask who they are, such as
+            torchmetrics and Accelerate. Counts at the first call.
         bind: give each rank of a node an equal share of its cores, where nothing has bound any of them, they see no
             GPU, and each has a core or more. DataLoader workers share their rank's cores; torch has a thread for each,
             unless another number was set. False on one rank of a node counts for all. Counts at the first call.
 
     Raises:
-        ConfigError: gpu_aware_mpi without a CUDA device, or where MPI was built without CUDA.
+        ConfigError: gpu_aware_mpi without a CUDA device, or where MPI was built without CUDA; torch_distributed is none
+            of these values, or nccl where a rank has no GPU of its own.
         WorldError: the launcher started more ranks than MPI found, or more than one where there is no MPI.
         MismatchError: ranks run different versions of hpcdist (other source files, with the same number, included),
-            torch or Python, have other plug-ins, or differ in gpu_aware_mpi.
+            torch or Python, have other plug-ins, or differ in gpu_aware_mpi or torch_distributed.
     """
     log.set_up()
+    if torch_distributed not in (True, "gloo", "nccl", False):
+        raise ConfigError(f"torch_distributed must be True, 'gloo', 'nccl' or False; got {torch_distributed!r}.")
     if comm is not None:
         if comm is not _thread.joined:
             _thread.begin(comm)
@@ -188,7 +193,11 @@ def init(
 
 
 def _join_world(
-    deadline_s: float | None, gpu_aware_mpi: bool | None, internode: str | None, torch_distributed: bool, bind: bool
+    deadline_s: float | None,
+    gpu_aware_mpi: bool | None,
+    internode: str | None,
+    torch_distributed: bool | str,
+    bind: bool,
 ) -> Communicator:
     tolerant = tolerates_deaths(os.environ)  # reading the launcher's variables, no setting
     if tolerant:
@@ -208,11 +217,11 @@ def _join_world(
             versions["python"] = ".".join(platform.python_version_tuple()[:2])
             versions["plug-ins"] = registry.installed()
             versions["hpcdist's source files"] = package_checksum()
-            introduces = torch_distributed and dist.is_available() and not dist.is_initialized()
-            settings = {"gpu_aware_mpi": gpu_aware_mpi, "torch_distributed": introduces}
+            backend = torch_distributed if dist.is_available() and not dist.is_initialized() else False
+            settings = {"gpu_aware_mpi": gpu_aware_mpi, "torch_distributed": backend}
             require_equal(comm, versions | settings, "versions and settings")
-            if introduces and comm.size > 1:
-                _introduce(comm, (internode or "").partition(":")[2])
+            if backend and comm.size > 1:
+                _introduce(comm, backend, (internode or "").partition(":")[2])
             comm.watch(_role)
     return comm
 
@@ -222,12 +231,12 @@ def _role() -> str:
     return "it serves" * _process.serves
 
 
-def _introduce(comm: Communicator, interface: str) -> None:
-    """Collective. Make the ranks known to torch.distributed; warn where they reach each other by MPI only."""
-    from hpcdist.comm.external.torch_distributed import introduce  # torch may be built without it
+def _introduce(comm: Communicator, backend: bool | str, interface: str) -> None:
+    """Collective. Make the ranks known to torch.distributed; warn where Gloo can't, as they have MPI only."""
+    from hpcdist.torch_backend.default_group import introduce  # torch may be built without it
 
     try:
-        introduce(comm, interface)
+        introduce(comm, backend, interface)
     except CommunicationError as error:
         if comm.rank == 0:
             _log.warning(
@@ -258,6 +267,11 @@ def _advice(error: BaseException) -> str:
         return (
             "hpcdist.init() has made the ranks known to torch.distributed. Leave init_process_group() out, call it "
             "before hpcdist.init(), or use hpcdist.init(torch_distributed=False)."
+        )
+    if "monitored_barrier is only implemented for GLOO" in str(error):
+        return (
+            "The process group is on hpcdist: call its own method, torch.distributed.group.WORLD.monitored_barrier("
+            "timeout); or use hpcdist.init(torch_distributed='gloo')."
         )
     if "explicit nodesplitter" in str(error):
         return (

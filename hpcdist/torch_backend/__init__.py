@@ -31,11 +31,25 @@ def register() -> None:
         handlers["env"] = _met_by_mpi(handlers["env"])
 
 
-def _group(options: Any, more: Any = None) -> Any:
-    """Collective among the ranks of a group. Make it; torch's function for backends that others provide."""
+def _group(options: Any, comm: Any = None) -> Any:
+    """Collective among the ranks of a group. Make it; torch's function for backends that others provide.
+
+    Args:
+        comm: the ranks of a default group; by default all of MPI's.
+    """
+    import torch.distributed as dist
+
+    from hpcdist.torch_backend.default_group import started_for
     from hpcdist.torch_backend.group import MpiGroup
 
-    return MpiGroup.made(options)
+    whole: Any = dist.group.WORLD  # none yet where this one is to be it
+    return MpiGroup.made(options, comm or (whole.comm if isinstance(whole, MpiGroup) else started_for() or _world()))
+
+
+def _world() -> Any:
+    """Collective at the first call. Return all of MPI's ranks, which the script joins by this, unless it has."""
+    # By name, as a script: `init` stands above this package, and starts groups by it.
+    return import_module("hpcdist").init(torch_distributed=False)
 
 
 def _met_by_mpi(otherwise: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
@@ -47,15 +61,15 @@ def _met_by_mpi(otherwise: Callable[..., Iterator[Any]]) -> Callable[..., Iterat
         if all(name in os.environ for name in PLACE) or declared_size(os.environ) is None:
             yield from otherwise(url, **({} if timeout is None else {"timeout": timeout}), **more)
             return
-        from hpcdist.comm.external.torch_distributed import meet, numbers_of
-        from hpcdist.session.world import init
+        from hpcdist.torch_backend.default_group import meet_if_possible
+        from hpcdist.torch_backend.group import numbers_of
 
-        comm = init(torch_distributed=False)
+        comm = _world()
         given = dict(parse_qsl(urlparse(url).query))
         rank, size = int(given.get("rank", comm.rank)), int(given.get("world_size", comm.size))
         if size == comm.size:
             numbers_of(comm, rank)
-        yield meet(comm).store, rank, size
+        yield meet_if_possible(comm).store, rank, size
 
     return meet_by_mpi
 

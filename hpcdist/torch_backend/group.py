@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,12 +28,10 @@ from torch.distributed.distributed_c10d import (
 
 from hpcdist.collectives.calls import Collectives
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.external.torch_distributed import numbers_of
 from hpcdist.comm.transfer import TAG_LIMIT, Closed
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import ConfigError, DeadlineError, WorldError
 from hpcdist.model.passes import uncompiled
-from hpcdist.session.world import init
 from hpcdist.torch_backend.work import NO_LIMIT, Begun, FromAnyone, Over, Sent, Several
 
 OPERATIONS = {
@@ -66,6 +67,7 @@ def by_device(method: Callable[..., Any]) -> Callable[..., Any]:
         while isinstance(first, (list, tuple)):
             first = first[0] if first else None
         if first is not None and first.is_cuda and (elsewhere := group.on_gpus()) is not None:
+            group._sequence += 1
             return getattr(elsewhere, method.__name__)(tensors, *more, **options)
         return method(group, tensors, *more, **options)
 
@@ -81,39 +83,38 @@ class MpiGroup(dist.ProcessGroup):
     Args:
         comm: the ranks, in the group's order; the group closes it.
         store: by which the ranks meet where others' libraries are used.
-        in_world: these ranks' numbers in MPI's world.
     """
 
-    def __init__(self, comm: Communicator, store: Any = None, in_world: Sequence[int] = ()):
+    def __init__(self, comm: Communicator, store: Any = None):
         cast(Any, super()).__init__(comm.rank, comm.size)  # torch's types want a store
         self.comm, self._calls, self._store = comm, Collectives(comm), store
-        self.in_world = in_world
         self._elsewhere: Any = None
         self._together: list[dist.Work] | None = None  # works begun since `_start_coalescing`
-        self._sequence = 0
+        self._sequence, self._lock = 0, threading.Lock()
+        _groups.add(self)
         self._group_name = self._group_desc = ""
 
     @classmethod
-    def made(cls, options: Any) -> MpiGroup:
+    def made(cls, options: Any, parent: Communicator) -> MpiGroup:
         """Collective among the ranks of a group. Make it as torch.distributed asks for it.
+
+        Args:
+            parent: the ranks of the default group.
 
         Raises:
             WorldError: MPI knows other ranks than torch.distributed.
         """
-        world, ranks = init(torch_distributed=False), list(options.global_ranks_in_group)
-        rank, size = options.group_rank, options.group_size
-        limit_s = start_s = options.timeout.total_seconds() or world.failures.deadline_s
-        if not ranks:  # the default group
-            require_same_world(world, rank, size)
-            everyone = numbers_of(world, rank)
+        ranks, rank, size = list(options.global_ranks_in_group), options.group_rank, options.group_size
+        limit_s = start_s = options.timeout.total_seconds() or parent.failures.deadline_s
+        if ranks:  # torch gives a group without a timeout half an hour, whatever the default group has
+            start_s = min(limit_s, parent.failures.deadline_s)
+        else:  # the default group
+            require_same_world(parent, rank, size)
+            everyone = numbers_of(parent, rank)
             ranks = sorted(range(size), key=everyone.__getitem__)
-        elif isinstance(dist.group.WORLD, MpiGroup):
-            ranks = [dist.group.WORLD.in_world[rank] for rank in ranks]
-            # torch gives a group without a timeout half an hour, whatever the default group has.
-            start_s = min(limit_s, dist.group.WORLD.comm.failures.deadline_s)
-        comm = _among(world, ranks, f"torch.distributed/{options.group_id}", start_s)
+        comm = _among(parent, ranks, f"torch.distributed/{options.group_id}", start_s)
         comm.failures.deadline_s = limit_s
-        return cls(comm, options.store, ranks)
+        return cls(comm, options.store)
 
     # --- what torch asks of a group -----------------------------------------------------------------------------------
     def getBackendName(self) -> str:
@@ -138,6 +139,7 @@ class MpiGroup(dist.ProcessGroup):
 
     group_desc = property(getGroupDesc)
 
+    _device_types = property(lambda self: [torch.device("cuda"), torch.device("cpu")])
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -165,12 +167,13 @@ class MpiGroup(dist.ProcessGroup):
     # --- collective calls ---------------------------------------------------------------------------------------------
     def _begin(self, options: Any, found: Any, call: Callable[..., Any], *args: Any, **more: Any) -> dist.Work:
         """Make a call, or begin it where the script does not wait."""
-        self._sequence += 1
-        if getattr(options, "asyncOp", True):
-            work: dist.Work = Begun(call(*args, wait=False, **more), found)
-        else:
-            call(*args, **more)
-            work = Over(found)
+        with self._lock:  # several threads may make calls
+            self._sequence += 1
+            if getattr(options, "asyncOp", True):
+                work: dist.Work = Begun(call(*args, wait=False, **more), found)
+            else:
+                call(*args, **more)
+                work = Over(found)
         if self._together is not None:
             self._together.append(work)
         return work
@@ -349,9 +352,13 @@ class MpiGroup(dist.ProcessGroup):
 
     # --- several calls together, and the end --------------------------------------------------------------------------
     def _start_coalescing(self, device: torch.device) -> None:
+        if (elsewhere := self._get_backend(device)) is not self:
+            elsewhere._start_coalescing()
         self._together = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
+        if (elsewhere := self._get_backend(device)) is not self:
+            return elsewhere._end_coalescing()
         works, self._together = self._together or [], None
         return Several(works, None)
 
@@ -364,12 +371,24 @@ class MpiGroup(dist.ProcessGroup):
             return
         if self._elsewhere:
             self._elsewhere.shutdown()
-        calls, comm = self._calls, self.comm
+        calls, comm, self._store = self._calls, self.comm, None
         self.comm = self._calls = self._elsewhere = cast(Any, Closed("a process group", "destroyed"))
         calls.close()
         comm.close()
 
     abort = shutdown
+
+
+_groups: WeakSet[MpiGroup] = WeakSet()
+
+
+def _close_in_fork() -> None:
+    """Have calls refused in a process that this one has forked: MPI's library is not for two processes."""
+    for group in _groups:
+        group.comm = group._calls = cast(Any, Closed("a process group", "in a forked process, as DataLoader workers"))
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def require_same_world(world: Communicator, rank: int, size: int) -> None:
@@ -379,6 +398,17 @@ def require_same_world(world: Communicator, rank: int, size: int) -> None:
             f"the backend hpcdist must run under a launcher of MPI's, which starts {size} ranks; MPI knows "
             f"{world.size}. torchrun starts ranks without MPI: use `mpirun -n {size} python script.py`, or srun."
         )
+
+
+def numbers_of(world: Communicator, rank: int) -> list[int]:
+    """Collective. Return torch.distributed's numbers of MPI's ranks; raise WorldError where two have the same."""
+    found: list[int] = world.gather(rank)
+    if sorted(found) != list(range(world.size)):
+        raise WorldError(
+            f"rank of init_process_group must be another number from 0 to {world.size - 1} on each rank; got "
+            f"{', '.join(map(str, found))} on MPI's ranks 0 to {world.size - 1}. Leave it out: MPI tells the ranks."
+        )
+    return found
 
 
 def _among(world: Communicator, ranks: Sequence[int], name: str, limit_s: float) -> Communicator:

@@ -22,8 +22,8 @@ import hpcdist as hd
 from benchmarks import compress, train
 from benchmarks.runner import Side, beside, finish, measure, table, timed, warm_up
 from benchmarks.train import ALLREDUCE, ALONE, DDP, DDP_NCCL, Way
-from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.errors import ConfigError
+from hpcdist.torch_backend.default_group import default_group
 
 OURS = (ALLREDUCE, Way("parameter_server", "parameter_server"), Way("gossip_pull", "gossip_pull"))
 MESSAGES = tuple(4 << exponent for exponent in range(10, 27, 4))  # 4 KiB to 256 MiB

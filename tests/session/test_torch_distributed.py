@@ -18,16 +18,17 @@ import psutil, torch, torch.distributed as dist
 import hpcdist as hd
 
 comm = hd.init(deadline_s=60)
-assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (comm.rank, 2, "gloo")
+assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (comm.rank, 2, "hpcdist")
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 assert [os.environ[name] for name in names] == [str(comm.rank), "2", str(comm.rank), "2"]
 assert int(os.environ["MASTER_PORT"]) and os.environ["MASTER_ADDR"] == "127.0.0.1"
 listening = [own.laddr.ip for own in psutil.Process().net_connections("inet") if own.status == "LISTEN"
              and own.laddr.port == int(os.environ["MASTER_PORT"])]
 assert listening == ["127.0.0.1"] * (comm.rank == 0), "torch's store asks nobody for a secret"
-group, found = dist.new_group([0, 1]), torch.ones(2)
-dist.all_reduce(found, group=group)
-assert hd.init() is comm and found.tolist() == [2, 2]
+for backend in (None, "gloo"):
+    group, found = dist.new_group([0, 1], backend=backend), torch.ones(2)
+    dist.all_reduce(found, group=group)
+    assert hd.init() is comm and found.tolist() == [2, 2] and dist.get_backend(group) == (backend or "hpcdist")
 assert hd.device_mesh(1).size() == 1 and dist.get_world_size() == 1
 """
 OWN = """
@@ -42,33 +43,194 @@ hd.init()
 assert dist.group.WORLD is own and "RANK" not in os.environ
 dist.destroy_process_group()
 """
-APART = """
+GLOO = """
+import torch.distributed as dist
+import hpcdist as hd
+
+comm = hd.init(torch_distributed="gloo")
+assert dist.get_backend() == "gloo"
+dist.monitored_barrier()
+hd.device_mesh(2)
+assert dist.get_backend() == "gloo"
+"""
+NONE = """
 import os
 import torch.distributed as dist
+import hpcdist as hd
+
+hd.init(torch_distributed=False)
+assert not dist.is_initialized() and "RANK" not in os.environ
+hd.device_mesh(2)
+assert dist.get_backend() == "hpcdist"
+"""
+# What scripts do with a group on Gloo.
+HABITS = """
+import os, tempfile, threading, time
+import torch, torch.distributed as dist
+from datetime import timedelta
+from torch.distributed import checkpoint
+from torch.utils.data import DataLoader
+import hpcdist as hd
+
+comm = hd.init(deadline_s=60)
+world = dist.group.WORLD
+
+def refused(call, text):
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(text)
+
+refused(dist.monitored_barrier, "monitored_barrier is only implemented for GLOO backend")
+world.monitored_barrier(timedelta(seconds=30))
+
+# A checkpoint is written by a thread, with collective calls of its own group, while the loop makes others.
+(folder,) = hd.broadcast([tempfile.mkdtemp() if comm.rank == 0 else ""])
+state = {"x": torch.arange(4.0)}
+saved = checkpoint.async_save(state, checkpoint_id=folder, process_group=dist.new_group())
+counted = torch.ones(1)
+for _ in range(50):
+    dist.all_reduce(counted, dist.ReduceOp.AVG)
+saved.result()
+found = {"x": torch.zeros(4)}
+checkpoint.load(found, checkpoint_id=folder)
+assert torch.equal(found["x"], state["x"]) and counted.item() == 1
+
+# Threads, each with a group, and several with one: calls of these are alike.
+groups, sums = [dist.new_group() for _ in range(3)], []
+def add(group):
+    for n in range(200):
+        own = torch.full((n + 1,), comm.rank + 1.0)
+        dist.all_reduce(own, group=group)
+        assert own.eq(3).all()
+    sums.append(own)
+threads = [threading.Thread(target=add, args=[group]) for group in groups]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+assert len(sums) == 3
+def count():
+    for _ in range(200):
+        own = torch.ones(1)
+        dist.all_reduce(own)
+        sums.append(own.item())
+threads = [threading.Thread(target=count) for _ in range(3)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+assert sums[3:] == [2.0] * 600
+
+class Asks(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, place):
+        inherited = "a process group must not be used once it is in a forked process"
+        refused(lambda: dist.all_reduce(torch.ones(1)), inherited)
+        refused(lambda: dist.send(torch.ones(1), 1 - comm.rank), inherited)
+        return place
+assert [int(place) for place in DataLoader(Asks(), num_workers=1)] == [0, 1]
+
+if comm.rank == 0:
+    dist.destroy_process_group()  # alone: nobody waits
+hd.barrier()
+if comm.rank == 1:
+    dist.destroy_process_group()
+dist.init_process_group("gloo")
+dist.all_reduce(counted)
+assert counted.item() == 2
+dist.destroy_process_group()
+"""
+ALONE_AT_THE_END = """
+import torch.distributed as dist
+import hpcdist as hd
+
+if hd.init().rank == 0:
+    dist.destroy_process_group()
+"""
+SERIALIZED = """
+import mpi4py
+mpi4py.rc.thread_level = "serialized"
+import warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed as dist
+import hpcdist as hd
+
+hd.init()
+own = torch.ones(1)
+dist.all_reduce(own)
+assert dist.get_backend() == "gloo" and own.item() == 2
+"""
+APART = """
+import os
+import torch, torch.distributed as dist
 import hpcdist as hd
 from hpcdist.comm.external import torch_distributed
 
 torch_distributed.here = lambda: os.environ["OMPI_COMM_WORLD_RANK"]  # as on two hosts, of which none has an address
 torch_distributed.addresses = lambda chosen="": []
+"""
+BY_MPI = """
 comm = hd.init()
+own = torch.ones(1)
+dist.all_reduce(own, group=dist.new_group())
+assert own.item() == 2 and "RANK" in os.environ and "MASTER_ADDR" not in os.environ
+try:
+    dist.new_group(backend="gloo")
+except RuntimeError as error:
+    assert "a process group on Gloo or NCCL must meet by TCP: rank 0 must be reached" in str(error), error
+else:
+    raise AssertionError("gloo")
+"""
+BY_GLOO = """
+comm = hd.init(torch_distributed="gloo")
 comm.barrier()
 assert not dist.is_initialized() and "RANK" not in os.environ
 """
+ENDS = {  # the script, and what is said
+    "another value": ("hd.init(torch_distributed='mpi')", "must be True, 'gloo', 'nccl' or False; got 'mpi'"),
+    "no GPUs": ("hd.init(torch_distributed='nccl')", "must have NCCL and a GPU of its own on every rank; rank 0 has none"),
+    "values that differ": (
+        "hd.init(torch_distributed='gloo' if int(os.environ['OMPI_COMM_WORLD_RANK']) else True)",
+        "versions and settings must be the same on every rank; rank 1 differs from rank 0: torch_distributed",
+    ),
+    "a monitored barrier": (
+        "hd.init(); dist.monitored_barrier()", "call its own method, torch.distributed.group.WORLD.monitored_barrier(",
+    ),
+    "a rank that never comes": (
+        "hd.init(deadline_s=2).rank or dist.all_reduce(torch.ones(1)); time.sleep(60)",
+        "rank 1: not in a call of hpcdist; at ",
+    ),
+    "a call that was begun and that others never make": (
+        "hd.init(deadline_s=2).rank or dist.all_reduce(torch.ones(1), async_op=True)",
+        "rank 1 to come to the collective call",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
-@pytest.mark.parametrize("script", [KNOWN, OWN], ids=["known", "own"])
+@pytest.mark.parametrize(
+    "script",
+    [KNOWN, OWN, GLOO, NONE, HABITS, ALONE_AT_THE_END, SERIALIZED],
+    ids=["known", "own", "gloo", "none", "habits", "alone", "serialized"],
+)
 def test_ranks_are_known_unless_the_script_says_otherwise_and_end_without_a_word(tmp_path, script):
     job = run(tmp_path, script, 2)
     assert job.returncode == 0 and not job.stderr, job.stderr
 
 
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
-def test_ranks_that_reach_each_other_by_mpi_only_train_and_are_warned(tmp_path):
-    job = run(tmp_path, APART, 2)
+@pytest.mark.parametrize(("script", "warned"), [(BY_MPI, 0), (BY_GLOO, 1)])
+def test_ranks_that_reach_each_other_by_mpi_only_are_known_and_on_gloo_are_warned(tmp_path, script, warned):
+    job = run(tmp_path, APART + script, 2)
     assert job.returncode == 0, job.stderr
-    assert "To torch.distributed, and libraries that ask it, each rank is alone: rank 0 must be reached" in job.stderr
-    assert job.stderr.count("each rank is alone") == 1
+    text = "To torch.distributed, and libraries that ask it, each rank is alone: rank 0 must be reached"
+    assert job.stderr.count(text) == warned
+
+
+@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
+@pytest.mark.parametrize("what", ENDS)
+def test_what_the_default_group_can_not_do_ends_the_job_by_name(tmp_path, what):
+    script, said = ENDS[what]
+    job = run(tmp_path, f"import os, time, torch, torch.distributed as dist, hpcdist as hd\n{script}", 2)
+    assert job.returncode != 0 and said in job.stderr, job.stderr
 
 
 def test_virtual_ranks_start_nothing():

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,9 +15,9 @@ from torch.distributed import TCPStore
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.base import WATCHDOG_S, OutsideSum, Pending
-from hpcdist.comm.network import LOOPBACK, addresses, here, in_order, interface_of, listen
+from hpcdist.comm.network import LOOPBACK, addresses, here, in_order, listen
 from hpcdist.comm.waiting import wait_until
-from hpcdist.errors import CommunicationError, ConfigError, WorldError
+from hpcdist.errors import CommunicationError, ConfigError
 
 if TYPE_CHECKING:  # it starts MPI, which importing this must not
     from hpcdist.comm.mpi.communicator import MpiCommunicator
@@ -53,7 +50,7 @@ class ProcessGroup(OutsideSum):
         if backend == "nccl":
             self._require_gpus()
         meeting = meet(comm, interface)
-        self._timeout = _timeout(comm)
+        self._timeout = timeout_of(comm)
         self._store: TCPStore | None = meeting.store
         self._group: Any = (self._gloo if backend == "gloo" else self._nccl)(meeting)
 
@@ -173,111 +170,9 @@ def _try_out(comm: Communicator, interface: str, near: list[bool]) -> tuple[str,
     return "" if further else first, host or first, address or first
 
 
-def numbers_of(world: Communicator, rank: int) -> list[int]:
-    """Collective. Return torch.distributed's numbers of MPI's ranks; raise WorldError where two have the same."""
-    found: list[int] = world.gather(rank)
-    if sorted(found) != list(range(world.size)):
-        raise WorldError(
-            f"rank of init_process_group must be another number from 0 to {world.size - 1} on each rank; got "
-            f"{', '.join(map(str, found))} on MPI's ranks 0 to {world.size - 1}. Leave it out: MPI tells the ranks."
-        )
-    return found
-
-
-def _timeout(comm: Communicator) -> timedelta:
-    return timedelta(seconds=min(comm.failures.deadline_s + 2 * WATCHDOG_S, LONGEST_S))
-
-
-# --- the default process group ----------------------------------------------------------------------------------------
-_started: tuple[Communicator, object] | None = None  # the one that this library has started, and its ranks
-
-
-@contextmanager
-def default_group(comm: Communicator, backend: str = "gloo") -> Iterator[None]:
-    """Collective. Give torch.distributed's default process group inside the context; see `start_default_group`."""
-    start_default_group(comm, backend)
-    try:
-        yield
-    finally:
-        end_default_group()
-
-
-def start_default_group(comm: Communicator, backend: str, interface: str = "") -> Rendezvous:
-    """Collective. Start torch.distributed's default process group, met at an address that rank 0 tells the others.
-
-    It takes the place of an earlier one of this library's, and ends once all ranks have come to their scripts' ends.
-
-    Args:
-        comm: real ranks.
-        backend: gloo, or nccl, for which each rank has a GPU of its own and has chosen it; or one per kind of device.
-        interface: to meet on, as for `meet`.
-    """
-    global _started
-    end_default_group()
-    meeting = meet(comm, interface)
-    hook = sys.excepthook  # ends all ranks; torch's would collect what it shows, and pass it on afterwards
-    if interface := interface_of(meeting.address):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # of groups that the script makes, too
-    with _connecting_late():
-        dist.init_process_group(
-            backend, store=meeting.store, rank=comm.rank, world_size=comm.size, timeout=_timeout(comm)
-        )
-    sys.excepthook = hook
-    _started = comm, dist.group.WORLD
-    real: Any = comm
-    if _END not in real.process.threads:
-        real.process.threads.append(_END)
-    return meeting
-
-
-def started_for() -> Communicator | None:
-    """Return the ranks of the default process group if this library has started it; None otherwise."""
-    return _started[0] if _started is not None and _started[1] is dist.group.WORLD else None
-
-
-def end_default_group() -> None:
-    """End the default process group if this library has started it."""
-    global _started
-    if started_for() is not None:
-        dist.destroy_process_group()
-    _started = None
-
-
-_END = SimpleNamespace(stop=end_default_group)  # what a process calls at its end, when all ranks have come there
-
-
-def introduce(comm: Communicator, interface: str = "") -> None:
-    """Collective. Make the ranks known to torch.distributed, and to libraries that read torchrun's variables.
-
-    Ranks connect to each other when they first exchange something by this group, which is on Gloo.
-
-    Raises:
-        CommunicationError: ranks don't reach each other over TCP.
-    """
-    meeting, nodes = start_default_group(comm, "gloo", interface), comm.memory.nodes
-    place = {"RANK": comm.rank, "WORLD_SIZE": comm.size}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    more: dict[str, Any] = {"MASTER_ADDR": meeting.host, "MASTER_PORT": meeting.store.port}
-    more["LOCAL_RANK"] = nodes[: comm.rank].count(nodes[comm.rank])
-    more["LOCAL_WORLD_SIZE"] = nodes.count(nodes[comm.rank])
-    if torch.cuda.device_count() == 0 and not torch.xpu.is_available():
-        more["ACCELERATE_USE_CPU"] = "true"  # or Accelerate counts one process where there is no GPU
-    for name, value in more.items():
-        os.environ.setdefault(name, str(value))
-
-
-@contextmanager
-def _connecting_late() -> Iterator[None]:
-    """Let Gloo connect two ranks when they first exchange something, and not all with all at once."""
-    name = "TORCH_GLOO_LAZY_INIT"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+def timeout_of(comm: Communicator, later_s: float = 2 * WATCHDOG_S) -> timedelta:
+    """Return the timeout of a process group: on Gloo and NCCL a later one, so that hpcdist's messages come first."""
+    return timedelta(seconds=min(comm.failures.deadline_s + later_s, LONGEST_S))
 
 
 def _reach(hosts: list[str], port: int) -> tuple[str, str] | None:

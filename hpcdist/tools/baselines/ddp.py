@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.tools.baselines.base import Library, main
+from hpcdist.torch_backend.default_group import default_group
 
 
 class TorchDDP(Library):

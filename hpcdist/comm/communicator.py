@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hpcdist import errors
-from hpcdist.comm.background import Background, Beside
 from hpcdist.comm.capabilities import Failures, RankMemory, Trace, Traffic
 from hpcdist.comm.transfer import (
     ANY,
@@ -31,6 +30,7 @@ from hpcdist.comm.transfer import (
     check_tag,
 )
 from hpcdist.comm.window import Memory, Put, Window
+from hpcdist.comm.work import CallQueue
 from hpcdist.errors import CommunicationError, HpcdistError
 
 __all__ = [
@@ -49,7 +49,6 @@ __all__ = [
     "Window",
     "check_flat",
     "check_tag",
-    "concurrent",
     "library_calls",
     "mpi_of",
     "overlapping",
@@ -66,6 +65,7 @@ class Communicator(abc.ABC):
     memory: RankMemory  # the ranks' own memory beside windows, and the nodes that share it
     trace: Trace  # traffic, timeline, and what records say of these ranks
     failures: Failures  # deadlines, and the ranks that have died
+    concurrent: bool = False  # another thread of this rank may use another communicator at the same time
 
     @property
     def local_rank(self) -> int:
@@ -182,6 +182,10 @@ class Communicator(abc.ABC):
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
         """Collective. Make a window over `count` zeroed elements on this rank; `count` may differ by rank, and be 0."""
 
+    def queue(self) -> CallQueue:
+        """Make a queue for calls of this communicator, which nobody else may use while they are in flight."""
+        return CallQueue(self.failures, self.concurrent and self.size > 1)
+
     # --- time -----------------------------------------------------------------------------------------------------
     @abc.abstractmethod
     def compute(self, share: float = 1.0) -> float:
@@ -202,24 +206,10 @@ class Communicator(abc.ABC):
         """Collective. Release what the communicator holds. Windows must be closed before."""
 
     # --- asked by the functions below -----------------------------------------------------------------------------
-    _concurrent: bool = False
     _library: LibraryCalls | None = None
 
     def _overlapping(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def _beside(self) -> Beside | None:
-        return Background(self.failures) if self._concurrent else None
-
-
-def concurrent(comm: Communicator) -> bool:
-    """Tell whether another thread of this rank may use another communicator at the same time."""
-    return comm._concurrent
-
-
-def beside(comm: Communicator) -> Beside | None:
-    """Start a thread of this rank that makes the calls of `comm`, which nobody else may use; None where none may."""
-    return comm._beside()
 
 
 def overlapping(comm: Communicator) -> AbstractContextManager[None]:

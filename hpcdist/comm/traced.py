@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpcdist.comm.background import Beside
 from hpcdist.comm.capabilities import Traffic
 from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.comm.transfer import ANY, Envelope, Request
 from hpcdist.comm.window import Put
+from hpcdist.comm.work import CallQueue
 from hpcdist.errors import ConfigError
 from hpcdist.records.merged_timeline import RankTimeline, merge_timelines
 from hpcdist.records.timeline import MOST, MOST_OF_ALL, Details, Timeline
@@ -120,15 +120,15 @@ class TracedCommunicator(Communicator):
     """
 
     def __init__(self, plain: Communicator, timeline: Timeline, name: str = "all"):
-        self.plain, self._name, self._concurrent = plain, name, plain._concurrent
+        self.plain, self._name, self.concurrent = plain, name, plain.concurrent
         self.trace, self.failures, self.memory = plain.trace, plain.failures, TracedMemory(self)  # type: ignore[assignment]
         self._timeline = self.trace.timeline = timeline
         self._splits = self._calls = self._lost = 0
         self._messages: Counter[tuple[int, int, int]] = Counter()
         self._numbers_receives = True
 
-    def _beside(self) -> Beside | None:
-        return self.plain._beside()
+    def queue(self) -> CallQueue:
+        return self.plain.queue()
 
     def __getattr__(self, name: str) -> Any:
         if name == "plain":

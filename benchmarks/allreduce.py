@@ -51,8 +51,9 @@ def measure(
     with default_group(comm, "gloo"):
         rows = measure_beside(comm, sizes, algorithms or ["auto", *candidates(comm)], rounds, others)
     if not horovod.obstacle():  # apart: its thread is at work all the time
-        others["horovod"] = theirs = horovod.Horovod(comm)
-        more = measure_beside(comm, sizes, [], rounds, {"horovod": theirs})
+        theirs = horovod.Horovod(comm)
+        others["horovod"] = theirs.all_reduce
+        more = measure_beside(comm, sizes, [], rounds, {"horovod": theirs.all_reduce})
         rows += [row for row in more if row["name"] == "horovod"]
         theirs.close()
     by_size = [[row for row in rows if row["bytes"] == size] for size in sorted(set(sizes))]

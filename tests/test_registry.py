@@ -180,7 +180,7 @@ def test_what_a_package_adds_does_its_work(extras):
         optimizer.strategy.close()
         config = strategies.load("allreduce").Config(compression={"name": "halved"}, algorithm="twice")
         tensor = torch.ones(3) * comm.rank
-        collectives.allreduce(comm, tensor, "twice")
+        collectives.load("twice")(comm)(tensor)
         return config.compression.name, tensor.tolist()
 
     assert run_virtual(body, 3) == [("halved", [3.0] * 3)] * 3

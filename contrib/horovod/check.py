@@ -26,7 +26,7 @@ def main() -> None:
             for count in COUNTS:
                 ramp = torch.arange(count, dtype=dtype, device=device)
                 tensor = ramp * (comm.rank + 1)
-                reduce(tensor)
+                reduce.all_reduce(tensor)
                 if not torch.equal(tensor, ramp * (comm.size * (comm.size + 1) // 2)):
                     print(f"rank {comm.rank}: a wrong sum of {count} {dtype} on {device}", file=sys.stderr, flush=True)
                     comm.abort(1)

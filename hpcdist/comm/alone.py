@@ -37,7 +37,7 @@ class Alone(Communicator):
     """The communicator of one rank alone. A wait for something that only another rank could do ends at the deadline."""
 
     rank, size, mpi = 0, 1, None
-    _concurrent = True
+    concurrent = True
 
     def __init__(self, deadline_s: float = DEADLINE_S, traffic: Traffic | None = None):
         self.memory, self.failures = _AloneMemory(self), Failures(1, deadline_s)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hpcdist import errors
-from hpcdist.comm.background import Background, Beside
 from hpcdist.comm.capabilities import Failures, RankMemory, Trace, Traffic
 from hpcdist.comm.transfer import (
     ANY,
@@ -29,6 +28,7 @@ from hpcdist.comm.transfer import (
     check_flat,
 )
 from hpcdist.comm.window import Memory, Put, Window
+from hpcdist.comm.work import CallQueue
 from hpcdist.errors import CommunicationError, HpcdistError
 
 __all__ = [
@@ -46,7 +46,6 @@ __all__ = [
     "Traffic",
     "Window",
     "check_flat",
-    "concurrent",
 ]
 T = TypeVar("T")
 C = TypeVar("C", bound="Communicator")
@@ -61,6 +60,7 @@ class Communicator(abc.ABC):
     trace: Trace  # traffic, timeline, and what records say of these ranks
     failures: Failures  # deadlines, and the ranks that have died
     mpi: Any  # mpi4py's communicator of the same ranks, for libraries that want one; None where there is no MPI
+    concurrent: bool = False  # another thread of this rank may use another communicator at the same time
 
     @property
     def local_ranks(self) -> list[int]:
@@ -172,6 +172,10 @@ class Communicator(abc.ABC):
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
         """Collective. Make a window over `count` zeroed elements on this rank; `count` may differ by rank, and be 0."""
 
+    def queue(self) -> CallQueue:
+        """Make a queue for calls of this communicator, which nobody else may use while they are in flight."""
+        return CallQueue(self.failures, self.concurrent and self.size > 1)
+
     # --- time -----------------------------------------------------------------------------------------------------
     @abc.abstractmethod
     def compute(self, share: float = 1.0) -> float:
@@ -196,17 +200,3 @@ class Communicator(abc.ABC):
         """Collective. Release what the communicator holds. Windows must be closed before."""
 
     # --- asked by the functions below -----------------------------------------------------------------------------
-    _concurrent: bool = False
-
-    def _beside(self) -> Beside | None:
-        return Background(self.failures) if self._concurrent else None
-
-
-def concurrent(comm: Communicator) -> bool:
-    """Tell whether another thread of this rank may use another communicator at the same time."""
-    return comm._concurrent
-
-
-def beside(comm: Communicator) -> Beside | None:
-    """Start a thread of this rank that makes the calls of `comm`, which nobody else may use; None where none may."""
-    return comm._beside()

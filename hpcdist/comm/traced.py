@@ -19,6 +19,7 @@ from hpcdist.comm.capabilities import Trace, Traffic
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transfer import ANY, Envelope, Request
 from hpcdist.comm.window import Put
+from hpcdist.comm.work import CallQueue
 from hpcdist.errors import ConfigError
 from hpcdist.records.merged_timeline import RankTimeline, merge_timelines
 from hpcdist.records.timeline import MOST, MOST_OF_ALL, Details, Timeline
@@ -132,12 +133,15 @@ class TracedCommunicator(Within, Communicator):
     """
 
     def __init__(self, plain: Communicator, timeline: Timeline, name: str = "all"):
-        self.plain, self.trace, self._name, self._concurrent = plain, plain.trace, name, plain._concurrent
+        self.plain, self.trace, self._name, self.concurrent = plain, plain.trace, name, plain.concurrent
         self.memory = TracedMemory(self)  # type: ignore[assignment]
         self._timeline = self.trace.timeline = timeline
         self._splits = self._calls = self._lost = 0
         self._messages: Counter[tuple[int, int, int]] = Counter()
         self._numbers_receives = True
+
+    def queue(self) -> CallQueue:
+        return self.plain.queue()
 
     sendrecv: Any = Noted(
         "send and receive",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from hpcdist.comm.communicator import Communicator, concurrent
+from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 from hpcdist.hvd.matching import Matcher
 from hpcdist.hvd.timeline import CallTimeline
@@ -254,7 +254,7 @@ def is_homogeneous() -> bool:
 
 def mpi_threads_supported() -> bool:
     """Tell whether other threads may call MPI."""
-    return concurrent(communicator())
+    return communicator().concurrent
 
 
 def _answer(value: bool) -> Callable[..., bool]:

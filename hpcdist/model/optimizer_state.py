@@ -54,7 +54,7 @@ class Moments:
         self._comm, self._model = comm, model
         self._names: list[str] = []  # once every parameter has its state on all ranks
 
-    def average(self, optimizer: torch.optim.Optimizer, mean: Callable[[list[Tensor]], None]) -> None:
+    def average(self, optimizer: torch.optim.Optimizer, mean: Callable[[list[Tensor]], object]) -> None:
         """Collective. Replace each tensor of the state by its mean.
 
         Args:

@@ -24,7 +24,7 @@ Details = dict[str, Any]
 MOST = 200_000  # events of a rank
 MOST_OF_ALL = 1_000_000  # events of all ranks together; viewers can still open so many
 CHUNK = 512  # events written at once
-THREADS = {"hpcdist-allreduce": "all-reduce, in the background", "hpcdist-window": "serving of windows"}
+THREADS = {"hpcdist-calls": "collective calls, in the background", "hpcdist-window": "serving of windows"}
 
 
 class Timeline:

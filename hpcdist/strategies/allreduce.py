@@ -11,6 +11,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hpcdist.collectives.calls import Collectives
+from hpcdist.collectives.tuning.timing import Trial
+from hpcdist.comm.communicator import Traffic
 from hpcdist.compress import JointCompression, Reduction, spans
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import Bucket
@@ -18,7 +21,9 @@ from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.synchronous.agreement import StepAgreement
-from hpcdist.strategies.synchronous.averaging import Averaging, OutsideAveraging, OwnAveraging, ProviderConfig, Trial
+from hpcdist.strategies.synchronous.averaging import Averaging, ProviderConfig
+
+TRIALS: dict[str, Any] = {"rounds": 7, "warm_up": 3, "worth": 0.95}
 
 
 class AllReduce(Strategy):
@@ -117,23 +122,19 @@ class AllReduce(Strategy):
                 f"{config.provider.op}. Leave it out."
             )
         self.updates = self.state.value("updates", 0, self, reshard="first")
-        self._channel = comm.split(0)  # the thread's own
-        self.records.count(self._channel)
-        self._averaging: Averaging = (
-            OutsideAveraging(self._channel, config.provider, model, self._note_nonfinite)
-            if config.provider
-            else OwnAveraging(self._channel, config.algorithm, self._note_nonfinite)
-        )
+        self._calls = Collectives(comm, Traffic())
+        self.records.count(self._calls.comm)
+        self._averaging = Averaging(self._calls, config.algorithm, config.provider, model, self._note_nonfinite)
         self._alone = comm.size == 1 and not config.provider
         if self._alone:
             model.gradients.leave()
         elif not (config.provider or config.compression):
-            shared = self._channel.memory.shared_zeros(model.params)
+            shared = self._calls.comm.memory.shared_zeros(model.params)
             if shared is not None:
                 model.gradients.move(shared)
         self._compressed: Reduction | None = None
         if config.compression and comm.size > 1:
-            self._compressed = Reduction(self._channel, config.compression, model.grads, spans(model))
+            self._compressed = Reduction(self._calls.comm, config.compression, model.grads, spans(model))
         self.state.reduction("compressed", self._compressed)
         self._agreement = StepAgreement(self)
         self._bad: list[str] = []
@@ -141,8 +142,10 @@ class AllReduce(Strategy):
         self._merged: dict[int, list[str]] | None = None  # what was not finite, once all have been averaged
         self._accumulates = False
         announces = self.stages is None or self.stages.announces
-        overlaps = self._averaging.beside and self._compressed is None and announces
-        self._trial = Trial(comm) if config.overlap == "auto" and overlaps else None
+        overlaps = self._averaging.overlaps and self._compressed is None and announces
+        # Of steps without and with overlap; its `way` is the number of one of these.
+        self._trial = Trial(comm, 2, **TRIALS) if config.overlap == "auto" and overlaps else None
+        self._merged_s = comm.now()
         model.gradients.announcer.callback = self._averaging.begin
         model.gradients.on_end = self._backward_ended
         self._arm(overlapped=config.overlap == "on" and overlaps)
@@ -195,8 +198,10 @@ class AllReduce(Strategy):
             self._bad = []
         self.model.gradients.release(used)
         if self._trial is not None and not self._trial.decided:
-            self._trial.step()
-        overlapped = self._overlapped if self._trial is None else self._trial.way
+            now_s = self.comm.now()
+            self._trial.note(now_s - self._merged_s)
+            self._merged_s = now_s
+        overlapped = self._overlapped if self._trial is None else bool(self._trial.way)
         if overlapped or self._overlapped:
             self._arm(overlapped)
 
@@ -317,4 +322,4 @@ class AllReduce(Strategy):
         if self._compressed is not None:
             self._compressed.close()
         self._averaging.close()
-        self._channel.close()
+        self._calls.close()

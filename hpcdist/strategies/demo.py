@@ -68,7 +68,7 @@ class DeMo(OwnStep):
         chosen = CompressionConfig.from_mapping({**sent, "decay": config.momentum}, "strategy")
         self._spans = spans(model)
         self._sum = Reduction(
-            self.exchanges.channel, chosen, model.params, self._spans, over_senders=config.combine == "senders"
+            self.calls.comm, chosen, model.params, self._spans, over_senders=config.combine == "senders"
         )
         self.state.reduction("sent", self._sum)
 

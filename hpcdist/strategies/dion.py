@@ -136,7 +136,7 @@ class Dion(OwnStep):
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             own = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in own])
-            self.exchanges.mean([flat])
+            self.average([flat])
             for tensor, mean in zip(own, flat.split([tensor.numel() for tensor in own]), strict=True):
                 tensor.copy_(mean.view_as(tensor))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import final
 
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from hpcdist import collectives
 from hpcdist.model.optimizer_state import Moments, required
 from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.synchronous.exchanges import average
 from hpcdist.strategies.synchronous.fragments import Fragment
 from hpcdist.strategies.synchronous.periodic import OverlapConfig, Periodic
 
@@ -89,9 +89,10 @@ class LocalSGD(Periodic):
         if self.alone:
             return outcome
         if self.config.meets(step):
-            self._average_state(self.exchanges.reduce)
+            self._average_state(self.calls.algorithm(self.config.algorithm))
         elif self._inside and node_period and (step - self.config.warmup_steps) % node_period == 0:
-            average(self.model.params, self._inside)
+            for flat in self.model.params:
+                self._inside.mean(flat)
             self._average_state(self._inside)
         return outcome
 
@@ -103,7 +104,12 @@ class LocalSGD(Periodic):
         """Collective. Average the optimiser's state over the ranks of `reduce`, where that is wanted."""
         if self.config.average_optimizer_state:
             optimizer = required(self.optimizer, "strategy.average_optimizer_state is true")
-            self._moments.average(optimizer, lambda flats: average(flats, reduce))
+
+            def average(flats: list[Tensor]) -> None:
+                for flat in flats:
+                    reduce.mean(flat)
+
+            self._moments.average(optimizer, average)
 
     def close(self) -> None:
         if self._inside is not None:

@@ -49,13 +49,13 @@ class OneBitAdam(AdamStep):
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
-        self._mean = TwoWayMean(self.exchanges.channel, config.compression, model.params, spans(model))
+        self._mean = TwoWayMean(self.calls.comm, config.compression, model.params, spans(model))
         self.state.two_way("mean", self._mean)
 
     def move_all(self) -> None:
         grads = self.model.grads
         if self.updates < self.config.warmup_steps:
-            self.exchanges.mean(grads)
+            self.average(grads)
             for one in self.trained(grads):
                 self.take_in(one, one.views[0], squares=True)
         else:

@@ -18,7 +18,6 @@ from hpcdist.strategies.decentralised.mixing import rates
 from hpcdist.strategies.dpsgd import DPSGD
 from hpcdist.strategies.sgp import SGP
 from hpcdist.strategies.sparta import SPARTA
-from hpcdist.strategies.synchronous.exchanges import average
 from hpcdist.strategies.synchronous.fragments import Fragment
 from hpcdist.strategies.synchronous.periodic import OverlapConfig, Periodic
 
@@ -166,7 +165,7 @@ class SlowMo(Periodic):
         if self.config.inner_state == "reset":
             optimizer.state.clear()
         else:
-            self._moments.average(optimizer, lambda flats: average(flats, self.exchanges.reduce))
+            self._moments.average(optimizer, self.average)
 
     # --- what the loop asks for -----------------------------------------------------------------------------------
     def pause(self) -> None:

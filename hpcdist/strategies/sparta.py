@@ -10,9 +10,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hpcdist.collectives.calls import Collectives, Work
+from hpcdist.comm.communicator import Traffic
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.synchronous.exchanges import Exchanges
 
 
 class Part(NamedTuple):
@@ -21,6 +22,7 @@ class Part(NamedTuple):
     indices: list[Tensor]  # in each of `model.params`
     sent: list[Tensor]  # and by how much means of other parts have moved these elements since
     values: list[Tensor]  # sent, and then their mean
+    work: Work  # which makes it
 
 
 @final
@@ -68,30 +70,40 @@ class SPARTA(Strategy):
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self.alone = comm.size == 1
-        self.exchanges = Exchanges(comm, self.records, config.algorithm, config.delay)
+        self.calls = Collectives(comm, Traffic())
+        self.records.count(self.calls.comm)
+        self.calls.algorithm(config.algorithm)
         self._parts: dict[int, Part] = {}  # in flight, by the step at whose end they were sent
-        self.state.custom("under_way", self._save_parts, self._load_parts, self._drop)
-        self.state.before_save(self.exchanges.complete)
-        self.state.before_load(self.exchanges.complete)
+        self.state.custom("under_way", self._save_parts, self._load_parts, self._parts.clear)
+        self.state.before_save(self._complete)
+        self.state.before_load(self._complete)
         self._round, self._orders = -1, list[Tensor]()
 
     def advance(self, update: Update) -> Outcome:
         outcome = self.gradients.step_alone(update)
         if not self.alone and self.config.share:
             self._send(self.steps)
-            for step in self.exchanges.due(self.steps):
+            for step in [sent for sent in self._parts if sent + self.config.delay <= self.steps]:
                 self._merge(step)
         return outcome
 
     def _send(self, step: int) -> None:
         indices = self._indices(step)
         sent = [flat.index_select(0, at) for flat, at in zip(self.model.params, indices, strict=True)]
-        part = self._parts[step] = Part(indices, sent, [values.clone() for values in sent])
-        self.exchanges.start(step, step, lambda: self.exchanges.mean(part.values))
+        values = [one.clone() for one in sent]
+        work = self.calls.all_reduce(values, "mean", algorithm=self.config.algorithm, async_op=self.config.delay > 0)
+        self._parts[step] = Part(indices, sent, values, work or Work(values))
+
+    def _complete(self, last: int | None = None) -> None:
+        """Wait for the means of the parts up to that of a step, or of all."""
+        start = self.comm.now()
+        for step, part in self._parts.items():
+            if last is None or step <= last:
+                part.work.wait()
+        self.comm.trace.traffic.waiting_s += self.comm.now() - start
 
     def _merge(self, step: int) -> None:
-        self.exchanges.complete(step)
-        del self.exchanges.in_flight[step]
+        self._complete(step)
         part, others = self._parts.pop(step), self._parts.values()
         keeps = self.config.delay > 0 and self.config.merge == "shift"
         for number, (flat, at, mean) in enumerate(zip(self.model.params, part.indices, part.values, strict=True)):
@@ -130,21 +142,16 @@ class SPARTA(Strategy):
         return [[step, list(part.sent), part.values] for step, part in self._parts.items()]
 
     def _load_parts(self, saved: list[list[Any]]) -> None:
-        self._drop()
-        for step, sent, values in saved:
-            self._parts[step] = Part(self._indices(step), list(sent), list(values))
-            self.exchanges.in_flight[step] = step
-
-    def _drop(self) -> None:
         self._parts.clear()
-        self.exchanges.in_flight.clear()
+        for step, sent, values in saved:
+            self._parts[step] = Part(self._indices(step), list(sent), list(values), Work())
 
     def reset_from_model(self) -> None:
-        self.exchanges.complete()
-        self._drop()
+        self._complete()
+        self._parts.clear()
 
     def close(self) -> None:
-        self.exchanges.close()
+        self.calls.close()
 
 
 def _bernoulli(generator: np.random.Generator, length: int, share: float) -> Tensor:

@@ -147,7 +147,7 @@ class StreamingDiLoCo(Periodic):
         fragment = self.fragments[number]
         self.complete(number)
         before = self.sent if self.eager else self.mean
-        if self.exchanges.in_flight.pop(number, None) is None:
+        if self.in_flight.pop(number, None) is None:
             for mean, own in fragment.views(self.mean, before):
                 mean.zero_()
                 own.zero_()

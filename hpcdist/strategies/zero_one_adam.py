@@ -67,7 +67,7 @@ class ZeroOneAdam(AdamStep):
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         model.gradients.move([torch.zeros_like(flat) for flat in model.params])  # which are averaged at first
-        self._mean = TwoWayMean(self.exchanges.channel, config.compression, model.params, spans(model))
+        self._mean = TwoWayMean(self.calls.comm, config.compression, model.params, spans(model))
         state = self.state
         state.two_way("mean", self._mean, resets=True)
         self.distance = state.value("distance", 1, self, reshard="first")  # of full steps
@@ -82,7 +82,7 @@ class ZeroOneAdam(AdamStep):
         flats, step = self.model.grads, self.steps + 1
         full = step % self.distance == 0
         if full:
-            self.exchanges.mean(flats)
+            self.average(flats)
         else:
             self._mean(flats, self.model.gradients.present())
         for one in self.trained(flats):

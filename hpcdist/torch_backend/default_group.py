@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from hpcdist.comm.communicator import Communicator, concurrent
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.torch_distributed import Rendezvous, meet, timeout_of
 from hpcdist.comm.network import interface_of
 from hpcdist.errors import CommunicationError, ConfigError
@@ -90,7 +90,7 @@ _END = SimpleNamespace(stop=_end)  # what a process calls at its end, when all r
 
 def host_backend(comm: Communicator) -> str:
     """Return the backend of tensors on the host: Gloo where ranks may die, or MPI may be called by one thread only."""
-    return OWN if concurrent(comm) and not comm.failures.tolerant else "gloo"
+    return OWN if comm.concurrent and not comm.failures.tolerant else "gloo"
 
 
 def introduce(comm: Communicator, backend: str | bool, interface: str = "") -> None:

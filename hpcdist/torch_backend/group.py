@@ -30,9 +30,9 @@ from hpcdist.collectives.calls import Collectives
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transfer import TAG_LIMIT, Closed
 from hpcdist.comm.waiting import wait_until
+from hpcdist.comm.work import NO_LIMIT, Work
 from hpcdist.errors import ConfigError, DeadlineError, WorldError
 from hpcdist.model.passes import uncompiled
-from hpcdist.torch_backend.work import NO_LIMIT, Begun, FromAnyone, Over, Sent, Several
 
 OPERATIONS = {
     ReduceOp.SUM: "sum",
@@ -89,7 +89,7 @@ class MpiGroup(dist.ProcessGroup):
         cast(Any, super()).__init__(comm.rank, comm.size)  # torch's types want a store
         self.comm, self._calls, self._store = comm, Collectives(comm), store
         self._elsewhere: Any = None
-        self._together: list[dist.Work] | None = None  # works begun since `_start_coalescing`
+        self._together: list[Work] | None = None  # works started since `_start_coalescing`
         self._sequence, self._lock = 0, threading.Lock()
         _groups.add(self)
         self._group_name = self._group_desc = ""
@@ -165,21 +165,20 @@ class MpiGroup(dist.ProcessGroup):
         return self._elsewhere or None
 
     # --- collective calls ---------------------------------------------------------------------------------------------
-    def _begin(self, options: Any, found: Any, call: Callable[..., Any], *args: Any, **more: Any) -> dist.Work:
+    def _begin(self, options: Any, found: Any, call: Callable[..., Any], *args: Any, **more: Any) -> Work:
         """Make a call, or begin it where the script does not wait."""
         with self._lock:  # several threads may make calls
             self._sequence += 1
             if getattr(options, "asyncOp", True):
-                work: dist.Work = Begun(call(*args, wait=False, **more), found)
+                work = call(*args, async_op=True, **more)
+                work.tensors = found
             else:
                 call(*args, **more)
-                work = Over(found)
-        if self._together is not None:
-            self._together.append(work)
-        return work
+                work = Work(found)
+        return self._noted(work)
 
     @by_device
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = _ALLREDUCE) -> dist.Work:
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = _ALLREDUCE) -> Work:
         if tensors[0].is_sparse:
             return self._allreduce_sparse(tensors[0], opts)
         operation, factor = _operation(opts)
@@ -188,7 +187,7 @@ class MpiGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def _allreduce_sparse(self, tensor: Tensor, options: Any) -> dist.Work:
+    def _allreduce_sparse(self, tensor: Tensor, options: Any) -> Work:
         """Sum sparse tensors: their places are joined, and the values of those that several ranks have are added."""
         if (operation := _operation(options)[0]) != "sum":
             raise ConfigError(f"op of a sparse all_reduce must be SUM; got {operation}. Make the tensor dense.")
@@ -200,77 +199,75 @@ class MpiGroup(dist.ProcessGroup):
         self._calls.all_gather(places, own.indices())
         self._calls.all_gather(values, own.values())
         tensor.copy_(torch.sparse_coo_tensor(torch.cat(places, 1), torch.cat(values), tensor.shape).coalesce())
-        return Over([tensor])
+        return Work([tensor])
 
     @by_device
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any = _BROADCAST) -> dist.Work:
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = _BROADCAST) -> Work:
         return self._begin(opts, tensors, self._calls.broadcast, tensors[0], opts.rootRank)
 
     @by_device
-    def reduce(self, tensors: Sequence[Tensor], opts: Any = _REDUCE) -> dist.Work:
+    def reduce(self, tensors: Sequence[Tensor], opts: Any = _REDUCE) -> Work:
         operation, factor = _operation(opts)
         return self._begin(opts, tensors, self._calls.reduce, tensors[0], opts.rootRank, operation, factor=factor)
 
     @by_device
-    def allgather(
-        self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = _ALLGATHER
-    ) -> dist.Work:
+    def allgather(self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = _ALLGATHER) -> Work:
         return self._begin(opts, outs, self._calls.all_gather, outs[0], tensors[0])
 
     @by_device
     def allgather_coalesced(
         self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = _ALLGATHER
-    ) -> dist.Work:
+    ) -> Work:
         works = [self.allgather([list(of_tensor)], [own], opts) for *of_tensor, own in zip(*outs, tensors)]
-        return Several(works, outs)
+        return Work.of_all(works, outs)
 
     @by_device
-    def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = _ALLGATHER) -> dist.Work:
+    def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = _ALLGATHER) -> Work:
         return self._begin(opts, [out], self._calls.all_gather, out, tensor)
 
     @by_device
     def all_gather_single_coalesced(
         self, outs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = _ALLGATHER
-    ) -> dist.Work:
-        return Several([self.all_gather_single(out, own, opts) for out, own in zip(outs, tensors)], outs)
+    ) -> Work:
+        return Work.of_all([self.all_gather_single(out, own, opts) for out, own in zip(outs, tensors)], outs)
 
     @by_device
-    def gather(self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = _GATHER) -> dist.Work:
+    def gather(self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = _GATHER) -> Work:
         wanted = outs[0] if self.rank() == opts.rootRank else None
         return self._begin(opts, outs, self._calls.gather, wanted, tensors[0], opts.rootRank)
 
     @by_device
-    def scatter(self, outs: Sequence[Tensor], given: Sequence[Sequence[Tensor]], opts: Any = _SCATTER) -> dist.Work:
+    def scatter(self, outs: Sequence[Tensor], given: Sequence[Sequence[Tensor]], opts: Any = _SCATTER) -> Work:
         parts = given[0] if self.rank() == opts.rootRank else None
         return self._begin(opts, outs, self._calls.scatter, outs[0], parts, opts.rootRank)
 
     @by_device
     def reduce_scatter(
         self, outs: Sequence[Tensor], given: Sequence[Sequence[Tensor]], opts: Any = _REDUCE_SCATTER
-    ) -> dist.Work:
+    ) -> Work:
         operation, factor = _operation(opts)
         return self._begin(opts, outs, self._calls.reduce_scatter, outs[0], given[0], operation, factor=factor)
 
     @by_device
-    def reduce_scatter_single(self, out: Tensor, given: Tensor, opts: Any = _REDUCE_SCATTER) -> dist.Work:
+    def reduce_scatter_single(self, out: Tensor, given: Tensor, opts: Any = _REDUCE_SCATTER) -> Work:
         operation, factor = _operation(opts)
         return self._begin(opts, [out], self._calls.reduce_scatter, out, given, operation, factor=factor)
 
     @by_device
     def reduce_scatter_single_coalesced(
         self, outs: Sequence[Tensor], given: Sequence[Tensor], opts: Any = _REDUCE_SCATTER
-    ) -> dist.Work:
-        return Several([self.reduce_scatter_single(out, own, opts) for out, own in zip(outs, given)], outs)
+    ) -> Work:
+        return Work.of_all([self.reduce_scatter_single(out, own, opts) for out, own in zip(outs, given)], outs)
 
     @by_device
-    def alltoall(self, outs: Sequence[Tensor], given: Sequence[Tensor], opts: Any = _ALL_TO_ALL) -> dist.Work:
+    def alltoall(self, outs: Sequence[Tensor], given: Sequence[Tensor], opts: Any = _ALL_TO_ALL) -> Work:
         return self._begin(opts, outs, self._calls.all_to_all, outs, given)
 
     @by_device
     def all_to_all_single(
         self, out: Tensor, given: Tensor, out_sizes: Sequence[int], sizes: Sequence[int],
         opts: Any = _ALL_TO_ALL,
-    ) -> dist.Work:  # fmt: skip
+    ) -> Work:  # fmt: skip
         outs, parts = self._in_parts(out, out_sizes, "output"), self._in_parts(given, sizes, "input")
         return self._begin(opts, [out], self._calls.all_to_all, outs, parts)
 
@@ -285,7 +282,7 @@ class MpiGroup(dist.ProcessGroup):
             )
         return tensor
 
-    def barrier(self, opts: Any = _BARRIER) -> dist.Work:
+    def barrier(self, opts: Any = _BARRIER) -> Work:
         return self._begin(opts, [], self._calls.barrier)
 
     # Names that these calls have in earlier versions of torch.
@@ -325,27 +322,39 @@ class MpiGroup(dist.ProcessGroup):
 
     # --- messages -----------------------------------------------------------------------------------------------------
     @by_device
-    def send(self, tensors: Sequence[Tensor], dest: int, tag: int = 0) -> dist.Work:
+    def send(self, tensors: Sequence[Tensor], dest: int, tag: int = 0) -> Work:
         own = tensors[0].detach().contiguous().view(-1)
-        return self._noted(Sent(self.comm.isend(own, dest, tag), tensors))
+        request = self.comm.isend(own, dest, tag)
+        return self._noted(Work(tensors, request.done, request.wait))
 
     @by_device
-    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> dist.Work:
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
         return self._noted(self._receive(tensors, source, tag))
 
     @by_device
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
-        return self._noted(FromAnyone(self.comm, tag, tensors, lambda source: self._receive(tensors, source, tag)))
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
+        taken: list[Work] = []
 
-    def _receive(self, tensors: Sequence[Tensor], source: int, tag: int) -> Sent:
+        def take(block: bool) -> bool:
+            arrived = None if taken else self.comm.probe(tag=tag, block=block)
+            if arrived is not None:
+                work.source = arrived.source
+                taken.append(self._receive(tensors, arrived.source, tag))
+            return bool(taken) and (taken[0].wait() if block else taken[0].is_completed())
+
+        work = Work(tensors, lambda: take(block=False), lambda: take(block=True))
+        return self._noted(work)
+
+    def _receive(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
         whole = tensors[0].detach()
         flat = (
             whole.view(-1) if whole.is_contiguous() else torch.empty_like(whole, memory_format=torch.contiguous_format)
         )
         after = None if whole.is_contiguous() else functools.partial(whole.copy_, flat)
-        return Sent(self.comm.irecv(flat.view(-1), source, tag), tensors, after, source)
+        request = self.comm.irecv(flat.view(-1), source, tag)
+        return Work(tensors, request.done, request.wait, after, source)
 
-    def _noted(self, work: dist.Work) -> dist.Work:
+    def _noted(self, work: Work) -> Work:
         if self._together is not None:
             self._together.append(work)
         return work
@@ -356,11 +365,11 @@ class MpiGroup(dist.ProcessGroup):
             elsewhere._start_coalescing()
         self._together = []
 
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
+    def _end_coalescing(self, device: torch.device) -> Work:
         if (elsewhere := self._get_backend(device)) is not self:
             return elsewhere._end_coalescing()
         works, self._together = self._together or [], None
-        return Several(works, None)
+        return Work.of_all(works, None)
 
     def shutdown(self) -> None:
         """Collective. Wait for all calls, and release what the group holds; nothing happens the second time.

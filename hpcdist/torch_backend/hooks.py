@@ -9,14 +9,13 @@ from torch import Tensor
 from torch.distributed import GradBucket
 from torch.futures import Future
 
-from hpcdist.collectives.calls.work import CallQueue
 from hpcdist.collectives.native import Native
+from hpcdist.comm.work import Work
 from hpcdist.compress import Reduction
 from hpcdist.compress.base import Span
 from hpcdist.compress.coding.feedback import JointCompression
 from hpcdist.errors import ConfigError
 from hpcdist.torch_backend.group import MpiGroup
-from hpcdist.torch_backend.work import Begun
 
 
 class CompressionState:
@@ -43,11 +42,11 @@ class CompressionState:
         given = {"name": compression} if isinstance(compression, str) else compression
         self.config = JointCompression.from_mapping(given, "compression")
         self._comm = ranks.comm.split(0, traffic=ranks.comm.trace.traffic)
-        self._queue, self._mean = CallQueue(self._comm), Native(self._comm).mean
+        self._queue, self._mean = self._comm.queue(), Native(self._comm).mean
         self._sums: dict[int, Reduction] = {}  # by the numbers of buckets
         self._seen: set[int] = set()
 
-    def begin(self, bucket: GradBucket) -> Begun:
+    def begin(self, bucket: GradBucket) -> Work:
         """Begin to replace a bucket by its mean over the ranks."""
         number, gradients = bucket.index(), bucket.buffer()
         first, spans = number not in self._seen, _spans(bucket)
@@ -61,7 +60,7 @@ class CompressionState:
                 self._sums[number] = Reduction(self._comm, self.config, [gradients], [spans])
             self._sums[number].mean([gradients])
 
-        return Begun(self._queue.begin(average), [gradients])
+        return self._queue.submit(average, [gradients])
 
 
 def compressed(state: CompressionState, bucket: GradBucket) -> Future[Tensor]:

@@ -15,7 +15,8 @@ from making import addend, bits, make, summed_in_rank_order
 from harness.cases import each
 from harness.ranks import VirtualRanks
 from hpcdist import collectives
-from hpcdist.collectives import allreduce, available, direct, hierarchical, load, ring, shared_memory
+from hpcdist.collectives import available, direct, hierarchical, load, ring, shared_memory
+from hpcdist.collectives.calls import Collectives
 from hpcdist.comm.virtual import Network, run_virtual
 from hpcdist.errors import CommunicationError, ConfigError, MismatchError, UnknownNameError
 
@@ -211,12 +212,22 @@ def test_what_lies_around_a_tensor_and_other_messages_are_left_alone(ranks, name
 
 def test_allreduce_by_name_and_again_and_again(ranks):
     def body(comm):
-        tensor = torch.ones(5)
+        calls, tensor = Collectives(comm), torch.ones(5)
         for _ in range(3):
-            allreduce(comm, tensor, "hierarchical")
-        allreduce(comm, tensor, algorithm="ring")
+            calls.all_reduce(tensor, algorithm="hierarchical")
+        before = calls.comm.trace.traffic.messages_sent
+        calls.all_reduce(tensor, algorithm="ring")
+        sent = calls.comm.trace.traffic.messages_sent - before
+        assert sent == 2 * (comm.size - 1), "ranks do not compare what they call"
         if not ranks.real:  # else it would measure, and keep the times in the user's folder
-            allreduce(comm, tensor)
+            calls.all_reduce(tensor, algorithm="auto")
+        works = [calls.all_reduce([tensor, tensor], "mean", algorithm="ring", async_op=True) for _ in range(2)]
+        for work in works:
+            work.wait()
+        for options in ({"op": "max"}, {"factor": 2.0}):
+            with pytest.raises(ConfigError, match="op must be sum or mean, without factor, where algorithm is 'ring'"):
+                calls.all_reduce(tensor, algorithm="ring", **options)
+        calls.close()
         return tensor.tolist()
 
     assert ranks(body) == [[float(ranks.size ** (4 if ranks.real else 5))] * 5] * ranks.size
@@ -259,7 +270,7 @@ def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(UnknownNameError, match=known):
         load("butterfly")
     with pytest.raises(UnknownNameError, match=known):
-        run_virtual(lambda comm: allreduce(comm, torch.zeros(1), "butterfly"), 1)
+        run_virtual(lambda comm: Collectives(comm).all_reduce(torch.zeros(1), algorithm="butterfly"), 1)
 
 
 # --- the catalogue ------------------------------------------------------------------------------------------------

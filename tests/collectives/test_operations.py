@@ -242,15 +242,15 @@ def test_shapes_and_strides(ranks):
 def test_works_are_done_in_their_order(ranks):
     def body(found):
         tensor = torch.full((200_000,), 1.0)
-        works = [found.all_reduce(tensor, wait=False) for _ in range(4)]
-        found.broadcast(copy := tensor.clone(), wait=True)
+        works = [found.all_reduce(tensor, async_op=True) for _ in range(4)]
+        found.broadcast(copy := tensor.clone())
         for work in works:
             work.wait()
-        assert all(work.done() for work in works)
-        ended = found.barrier(wait=False)
+        assert all(work.is_completed() for work in works)
+        ended = found.barrier(async_op=True)
         found.barrier()
-        assert ended.done()
-        failed = found.all_reduce(torch.ones(2), "mean" if found.rank else "sum", wait=False)
+        assert ended.is_completed()
+        failed = found.all_reduce(torch.ones(2), "mean" if found.rank else "sum", async_op=True)
         with pytest.raises(MismatchError):
             failed.wait()
         return tensor[0].item(), copy.shape

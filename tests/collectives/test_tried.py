@@ -1,4 +1,4 @@
-"""Which of two ways a long call takes: the one that is faster on the slowest rank, and the same on all ranks; works."""
+"""Which of two ways a long call takes: the one that is faster on the slowest rank, and the same on all ranks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from hpcdist.collectives.calls import Collectives, operations
-from hpcdist.collectives.calls.exchange import MessageExchange
-from hpcdist.collectives.calls.prepared import PreparedCall
-from hpcdist.collectives.calls.tried import TRIALS, FasterWay, TriedCall
-from hpcdist.collectives.calls.work import Work
-from hpcdist.errors import DeadlineError
+from hpcdist.collectives.calls.prepared import PreparedCall, TriedCall
+from hpcdist.collectives.tuning.timing import Trial
+from hpcdist.comm.virtual import run_virtual
 
 SIZES = pytest.mark.sizes(3)
+TRIALS = operations.TRIALS + 1
 
 
 class Sleeping(PreparedCall):
@@ -32,7 +31,7 @@ class Sleeping(PreparedCall):
 def test_the_way_that_is_faster_on_the_slowest_rank_is_taken(ranks):
     def body(comm):
         ways = [Sleeping(0.0, 0.05 if comm.rank == 1 else 0.0), Sleeping(0.1, 0.01)]
-        call = TriedCall(ways, FasterWay(MessageExchange(comm), 2))
+        call = TriedCall(ways, Trial(comm, 2, operations.TRIALS))
         assert all(call(torch.ones(1)) for _ in range(2 * TRIALS + 5))
         return [way.calls for way in ways]
 
@@ -56,7 +55,7 @@ def test_long_copies_in_a_node_are_tried_both_ways(ranks, monkeypatch):
             assert torch.equal(copied, alike + 1)
             assert all(torch.equal(gathered[r], alike + r) for r in range(size))
             assert all(torch.equal(swapped[r], alike[rank] + r) for r in range(size))
-        known = [faster.way() for faster in found._faster.values()]
+        known = [(trial.way, trial.decided) for trial in found._trials.values()]
         found.close()
         return len(found._ways), known
 
@@ -64,19 +63,13 @@ def test_long_copies_in_a_node_are_tried_both_ways(ranks, monkeypatch):
     assert all(ways == 2 and known == results[0][1] and len(known) == 3 for ways, known in results)
 
 
-# --- works ------------------------------------------------------------------------------------------------------------
-def test_a_wait_ends_at_its_limit():
-    work = Work(lambda: None)
-    with pytest.raises(DeadlineError, match="a collective call was not over after 0.01 s"):
-        work.wait(0.01)
-    work.run()
-    work.wait(0.01)
+def test_another_way_than_the_first_must_be_worth_it():
+    def body(comm):
+        trial, taken = Trial(comm, 3, rounds=2, warm_up=2, worth=0.9), []
+        while not trial.decided:
+            taken.append(trial.way)
+            trial.note([1.0, 0.95, 1.5 - 0.7 * comm.rank][trial.way])  # the slowest rank's third is 1.5
+        trial.note(0.0)
+        return taken, trial.way
 
-
-def test_followers_are_called_when_a_call_is_over_and_at_once_from_then_on():
-    called, work = [], Work(lambda: 1 / 0)
-    work.when_over(lambda: called.append(("before", work.done())))
-    assert not called and work.error is None
-    work.run()
-    work.when_over(lambda: called.append(("after", work.done())))
-    assert called == [("before", True), ("after", True)] and isinstance(work.error, ZeroDivisionError)
+    assert run_virtual(body, 2) == [([0, 1, 2] * 4, 0)] * 2

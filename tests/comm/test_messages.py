@@ -312,7 +312,7 @@ def test_no_call_of_a_closed_communicator_reaches_mpi_which_would_end_the_job(ra
             lambda: copy.gather(1), lambda: copy.isend(word, 0), lambda: copy.irecv(word, 0),
             lambda: copy.probe(block=False), lambda: copy.sendrecv(word, 0, word, 0), lambda: copy.split(0),
             lambda: copy.window(1), lambda: copy.neighbourhood([], []), lambda: calls.all_reduce(word),
-            lambda: calls.all_reduce(word, wait=False), calls.barrier, copy.barrier,
+            lambda: calls.all_reduce(word, async_op=True), calls.barrier, copy.barrier,
         )  # fmt: skip
         for use in uses:
             with pytest.raises(CommunicationError, match="a communicator must not be used once it is closed"):

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from harness.cases import each
-from hpcdist.comm.communicator import beside
 from hpcdist.comm.virtual import Constant, Jitter, Network, run_virtual
 from hpcdist.errors import DeadlockError, MismatchError
 
@@ -147,27 +146,25 @@ SUM_S = 0.04  # a ring of three, four messages
 
 
 def test_calls_beside_take_no_time_of_the_rank_while_it_computes():
-    """And it may wait for all but the last calls."""
+    """And it may wait for the first calls alone."""
 
     def body(comm):
         channel = comm.split(0)
-        thread = beside(channel)
+        queue = channel.queue()
         tensor, times = torch.ones(3), []
         for calls in (1, 3):
             start_s = comm.now()
-            for _ in range(calls):
-                thread.submit(lambda: channel.allreduce(tensor))
+            works = [queue.submit(lambda: channel.allreduce(tensor)) for _ in range(calls)]
             submitted_s = comm.now()
             comm.compute()
-            thread.wait()
+            works[-1].wait()
             times += [submitted_s - start_s, comm.now() - start_s]
         start_s, ended_s = comm.now(), []
-        for _ in range(3):
-            thread.submit(lambda: channel.barrier())
-        for left in (2, 1, 0):
-            thread.wait(left)
+        works = [queue.submit(channel.barrier) for _ in range(3)]
+        for work in works:
+            work.wait()
             ended_s.append(comm.now() - start_s)
-        thread.close()
+        queue.close()
         channel.close()
         return times, ended_s, tensor.tolist()
 
@@ -180,15 +177,16 @@ def test_calls_beside_take_no_time_of_the_rank_while_it_computes():
 def test_messages_beside_share_the_ranks_links():
     def body(comm, second):
         channel = comm.split(0)
-        thread = beside(channel)
+        queue = channel.queue()
         peer = comm.rank ^ 1
         start_s = comm.now()
         if second:
-            thread.submit(lambda: channel.sendrecv(torch.zeros(250), peer, torch.zeros(250), peer))
+            work = queue.submit(lambda: channel.sendrecv(torch.zeros(250), peer, torch.zeros(250), peer))
         comm.sendrecv(torch.zeros(250), peer, torch.zeros(250), peer)
-        thread.wait()
+        if second:
+            work.wait()
         taken_s = comm.now() - start_s
-        thread.close()
+        queue.close()
         return taken_s
 
     network = Network(0.0, 1e4)
@@ -198,13 +196,13 @@ def test_messages_beside_share_the_ranks_links():
 
 def test_an_error_beside_is_raised_where_the_rank_waits():
     def body(comm):
-        thread = beside(comm.split(0))
-        thread.submit(lambda: 1 / 0)
-        thread.submit(lambda: pytest.fail("a task after one that failed"))
+        queue = comm.split(0).queue()
+        work = queue.submit(lambda: 1 / 0)
+        queue.submit(lambda: pytest.fail("a task after one that failed"))
         with pytest.raises(ZeroDivisionError):
-            thread.wait()
-        thread.submit(lambda: done.append(comm.rank))
-        thread.close()
+            work.wait()
+        queue.submit(lambda: done.append(comm.rank))
+        queue.close()
 
     done = []
     run_virtual(body, 2)
@@ -214,7 +212,7 @@ def test_an_error_beside_is_raised_where_the_rank_waits():
 def test_a_run_ends_although_nobody_has_closed_the_thread():
     def body(comm):
         channel = comm.split(0)
-        beside(channel).submit(lambda: channel.barrier())
+        channel.queue().submit(channel.barrier)
         comm.compute()
         return comm.now()
 
@@ -225,11 +223,10 @@ def test_a_run_ends_although_nobody_has_closed_the_thread():
 def test_a_call_beside_that_not_all_ranks_make_is_a_deadlock_and_a_different_one_is_told(at_rank_0):
     def body(comm):
         channel = comm.split(0)
-        thread = beside(channel)
+        queue = channel.queue()
         if call := at_rank_0 if comm.rank == 0 else type(channel).barrier:
-            thread.submit(lambda: call(channel))
-        thread.wait()
-        thread.close()
+            queue.submit(lambda: call(channel)).wait()
+        queue.close()
 
     missing = r"a further thread of rank 1 waits since .* barrier: rank 0 missing"
     different = "collective calls must be the same on all ranks"
@@ -240,14 +237,13 @@ def test_a_call_beside_that_not_all_ranks_make_is_a_deadlock_and_a_different_one
 def test_the_thread_draws_from_the_ranks_random_state():
     def body(comm, threaded):
         channel = comm.split(0)
-        thread = beside(channel)
+        queue = channel.queue()
         drawn = [random.random()]
         if threaded:
-            thread.submit(lambda: drawn.append(random.random()))
-            thread.wait()
+            queue.submit(lambda: drawn.append(random.random())).wait()
         else:
             drawn.append(random.random())
-        thread.close()
+        queue.close()
         return [*drawn, torch.rand(1).item()]
 
     assert run_virtual(lambda comm: body(comm, True), 3) == run_virtual(lambda comm: body(comm, False), 3)

@@ -119,7 +119,7 @@ def _sum_rows(part: Part, library: str) -> None:
 
     reduce = Horovod(part.comm)
     for n_bytes in (4096, 65536) if part.quick else MESSAGES:
-        calls = {"allreduce/horovod": reduce, f"allreduce/{library}": dist.all_reduce}
+        calls = {"allreduce/horovod": reduce.all_reduce, f"allreduce/{library}": dist.all_reduce}
         _rates(part, torch.zeros(n_bytes // 4, device=part.device), calls, *RATES, "ranks")
     reduce.close()
 

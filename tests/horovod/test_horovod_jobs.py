@@ -36,11 +36,11 @@ def test_a_rank_that_is_missing_is_named(tmp_path):
     text = """
     comm = hd.init()
     reduce = Horovod(comm)
-    reduce(torch.ones(3))
+    reduce.all_reduce(torch.ones(3))
     hd.init(deadline_s=3)  # from here on: a busy machine may take longer to start
     if comm.rank == 1:
         time.sleep(600)
-    reduce(torch.ones(3))
+    reduce.all_reduce(torch.ones(3))
     """
     done = script(tmp_path, text, 2)
     assert done.returncode == 87
@@ -58,7 +58,7 @@ def test_without_a_watchdog_the_deadline_is_an_error(tmp_path):
     reduce = Horovod(comm)
     if comm.rank == 0:
         try:
-            reduce(torch.ones(3))
+            reduce.all_reduce(torch.ones(3))
         except DeadlineError as error:
             print(error, flush=True)
     else:
@@ -77,12 +77,12 @@ def test_a_rank_that_dies_is_an_error_for_the_others(tmp_path):
     from hpcdist.errors import CommunicationError
     comm = hd.init(deadline_s=30)
     reduce = Horovod(comm)
-    reduce(torch.ones(3))
+    reduce.all_reduce(torch.ones(3))
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         for _ in range(1000):
-            reduce(torch.ones(3))
+            reduce.all_reduce(torch.ones(3))
     except CommunicationError as error:
         print(type(error).__name__, error, flush=True)
     os._exit(4)
@@ -99,7 +99,7 @@ def test_a_cycle_time_holds_to_the_end_of_the_process(tmp_path):
     comm = hd.init(deadline_s=30)
     for _ in range(2):
         reduce, tensor = Horovod(comm, cycle_time_ms=0.5), torch.ones(3)
-        reduce(tensor)
+        reduce.all_reduce(tensor)
         reduce.close()
         assert tensor[0] == comm.size
     for options in ({}, {"cycle_time_ms": 2.0}):

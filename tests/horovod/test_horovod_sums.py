@@ -24,7 +24,7 @@ def addend(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def replaced(reduce, tensor: torch.Tensor) -> torch.Tensor:
-    reduce(tensor)
+    reduce.all_reduce(tensor)
     return tensor
 
 
@@ -57,8 +57,8 @@ def test_it_sums_as_the_ring_does_and_averages(sums):
         for dtype in (*FLOATS, torch.int32, torch.int64):
             for count in (0, 7, 300_001):
                 own, other = addend(comm.rank, count, dtype), addend(comm.rank, count, dtype)
-                reduce(own)
-                collectives.allreduce(comm, other, "ring")
+                reduce.all_reduce(own)
+                collectives.load("ring")(comm)(other)
                 torch.testing.assert_close(own, other, rtol=0, atol=FLOATS.get(dtype, 0) * 4 * comm.size)
                 found.append(hashlib.sha256(own.numpy().tobytes()).hexdigest())
         mean = replaced(make(op="average"), torch.full((5,), float(comm.rank)))
@@ -75,9 +75,9 @@ def test_many_sums_are_under_way_at_the_same_time(sums):
         reduce = make()
         for _ in range(3):  # the same names again
             tensors = [torch.full((n,), float(comm.rank + n)) for n in range(1, 40)]
-            pending = [reduce.start(tensor, f"tensor {n}") for n, tensor in enumerate(tensors)]
-            for one in reversed(pending):
-                reduce.finish(one)
+            works = [reduce.all_reduce(tensor, f"tensor {n}", async_op=True) for n, tensor in enumerate(tensors)]
+            for work in reversed(works):
+                work.wait()
             for n, tensor in enumerate(tensors, 1):
                 assert tensor.eq(comm.size * n + comm.size * (comm.size - 1) / 2).all()
         return True
@@ -90,13 +90,13 @@ def test_in_half_precision_half_the_bytes_travel_and_sums_are_rounded(sums):
     def body(comm, make):
         tensor, exact = addend(comm.rank, 1000, torch.float32), addend(comm.rank, 1000, torch.float32)
         reduce, before = make(compression="fp16"), comm.trace.traffic.bytes_sent
-        reduce(tensor)
+        reduce.all_reduce(tensor)
         sent = comm.trace.traffic.bytes_sent - before
-        collectives.allreduce(comm, exact, "ring")
+        collectives.load("ring")(comm)(exact)
         torch.testing.assert_close(tensor, exact, rtol=0, atol=0.01)
         assert tensor.dtype == torch.float32 and torch.equal(tensor, tensor.half().float())
         whole = torch.full((3,), 70_000 + comm.rank)
-        reduce(whole)  # integers travel as they are
+        reduce.all_reduce(whole)  # integers travel as they are
         assert whole[0] == sum(70_000 + rank for rank in range(comm.size))
         return sent
 
@@ -136,9 +136,9 @@ def test_what_it_can_not_sum_is_refused(sums):
         reduce = make()
         for dtype in (torch.uint8, torch.int8, torch.bfloat16, torch.complex64):
             with pytest.raises(ConfigError, match=f"dtype must be one of float16, .* summed by Horovod; got {dtype}"):
-                reduce(torch.zeros(3, dtype=dtype))
+                reduce.all_reduce(torch.zeros(3, dtype=dtype))
         with pytest.raises(CommunicationError, match="tensor must be flat .* and contiguous"):
-            reduce(torch.zeros(4, 2)[:, 0])
+            reduce.all_reduce(torch.zeros(4, 2)[:, 0])
         return True
 
     assert all(sums(body))
@@ -206,7 +206,7 @@ def test_disjoint_groups_need_not_know_of_each_other(sums):
 def test_bytes_are_counted_as_those_of_a_ring(sums):
     def body(comm, make):
         reduce, before = make(), comm.trace.traffic.copy()
-        reduce(torch.ones(1200))
+        reduce.all_reduce(torch.ones(1200))
         spent = comm.trace.traffic - before
         assert spent.communicating_s > 0
         return spent.bytes_sent, spent.messages_sent
@@ -224,7 +224,7 @@ def test_it_knows_what_it_was_built_with(ranks):
 @pytest.mark.sizes(2)
 def test_without_threads_it_is_refused(ranks):
     def body(comm):
-        comm._concurrent = False
+        comm.concurrent = False
         with pytest.raises(CommunicationError, match="MPI must be started with MPI_THREAD_MULTIPLE for Horovod"):
             Horovod(comm)
         return True

@@ -217,10 +217,10 @@ def test_gloo_sums_on_groups_and_refuses_what_it_can_not(ranks):
         half = comm.split(comm.rank % 2)
         everyone, own = ProcessGroup(comm, "gloo"), ProcessGroup(half, "gloo")
         tensors = [torch.full((5,), comm.rank + 1.0) for _ in range(2)]
-        everyone(tensors[0])
-        own(tensors[1])
+        everyone.all_reduce(tensors[0])
+        own.all_reduce(tensors[1])
         with pytest.raises(RuntimeError, match="an all-reduce by Gloo failed on rank .*"):
-            own(torch.zeros(3, dtype=torch.int16))
+            own.all_reduce(torch.zeros(3, dtype=torch.int16))
         for group in (own, everyone):
             group.close()
         half.close()

@@ -144,8 +144,6 @@ def test_a_call_of_torch_distributed_that_ranks_which_serve_never_make_is_named(
 
 # --- loops and scripts that are right ---------------------------------------------------------------------------------
 RIGHT = """
-from hpcdist.comm.background import Background
-
 for _ in hd.shard(range(10), split=False):  # a loop without a DataLoader
     step(torch.randn(4, 4), torch.randn(4, 1))
 hd.finish(model)
@@ -153,15 +151,15 @@ print("served", flush=True)
 
 comm = hd.init()
 other = comm.split(0)
-thread = Background(other.failures)
+queue = other.queue()
 if comm.rank == 0:
-    thread.submit(other.barrier)
+    work = queue.submit(other.barrier)
     time.sleep(1.5)
 else:
-    thread.submit(lambda: (time.sleep(1.5), other.barrier()))
+    work = queue.submit(lambda: (time.sleep(1.5), other.barrier()))
 comm.barrier()
-thread.wait()
-thread.close()
+work.wait()
+queue.close()
 print("not taken for one that waits for ever", flush=True)
 
 optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model, "gossip_pull")

@@ -186,7 +186,7 @@ assert not dist.is_initialized() and "RANK" not in os.environ
 """
 ENDS = {  # the script, and what is said
     "another value": ("hd.init(torch_distributed='mpi')", "must be True, 'gloo', 'nccl' or False; got 'mpi'"),
-    "no GPUs": ("hd.init(torch_distributed='nccl')", "must have NCCL and a GPU of its own on every rank; rank 0 has none"),
+    "no GPUs": ("hd.init(torch_distributed='nccl')", "must have NCCL and a GPU of its own on every rank; rank 0"),
     "values that differ": (
         "hd.init(torch_distributed='gloo' if int(os.environ['OMPI_COMM_WORLD_RANK']) else True)",
         "versions and settings must be the same on every rank; rank 1 differs from rank 0: torch_distributed",

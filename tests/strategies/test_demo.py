@@ -181,9 +181,9 @@ def test_bytes_are_those_of_the_components(ranks):
         local = torch.optim.SGD(module.parameters(), lr=0.1)
         strategy = problem.make(comm, "demo", module, local)
         module(torch.randn(4, 128)).square().mean().backward()
-        before = strategy.exchanges.channel.trace.traffic.bytes_sent
+        before = strategy.calls.comm.trace.traffic.bytes_sent
         strategy.step(local.step)
-        sent = strategy.exchanges.channel.trace.traffic.bytes_sent - before
+        sent = strategy.calls.comm.trace.traffic.bytes_sent - before
         strategy.close()
         return sent
 

@@ -122,7 +122,7 @@ def moved(comm, module, x, **options):
     local = torch.optim.SGD(module.parameters(), lr=0.1)
     strategy = problem.make(comm, "dion", module, local, **options)
     weight = next(module.parameters())
-    before, traffic = weight.detach().clone(), strategy.exchanges.channel.trace.traffic
+    before, traffic = weight.detach().clone(), strategy.calls.comm.trace.traffic
     module(x).square().mean().backward()
     sent = traffic.bytes_sent
     strategy.step(local.step)

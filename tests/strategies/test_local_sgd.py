@@ -127,14 +127,14 @@ def test_the_averaged_state_costs_as_much_again():
 def test_an_exchange_does_not_hold_up_the_step_that_begins_it(ranks):
     def body(comm):
         strategy, local = replicas.make(comm, NAME, {"period": 2, "overlap": True}, "sgd")
-        may_go, mean = threading.Event(), strategy.exchanges.mean
+        may_go, mean = threading.Event(), strategy.average
 
         def late(*given):
             if not may_go.wait(timeout=30):
                 raise TimeoutError("the step waits for its exchange")
             mean(*given)
 
-        strategy.exchanges.mean = late
+        strategy.average = late
         values, _ = replicas.go(strategy, local, range(2))
         may_go.set()
         values += replicas.go(strategy, local, range(2, 3))[0]

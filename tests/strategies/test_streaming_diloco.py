@@ -254,7 +254,7 @@ def test_a_fragment_in_flight_is_dropped_where_what_was_sent_is_not_saved(merge)
         again, local = replicas.make(comm, NAME, {"period": 4, "fragment_layers": None, "merge": merge}, "sgd")
         again.model.load_params(params)
         again.state.load(saved)
-        assert saved["under_way"] == [[0, 4]] and not again.exchanges.in_flight
+        assert saved["under_way"] == [[0, 4]] and not again.in_flight
         (x,) = again.common
         assert torch.equal(x, saved["common"][0])
         replicas.go(again, local, range(5, 12))

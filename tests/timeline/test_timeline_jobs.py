@@ -36,7 +36,7 @@ def test_a_job_whose_buckets_are_averaged_beside_the_computation(tmp_path, monke
     assert (done.returncode, done.stderr) == (0, "")
     trace = Trace(tmp_path / "run" / "timeline.json")
     trace.check()
-    assert trace.names("thread_name") == {rank: ["main", "all-reduce, in the background"] for rank in range(2)}
+    assert trace.names("thread_name") == {rank: ["main", "collective calls, in the background"] for rank in range(2)}
     error_us = 1e6 * sum(clock["error, s"] for clock in trace.content["otherData"]["clocks"].values())
     arrows = list(trace.arrows())
     assert arrows and all(end["ts"] >= begin["ts"] - error_us for begin, end in arrows)

@@ -32,10 +32,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hpcdist.torch_backend
 from harness.features import OWN, STEPS, feature, network, require, run, samples, train
+from hpcdist.comm.work import LET_GO
 from hpcdist.registry import catalogue
 from hpcdist.torch_backend.group import BARRIER_TAG
 from hpcdist.torch_backend.hooks import CompressionState, compressed
-from hpcdist.torch_backend.work import LET_GO
 
 
 def sgd(params):
@@ -126,7 +126,7 @@ def works_that_nobody_waits_for_stay_few():
     large = dist.all_reduce(torch.ones(5000), async_op=True)
     dist.barrier()
     del large
-    require(len(LET_GO) == 256 and not LET_GO[-1].found and LET_GO[-2].found, len(LET_GO))
+    require(len(LET_GO) == 256 and not LET_GO[-1].result() and LET_GO[-2].result(), len(LET_GO))
 
 
 class Slow(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """All collective calls of a communicator, and not its all-reduces alone."""
 
 from hpcdist.collectives.calls.operations import Collectives
-from hpcdist.collectives.calls.work import Work
+from hpcdist.comm.work import Work
 
 __all__ = ["Collectives", "Work"]

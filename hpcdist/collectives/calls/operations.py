@@ -9,13 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hpcdist.collectives.auto import Auto
+from hpcdist.collectives import load
 from hpcdist.collectives.base import AllReduce, chunks
 from hpcdist.collectives.calls.across_nodes import PACKET_BYTES, slots_across_nodes
 from hpcdist.collectives.calls.agreement import NONE, note_of, refuse, shape_numbers, tell_lengths
 from hpcdist.collectives.calls.by_library import SUMMED, CallsByLibrary
 from hpcdist.collectives.calls.exchange import SLOT_BYTES, Copies, Exchange, MessageExchange, SlotExchange, Take
-from hpcdist.collectives.calls.prepared import PreparedCall, PreparedCalls, remember
+from hpcdist.collectives.calls.prepared import PreparedCall, PreparedCalls, TriedCall, remember
 from hpcdist.collectives.calls.reduction import OPERATIONS, Reduce, reduction
 from hpcdist.collectives.calls.tensors import (
     Tensors,
@@ -27,15 +27,15 @@ from hpcdist.collectives.calls.tensors import (
     require_fit,
     type_of,
 )
-from hpcdist.collectives.calls.tried import FasterWay, TriedCall
-from hpcdist.collectives.calls.work import CallQueue, Work
-from hpcdist.collectives.native import Native
-from hpcdist.comm.communicator import Communicator
+from hpcdist.collectives.tuning.timing import Trial
+from hpcdist.comm.communicator import Communicator, Traffic
 from hpcdist.comm.transfer import Closed, check_rank
+from hpcdist.comm.work import CallQueue, Work
 from hpcdist.errors import ConfigError
 
 WHOLE_BYTES = 1 << 22  # of all ranks: up to here a rank adds up their whole tensors, and a slice of longer ones
 COPIES, TRIED_BYTES = {"broadcast", "all_gather", "all_to_all"}, 1 << 22  # of all ranks: MPI's own may be faster
+TRIALS = 3  # of each of the ways, after the first
 LONG_BYTES = 1 << 20  # of longer ones again: sums take the fastest all-reduce
 
 
@@ -44,11 +44,16 @@ class Collectives:
 
     Tensors may have any shape, strides and device. What differs between ranks and must not (call, shape, dtype,
     operation, root) is refused on all of them, before anything is overwritten. Results are bitwise the same on all
-    ranks, and whenever the same ranks make the same call. With `wait=False` a call returns a `Work` at once. Calls are
-    made in their order, also those that wait.
+    ranks, and whenever the same ranks make the same call. With `async_op` a call returns a `Work` at once, on virtual
+    ranks one that is over. Calls are made in their order, also those that block.
 
     Args:
-        comm: the ranks. Their collectives have messages of their own, and count in its account of traffic.
+        comm: the ranks. Their collectives have messages of their own.
+        traffic: the account in which they count; by default that of `comm`.
+
+    Attributes:
+        comm: the copy of `comm` that has these messages.
+        queue: makes the calls, and functions that use `comm` alone, in their order.
 
     Raises, all calls:
         ConfigError: the operation says nothing of this dtype, a list has not one tensor for each rank, or tensors do
@@ -56,72 +61,80 @@ class Collectives:
         MismatchError: ranks differ; on all ranks alike.
     """
 
-    def __init__(self, comm: Communicator):
-        self.comm = comm.split(0, traffic=comm.trace.traffic)
+    def __init__(self, comm: Communicator, traffic: Traffic | None = None):
+        self.comm = comm.split(0, traffic=traffic or comm.trace.traffic)
         self.rank, self.size = comm.rank, comm.size
-        inside = self.comm.memory.slots(SLOT_BYTES)
-        slots = inside or slots_across_nodes(self.comm)
-        self._exchange: Exchange = SlotExchange(self.comm, inside) if inside else MessageExchange(self.comm, slots)
-        self._ways: list[PreparedCalls | CallsByLibrary] = [PreparedCalls(slots, self.comm)] if slots else []
-        if self.comm.mpi is not None and not self.comm.failures.tolerant:
-            self._ways.append(CallsByLibrary(self.comm, self._exchange.agree, self._fastest))
+        self._exchange: Exchange  # made with the first call that needs it
+        self._is_set_up = False
+        self._ways: list[PreparedCalls | CallsByLibrary] = []
         self._one_node = len(set(self.comm.memory.nodes)) == 1
-        self._faster: dict[tuple[str, int], FasterWay] = {}  # of calls that several ways make, by their length
+        self._trials: dict[tuple[str, int], Trial] = {}  # of calls that several ways make, by their length
         self._ready: dict[int, PreparedCall | None] = {}  # by notes
         self._by_shape: dict[tuple[Any, ...], tuple[PreparedCall, Callable[..., None]]] = {}
         self._by_place: dict[tuple[Any, ...], tuple[Callable[[], bool], Callable[..., None]]] = {}
-        self._queue = CallQueue(self.comm)
+        self.queue = self.comm.queue()
         self._counted = self.comm.failures.collective
         self._everyone = range(self.size)
-        self._sums: AllReduce | None = None  # made when it is needed, as it may have to measure
+        self._algorithms: dict[str, AllReduce] = {}  # made when they are needed: `auto` may have to measure
 
     # --- reductions ---------------------------------------------------------------------------------------------------
     def all_reduce(
-        self, tensor: Tensors, operation: str = "sum", *, factor: float | None = None, wait: bool = True
-    ) -> Work | None:
+        self, tensor: Tensors, op: str = "sum", *, algorithm: str | None = None, factor: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:  # fmt: skip
         """Replace a tensor, or each of several, by the combination of all ranks' tensors.
 
         Args:
-            operation: sum, mean, product, min, max, and, or, xor.
+            op: sum, mean, product, min, max, and, or, xor.
+            algorithm: takes the sum or mean of flat, contiguous tensors one by one. The ranks must have made sure that
+                they make the same call. None: they compare it, and the fastest algorithm is taken.
             factor: by which this rank's tensor is multiplied before.
         """
-        like = () if factor is not None else ("all_reduce", operation, tensor)
-        return self._begin(wait, lambda: self._all_reduce(tensor, operation, factor), *like)
+        if algorithm is not None:
+            if op not in ("sum", "mean") or factor is not None:
+                raise ConfigError(
+                    f"op must be sum or mean, without factor, where algorithm is {algorithm!r}; got {op!r}, factor "
+                    f"{factor}. Leave out algorithm."
+                )
+            reduce = self._algorithms.get(algorithm) or self.algorithm(algorithm)
+            function = reduce.mean if op == "mean" else reduce
+            return self.queue.make(lambda: [function(flat) for flat in each(tensor)], tensor, async_op=async_op)
+        like = () if factor is not None else ("all_reduce", op, tensor)
+        return self._begin(async_op, tensor, lambda: self._all_reduce(tensor, op, factor), *like)
 
-    def _all_reduce(self, tensors: Tensors, operation: str, factor: float | None) -> None:
+    def _all_reduce(self, tensors: Tensors, op: str, factor: float | None) -> None:
         with by_dtype(self.comm, tensors) as joined:
             for like, flat in joined:
-                combine = reduction(operation, flat.dtype)
+                combine = reduction(op, flat.dtype)
                 own = flat if factor is None else flat * factor
-                note = note_of("all_reduce", flat.dtype, OPERATIONS.index(operation), *shape_numbers(like))
+                note = note_of("all_reduce", flat.dtype, OPERATIONS.index(op), *shape_numbers(like))
                 long = self.size * own.nbytes > WHOLE_BYTES and own.nbytes > LONG_BYTES
-                if long and operation in ("sum", "mean") and own.dtype in SUMMED:
-                    taken = self._sum(note, own, operation)
-                elif call := self._prepare("all_reduce", note, own.dtype, len(own), operation):
+                if long and op in ("sum", "mean") and own.dtype in SUMMED:
+                    taken = self._sum(note, own, op)
+                elif call := self._prepare("all_reduce", note, own.dtype, len(own), op):
                     taken = call(own)
-                    self._keep("all_reduce", operation, call, like)
+                    self._keep("all_reduce", op, call, like)
                 elif self.size * own.nbytes <= WHOLE_BYTES:
                     taken = self._share(note, own, combine)
                 else:
                     taken = self._share_in_slices(note, own, combine)
                 if not taken:
-                    refuse(self.comm, "all_reduce", operation, *like)
+                    refuse(self.comm, "all_reduce", op, *like)
                 if own is not flat:
                     flat.copy_(own)
 
-    def _sum(self, note: int, own: Tensor, operation: str) -> bool:
+    def _sum(self, note: int, own: Tensor, op: str) -> bool:
         """Take the algorithm that is the fastest for long tensors on these ranks."""
         if not self._exchange.agree(note):
             return False
-        self._fastest(operation)(own)
+        self._fastest(op)(own)
         return True
 
-    def _fastest(self, operation: str) -> Callable[[Tensor], None]:
+    def _fastest(self, op: str) -> Callable[[Tensor], None]:
         """Collective. Return the fastest all-reduce, for a sum or a mean."""
-        if self._sums is None:
-            # Where a rank may die, others have communicators of their own, which nobody would abandon.
-            self._sums = Native(self.comm) if self.comm.failures.tolerant else Auto(self.comm)
-        return self._sums if operation == "sum" else self._sums.mean
+        # Where a rank may die, others have communicators of their own, which nobody would abandon.
+        reduce = self.algorithm("native" if self.comm.failures.tolerant else "auto")
+        return reduce if op == "sum" else reduce.mean
 
     def _share(self, note: int, own: Tensor, combine: Reduce) -> bool:
         """Combine all of the tensors on every rank."""
@@ -138,24 +151,24 @@ class Collectives:
         return self._exchange.share(note, total, counts, Copies(parts), self._everyone, self._everyone)
 
     def reduce(
-        self, tensor: Tensor, root: int, operation: str = "sum", *, factor: float | None = None, wait: bool = True
+        self, tensor: Tensor, root: int, op: str = "sum", *, factor: float | None = None, async_op: bool = False
     ) -> Work | None:
         """Replace root's tensor by the combination of all ranks' tensors. Others keep theirs; see `all_reduce`."""
-        return self._begin(wait, lambda: self._reduce(tensor, root, operation, factor))
+        return self._begin(async_op, tensor, lambda: self._reduce(tensor, root, op, factor))
 
-    def _reduce(self, tensor: Tensor, root: int, operation: str, factor: float | None) -> None:
+    def _reduce(self, tensor: Tensor, root: int, op: str, factor: float | None) -> None:
         check_rank(root, self.size, "root")
-        combine = reduction(operation, tensor.dtype)
+        combine = reduction(op, tensor.dtype)
         with flattened(self.comm, tensor, write=self.rank == root) as flat:
             own = flat if factor is None else flat * factor
-            note = note_of("reduce", tensor.dtype, OPERATIONS.index(operation), root, *tensor.shape)
+            note = note_of("reduce", tensor.dtype, OPERATIONS.index(op), root, *tensor.shape)
             counts = [len(flat)] * self.size
             taken = self._exchange.share(note, own, counts, _into(flat, combine), self._everyone, [root])
         if not taken:
-            refuse(self.comm, "reduce", f"{operation}, root {root}", tensor)
+            refuse(self.comm, "reduce", f"{op}, root {root}", tensor)
 
     def reduce_scatter(
-        self, out: Tensor, given: Tensors, operation: str = "sum", *, factor: float | None = None, wait: bool = True
+        self, out: Tensor, given: Tensors, op: str = "sum", *, factor: float | None = None, async_op: bool = False
     ) -> Work | None:
         """Combine, of all ranks' tensors, the part that is this rank's.
 
@@ -163,33 +176,33 @@ class Collectives:
             out: overwritten.
             given: a tensor for each rank, those for one rank alike on all; or one tensor, cut into equal parts.
         """
-        like = () if factor is not None else ("reduce_scatter", operation, out, given)
-        return self._begin(wait, lambda: self._reduce_scatter(out, given, operation, factor), *like)
+        like = () if factor is not None else ("reduce_scatter", op, out, given)
+        return self._begin(async_op, out, lambda: self._reduce_scatter(out, given, op, factor), *like)
 
-    def _reduce_scatter(self, out: Tensor, given: Tensors, operation: str, factor: float | None) -> None:
-        combine = reduction(operation, out.dtype)
+    def _reduce_scatter(self, out: Tensor, given: Tensors, op: str, factor: float | None) -> None:
+        combine = reduction(op, out.dtype)
         with (
             for_each_rank(self.comm, given, "given", write=False, joint=True) as (parts, whole),
             flattened(self.comm, out) as flat,
         ):
             counts = [len(part) for part in parts]
             require_fit("out", out, parts[self.rank])
-            note = note_of("reduce_scatter", out.dtype, OPERATIONS.index(operation), *counts)
-            call = self._prepare("reduce_scatter", note, out.dtype, len(flat), operation)
+            note = note_of("reduce_scatter", out.dtype, OPERATIONS.index(op), *counts)
+            call = self._prepare("reduce_scatter", note, out.dtype, len(flat), op)
             if call and whole is not None:
                 taken = call(flat, whole if factor is None else whole * factor)
-                self._keep("reduce_scatter", operation, call, [out, given])
+                self._keep("reduce_scatter", op, call, [out, given])
             else:
                 own = parts if factor is None else [part * factor for part in parts]
                 brought, longest = [len(flat)] * self.size, max(counts)
                 taken = self._exchange.deal(note, own, brought, longest, _into(flat, combine), self._everyone)
         if not taken:
-            refuse(self.comm, "reduce_scatter", operation, *each(given))
+            refuse(self.comm, "reduce_scatter", op, *each(given))
 
     # --- copies -------------------------------------------------------------------------------------------------------
-    def broadcast(self, tensor: Tensors, root: int = 0, *, wait: bool = True) -> Work | None:
+    def broadcast(self, tensor: Tensors, root: int = 0, *, async_op: bool = False) -> Work | None:
         """Copy root's tensor, or each of several, into everyone's."""
-        return self._begin(wait, lambda: self._broadcast(tensor, root), "broadcast", root, tensor)
+        return self._begin(async_op, tensor, lambda: self._broadcast(tensor, root), "broadcast", root, tensor)
 
     def _broadcast(self, tensors: Tensors, root: int) -> None:
         check_rank(root, self.size, "root")
@@ -205,13 +218,13 @@ class Collectives:
                 if not taken:
                     refuse(self.comm, "broadcast", root, *like)
 
-    def all_gather(self, out: Tensors, tensor: Tensor, *, wait: bool = True) -> Work | None:
+    def all_gather(self, out: Tensors, tensor: Tensor, *, async_op: bool = False) -> Work | None:
         """Collect all ranks' tensors.
 
         Args:
             out: a tensor for each rank, overwritten, alike on all ranks; or one tensor, of equal parts.
         """
-        return self._begin(wait, lambda: self._all_gather(out, tensor), "all_gather", "", out, tensor)
+        return self._begin(async_op, out, lambda: self._all_gather(out, tensor), "all_gather", "", out, tensor)
 
     def _all_gather(self, out: Tensors, tensor: Tensor) -> None:
         with (
@@ -230,13 +243,15 @@ class Collectives:
         if not taken:
             refuse(self.comm, "all_gather", "", *each(out), tensor)
 
-    def gather(self, out: Sequence[Tensor] | None, tensor: Tensor, root: int = 0, *, wait: bool = True) -> Work | None:
+    def gather(
+        self, out: Sequence[Tensor] | None, tensor: Tensor, root: int = 0, *, async_op: bool = False
+    ) -> Work | None:
         """Collect all ranks' tensors on root.
 
         Args:
             out: on root, a tensor for each rank, overwritten; None elsewhere.
         """
-        return self._begin(wait, lambda: self._gather(out, tensor, root))
+        return self._begin(async_op, out, lambda: self._gather(out, tensor, root))
 
     def _gather(self, out: Sequence[Tensor] | None, tensor: Tensor, root: int) -> None:
         check_rank(root, self.size, "root")
@@ -249,7 +264,7 @@ class Collectives:
                 self._exchange.share(0, own, of_root, Copies(parts), self._everyone, [root])
 
     def scatter(
-        self, out: Tensor, given: Sequence[Tensor] | None = None, root: int = 0, *, wait: bool = True
+        self, out: Tensor, given: Sequence[Tensor] | None = None, root: int = 0, *, async_op: bool = False
     ) -> Work | None:
         """Hand out root's tensors, one to each rank.
 
@@ -257,7 +272,7 @@ class Collectives:
             out: overwritten.
             given: on root, a tensor for each rank; None elsewhere.
         """
-        return self._begin(wait, lambda: self._scatter(out, given, root))
+        return self._begin(async_op, out, lambda: self._scatter(out, given, root))
 
     def _scatter(self, out: Tensor, given: Sequence[Tensor] | None, root: int) -> None:
         check_rank(root, self.size, "root")
@@ -269,14 +284,14 @@ class Collectives:
                 own, mine = parts or [flat] * self.size, [handed[self.rank]] * self.size
                 self._exchange.deal(0, own, mine, max(handed), Copies({root: flat}), [root])
 
-    def all_to_all(self, out: Tensors, given: Tensors, *, wait: bool = True) -> Work | None:
+    def all_to_all(self, out: Tensors, given: Tensors, *, async_op: bool = False) -> Work | None:
         """Hand each rank its part of `given`, and collect what all ranks have for this one.
 
         Args:
             out: a tensor for each rank, overwritten, of any lengths; or one tensor, of equal parts.
             given: the same.
         """
-        return self._begin(wait, lambda: self._all_to_all(out, given), "all_to_all", "", out, given)
+        return self._begin(async_op, out, lambda: self._all_to_all(out, given), "all_to_all", "", out, given)
 
     def _all_to_all(self, out: Tensors, given: Tensors) -> None:
         """Exchange at once where all parts of all ranks are as long; else tell each other how long they are, first."""
@@ -313,9 +328,9 @@ class Collectives:
             )
             self._exchange.deal(0, own, wanted, max(map(max, counts)), Copies(outs), self._everyone)
 
-    def barrier(self, *, wait: bool = True) -> Work | None:
+    def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return once all ranks have called it."""
-        return self._begin(wait, self._barrier)
+        return self._begin(async_op, None, self._barrier)
 
     def _barrier(self) -> None:
         if not self._exchange.agree(note_of("barrier", torch.uint8)):
@@ -323,18 +338,25 @@ class Collectives:
 
     def close(self) -> None:
         """Wait for all calls, and release memory, thread and messages."""
-        self._queue.close()
-        self._queue = cast(CallQueue, Closed())  # that every call begins with
+        self.queue.close()
+        self.queue = cast(CallQueue, Closed())  # that every call begins with
         for known in (self._ready, self._by_shape, self._by_place):
             known.clear()
-        if self._sums is not None:
-            self._sums.close()
-        self._exchange.close()
+        for algorithm in self._algorithms.values():
+            algorithm.close()
+        if self._is_set_up:
+            self._exchange.close()
         self.comm.close()
 
     # --- what calls have in common ------------------------------------------------------------------------------------
-    def _begin(self, wait: bool, call: Callable[[], None], *like: Any) -> Work | None:
-        """Make a call when those begun before are over.
+    def algorithm(self, name: str) -> AllReduce:
+        """Collective at the first call. Return an all-reduce algorithm of these ranks; UnknownNameError: no such."""
+        if name not in self._algorithms:
+            self._algorithms[name] = load(name)(self.comm)
+        return self._algorithms[name]
+
+    def _begin(self, async_op: bool, out: Any, call: Callable[[], None], *like: Any) -> Work | None:
+        """Make a call when those before it are over.
 
         Args:
             like: of calls that may be prepared, what `_made` takes.
@@ -342,17 +364,27 @@ class Collectives:
 
         def make() -> None:
             if not like or not self._made(*like):
+                if not self._is_set_up:
+                    self._set_up()
                 with self._counted:
                     call()
 
-        if wait and not self._queue.waiting:
-            make()
-            return None
-        work = self._queue.begin(make)
-        if not wait:
+        if async_op and self.comm.trace.virtual is not None:
+            work = Work(out)
+            work.run(partial(self.queue.make, make))
             return work
-        work.wait()
-        return None
+        return self.queue.make(make, out, async_op=async_op)
+
+    def _set_up(self) -> None:
+        """Collective. Find how these ranks hand data to each other."""
+        inside = self.comm.memory.slots(SLOT_BYTES)
+        slots = inside or slots_across_nodes(self.comm)
+        self._exchange = SlotExchange(self.comm, inside) if inside else MessageExchange(self.comm, slots)
+        if slots:
+            self._ways.append(PreparedCalls(slots, self.comm))
+        if self.comm.mpi is not None and not self.comm.failures.tolerant:
+            self._ways.append(CallsByLibrary(self.comm, self._exchange.agree, self._fastest))
+        self._is_set_up = True
 
     def _made(self, call: str, detail: str | int, *tensors: Any) -> bool:
         """Make a call as one like it was made before; tell whether there was one."""
@@ -393,9 +425,8 @@ class Collectives:
             n_bytes = count * dtype.itemsize
             ways = [getattr(of, call)(note, dtype, count, *details) for of in self._choose(call, n_bytes)]
             if len(ways) > 1:
-                length = call, n_bytes.bit_length()
-                faster = self._faster.setdefault(length, FasterWay(self._exchange, len(ways)))
-                ways = [TriedCall(ways, faster)]
+                trial = self._trials.setdefault((call, n_bytes.bit_length()), Trial(self.comm, len(ways), TRIALS))
+                ways = [TriedCall(ways, trial)]
             remember(self._ready, note, ways[0])
         return self._ready[note]
 

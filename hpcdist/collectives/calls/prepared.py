@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives.calls.reduction import array_reduction, reduction
+from hpcdist.collectives.tuning.timing import Trial
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.pieces import slices
 from hpcdist.comm.slots import Shown, Slots, array_of
@@ -56,6 +57,25 @@ class PreparedCall(abc.ABC):
         It does not keep them: whoever calls it has tensors at the same addresses.
         """
         return None
+
+
+class TriedCall(PreparedCall):
+    """A call that is made in the fastest way, once that is known.
+
+    Args:
+        ways: which all do the same.
+        trial: of all calls of about this length.
+    """
+
+    def __init__(self, ways: Sequence[PreparedCall], trial: Trial):
+        self._ways, self._trial = ways, trial
+
+    def __call__(self, *tensors: Tensor) -> bool:
+        start = clock()
+        if not self._ways[self._trial.way](*tensors):
+            return False
+        self._trial.note(clock() - start)
+        return True
 
 
 class SlotCall(PreparedCall):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpcdist.collectives import available, load
 from hpcdist.collectives.base import Algorithm, AllReduce
-from hpcdist.collectives.tuning.timing import between, calls_within, interleaved
+from hpcdist.collectives.tuning.timing import between, calls_within, interleaved, lower_quartile
 from hpcdist.comm.cache import cache_file, keep
 from hpcdist.comm.communicator import Communicator
 from hpcdist.records import read_bounded
@@ -186,8 +186,8 @@ class _Race:
         self._racing = {name: self._racing[name] for name in near}
 
     def figures_s(self) -> dict[str, float]:
-        """Return the lower quartile of each one's timings: disturbances mostly add time, but the minimum is luck."""
-        figures_s = {name: sorted(times)[len(times) // 4] for name, times in self._taken_s.items()}
+        """Return the lower quartile of each one's timings."""
+        figures_s = {name: lower_quartile(times) for name, times in self._taken_s.items()}
         return figures_s or {name: self._once_s[name] for name in self._racing}
 
 

@@ -1,37 +1,28 @@
-"""Sums over the ranks by other libraries, called as our own all-reduce algorithms are; they may be under way."""
+"""Sums over the ranks by other libraries, which return works as our own collective calls do."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from hpcdist.comm.transfer import check_flat
+from hpcdist.comm.waiting import wait_until
+from hpcdist.comm.work import Work
 from hpcdist.errors import CommunicationError, RankFailedError
 
 if TYPE_CHECKING:  # it starts MPI, which importing a strategy must not
     from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 WATCHDOG_S = 15.0  # past the deadline a watchdog, where one runs, first has this long to name who is missing
+POLL_S = 1e-4  # longest pause between two checks of a sum in flight; Horovod itself checks once per cycle, of 1 ms
 
 
-@dataclass
-class Pending:
-    """A sum under way: its tensor, and the library's handle."""
+class OtherLibrary(abc.ABC):
+    """Collective. Sum flat tensors over the ranks of `comm`, in place, by another library than MPI.
 
-    tensor: Tensor
-    handle: Any
-    name: str
-    sent: Tensor  # summed in place: the tensor itself, or a copy in another dtype or on the host
-
-
-class OutsideSum(abc.ABC):
-    """Collective. Sum flat tensors over the ranks of `comm`, in place, by another library.
-
-    Sums may be begun without waiting for them, in the same order on all ranks, under names that are the same there.
     A rank that does not come is waited for until the communicator's deadline.
 
     Args:
@@ -43,52 +34,80 @@ class OutsideSum(abc.ABC):
     def __init__(self, comm: MpiCommunicator):
         self.comm = comm
 
-    def __call__(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, name: str = "", *, divisor: int = 1, async_op: bool = False) -> Work | None:
         """Collective. Replace `tensor` by its sum over all ranks, or by the other reduction that this was made for.
 
         Args:
             tensor: flat and contiguous, same length and dtype on all ranks. Overwritten.
+            name: the same on all ranks; no two tensors in flight have one.
+            divisor: by which the result is divided; of float16 each addend, as DistributedDataParallel does.
+            async_op: return a work at once. Sums are started in the same order on all ranks.
 
         Raises:
             ConfigError: the library can't sum its dtype, or not where it lies.
             DeadlineError: some rank did not come in time.
             RankFailedError, CommunicationError: a rank has died, or the library has failed.
         """
-        start = self.comm.now()
-        if tensor.numel() > 0:
-            self.finish(self.start(tensor, f"{tensor.numel()} {tensor.dtype}"))
-        self.comm.trace.traffic.communicating_s += self.comm.now() - start
-
-    def start(self, tensor: Tensor, name: str) -> Pending:
-        """Collective. Start a sum; `tensor` must not be used until `finish`. No two under way have one name."""
         check_flat(tensor)
         self.check(tensor)
-        pending = self._start(tensor, name)
-        hops = 2 * (self.comm.size - 1)
-        self.comm.trace.traffic.sent(hops * pending.sent.nbytes // self.comm.size, hops)
-        return pending
+        comm, name, hops = self.comm, name or f"{tensor.numel()} {tensor.dtype}", 2 * (self.comm.size - 1)
+        if tensor.numel() == 0:
+            return Work(tensor) if async_op else None
+        narrow = tensor.dtype is torch.float16
+        if narrow and divisor != 1:
+            tensor.div_(divisor)
+        sent = self._sent(tensor)
+        try:
+            handle = self._start(sent, name)
+        except (ValueError, RuntimeError) as error:
+            raise self._failure(error) from error
+        comm.trace.traffic.sent(hops * sent.nbytes // comm.size, hops)
 
-    def finish(self, pending: Pending) -> None:
-        """Block until the sum is in its tensor."""
-        from hpcdist.comm.mpi.calls import EVERYONE  # starts MPI, too
+        def block() -> None:
+            from hpcdist.comm.mpi.calls import EVERYONE  # starts MPI, too
 
-        what = f"an all-reduce by {self.label}"
-        with self.comm.calls.blocked(what, EVERYONE, self.comm.failures.deadline_s):
-            self._wait(pending, lambda: f"rank {self.comm.rank} of {self.comm.size}: {what} of {pending.name}")
-        if pending.sent is not pending.tensor:
-            pending.tensor.copy_(pending.sent)
+            what, limit_s = f"an all-reduce by {self.label}", comm.failures.deadline_s
+            with comm.calls.blocked(what, EVERYONE, limit_s):
+                describe = f"rank {comm.rank} of {comm.size}: {what} of {name}"
+                wait_until(lambda: self._poll(handle), limit_s + WATCHDOG_S, lambda: describe, POLL_S)
+
+        def finish() -> None:
+            try:
+                self._finish(handle)
+            except RuntimeError as error:  # Horovod's are
+                raise self._failure(error) from error
+            if sent is not tensor:
+                tensor.copy_(sent)
+            if not narrow and divisor != 1:
+                tensor.div_(divisor)
+
+        work = Work(tensor, lambda: self._poll(handle), block, finish)
+        if async_op:
+            return work
+        start = comm.now()
+        work.wait()
+        comm.trace.traffic.communicating_s += comm.now() - start
+        return None
 
     @abc.abstractmethod
     def check(self, tensor: Tensor) -> None:
         """Check that the library can sum a tensor of this dtype on this device; raise ConfigError otherwise."""
 
-    @abc.abstractmethod
-    def _start(self, tensor: Tensor, name: str) -> Pending:
-        """Hand the tensor to the library."""
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """Return what is summed in place: the tensor itself, or a copy in another dtype or on the host."""
+        return tensor
 
     @abc.abstractmethod
-    def _wait(self, pending: Pending, describe: Callable[[], str]) -> None:
-        """Block until the library is done; raise DeadlineError past the deadline and WATCHDOG_S more."""
+    def _start(self, tensor: Tensor, name: str) -> Any:
+        """Hand the tensor to the library; return its handle."""
+
+    @abc.abstractmethod
+    def _poll(self, handle: Any) -> bool:
+        """Return whether the library is done."""
+
+    @abc.abstractmethod
+    def _finish(self, handle: Any) -> None:
+        """Take the result, once the library is done; raise RuntimeError where it has failed."""
 
     def _failure(self, error: Exception) -> CommunicationError:
         """Make the error for a failure of the library."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hpcdist.comm.communicator import concurrent
-from hpcdist.comm.external.base import WATCHDOG_S, OutsideSum, Pending
+from hpcdist.comm.external.base import OtherLibrary
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.mpi.library import loaded_here
-from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, ConfigError
 
 BUILD = "Run `hpcdist horovod build`."
@@ -202,12 +200,11 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
 
 
 SUMMED = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
-POLL_S = 1e-4  # longest pause between two looks at a sum under way; Horovod itself looks once per cycle, of 1 ms
 
 Op = Literal["sum", "average", "adasum"]
 
 
-class Horovod(OutsideSum):
+class Horovod(OtherLibrary):
     """Collective. Sum by Horovod: GPU tensors by its NCCL operations where it was built with them, others by MPI.
 
     Horovod sends tensors that are ready at about the same time as one, and says at the end of each cycle which ranks
@@ -246,7 +243,7 @@ class Horovod(OutsideSum):
         cycle_time_ms: float | None = None,
     ):
         super().__init__(comm)
-        if not concurrent(comm):
+        if not comm.concurrent:
             raise CommunicationError(
                 "MPI must be started with MPI_THREAD_MULTIPLE for Horovod, whose thread communicates beside this one; "
                 "got less. Let mpi4py start MPI, or use an MPI built with threads."
@@ -274,28 +271,23 @@ class Horovod(OutsideSum):
                 "provider = 'hpcdist'."
             )
 
-    def _start(self, tensor: Tensor, name: str) -> Pending:
-        sent = tensor
-        if self._half and tensor.is_floating_point():
-            sent = sent.half()
-        if sent.is_cuda and not self._hvd.cuda_built():
-            sent = sent.cpu()
-        name = f"{self._prefix} {name}"
-        try:
-            group = self._running.group(self._ranks)
-            handle = self._hvd.allreduce_async_(sent, name=name, op=self._op, process_set=group)
-        except (ValueError, RuntimeError) as error:
-            raise self._failure(error) from error
-        return Pending(tensor, handle, name, sent)
+    def _sent(self, tensor: Tensor) -> Tensor:
+        sent = tensor.half() if self._half and tensor.is_floating_point() else tensor
+        return sent.cpu() if sent.is_cuda and not self._hvd.cuda_built() else sent
 
-    def _wait(self, pending: Pending, describe: Callable[[], str]) -> None:
-        done = self._hvd.poll
-        wait_until(lambda: done(pending.handle), self.comm.failures.deadline_s + WATCHDOG_S, describe, POLL_S)
+    def _start(self, tensor: Tensor, name: str) -> Any:
+        group = self._running.group(self._ranks)
+        return self._hvd.allreduce_async_(tensor, name=f"{self._prefix} {name}", op=self._op, process_set=group)
+
+    def _poll(self, handle: Any) -> bool:
+        return bool(self._hvd.poll(handle))
+
+    def _finish(self, handle: Any) -> None:
         try:
-            self._hvd.synchronize(pending.handle)
-        except self._hvd.HorovodInternalError as error:
+            self._hvd.synchronize(handle)
+        except self._hvd.HorovodInternalError:
             self._running.broken = True
-            raise self._failure(error) from error
+            raise
 
     def close(self) -> None:
         """Collective. End Horovod in this process, unless another object uses it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,19 +13,17 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.external.base import WATCHDOG_S, OutsideSum, Pending
+from hpcdist.comm.external.base import WATCHDOG_S, OtherLibrary
 from hpcdist.comm.network import LOOPBACK, addresses, here, in_order, listen
-from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, ConfigError
 
 if TYPE_CHECKING:  # it starts MPI, which importing this must not
     from hpcdist.comm.mpi.communicator import MpiCommunicator
 
-POLL_S = 1e-4  # longest pause between two looks at a sum under way
 LONGEST_S = 1e7  # that a timeout of torch.distributed may have
 
 
-class ProcessGroup(OutsideSum):
+class ProcessGroup(OtherLibrary):
     """Collective. Sum by torch.distributed, in a process group of its own: no default group is made or needed.
 
     Ranks meet at an address that rank 0 sends over MPI.
@@ -86,18 +83,14 @@ class ProcessGroup(OutsideSum):
                 "use provider = 'gloo'."
             )
 
-    def _start(self, tensor: Tensor, name: str) -> Pending:
-        try:
-            return Pending(tensor, self._group.allreduce([tensor]), name, tensor)
-        except RuntimeError as error:
-            raise self._failure(error) from error
+    def _start(self, tensor: Tensor, name: str) -> Any:
+        return self._group.allreduce([tensor])
 
-    def _wait(self, pending: Pending, describe: Callable[[], str]) -> None:
-        wait_until(pending.handle.is_completed, self.comm.failures.deadline_s + WATCHDOG_S, describe, POLL_S)
-        try:
-            pending.handle.wait()
-        except RuntimeError as error:
-            raise self._failure(error) from error
+    def _poll(self, handle: Any) -> bool:
+        return bool(handle.is_completed())
+
+    def _finish(self, handle: Any) -> None:
+        handle.wait()
 
     def close(self) -> None:
         if self._group is not None:

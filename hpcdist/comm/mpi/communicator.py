@@ -100,7 +100,7 @@ class MpiCommunicator(Communicator):
         self.staging = Staging(device_aware)
         self.pids = [int.from_bytes(pid, "little") for pid in self.gather(os.getpid().to_bytes(8, "little"))]
         self.memory = Transports(self, nodes, self.staging, internode)
-        self._concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         process.calls[id(self.calls)] = self.calls
 
     # --- point to point -------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ class MpiCommunicator(Communicator):
         return MpiNeighbourhood(self, sources, destinations)
 
     def overlapping(self) -> AbstractContextManager[None]:
-        helps = self._concurrent and len(set(self.memory.nodes)) > 1  # inside a node messages need no help
+        helps = self.concurrent and len(set(self.memory.nodes)) > 1  # inside a node messages need no help
         return self.process.progress.running() if helps else nullcontext()
 
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:

@@ -25,7 +25,7 @@ from hpcdist.comm.transfer import (
 from hpcdist.comm.virtual.collectives import children, sum_in_rank_order
 from hpcdist.comm.virtual.compute import at_least_0, require
 from hpcdist.comm.virtual.group import Group, Member, Message, Receive
-from hpcdist.comm.virtual.thread import VirtualThread
+from hpcdist.comm.virtual.queue import VirtualQueue
 from hpcdist.comm.virtual.window import VirtualRankMemory
 from hpcdist.comm.window import Window
 from hpcdist.errors import CommunicationError
@@ -159,8 +159,8 @@ class VirtualCommunicator(Communicator):
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
         return self.memory.window(count, dtype)
 
-    def _beside(self) -> VirtualThread:
-        return VirtualThread(self._member)
+    def queue(self) -> VirtualQueue:
+        return VirtualQueue(self._member)
 
     # --- time and end ---------------------------------------------------------------------------------------------
     def compute(self, share: float = 1.0) -> float:

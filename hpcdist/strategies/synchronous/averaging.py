@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from statistics import median
 from typing import Any, Literal, cast
 
-import torch
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
-from hpcdist import collectives
-from hpcdist.comm.background import Background
-from hpcdist.comm.communicator import Communicator, concurrent
-from hpcdist.comm.external.base import OutsideSum, Pending
+from hpcdist.collectives.calls import Collectives, Work
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.external.base import OtherLibrary
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import Bucket
 from hpcdist.model.flat import FlatModel
-
-WARM_UP, MEASURED = 3, 7  # steps of each way that are left out and that count
-WORTH = 0.95  # the second way must take less than this part of the first one's time: the rest is noise
 
 
 class ProviderConfig(Named):
@@ -64,7 +57,7 @@ class ProviderConfig(Named):
         """Tell whether the result is the mean, to rounding in the gradients' own type."""
         return self.op == "average" and self.compression == "none"
 
-    def make(self, comm: Communicator, grads: Sequence[Tensor]) -> OutsideSum:
+    def make(self, comm: Communicator, grads: Sequence[Tensor]) -> OtherLibrary:
         """Collective. Make the library's sum over the ranks of `comm`, or its other reduction as `op` says.
 
         Args:
@@ -82,7 +75,7 @@ class ProviderConfig(Named):
         if self.name == "horovod":
             from hpcdist.comm.external.horovod import Horovod
 
-            reduce: OutsideSum = Horovod(
+            reduce: OtherLibrary = Horovod(
                 real,
                 op="adasum" if self.op == "adasum" else "sum",  # the mean's division is done where ours is
                 compression=self.compression,
@@ -98,136 +91,81 @@ class ProviderConfig(Named):
         return reduce
 
 
-# --- which of two ways is faster --------------------------------------------------------------------------------------
-class Trial:
-    """Measure which of two ways makes steps shorter: `way` False, then True; the ranks agree on the faster one.
+class Averaging:
+    """Replace the gradients of buckets by their means over the ranks: now, or while this rank computes.
 
-    Each way is used for WARM_UP + MEASURED steps; the medians of the slowest rank decide.
-    """
+    Our own algorithms then run in the thread of `calls`. Another library has its own thread or device; all buckets are
+    handed to it before any is waited for, so that it may send several as one. Adasum is taken of each parameter's
+    gradient on its own, as its authors do.
 
-    def __init__(self, comm: Communicator):
-        self._comm, self._last = comm, comm.now()
-        self._taken_s: dict[bool, list[float]] = {False: [], True: []}
-        self.way = False
-        self.decided = False
-
-    def step(self) -> None:
-        """End a step, and set `way` for the next one. Collective at the step that decides."""
-        now = self._comm.now()
-        self._taken_s[self.way].append(now - self._last)
-        self._last = now
-        if len(self._taken_s[self.way]) < WARM_UP + MEASURED:
-            return
-        if not self.way:
-            self.way = True
-            return
-        medians = [median(self._taken_s[way][WARM_UP:]) for way in (False, True)]
-        apart_s, beside_s = (max(of_ranks) for of_ranks in zip(*self._comm.gather(medians), strict=True))
-        self.way, self.decided = beside_s < WORTH * apart_s, True
-
-
-# --- averaging --------------------------------------------------------------------------------------------------------
-class Averaging(abc.ABC):
-    """Replace the gradients of buckets by their means over the ranks of a communicator.
-
-    Args of subclasses:
+    Args:
+        calls: of the ranks.
+        algorithm: of the all-reduce, where no other library is chosen.
+        provider: the choice of the library.
         prepare: called with each bucket before its gradients are averaged.
+
+    Attributes:
+        overlaps: `begin` can do so while this rank computes.
+        repeats: what is the same on all ranks stays so, and may be averaged again.
     """
 
-    beside: bool  # `begin` can do so while this rank computes
-    repeats = True  # what is the same on all ranks stays so, and may be averaged again
+    def __init__(
+        self, calls: Collectives, algorithm: str, provider: ProviderConfig, model: FlatModel,
+        prepare: Callable[[Bucket], None],
+    ):  # fmt: skip
+        comm = calls.comm
+        self._comm, self._calls, self._algorithm, self._prepare = comm, calls, algorithm, prepare
+        self._library = provider.make(comm, model.grads) if provider else None
+        self.overlaps = comm.size > 1 and comm.concurrent if self._library is None else True
+        self.repeats = provider.op == "average"
+        self._divisor = comm.size if self.repeats else 1
+        self._slices = list(model.named_slices()) if provider.op == "adasum" else None
+        self._works: list[Work] = []
+        if self._library is None:
+            calls.algorithm(algorithm)
 
-    @abc.abstractmethod
     def now(self, buckets: Iterable[Bucket]) -> None:
         """Collective. Prepare and average the buckets."""
-
-    @abc.abstractmethod
-    def begin(self, bucket: Bucket) -> None:
-        """Collective. Start to prepare and average one bucket; `wait` waits for it."""
-
-    @abc.abstractmethod
-    def wait(self) -> None:
-        """Block until all buckets that were begun are averaged; raise the first error, if any has failed."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Collective. Release threads and working memory."""
-
-
-class OwnAveraging(Averaging):
-    """Average by one of hpcdist's all-reduce algorithms; beside the computation on a thread, which then owns `comm`."""
-
-    def __init__(self, comm: Communicator, algorithm: str, prepare: Callable[[Bucket], None]):
-        self.beside, self._comm = comm.size > 1 and concurrent(comm), comm
-        self._prepare, self._all_reduce = prepare, collectives.load(algorithm)(comm)
-        self._thread: Background | None = None
-
-    def _average(self, bucket: Bucket) -> None:
-        grads = bucket.grads
-        with self._comm.trace.span("average a bucket", "collective", bucket=bucket.index, bytes=grads.nbytes):
-            self._prepare(bucket)
-            self._all_reduce.mean(grads)
-
-    def now(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:  # not the whole at once: sums must not depend on `overlap`
             self._average(bucket)
+        if self._library is not None:
+            start = self._comm.now()
+            self.wait()
+            self._comm.trace.traffic.communicating_s += self._comm.now() - start
 
     def begin(self, bucket: Bucket) -> None:
-        if self._thread is None:
-            self._thread = Background(self._comm.failures)
-        self._thread.submit(partial(self._average, bucket))
+        """Collective. Start to prepare and average one bucket; `wait` waits for it."""
+        if self._library is None:
+            self._works.append(self._calls.queue.submit(partial(self._average, bucket)))
+        else:
+            self._average(bucket)
 
-    def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.wait()
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
-        self._all_reduce.close()
-
-
-class OutsideAveraging(Averaging):
-    """Average by another library, which has its own thread or device to communicate beside the computation.
-
-    All buckets are handed to it before any is waited for, so that it may send several as one. Adasum is taken of each
-    parameter's gradient on its own, as its authors do.
-    """
-
-    beside = True
-
-    def __init__(self, comm: Communicator, config: ProviderConfig, model: FlatModel, prepare: Callable[[Bucket], None]):
-        self._comm, self._prepare, self._sum = comm, prepare, config.make(comm, model.grads)
-        self._divisor = comm.size if config.op == "average" else 1
-        self.repeats = config.op == "average"
-        self._slices = list(model.named_slices()) if config.op == "adasum" else None
-        self._under_way: list[tuple[Bucket, list[Pending]]] = []
-
-    def now(self, buckets: Iterable[Bucket]) -> None:
-        for bucket in buckets:
-            self.begin(bucket)
-        start = self._comm.now()
-        self.wait()
-        self._comm.trace.traffic.communicating_s += self._comm.now() - start
-
-    def begin(self, bucket: Bucket) -> None:
+    def _average(self, bucket: Bucket) -> None:
+        if self._library is None:
+            with self._comm.trace.span(
+                "average a bucket", "collective", bucket=bucket.index, bytes=bucket.grads.nbytes
+            ):
+                self._prepare(bucket)
+                self._calls.all_reduce(bucket.grads, "mean", algorithm=self._algorithm)
+            return
         self._prepare(bucket)
-        if bucket.grads.dtype is torch.float16:
-            bucket.grads.div_(self._divisor)  # before, as DistributedDataParallel does: the library sums in float16
         parts = [bucket.grads]
         if self._slices is not None:
             within = [s for s in self._slices if s[1] == bucket.group and bucket.start <= s[2] < bucket.stop]
             parts = [bucket.grads[start - bucket.start : stop - bucket.start] for _, _, start, stop, _ in within]
-        started = [self._sum.start(part, f"bucket {bucket.index}.{i}") for i, part in enumerate(parts)]
-        self._under_way.append((bucket, started))
+        for i, part in enumerate(parts):
+            name = f"bucket {bucket.index}.{i}"
+            work = self._library.all_reduce(part, name, divisor=self._divisor, async_op=True)
+            self._works.append(cast(Work, work))
 
     def wait(self) -> None:
-        under_way, self._under_way = self._under_way, []
-        for bucket, parts in under_way:
-            for part in parts:
-                self._sum.finish(part)
-            if self._divisor > 1 and bucket.grads.dtype is not torch.float16:
-                bucket.grads.div_(self._divisor)
+        """Block until all buckets that were begun are averaged; raise the first error, if any has failed."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
 
     def close(self) -> None:
-        self._sum.close()
+        """Collective. Wait for buckets in flight, and release what another library holds."""
+        self._calls.queue.close()
+        if self._library is not None:
+            self._library.close()

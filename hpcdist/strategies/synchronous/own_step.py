@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from hpcdist.collectives.calls import Collectives
+from hpcdist.comm.communicator import Traffic
 from hpcdist.errors import ConfigError
 from hpcdist.model.optimizer_state import groups
 from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.synchronous.agreement import StepAgreement
-from hpcdist.strategies.synchronous.exchanges import Exchanges
 
 
 class Trained(NamedTuple):
@@ -36,7 +38,8 @@ class OwnStep(Strategy):
     their mean over the ranks in every step, and param_groups are compared, as with `allreduce`.
 
     Attributes:
-        exchanges: means over all ranks.
+        average: Collective. Replaces flat tensors by their means over all ranks, bitwise the same on all of them.
+        calls: make the means.
         updates: how many there were.
     """
 
@@ -61,7 +64,10 @@ class OwnStep(Strategy):
                 "complex. Take allreduce, or hold it as two real ones."
             )
         self.updates = self.state.value("updates", 0, self, reshard="first")
-        self.exchanges = Exchanges(comm, self.records, config.algorithm)
+        self.calls = Collectives(comm, Traffic())
+        self.records.count(self.calls.comm)
+        self.calls.algorithm(config.algorithm)
+        self.average = partial(self.calls.all_reduce, op="mean", algorithm=config.algorithm)
         self.agreement = StepAgreement(self)
         if self.optimizer is not None:
             self._check_kind(type(self.optimizer))
@@ -144,7 +150,7 @@ class OwnStep(Strategy):
                 yield Trained(name, parameter, group, tuple(own))
 
     def close(self) -> None:
-        self.exchanges.close()
+        self.calls.close()
 
 
 def rate_of(group: Mapping[str, Any]) -> float:

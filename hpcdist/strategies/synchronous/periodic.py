@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from hpcdist.collectives.calls import Collectives, Work
+from hpcdist.comm.communicator import Traffic
 from hpcdist.compress import CompressionConfig, Reduction
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Reshard, first
-from hpcdist.strategies.synchronous.exchanges import Exchanges
 from hpcdist.strategies.synchronous.fragments import Fragment, cut
 
 
@@ -32,7 +34,9 @@ class Periodic(Strategy):
 
     Attributes:
         fragments: the parts of the parameters that are exchanged by themselves.
-        exchanges: the means of fragments, some of them in flight.
+        calls: make the means of fragments.
+        average: Collective. Replaces flat tensors by their means over all ranks, bitwise the same on all of them.
+        in_flight: the fragments that have been sent and not merged, each with the step in which it was sent.
         common: x, flat tensors like `model.params`; empty on one rank alone.
         mean: the mean δ by which a fragment of x moves; flat tensors like `model.params`.
         sent: δᵢ of the fragments in flight, likewise.
@@ -68,19 +72,24 @@ class Periodic(Strategy):
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self.alone = comm.size == 1
-        self.exchanges = Exchanges(comm, self.records, config.algorithm, config.steps_in_flight)
+        self.calls = Collectives(comm, Traffic())
+        self.records.count(self.calls.comm)
+        self.calls.algorithm(config.algorithm)
+        self.average = partial(self.calls.all_reduce, op="mean", algorithm=config.algorithm)
         self.fragments = [] if self.alone else self.cut()
-        channel, like = self.exchanges.channel, [] if self.alone else model.params
+        channel, like = self.calls.comm, [] if self.alone else model.params
+        self.in_flight: dict[int, int] = {}
+        self._works: dict[int, Work] = {}  # of those whose mean may not be in `mean` yet
+        self._delay = config.steps_in_flight
         self.common = self.state.sharded("common", like, start="parameters", reshard=self.of_ranks, resets=True)
         shared = None if config.compression else channel.memory.shared_zeros(self.common)
         # δᵢ of the fragments in flight, and then their means; and what δᵢ were. With other ranks all start at the mean
         # of the parameters, which is as far from x as ranks were on average.
         means = [torch.empty_like(x) for x in self.common] if shared is None else shared
         self.mean = self._declare_in_flight("mean", means, "first")
-        keeps = self.blend is None and config.steps_in_flight
+        keeps = self.blend is None and self._delay
         sent = [torch.empty_like(x) for x in self.common if keeps]
         self.sent = self._declare_in_flight("gone", sent, "mean")
-        self._values: dict[int, list[Tensor]] = {}  # of the fragments that are being exchanged: δᵢ, which are used
         self.state.flags("used", self.gradients.used)
         self.used = self.state.flags("moving", torch.ones_like(self.gradients.used))  # by some rank, with `mean`
         self._compressed = [
@@ -90,8 +99,8 @@ class Periodic(Strategy):
         if self._compressed:
             self.declare_compressed(self._compressed)
         self.state.custom(
-            "under_way", lambda: sorted(map(list, self.exchanges.in_flight.items())), self._load_in_flight,
-            self.exchanges.in_flight.clear, reshard=first, optional=True,
+            "under_way", lambda: sorted(map(list, self.in_flight.items())), self._load_in_flight,
+            self.in_flight.clear, reshard=first, optional=True,
         )  # fmt: skip
         self.state.before_save(self.complete)
         self.state.before_load(self.complete)
@@ -126,13 +135,13 @@ class Periodic(Strategy):
             step = self.steps + 1
             for number in self.sends(step):
                 self.send(number, step)
-            for number in self.exchanges.due(step):
+            for number in sorted(one for one, sent in self.in_flight.items() if sent + self._delay <= step):
                 self.merge(number, step)
         return outcome
 
     def send(self, number: int, step: int) -> None:
         """Start averaging a fragment's δᵢ."""
-        if number in self.exchanges.in_flight:
+        if number in self.in_flight:
             self.merge(number, step)
         fragment = self.fragments[number]
         for mean, x, own in fragment.views(self.mean, self.common, self.model.params):
@@ -144,31 +153,40 @@ class Periodic(Strategy):
 
     def start(self, number: int, step: int) -> None:
         """Start averaging what `mean` has of a fragment."""
-        fragment, exchanges = self.fragments[number], self.exchanges
+        fragment = self.fragments[number]
         values, used = fragment.take(self.mean), self.gradients.take_used(fragment.which)
-        self._values[number] = [*values, used]
-        compressed = self._compressed[number] if self._compressed else None
 
         def average() -> None:
-            exchanges.mean(values, compressed, used)
+            if self._compressed:
+                self._compressed[number].mean(values, used)
+            else:
+                self.average(values)
             if self.momentum:
-                exchanges.mean([used])
+                self.average([used])
 
-        exchanges.start(number, step, average)
+        self.in_flight[number] = step
+        work = self.calls.queue.make(average, [*values, used], async_op=self._delay > 0)
+        self._works[number] = work or Work([*values, used])
 
     def complete(self, number: int | None = None) -> None:
         """Wait for a fragment and the fragments sent before it, or for all; copy their means into `mean`."""
-        for arrived in self.exchanges.complete(number):
-            fragment, (*values, used) = self.fragments[arrived], self._values.pop(arrived)
+        for arrived, work in list(self._works.items()) if number is None or number in self._works else ():
+            start = self.comm.now()
+            work.wait()
+            self.comm.trace.traffic.waiting_s += self.comm.now() - start
+            del self._works[arrived]
+            fragment, (*values, used) = self.fragments[arrived], work.result()
             if not fragment.contiguous:
                 fragment.put(values, self.mean)
             if self.momentum:
                 self.used[fragment.which] = used > 0
+            if arrived == number:
+                return
 
     def merge(self, number: int, step: int) -> None:
         """Move a fragment of x by the mean of what was sent, and the rank's parameters to x."""
         self.complete(number)
-        fragment, sent_at = self.fragments[number], self.exchanges.in_flight.pop(number)
+        fragment, sent_at = self.fragments[number], self.in_flight.pop(number)
         keeps = self.blend is None and sent_at < step
         if keeps:
             for own, x, sent in fragment.views(self.model.params, self.common, self.sent):
@@ -186,17 +204,15 @@ class Periodic(Strategy):
     # --- state ----------------------------------------------------------------------------------------------------
     def _declare_in_flight(self, name: str, tensors: Sequence[Tensor], reshard: Reshard) -> list[Tensor]:
         """Declare tensors that are saved while fragments are in flight."""
-        return self.state.sharded(
-            name, tensors=tensors, start="any", reshard=reshard, saves=lambda: self.exchanges.in_flight
-        )
+        return self.state.sharded(name, tensors=tensors, start="any", reshard=reshard, saves=lambda: self.in_flight)
 
     def _load_in_flight(self, saved: Sequence[Sequence[int]]) -> None:
-        self.exchanges.in_flight.clear()
-        self.exchanges.in_flight.update({} if self.alone else {number: sent for number, sent in saved})
+        self.in_flight.clear()
+        self.in_flight.update({} if self.alone else {number: sent for number, sent in saved})
 
     def _keep_mergeable(self) -> None:
         """Keep the loaded exchanges in flight that this run can merge."""
-        loaded, in_flight = self.state.loaded, self.exchanges.in_flight
+        loaded, in_flight = self.state.loaded, self.in_flight
         if "gone" in loaded and "under_way" not in loaded:  # which the first checkpoints lack
             in_flight[0] = self.steps
         if self.blend is None and not (self.sent and "gone" in loaded):  # with overlap in one of the two runs only
@@ -208,12 +224,15 @@ class Periodic(Strategy):
 
     def reset_from_model(self) -> None:
         self.complete()
-        self.exchanges.in_flight.clear()
+        self.in_flight.clear()
         super().reset_from_model()
-        self.exchanges.mean(self.common)
+        self.average(self.common)
 
     def close(self) -> None:
-        self.exchanges.close(self._compressed)
+        self.calls.queue.close()
+        for reduction in self._compressed:
+            reduction.close()
+        self.calls.close()
 
 
 class OverlapConfig(Periodic.Config):

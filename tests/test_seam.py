@@ -18,7 +18,7 @@ from hpcdist.tools.compare.experiment import simulate
 PACKAGE = Path(hpcdist.__file__).parent
 PARTS = (Communicator, RankMemory, Trace, Failures, Window, Neighbourhood, Request, Envelope)
 VALUES = (Traffic, Put)
-NAMES, ALL_NAMES = 69, 96
+NAMES, ALL_NAMES = 68, 95
 
 
 def members(cls: type) -> set[str]:
@@ -26,13 +26,8 @@ def members(cls: type) -> set[str]:
     found: set[str] = set()
     for one in (one for one in cls.__mro__ if one.__module__.startswith("hpcdist.")):
         found |= {*vars(one), *vars(one).get("__annotations__", {})}
-        for node in ast.walk(ast.parse(inspect.getsource(one))):
-            if (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.ctx, ast.Store)
-                and ast.unparse(node.value) == "self"
-            ):
-                found.add(node.attr)
+        stored = (node for node in ast.walk(ast.parse(inspect.getsource(one))) if isinstance(node, ast.Attribute))
+        found |= {node.attr for node in stored if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"}
     return {name for name in found if not name.startswith("_")}
 
 
@@ -58,10 +53,9 @@ def stays(job: Path, output: Path) -> int:
     files = [""]
 
     def called(frame, event, _):
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(PACKAGE)) and not re.search("<[a-z]+>", code.co_name):
-            if code.co_filename != files[-1] and "comm/virtual" not in code.co_filename:
-                files.append(code.co_filename)
+        file, comprehends = frame.f_code.co_filename, re.search("<[a-z]+>", frame.f_code.co_name)
+        if event == "call" and file.startswith(str(PACKAGE)) and "comm/virtual" not in file and not comprehends:
+            files.extend([file] * (file != files[-1]))
 
     sys.setprofile(called)
     try:

@@ -20,8 +20,7 @@ class Messages(Neighbourhood):
     """
 
     def __init__(self, comm: Communicator, sources: Sequence[int], destinations: Sequence[int], *, owned: bool = False):
-        self.sources, self.destinations = tuple(sources), tuple(destinations)
-        self._comm, self._owned = comm, owned
+        self.sources, self._comm, self._owned = tuple(sources), comm, owned
         # By distance: where all have the same distances nobody is sent to by two at a time.
         self._order = sorted(destinations, key=lambda dest: (dest - comm.rank) % comm.size)
 

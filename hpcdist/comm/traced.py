@@ -176,7 +176,10 @@ class TracedCommunicator(Within, Communicator):
     )
     _gather: Any = Noted("gather", COLLECTIVE, lambda comm, data: comm._numbered(bytes=len(data)))
     barrier: Any = Noted("barrier", WAIT, lambda comm: comm._numbered())
-    neighbourhood: Any = Noted(result=lambda comm, plain, details: TracedNeighbourhood(comm, plain))
+    neighbourhood: Any = Noted(
+        describe=lambda comm, *ends: dict(zip(("from", "to"), ([comm.number(rank) for rank in one] for one in ends))),
+        result=lambda comm, plain, ends: TracedNeighbourhood(comm, plain, ends),
+    )
     window: Any = Noted(result=lambda comm, plain, details: TracedWindow(comm, plain))
     compute: Any = Noted(
         "forward and backward", "compute", lambda comm, share=1.0: None if comm.trace.virtual is None else {}
@@ -258,14 +261,15 @@ class TracedNeighbourhood(Within):
     start = Noted(
         "send to neighbours",
         MESSAGE,
-        lambda around, send, received: {"to": around.numbers(around.destinations), "bytes": send.nbytes},
+        lambda around, send, received: {"to": around.ends["to"], "bytes": send.nbytes},
         lambda around, request, details: TracedRequest(
-            around.comm, request, "receive from neighbours", {"from": around.numbers(around.sources)}
+            around.comm, request, "receive from neighbours", {"from": around.ends["from"]}
         ),
     )
 
-    def numbers(self, ranks: Iterable[int]) -> list[int]:
-        return [self.comm.number(rank) for rank in ranks]
+    def __init__(self, comm: TracedCommunicator, plain: Any, ends: Details):
+        super().__init__(comm, plain)
+        self.ends = ends
 
 
 class TracedMemory(Within):

@@ -98,7 +98,6 @@ class Neighbourhood(abc.ABC):
     """Repeated exchange of tensors with the same ranks. Made by `Communicator.neighbourhood`."""
 
     sources: tuple[int, ...]
-    destinations: tuple[int, ...]
 
     def start(self, send: Tensor, received: Tensor) -> Request:
         """Collective. Start to send `send` to all destinations, and to receive a tensor like it from every source.

@@ -211,8 +211,7 @@ class MpiNeighbourhood(Neighbourhood):
 
     def __init__(self, comm, sources: Sequence[int], destinations: Sequence[int]):
         check_graph(comm, sources, destinations)
-        self.sources, self.destinations = tuple(sources), tuple(destinations)
-        self._comm = comm
+        self.sources, self._n_sent, self._comm = tuple(sources), len(destinations), comm
         places = [[comm.failures.living.index(rank) for rank in ranks] for ranks in (sources, destinations)]
         self._graph = comm.failures.alive.Create_dist_graph_adjacent(*places, reorder=False)
 
@@ -225,7 +224,7 @@ class MpiNeighbourhood(Neighbourhood):
         into = comm.staging.message(host, send.numel() if self.sources else 0)
         given = comm.staging.message(sent)
         request = comm.calls.attempt(EXCHANGE, EVERYONE, self._graph.Ineighbor_allgather, given, into)
-        comm.traffic.sent(len(self.destinations) * send.nbytes, len(self.destinations))
+        comm.traffic.sent(self._n_sent * send.nbytes, self._n_sent)
         return MpiRequest(comm.calls, request, EXCHANGE, EVERYONE, host, None if direct else received, sent)
 
     def close(self) -> None:

@@ -121,7 +121,6 @@ def test_flat_is_the_concatenation_values_stay_and_changes_go_both_ways(specs):
     assert all(p.is_contiguous() for p in module.parameters())
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
     assert model.names == tuple(trainable) == tuple(name for name, *_ in model.named_slices())
-    assert model.n_params == sum(p.numel() for p in trainable.values())
     assert model.n_bytes == sum(p.numel() * p.element_size() for p in trainable.values())
     assert all(g.shape == p.shape and not g.any() for g, p in zip(model.grads, model.params, strict=True))
     for name, group, start, stop, shape in model.named_slices():
@@ -159,7 +158,7 @@ def test_modules_without_parameters_work():
         == model.names
         == ()
     )
-    assert used.shape == (0,) and seen == model.gradients.nonfinite() == [] and model.n_params == model.n_bytes == 0
+    assert used.shape == (0,) and seen == model.gradients.nonfinite() == [] and model.n_bytes == 0
 
 
 def test_channels_last_keeps_values_and_becomes_row_major():
@@ -174,7 +173,7 @@ def test_channels_last_keeps_values_and_becomes_row_major():
 def test_complex_parameters_lie_there_as_real_pairs_and_train_as_plain_ones():
     flat, plain = (nn.ParameterList([nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))]) for _ in range(2))
     model = FlatModel(flat, bucket_bytes=8)
-    assert model.params[0].tolist() == [1, 2, 3, -1] and model.n_params == 2 and model.n_bytes == 16
+    assert model.params[0].tolist() == [1, 2, 3, -1] and model.n_bytes == 16
     for module in (flat, plain):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         (module[0] * (2 + 1j)).abs().sum().backward()
@@ -313,21 +312,13 @@ def test_swapped_values_end_with_the_context_to_the_bit(specs, fails):
     assert_flat_is_module(model)
 
 
-def test_values_are_loaded_and_those_that_do_not_fit_are_refused():
-    module = one_of_each()
-    model = FlatModel(module)
-    copies, before = [flat.clone() for flat in model.params], bits(module.parameters())
-    for flat in model.params:
-        flat.zero_()
-    pointer = model.params[0].data_ptr()
-    model.load_params([c.requires_grad_() for c in copies])
-    assert bits(module.parameters()) == before and model.params[0].data_ptr() == pointer
-    assert not model.params[0].requires_grad
+def test_values_that_do_not_fit_are_refused():
     model = FlatModel(nn.BatchNorm1d(2))
-    with pytest.raises(ConfigError, match="tensors must be 1 flat tensors, one per group; got 0"):
-        model.load_params([])
-    with pytest.raises(ConfigError, match=r"tensors, group 0, must be torch.float32 of shape \(4,\); got .* \(3,\)"):
-        model.load_params([torch.ones(3)])
+    with pytest.raises(ConfigError, match="params must be 1 flat tensors, one per group; got 0"), model.swapped([]):
+        pass
+    found = r"params, group 0, must be torch.float32 of shape \(4,\); got .* \(3,\)"
+    with pytest.raises(ConfigError, match=found), model.swapped([torch.ones(3)]):
+        pass
     with pytest.raises(ConfigError, match=r"params, group 0, must be contiguous"), model.swapped([torch.ones(8)[::2]]):
         pass
     with pytest.raises(ConfigError, match="buffers must be 2 flat tensors"), model.swapped(buffers=[]):

@@ -21,7 +21,6 @@ from hpcdist.model.slots import (
     check_flattenable,
     check_memory,
     check_parameters,
-    check_values,
     describe,
     flatten,
     getter,
@@ -88,7 +87,7 @@ class FlatModel:
         params: flat trainable parameters, one 1-D tensor per group; complex ones as (real, imaginary) pairs.
         frozen: flat parameters with requires_grad=False, integer ones included.
         names: names of the trainable parameters, in the order of `module.parameters()`.
-        n_params, n_bytes: elements and bytes of all trainable parameters.
+        n_bytes: of all trainable parameters.
         gradients: the trainable parameters' gradients, their buckets, and the backward passes since the last step.
         flat_buffers: the buffers, with what a batch of weight 0 has changed in them.
         is_swapped: the module has other values for the moment, see `swapped`.
@@ -139,7 +138,6 @@ class FlatModel:
         self._all_slots = [by_name[name] for name, _ in named]  # in the module's order
         self._structure = _Structure(self.module)
         self.names = tuple(slot.name for slot in self._slots)
-        self.n_params = sum(slot.tensor.numel() for slot in self._slots)
         self.n_bytes = sum(flat.numel() * flat.element_size() for flat in self.params)
         self.gradients.watch(self._slots, self.params)
 
@@ -216,12 +214,6 @@ class FlatModel:
         return self.gradients.flats
 
     # --- values ---------------------------------------------------------------------------------------------------
-    def load_params(self, tensors: Sequence[Tensor]) -> None:
-        """Copy `tensors`, like `params` and on any device, into `params`."""
-        check_values("tensors", tensors, self.params)
-        for flat, tensor in zip(self.params, tensors, strict=True):
-            flat.copy_(tensor.detach())
-
     @contextmanager
     def swapped(
         self, params: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None

@@ -167,20 +167,14 @@ def check_parameters(now: Sequence[tuple[str, Tensor]], slots: Sequence[Slot]) -
         )
 
 
-def check_values(setting: str, tensors: Sequence[Tensor], like: Sequence[Tensor]) -> None:
-    """Raise ConfigError unless `tensors` match `like` in number, shape and dtype."""
+def check_memory(setting: str, tensors: Sequence[Tensor], like: Sequence[Tensor], slots: Iterable[Slot]) -> None:
+    """Raise ConfigError unless `tensors` can be the memory of `slots` in place of `like`."""
     if len(tensors) != len(like):
         raise ConfigError(f"{setting} must be {len(like)} flat tensors, one per group; got {len(tensors)}.")
+    complex_groups = {slot.group for slot in slots if slot.dtype.is_complex}
     for group, (tensor, own) in enumerate(zip(tensors, like, strict=True)):
         if tensor.shape != own.shape or tensor.dtype != own.dtype:
             raise ConfigError(f"{setting}, group {group}, must be {kind(own)}; got {kind(tensor)}.")
-
-
-def check_memory(setting: str, tensors: Sequence[Tensor], like: Sequence[Tensor], slots: Iterable[Slot]) -> None:
-    """Raise ConfigError unless `tensors` can be the memory of `slots` in place of `like`."""
-    check_values(setting, tensors, like)
-    complex_groups = {slot.group for slot in slots if slot.dtype.is_complex}
-    for group, (tensor, own) in enumerate(zip(tensors, like, strict=True)):
         aligned = group not in complex_groups or tensor.storage_offset() % 2 == 0
         if tensor.device != own.device or not tensor.is_contiguous() or not aligned:
             raise ConfigError(

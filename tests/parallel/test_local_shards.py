@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hpcdist as hd
 from hpcdist.errors import CheckpointError, ConfigError, NonFiniteError
 from hpcdist.session.world import init
+from hpcdist.strategies.common.state import copy_all
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.sizes(4)]
 FEATURES, HIDDEN, CLASSES, BATCH, STEPS = 6, 10, 5, 8, 5
@@ -409,7 +410,7 @@ def test_replicas_go_on_as_others(ranks, shared_tmp_path):
             for flat in resumed.optimizer.strategy.common:
                 flat.zero_()
             hd.load(shared_tmp_path / "diloco", optimizer=resumed.optimizer)
-            resumed.optimizer.strategy.model.load_params(resumed.optimizer.strategy.common)
+            copy_all(resumed.optimizer.strategy.model.params, resumed.optimizer.strategy.common)
             resumed.model.state_dict()  # before which the model takes them up
             assert all(torch.equal(*pair) for pair in zip(resumed.values(), make().parameters(), strict=True))
             hd.finish(resumed.shards)

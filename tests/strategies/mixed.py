@@ -70,7 +70,7 @@ def simulate(
 
     def updates_of(rank: int, has_samples: bool) -> Callable[[Tensor], Tensor]:
         def update(at: Tensor) -> Tensor:
-            flats[rank].load_params([at])
+            flats[rank].params[0].copy_(at)
             if has_samples:
                 locals_[rank].step()
             return flats[rank].params[0].clone()
@@ -82,7 +82,7 @@ def simulate(
         for at in range(plan.steps):
             sizes = plan.sizes(at)
             for rank in range(size):
-                flats[rank].load_params([z[rank]])
+                flats[rank].params[0].copy_(z[rank])
                 if sizes[rank]:
                     locals_[rank].zero_grad()
                     problem.loss(modules[rank], plan.indices(at, rank)).backward()

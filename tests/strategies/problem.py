@@ -18,6 +18,7 @@ from hpcdist.data import EpochPlan
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import StepRecord
 from hpcdist.session.loader.period import joint_batch
+from hpcdist.strategies.common.state import copy_all
 
 SAMPLES, FEATURES = 240, 6
 _generator = torch.Generator().manual_seed(7)
@@ -91,7 +92,7 @@ LONG_PERIODS = [name for name in stepping() if _period(name) > 20]  # longer tha
 
 def load(module: nn.Module, params: Collection[Tensor]) -> None:
     """Copies flat parameters into a module."""
-    FlatModel(module).load_params(list(params))
+    copy_all(FlatModel(module).params, params)
 
 
 def make(

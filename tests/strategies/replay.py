@@ -88,7 +88,7 @@ def _numbered(log):
 def _gradient(params, indices):
     module = problem.model()
     model = FlatModel(module)
-    model.load_params([params])
+    model.params[0].copy_(params)
     problem.loss(module, indices).backward()
     model.gradients.collect()
     return model.grads[0]

@@ -15,6 +15,7 @@ from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual import Network
 from hpcdist.model.flat import FlatModel
+from hpcdist.strategies.common.state import copy_all
 from strategies import problem
 from train import tiny
 
@@ -98,7 +99,7 @@ def places_where_it_differs(
 def _goes_on(comm, name, options, optimizer, saved: HeldRank, values: list[Tensor], place: int) -> bool:
     params, of_local, of_strategy = saved.at()
     again, local = make(comm, name, options, optimizer)
-    again.model.load_params(params)
+    copy_all(again.model.params, params)
     local.load_state_dict(of_local)
     again.state.load(of_strategy)
     found, _ = go(again, local, range(place, len(values)))

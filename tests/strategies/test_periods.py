@@ -11,6 +11,7 @@ from harness import worlds
 from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.model.flat import FlatModel
+from hpcdist.strategies.common.state import copy_all
 from strategies import problem, replicas
 
 pytestmark = pytest.mark.computes
@@ -167,7 +168,7 @@ def test_an_exchange_in_flight_is_dropped_where_only_one_of_two_runs_overlaps(ov
         replicas.go(strategy, local, range(3))
         params, saved = [flat.clone() for flat in strategy.model.params], deepcopy(strategy.state.save())
         again, local = replicas.make(comm, "local_sgd", {"period": 3, "overlap": not overlap}, "sgd")
-        again.model.load_params(params)
+        copy_all(again.model.params, params)
         again.state.load(saved)
         assert (saved["under_way"], again.in_flight) == ([[0, 3]] if overlap else [], {})
         assert torch.equal(again.common[0], saved["common"][0])

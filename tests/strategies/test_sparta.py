@@ -20,7 +20,7 @@ STILL = {"share": 0.25, "selection": "partition"}
 def still(comm, options, steps, seed=0, name=NAME):
     """Collective. Parameters after each step of ranks that begin apart and do not move by themselves."""
     strategy, local = replicas.make(comm, name, options, "sgd")
-    noise = torch.randn(strategy.model.n_params, generator=torch.Generator().manual_seed(comm.rank + 10 * seed))
+    noise = torch.randn(len(strategy.model.params[0]), generator=torch.Generator().manual_seed(comm.rank + 10 * seed))
     strategy.model.params[0].add_(noise)
     found = [strategy.model.params[0].clone()]
     for _ in range(steps):
@@ -59,7 +59,7 @@ def test_a_share_of_one_in_so_many_makes_so_many_parts(parts):
         strategy, _ = replicas.make(comm, NAME, {"share": 1 / parts, "selection": "partition"}, "sgd")
         found = [strategy._select(step)[0].tolist() for step in range(parts)]
         replicas.end(strategy)
-        return sorted(sum(found, [])) == list(range(strategy.model.n_params))
+        return sorted(sum(found, [])) == list(range(len(strategy.model.params[0])))
 
     assert all(run_virtual(taken, 2))
 

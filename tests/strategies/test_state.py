@@ -186,7 +186,7 @@ def _undeclared(strategy, saved):
     known += [*model.params, *model.grads, *model.frozen, *model.buffers, *strategy.state.tensors]
     storages = {tensor.untyped_storage().data_ptr() for tensor in known}
     held = _held(strategy, type(strategy).__name__, {})
-    least = model.n_params / (2 * strategy.comm.size)
+    least = sum(map(len, model.params)) / (2 * strategy.comm.size)
     large = [(path, own) for path, own in held if own.numel() >= least and own.is_floating_point()]
     return [path for path, own in large if own.untyped_storage().data_ptr() not in storages]
 

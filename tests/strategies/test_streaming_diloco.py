@@ -12,6 +12,7 @@ from torch import nn
 from harness.cases import each
 from hpcdist.comm.virtual import Constant, Network, run_virtual
 from hpcdist.model.flat import FlatModel
+from hpcdist.strategies.common.state import copy_all
 from hpcdist.strategies.synchronous.fragments import cut
 from strategies import problem, replicas
 
@@ -252,7 +253,7 @@ def test_a_fragment_in_flight_is_dropped_where_what_was_sent_is_not_saved(merge)
         replicas.go(strategy, local, range(5))
         params, saved = [flat.clone() for flat in strategy.model.params], deepcopy(strategy.state.save())
         again, local = replicas.make(comm, NAME, {"period": 4, "fragment_layers": None, "merge": merge}, "sgd")
-        again.model.load_params(params)
+        copy_all(again.model.params, params)
         again.state.load(saved)
         assert saved["under_way"] == [[0, 4]] and not again.in_flight
         (x,) = again.common

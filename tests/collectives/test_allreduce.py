@@ -223,9 +223,9 @@ def test_allreduce_by_name_and_again_and_again(ranks):
         works = [calls.all_reduce([tensor, tensor], "mean", algorithm="ring", async_op=True) for _ in range(2)]
         for work in works:
             work.wait()
-        for given in ({"op": "max"}, {"factor": 2.0}):
+        for options in ({"op": "max"}, {"factor": 2.0}):
             with pytest.raises(ConfigError, match="op must be sum or mean, without factor, where algorithm is 'ring'"):
-                calls.all_reduce(tensor, algorithm="ring", **given)
+                calls.all_reduce(tensor, algorithm="ring", **options)
         calls.close()
         return tensor.tolist()
 

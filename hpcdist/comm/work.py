@@ -22,8 +22,8 @@ _LOCK = threading.Lock()  # held while a work ends, or gets a callback
 # A callback of a future may itself make collective calls, and wait for them: so it must not keep the thread that makes
 # those. More threads than that wait for each other in no script.
 _CALLBACKS = ThreadPoolExecutor(64, "hpcdist-futures")
-# Works that Python has let go of, and not waited for: C++ may keep one, as DistributedDataParallel does for `join`, and
-# can't wait for it without Python's half of it. Nobody tells until when, so the last ones stay.
+# Works that Python has let go of: C++ may keep one, as DistributedDataParallel does for `join`, and can't wait for it
+# without Python's half of it. Nobody tells until when, so the last ones stay.
 LET_GO: deque[Work] = deque(maxlen=256)
 KEPT_BYTES = 1 << 12  # of a tensor that stays with them
 
@@ -50,7 +50,8 @@ class Work(_Base):
     _poll: Callable[[], bool] | None = None
     _block: Callable[[], object] | None = None
     _after: Callable[[], object] | None = None
-    _queued = _asked = told = False  # asked: somebody has waited for it, or has its future
+    _queued = told = False
+    source = -1
     _callbacks: tuple[Callable[[], object], ...] = ()
     error: BaseException | None = None
 
@@ -59,11 +60,9 @@ class Work(_Base):
         after: Callable[[], object] | None = None, source: int = -1, queued: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.tensors, self.source = tensors, source
-        if block is not None:
-            self._poll, self._block, self._after = poll, block, after
-        if queued:
-            self._queued = True
+        self.tensors = tensors
+        if block is not None or queued:
+            self._poll, self._block, self._after, self.source, self._queued = poll, block, after, source, queued
 
     @classmethod
     def of_all(cls, works: Sequence[Any], tensors: Any) -> Work:
@@ -76,7 +75,7 @@ class Work(_Base):
         return cls(tensors, lambda: all(work.is_completed() for work in works), block)
 
     def __del__(self, keep: Callable[[Work], None] = LET_GO.append) -> None:
-        if self._queued and not self._asked:
+        if self._queued:
             written = self.tensors if isinstance(self.tensors, (list, tuple)) else [self.tensors]
             if not all(isinstance(one, torch.Tensor) and one.nbytes <= KEPT_BYTES for one in written):
                 self.tensors = []
@@ -97,16 +96,17 @@ class Work(_Base):
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Block until the call is over; raise what it raised, or DeadlineError past a timeout."""
-        self._asked = True
-        block, poll = self._block, self._poll
+        block = self._block
         if block is not None:
+            poll = self._poll
             if timeout > NO_LIMIT and poll is not None:
                 wait_until(poll, timeout.total_seconds(), lambda: "the end of a call in flight")
             else:
                 block()
             if not self._queued:
                 self.run(self._after)
-        self.raise_error()
+        if self.error is not None:
+            self.raise_error()
         return True
 
     def raise_error(self) -> None:
@@ -146,12 +146,11 @@ class Work(_Base):
 
     def get_future(self) -> torch.futures.Future:
         """Return a future with the result. A message, and several works, are waited for here."""
-        self._asked = True
         if not self._queued:
             self.wait()
         over: torch.futures.Future = torch.futures.Future()
         # What a callback raises is an error to C++, too; what `set_exception` sets is a value there.
-        future = over.then(self._value)
+        future = over.then(partial(self._value, self.tensors))
         with _LOCK:
             in_flight = self._block is not None
             if in_flight:
@@ -160,9 +159,9 @@ class Work(_Base):
             over.set_result(None)
         return future
 
-    def _value(self, _: object) -> Any:
+    def _value(self, tensors: Any, _: object) -> Any:
         self.raise_error()
-        return self.tensors
+        return tensors
 
 
 class CallQueue:

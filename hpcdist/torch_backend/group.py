@@ -175,7 +175,9 @@ class MpiGroup(dist.ProcessGroup):
             else:
                 call(*args, **more)
                 work = Work(found)
-        return self._noted(work)
+        if self._together is not None:
+            self._together.append(work)
+        return work
 
     @by_device
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = _ALLREDUCE) -> Work:

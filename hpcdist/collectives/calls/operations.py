@@ -369,11 +369,13 @@ class Collectives:
                 with self._counted:
                     call()
 
-        if async_op and self.comm.trace.virtual is not None:
-            work = Work(out)
-            work.run(partial(self.queue.make, make))
-            return work
-        return self.queue.make(make, out, async_op=async_op)
+        if not async_op:
+            return self.queue.make(make)
+        if self.comm.trace.virtual is None:
+            return self.queue.submit(make, out)
+        work = Work(out)
+        work.run(partial(self.queue.make, make))
+        return work
 
     def _set_up(self) -> None:
         """Collective. Find how these ranks hand data to each other."""

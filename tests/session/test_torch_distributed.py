@@ -8,6 +8,7 @@ import pytest
 
 import hpcdist as hd
 from comm.jobs_here import run
+from faults.deaths import ULFM, survivable
 from harness.launch import find_mpirun
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.session.world import _advice
@@ -158,6 +159,57 @@ own = torch.ones(1)
 dist.all_reduce(own)
 assert dist.get_backend() == "gloo" and own.item() == 2
 """
+# As where torch finds GPUs, of which ranks have one each or share one: NCCL itself begins with the first call on one.
+GPUS = """
+import os
+import torch, torch.distributed as dist
+import hpcdist as hd
+
+RANK = os.environ["OMPI_COMM_WORLD_RANK"]
+os.environ["CUDA_VISIBLE_DEVICES"] = {visible}
+torch.cuda.device_count, dist.is_nccl_available = lambda: {count}, lambda: True
+hd.init()
+assert dist.get_backend() == {backend!r}, dist.get_backend()
+own, group, cuda = torch.ones(1), dist.group.WORLD, torch.device("cuda")
+dist.all_reduce(own)
+assert own.item() == 2
+
+class Calls:
+    made = []
+    def __getattr__(self, name):
+        return lambda *args, **options: self.made.append(name) or name
+
+if "nccl" in dist.get_backend():
+    calls = group._elsewhere = Calls()
+    before = group._get_sequence_number_for_group()
+    group._start_coalescing(cuda)
+    assert group._end_coalescing(cuda) == "_end_coalescing" and group._get_backend(cuda) is calls
+    class OnGpu:
+        is_cuda = True
+    assert group.allreduce([OnGpu()]) == "allreduce" and group._get_sequence_number_for_group() == before + 1
+    assert calls.made == ["_start_coalescing", "_end_coalescing", "allreduce"]
+    group._elsewhere = None
+"""
+GPUS_OF = {  # what each rank sees, how many, and the backend
+    "one each": ('"0,1"', 2, "cpu:hpcdist,cuda:nccl"),
+    "one each, which it alone sees": ("RANK", 1, "cpu:hpcdist,cuda:nccl"),
+    "one together": ('"0"', 1, "hpcdist"),
+}
+MORTAL = """
+import os, signal
+import torch, torch.distributed as dist
+import hpcdist as hd
+
+comm, own = hd.init(deadline_s=20), torch.ones(1)
+dist.all_reduce(own)
+assert dist.get_backend() == "gloo" and own.item() == 3
+if comm.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    dist.all_reduce(own)
+except RuntimeError:
+    print("told")
+"""
 APART = """
 import os
 import torch, torch.distributed as dist
@@ -186,7 +238,7 @@ assert not dist.is_initialized() and "RANK" not in os.environ
 """
 ENDS = {  # the script, and what is said
     "another value": ("hd.init(torch_distributed='mpi')", "must be True, 'gloo', 'nccl' or False; got 'mpi'"),
-    "no GPUs": ("hd.init(torch_distributed='nccl')", "must have NCCL and a GPU of its own on every rank; rank 0 has none"),
+    "no GPUs": ("hd.init(torch_distributed='nccl')", "must have NCCL and a GPU of its own on every rank; rank 0"),
     "values that differ": (
         "hd.init(torch_distributed='gloo' if int(os.environ['OMPI_COMM_WORLD_RANK']) else True)",
         "versions and settings must be the same on every rank; rank 1 differs from rank 0: torch_distributed",
@@ -214,6 +266,21 @@ ENDS = {  # the script, and what is said
 def test_ranks_are_known_unless_the_script_says_otherwise_and_end_without_a_word(tmp_path, script):
     job = run(tmp_path, script, 2)
     assert job.returncode == 0 and not job.stderr, job.stderr
+
+
+@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
+@pytest.mark.parametrize("gpus", GPUS_OF)
+def test_tensors_of_gpus_are_nccls_where_each_rank_has_a_gpu_of_its_own(tmp_path, gpus):
+    visible, count, backend = GPUS_OF[gpus]
+    script = GPUS.replace("{visible}", visible).replace("{count}", str(count)).replace("{backend!r}", repr(backend))
+    job = run(tmp_path, script, 2)
+    assert job.returncode == 0, job.stderr
+
+
+@survivable
+def test_a_group_that_ranks_may_die_in_is_on_gloo_and_tells_the_others(tmp_path):
+    job = run(tmp_path, MORTAL, 3, options=ULFM)
+    assert job.returncode == 0 and job.stdout.count("told") == 2, job.stderr
 
 
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")

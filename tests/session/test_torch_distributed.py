@@ -168,27 +168,49 @@ import hpcdist as hd
 RANK = os.environ["OMPI_COMM_WORLD_RANK"]
 os.environ["CUDA_VISIBLE_DEVICES"] = {visible}
 torch.cuda.device_count, dist.is_nccl_available = lambda: {count}, lambda: True
-hd.init()
+comm = hd.init()
 assert dist.get_backend() == {backend!r}, dist.get_backend()
 own, group, cuda = torch.ones(1), dist.group.WORLD, torch.device("cuda")
 dist.all_reduce(own)
 assert own.item() == 2
 
-class Calls:
-    made = []
-    def __getattr__(self, name):
-        return lambda *args, **options: self.made.append(name) or name
+class OnGpu(torch.Tensor):  # says so, and lies on the host, where Gloo takes NCCL's place
+    is_cuda = True
+
+def gloo(store, rank, size, options):
+    return dist.ProcessGroupGloo(store, rank, size)
+
+gloo.Options = object
+register = dist.ProcessGroup._register_backend
+def everywhere(pg, device, kind, backend):
+    for device in (cuda, torch.device("cpu")):
+        register(pg, device, dist.ProcessGroup.BackendType.GLOO, backend)
 
 if "nccl" in dist.get_backend():
-    calls = group._elsewhere = Calls()
-    before = group._get_sequence_number_for_group()
-    group._start_coalescing(cuda)
-    assert group._end_coalescing(cuda) == "_end_coalescing" and group._get_backend(cuda) is calls
-    class OnGpu:
-        is_cuda = True
-    assert group.allreduce([OnGpu()]) == "allreduce" and group._get_sequence_number_for_group() == before + 1
-    assert calls.made == ["_start_coalescing", "_end_coalescing", "allreduce"]
-    group._elsewhere = None
+    torch.cuda.get_device_capability = lambda device: (0, 0)
+    dist.ProcessGroupNCCL, dist.ProcessGroup._register_backend = gloo, everywhere
+    before, rank = group._get_sequence_number_for_group(), comm.rank
+    def ones(count):
+        return torch.ones(count).as_subclass(OnGpu)
+    made = [ones(n) for n in (2, 2, 4, 1, 2)]
+    dist.all_reduce(made[0])
+    dist.broadcast(made[1].fill_(rank), 1)
+    dist.all_gather_into_tensor(made[2], ones(2))
+    dist.reduce_scatter_tensor(made[3], ones(2))
+    dist.all_to_all_single(made[4], ones(2).mul_(rank))
+    assert [each.tolist() for each in made] == [[2, 2], [1, 1], [1, 1, 1, 1], [2], [0, 1]]
+    assert group._get_sequence_number_for_group() == before + 5
+    assert isinstance(group._get_backend(cuda), dist.ProcessGroupGloo)
+    works = [dist.isend(ones(1), 1 - rank), dist.irecv(made[3].zero_(), 1 - rank)]
+    [work.wait() for work in works]
+    assert made[3].tolist() == [1]
+    for call in (group._start_coalescing, group._end_coalescing):  # come to the backend, which NCCL's alone can do
+        try:
+            call(cuda)
+        except RuntimeError as error:
+            assert "gloo does not implement" in str(error)
+        else:
+            raise AssertionError(call)
 """
 GPUS_OF = {  # what each rank sees, how many, and the backend
     "one each": ('"0,1"', 2, "cpu:hpcdist,cuda:nccl"),

@@ -143,7 +143,8 @@ class MpiGroup(dist.ProcessGroup):
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
     def _get_backend(self, device: torch.device) -> Any:
-        return (self.on_gpus() if torch.device(device).type == "cuda" else None) or self
+        elsewhere = self._group_for(device)
+        return self if elsewhere is None else elsewhere._get_backend(device)
 
     def set_timeout(self, timeout: timedelta) -> None:
         for comm in (self.comm, self._calls.comm):
@@ -157,12 +158,16 @@ class MpiGroup(dist.ProcessGroup):
 
     def on_gpus(self) -> Any:
         """Return the group that makes calls on tensors of GPUs; None where it is this one."""
-        if self._elsewhere is None:
-            config = distributed_c10d._world.pg_backend_config.get(self, "")
-            kind: Any = dist.ProcessGroupNCCL
-            store = dist.PrefixStore("cuda", self._store)
-            self._elsewhere = "cuda:nccl" in str(config) and kind(store, self.rank(), self.size(), kind.Options())
-        return self._elsewhere or None
+        if self._elsewhere is None and "cuda:nccl" in str(distributed_c10d._world.pg_backend_config.get(self, "")):
+            kind, cuda, place = cast(Any, dist).ProcessGroupNCCL, torch.device("cuda"), (self.rank(), self.size())
+            backend = kind(dist.PrefixStore("cuda", self._store), *place, kind.Options())
+            # A group around it, for a backend lacks some of the calls that torch makes on groups.
+            self._elsewhere = cast(Any, dist.ProcessGroup)(*place)
+            self._elsewhere._register_backend(cuda, dist.ProcessGroup.BackendType.NCCL, backend)
+        return self._elsewhere
+
+    def _group_for(self, device: Any) -> Any:
+        return self.on_gpus() if torch.device(device).type == "cuda" else None
 
     # --- collective calls ---------------------------------------------------------------------------------------------
     def _begin(self, options: Any, found: Any, call: Callable[..., Any], *args: Any, **more: Any) -> Work:
@@ -224,14 +229,14 @@ class MpiGroup(dist.ProcessGroup):
         return Work.of_all(works, outs)
 
     @by_device
-    def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = _ALLGATHER) -> Work:
+    def _allgather_base(self, out: Tensor, tensor: Tensor, opts: Any = _ALLGATHER) -> Work:
         return self._begin(opts, [out], self._calls.all_gather, out, tensor)
 
     @by_device
-    def all_gather_single_coalesced(
+    def allgather_into_tensor_coalesced(
         self, outs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = _ALLGATHER
     ) -> Work:
-        return Work.of_all([self.all_gather_single(out, own, opts) for out, own in zip(outs, tensors)], outs)
+        return Work.of_all([self._allgather_base(out, own, opts) for out, own in zip(outs, tensors)], outs)
 
     @by_device
     def gather(self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = _GATHER) -> Work:
@@ -251,22 +256,22 @@ class MpiGroup(dist.ProcessGroup):
         return self._begin(opts, outs, self._calls.reduce_scatter, outs[0], given[0], operation, factor=factor)
 
     @by_device
-    def reduce_scatter_single(self, out: Tensor, given: Tensor, opts: Any = _REDUCE_SCATTER) -> Work:
+    def _reduce_scatter_base(self, out: Tensor, given: Tensor, opts: Any = _REDUCE_SCATTER) -> Work:
         operation, factor = _operation(opts)
         return self._begin(opts, [out], self._calls.reduce_scatter, out, given, operation, factor=factor)
 
     @by_device
-    def reduce_scatter_single_coalesced(
+    def reduce_scatter_tensor_coalesced(
         self, outs: Sequence[Tensor], given: Sequence[Tensor], opts: Any = _REDUCE_SCATTER
     ) -> Work:
-        return Work.of_all([self.reduce_scatter_single(out, own, opts) for out, own in zip(outs, given)], outs)
+        return Work.of_all([self._reduce_scatter_base(out, own, opts) for out, own in zip(outs, given)], outs)
 
     @by_device
     def alltoall(self, outs: Sequence[Tensor], given: Sequence[Tensor], opts: Any = _ALL_TO_ALL) -> Work:
         return self._begin(opts, outs, self._calls.all_to_all, outs, given)
 
     @by_device
-    def all_to_all_single(
+    def alltoall_base(
         self, out: Tensor, given: Tensor, out_sizes: Sequence[int], sizes: Sequence[int],
         opts: Any = _ALL_TO_ALL,
     ) -> Work:  # fmt: skip
@@ -287,10 +292,10 @@ class MpiGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = _BARRIER) -> Work:
         return self._begin(opts, [], self._calls.barrier)
 
-    # Names that these calls have in earlier versions of torch.
-    _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
-    _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+    # Names that these calls have in later versions of torch, which know the earlier ones, too.
+    all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
+    reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
 
     def monitored_barrier(self, timeout: timedelta = NO_LIMIT, wait_all_ranks: bool = False) -> None:
         """Return once all ranks have called it; name those that have not when the time is over, on rank 0.
@@ -363,13 +368,14 @@ class MpiGroup(dist.ProcessGroup):
 
     # --- several calls together, and the end --------------------------------------------------------------------------
     def _start_coalescing(self, device: torch.device) -> None:
-        if (elsewhere := self._get_backend(device)) is not self:
-            elsewhere._start_coalescing()
-        self._together = []
+        if (elsewhere := self._group_for(device)) is not None:
+            elsewhere._start_coalescing(device)
+        else:
+            self._together = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        if (elsewhere := self._get_backend(device)) is not self:
-            return elsewhere._end_coalescing()
+        if (elsewhere := self._group_for(device)) is not None:
+            return elsewhere._end_coalescing(device)
         works, self._together = self._together or [], None
         return Work.of_all(works, None)
 
@@ -381,7 +387,7 @@ class MpiGroup(dist.ProcessGroup):
         if isinstance(self.comm, Closed):
             return
         if self._elsewhere:
-            self._elsewhere.shutdown()
+            self._elsewhere._get_backend(torch.device("cuda")).shutdown()
         calls, comm, self._store = self._calls, self.comm, None
         self.comm = self._calls = self._elsewhere = cast(Any, Closed("a process group", "destroyed"))
         calls.close()

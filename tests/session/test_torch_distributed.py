@@ -8,6 +8,7 @@ import pytest
 
 import hpcdist as hd
 from comm.jobs_here import run
+from faults.deaths import ULFM, survivable
 from harness.launch import find_mpirun
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.session.world import _advice
@@ -158,6 +159,79 @@ own = torch.ones(1)
 dist.all_reduce(own)
 assert dist.get_backend() == "gloo" and own.item() == 2
 """
+# As where torch finds GPUs, of which ranks have one each or share one: NCCL itself begins with the first call on one.
+GPUS = """
+import os
+import torch, torch.distributed as dist
+import hpcdist as hd
+
+RANK = os.environ["OMPI_COMM_WORLD_RANK"]
+os.environ["CUDA_VISIBLE_DEVICES"] = {visible}
+torch.cuda.device_count, dist.is_nccl_available = lambda: {count}, lambda: True
+comm = hd.init()
+assert dist.get_backend() == {backend!r}, dist.get_backend()
+own, group, cuda = torch.ones(1), dist.group.WORLD, torch.device("cuda")
+dist.all_reduce(own)
+assert own.item() == 2
+
+class OnGpu(torch.Tensor):  # says so, and lies on the host, where Gloo takes NCCL's place
+    is_cuda = True
+
+def gloo(store, rank, size, options):
+    return dist.ProcessGroupGloo(store, rank, size)
+
+gloo.Options = object
+register = dist.ProcessGroup._register_backend
+def everywhere(pg, device, kind, backend):
+    for device in (cuda, torch.device("cpu")):
+        register(pg, device, dist.ProcessGroup.BackendType.GLOO, backend)
+
+if "nccl" in dist.get_backend():
+    torch.cuda.get_device_capability = lambda device: (0, 0)
+    dist.ProcessGroupNCCL, dist.ProcessGroup._register_backend = gloo, everywhere
+    before, rank = group._get_sequence_number_for_group(), comm.rank
+    def ones(count):
+        return torch.ones(count).as_subclass(OnGpu)
+    made = [ones(n) for n in (2, 2, 4, 1, 2)]
+    dist.all_reduce(made[0])
+    dist.broadcast(made[1].fill_(rank), 1)
+    dist.all_gather_into_tensor(made[2], ones(2))
+    dist.reduce_scatter_tensor(made[3], ones(2))
+    dist.all_to_all_single(made[4], ones(2).mul_(rank))
+    assert [each.tolist() for each in made] == [[2, 2], [1, 1], [1, 1, 1, 1], [2], [0, 1]]
+    assert group._get_sequence_number_for_group() == before + 5
+    assert isinstance(group._get_backend(cuda), dist.ProcessGroupGloo)
+    works = [dist.isend(ones(1), 1 - rank), dist.irecv(made[3].zero_(), 1 - rank)]
+    [work.wait() for work in works]
+    assert made[3].tolist() == [1]
+    for call in (group._start_coalescing, group._end_coalescing):  # come to the backend, which NCCL's alone can do
+        try:
+            call(cuda)
+        except RuntimeError as error:
+            assert "gloo does not implement" in str(error)
+        else:
+            raise AssertionError(call)
+"""
+GPUS_OF = {  # what each rank sees, how many, and the backend
+    "one each": ('"0,1"', 2, "cpu:hpcdist,cuda:nccl"),
+    "one each, which it alone sees": ("RANK", 1, "cpu:hpcdist,cuda:nccl"),
+    "one together": ('"0"', 1, "hpcdist"),
+}
+MORTAL = """
+import os, signal
+import torch, torch.distributed as dist
+import hpcdist as hd
+
+comm, own = hd.init(deadline_s=20), torch.ones(1)
+dist.all_reduce(own)
+assert dist.get_backend() == "gloo" and own.item() == 3
+if comm.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    dist.all_reduce(own)
+except RuntimeError:
+    print("told")
+"""
 APART = """
 import os
 import torch, torch.distributed as dist
@@ -214,6 +288,21 @@ ENDS = {  # the script, and what is said
 def test_ranks_are_known_unless_the_script_says_otherwise_and_end_without_a_word(tmp_path, script):
     job = run(tmp_path, script, 2)
     assert job.returncode == 0 and not job.stderr, job.stderr
+
+
+@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
+@pytest.mark.parametrize("gpus", GPUS_OF)
+def test_tensors_of_gpus_are_nccls_where_each_rank_has_a_gpu_of_its_own(tmp_path, gpus):
+    visible, count, backend = GPUS_OF[gpus]
+    script = GPUS.replace("{visible}", visible).replace("{count}", str(count)).replace("{backend!r}", repr(backend))
+    job = run(tmp_path, script, 2)
+    assert job.returncode == 0, job.stderr
+
+
+@survivable
+def test_a_group_that_ranks_may_die_in_is_on_gloo_and_tells_the_others(tmp_path):
+    job = run(tmp_path, MORTAL, 3, options=ULFM)
+    assert job.returncode == 0 and job.stdout.count("told") == 2, job.stderr
 
 
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")

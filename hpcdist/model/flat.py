@@ -49,8 +49,8 @@ def set_aside(parts: Sequence[Tensor], *, adds: bool = False) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What a step finds where it begins.
+class LoopChanges:
+    """What the loop has changed before a step.
 
     Attributes:
         unfrozen: the name of a parameter that was frozen when the model was wrapped, and is to be trained now.
@@ -294,7 +294,7 @@ class FlatModel:
         return [*counts, *map(some_values, self.params)]
 
     # --- agreement ------------------------------------------------------------------------------------------------
-    def look(self) -> Look:
+    def look(self) -> LoopChanges:
         """Tell what the loop has changed, once where a step begins; move back what lies elsewhere, as `refresh` does.
 
         Raises:
@@ -302,7 +302,7 @@ class FlatModel:
         """
         self.refresh()
         frozen = next((slot.name for slot in self._slots if not slot.tensor.requires_grad), None)
-        return Look(self.unfrozen, frozen, self.gradients.changed())
+        return LoopChanges(self.unfrozen, frozen, self.gradients.changed())
 
     def refresh(self) -> None:
         """Move parameters back that were given other memory, with their new values. Costs less than 1 µs a parameter.

@@ -15,7 +15,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.pieces import some_values
 from hpcdist.config import Settings
 from hpcdist.errors import RankFailedError, refuse_former
-from hpcdist.model.flat import FlatModel, Look
+from hpcdist.model.flat import FlatModel, LoopChanges
 from hpcdist.model.hyperparameters import Hyperparameters, require_equal_values
 from hpcdist.parallel.agreement import Agreement
 from hpcdist.records import StepRecord
@@ -214,7 +214,7 @@ class Strategy(abc.ABC):
 
     # --- what the loop calls --------------------------------------------------------------------------------------
     def step(
-        self, update: Update, *, skips: bool = False, unscale: float | None = None, look: Look | None = None
+        self, update: Update, *, skips: bool = False, unscale: float | None = None, look: LoopChanges | None = None
     ) -> StepRecord:
         """Take one step of a worker, and return its record. Collective for synchronous strategies.
 

@@ -276,7 +276,8 @@ class AllReduce(Strategy):
         if self._compressed is not None:
             used, bad = self._average_compressed(self._compressed)
         else:
-            used, bad = self._agree(self._average())
+            used, bad = self._agreement(self._average(), self._bad)
+        self._bad = []
         self.model.gradients.release(used)
         if self._trial is not None and not self._trial.decided:
             now_s = self.comm.now()
@@ -312,18 +313,15 @@ class AllReduce(Strategy):
     def _average_compressed(self, sum_up: Reduction) -> tuple[Tensor, dict[int, list[str]]]:
         used, self._bad = self.model.gradients.collect(), self.gradients.nonfinite()
         self.gradients.look()
-        used, bad = self._agree(used)  # before: what is not finite must not get into what is left to be sent
+        used, bad = self._agreement(
+            used, self._bad
+        )  # before: what is not finite must not get into what is left to be sent
         if bad:
             for flat in self.model.grads:  # so that all ranks see that it was not
                 flat.fill_(torch.nan)
         else:
             sum_up.mean(self.model.grads, used)
         return used, bad
-
-    def _agree(self, used: Tensor) -> tuple[Tensor, dict[int, list[str]]]:
-        """Find which parameters had a gradient on any rank, and which were not finite, by rank."""
-        bad, self._bad = self._bad, []
-        return self._agreement(used, bad)
 
     def close(self) -> None:
         if self._compressed is not None:

@@ -114,7 +114,7 @@ class Averaging:
         prepare: Callable[[Bucket], None],
     ):  # fmt: skip
         comm = calls.comm
-        self._comm, self._calls, self._algorithm, self._prepare = comm, calls, algorithm, prepare
+        self._comm, self._queue, self._prepare = comm, calls.queue, prepare
         self._library = provider.make(comm, model.grads) if provider else None
         self.overlaps = comm.size > 1 and comm.concurrent if self._library is None else True
         self.repeats = provider.op == "average"
@@ -123,7 +123,7 @@ class Averaging:
         self._works: list[Work] = []
         self._average = self._average_one
         if self._library is None:
-            calls.algorithm(algorithm)
+            self._mean = calls.algorithm(algorithm).mean
             self._average = comm.trace.noted(
                 "average a bucket", "collective", self._average_one,
                 lambda bucket: {"bucket": bucket.index, "bytes": bucket.grads.nbytes},
@@ -141,14 +141,14 @@ class Averaging:
     def begin(self, bucket: Bucket) -> None:
         """Collective. Start to prepare and average one bucket; `wait` waits for it."""
         if self._library is None:
-            self._works.append(self._calls.queue.submit(partial(self._average, bucket)))
+            self._works.append(self._queue.submit(partial(self._average, bucket)))
         else:
             self._average(bucket)
 
     def _average_one(self, bucket: Bucket) -> None:
         self._prepare(bucket)
         if self._library is None:
-            self._calls.all_reduce(bucket.grads, "mean", algorithm=self._algorithm)
+            self._mean(bucket.grads)
             return
         parts = [bucket.grads]
         if self._slices is not None:
@@ -167,6 +167,6 @@ class Averaging:
 
     def close(self) -> None:
         """Collective. Wait for buckets in flight, and release what another library holds."""
-        self._calls.queue.close()
+        self._queue.close()
         if self._library is not None:
             self._library.close()

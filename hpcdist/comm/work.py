@@ -45,12 +45,13 @@ class Work(_Base):
     Attributes:
         error: what the call raised.
         told: somebody has got the error.
+        waited: somebody waits for it, without a timeout.
     """
 
     _poll: Callable[[], bool] | None = None
     _block: Callable[[], object] | None = None
     _after: Callable[[], object] | None = None
-    _queued = told = False
+    _queued = told = waited = False
     source = -1
     _callbacks: tuple[Callable[[], object], ...] = ()
     error: BaseException | None = None
@@ -102,6 +103,7 @@ class Work(_Base):
             if timeout > NO_LIMIT and poll is not None:
                 wait_until(poll, timeout.total_seconds(), lambda: "the end of a call in flight")
             else:
+                self.waited = True
                 block()
             if not self._queued:
                 self.run(self._after)
@@ -173,22 +175,20 @@ class CallQueue:
     Args:
         failures: of the communicator, which nobody else uses while calls are in flight.
         threaded: this rank may have a further thread; else a call is made at once, and over when its work is returned.
-
-    Attributes:
-        pending: calls in flight.
     """
 
     def __init__(self, failures: Failures, threaded: bool):
-        self.threaded, self.pending, self._failures = threaded, 0, failures
-        self._lock, self._started, self._awaited = threading.Lock(), False, False
+        self.threaded, self._failures = threaded, failures
+        self._started = self._closing = False
         self._ident: int | None = None  # of the thread
+        self._in_flight: deque[Work] = deque()
         self._tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._failed: list[Work] = []
 
     @property
     def busy(self) -> bool:
         """Return whether there are calls for whose end nobody waits."""
-        return self.pending > 0 and not self._awaited
+        return bool(self._in_flight) and not self._closing and not any(work.waited for work in tuple(self._in_flight))
 
     def make(self, call: Callable[[], object], tensors: Any = None, *, async_op: bool = False) -> Work | None:
         """Make a call, and return once it is over; or with `async_op` return its work at once, see `submit`.
@@ -198,7 +198,7 @@ class CallQueue:
         """
         if async_op:
             return self.submit(call, tensors)
-        if self.pending and self._ident != threading.get_ident():
+        if self._in_flight and self._ident != threading.get_ident():
             self.submit(call).wait()
         else:
             call()
@@ -215,28 +215,20 @@ class CallQueue:
             self._failures.threads.append(self)
             self._start()
         over = self._event()
-        work = Work(tensors, over.is_set, partial(self._wait, over), queued=True)
-        with self._lock:
-            self.pending += 1
+        work = Work(tensors, over.is_set, over.wait, queued=True)
+        self._in_flight.append(work)
         self._put((work, call, over))
         return work
 
     def close(self) -> None:
         """Wait for all calls, and end the thread; raise the error of one that has failed and nobody has waited for."""
         if self._started:
-            self._started, over = False, self._event()
+            self._started, self._closing, over = False, True, self._event()
             self._put((None, None, over))
-            self._wait(over)
+            over.wait()
         for work in self._failed:
             if not work.told:
                 work.raise_error()
-
-    def _wait(self, over: threading.Event) -> None:
-        self._awaited = True
-        try:
-            over.wait()
-        finally:
-            self._awaited = False
 
     def _run(self) -> None:
         self._ident = threading.get_ident()
@@ -244,8 +236,7 @@ class CallQueue:
             work, call, over = self._next()
             if work is not None:
                 self._make(work, call)
-                with self._lock:
-                    self.pending -= 1
+                self._in_flight.popleft()
             over.set()
             if work is None:
                 return

@@ -5,22 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import platform
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, model_validator
 from torch import Tensor
 
 from hpcdist.collectives import available, load
 from hpcdist.collectives.base import Algorithm, AllReduce
 from hpcdist.collectives.tuning.timing import between, calls_within, interleaved, lower_quartile
-from hpcdist.comm.cache import cache_file, keep
+from hpcdist.comm.cache import cache_file, measured
 from hpcdist.comm.communicator import Communicator
-from hpcdist.records import read_bounded
 
 # Bytes: 4 KiB to 16 MiB, and one length that no cache holds, whose winner takes the rest.
 SIZES = (*(1 << exponent for exponent in range(12, 25)), 1 << 26)
@@ -241,24 +239,13 @@ def cached_table(comm: Communicator, cache_dir: Path | None = None, *, refresh: 
     nodes = sorted(Counter(comm.memory.nodes).values())
     path = cache_file("allreduce", nodes, hosts, comm.trace.library, folder=cache_dir)
     names = candidates(comm)
-    kept = comm.gather(_read(path, names) if comm.rank == 0 and not refresh else "")[0]
-    if kept:
-        return TimingTable.model_validate_json(kept)
-    table = measure_table(comm, algorithms=names)
-    if comm.rank == 0:
-        keep(path, table.model_dump_json(indent=1), "the table of all-reduce times")
-    return table
 
-
-def _read(path: Path, names: list[str]) -> str:
-    """Return the file's text if it is a table of these algorithms; empty if there is none."""
-    if not path.exists():
-        return ""
-    try:
-        text = read_bounded(path).decode()
+    def check(text: str) -> str:
         table = TimingTable.model_validate_json(text)
-    except (OSError, UnicodeDecodeError, ValidationError) as error:
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-        warnings.warn(f"{path} is not a table of all-reduce times ({reason}); measuring anew.", stacklevel=4)
-        return ""
-    return text if sorted(table.seconds) == sorted(names) else ""  # other algorithms can run now: out of date
+        return text if sorted(table.seconds) == sorted(names) else ""  # other algorithms can run now: out of date
+
+    def measure() -> str:
+        return measure_table(comm, algorithms=names).model_dump_json(indent=1)
+
+    text = measured(comm, path, check, measure, "table of all-reduce times", refresh=refresh)
+    return TimingTable.model_validate_json(text)

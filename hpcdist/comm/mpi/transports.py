@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import platform
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 
@@ -32,7 +31,7 @@ from hpcdist.comm.mpi.window import MpiWindow
 from hpcdist.comm.transfer import check_flat
 from hpcdist.comm.window import Memory, Put, Window
 from hpcdist.errors import CommunicationError, DataError, MismatchError, UnknownNameError
-from hpcdist.records import parse_json, read_bounded
+from hpcdist.records import parse_json
 
 WAYS = ("tcp", "rma")  # requests to the owner's threads; MPI's one-sided calls
 COUNT = 1 << 16  # elements of float32 in a large transfer of the self-test
@@ -53,29 +52,20 @@ def choose(comm, wanted: str) -> str:
         return wanted
     hosts = len(set(comm.gather(platform.node())))
     path = cache.cache_file("internode", comm.trace.library, len(set(comm.memory.nodes)), hosts)
-    kept = comm.gather(_read(path) if comm.rank == 0 else "")[0]
-    if kept:
-        return kept
-    seconds = measure(comm)
-    way = "rma" if seconds["rma"] * WORTH < seconds["tcp"] else "tcp"
-    if comm.rank == 0:
-        cache.keep(path, json.dumps({"way": way, "seconds": seconds}, indent=1))
-    return way
 
+    def check(text: str) -> str:
+        way: str = parse_json(text, path, DataError)["way"]
+        if way not in WAYS:
+            raise ValueError(f"unknown way {way!r}")
+        return text
 
-def _read(path) -> str:
-    """Read the name of a transport from a file; empty if there is none."""
-    try:
-        way = parse_json(read_bounded(path), path, DataError)["way"]
-        if way in WAYS:
-            return way
-        reason = f"unknown way {way!r}"
-    except FileNotFoundError:
-        return ""
-    except (OSError, ValueError, KeyError, TypeError, DataError) as error:
-        reason = f"{type(error).__name__}: {error}"
-    warnings.warn(f"{path} does not say how windows are read across nodes ({reason}); measuring anew.", stacklevel=4)
-    return ""
+    def measure_both() -> str:
+        seconds = measure(comm)
+        way = "rma" if seconds["rma"] * WORTH < seconds["tcp"] else "tcp"
+        return json.dumps({"way": way, "seconds": seconds}, indent=1)
+
+    text = cache.measured(comm, path, check, measure_both, "measurement of windows across nodes")
+    return str(json.loads(text)["way"])
 
 
 def measure(comm) -> dict[str, float]:

@@ -114,7 +114,7 @@ class Averaging:
         prepare: Callable[[Bucket], None],
     ):  # fmt: skip
         comm = calls.comm
-        self._comm, self._calls, self._algorithm, self._prepare = comm, calls, algorithm, prepare
+        self._comm, self._queue, self._prepare = comm, calls.queue, prepare
         self._library = provider.make(comm, model.grads) if provider else None
         self.overlaps = comm.size > 1 and comm.concurrent if self._library is None else True
         self.repeats = provider.op == "average"
@@ -122,7 +122,7 @@ class Averaging:
         self._slices = list(model.named_slices()) if provider.op == "adasum" else None
         self._works: list[Work] = []
         if self._library is None:
-            calls.algorithm(algorithm)
+            self._mean = calls.algorithm(algorithm).mean
 
     def now(self, buckets: Iterable[Bucket]) -> None:
         """Collective. Prepare and average the buckets."""
@@ -136,17 +136,16 @@ class Averaging:
     def begin(self, bucket: Bucket) -> None:
         """Collective. Start to prepare and average one bucket; `wait` waits for it."""
         if self._library is None:
-            self._works.append(self._calls.queue.submit(partial(self._average, bucket)))
+            self._works.append(self._queue.submit(partial(self._average, bucket)))
         else:
             self._average(bucket)
 
     def _average(self, bucket: Bucket) -> None:
         if self._library is None:
-            with self._comm.trace.span(
-                "average a bucket", "collective", bucket=bucket.index, bytes=bucket.grads.nbytes
-            ):
+            grads = bucket.grads
+            with self._comm.trace.span("average a bucket", "collective", bucket=bucket.index, bytes=grads.nbytes):
                 self._prepare(bucket)
-                self._calls.all_reduce(bucket.grads, "mean", algorithm=self._algorithm)
+                self._mean(grads)
             return
         self._prepare(bucket)
         parts = [bucket.grads]
@@ -166,6 +165,6 @@ class Averaging:
 
     def close(self) -> None:
         """Collective. Wait for buckets in flight, and release what another library holds."""
-        self._calls.queue.close()
+        self._queue.close()
         if self._library is not None:
             self._library.close()

@@ -175,7 +175,7 @@ class Periodic(Strategy):
             work.wait()
             self.comm.trace.traffic.waiting_s += self.comm.now() - start
             del self._works[arrived]
-            fragment, (*values, used) = self.fragments[arrived], work.result()
+            fragment, (*values, used) = self.fragments[arrived], work.tensors
             if not fragment.contiguous:
                 fragment.put(values, self.mean)
             if self.momentum:

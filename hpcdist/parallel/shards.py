@@ -305,7 +305,8 @@ def make_mesh(
     """Collective. Make torch's device mesh of the ranks of `comm`.
 
     For torch these are all ranks: its default process group consists of them, on hpcdist (Gloo where the one before it
-    is), and on NCCL for GPUs. It lasts until the process ends, or until `torch.distributed.destroy_process_group()`.
+    is), or on Gloo and NCCL for GPUs. It lasts until the process ends, or until
+    `torch.distributed.destroy_process_group()`.
 
     Args:
         comm: real ranks, those of one replica.
@@ -329,5 +330,5 @@ def make_mesh(
         )
     if started_for() is not comm:
         host = "gloo" if dist.is_initialized() and dist.get_backend() == "gloo" else host_backend(comm)
-        start_default_group(comm, host if device_type == "cpu" else f"cpu:{host},cuda:nccl")
+        start_default_group(comm, host if device_type == "cpu" else "cpu:gloo,cuda:nccl")
     return init_device_mesh(device_type, tuple(sizes), mesh_dim_names=None if names is None else tuple(names))

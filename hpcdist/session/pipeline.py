@@ -195,7 +195,7 @@ def device_mesh(
         sizes: of the mesh, such as (4,) or (2, 2). A replica has as many ranks as their product, which must divide the
             number of all ranks.
         names: of its dimensions.
-        device_type: cpu (Gloo), or cuda (NCCL), for which each rank has chosen its GPU by torch.cuda.set_device.
+        device_type: cpu (hpcdist), or cuda (NCCL), for which each rank has chosen its GPU by torch.cuda.set_device.
         spread: let a replica's ranks be on several nodes.
 
     Raises:

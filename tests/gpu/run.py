@@ -165,7 +165,7 @@ def _descendants(pid: int) -> list[int]:
 def required() -> list[str]:
     """List the packages that hpcdist and its tests need, less those that nothing here uses."""
     text = (ROOT / "pyproject.toml").read_text()
-    lists = re.findall(r"^(?:dependencies|test) = \[\n(.*?)^\]", text, re.DOTALL | re.MULTILINE)
+    lists = re.findall(r"^(?:dependencies|tools|test) = \[[^\n]*\n(.*?)^\]", text, re.DOTALL | re.MULTILINE)
     entries = [entry for found in lists for entry in re.findall(r'"([^"]+)"', found)]
     names = [re.match(r"[\w-]+", entry)[0] for entry in entries if "python_version" not in entry]
     return [name for name in names if name not in UNUSED] + FRAMEWORKS

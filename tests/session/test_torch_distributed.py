@@ -274,7 +274,7 @@ ENDS = {  # the script, and what is said
     ),
     "a call that was begun and that others never make": (
         "hd.init(deadline_s=2).rank or dist.all_reduce(torch.ones(1), async_op=True)",
-        "rank 1 to come to the collective call",
+        "rank 1: does not answer: it has ended",
     ),
 }  # fmt: skip
 

@@ -264,8 +264,7 @@ class Sandblaster(Strategy):
     def pause(self) -> None:
         if not self.coordinates:
             self.work.client.push(PAUSE)
-            (reply,) = self.work.client.wait()
-            self.worker.clock = reply.clock
+            (self.worker.clock,) = self.work.client.wait().clocks
         self.worker.fetch(0)
 
     # --- ranks that serve -----------------------------------------------------------------------------------------

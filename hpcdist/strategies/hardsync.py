@@ -8,7 +8,7 @@ from typing import final
 
 from hpcdist.strategies.server.channel import ServerRequest
 from hpcdist.strategies.server.gradients import Policy, exchange_gradients
-from hpcdist.strategies.server.roles import FanIn
+from hpcdist.strategies.server.placement import FanIn
 from hpcdist.strategies.server.strategy import ServerStrategy
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.server.channel import ServerRequest
 from hpcdist.strategies.server.gradients import exchange_gradients
-from hpcdist.strategies.server.roles import FanIn
+from hpcdist.strategies.server.placement import FanIn
 from hpcdist.strategies.server.stale import OF_EACH_GRADIENT, StaleConfig, StalePolicy
 from hpcdist.strategies.server.strategy import ServerStrategy
 

@@ -9,8 +9,7 @@ from harness.cases import each
 from hpcdist.comm.virtual import Exponential, Network, run_virtual
 from hpcdist.errors import DeadlineError, DeadlockError
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, PAUSE, PUSH, Reply, RequestChannel
-from hpcdist.strategies.server.placement import cut
-from hpcdist.strategies.server.roles import assign
+from hpcdist.strategies.server.placement import assign, cut
 
 NAMES = 3
 

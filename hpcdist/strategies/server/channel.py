@@ -25,8 +25,7 @@ from torch import Tensor
 from hpcdist.comm.communicator import Communicator, Put
 from hpcdist.errors import DeadlineError, RankFailedError
 from hpcdist.strategies.server.codec import Codec
-from hpcdist.strategies.server.placement import Shard
-from hpcdist.strategies.server.roles import Roles
+from hpcdist.strategies.server.placement import Roles, Shard
 from hpcdist.strategies.server.slots import Ends, TensorSlots
 
 # Kinds of requests: a gradient, or a sum of weighted ones, whose reply brings parameters; a push without; a fetch of

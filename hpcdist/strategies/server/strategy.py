@@ -22,8 +22,7 @@ from hpcdist.strategies.common.replicas import with_buffers
 from hpcdist.strategies.common.state import Flats, copy_all
 from hpcdist.strategies.server.channel import PAUSE, RequestChannel
 from hpcdist.strategies.server.codec import Codec, Content
-from hpcdist.strategies.server.placement import Placement, Shard, broadcast_shards
-from hpcdist.strategies.server.roles import Roles, Servers, assign
+from hpcdist.strategies.server.placement import Placement, Roles, Servers, Shard, assign, broadcast_shards
 from hpcdist.strategies.server.server import Replica, Server
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Literal, final
 
 import torch
@@ -14,8 +14,8 @@ from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import copy_all
-from hpcdist.strategies.server.channel import GRADIENT, Reply, ReplyHead, ServerRequest, waited_for
-from hpcdist.strategies.server.loop import Handler
+from hpcdist.strategies.server.channel import GRADIENT, Reply, ServerRequest
+from hpcdist.strategies.server.server import Server
 from hpcdist.strategies.server.strategy import ServerStrategy, Worker
 
 
@@ -136,7 +136,7 @@ class _PeriodWorker(Worker):
     def step(self, update: Update) -> Outcome:
         strategy = self.strategy
         used = self.model.gradients.collect()
-        skipped, heads = self.left_out(), list[ReplyHead]()
+        skipped, waited_for = self.left_out(), dict[int, float]()
         if not skipped:
             strategy.gradients.clip()
             strategy.gradients.note(used)
@@ -145,12 +145,12 @@ class _PeriodWorker(Worker):
         self.gradients += len(strategy.gradients.staleness(skipped))
         self._time()
         if self.done >= self.steps:
-            heads = self._exchange()
+            waited_for = self._exchange()
             self._since_s = strategy.comm.now()
-        return Outcome(self.replica.clock, self.replica.take_applied(), skipped, waited_for=waited_for(heads))
+        return Outcome(self.replica.clock, event=skipped, waited_for=waited_for)
 
-    def _exchange(self) -> list[ReplyHead]:
-        """Push the way of this period, and begin the next one at what the servers have."""
+    def _exchange(self) -> dict[int, float]:
+        """Push the way of this period, and begin the next one at what the servers have; return who was waited for."""
         config = self._config
         way = [before - own for before, own in zip(self._read, self.model.params, strict=True)]
         used = self.strategy.gradients.take_used() > 0
@@ -159,15 +159,14 @@ class _PeriodWorker(Worker):
             own = self._timed / self._timed_s if self._timed_s > 0 else 0.0
             fastest = max(self._of.speeds(own))
             self.steps = max(1, int(config.period * own / fastest + 1e-6)) if fastest > 0 else config.period
-        heads = self.client.wait()
-        self.replica.take(heads, self.channel.down.arrived)
+        waited_for = self.replica.pull(self.channel).waited_for
         if self.place.colocated:  # this server's parameters lie beside its worker's model
-            self.strategy.loop.show()
+            self.strategy.server.show()
         self.done, self.gradients = 0, 0
         copy_all(self._read, self.model.params)
         if config.inner_state == "reset" and self.strategy.optimizer is not None:
             self.strategy.optimizer.state.clear()
-        return heads
+        return waited_for
 
     def _time(self) -> None:
         """Count a step with the time that it took, from the end of the one before."""
@@ -182,12 +181,12 @@ class _PeriodWorker(Worker):
         self._since_s = None
 
 
-class _WayServer(Handler):
+class _WayServer(Server):
     """Step along each way that comes, and reply with the parameters."""
 
     def __init__(self, strategy: AsyncDiLoCo, every: int, workers: int):
-        self._loop, self._replica, self._model = strategy.loop, strategy.replica, strategy.model
-        self._shard, self._config, self._now = strategy.place.shard, strategy.config, strategy.comm.now
+        super().__init__(strategy)
+        self._shard, self._config = strategy.place.shard, strategy.config
         self._every, self._workers = every, workers
         state, ranges, like = strategy.state, self._shard.ranges, self._shard.of(strategy.model.params)
         # θ, m and Δ
@@ -196,57 +195,40 @@ class _WayServer(Handler):
         self._sum = state.sharded("sum", like, ranges=ranges)
         self.count = state.value("count", 0, self)  # pushes since the last step of the momentum
         self._used = state.flags("pushed", torch.zeros(len(strategy.model.names), dtype=torch.bool))  # in any of them
-        self._held: list[tuple[ServerRequest, list[Tensor]]] = []
-        self._since_s = 0.0  # the first of them came
 
     def master(self) -> list[Tensor]:
         return self._params
 
-    def receive(self, request: ServerRequest) -> None:
-        ways = [way.to(part.device, part.dtype) for way, part in zip(request.tensors, self._params, strict=True)]
-        if self._config.grace_s:
-            if not self._held:
-                self._since_s = self._now()
-            self._held.append((request, [way.clone() for way in ways]))
-            self.settle()
-        else:
-            self._apply(request, ways)
-            self._reply(request)
-
-    def patience_s(self) -> float | None:
-        return max(0.0, self._since_s + self._config.grace_s - self._now()) if self._held else None
-
     def settle(self) -> None:
         """Apply what is held once the time is over, or no other worker is left to wait for."""
-        held = self._held
-        over = held and self._since_s + self._config.grace_s <= self._now()
-        if over or (held and {request.source for request, _ in held}.issuperset(self._loop.active())):
-            self._held = []
-            held = sorted(held, key=lambda one: one[0].source)  # the same sums in any order of arrival
-            for request, ways in held:
-                self._apply(request, ways)
-            for request, _ in held:
-                self._reply(request)
+        held = sorted(self.held, key=attrgetter("source"))  # the same sums in any order of arrival
+        if not held:
+            return
+        self.due_s = self.held[0].since_s + self._config.grace_s
+        if self.due_s <= self.comm.now() or {request.source for request in held}.issuperset(self.active()):
+            self.held, self.due_s = [], None
+            for request in held:
+                self._apply(request)
+            for request in held:
+                values = [new.to(own.dtype) for new, own in zip(self._params, self.model.params)]
+                self.inbox.reply(Reply(request, self.replica.clock, values))
 
-    def _reply(self, request: ServerRequest) -> None:
-        values = [new.to(own.dtype) for new, own in zip(self._params, self._model.params)]
-        self._loop.reply(Reply(request, self._replica.clock, values))
-
-    def _apply(self, request: ServerRequest, ways: Sequence[Tensor]) -> None:
+    def _apply(self, request: ServerRequest) -> None:
         """Step along one push."""
-        staleness = self._replica.clock - request.clocks[0]
+        ways = [way.to(part.device, part.dtype) for way, part in zip(request.tensors, self._params, strict=True)]
+        staleness = self.replica.clock - request.clocks[0]
         self.count += 1
         ends = self.count == self._every
         self._used |= request.used
         alone = self._config.rule in ("nesterov", "discounted")
         used = request.used if alone else self._used
-        with self._model.leave_alone(used, self._momentum, self._shard.ranges):
+        with self.model.leave_alone(used, self._momentum, self._shard.ranges):
             for x, momentum, total, way in zip(self._params, self._momentum, self._sum, ways, strict=True):
                 self._step(x, momentum, total, way, staleness, ends)
         if ends:
             self.count = 0
             self._used.zero_()
-        self._loop.count_update([staleness] * int(request.weight))  # of each gradient in it
+        self.count_update([staleness] * int(request.weight))  # of each gradient in it
 
     def _step(self, x: Tensor, momentum: Tensor, total: Tensor, way: Tensor, staleness: int, ends: bool) -> None:
         config, n = self._config, self._every

@@ -13,8 +13,8 @@ from torch import Tensor
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, PUSH, Reply, ServerRequest
-from hpcdist.strategies.server.gradient_server import Aggregate
-from hpcdist.strategies.server.loop import Handler
+from hpcdist.strategies.server.gradients import Aggregate
+from hpcdist.strategies.server.server import Server
 from hpcdist.strategies.server.strategy import ServerStrategy, Worker
 
 
@@ -175,7 +175,7 @@ class _Worker(Worker):
             update()
         if fetches:
             self._take()
-        return Outcome(self.replica.clock, self.replica.take_applied(), skipped)
+        return Outcome(self.replica.clock, event=skipped)
 
     def finish(self) -> None:
         self.client.wait()  # for the reply to a push, whose slot the pause takes
@@ -201,59 +201,48 @@ class _Worker(Worker):
 
     def _take(self) -> None:
         """Replace the parameters by those of the reply."""
-        self.replica.take(self.client.wait(), self.channel.down.arrived)
+        self.replica.pull(self.channel)
         if self.place.colocated:  # this server's master copy lies beside its worker's model
-            self.strategy.loop.show()
+            self.strategy.server.show()
 
 
-class _Server(Handler):
+class _Server(Server):
     """Apply pushes one at a time, and reply to fetches with the parameters as they are."""
 
     def __init__(self, strategy: Downpour, warm_start: WarmStart):
-        self._loop, self._replica, self._warm_start = strategy.loop, strategy.replica, warm_start
-        self._model, self._shard, config = strategy.model, strategy.place.shard, strategy.config
-        self._hyperparameters = strategy.hyperparameters
-        self._waiting: list[ServerRequest] = []  # for the end of the warm start
+        super().__init__(strategy)
+        self._warm_start, config = warm_start, strategy.config
         self._rule: ShardAdagrad | Aggregate  # the latter for the job's own optimiser
         if config.server_rule == "optimizer":
-            self._rule = Aggregate(self._model, self._shard, apart=False)
+            self._rule = Aggregate(self.model, self.place.shard, apart=False)
         else:
             self._rule = ShardAdagrad(strategy, config.rate)
 
-    def master(self) -> list[Tensor]:
-        return self._rule.params if isinstance(self._rule, ShardAdagrad) else self._shard.of(self._model.params)
-
-    def receive(self, request: ServerRequest) -> None:
-        """Handle a request at once, unless it has to wait for the end of the warm start."""
-        if not self._warm_start.may_go(request.source, self._replica.clock, self._loop.active()):
-            self._waiting.append(request)
-            return
-        self._deal(request)
-        self.settle()
+    def master(self) -> Sequence[Tensor]:
+        return self._rule.params if isinstance(self._rule, ShardAdagrad) else super().master()
 
     def settle(self) -> None:
-        """Handle the requests that have waited for the end of the warm start, if it is over."""
-        waiting, loop = self._waiting, self._loop
-        if waiting and self._warm_start.may_go(waiting[0].source, self._replica.clock, loop.active()):
-            self._waiting = []
-            for request in waiting:
-                self._deal(request)
+        """Handle requests, those of the other workers once the warm start is over."""
 
-    def _deal(self, request: ServerRequest) -> None:
-        """Apply what a request pushes, and reply with what it fetches."""
-        if request.kind != FETCH:
-            self._apply(request)
-        parameters = () if request.kind == PUSH else self.master()
-        rounded = [new.to(own.dtype) for new, own in zip(parameters, self._model.params)]
-        self._loop.reply(Reply(request, self._replica.clock, rounded))
+        def due() -> ServerRequest | None:
+            clock, active = self.replica.clock, self.active()
+            return next((r for r in self.held if self._warm_start.may_go(r.source, clock, active)), None)
+
+        while (request := due()) is not None:
+            self.held.remove(request)
+            if request.kind != FETCH:
+                self._apply(request)
+            parameters = () if request.kind == PUSH else self.master()
+            rounded = [new.to(own.dtype) for new, own in zip(parameters, self.model.params)]
+            self.inbox.reply(Reply(request, self.replica.clock, rounded))
 
     def _apply(self, request: ServerRequest) -> None:
         """Make an update of a push."""
-        staleness, values = self._replica.clock - request.clocks[0], request.values.tolist()
+        staleness, values = self.replica.clock - request.clocks[0], request.values.tolist()
         if isinstance(self._rule, ShardAdagrad):
             self._rule.step(request.tensors, values)
         else:
-            self._hyperparameters.set(values)
+            self.strategy.hyperparameters.set(values)
             self._rule.add(request)
-            self._rule.apply(self._hyperparameters.noting(self._loop.update), 1.0)
-        self._loop.count_update([staleness])
+            self._rule.apply(self.strategy.hyperparameters.noting(self.update), 1.0)
+        self.count_update([staleness])

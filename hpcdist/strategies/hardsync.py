@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
 
-from hpcdist.strategies.server.gradient_server import exchange_gradients
-from hpcdist.strategies.server.policy import Held, Policy
-from hpcdist.strategies.server.roles import FanIn
+from hpcdist.strategies.server.channel import ServerRequest
+from hpcdist.strategies.server.gradients import Policy, exchange_gradients
+from hpcdist.strategies.server.placement import FanIn
 from hpcdist.strategies.server.strategy import ServerStrategy
 
 
 class HardsyncPolicy(Policy):
     """Update with one gradient of every worker that still takes steps; drop gradients of older parameters."""
 
-    def complete(self, held: Sequence[Held], summed: int, active: Sequence[int]) -> bool:
+    def complete(self, held: Sequence[ServerRequest], summed: int, active: Sequence[int]) -> bool:
         return bool(held) and {gradient.source for gradient in held} >= set(active)
 
-    def may_go(self, gradient: Held, active: Sequence[int]) -> bool:
+    def may_go(self, gradient: ServerRequest, active: Sequence[int]) -> bool:
         return gradient.applied
 
     def arrived(self, source: int, staleness: int) -> str | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from hpcdist.strategies.server.gradient_server import exchange_gradients
-from hpcdist.strategies.server.policy import Held
+from hpcdist.strategies.server.channel import ServerRequest
+from hpcdist.strategies.server.gradients import exchange_gradients
 from hpcdist.strategies.server.stale import StaleConfig, StalePolicy
 from hpcdist.strategies.server.strategy import ServerStrategy
 
@@ -14,7 +14,7 @@ from hpcdist.strategies.server.strategy import ServerStrategy
 class AsynchronousPolicy(StalePolicy):
     """Update with each gradient as it arrives; nobody waits."""
 
-    def complete(self, held: Sequence[Held], summed: int, active: Sequence[int]) -> bool:
+    def complete(self, held: Sequence[ServerRequest], summed: int, active: Sequence[int]) -> bool:
         return any(not gradient.added for gradient in held)
 
 

@@ -32,8 +32,7 @@ from hpcdist.strategies.server.channel import (
     ServerRequest,
     require_living,
 )
-from hpcdist.strategies.server.placement import Shard, broadcast_shards
-from hpcdist.strategies.server.roles import Roles
+from hpcdist.strategies.server.placement import Roles, Shard, broadcast_shards
 
 OPERATIONS, ASK = 6, 7  # kinds of requests, beside those of servers: to a shard, and to the coordinator
 NUMBERS = 8  # in a worker's request to the coordinator
@@ -264,8 +263,7 @@ class Sandblaster(Strategy):
     def pause(self) -> None:
         if not self.coordinates:
             self.work.client.push(PAUSE)
-            (reply,) = self.work.client.wait()
-            self.worker.clock = reply.clock
+            (self.worker.clock,) = self.work.client.wait().clocks
         self.worker.fetch(0)
 
     # --- ranks that serve -----------------------------------------------------------------------------------------

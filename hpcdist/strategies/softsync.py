@@ -9,9 +9,9 @@ from typing import final
 from pydantic import Field
 
 from hpcdist.errors import ConfigError
-from hpcdist.strategies.server.gradient_server import exchange_gradients
-from hpcdist.strategies.server.policy import Held
-from hpcdist.strategies.server.roles import FanIn
+from hpcdist.strategies.server.channel import ServerRequest
+from hpcdist.strategies.server.gradients import exchange_gradients
+from hpcdist.strategies.server.placement import FanIn
 from hpcdist.strategies.server.stale import OF_EACH_GRADIENT, StaleConfig, StalePolicy
 from hpcdist.strategies.server.strategy import ServerStrategy
 
@@ -23,7 +23,7 @@ class SoftsyncPolicy(StalePolicy):
         super().__init__(config, expected=config.splits)
         self._quota = quota  # c
 
-    def complete(self, held: Sequence[Held], summed: int, active: Sequence[int]) -> bool:
+    def complete(self, held: Sequence[ServerRequest], summed: int, active: Sequence[int]) -> bool:
         return summed + sum(len(gradient.clocks) for gradient in held if not gradient.added) >= self._quota
 
 

@@ -9,9 +9,8 @@ from typing import final
 
 from pydantic import Field
 
-from hpcdist.strategies.server.channel import NOBODY
-from hpcdist.strategies.server.gradient_server import exchange_gradients
-from hpcdist.strategies.server.policy import Held, Policy
+from hpcdist.strategies.server.channel import NOBODY, ServerRequest
+from hpcdist.strategies.server.gradients import Policy, exchange_gradients
 from hpcdist.strategies.server.strategy import ServerStrategy
 
 
@@ -40,13 +39,13 @@ class SSPPolicy(Policy):
         self._completed[source] += 1
         return None
 
-    def complete(self, held: Sequence[Held], summed: int, active: Sequence[int]) -> bool:
+    def complete(self, held: Sequence[ServerRequest], summed: int, active: Sequence[int]) -> bool:
         return any(self._within_bound(gradient, active) for gradient in held)
 
-    def may_go(self, gradient: Held, active: Sequence[int]) -> bool:
+    def may_go(self, gradient: ServerRequest, active: Sequence[int]) -> bool:
         return gradient.applied and self._within_bound(gradient, active)
 
-    def _within_bound(self, gradient: Held, active: Sequence[int]) -> bool:
+    def _within_bound(self, gradient: ServerRequest, active: Sequence[int]) -> bool:
         """Tell whether c − min(clock) <= s for the clock c of the gradient's worker."""
         least = min((self._completed[worker] for worker in active), default=math.inf)
         return self._completed[gradient.source] - least <= self._bound

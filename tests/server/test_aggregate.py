@@ -9,7 +9,7 @@ from torch import nn
 from harness.cases import each
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.server.channel import GRADIENT, SUM, ServerRequest
-from hpcdist.strategies.server.gradient_server import Aggregate
+from hpcdist.strategies.server.gradients import Aggregate
 from hpcdist.strategies.server.placement import Shard, cut
 
 ALL = torch.ones(4, dtype=torch.bool)

@@ -12,8 +12,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.strategies.common.state import State
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, SUM, Reply, RequestChannel
 from hpcdist.strategies.server.codec import Codec
-from hpcdist.strategies.server.placement import Shard, cut
-from hpcdist.strategies.server.roles import assign
+from hpcdist.strategies.server.placement import Shard, assign, cut
 
 pytestmark = pytest.mark.computes
 

@@ -54,12 +54,10 @@ def _scripted(name, options, requests, workers, optimizer):
         strategy.records.write = records.append
         if comm.rank == 0:
             local = optimizer(module.parameters())
-            strategy.loop.update = local.step  # as `serve` hands it over; the period is the script
+            strategy.server.update = local.step  # as `serve` hands it over; the period is the script
             for worker, clock, gradient in requests:
                 used = torch.ones(1, dtype=torch.bool)
-                strategy.loop.handler.receive(
-                    ServerRequest(1 + worker, GRADIENT, 1.0, (clock,), [gradient.clone()], used)
-                )
+                strategy.server.receive(ServerRequest(1 + worker, GRADIENT, 1.0, (clock,), [gradient.clone()], used))
                 found.append(strategy.model.params[0].clone())
         comm.barrier()
         strategy.close()
@@ -150,7 +148,7 @@ def test_each_server_divides_by_what_it_has_found_itself_and_saves_it():
         module = torch.nn.Linear(SIZE - 1, 2, bias=False, dtype=torch.float64)
         cls = strategies.load("parameter_server")
         strategy = cls(cls.Config(servers=2, modulation="measured"), comm.split(0), FlatModel(module))
-        policy = strategy.loop.handler.policy if comm.rank < 2 else AsynchronousPolicy(strategy.config, 1)
+        policy = strategy.server.policy if comm.rank < 2 else AsynchronousPolicy(strategy.config, 1)
         policy.updated([2 + 6 * comm.rank])
         found = policy.factor(0)
         state = strategy.state.save()

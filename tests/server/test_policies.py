@@ -8,10 +8,14 @@ from harness.cases import each
 from hpcdist.strategies.downpour import WarmStart
 from hpcdist.strategies.hardsync import HardsyncPolicy
 from hpcdist.strategies.parameter_server import AsynchronousPolicy, ParameterServer
-from hpcdist.strategies.server.channel import NOBODY
-from hpcdist.strategies.server.policy import Held, Policy
+from hpcdist.strategies.server.channel import GRADIENT, NOBODY, ServerRequest
+from hpcdist.strategies.server.gradients import Policy
 from hpcdist.strategies.softsync import Softsync, SoftsyncPolicy
 from hpcdist.strategies.ssp import SSPPolicy
+
+
+def _gradient(worker: int, clocks: tuple[int, ...], **given: bool) -> ServerRequest:
+    return ServerRequest(worker, GRADIENT, 1.0, clocks, **given)
 
 
 @dataclass
@@ -29,7 +33,7 @@ class Script:
     updates: list[list[int]] = field(default_factory=list)
     went: list[tuple[int, int]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    held: list[Held] = field(default_factory=list)
+    held: list[ServerRequest] = field(default_factory=list)
     summed: list[int] = field(default_factory=list)
 
     @property
@@ -43,7 +47,7 @@ class Script:
         if reason is not None:
             self.refused.append(reason)
             return self
-        self.held.append(Held(worker, (clock,)))
+        self.held.append(_gradient(worker, (clock,)))
         return self.settle()
 
     def settle(self) -> Script:
@@ -116,9 +120,11 @@ def test_softsync_updates_with_every_c_gradients_of_anybody(quota):
 
 def test_softsync_counts_the_gradients_of_a_sum():
     policy = SoftsyncPolicy(Softsync.Config(), 4)
-    assert not policy.complete([Held(1, (0, 0))], 1, [])
-    assert policy.complete([Held(1, (0, 0))], 2, []) and policy.complete([Held(1, (0, 0)), Held(2, (1, 0))], 0, [])
-    assert not policy.complete([Held(1, (0, 0, 0, 0), added=True)], 3, []), "it counts nothing twice"
+    assert not policy.complete([_gradient(1, (0, 0))], 1, [])
+    assert policy.complete([_gradient(1, (0, 0))], 2, []) and policy.complete(
+        [_gradient(1, (0, 0)), _gradient(2, (1, 0))], 0, []
+    )
+    assert not policy.complete([_gradient(1, (0, 0, 0, 0), added=True)], 3, []), "it counts nothing twice"
 
 
 def test_softsync_refuses_what_is_too_stale_and_divides_the_rate_by_n():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from harness.cases import each
 from hpcdist.errors import ConfigError
-from hpcdist.strategies.server.roles import Roles, assign
+from hpcdist.strategies.server.placement import Roles, assign
 
 
 def _height(roles, rank):

@@ -61,8 +61,8 @@ def run(name: str, options: dict, steps: int, paces: Sequence[float], gradient: 
                 strategy.step(local.step)
             strategy.pause()
         else:
-            receive = strategy.loop.handler.receive
-            strategy.loop.handler.receive = lambda request: (order.append(request.source - 1), receive(request))
+            receive = strategy.server.receive
+            strategy.server.receive = lambda request: (order.append(request.source - 1), receive(request))
             strategy.serve(local.step)
         centre = strategy.consensus()[0][0].numpy().copy()
         held = strategy.model.params[0].numpy().copy()

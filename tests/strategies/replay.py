@@ -105,7 +105,7 @@ def watched(cls, note):
         def __init__(self, *args, **given):
             super().__init__(*args, **given)
             if self.place.children:
-                self._receive, self.loop.handler.receive = self.loop.handler.receive, self._note
+                self._receive, self.server.receive = self.server.receive, self._note
 
         def _note(self, request):
             note(self, request)

@@ -63,7 +63,7 @@ def served(options, ways, staleness=0):
         strategy = problem.make(comm, NAME, module, **options)
         found = []
         if comm.rank == 0:
-            server = strategy.loop.handler
+            server = strategy.server
             state = (server._params[0], server._momentum[0], server._sum[0])
             for number, way in enumerate(ways):
                 ends = (number + 1) % server._every == 0

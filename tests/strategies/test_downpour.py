@@ -30,7 +30,7 @@ def _noting():
         def __init__(self, *args, **given):
             super().__init__(*args, **given)
             if self.place.children:
-                self._deal, self.loop._deal = self.loop._deal, self._note
+                self._deal, self.server._deal = self.server._deal, self._note
 
         def _note(self, request):
             self.requests.append((self.comm.rank, request.source, request.kind))
@@ -70,9 +70,7 @@ def test_the_number_of_shards_does_not_change_the_trajectory_of_one_worker(rule,
 # --- half precision ---------------------------------------------------------------------------------------------------
 def _masters(again, strategy):
     """What both have on this server, pair by pair; nothing where this rank doesn't serve."""
-    return (
-        zip(again.loop.handler.master(), strategy.loop.handler.master(), strict=True) if strategy.place.children else ()
-    )
+    return zip(again.server.master(), strategy.server.master(), strict=True) if strategy.place.children else ()
 
 
 HALF = each("dtype", [torch.float16, torch.bfloat16])
@@ -203,7 +201,7 @@ def test_a_fetch_brings_a_colocated_worker_its_own_shard_too(ranks):
             module(torch.full((2, 7), comm.rank + 1.0)).square().sum().backward()
             strategy.step(local.step)
             local.zero_grad()
-            master = strategy.loop.handler.master()
+            master = strategy.server.master()
             found.append([(part.clone(), new.clone()) for part, new in zip(own, master, strict=True)])
         strategy.pause()
         strategy.close()

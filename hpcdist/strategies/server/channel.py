@@ -25,8 +25,7 @@ from torch import Tensor
 from hpcdist.comm.communicator import Communicator, Put
 from hpcdist.errors import DeadlineError, RankFailedError
 from hpcdist.strategies.server.codec import Codec
-from hpcdist.strategies.server.placement import Shard
-from hpcdist.strategies.server.roles import Roles
+from hpcdist.strategies.server.placement import Roles, Shard
 from hpcdist.strategies.server.slots import Ends, TensorSlots
 
 # Kinds of requests: a gradient, or a sum of weighted ones, whose reply brings parameters; a push without; a fetch of
@@ -36,22 +35,27 @@ NOBODY = -1
 CHECK_S = 0.5  # how often a rank that waits looks for ranks that died
 
 
-@dataclass
+@dataclass(eq=False)
 class ServerRequest:
     """A request to a server, in its slot. `tensors` and `used` are views that stay valid until the reply.
 
     `clocks` has one entry per gradient that the tensors are the sum of, `weight` is the sum of their weights, `values`
     are the hyper-parameters of the worker, float64.
     Compressed gradients are decoded as `tensors` is gone through, once, into memory that all requests share.
+    The server sets the other fields while it holds the request.
     """
 
     source: int
     kind: int
     weight: float
     clocks: tuple[int, ...]
-    tensors: Iterable[Tensor] = field(repr=False)
-    used: Tensor = field(repr=False)
+    tensors: Iterable[Tensor] = field(repr=False, default=())
+    used: Tensor = field(repr=False, default_factory=lambda: torch.empty(0, dtype=torch.bool))
     values: Tensor = field(repr=False, default_factory=lambda: torch.empty(0, dtype=torch.float64))
+    since_s: float = 0.0  # when the server began to deal with it
+    added: bool = False  # to the sum of the next update; so is what has no gradient to add
+    applied: bool = False  # an update, or a sum that was passed on, has taken all gradients up to this one
+    blocker: int = NOBODY  # the rank it waits for
 
 
 class Reply(NamedTuple):
@@ -67,17 +71,11 @@ class Reply(NamedTuple):
     held_s: float = 0.0
 
 
-class ReplyHead(NamedTuple):
-    """Tell a child its parent's clock, and for how many seconds the reply was held back because of which rank."""
+class Replies(NamedTuple):
+    """The clock of each parent, and for how many seconds replies were held back because of which rank."""
 
-    clock: int
-    blocker: int
-    held_s: float
-
-
-def waited_for(heads: Iterable[ReplyHead]) -> dict[int, float]:
-    """Return the seconds that replies were held back because of each rank."""
-    return {head.blocker: head.held_s for head in heads if head.blocker != NOBODY}
+    clocks: list[int]
+    waited_for: dict[int, float]
 
 
 COUNTER = 1  # words at the front of a parent's: the ticket drawn last
@@ -248,45 +246,42 @@ class Client:
         tickets = [(parent, at, channel.words.fetch_add(1, parent) + 1) for parent, _, at in self._places]
         self._comm.memory.put_all([channel.put(parent, at + TICKET, ticket) for parent, at, ticket in tickets])
 
-    def replied(self) -> bool:
-        """Return whether every parent has replied to this rank's last request."""
-        counts = self._channel.replied.tolist()
-        return counts == [self.pushed] * len(counts)
-
     def missing(self) -> list[int]:
-        """Return the parents that have not replied."""
+        """Return the parents that have not replied to this rank's last request."""
         counts = self._channel.replied.tolist()
         return [p for p, count in zip(self._channel.parents, counts, strict=True) if count < self.pushed]
 
-    def wait(self) -> list[ReplyHead]:
+    def wait(self) -> Replies:
         """Block until every parent has replied; `channel.down.arrived` then has the tensors, until the next push.
 
         Raises:
             RankFailedError: a server has died.
             DeadlineError: names the servers.
         """
-        while not self.replied():
+        while self.missing():
             (self.meanwhile or self._block)()
         down, replies = self._channel.down, self._channel.replies
         if down.words and self._decoded < self.pushed:
             self._decoded = self.pushed
             for parent, words in zip(self._channel.parents, replies):
                 list(down.read(parent, words[REPLY:].tolist()))
-        return [ReplyHead(w[CLOCK], w[BLOCKER], w[HELD_US] * 1e-6) for w in replies.tolist()]
+        heads = replies.tolist()
+        waited_for = {head[BLOCKER]: head[HELD_US] * 1e-6 for head in heads if head[BLOCKER] != NOBODY}
+        return Replies([head[CLOCK] for head in heads], waited_for)
 
     def _block(self) -> None:
         """Block until every parent has replied; raise an error if a server has died meanwhile."""
         channel, failures = self._channel, self._comm.failures
         until = self._comm.now() + failures.deadline_s
-        while failures.tolerant and not self.replied() and self._comm.now() < until:
+        while failures.tolerant and self.missing() and self._comm.now() < until:
             with suppress(DeadlineError):
-                channel.words.wait(lambda _: self.replied(), offset=channel.replies_at, deadline_s=CHECK_S)
-            if not self.replied():
+                channel.words.wait(lambda _: not self.missing(), offset=channel.replies_at, deadline_s=CHECK_S)
+            if self.missing():
                 # Not parents alone: MPI tells of a rank that was killed, not of an aggregator that ended because of it.
                 require_living(self._comm, channel.needed)
-        if not self.replied():
+        if self.missing():
             channel.words.wait(
-                lambda _: self.replied(), offset=channel.replies_at, what=self._awaited, by=channel.parents
+                lambda _: not self.missing(), offset=channel.replies_at, what=self._awaited, by=channel.parents
             )
 
 
@@ -295,6 +290,10 @@ class Inbox:
 
     Args:
         client: of the same rank, whose missing replies errors name.
+
+    Attributes:
+        unanswered: the children whose request has been taken and not been replied to.
+        since_s: when each child got its last reply, or began a period; from then on it owes a request.
     """
 
     def __init__(self, channel: RequestChannel, client: Client):
@@ -304,10 +303,10 @@ class Inbox:
         self._slot_of = {child: slot for slot, child in enumerate(channel.children)}
         self._reply_at = {child: channel.reply_at(child) for child in channel.children}
         self._taken = [0] * count  # the ticket of the last request taken from each slot
-        self._received = [0] * count  # how many requests of each child have been taken
-        self._replied = [0] * count  # and how many have been replied to
-        self._paused = [0] * count  # how many of them ended a period
-        self._heard_s = [self._comm.now()] * count  # when the last one was taken
+        self._replied = [0] * count  # how many requests of each child have been replied to
+        self._paused = [0] * count  # how many of those taken ended a period
+        self.unanswered: set[int] = set()
+        self.since_s = dict.fromkeys(channel.children, self._comm.now())
         self._waited_s = 0.0  # for how long `next` has waited in vain
 
     def next(self, timeout_s: float | None = None) -> ServerRequest | None:
@@ -326,8 +325,8 @@ class Inbox:
                 return None
         self._waited_s = 0.0
         words, child = self._channel.requests[slot].tolist(), self._channel.children[slot]
-        self._taken[slot], self._heard_s[slot] = words[TICKET], self._comm.now()
-        self._received[slot] += 1
+        self._taken[slot] = words[TICKET]
+        self.unanswered.add(child)
         self._paused[slot] += words[KIND] == PAUSE
         count_at = self._channel.count_at
         (weight,) = struct.unpack("d", struct.pack("q", words[WEIGHT]))
@@ -369,7 +368,7 @@ class Inbox:
         what, deadline_s = "a request or a reply from any rank", self._comm.failures.deadline_s
         try:
             self._channel.words.wait(
-                lambda _: self._first() is not None or self._client.replied(), what=what, deadline_s=deadline_s,
+                lambda _: self._first() is not None or not self._client.missing(), what=what, deadline_s=deadline_s,
                 by=sorted({*self._others, *self._channel.parents} - {self._comm.rank}),
             )  # fmt: skip
         except DeadlineError:
@@ -381,13 +380,15 @@ class Inbox:
 
     def _puts(self, replies: Iterable[Reply]) -> Iterator[Put]:
         """Yield the puts that bring replies to their children."""
-        channel = self._channel
+        channel, now_s = self._channel, self._comm.now()
         for request, clock, tensors, blocker, held_s in replies:
             child = request.source
             slot, at = self._slot_of[child], self._reply_at[child]
             puts, lengths = channel.down.puts(child, tensors)
             yield from puts
             self._replied[slot] += 1
+            self.unanswered.discard(child)
+            self.since_s[child] = now_s
             yield channel.put(child, at + CLOCK, clock, blocker, round(held_s * 1e6), *lengths)
             yield channel.put(child, at + COUNT, self._replied[slot])
 
@@ -405,7 +406,7 @@ class Inbox:
     def _owing(self) -> list[tuple[int, float]]:
         """Return the children that could push and have not, and since when: they have a reply, and have not paused."""
         dead, children = self._comm.failures.failed(), self._channel.children
-        slots = [i for i, child in enumerate(children) if child not in dead]
-        period = min((self._paused[i] for i in slots), default=0)
-        owing = [i for i in slots if self._received[i] == self._replied[i] and self._paused[i] == period]
-        return [(children[i], self._heard_s[i]) for i in owing]
+        living = [(child, paused) for child, paused in zip(children, self._paused) if child not in dead]
+        period = min((paused for _, paused in living), default=0)
+        owing = [child for child, paused in living if child not in self.unanswered and paused == period]
+        return [(child, self.since_s[child]) for child in owing]

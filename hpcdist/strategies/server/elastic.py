@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.server.channel import FETCH, NOBODY, Reply, ReplyHead, ServerRequest, waited_for
-from hpcdist.strategies.server.loop import Handler
+from hpcdist.strategies.server.channel import FETCH, NOBODY, Reply, ServerRequest
+from hpcdist.strategies.server.server import Server
 from hpcdist.strategies.server.strategy import ServerStrategy, Worker
 
 
@@ -51,16 +52,16 @@ class ElasticWorker(Worker):
         strategy = self.strategy
         exchanges = strategy.steps % self._period == 0
         self.model.gradients.collect()
-        skipped, heads = self.left_out(), list[ReplyHead]()
+        skipped, waited_for = self.left_out(), dict[int, float]()
         if exchanges:
             self.client.push(FETCH, tensors=self._motion.position(), **self.stamps())
-            heads = self.client.wait()
+            waited_for = self.client.wait().waited_for
         if not skipped:
             strategy.gradients.clip()
             self._motion.step(update)
         if exchanges:
             self._give_way(self.channel.down.arrived)
-        return Outcome(strategy.steps + 1, strategy.gradients.staleness(skipped), skipped, waited_for=waited_for(heads))
+        return Outcome(strategy.steps + 1, strategy.gradients.staleness(skipped), skipped, waited_for=waited_for)
 
     def _give_way(self, pulls: Sequence[Tensor]) -> None:
         """Subtract the pull from the model as from x, and from what the servers have of x."""
@@ -72,7 +73,7 @@ class ElasticWorker(Worker):
                     known.sub_(pull)
 
 
-class Centre(Handler):
+class Centre(Server):
     """Hold one shard of the centre c: reply to x with e = a(x − c), and add e, so that c gains what x loses.
 
     With `synchronous` a server waits for the requests of all workers that still take steps. All are pulled to the same
@@ -84,47 +85,41 @@ class Centre(Handler):
     """
 
     def __init__(self, strategy: ServerStrategy, config: ElasticConfig):
-        self._config, self._loop, self._replica = config, strategy.loop, strategy.replica
-        self._now, self._down, shard = strategy.comm.now, strategy.channel.down, strategy.place.shard
+        super().__init__(strategy)
+        self._config, shard = config, strategy.place.shard
         self._strength = config.beta / len(strategy.roles.workers)  # a
         self._centre = strategy.state.sharded(
             "centre", shard.of(strategy.model.params), start="parameters", resets=True, ranges=shard.ranges
         )
-        self._held: list[tuple[ServerRequest, float]] = []  # requests to be replied to together, and when they came
 
     def master(self) -> list[Tensor]:
         return self._centre
 
-    def receive(self, request: ServerRequest) -> None:
-        self._held.append((request, self._now()))
-        self.settle()
-
     def settle(self) -> None:
         """Make the exchange that is due, with all workers whose requests are here."""
-        sources = {request.source for request, _ in self._held}
-        if not sources or (self._config.synchronous and not sources.issuperset(self._loop.active())):
+        sources = {request.source for request in self.held}
+        if not sources or (self._config.synchronous and not sources.issuperset(self.active())):
             return
-        last, _ = self._held[-1]
+        held, self.held = self.held, []
         moves: list[Tensor] = []
-        for request, since_s in sorted(self._held, key=lambda held: held[0].source):
-            pulled = self._pull(request, last, since_s)
+        for request in sorted(held, key=attrgetter("source")):
+            pulled = self._pull(request, held[-1])
             if moves:
                 for move, pull in zip(moves, pulled, strict=True):
                     move.add_(pull)
             else:  # which is overwritten with the next reply
-                moves = [pull.clone() for pull in pulled] if len(self._held) > 1 else list(pulled)
-        self._held = []
+                moves = [pull.clone() for pull in pulled] if len(held) > 1 else list(pulled)
         for centre, move in zip(self._centre, moves, strict=True):
             centre.add_(move.to(centre.device))
-        self._loop.count_update()
+        self.count_update()
 
-    def _pull(self, request: ServerRequest, last: ServerRequest, since_s: float) -> Sequence[Tensor]:
+    def _pull(self, request: ServerRequest, last: ServerRequest) -> Sequence[Tensor]:
         """Reply with e, from the centre as it is; return what of it has been sent."""
         ends = zip(request.tensors, self._centre, strict=True)
         pulls = [(x.to(c.device) - c).mul_(self._strength).to(c.dtype) for x, c in ends]
-        waited = (NOBODY, 0.0) if request is last else (last.source, self._now() - since_s)
-        self._loop.reply(Reply(request, self._replica.clock, pulls, *waited))
-        sent = self._down.sent(request.source, pulls)
+        waited = (NOBODY, 0.0) if request is last else (last.source, self.comm.now() - request.since_s)
+        self.inbox.reply(Reply(request, self.replica.clock, pulls, *waited))
+        sent = self.channel.down.sent(request.source, pulls)
         if self._config.compression:  # else it lies in the worker's slot, which is the worker's again
             for known, pull in zip(request.tensors, sent, strict=True):
                 known.sub_(pull)

@@ -14,7 +14,8 @@ from typing import Literal, get_args
 from pydantic import Field
 
 from hpcdist.errors import UnknownNameError
-from hpcdist.strategies.server.policy import Held, Policy
+from hpcdist.strategies.server.channel import ServerRequest
+from hpcdist.strategies.server.gradients import Policy
 from hpcdist.strategies.server.strategy import ServerStrategy
 
 Rule = Literal["none", "average", "measured", "per-gradient", "plus-one", "exponential"]
@@ -85,7 +86,7 @@ class StalePolicy(Policy):
         self._config, self._expected = config, expected
         self.measured: list[int] = []
 
-    def may_go(self, gradient: Held, active: Sequence[int]) -> bool:
+    def may_go(self, gradient: ServerRequest, active: Sequence[int]) -> bool:
         return True
 
     def arrived(self, source: int, staleness: int) -> str | None:

@@ -22,9 +22,8 @@ from hpcdist.strategies.common.replicas import with_buffers
 from hpcdist.strategies.common.state import Flats, copy_all
 from hpcdist.strategies.server.channel import PAUSE, RequestChannel
 from hpcdist.strategies.server.codec import Codec, Content
-from hpcdist.strategies.server.loop import Handler, Replica, ServerLoop
-from hpcdist.strategies.server.placement import Placement, Shard, broadcast_shards
-from hpcdist.strategies.server.roles import Roles, Servers, assign
+from hpcdist.strategies.server.placement import Placement, Roles, Servers, Shard, assign, broadcast_shards
+from hpcdist.strategies.server.server import Replica, Server
 
 
 class ServerStrategy(Strategy):
@@ -54,10 +53,9 @@ class ServerStrategy(Strategy):
         replica: this rank's parameters, and their clocks.
         channel: requests and replies, where there is more than one rank.
         worker: takes steps, on a worker that has servers.
-        loop: serves, on a server or aggregator.
+        server: serves, on a server or aggregator.
+        sends_hyperparameters: servers run the job's optimiser, with the numbers of the workers' param_groups.
         update_clip: clips the gradient of an update, where not the workers clip theirs.
-        sends_numbers: servers run the job's optimiser, with the numbers of the workers' param_groups.
-        counts_batches: every update is of the same batches, whose number goes along with gradients.
     """
 
     class Config(Strategy.Config):
@@ -119,7 +117,7 @@ class ServerStrategy(Strategy):
     config: Config
     channel: RequestChannel
     worker: Worker
-    loop: ServerLoop
+    server: Server
 
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **given: Any):
         self.roles = roles = config.roles(comm.size)
@@ -133,21 +131,15 @@ class ServerStrategy(Strategy):
             model.gradients.leave()
             return
         clocks = max(1, len(roles.workers)) if roles.aggregators else 1
-        self.counts_batches = self.contract.synchronous
-        self.sends_numbers = self.contract.updates == "on servers"
-        values = len(self.hyperparameters.places) * self.sends_numbers + self.counts_batches
+        self.sends_hyperparameters = self.contract.updates == "on servers"
+        values = len(self.hyperparameters.places) * self.sends_hyperparameters + self.contract.synchronous
         self.channel = RequestChannel(
             comm, roles, place.shards, model.params, len(model.names), clocks, *self._codecs(), values=values
         )
-        if place.children:
-            deadline_s = config.learner_deadline_s
-            self.loop = ServerLoop(comm, place, self.channel, self.replica, deadline_s, self._report)
-        if place.colocated:
-            self.channel.client.meanwhile = self.loop.serve_waiting
         if (norm := self._update_norm) is not None:
             self.update_clip = UpdateClip(comm, model, place, norm)
         serves, own = comm.rank in roles.servers, self.hyperparameters.own
-        self.state.parameters = lambda: Flats(self.loop.handler.master(), place.shard.ranges) if serves else None
+        self.state.parameters = lambda: Flats(self.server.master(), place.shard.ranges) if serves else None
         self.state.before_load(self._forget_moments_of_others)
 
         def load(pairs: Iterable[Sequence[Any]]) -> None:
@@ -159,17 +151,19 @@ class ServerStrategy(Strategy):
             reshard=lambda saved: [pair for of_rank in saved for pair in of_rank], optional=True,
         )  # fmt: skip
 
-    def compose(self, worker: Callable[[], Worker], handler: Callable[[], Handler]) -> None:
+    def compose(self, worker: Callable[[], Worker], server: Callable[[], Server]) -> None:
         """Make the parts of this rank. On one rank alone the local optimiser steps, and there are none.
 
         Args:
             worker: makes the part that takes a worker's steps.
-            handler: makes the part that deals with a server's requests.
+            server: makes the part that deals with a server's requests.
         """
         if self.is_worker and not self.place.alone:
             self.worker = worker()
         if self.place.children:
-            self.loop.handler = handler()
+            self.server = server()
+        if self.place.colocated:
+            self.channel.client.meanwhile = self.server.serve_waiting
 
     @property
     def _update_norm(self) -> float | None:
@@ -213,15 +207,18 @@ class ServerStrategy(Strategy):
             outcome = self.gradients.step_alone(update)
             self.replica.clock += outcome.event is None
             return replace(outcome, clock=self.replica.clock)
-        if self.place.colocated:
-            self.loop.update = update
-        return self.worker.step(update)
+        if not self.place.colocated:
+            return self.worker.step(update)
+        self.server.update = update
+        outcome = self.worker.step(update)
+        applied, self.server.applied = self.server.applied, []
+        return replace(outcome, staleness=(*outcome.staleness, *applied))
 
     def pause(self) -> None:
         if not self.place.alone:
             self.worker.pause()
         if self.place.colocated:
-            self.loop.serve_between_steps()
+            self.server.serve_between_steps()
 
     def settle(self) -> None:
         if self.place.colocated:  # a rank in another call serves nobody
@@ -229,9 +226,9 @@ class ServerStrategy(Strategy):
 
     def serve(self, update: Update) -> None:
         if self.place.children:
-            self.loop.serve(update)
+            self.server.serve(update)
 
-    def _report(self, outcome: Outcome, steps: int = 0) -> None:
+    def report(self, outcome: Outcome, steps: int = 0) -> None:
         """Write a record of this rank, which has taken so many steps since the last one."""
         self.steps += steps
         self.records.report(self.steps, outcome)
@@ -241,7 +238,7 @@ class ServerStrategy(Strategy):
         """Collective. Take the servers' parameters; average buffers, which only workers compute, over the workers."""
         params = [flat.clone() for flat in self.model.params]
         if self.comm.rank in self.roles.servers:
-            copy_all(self.place.shard.of(params), self.loop.handler.master())
+            copy_all(self.place.shard.of(params), self.server.master())
         broadcast_shards(self.comm, self._shards_of_servers(), params)
         return with_buffers(self, params)
 
@@ -249,7 +246,9 @@ class ServerStrategy(Strategy):
         super().reset_from_model()
         if self.contract.updates == "on servers":
             broadcast_shards(self.comm, self._shards_of_servers(), self.model.params)
-            self.replica.follow(self.comm.failures.retry_on_failure(partial(self.comm.gather, self.replica.clock)))
+            clocks = self.comm.failures.retry_on_failure(partial(self.comm.gather, self.replica.clock))
+            servers = self.roles.servers  # aggregators have one above them
+            self.replica.follow([clocks[p if p in servers else servers[0]] for p in self.place.parents])
 
     def _shards_of_servers(self) -> list[tuple[int, Shard]]:
         return [(server, self.place.shards[server]) for server in self.roles.servers]
@@ -301,11 +300,13 @@ class Worker(abc.ABC):
         The numbers are the hyper-parameters, and where every update is of the same batches how many of them no step has
         followed.
         """
-        strategy = self.strategy
-        values = strategy.hyperparameters.values() if strategy.sends_numbers else []
-        if strategy.counts_batches:
+        strategy, rank = self.strategy, self.place.rank
+        values = strategy.hyperparameters.values() if strategy.sends_hyperparameters else []
+        if strategy.contract.synchronous:
             values.append(float(self.model.gradients.left_out))
-        return {"clocks": self.replica.stamps(), "values": values}
+        clocks = zip(self.place.parents, self.replica.clocks, strict=True)
+        # This rank's own shard in the model is the newest.
+        return {"clocks": [[self.replica.clock if p == rank else clock] for p, clock in clocks], "values": values}
 
     def left_out(self) -> str | None:
         """Return the event where this step's gradients are left out because they are not finite.
@@ -356,10 +357,10 @@ def serve_together(served: Sequence[tuple[ServerStrategy, Update]]) -> None:
         strategy.serve(update)
         return
     for strategy, update in served:
-        strategy.loop.begin(update)
-    loops = [strategy.loop for strategy, _ in served]
-    waiting = loops
+        strategy.server.begin(update)
+    servers = [strategy.server for strategy, _ in served]
+    waiting = servers
     while waiting:
-        waiting = [loop for loop in waiting if loop.serve_next(TURN_S)]
-    for loop in loops:
-        loop.end()
+        waiting = [server for server in waiting if server.serve_next(TURN_S)]
+    for server in servers:
+        server.end()

@@ -1,27 +1,124 @@
-"""Take workers' gradients, make updates of them as a policy says, and reply with parameters."""
+"""Exchange gradients for parameters: a worker pushes them, a server updates with them as a policy says and replies."""
 
 from __future__ import annotations
 
+import abc
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hpcdist.comm.transfer import WIDE
+from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import unequal, unequal_steps
-from hpcdist.strategies.base import Update
+from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import copy_all
 from hpcdist.strategies.server.channel import GRADIENT, NOBODY, SUM, Reply, ServerRequest
-from hpcdist.strategies.server.loop import Handler
 from hpcdist.strategies.server.placement import Shard
-from hpcdist.strategies.server.policy import Held, Policy
-from hpcdist.strategies.server.strategy import ServerStrategy
-from hpcdist.strategies.server.worker import GradientWorker
+from hpcdist.strategies.server.server import Server
+from hpcdist.strategies.server.strategy import ServerStrategy, Worker
+
+
+class Policy(abc.ABC):
+    """Decide which gradients that a server holds make an update, and which workers go on.
+
+    It has neither ranks nor tensors. `active` are the workers that still take steps.
+
+    A gradient whose worker goes on before its update is added to a sum, in order of arrival; the others are added in
+    rank order when the update is made.
+    """
+
+    remembers: ClassVar[tuple[str, ...]] = ()  # attributes that a checkpoint keeps, of types that JSON has
+    waits = True  # workers may have to wait for others; else `active` is left empty
+    divides_by_workers = False  # an update is Σg/λ, whichever gradients are in it; else Σwg/Σw, for weights by samples
+
+    @abc.abstractmethod
+    def complete(self, held: Sequence[ServerRequest], summed: int, active: Sequence[int]) -> bool:
+        """Tell whether the server makes an update now: of the gradients held, and of those `summed` already."""
+
+    @abc.abstractmethod
+    def may_go(self, gradient: ServerRequest, active: Sequence[int]) -> bool:
+        """Tell whether a gradient's worker goes on now, with the parameters as they are; False keeps it waiting."""
+
+    def arrived(self, source: int, staleness: int) -> str | None:
+        """Remember that a worker has taken a step; return why its gradient is refused; None: it is not."""
+        return None
+
+    def factor(self, staleness: int) -> float:
+        """Return how much less a gradient counts for its staleness."""
+        return 1.0
+
+    def blocker(self, active: Sequence[int]) -> int:
+        """Return the rank for which the workers wait that may not go on."""
+        return NOBODY
+
+    def updated(self, staleness: Sequence[int]) -> None:
+        """Remember that an update has been made, of gradients of that staleness."""
+
+    def returned(self, worker: int, active: Sequence[int]) -> None:
+        """Remember that a worker that was evicted has pushed again."""
+
+
+class GradientWorker(Worker):
+    """Push the gradient with the clock of the parameters it was computed from, and take the parameters of the reply.
+
+    Args:
+        overlap: goes on at once, and takes the reply at the next step.
+
+    Raises:
+        ConfigError: `overlap` on servers that are workers too.
+    """
+
+    def __init__(self, strategy: ServerStrategy, *, overlap: bool = False):
+        super().__init__(strategy)
+        if overlap and self.place.colocated:
+            raise ConfigError(
+                "strategy.overlap must be false where strategy.servers is 'colocated', whose shards change only inside "
+                "a step; got true. Leave it out, or give ranks of their own to the servers."
+            )
+        self._overlap = overlap
+        self._clips = strategy.gradients.clip_norm is not None and strategy.update_clip is None
+        self._compression = strategy.config.compression
+        workers, first = strategy.roles.workers, self._compression.warmup_ranks
+        sits_out = first is not None and workers.index(self.place.rank) >= first
+        self._first_step = self._compression.warmup_steps if sits_out else 0  # after a warm-up of which others' are
+        self._under_way = False  # a gradient whose reply has not been taken
+
+    def step(self, update: Update) -> Outcome:
+        strategy, gradients = self.strategy, self.model.gradients
+        contributes = gradients.contributes
+        used, skipped = gradients.collect(), self.left_out()
+        weight = gradients.mean_weight if gradients.weighs else 1.0
+        if self._clips and not skipped:
+            strategy.gradients.clip(weight)
+        stamps = self.stamps()
+        if self._overlap:
+            self.finish()
+        dropped = None
+        if strategy.steps < self._first_step and not skipped:
+            ranks = self._compression.warmup_ranks
+            dropped = f"dropped: a gradient of the warm-up, in which only {ranks} workers' count"
+        pushes = contributes and not skipped and not dropped
+        if pushes:
+            self.client.push(SUM, **stamps, tensors=self.model.grads, used=used, weight=weight)
+        elif not self._overlap:
+            self.client.push(GRADIENT, **stamps)  # weight 0: it arrives, and counts for nothing
+        waited_for: dict[int, float] = {}
+        if self._overlap:
+            self._under_way = pushes
+        else:
+            waited_for = self.replica.pull(self.channel).waited_for
+        event, count = skipped or dropped, int(dropped is not None)
+        return Outcome(self.replica.clock, event=event, dropped=count, waited_for=waited_for)
+
+    def finish(self) -> None:
+        if self._under_way:
+            self.replica.pull(self.channel)
+            self._under_way = False
 
 
 class Aggregate:
@@ -131,127 +228,110 @@ class Aggregate:
         self.used = torch.tensor(state["used"], dtype=torch.bool)
 
 
-@dataclass(eq=False)
-class HeldRequest(Held):
-    """Hold a gradient with its request, since `since_s`."""
-
-    request: ServerRequest = field(kw_only=True)
-    since_s: float = field(kw_only=True)
-
-
-class GradientServer(Handler):
+class GradientServer(Server):
     """Serve a shard: hold gradients until their workers may go on, and update with the sum of those that make one.
 
     An aggregator passes the sum on to its own parent instead, and its workers get that one's reply.
     """
 
     def __init__(self, strategy: ServerStrategy, policy: Policy):
-        self.policy, self._loop, self._place, self._now = policy, strategy.loop, strategy.place, strategy.comm.now
-        self._model, self._hyperparameters = strategy.model, strategy.hyperparameters
-        self._channel, self._replica, self._clip = strategy.channel, strategy.replica, strategy.update_clip
-        self._of_all_workers, self._workers = strategy.contract.synchronous, len(strategy.roles.workers)
-        self._adds_up = strategy.adds_up
-        self.aggregate = Aggregate(self._model, self._place.shard, apart=self._place.colocated)
-        self._held: list[HeldRequest] = []
+        super().__init__(strategy)
+        self.policy = policy
+        self.aggregate = aggregate = Aggregate(self.model, self.place.shard, apart=self.place.colocated)
         for name in policy.remembers:
             setattr(policy, name, strategy.state.value(name, getattr(policy, name), policy, optional=True))
         # A checkpoint includes these gradients; another number of ranks begins without, and the run's end loses them.
-        aggregate = self.aggregate
         strategy.state.scratch(aggregate.sums)
         strategy.state.custom("store", aggregate.state_dict, self._load_aggregate, aggregate.forget, optional=True)
         strategy.records.pending = lambda: len(aggregate.clocks)
 
-    def master(self) -> list[Tensor]:
-        return self._place.shard.of(self._model.params)
-
     def receive(self, request: ServerRequest) -> None:
         """Refuse a gradient, or hold it until its worker may go on."""
-        staleness = self._replica.clock - min(request.clocks) if request.weight else 0
-        reason = self.policy.arrived(request.source, staleness)
-        if reason is not None:
-            self._loop.reply(Reply(request, self._replica.clock, self.master()))
-            self._loop.drop(request, reason)
-            return
-        nothing_to_add, since_s = request.weight == 0.0, self._now()
-        self._held.append(HeldRequest(request.source, request.clocks, nothing_to_add, request=request, since_s=since_s))
-        self.settle()
+        clock = self.replica.clock
+        reason = self.policy.arrived(request.source, clock - min(request.clocks) if request.weight else 0)
+        if reason is None:
+            request.added = request.weight == 0.0  # there is nothing to add
+            super().receive(request)
+        else:
+            self.inbox.reply(Reply(request, clock, self.master()))
+            self.strategy.report(Outcome(clock, event=reason, dropped=len(request.clocks)))
 
     def settle(self) -> None:
         """Make the update that is due, and reply to the workers that may go on."""
         policy, parameters = self.policy, self.master()
-        active = self._loop.active() if policy.waits else ()
-        due = policy.complete(self._held, len(self.aggregate.clocks), active)
-        for gradient in sorted(self._held, key=attrgetter("source")) if due else self._held:
+        active = self.active() if policy.waits else ()
+        due = policy.complete(self.held, len(self.aggregate.clocks), active)
+        for gradient in sorted(self.held, key=attrgetter("source")) if due else self.held:
             if not gradient.added and (due or policy.may_go(gradient, active)):
                 gradient.added = True
-                staleness = self._replica.clock - gradient.clocks[0]  # an aggregator doesn't know it yet
-                self.aggregate.add(gradient.request, 1.0 if self._place.aggregates else policy.factor(staleness))
+                staleness = self.replica.clock - gradient.clocks[0]  # an aggregator doesn't know it yet
+                self.aggregate.add(gradient, 1.0 if self.place.aggregates else policy.factor(staleness))
             gradient.applied |= due
-        if due and self._place.aggregates:
+        if due and self.place.aggregates:
             self._pass_on()
         elif due and self.aggregate.weights:
             self._update()
         going, waiting = [], []
-        for gradient in self._held:
+        for gradient in self.held:
             if policy.may_go(gradient, active):
-                held_s = self._now() - gradient.since_s if gradient.blocker != NOBODY else 0.0
-                going.append(Reply(gradient.request, self._replica.clock, parameters, gradient.blocker, held_s))
+                held_s = self.comm.now() - gradient.since_s if gradient.blocker != NOBODY else 0.0
+                going.append(Reply(gradient, self.replica.clock, parameters, gradient.blocker, held_s))
             else:
                 if gradient.blocker == NOBODY:
                     gradient.blocker = policy.blocker(active)
                 waiting.append(gradient)
-        self._held = waiting
-        self._loop.reply(*going)
+        self.held = waiting
+        self.inbox.reply(*going)
 
     def returned(self, child: int) -> None:
-        self.policy.returned(child, self._loop.active())
+        self.policy.returned(child, self.active())
 
     def _update(self) -> None:
         """Run the optimiser on the sum, with the workers' hyper-parameters."""
-        policy, aggregate, loop = self.policy, self.aggregate, self._loop
-        staleness = [self._replica.clock - clock for clock in aggregate.clocks]
+        policy, aggregate, strategy = self.policy, self.aggregate, self.strategy
+        staleness = [self.replica.clock - clock for clock in aggregate.clocks]
         # Weights of an average times one rate: gradients keep their proportions, and an optimiser that undoes a
         # constant factor of its gradients, as Adam does, is modulated all the same.
         rate = sum(aggregate.factors) / len(aggregate.factors)
-        if self._of_all_workers:
-            self._require_equal_values()
-        values = aggregate.mean_values()[: len(self._hyperparameters.places)]
-        if values != self._hyperparameters.values():
-            self._hyperparameters.set(values)
-        present = self._workers - len(loop.liveness.evicted)
+        self._require_equal_values()
+        values = aggregate.mean_values()[: len(strategy.hyperparameters.places)]
+        if values != strategy.hyperparameters.values():
+            strategy.hyperparameters.set(values)
+        present = len(strategy.roles.workers) - len(self.evicted)
         averaged = present if policy.divides_by_workers else aggregate.total_weight()
-        divisor = 1.0 if self._adds_up else averaged
-        aggregate.apply(self._hyperparameters.noting(loop.update), divisor * rate, rate, self._clip)
+        divisor = 1.0 if strategy.adds_up else averaged
+        aggregate.apply(strategy.hyperparameters.noting(self.update), divisor * rate, rate, strategy.update_clip)
         policy.updated(staleness)
-        loop.count_update(staleness)
+        self.count_update(staleness)
 
     def _require_equal_values(self) -> None:
-        """Raise MismatchError unless equal numbers have come along with all gradients in the sum."""
+        """Raise MismatchError where updates are of all workers and unequal numbers have come with the gradients."""
+        if not self.strategy.contract.synchronous:
+            return
         values = self.aggregate.values
         left_out = {rank: int(numbers[-1]) for rank, numbers in values.items()}
-        found = unequal(self._hyperparameters, values, "every worker")
+        found = unequal(self.strategy.hyperparameters, values, "every worker")
         found = found or unequal_steps(left_out, "batches that were left out")
         if found is not None:
             raise found
 
     def _pass_on(self) -> None:
         """Push the sum to this aggregator's parent, and take the reply, which is the children's too."""
-        aggregate, client = self.aggregate, self._channel.client
+        aggregate, client = self.aggregate, self.channel.client
         if aggregate.weights:
-            if self._of_all_workers:
-                self._require_equal_values()
+            self._require_equal_values()
             weight, values = math.fsum(aggregate.weights), aggregate.mean_values()
             client.push(SUM, [aggregate.clocks], aggregate.sums, aggregate.used, weight, values)
         else:
             client.push(GRADIENT, [[]])  # it arrives, and counts for nothing
-        self._replica.take(client.wait(), self._channel.down.arrived)
+        self.replica.pull(self.channel)
         aggregate.forget()
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def _load_aggregate(self, saved: Mapping[str, Any]) -> None:
         """Restore the sum under way, whose gradients count by their staleness as the policy has been told of it."""
         self.aggregate.load_state_dict(saved)
-        self.aggregate.factors = [self.policy.factor(self._replica.clock - clock) for clock in self.aggregate.clocks]
+        self.aggregate.factors = [self.policy.factor(self.replica.clock - clock) for clock in self.aggregate.clocks]
 
 
 def exchange_gradients(strategy: ServerStrategy, policy: Policy, *, overlap: bool = False) -> None:

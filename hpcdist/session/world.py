@@ -193,11 +193,7 @@ def init(
 
 
 def _join_world(
-    deadline_s: float | None,
-    gpu_aware_mpi: bool | None,
-    internode: str | None,
-    torch_distributed: bool | str,
-    bind: bool,
+    deadline_s: float | None, gpu_aware_mpi: bool | None, internode: str | None, backend: bool | str, bind: bool
 ) -> Communicator:
     tolerant = tolerates_deaths(os.environ)  # reading the launcher's variables, no setting
     if tolerant:
@@ -217,7 +213,8 @@ def _join_world(
             versions["python"] = ".".join(platform.python_version_tuple()[:2])
             versions["plug-ins"] = registry.installed()
             versions["hpcdist's source files"] = package_checksum()
-            backend = torch_distributed if dist.is_available() and not dist.is_initialized() else False
+            if not dist.is_available() or dist.is_initialized():
+                backend = False
             settings = {"gpu_aware_mpi": gpu_aware_mpi, "torch_distributed": backend}
             require_equal(comm, versions | settings, "versions and settings")
             if backend and comm.size > 1:

@@ -199,7 +199,7 @@ class _WayServer(Server):
     def master(self) -> list[Tensor]:
         return self._params
 
-    def settle(self) -> None:
+    def apply_due(self) -> None:
         """Apply what is held once the time is over, or no other worker is left to wait for."""
         held = sorted(self.held, key=attrgetter("source"))  # the same sums in any order of arrival
         if not held:

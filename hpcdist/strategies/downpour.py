@@ -221,7 +221,7 @@ class _Server(Server):
     def master(self) -> Sequence[Tensor]:
         return self._rule.params if isinstance(self._rule, ShardAdagrad) else super().master()
 
-    def settle(self) -> None:
+    def apply_due(self) -> None:
         """Handle requests, those of the other workers once the warm start is over."""
 
         def due() -> ServerRequest | None:

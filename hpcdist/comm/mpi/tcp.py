@@ -54,7 +54,7 @@ class Served(Protocol):
     def wake(self, target: int) -> None: ...
 
 
-class Server:
+class TcpServer:
     """Collective. Serve this rank's windows of one communicator, by a thread for each requesting rank.
 
     Args:
@@ -325,7 +325,7 @@ class _Peer:
 class TcpTransfers:
     """Carry one window's transfers to and from ranks of other nodes, over TCP."""
 
-    def __init__(self, server: Server, number: int):
+    def __init__(self, server: TcpServer, number: int):
         self._server, self.number = server, number
 
     def get(self, out: Tensor, rank: int, offset: int) -> None:

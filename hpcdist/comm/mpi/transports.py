@@ -26,7 +26,7 @@ from hpcdist.comm.mpi.calls import EVERYONE
 from hpcdist.comm.mpi.messages import Staging
 from hpcdist.comm.mpi.node_memory import SharedTensor
 from hpcdist.comm.mpi.slots import NodeSlots
-from hpcdist.comm.mpi.tcp import Server
+from hpcdist.comm.mpi.tcp import TcpServer
 from hpcdist.comm.mpi.window import MpiWindow
 from hpcdist.comm.transfer import check_flat
 from hpcdist.comm.window import Memory, Put, Window
@@ -133,7 +133,7 @@ class Transports(RankMemory):
         self._across_nodes = len(set(nodes)) > 1
         self.can_attach = try_attach(comm, nodes) and not self._across_nodes
         self._node_mpi: MPI.Intracomm | None = None
-        self._server: Server | None = None
+        self._server: TcpServer | None = None
         self._shared: list[SharedTensor] = []
 
     # --- what windows are made of ---------------------------------------------------------------------------------
@@ -143,10 +143,10 @@ class Transports(RankMemory):
             self._node_mpi = self._comm.mpi.Split(self.nodes[self._comm.rank], self._comm.rank)
         return self._node_mpi
 
-    def server(self) -> Server:
+    def server(self) -> TcpServer:
         """Collective at the first call. Return the server of windows to ranks of other nodes."""
         if self._server is None:
-            self._server = Server(self._comm, self.wanted.partition(":")[2])
+            self._server = TcpServer(self._comm, self.wanted.partition(":")[2])
         return self._server
 
     def choose(self) -> str:

@@ -95,7 +95,7 @@ class Centre(Server):
     def master(self) -> list[Tensor]:
         return self._centre
 
-    def settle(self) -> None:
+    def apply_due(self) -> None:
         """Make the exchange that is due, with all workers whose requests are here."""
         sources = {request.source for request in self.held}
         if not sources or (self._config.synchronous and not sources.issuperset(self.active())):

@@ -256,7 +256,7 @@ class GradientServer(Server):
             self.inbox.reply(Reply(request, clock, self.master()))
             self.strategy.report(Outcome(clock, event=reason, dropped=len(request.clocks)))
 
-    def settle(self) -> None:
+    def apply_due(self) -> None:
         """Make the update that is due, and reply to the workers that may go on."""
         policy, parameters = self.policy, self.master()
         active = self.active() if policy.waits else ()

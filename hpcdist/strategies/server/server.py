@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
@@ -13,9 +13,6 @@ from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import State, copy_all
 from hpcdist.strategies.server.channel import CHECK_S, PAUSE, Replies, Reply, RequestChannel, ServerRequest
 from hpcdist.strategies.server.placement import Placement
-
-if TYPE_CHECKING:
-    from hpcdist.strategies.server.strategy import ServerStrategy
 
 
 class Replica:
@@ -58,13 +55,13 @@ class Server(abc.ABC):
 
     Attributes:
         held: requests that wait for their reply, in order of arrival.
-        due_s: when `settle` is to be called, if no request comes before; None: not at all.
+        due_s: when `apply_due` is to be called, if no request comes before; None: not at all.
         evicted: workers that have died, or have pushed nothing for `learner_deadline_s`: the others go on without them.
         update: runs the local optimiser on the gradients in the model.
         applied: staleness of the gradients applied here since this rank's last step, if it is worker and server.
     """
 
-    def __init__(self, strategy: ServerStrategy):
+    def __init__(self, strategy: Any):  # a ServerStrategy, whose module imports this one
         self.strategy, self.comm, self.model, self.place = strategy, strategy.comm, strategy.model, strategy.place
         self.channel, self.inbox, self.replica = strategy.channel, strategy.channel.inbox, strategy.replica
         self._deadline_s = strategy.config.learner_deadline_s
@@ -81,10 +78,10 @@ class Server(abc.ABC):
     def receive(self, request: ServerRequest) -> None:
         """Hold a request, and deal with what is due."""
         self.held.append(request)
-        self.settle()
+        self.apply_due()
 
     @abc.abstractmethod
-    def settle(self) -> None:
+    def apply_due(self) -> None:
         """Deal with the held requests that are due, and reply to them; a worker may have paused, or been evicted."""
 
     def returned(self, child: int) -> None:
@@ -137,7 +134,7 @@ class Server(abc.ABC):
         if request is not None:
             self._deal(request)
         elif due_s is not None:
-            self.settle()
+            self.apply_due()
         if self._watches:
             self._evict()
         return True
@@ -181,7 +178,7 @@ class Server(abc.ABC):
         elif request.kind == PAUSE:
             self._stepping.remove(child)
             self.inbox.reply(Reply(request, self.replica.clock))
-            self.settle()
+            self.apply_due()
         else:
             with self.comm.trace.span(f"request of rank {child}", "server", clock=self.replica.clock):
                 request.since_s = self.comm.now()
@@ -226,4 +223,4 @@ class Server(abc.ABC):
             self.strategy.report(Outcome(self.replica.clock, event=f"goes on without rank {child}: {reason}"))
         if found:
             self.evicted |= found
-            self.settle()
+            self.apply_due()

@@ -27,6 +27,7 @@ import pytest
 from PIL import Image
 
 from hpcdist.collectives.tuning import table
+from hpcdist.comm import cache
 from hpcdist.config import load as load_settings
 from hpcdist.data import HDF5Dataset, Split, create, describe, importers
 from hpcdist.errors import HpcdistError
@@ -302,7 +303,10 @@ def a_file_of(text: str, read):
 
 
 def timings(path: Path) -> None:
-    if kept := table._read(path, ["native", "ring"]):
+    def check(text: str) -> str:
+        return text if sorted(table.TimingTable.model_validate_json(text).seconds) == ["native", "ring"] else ""
+
+    if kept := cache._read(path, check, "table of all-reduce times"):
         table.TimingTable.model_validate_json(kept).ranges()
 
 

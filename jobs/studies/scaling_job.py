@@ -137,7 +137,7 @@ class Course:
         found = [self._strategies[rank] for rank in sorted(self._strategies)]
         servers = [strategy for strategy in found if not strategy.is_worker]
         if servers:
-            return np.concatenate([server.loop.handler.master()[0].numpy() for server in servers])
+            return np.concatenate([strategy.server.master()[0].numpy() for strategy in servers])
         replicas = [own] if strategies.load("allreduce") is type(own) else found
         return np.mean([strategy.model.params[0].detach().numpy() for strategy in replicas], axis=0)
 

@@ -19,8 +19,8 @@ from hpcdist.errors import ConfigError, MismatchError
 
 NO_LIMIT = timedelta(0)
 _LOCK = threading.Lock()  # held while a work ends, or gets a callback
-# A callback of a future may itself make collective calls, and wait for them: so it must not keep the thread that makes
-# those. More threads than that wait for each other in no script.
+# A callback of a future may itself make collective calls, and wait for them: so it must not block the thread that makes
+# the calls. More threads than that wait for each other in no script.
 _CALLBACKS = ThreadPoolExecutor(64, "hpcdist-futures")
 # Works that Python has let go of: C++ may keep one, as DistributedDataParallel does for `join`, and can't wait for it
 # without Python's half of it. Nobody tells until when, so the last ones stay.
@@ -35,7 +35,7 @@ class Work(_Base):
     """A call or message in flight, or one that is over, with the methods of `torch.distributed.Work`.
 
     Args:
-        tensors: the result: what it writes, which may be touched again once it is complete.
+        tensors: the result, which the call writes; free to use once the call is complete.
         poll: returns whether it is over.
         block: blocks until it is over. None: it is over now.
         after: called once, when it is over, by whoever polls or waits.

@@ -284,9 +284,7 @@ class Gradients(Passes):
                 slot.tensor.grad = self._view(position).zero_() if self._flat else torch.zeros_like(slot.tensor)
         self._hidden.clear()
         self.weights.clear()
-        self._current = (
-            NO_PASS  # later gradients, those that the same pass may still bring too, belong to the next step
-        )
+        self._current = NO_PASS  # the next step gets later gradients, also those of the same pass
         self.batches_used += self.batch > self._used_last
         self._used_last = self.batch
         self._after_step = [flat._version for flat in self.flats]

@@ -151,7 +151,7 @@ def init(
         torch_distributed: the backend of torch.distributed's default process group, which several real ranks get
             unless the script has started one: True for hpcdist (beside NCCL where each rank has a GPU of its own; Gloo
             where ranks may die, or MPI is without THREAD_MULTIPLE), gloo or nccl; False for no group. With it RANK,
-            WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and their like are set: for libraries that ask who they are, such as
+            WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and their like are set: for libraries that ask for the rank, such as
             torchmetrics and Accelerate. Counts at the first call.
         bind: give each rank of a node an equal share of its cores, where nothing has bound any of them, they see no
             GPU, and each has a core or more. DataLoader workers share their rank's cores; torch has a thread for each,

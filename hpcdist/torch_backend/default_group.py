@@ -103,11 +103,11 @@ def introduce(comm: Communicator, backend: str | bool, interface: str = "") -> N
         CommunicationError: ranks don't reach each other over TCP, and no part of the group is on hpcdist.
         ConfigError: nccl, and a rank has no GPU of its own.
     """
-    nodes, node = comm.memory.nodes, comm.memory.nodes[comm.rank]
-    local_rank = nodes[: comm.rank].count(node)
+    local_ranks = comm.local_ranks
+    local_rank = local_ranks.index(comm.rank)
     count = torch.cuda.device_count() if dist.is_nccl_available() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    gpus = comm.gather([node, visible[local_rank % count] if count else ""])
+    gpus = comm.gather([local_ranks[0], visible[local_rank % count] if count else ""])
     poor = [rank for rank, gpu in enumerate(gpus) if not gpu[1] or gpu in gpus[:rank]]
     if backend == "nccl" and poor:
         raise ConfigError(
@@ -119,7 +119,7 @@ def introduce(comm: Communicator, backend: str | bool, interface: str = "") -> N
         backend = f"cpu:{OWN},cuda:nccl" if backend == OWN and not poor else backend
     meeting = start_default_group(comm, str(backend), interface)
     os.environ.update({"RANK": str(comm.rank), "WORLD_SIZE": str(comm.size)})
-    more: dict[str, Any] = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": nodes.count(node)}
+    more: dict[str, Any] = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": len(local_ranks)}
     if meeting.host:
         more |= {"MASTER_ADDR": meeting.host, "MASTER_PORT": meeting.store.port}
     if torch.cuda.device_count() == 0 and not torch.xpu.is_available():

@@ -94,8 +94,8 @@ class ProviderConfig(Named):
 class Averaging:
     """Replace the gradients of buckets by their means over the ranks: now, or while this rank computes.
 
-    Our own algorithms then run in the thread of `calls`. Another library has its own thread or device; all buckets are
-    handed to it before any is waited for, so that it may send several as one. Adasum is taken of each parameter's
+    Our own algorithms then run in the thread of `calls`. Another library has its own thread or device; the library
+    gets all buckets before one is waited for, and may send several together. Adasum is taken of each parameter's
     gradient on its own, as its authors do.
 
     Args:

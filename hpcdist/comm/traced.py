@@ -19,7 +19,6 @@ from hpcdist.comm.capabilities import Trace, Traffic
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transfer import ANY, Envelope, Request
 from hpcdist.comm.window import Put
-from hpcdist.comm.work import CallQueue
 from hpcdist.errors import ConfigError
 from hpcdist.records.merged_timeline import RankTimeline, merge_timelines
 from hpcdist.records.timeline import MOST, MOST_OF_ALL, Details, Timeline
@@ -140,9 +139,6 @@ class TracedCommunicator(Within, Communicator):
         self._messages: Counter[tuple[int, int, int]] = Counter()
         self._numbers_receives = True
 
-    def queue(self) -> CallQueue:
-        return self.plain.queue()
-
     sendrecv: Any = Noted(
         "send and receive",
         MESSAGE,
@@ -187,7 +183,7 @@ class TracedCommunicator(Within, Communicator):
     close: Any = Noted("close", COLLECTIVE, lambda comm: comm._numbered())
     now: Any = Noted()
     overlapping: Any = Noted()
-    _beside: Any = Noted()
+    queue: Any = Noted()
 
     def _split(self, color: int | None, key: int, traffic: Traffic | None) -> TracedCommunicator | None:
         self._splits += 1

@@ -198,5 +198,3 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Collective. Release what the communicator holds. Windows must be closed before."""
-
-    # --- asked by the functions below -----------------------------------------------------------------------------

@@ -106,27 +106,28 @@ def test_files_are_short():
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
-def budgets() -> dict[str, int]:
-    """The folders of docs/architecture.md, in its order, with the lines that each may have."""
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    return {name: int(lines) for name, lines in re.findall(r"^\| `([\w/]+/)` \| (\d+) \|", text, re.M)}
+def architecture(row: str) -> list[tuple[str, ...]]:
+    """The rows of docs/architecture.md that match a pattern: what its groups hold."""
+    return re.findall(row, (ROOT / "docs" / "architecture.md").read_text(), re.M)
 
 
-def test_every_folder_has_a_budget_of_lines_and_keeps_it():
-    lines = {path: (PACKAGE / path).read_text().count("\n") for path in modules()}
-    folders = {f"{parent}/" for path in modules() for parent in map(str, Path(path).parents) if parent != "."}
-    budget = budgets()
-    below = {name for name in folders if any(name.startswith(plugins) for plugins in PLUGINS_BELOW)}
-    assert set(budget) == folders - below
-    found = {name: sum(n for path, n in lines.items() if path.startswith(name)) for name in budget}
-    assert {name: (n, budget[name]) for name, n in found.items() if n > budget[name]} == {}
-
-
-def test_the_architecture_has_the_folders_in_the_order_of_imports():
+def test_the_architecture_has_every_folder_in_the_order_of_imports():
+    listed = architecture(r"^\| `([\w/]+)/` \| ")
+    folders = {str(parent) for path in modules() for parent in Path(path).parents} - {"."}
+    assert set(listed) == {name for name in folders if not f"{name}/".startswith(tuple(PLUGINS_BELOW))}
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = [name.strip(" ()") for layer in settings["contracts"][0]["layers"] for name in layer.split(":")]
-    folders = [name.rstrip("/") for name in budgets() if name.count("/") == 1]
-    assert folders == [name for name in layers if name in folders]
+    assert [name for name in listed if "/" not in name] == [name for name in layers if name in listed]
+
+
+def test_every_wing_keeps_its_budget_of_lines():
+    wings = {name: (int(lines), text) for name, lines, text in architecture(r"^\| (\w+) \| (\d+) \| (.*) \|$")}
+    wing_of = {folder: name for name, (_, text) in wings.items() for folder in re.findall(r"`(\w+)/`", text)}
+    found = Counter[str]()
+    for path in modules():
+        found[wing_of.get(path.partition("/")[0], "core")] += (PACKAGE / path).read_text().count("\n")
+    assert set(found) == set(wings)
+    assert {name: (n, wings[name][0]) for name, n in found.items() if n > wings[name][0]} == {}
 
 
 def test_only_some_read_the_environment():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,8 +12,8 @@ from hpcdist.comm.virtual import Exponential
 from hpcdist.compress import CompressionConfig, Span
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.common.state import State
-from hpcdist.strategies.server.channel import FETCH, GRADIENT, SUM, Reply, RequestChannel
-from hpcdist.strategies.server.codec import Codec
+from hpcdist.strategies.server.channel import FETCH, GRADIENT, SUM, Reply, RequestChannel, TensorSlots
+from hpcdist.strategies.server.codec import Codec, CodedSlots
 from hpcdist.strategies.server.placement import Shard, assign, cut
 
 pytestmark = pytest.mark.computes
@@ -40,8 +42,11 @@ def _channel(comm, compression, servers=1, up="gradients", down="values"):
     roles, like = assign(comm.size, servers), _like()
     shards = dict(zip(roles.servers, cut(like, len(roles.servers)), strict=True))
     config = CompressionConfig.from_mapping(compression)
-    codecs = [Codec(config, content, SPANS, State(comm, None)) if content else None for content in (up, down)]
-    return RequestChannel(comm, roles, shards, like, 1, 1, *codecs), roles, shards
+    ways = [
+        partial(CodedSlots, Codec(config, name, content, SPANS, State(comm, None))) if content else TensorSlots
+        for name, content in (("requests", up), ("replies", down))
+    ]
+    return RequestChannel(comm, roles, shards, like, 1, 1, *ways), roles, shards
 
 
 def _serve(channel, steps, reply):
@@ -74,7 +79,7 @@ def test_gradients_are_what_was_sent_and_what_is_left(ranks, compression):
                 channel.client.push(SUM, [[0]] * servers, _gradient(comm.rank, step), weight=1.0)
                 channel.client.wait()
                 add(_gradient(comm.rank, step))
-        found = serves, sums, shards[comm.rank].ranges if serves else channel.up.coding.whole
+        found = serves, sums, shards[comm.rank].ranges if serves else channel.up.whole
         comm.barrier()
         channel.close()
         return found
@@ -107,12 +112,12 @@ def test_both_ends_have_the_same_values_and_come_closer(ranks, compression):
                 for value, change in zip(values, _gradient(0, step), strict=True):
                     value.add_(change if step < moving else 0.0)
                 _serve(channel, len(roles.workers), lambda request: values)
-            told = channel.down.coding._common[child]
+            told = channel.down._common[child]
         else:
             for _ in range(moving + still):
                 channel.client.push(FETCH, [[0]])
                 channel.client.wait()
-            told = channel.down.arrived
+            told = channel.down.whole
         told = [part.clone() for part in told]
         channel.close()
         return told, values
@@ -139,7 +144,7 @@ def test_moves_are_known_to_both(ranks, compression):
             else:
                 channel.client.push(FETCH, [[0]], _gradient(1, step))
                 channel.client.wait()
-                found += [part.clone() for part in channel.down.arrived]
+                found += [part.clone() for part in channel.down.whole]
         channel.close()
         return found
 
@@ -218,10 +223,10 @@ def test_differences_that_would_grow_are_refused():
         CompressionConfig.from_mapping({"name": "qsgd", "levels": 1, "error_feedback": False}),
         State(None, None),
     )
-    Codec(config, "gradients", SPANS, state).check()
-    Codec(config, "moves", SPANS, state).check()
+    Codec(config, "replies", "gradients", SPANS, state)
+    Codec(config, "replies", "moves", SPANS, state)
     with pytest.raises(ConfigError, match="strategy.compression must lose less than there is where differences of par"):
-        Codec(config, "values", SPANS, state).check()
+        Codec(config, "replies", "values", SPANS, state)
 
 
 @each("count", [1, 3, 7, 40])

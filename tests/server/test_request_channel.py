@@ -53,7 +53,7 @@ def test_requests_and_replies_arrive_whole_and_once(ranks):
                 clocks, used = [[value + i] for i in range(servers)], _used(value % 100)
                 channel.client.push(GRADIENT, clocks, _filled(value), used, weight=value + 0.125)
                 replies = channel.client.wait()
-                found.append(([t.tolist() for t in channel.down.arrived], replies))
+                found.append(([t.tolist() for t in channel.down.whole], replies))
         comm.barrier()
         channel.close()
         return found
@@ -229,7 +229,7 @@ def test_a_rank_that_serves_itself_and_others(ranks):
                 elif channel.client.missing():
                     channel.inbox.wait_event()
             assert channel.client.wait().clocks == list(range(comm.size))
-            assert all((t == 10 * comm.rank + step + 1).all() for t in channel.down.arrived)
+            assert all((t == 10 * comm.rank + step + 1).all() for t in channel.down.whole)
             comm.barrier()
         assert own.of(_like())
         channel.close()

@@ -12,7 +12,7 @@ say how long the message is; no more than that travels.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator, Put
+from hpcdist.compress import Used
 from hpcdist.errors import DeadlineError, RankFailedError
-from hpcdist.strategies.server.codec import Codec
 from hpcdist.strategies.server.placement import Roles, Shard
-from hpcdist.strategies.server.slots import Ends, TensorSlots
 
 # Kinds of requests: a gradient, or a sum of weighted ones, whose reply brings parameters; a push without; a fetch of
 # parameters without a gradient; the end of a period.
@@ -78,6 +77,77 @@ class Replies(NamedTuple):
     waited_for: dict[int, float]
 
 
+Ends = Sequence[tuple[int, Shard]]  # ranks, and the shard that goes from or to each
+EndsOf = Callable[[int], Ends]  # of a rank
+
+
+class TensorSlots:
+    """Collective. Open windows in which each rank has a slot for the tensors of every rank that sends to it.
+
+    Args:
+        like: flat tensors as long as a whole request.
+        sources: the ranks that send to a rank, each with the shard that its tensors cover.
+        dests: the ranks to which this rank sends, likewise.
+
+    Attributes:
+        words: how many lengths go beside the tensors.
+        whole: what has arrived from all sources, put together.
+    """
+
+    dtype: torch.dtype | None = None  # of the windows; None: that of the tensors
+    words = 0
+
+    def __init__(self, comm: Communicator, like: Sequence[Tensor], sources: EndsOf, dests: Ends):
+        own = sources(comm.rank)
+        slots, lengths = self._lay(like, own)
+        self._windows = [comm.window(n, self.dtype or t.dtype) for n, t in zip(lengths, like, strict=True)]
+        self._slots = {
+            source: [window.local[first:last] for window, (first, last) in zip(self._windows, slot, strict=True)]
+            for (source, _), slot in zip(own, slots, strict=True)
+        }
+        self._begins: dict[int, list[int]] = {}  # of this rank's slot, in each window of a rank to which it sends
+        for dest, _ in dests:
+            ends = sources(dest)
+            slot = [source for source, _ in ends].index(comm.rank)
+            self._begins[dest] = [first for first, _ in self._lay(like, ends)[0][slot]]
+        self.whole = [window.local for window in self._windows]
+
+    def room(self, part: Tensor) -> int:
+        """Return how many elements of a window such a part of a tensor takes."""
+        return part.numel()
+
+    def _lay(self, like: Sequence[Tensor], ends: Ends) -> tuple[list[list[tuple[int, int]]], list[int]]:
+        """Return where the slots of these ranks lie in each window, and how long the windows are; in elements."""
+        at, slots = [0] * len(like), []
+        for _, shard in ends:
+            sizes = map(self.room, shard.of(like))
+            slots.append([(first, first + size) for first, size in zip(at, sizes, strict=True)])
+            at = [last for _, last in slots[-1]]
+        return slots, at
+
+    def puts(self, dest: int, tensors: Sequence[Tensor], used: Used = None) -> tuple[list[Put], list[int]]:
+        """Return the puts that bring this shard's `tensors`, or none, to `dest`, and the lengths to send along."""
+        places = zip(self._windows, tensors, self._begins[dest])
+        return [Put(window, part, dest, begin) for window, part, begin in places if part.numel()], []
+
+    def sent(self, dest: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what the `tensors` sent last stand for at their destination."""
+        return tensors
+
+    def read(self, source: int, lengths: Sequence[int]) -> Iterable[Tensor]:
+        """Return what has arrived from `source`."""
+        return self._slots[source]
+
+    def close(self) -> None:
+        """Collective. Close the windows."""
+        self._slots.clear()  # their memory goes
+        self.whole = []
+        for window in self._windows:
+            window.close()
+
+
+OpenSlots = Callable[[Communicator, Sequence[Tensor], EndsOf, Ends], TensorSlots]
+
 COUNTER = 1  # words at the front of a parent's: the ticket drawn last
 TICKET, KIND, WEIGHT, LENGTHS = 0, 1, 2, 3  # a slot's words; after the lengths the number of clocks, and the clocks
 COUNT, CLOCK, BLOCKER, HELD_US, REPLY = 0, 1, 2, 3, 4  # a child's words for each parent; then lengths
@@ -93,7 +163,7 @@ class RequestChannel:
             values are of what has changed since.
         names: how many flags say which parameters have a gradient.
         clocks: the most gradients that a request is the sum of.
-        up, down: how requests and replies are compressed; None: not at all.
+        up, down: open the slots of requests and of replies; `CodedSlots` of a codec compresses them.
         values: how many numbers a request has at most, such as hyper-parameters.
         replies: flat tensors as long as a reply of one parent; None: a reply covers what the request does.
         bare: the children whose requests have no tensors.
@@ -112,16 +182,14 @@ class RequestChannel:
         like: Sequence[Tensor],
         names: int,
         clocks: int = 1,
-        up: Codec | None = None,
-        down: Codec | None = None,
+        up: OpenSlots = TensorSlots,
+        down: OpenSlots = TensorSlots,
         values: int = 0,
         replies: Sequence[Tensor] | None = None,
         bare: Collection[int] = (),
     ):
-        self.comm, self.shards, self._roles, rank = comm, shards, roles, comm.rank
-        self.parents, self.needed = roles.parents.get(rank, ()), roles.needed
-        self.own_slot = {parent: roles.children(parent).index(rank) for parent in self.parents}  # this rank's there
-        self.children = roles.children(rank)
+        self.comm, self.shards, self.roles, rank = comm, shards, roles, comm.rank
+        self.parents, self.children = roles.parents.get(rank, ()), roles.children(rank)
         count = len(self.children)
 
         def asked(child: int, parent: int) -> Shard:
@@ -136,10 +204,9 @@ class RequestChannel:
         def from_parents(child: int, covers: Covers) -> Ends:
             return [(parent, covers(child, parent)) for parent in roles.parents.get(child, ())]
 
-        requests = partial(from_children, covers=asked), from_parents(rank, asked)
-        self.up = TensorSlots(comm, up, like, *requests, up=True)
-        answers = partial(from_parents, covers=replied), from_children(rank, replied)
-        self.down = TensorSlots(comm, down, like if replies is None else replies, *answers, up=False)
+        self.up = up(comm, like, partial(from_children, covers=asked), from_parents(rank, asked))
+        answers = like if replies is None else replies
+        self.down = down(comm, answers, partial(from_parents, covers=replied), from_children(rank, replied))
         self.count_at = LENGTHS + self.up.words
         self._words_per_slot = self.count_at + 1 + clocks
         self._words_per_reply = REPLY + self.down.words
@@ -165,8 +232,8 @@ class RequestChannel:
 
     def reply_at(self, child: int) -> int:
         """Return where this rank's words lie in a child's window."""
-        number = self._roles.parents[child].index(self.comm.rank)
-        return self.slot_at(len(self._roles.children(child))) + number * self._words_per_reply
+        number = self.roles.parents[child].index(self.comm.rank)
+        return self.slot_at(len(self.roles.children(child))) + number * self._words_per_reply
 
     def put(self, rank: int, at: int, *words: int) -> Put:
         """Return the put that writes these words into a rank's window, from there on."""
@@ -199,7 +266,8 @@ class Client:
 
     def __init__(self, channel: RequestChannel):
         self._channel, self._comm = channel, channel.comm
-        self._places = [(p, channel.own_slot[p], channel.slot_at(channel.own_slot[p])) for p in channel.parents]
+        slots = [channel.roles.children(parent).index(self._comm.rank) for parent in channel.parents]  # this rank's
+        self._places = [(p, slot, channel.slot_at(slot)) for p, slot in zip(channel.parents, slots, strict=True)]
         self._awaited = f"the reply of server rank {', '.join(map(str, channel.parents))}"
         self._last_used: Tensor | None = None  # what lies in this rank's slots
         self._last_values: Sequence[float] = ()
@@ -252,7 +320,7 @@ class Client:
         return [p for p, count in zip(self._channel.parents, counts, strict=True) if count < self.pushed]
 
     def wait(self) -> Replies:
-        """Block until every parent has replied; `channel.down.arrived` then has the tensors, until the next push.
+        """Block until every parent has replied; `channel.down.whole` then has the tensors, until the next push.
 
         Raises:
             RankFailedError: a server has died.
@@ -278,7 +346,7 @@ class Client:
                 channel.words.wait(lambda _: not self.missing(), offset=channel.replies_at, deadline_s=CHECK_S)
             if self.missing():
                 # Not parents alone: MPI tells of a rank that was killed, not of an aggregator that ended because of it.
-                require_living(self._comm, channel.needed)
+                require_living(self._comm, channel.roles.needed)
         if self.missing():
             channel.words.wait(
                 lambda _: not self.missing(), offset=channel.replies_at, what=self._awaited, by=channel.parents
@@ -376,21 +444,18 @@ class Inbox:
 
     def reply(self, *replies: Reply) -> None:
         """Reply to requests. A reply is there before the word that announces it."""
-        self._comm.memory.put_all(self._puts(replies))
-
-    def _puts(self, replies: Iterable[Reply]) -> Iterator[Put]:
-        """Yield the puts that bring replies to their children."""
-        channel, now_s = self._channel, self._comm.now()
+        channel, now_s, puts = self._channel, self._comm.now(), list[Put]()
         for request, clock, tensors, blocker, held_s in replies:
             child = request.source
             slot, at = self._slot_of[child], self._reply_at[child]
-            puts, lengths = channel.down.puts(child, tensors)
-            yield from puts
+            found, lengths = channel.down.puts(child, tensors)
             self._replied[slot] += 1
             self.unanswered.discard(child)
             self.since_s[child] = now_s
-            yield channel.put(child, at + CLOCK, clock, blocker, round(held_s * 1e6), *lengths)
-            yield channel.put(child, at + COUNT, self._replied[slot])
+            puts += found
+            puts.append(channel.put(child, at + CLOCK, clock, blocker, round(held_s * 1e6), *lengths))
+            puts.append(channel.put(child, at + COUNT, self._replied[slot]))
+        self._comm.memory.put_all(puts)
 
     def _late(self, what: str, waited_s: float) -> DeadlineError:
         """Return an error that names the ranks this one waits for, and says where all ranks are."""

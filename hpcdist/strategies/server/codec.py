@@ -12,10 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator, Put
 from hpcdist.compress import CompressionConfig, Compressor, Feedback, Span, Used, load, only_used
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.common.state import State, copy_all
+from hpcdist.strategies.server.channel import Ends, EndsOf, TensorSlots
 from hpcdist.strategies.server.placement import Shard
 
 Content = Literal["gradients", "values", "moves"]  # of the tensors that go one way, see `Codec`
@@ -36,8 +37,12 @@ class Codec:
     and what a rank sends to itself.
 
     Args:
+        name: whether the tensors go from children to parents.
         spans: the parameters in each flat tensor of a whole request.
         state: where what both ends remember is declared.
+
+    Raises:
+        ConfigError: values are compressed, and what differences leave out would grow.
 
     Reference: Hanlin Tang, Chen Yu, Xiangru Lian, Tong Zhang, Ji Liu, "DoubleSqueeze: parallel stochastic gradient
     descent with double-pass error-compensated compression", 2019; for differences, Constantin Philippenko, Aymeric
@@ -45,12 +50,12 @@ class Codec:
     """
 
     config: CompressionConfig
+    name: Literal["requests", "replies"]
     content: Content
     spans: Sequence[Sequence[Span]]
     state: State
 
-    def check(self) -> None:
-        """Raise ConfigError where what differences leave out would grow."""
+    def __post_init__(self):
         config = self.config
         try:
             if self.content == "values":
@@ -68,14 +73,9 @@ class Codec:
         return [self.config.make(stop - start, own, stream) for (start, stop), own in parts]
 
 
-def buffers(like: Sequence[Tensor]) -> list[Tensor]:
+def _buffers(like: Sequence[Tensor]) -> list[Tensor]:
     """Return zeros to code with: on the host, in float32, or in float64 for tensors of that."""
     return [torch.zeros(t.numel(), dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for t in like]
-
-
-def room(part: Tensor) -> int:
-    """Return the bytes that the longest message takes for such a part of a buffer."""
-    return -(-part.nbytes // _ALIGNED) * _ALIGNED
 
 
 class Encoder:
@@ -148,47 +148,37 @@ class Encoder:
             feedback.compressor.load_state_dict(saved)
 
 
-class Coding:
-    """Encode and decode the tensors that go one way between this rank and its children and parents.
+class CodedSlots(TensorSlots):
+    """Collective. Open slots for the messages that encode the tensors which go one way.
 
     A rank has in common with each child, and with its parents, what encoders and decoders keep: with parents, whose
     shards differ, the parts of one whole request.
 
     Args:
         like: flat tensors as long as a whole request; if values are sent, those that both ends have by now.
-        slots: where messages arrive, by source.
-        own: the ranks whose messages arrive here, each with its shard.
-        dests: the ranks to which this one sends.
-        up: the tensors go from children to parents.
 
     Attributes:
         whole: what this rank has in common with its parents, put together; empty where it has none.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        codec: Codec,
-        like: Sequence[Tensor],
-        slots: Mapping[int, Sequence[Tensor]],
-        own: Sequence[tuple[int, Shard]],
-        dests: Sequence[tuple[int, Shard]],
-        up: bool,
-    ):
-        self._comm, self._codec, self._slots, state = comm, codec, slots, codec.state
-        name, values = "requests" if up else "replies", codec.content == "values"
-        wide = buffers(like)
+    dtype = torch.uint8
+
+    def __init__(self, codec: Codec, comm: Communicator, like: Sequence[Tensor], sources: EndsOf, dests: Ends):
+        wide = _buffers(like)
+        super().__init__(comm, wide, sources, dests)
+        self._comm, self._codec, self.words, state = comm, codec, len(like), codec.state
+        own, up, values = sources(comm.rank), codec.name == "requests", codec.content == "values"
         parents, children = map(dict, (dests, own) if up else (own, dests))
         # On another number of ranks each worker has the mean over the saved ones of the gradients that were not sent.
         self.whole = state.sharded(
-            f"{name}.whole", tensors=wide if parents else [], start="parameters" if values else "zeros",
+            f"{codec.name}.whole", tensors=wide if parents else [], start="parameters" if values else "zeros",
             reshard="worker mean" if codec.content == "gradients" else "start", optional=True,
         )  # fmt: skip
         self._common: dict[int, list[Tensor]] = {}
         for child, shard in children.items():
             shared = next(iter(self._common.values()), None)
             if shared is None or values:
-                shared = state.scratch(buffers(shard.of(wide)))
+                shared = state.scratch(_buffers(shard.of(wide)))
             self._common[child] = shared
         self._common_above = {parent: shard.of(self.whole) for parent, shard in parents.items()}
         leaving, arriving = (self._common_above, self._common) if up else (self._common, self._common_above)
@@ -201,30 +191,33 @@ class Coding:
         self._decoders = {
             source: (shared_coders or codec.compressors(shard), arriving[source]) for source, shard in own
         }
-        state.value(f"{name}.sent", 0, self, "messages", reshard="max", optional=True)
-        state.custom(f"{name}.senders", self._senders, self._load_senders, lambda: None, optional=True)
+        state.value(f"{codec.name}.sent", 0, self, "messages", reshard="max", optional=True)
+        state.custom(f"{codec.name}.senders", self._senders, self._load_senders, lambda: None, optional=True)
         if values:
             copy_all(self.whole, like)
             for child, shard in children.items():
                 copy_all(self._common[child], shard.of(like))
             state.after_load(self._agree)
 
-    def encode(self, dest: int, tensors: Sequence[Tensor], used: Used = None) -> tuple[Sequence[Tensor], list[int]]:
-        """Return the messages that bring this shard's `tensors`, or none, to `dest`, and their lengths."""
-        if not tensors:
-            return [], [NOTHING] * len(self._codec.spans)
-        return self._encoders[dest].encode(tensors, used)
+    def room(self, part: Tensor) -> int:
+        """Return the bytes that the longest message takes for such a part of a buffer."""
+        return -(-part.nbytes // _ALIGNED) * _ALIGNED
 
-    def sent(self, dest: int) -> Sequence[Tensor]:
-        """Return what the last message to `dest` stands for."""
+    def puts(self, dest: int, tensors: Sequence[Tensor], used: Used = None) -> tuple[list[Put], list[int]]:
+        if not tensors:
+            return [], [NOTHING] * self.words
+        messages, lengths = self._encoders[dest].encode(tensors, used)
+        return super().puts(dest, messages)[0], lengths
+
+    def sent(self, dest: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return self._encoders[dest].kept
 
-    def decode(self, source: int, lengths: Sequence[int]) -> Iterable[Tensor]:
+    def read(self, source: int, lengths: Sequence[int]) -> Iterable[Tensor]:
         """Decode what has arrived from `source`; compressed gradients are decoded as they are gone through, once."""
-        found = self._read(source, lengths)
+        found = self._decoded(source, lengths)
         return found if self._codec.content == "gradients" else list(found)
 
-    def _read(self, source: int, lengths: Sequence[int]) -> Iterator[Tensor]:
+    def _decoded(self, source: int, lengths: Sequence[int]) -> Iterator[Tensor]:
         coders, arriving = self._decoders[source]
         for compressor, slot, out, length in zip(coders, self._slots[source], arriving, lengths, strict=True):
             if length == WHOLE:

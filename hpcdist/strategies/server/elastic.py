@@ -60,7 +60,7 @@ class ElasticWorker(Worker):
             strategy.gradients.clip()
             self._motion.step(update)
         if exchanges:
-            self._give_way(self.channel.down.arrived)
+            self._give_way(self.channel.down.whole)
         return Outcome(strategy.steps + 1, strategy.gradients.staleness(skipped), skipped, waited_for=waited_for)
 
     def _give_way(self, pulls: Sequence[Tensor]) -> None:
@@ -68,8 +68,8 @@ class ElasticWorker(Worker):
         with torch.no_grad():
             for own, pull in zip(self.model.params, pulls, strict=True):
                 own.sub_(pull.to(own.device))
-            if self.channel.up.coding is not None:
-                for known, pull in zip(self.channel.up.coding.whole, pulls, strict=True):
+            if self.strategy.config.compression:
+                for known, pull in zip(self.channel.up.whole, pulls, strict=True):
                     known.sub_(pull)
 
 

@@ -37,7 +37,7 @@ class Replica:
         """Wait for the replies of all parents, and copy their parameters into the model."""
         replies = channel.client.wait()
         for shard in self._shards:
-            copy_all(shard.of(self._model.params), shard.of(channel.down.arrived))
+            copy_all(shard.of(self._model.params), shard.of(channel.down.whole))
         self.follow(replies.clocks)
         return replies
 

@@ -20,8 +20,8 @@ from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.replicas import with_buffers
 from hpcdist.strategies.common.state import Flats, copy_all
-from hpcdist.strategies.server.channel import PAUSE, RequestChannel
-from hpcdist.strategies.server.codec import Codec, Content
+from hpcdist.strategies.server.channel import PAUSE, OpenSlots, RequestChannel, TensorSlots
+from hpcdist.strategies.server.codec import Codec, CodedSlots, Content
 from hpcdist.strategies.server.placement import Placement, Roles, Servers, Shard, assign, broadcast_shards
 from hpcdist.strategies.server.server import Replica, Server
 
@@ -134,7 +134,7 @@ class ServerStrategy(Strategy):
         self.sends_hyperparameters = self.contract.updates == "on servers"
         values = len(self.hyperparameters.places) * self.sends_hyperparameters + self.contract.synchronous
         self.channel = RequestChannel(
-            comm, roles, place.shards, model.params, len(model.names), clocks, *self._codecs(), values=values
+            comm, roles, place.shards, model.params, len(model.names), clocks, *self._slots(), values=values
         )
         if (norm := self._update_norm) is not None:
             self.update_clip = UpdateClip(comm, model, place, norm)
@@ -184,8 +184,8 @@ class ServerStrategy(Strategy):
                 "a rank that waits for another stage can't serve; got colocated. Use servers = 1."
             )
 
-    def _codecs(self) -> tuple[Codec | None, Codec | None]:
-        """Make the codecs of requests and of replies."""
+    def _slots(self) -> tuple[OpenSlots, OpenSlots]:
+        """Return what opens the slots of requests, and of replies."""
         config = self.config.compression
         if config.warmup_ranks is not None and self.steps_on_workers:
             raise ConfigError(
@@ -193,13 +193,12 @@ class ServerStrategy(Strategy):
                 f"their own; got {config.warmup_ranks}. Leave it out: what is sent first is uncompressed then."
             )
         if not config:
-            return None, None
+            return TensorSlots, TensorSlots
         places = spans(self.model)
-        up = Codec(config, self.up, places, self.state)
-        down = Codec(config, self.down, places, self.state) if self.config.compress_answers else None
-        for codec in filter(None, (up, down)):
-            codec.check()
-        return up, down
+        up = partial(CodedSlots, Codec(config, "requests", self.up, places, self.state))
+        if not self.config.compress_answers:
+            return up, TensorSlots
+        return up, partial(CodedSlots, Codec(config, "replies", self.down, places, self.state))
 
     # --- workers and servers --------------------------------------------------------------------------------------
     def advance(self, update: Update) -> Outcome:

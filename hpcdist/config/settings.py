@@ -163,6 +163,7 @@ class Option(NamedTuple):
     default: str  # empty if the setting must be given
     description: str
     rule: str = ""  # as `at least 1`; empty if the type says all
+    choices: tuple[str, ...] = ()  # the values, of a type that has few
 
 
 def describe(model: type[Settings], where: str = "", given: Settings | None = None) -> list[Option]:
@@ -178,7 +179,7 @@ def describe(model: type[Settings], where: str = "", given: Settings | None = No
             options += [first, *others]
         else:
             described = (_type_text(field.annotation), _default_text(default), field.description or "")
-            options.append(Option(key, *described, _rule_text(field)))
+            options.append(Option(key, *described, _rule_text(field), _choices(field.annotation)))
     return options
 
 
@@ -295,6 +296,18 @@ def _settings_in(annotation: Any) -> type[Settings] | None:
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    if annotation is bool:
+        return "true", "false"
+    if get_origin(annotation) is Literal:
+        return tuple(map(str, get_args(annotation)))
+    if get_origin(annotation) is Annotated:
+        return _choices(get_args(annotation)[0])
+    branches = [branch for branch in _branches(annotation) if branch is not NoneType]
+    of_branches = [_choices(branch) for branch in branches] if branches != [annotation] else []
+    return sum(of_branches, ()) if all(of_branches) else ()
 
 
 def _type_text(annotation: Any) -> str:

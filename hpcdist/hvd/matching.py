@@ -25,6 +25,7 @@ from hpcdist.collectives.calls import Collectives
 from hpcdist.collectives.calls.tensors import type_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.waiting import wait_until
+from hpcdist.comm.work import CallQueue, Work
 from hpcdist.errors import CommunicationError, DeadlineError, MismatchError
 from hpcdist.hvd.exceptions import HorovodInternalError
 from hpcdist.hvd.fusion import FusionBuffer
@@ -32,7 +33,7 @@ from hpcdist.hvd.fusion import FusionBuffer
 MOST, MOST_OF_ALL = 32, 1024  # requests that ranks tell each other of at once: at first, and once they have had more
 SHORTEST_S, LONGEST_S = 50e-6, 1e-3  # pauses of ranks that wait for each other's next request
 NEWS_S = 2.0  # so much later than a failure MPI may tell of the death behind it
-AWAKE = 100  # times that the thread looks for requests in vain before it sleeps
+AWAKE = 100  # times that the queue's thread looks for requests in vain before it waits for its next call
 KNOWN = 1 << 16  # names whose numbers are kept
 WORDS = 2  # of a request: its name with its kind, and what must be the same on all ranks
 KINDS = 255  # the bits of the first that its kind sets
@@ -129,9 +130,7 @@ class Watcher(abc.ABC):
 
 
 class Matcher:
-    """Makes the calls of the ranks of a communicator: on the thread that waits for one, or else on one of its own.
-
-    Its own begins with the first request.
+    """Makes the calls of the ranks of a communicator: on the thread that waits for one, or else on that of a queue.
 
     Args:
         comm: closed at the end.
@@ -144,19 +143,15 @@ class Matcher:
         self._since_s = 0.0  # when the first of them came
         self._lock = threading.Lock()
         self._changed, self._wake = (threading.Condition(self._lock) for _ in range(2))  # for who waits, for the thread
-        self._thread: threading.Thread | None = None
-        self._sleeps = self._at_work = self._closing = False
+        # Its thread takes turns with the one that waits, and is needed whatever MPI allows.
+        self._queue, self._work = CallQueue(comm.failures, threaded=True), Work()  # the one of `_run`
+        self._queued = False
+        self._at_work = self._closing = False
         self._waiting, self._gather_s = 0, max(gather_s, SHORTEST_S)
         self._error: BaseException | None = None  # with which an exchange has failed
         self._died = ""  # who
         self._make_room(MOST)
         self.watcher: Watcher | None = None
-        comm.failures.threads.append(self)
-
-    @property
-    def busy(self) -> bool:
-        """Tell whether there are requests for whose end nobody waits."""
-        return bool(self._pending) and not self._waiting
 
     def submit(self, request: NamedCall) -> NamedCall:
         """Take a request; raise ValueError where one of that name has not been met yet.
@@ -177,18 +172,16 @@ class Matcher:
             self._pending[place] = request
             if self.watcher is not None:
                 self.watcher.submitted(request)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="hpcdist-hvd", daemon=True)
-                self._thread.start()
-            elif self._sleeps:
-                self._wake.notify()
+            if not self._queued:
+                self._queued, self._work = True, self._queue.submit(self._run)
+            self._work.waited = self._waiting > 0
         return request
 
     def wait(self, request: NamedCall) -> Any:
         """Wait for a request's result, and make calls meanwhile."""
         pause_s = SHORTEST_S
         with self._lock:
-            self._waiting += 1
+            self._waiting, self._work.waited = self._waiting + 1, True
             try:
                 while not request.over:
                     if self._at_work:
@@ -200,6 +193,7 @@ class Matcher:
                         pause_s = min(2 * pause_s, LONGEST_S)
             finally:
                 self._waiting -= 1
+                self._work.waited = self._waiting > 0 or not self._pending
         if request.error is not None:
             raise request.error
         return request.found
@@ -209,9 +203,7 @@ class Matcher:
         with self._lock:
             self._closing = True
             self._wake.notify()
-        if self._thread is not None:
-            self._thread.join()
-        self.comm.failures.threads.remove(self)
+        self._queue.close()
         self.calls.close()
         self.comm.close()
 
@@ -220,13 +212,11 @@ class Matcher:
         """Make the calls for whose end nobody waits."""
         pause_s, in_vain = SHORTEST_S, 0
         with self._lock:
-            while self._error is None and (self._pending or not self._closing):
+            while self._error is None and (self._pending or (not self._closing and in_vain < AWAKE)):
                 early_s = 0.0 if self._closing else self._since_s + self._gather_s - time.perf_counter()
                 if not self._pending:
-                    in_vain += 1
-                    self._sleeps = in_vain > AWAKE
-                    self._wake.wait(None if self._sleeps else self._gather_s)
-                    self._sleeps = False
+                    in_vain, self._work.waited = in_vain + 1, True  # nothing is left to do
+                    self._wake.wait(self._gather_s)
                     continue
                 in_vain = 0
                 if self._waiting or self._at_work or early_s > 0:
@@ -236,6 +226,7 @@ class Matcher:
                 else:
                     self._wake.wait(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_S)
+            self._queued = False
 
     def _advance(self) -> bool:
         """Collective. Make the calls that all ranks have been asked for; tell whether there are any.

@@ -62,7 +62,8 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
     is whole.
 
     Args:
-        step: orders checkpoints; by default the steps that have been taken.
+        step: orders checkpoints; by default the steps that have been taken. One that is given is a saved value, too:
+            `load` returns it.
         keep: number of checkpoints that stay.
         state: objects to save; `load` is given the same names. The optimisers' models need not be named.
 
@@ -79,6 +80,8 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
         saved[name] = value.state_dict() if hasattr(value, "state_dict") else value
         if isinstance(value, nn.Module):
             saved[name] = dict(unwrapped(value, saved[name].items()))
+    if step is not None:
+        saved["step"] = step
     meta: dict[str, Any] = {"loop": objects.settings(), "kinds": objects.kinds()}
     if session.stages > 1:
         meta["stages"] = session.stages

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import ConfigError
 
 # SIGTERM: Slurm, before it kills (preemption, scancel, the time limit). SIGUSR1: `sbatch --signal=USR1@120`, and what
 # mpirun and srun pass on to their ranks. SIGUSR2: the other one that sites use.
@@ -79,7 +80,16 @@ class Leaving:
             self.heard(self._heard)
 
     def step_done(self) -> str | None:
-        """Collective. Return, after each step on every rank, the reason to leave now, the same on all; mostly None."""
+        """Collective. Return, after each step on every rank, the reason to leave now, the same on all; mostly None.
+
+        Raises:
+            ConfigError: outside of the `with` block, where no signal would be heard.
+        """
+        if self._listens and not self._before:
+            raise ConfigError(
+                "hd.Leaving must be used as `with hd.Leaving(comm) as leaving:`, which listens to signals; got "
+                "step_done() outside of that block. Put the loop into it."
+            )
         self._left -= 1
         return self.meet(self.steps) if self._left == 0 else None
 

@@ -138,13 +138,13 @@ def test_on_another_number_of_ranks_it_goes_on_from_what_they_stood_for(ranks, p
         loop = Loop(strategy)
         loop.epoch()
         loop.epoch()
-        hd.save(tmp_path, **loop.objects(), epoch=1)
+        hd.save(tmp_path, **loop.objects(), epoch=1, step=7)
         return loop.finished()[0], loop.schedule.get_last_lr()
 
     def loading(comm):
         hd.init(comm=comm)
         loop = Loop(strategy)
-        assert hd.load(tmp_path, **loop.objects()) == {"epoch": 1}
+        assert hd.load(tmp_path, **loop.objects()) == {"epoch": 1, "step": 7}
         rates = loop.schedule.get_last_lr(), [group["lr"] for group in loop.optimizer.param_groups]
         with hd.consensus(loop.model):
             begun = copied(loop.model)

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpcdist.comm.alone import Alone
 from hpcdist.comm.virtual import Constant, Jitter, run_virtual
+from hpcdist.errors import ConfigError
 from hpcdist.session.leaving import SIGNALS, Leaving
 
 
@@ -52,6 +54,14 @@ def test_all_leave_before_the_limit_with_time_for_the_checkpoint(step_s, margin_
     assert max(moments) <= ends_at - margin_s - cost_s + 1e-3, "too late"
     # Not earlier than needed, either: what is left is the margin, the checkpoint and the steps up to another meeting.
     assert max(moments) >= ends_at - margin_s - cost_s - 2 * max(every_s, step_s) - step_s
+
+
+def test_without_its_block_it_would_hear_no_signal_and_is_refused():
+    leaving = Leaving(Alone())
+    with pytest.raises(ConfigError, match=r"hd.Leaving must be used as `with hd.Leaving.* outside of that block"):
+        leaving.step_done()
+    with leaving:
+        assert leaving.step_done() is None
 
 
 def test_no_limit_and_no_signal_means_never():

@@ -75,7 +75,7 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
     session, objects = current(), _Objects(state)
     taken = max((optimizer.strategy.steps for optimizer in objects.trained.values()), default=0)
     steps = max(each for each in session.comm.gather(taken) if each is not None)
-    saved = {name: capture(optimizer) for name, optimizer in objects.trained.items()}
+    saved: dict[str, Any] = {name: capture(optimizer) for name, optimizer in objects.trained.items()}
     for name, value in objects.others.items():
         saved[name] = value.state_dict() if hasattr(value, "state_dict") else value
         if isinstance(value, nn.Module):

@@ -12,7 +12,7 @@ say how long the message is; no more than that travels.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -444,18 +444,21 @@ class Inbox:
 
     def reply(self, *replies: Reply) -> None:
         """Reply to requests. A reply is there before the word that announces it."""
-        channel, now_s, puts = self._channel, self._comm.now(), list[Put]()
+        self._comm.memory.put_all(self._puts(replies))
+
+    def _puts(self, replies: Iterable[Reply]) -> Iterator[Put]:
+        """Yield the puts that bring replies to their children: one may leave while the next one is compressed."""
+        channel, now_s = self._channel, self._comm.now()
         for request, clock, tensors, blocker, held_s in replies:
             child = request.source
             slot, at = self._slot_of[child], self._reply_at[child]
-            found, lengths = channel.down.puts(child, tensors)
+            puts, lengths = channel.down.puts(child, tensors)
+            yield from puts
             self._replied[slot] += 1
             self.unanswered.discard(child)
             self.since_s[child] = now_s
-            puts += found
-            puts.append(channel.put(child, at + CLOCK, clock, blocker, round(held_s * 1e6), *lengths))
-            puts.append(channel.put(child, at + COUNT, self._replied[slot]))
-        self._comm.memory.put_all(puts)
+            yield channel.put(child, at + CLOCK, clock, blocker, round(held_s * 1e6), *lengths)
+            yield channel.put(child, at + COUNT, self._replied[slot])
 
     def _late(self, what: str, waited_s: float) -> DeadlineError:
         """Return an error that names the ranks this one waits for, and says where all ranks are."""

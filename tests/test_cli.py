@@ -517,9 +517,8 @@ def test_tab_completes_without_heavy_imports(tmp_path, monkeypatch):
         kept.parent.mkdir(exist_ok=True)
         kept.write_text(text)
         completion._tables.cache_clear()
-        assert (
-            "batch_size" in completion.fields("job") and "batch_size" in json.loads(kept.read_text())["tables"]["job"]
-        )
+        assert "batch_size" in completion.fields("job")
+        assert "batch_size" in json.loads(kept.read_text())["tables"]["job"]
     for run in ("runs/digits-1", "runs/compare-digits/a"):
         (tmp_path / run).mkdir(parents=True)
         (tmp_path / run / "run.json").touch()

@@ -22,7 +22,7 @@ from typer.core import TyperArgument, TyperOption
 
 import hpcdist
 from hpcdist.errors import HpcdistError
-from hpcdist.registry import catalogue
+from hpcdist.registry import catalogue, installed
 from hpcdist.tools.slurm.places import sites as known_sites
 
 VARIABLE = "_HPCDIST_COMPLETE"  # by which a shell asks
@@ -129,9 +129,10 @@ def fields(owner: str) -> dict[str, Setting]:
 
 @cache
 def _tables() -> Tables:
-    """Return the settings of every owner, from the user's cache folder if they are those of this hpcdist."""
+    """Return the settings of every owner, from the user's cache folder if hpcdist and its plug-ins are the same."""
     package = Path(hpcdist.__file__).parent
-    made_from = [str(package), max(path.stat().st_mtime_ns for path in package.rglob("*.py"))]
+    made_from = [str(package), max(path.stat().st_mtime_ns for path in package.rglob("*.py")), installed()]
+    # Not comm.cache, which imports pydantic.
     file = platformdirs.user_cache_path("hpcdist", appauthor=False) / "completion.json"
     with suppress(OSError, ValueError, LookupError, TypeError):
         kept = json.loads(file.read_text())

@@ -76,7 +76,7 @@ def measure(comm: Communicator, sizes: Sequence[int] = SIZES, *, rounds: int = 5
 def _check_memory(comm: Communicator, count: int) -> None:
     """Collective. Refuse a model of `count` parameters where this rank's node has too little memory free."""
     # Workers have parameters, gradients and the reply; a server parameters, gradients and a slot for each worker.
-    needed = 4 * count * sum(3 if rank else 2 + comm.size - 1 for rank in comm.local_ranks)
+    needed = 4 * count * sum(3 if rank else 2 + comm.size - 1 for rank in comm.memory.local_ranks)
     short = needed - psutil.virtual_memory().available
     worst = slowest(comm, [short, needed])
     if worst[0] > 0:

@@ -48,7 +48,7 @@ def measure(comm: MpiCommunicator, sizes: Sequence[int] = SIZES, *, rounds: int 
     """
     check(comm, rounds, sizes_bytes=sizes, ranks=2)
     rows = []
-    near = next((r for r in range(1, comm.size) if comm.memory.nodes[r] == comm.memory.nodes[OWNER]), None)
+    near = next((r for r in range(1, comm.size) if comm.nodes[r] == comm.nodes[OWNER]), None)
     if near is not None:
         rows += _calls(comm, "node", near, sizes, rounds)
     with _apart(comm) as far:
@@ -59,14 +59,14 @@ def measure(comm: MpiCommunicator, sizes: Sequence[int] = SIZES, *, rounds: int 
 @contextmanager
 def _apart(comm: MpiCommunicator) -> Iterator[MpiCommunicator]:
     """Collective. Give a communicator over several nodes; the ranks of a single node count as if each had its own."""
-    copy = comm.split(0) if len(set(comm.memory.nodes)) > 1 else comm.apart()
+    copy = comm.split(0) if len(set(comm.nodes)) > 1 else comm.apart()
     yield copy
     copy.close()
 
 
 def _first_far(comm: Communicator) -> int | None:
     """Return the first rank on another node than the owner's."""
-    return next((r for r in range(1, comm.size) if comm.memory.nodes[r] != comm.memory.nodes[OWNER]), None)
+    return next((r for r in range(1, comm.size) if comm.nodes[r] != comm.nodes[OWNER]), None)
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

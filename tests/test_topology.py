@@ -174,7 +174,7 @@ def test_ranks_agree_on_what_each_works_out_by_itself(ranks):
     def body(comm):
         np.random.seed(comm.rank)
         drawn = make("random_permutation", comm.size, seed=3)
-        nodes = make("hierarchical", comm.size, nodes=comm.memory.nodes)
+        nodes = make("hierarchical", comm.size, nodes=comm.nodes)
         own = [found.in_neighbours(comm.rank, step) for found in (drawn, nodes) for step in range(6)]
         whole = [found.matrix(step) for found in (drawn, nodes) for step in range(6)]
         assert np.random.random() == np.random.RandomState(comm.rank).random()

@@ -91,7 +91,7 @@ def _ranges(comm: Communicator, cache_dir: Path | None, refresh: bool) -> list[t
     """Collective. List (largest number of bytes, algorithm), ascending; see TimingTable.ranges."""
     if comm.size == 1:
         return [(math.inf, "native")]
-    if comm.trace.virtual is None:
+    if comm.platform.virtual is None:
         return cached_table(comm, cache_dir, refresh=refresh).ranges()
-    latency_s, bandwidth_bytes_s = Network(**comm.trace.virtual["network"]).slowest(comm.memory.nodes)
+    latency_s, bandwidth_bytes_s = Network(**comm.platform.virtual["network"]).slowest(comm.nodes)
     return predicted_ranges(comm, latency_s, 1 / bandwidth_bytes_s)

@@ -21,7 +21,7 @@ class Direct(Algorithm):
     r is read and written by rank r alone, so no rank waits before the end: one exchange of addresses, one
     barrier. Bytes written into other ranks' memory, per rank: n(p-1)/p; read from it: the same. The sum is taken in
     rank order: bitwise that of a loop over the ranks. The kernel copies what is read and written, unless the tensor is
-    of `RankMemory.shared_zeros`: that is mapped by all, and read where it lies.
+    of `RankMemory.zeros`: that is mapped by all, and read where it lies.
 
     Reference: J. Hashmi, S. Chakraborty, M. Bayatpour, H. Subramoni, D. Panda, "Designing efficient shared address
     space reduction collectives for multi-/many-cores", 2018.
@@ -32,7 +32,7 @@ class Direct(Algorithm):
         if not self.suits(comm):
             raise ConfigError(
                 "the ranks of the direct all-reduce must be on one node whose kernel lets them read each other's "
-                f"memory; got {comm.size} ranks on {len(set(comm.memory.nodes))} nodes that can't. "
+                f"memory; got {comm.size} ranks on {len(set(comm.nodes))} nodes that can't. "
                 "Use another algorithm, or auto."
             )
 

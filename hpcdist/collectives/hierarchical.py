@@ -35,9 +35,9 @@ class Hierarchical(Algorithm):
 
     def __init__(self, comm: Communicator):
         super().__init__(comm)
-        self._owners = min(Counter(comm.memory.nodes).values())
+        self._owners = min(Counter(comm.nodes).values())
         account = comm.trace.traffic  # one for all that the all-reduce moves
-        self._node = comm.split(comm.memory.nodes[comm.rank], traffic=account)
+        self._node = comm.split(comm.nodes[comm.rank], traffic=account)
         self._internode = comm.split(self._node.rank if self._node.rank < self._owners else None, traffic=account)
         if self._internode is not None:
             self._ring, self._doubling = Ring(self._internode), RecursiveDoubling(self._internode)
@@ -46,7 +46,7 @@ class Hierarchical(Algorithm):
 
     @staticmethod
     def suits(comm: Communicator) -> bool:
-        return len(set(comm.memory.nodes)) < comm.size
+        return len(set(comm.nodes)) < comm.size
 
     def _sum(self, tensor: Tensor) -> None:
         segments = chunks(tensor, segment_count(tensor.nbytes, SEGMENT_BYTES))

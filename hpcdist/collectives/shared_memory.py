@@ -43,7 +43,7 @@ class SharedMemory(Algorithm):
 
     @staticmethod
     def suits(comm: Communicator) -> bool:
-        return 1 < comm.size <= MOST_RANKS and len(set(comm.memory.nodes)) == 1
+        return 1 < comm.size <= MOST_RANKS and len(set(comm.nodes)) == 1
 
     def _sum(self, tensor: Tensor) -> None:
         if self._prepared is not None:

@@ -6,13 +6,13 @@ Nothing leaves the process. Messages of the rank to itself are copied when they 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hpcdist.comm.capabilities import Failures, RankMemory, Trace, Traffic
+from hpcdist.comm.capabilities import Failures, Platform, RankMemory, Trace, Traffic
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.messages import Messages, check_graph
 from hpcdist.comm.transfer import (
@@ -27,7 +27,7 @@ from hpcdist.comm.transfer import (
     check_wanted,
 )
 from hpcdist.comm.waiting import wait_until
-from hpcdist.comm.window import Memory, Predicate, Put, Window, check_count
+from hpcdist.comm.window import Memory, Predicate, Window, check_count
 from hpcdist.errors import CommunicationError
 
 DEADLINE_S = 600.0
@@ -36,12 +36,11 @@ DEADLINE_S = 600.0
 class Alone(Communicator):
     """The communicator of one rank alone. A wait for something that only another rank could do ends at the deadline."""
 
-    rank, size, mpi = 0, 1, None
-    concurrent = True
+    rank, size, nodes, mpi = 0, 1, (0,), None
 
     def __init__(self, deadline_s: float = DEADLINE_S, traffic: Traffic | None = None):
         self.memory, self.failures = _AloneMemory(self), Failures(1, deadline_s)
-        self.trace = Trace("no MPI", (0,), traffic=traffic)
+        self.platform, self.trace = Platform("no MPI", (0,), concurrent=True), Trace(traffic)
         self.sent: list[_Message] = []  # not yet received, in their order
 
     # --- point to point -------------------------------------------------------------------------------------------
@@ -118,18 +117,15 @@ class Alone(Communicator):
 class _AloneMemory(RankMemory):
     """The memory of one rank."""
 
-    nodes, can_attach = (0,), True
+    can_attach = True
 
     def __init__(self, comm: Alone):
+        super().__init__(comm.rank, comm.nodes)
         self._comm = comm
 
     def attach(self, tensor: Tensor) -> Memory:
         check_flat(tensor)
         return OwnWindow(self._comm, tensor)
-
-    def put_all(self, puts: Iterable[Put]) -> None:
-        for window, values, rank, offset in puts:
-            window.put(values, rank, offset)
 
 
 @dataclass(eq=False)

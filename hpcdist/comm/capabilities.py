@@ -1,4 +1,4 @@
-"""What a communicator has beside its calls: the ranks' own memory, the record of what it does, and failures."""
+"""What a communicator has beside its calls: memory for collectives, what it runs on, records, and failures."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import add, sub
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hpcdist.comm.slots import Slots
-from hpcdist.comm.window import Memory, Put
+from hpcdist.comm.window import Memory
 from hpcdist.records.timeline import Timeline
 
 
@@ -56,16 +56,26 @@ T = TypeVar("T")
 _NOTHING = nullcontext()
 
 
+def numbered(nodes: Iterable[Any]) -> tuple[int, ...]:
+    """Number nodes from 0 on, in the order in which they first come."""
+    index: dict[Any, int] = {}
+    return tuple(index.setdefault(node, len(index)) for node in nodes)
+
+
 class RankMemory(abc.ABC):
-    """The memory of a communicator's ranks beside windows: who shares it, and tensors that other ranks read in place.
+    """The memory that collective calls use beside windows: what ranks of a node share, and copies on the host.
+
+    Strategies leave it to `collectives/`.
 
     Attributes:
-        nodes: nodes[r] is the index of the node (shared memory) that rank r lives on; equal means the same node.
+        local_ranks: the ranks on this rank's node, in their order.
         can_attach: `attach` works; the same on all ranks.
     """
 
-    nodes: tuple[int, ...]
     can_attach: bool
+
+    def __init__(self, rank: int, nodes: Sequence[int]):
+        self.local_ranks = [other for other, node in enumerate(nodes) if node == nodes[rank]]
 
     @abc.abstractmethod
     def attach(self, tensor: Tensor) -> Memory:
@@ -75,26 +85,12 @@ class RankMemory(abc.ABC):
         Closing it is not collective and does not synchronise: end with `barrier()` before the memory changes hands.
         """
 
-    @abc.abstractmethod
-    def put_all(self, puts: Iterable[Put]) -> None:
-        """Start puts into windows of this communicator, one after the other, and then wait for all of them.
-
-        Puts to one rank change its memory in their order. When it returns, all are complete at both ends.
-        """
-
-    def shared_zeros(self, like: Sequence[Tensor]) -> list[Tensor] | None:
-        """Collective. Make zeros like flat tensors, to be attached: each as a whole, or a part, alike on all ranks.
+    def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Collective. Make zeros, shape (count,), to be attached: as a whole, or a part, the same on all ranks.
 
         Where memory can be attached the other ranks have them mapped, so that they read and write them in place, twice
-        to three times as fast; else they are tensors like any other. They may outlive the communicator.
-
-        Returns:
-            None where one of the tensors lies on a device.
+        to three times as fast; else they are a tensor like any other. They may outlive the communicator.
         """
-        return [self._zeros(len(flat), flat.dtype) for flat in like] if all(flat.is_cpu for flat in like) else None
-
-    def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Make one of them, shape (count,)."""
         return torch.zeros(count, dtype=dtype)
 
     def slots(self, n_bytes: int, call: str = "collective call") -> Slots | None:
@@ -106,7 +102,7 @@ class RankMemory(abc.ABC):
         return None
 
     def is_shared(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor lies in what `shared_zeros` has made, and the other ranks have mapped it."""
+        """Tell whether a tensor lies in what `zeros` has made, and the other ranks have mapped it."""
         return False
 
     def host(self, tensor: Tensor, *, write: bool = True) -> AbstractContextManager[Tensor]:
@@ -128,39 +124,38 @@ def _copied(tensor: Tensor, write: bool) -> Iterator[Tensor]:
         tensor.copy_(staged)
 
 
-class Trace:
-    """What is recorded of a communicator: its account of traffic, its timeline, and what the records say of the ranks.
+@dataclass
+class Platform:
+    """What the ranks of a communicator run on.
 
     Attributes:
         library: the library that moves the data: its name and version, one line.
         world_ranks: the numbers that these ranks have in the job.
         virtual: the cluster of virtual ranks (network, step times), as `run.json` shows it; None on real ranks.
+        concurrent: several threads of a rank may use communicators at the same time, each another one.
+    """
+
+    library: str
+    world_ranks: tuple[int, ...]
+    virtual: Mapping[str, Any] | None = None
+    concurrent: bool = False
+
+
+class Trace:
+    """What is recorded of a communicator's calls.
+
+    Attributes:
         traffic: bytes, messages and seconds of this rank's calls.
         timeline: events of this rank, where a timeline is written.
     """
 
-    def __init__(
-        self,
-        library: str,
-        world_ranks: tuple[int, ...],
-        virtual: Mapping[str, Any] | None = None,
-        traffic: Traffic | None = None,
-    ):
-        self.library, self.world_ranks, self.virtual = library, world_ranks, virtual
+    def __init__(self, traffic: Traffic | None = None):
         self.traffic = Traffic() if traffic is None else traffic
         self.timeline: Timeline | None = None
 
     def span(self, name: str, category: str, **details: Any) -> AbstractContextManager[Any]:
         """Note in the timeline what is done inside the context, which yields the details; None without a timeline."""
         return _NOTHING if self.timeline is None else self.timeline.span(name, category, details)
-
-
-class CallingThread(Protocol):
-    """A thread beside the script's, which makes calls of a communicator."""
-
-    @property
-    def busy(self) -> bool:
-        """Tell whether it has work to do for which the script's thread does not wait."""
 
 
 class Failures:
@@ -173,8 +168,6 @@ class Failures:
         lost: the dead, in the order in which they were found.
         collective: a context for a collective call that is made of messages, so that a rank which does not come to it
             is found as with any other one.
-        threads: those beside the script's that make this communicator's calls. A rank one of whose threads still has
-            work to do is not taken for one that waits for ever.
     """
 
     deadline_s: float
@@ -185,7 +178,6 @@ class Failures:
 
     def __init__(self, size: int, deadline_s: float):
         self.living, self.deadline_s = tuple(range(size)), deadline_s
-        self.threads: list[CallingThread] = []
 
     def failed(self) -> tuple[int, ...]:
         """Return the ranks that are known to have died. Never blocks; empty where a death would end the job anyway."""
@@ -202,12 +194,6 @@ class Failures:
         """Collective among the living. Agree on who has died; collectives are the others' from here on.
 
         Ranks keep their numbers; `gather` gives None for the dead.
-        """
-
-    def abandon(self) -> None:
-        """Let other ranks' calls of this communicator fail, which wait for this rank: it makes none any more.
-
-        Does nothing where a death ends the job anyway.
         """
 
     def retry_on_failure(self, action: Callable[[], T], *others: Failures) -> T:

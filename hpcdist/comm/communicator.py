@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, overload
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import errors
-from hpcdist.comm.capabilities import Failures, RankMemory, Trace, Traffic
+from hpcdist.comm.capabilities import Failures, Platform, RankMemory, Trace, Traffic
 from hpcdist.comm.transfer import (
     ANY,
     TAG_LIMIT,
@@ -39,6 +39,7 @@ __all__ = [
     "Failures",
     "Memory",
     "Neighbourhood",
+    "Platform",
     "Put",
     "RankMemory",
     "Request",
@@ -56,16 +57,12 @@ class Communicator(abc.ABC):
 
     rank: int
     size: int
-    memory: RankMemory  # the ranks' own memory beside windows, and the nodes that share it
-    trace: Trace  # traffic, timeline, and what records say of these ranks
+    nodes: tuple[int, ...]  # nodes[r] is the index of the node (shared memory) that rank r lives on
+    platform: Platform  # the MPI library or the virtual cluster, and the ranks' numbers in the job
+    trace: Trace  # traffic and timeline
     failures: Failures  # deadlines, and the ranks that have died
     mpi: Any  # mpi4py's communicator of the same ranks, for libraries that want one; None where there is no MPI
-    concurrent: bool = False  # another thread of this rank may use another communicator at the same time
-
-    @property
-    def local_ranks(self) -> list[int]:
-        """The ranks on this rank's node, in their order."""
-        return [rank for rank, node in enumerate(self.memory.nodes) if node == self.memory.nodes[self.rank]]
+    memory: RankMemory  # of which collective calls are made
 
     # --- point to point -------------------------------------------------------------------------------------------
     @abc.abstractmethod
@@ -172,9 +169,17 @@ class Communicator(abc.ABC):
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
         """Collective. Make a window over `count` zeroed elements on this rank; `count` may differ by rank, and be 0."""
 
+    def put_all(self, puts: Iterable[Put]) -> None:
+        """Start puts into windows of this communicator, one after the other, and then wait for all of them.
+
+        Puts to one rank change its memory in their order. When it returns, all are complete at both ends.
+        """
+        for window, values, rank, offset in puts:
+            window.put(values, rank, offset)
+
     def queue(self) -> CallQueue:
         """Make a queue for calls of this communicator, which nobody else may use while they are in flight."""
-        return CallQueue(self.failures, self.concurrent and self.size > 1)
+        return CallQueue(self.platform.concurrent and self.size > 1)
 
     # --- time -----------------------------------------------------------------------------------------------------
     @abc.abstractmethod

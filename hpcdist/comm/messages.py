@@ -20,14 +20,14 @@ class Messages(Neighbourhood):
     """
 
     def __init__(self, comm: Communicator, sources: Sequence[int], destinations: Sequence[int], *, owned: bool = False):
-        self.sources, self._comm, self._owned = tuple(sources), comm, owned
+        self._sources, self._comm, self._owned = tuple(sources), comm, owned
         # By distance: where all have the same distances nobody is sent to by two at a time.
         self._order = sorted(destinations, key=lambda dest: (dest - comm.rank) % comm.size)
 
     def _start(self, send: Tensor, received: Tensor) -> Request:
         n = send.numel()
-        parts = [received[k * n : (k + 1) * n] for k in range(len(self.sources))]
-        receiving = [self._comm.irecv(part, source, 0) for part, source in zip(parts, self.sources, strict=True)]
+        parts = [received[k * n : (k + 1) * n] for k in range(len(self._sources))]
+        receiving = [self._comm.irecv(part, source, 0) for part, source in zip(parts, self._sources, strict=True)]
         return Requests([*receiving, *(self._comm.isend(send, dest, 0) for dest in self._order)])
 
     def close(self) -> None:

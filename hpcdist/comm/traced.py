@@ -63,7 +63,7 @@ def end_timeline(comm: Communicator) -> None:
         rank=comm.rank, name=name, clock=timeline.clock, error_s=timeline.error_s, left_out=timeline.left_out
     )
     found = [RankTimeline(**one) for one in comm.gather(own.model_dump()) if one is not None]
-    seconds = "real" if comm.trace.virtual is None else "virtual"
+    seconds = "real" if comm.platform.virtual is None else "virtual"
     first = comm.rank == comm.failures.living[0]
     comm.together(lambda: merge_timelines(timeline.path, found, seconds=seconds) if first else None)
 
@@ -132,8 +132,8 @@ class TracedCommunicator(Within, Communicator):
     """
 
     def __init__(self, plain: Communicator, timeline: Timeline, name: str = "all"):
-        self.plain, self.trace, self._name, self.concurrent = plain, plain.trace, name, plain.concurrent
-        self.memory = TracedMemory(self)  # type: ignore[assignment]
+        self.plain, self.trace, self._name = plain, plain.trace, name
+        self.memory = TracedMemory(self, plain.memory)  # type: ignore[assignment]
         self._timeline = self.trace.timeline = timeline
         self._splits = self._calls = self._lost = 0
         self._messages: Counter[tuple[int, int, int]] = Counter()
@@ -178,7 +178,7 @@ class TracedCommunicator(Within, Communicator):
     )
     window: Any = Noted(result=lambda comm, plain, details: TracedWindow(comm, plain))
     compute: Any = Noted(
-        "forward and backward", "compute", lambda comm, share=1.0: None if comm.trace.virtual is None else {}
+        "forward and backward", "compute", lambda comm, share=1.0: None if comm.platform.virtual is None else {}
     )
     close: Any = Noted("close", COLLECTIVE, lambda comm: comm._numbered())
     now: Any = Noted()
@@ -192,10 +192,21 @@ class TracedCommunicator(Within, Communicator):
         name = f"{self._name}/{self._splits}.{color}"
         return None if made is None else TracedCommunicator(made, self._timeline, name)
 
+    def put_all(self, puts: Iterable[Put]) -> None:
+        def plain() -> Iterator[Put]:
+            for put in puts:
+                if (rank := self.number(put.rank)) not in details["to"]:
+                    details["to"].append(rank)
+                details["bytes"] += put.values.nbytes
+                yield put._replace(window=put.window.plain if isinstance(put.window, TracedWindow) else put.window)
+
+        with self.trace.span("puts", WINDOW, to=[], bytes=0) as details:
+            self.plain.put_all(plain())
+
     # --- details of events ----------------------------------------------------------------------------------------
     def number(self, rank: int) -> int:
         """Return a rank's number in the job."""
-        return self.trace.world_ranks[rank] if 0 <= rank < self.size else rank  # the call itself refuses a wrong one
+        return self.platform.world_ranks[rank] if 0 <= rank < self.size else rank  # the call itself refuses a wrong one
 
     def _sent(self, tensor: Tensor, dest: int, tag: int) -> Details:
         return {"to": self.number(dest), "bytes": tensor.nbytes, "sent": self._message(self.rank, dest, tag)}
@@ -269,28 +280,9 @@ class TracedNeighbourhood(Within):
 
 
 class TracedMemory(Within):
-    """Note puts that are started together, and the calls on attached memory."""
-
-    def __init__(self, comm: TracedCommunicator):
-        vars(self).update(comm=comm, plain=comm.plain.memory, trace=comm.trace)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.plain, name, value)
+    """Note the calls on attached memory."""
 
     attach = Noted(result=lambda memory, plain, details: TracedWindow(memory.comm, plain))
-
-    def put_all(self, puts: Iterable[Put]) -> None:
-        details: Details = {"to": [], "bytes": 0}
-
-        def plain() -> Iterator[Put]:
-            for put in puts:
-                if (rank := self.comm.number(put.rank)) not in details["to"]:
-                    details["to"].append(rank)
-                details["bytes"] += put.values.nbytes
-                yield put._replace(window=put.window.plain if isinstance(put.window, TracedWindow) else put.window)
-
-        with self.comm._timeline.span("puts", WINDOW, details):
-            self.plain.put_all(plain())
 
 
 class TracedWindow(Within):
@@ -379,7 +371,7 @@ def ahead_of_first(comm: Communicator, clock: Callable[[], float]) -> Ahead:
     """
     if comm.mpi is None:
         return Ahead(0.0, 0.0)
-    leaders = {node: comm.memory.nodes.index(node) for node in comm.memory.nodes}
+    leaders = {node: comm.nodes.index(node) for node in comm.nodes}
     found = measure_ahead(comm, sorted(set(leaders.values()) - {0}), clock)
     told = comm.gather({str(leader): list(ahead) for leader, ahead in found.items()})[0]
-    return Ahead(*told.get(str(leaders[comm.memory.nodes[comm.rank]]), (0.0, 0.0)))
+    return Ahead(*told.get(str(leaders[comm.nodes[comm.rank]]), (0.0, 0.0)))

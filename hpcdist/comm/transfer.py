@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -97,7 +98,7 @@ def addable(tensor: Tensor) -> Tensor:
 class Neighbourhood(abc.ABC):
     """Repeated exchange of tensors with the same ranks. Made by `Communicator.neighbourhood`."""
 
-    sources: tuple[int, ...]
+    _sources: Sequence[int]
 
     def start(self, send: Tensor, received: Tensor) -> Request:
         """Collective. Start to send `send` to all destinations, and to receive a tensor like it from every source.
@@ -114,11 +115,11 @@ class Neighbourhood(abc.ABC):
         """
         check_flat(send, "send")
         check_flat(received, "received")
-        expected = len(self.sources) * send.numel()
+        expected = len(self._sources) * send.numel()
         if received.numel() != expected or received.dtype != send.dtype:
             raise CommunicationError(
                 f"received must have {expected} elements of {send.dtype}, as many as are sent for each of "
-                f"{len(self.sources)} sources; got {received.numel()} of {received.dtype}. Allocate them so."
+                f"{len(self._sources)} sources; got {received.numel()} of {received.dtype}. Allocate them so."
             )
         return self._start(send, received)
 

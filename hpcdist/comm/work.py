@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from hpcdist.comm.capabilities import Failures
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import ConfigError, MismatchError
 
@@ -173,12 +172,13 @@ class CallQueue:
     is of an argument, of which other ranks know.
 
     Args:
-        failures: of the communicator, which nobody else uses while calls are in flight.
         threaded: this rank may have a further thread; else a call is made at once, and over when its work is returned.
     """
 
-    def __init__(self, failures: Failures, threaded: bool):
-        self.threaded, self._failures = threaded, failures
+    running: ClassVar[list[CallQueue]] = []  # those that have a thread of this process's own
+
+    def __init__(self, threaded: bool):
+        self.threaded = threaded
         self._started = self._closing = False
         self._ident: int | None = None  # of the thread
         self._in_flight: deque[Work] = deque()
@@ -212,7 +212,6 @@ class CallQueue:
             return work
         if not self._started:
             self._started = True
-            self._failures.threads.append(self)
             self._start()
         over = self._event()
         work = Work(tensors, over.is_set, over.wait, queued=True)
@@ -226,6 +225,8 @@ class CallQueue:
             self._started, self._closing, over = False, True, self._event()
             self._put((None, None, over))
             over.wait()
+            if self in self.running:
+                self.running.remove(self)
         for work in self._failed:
             if not work.told:
                 work.raise_error()
@@ -251,6 +252,7 @@ class CallQueue:
 
     # --- what threads of virtual ranks do otherwise -----------------------------------------------------------------
     def _start(self) -> None:
+        self.running.append(self)
         threading.Thread(target=self._run, name="hpcdist-calls", daemon=True).start()
 
     def _event(self) -> threading.Event:

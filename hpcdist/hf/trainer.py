@@ -100,7 +100,7 @@ class TrainerMixin(_Base):
         self.workers = cls.Config.from_mapping(self._options, "strategy").workers(session.outer.size)
         state, comm = self.args.distributed_state, session.comm
         places = [(rank - self.workers[0]) % comm.size for rank in range(comm.size)]
-        here = sorted(places[rank] for rank in comm.local_ranks)
+        here = sorted(places[rank] for rank in comm.memory.local_ranks)
         state.distributed_type, state.backend, state.num_processes = DistributedType.NO, None, 1
         state.process_index = places[comm.rank]
         state.local_process_index = here.index(places[comm.rank])

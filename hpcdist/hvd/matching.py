@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -144,7 +144,7 @@ class Matcher:
         self._lock = threading.Lock()
         self._changed, self._wake = (threading.Condition(self._lock) for _ in range(2))  # for who waits, for the thread
         # Its thread takes turns with the one that waits, and is needed whatever MPI allows.
-        self._queue, self._work = CallQueue(comm.failures, threaded=True), Work()  # the one of `_run`
+        self._queue, self._work = CallQueue(threaded=True), Work()  # the one of `_run`
         self._queued = False
         self._at_work = self._closing = False
         self._waiting, self._gather_s = 0, max(gather_s, SHORTEST_S)
@@ -257,9 +257,9 @@ class Matcher:
 
     def _abandon(self) -> None:
         """Let other ranks' calls fail, too, and find out who has died, if ranks outlive others."""
-        for comm in (self.comm, self.calls.comm):
-            comm.failures.abandon()
         failures = self.comm.failures
+        for comm in (self.comm, self.calls.comm) if failures.tolerant else ():
+            cast(Any, comm.failures).abandon()
         with suppress(DeadlineError):
             wait_until(lambda: bool(failures.failed()), NEWS_S if failures.tolerant else 0.0, str)
         self._died = "".join(f" Rank {rank} has died." for rank in failures.failed())

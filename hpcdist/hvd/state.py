@@ -224,22 +224,22 @@ def size() -> int:
 
 def local_rank() -> int:
     """Return this rank's number among those of its node."""
-    return communicator().local_ranks.index(rank())
+    return communicator().memory.local_ranks.index(rank())
 
 
 def local_size() -> int:
-    return len(communicator().local_ranks)
+    return len(communicator().memory.local_ranks)
 
 
 def _peers() -> list[int]:
     """Return the nodes that have a rank of this one's local number."""
-    nodes, place = communicator().memory.nodes, local_rank()
+    nodes, place = communicator().nodes, local_rank()
     return [node for node in dict.fromkeys(nodes) if nodes.count(node) > place]
 
 
 def cross_rank() -> int:
     """Return the number of this rank's node among those that have a rank of its local number."""
-    return _peers().index(communicator().memory.nodes[rank()])
+    return _peers().index(communicator().nodes[rank()])
 
 
 def cross_size() -> int:
@@ -249,12 +249,12 @@ def cross_size() -> int:
 
 def is_homogeneous() -> bool:
     """Tell whether all nodes have as many ranks."""
-    return len(set(Counter(communicator().memory.nodes).values())) == 1
+    return len(set(Counter(communicator().nodes).values())) == 1
 
 
 def mpi_threads_supported() -> bool:
     """Tell whether other threads may call MPI."""
-    return communicator().concurrent
+    return communicator().platform.concurrent
 
 
 def _answer(value: bool) -> Callable[..., bool]:

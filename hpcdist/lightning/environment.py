@@ -43,8 +43,8 @@ class HpcdistEnvironment(ClusterEnvironment):
         return local_rank()
 
     def node_rank(self) -> int:
-        nodes = list(dict.fromkeys(self._comm.memory.nodes))
-        return nodes.index(self._comm.memory.nodes[self._comm.rank])
+        nodes = list(dict.fromkeys(self._comm.nodes))
+        return nodes.index(self._comm.nodes[self._comm.rank])
 
     def set_world_size(self, size: int) -> None:
         """Do nothing: the launcher has set it."""

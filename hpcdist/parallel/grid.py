@@ -67,14 +67,14 @@ def checked_stages(stages: int, size: int) -> int:
 
 def _check_placement(comm: Communicator, stages: int) -> None:
     """Raise ConfigError unless each replica is on one node; then it is Collective."""
-    if comm.trace.virtual is not None and len(set(comm.memory.nodes)) == comm.size:
+    if comm.platform.virtual is not None and len(set(comm.nodes)) == comm.size:
         return
     replicas = [range(first, first + stages) for first in range(0, comm.size, stages)]
-    torn = [ranks for ranks in replicas if len({comm.memory.nodes[rank] for rank in ranks}) > 1]
+    torn = [ranks for ranks in replicas if len({comm.nodes[rank] for rank in ranks}) > 1]
     if not torn:
         return
-    hosts = comm.gather(platform.node() if comm.trace.virtual is None else "virtual node")
-    places = [f"rank {rank} on {hosts[rank]} (node {comm.memory.nodes[rank]})" for rank in torn[0]]
+    hosts = comm.gather(platform.node() if comm.platform.virtual is None else "virtual node")
+    places = [f"rank {rank} on {hosts[rank]} (node {comm.nodes[rank]})" for rank in torn[0]]
     raise ConfigError(
         f"the {stages} ranks of a replica must be on one node; got {len(torn)} of {len(replicas)} replicas on several, "
         f"the first with {', '.join(places)}. Start consecutive ranks on one node (mpirun --map-by slot, srun "

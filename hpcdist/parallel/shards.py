@@ -316,7 +316,7 @@ def make_mesh(
     Raises:
         ConfigError: the ranks are virtual, or the program has started a default process group itself.
     """
-    if comm.trace.virtual is not None:
+    if comm.platform.virtual is not None:
         raise ConfigError(
             "a device mesh must be of real ranks, for torch has one default process group per process; got virtual "
             "ones. Start the script with mpirun or srun."

@@ -89,7 +89,7 @@ def require_same_state(optimizer: Any, comm: Communicator, strategy: Any, loads:
     norm = math.sqrt(sum(norm * norm for _, norm in sums))
     mine = [loads or 0, len(held), which, sum(total for total, _ in sums), norm]
     found = comm.failures.retry_on_failure(partial(comm.gather, mine))
-    first, names = comm.failures.living[0], comm.trace.world_ranks
+    first, names = comm.failures.living[0], comm.platform.world_ranks
     for rank in comm.failures.living:
         near = all(_near(one, other, 3e-4 * norm) for one, other in zip(found[first][3:], found[rank][3:], strict=True))
         if found[rank][:3] != found[first][:3] or not near:
@@ -242,7 +242,7 @@ def require_same_loader(group: Communicator, settings: Mapping[str, Any], datase
         mine |= {"the data set's length": len(dataset)}
     mine |= marks(dataset)
     found = group.failures.retry_on_failure(partial(group.gather, mine))
-    first, numbers = group.failures.living[0], group.trace.world_ranks
+    first, numbers = group.failures.living[0], group.platform.world_ranks
     for rank in group.failures.living:
         for name, value in found[first].items():
             if not _alike(value, found[rank].get(name)):

@@ -114,7 +114,7 @@ def refuse_calls_of_servers(session: Session) -> None:
     before, workers = session.begun, session.group
     if before is None or workers is None:
         return
-    own, ranks_of = workers.trace.world_ranks, dist.distributed_c10d._world.pg_group_ranks
+    own, ranks_of = workers.platform.world_ranks, dist.distributed_c10d._world.pg_group_ranks
     called = [group for group, count in shared_calls().items() if count > before.get(group, -1)]  # -1: made in the loop
     serving = sorted({rank for group in called for rank in ranks_of.get(group, ())}.difference(own))
     if serving and session.begun is before:  # else the loop has ended meanwhile, and counts are of what follows
@@ -206,10 +206,11 @@ def _join_world(
 
         with all_needed(tolerant):
             comm = world(tolerant=tolerant, bind=bind, **_given(deadline_s=deadline_s, internode=internode))
-            check_world(comm.size, comm.trace.library, os.environ)
+            check_world(comm.size, comm.platform.library, os.environ)
             if comm.size > 1:
                 excepthook.install(comm.rank, comm.abort, _advice)
-            versions: dict[str, Any] = {"hpcdist": __version__, "torch": torch.__version__, "mpi": comm.trace.library}
+            mpi = comm.platform.library
+            versions: dict[str, Any] = {"hpcdist": __version__, "torch": torch.__version__, "mpi": mpi}
             versions["python"] = ".".join(platform.python_version_tuple()[:2])
             versions["plug-ins"] = registry.installed()
             versions["hpcdist's source files"] = package_checksum()
@@ -329,12 +330,12 @@ def size() -> int:
 
 def local_rank() -> int:
     """Return the number of this rank among those of its node: the GPU to use where each rank has one."""
-    return current().comm.local_ranks.index(rank())
+    return current().comm.memory.local_ranks.index(rank())
 
 
 def local_size() -> int:
     """Return the number of ranks on this rank's node."""
-    return len(current().comm.local_ranks)
+    return len(current().comm.memory.local_ranks)
 
 
 def require_equal(comm: Communicator, mine: Mapping[str, Any], what: str, ranks: Sequence[int] | None = None) -> None:

@@ -129,7 +129,7 @@ class AllReduce(Strategy):
         if self._alone:
             model.gradients.leave()
         elif not (config.provider or config.compression):
-            shared = self._calls.comm.memory.shared_zeros(model.params)
+            shared = self._calls.shared_zeros(model.params)
             if shared is not None:
                 model.gradients.move(shared)
         self._compressed: Reduction | None = None

@@ -77,7 +77,7 @@ class LocalSGD(Periodic):
         super().__init__(config, comm, model, **given)
         self._inside: collectives.AllReduce | None = None  # this rank's node
         if config.node_period is not None:
-            node = comm.split(comm.memory.nodes[comm.rank])
+            node = comm.split(comm.nodes[comm.rank])
             self.records.count(node)
             self._inside = collectives.load(config.algorithm)(node)
         self._moments = Moments(comm, model)

@@ -28,5 +28,5 @@ def make_topology(chosen: Named, comm: Communicator) -> Topology:
     """
     cls, options = load(chosen.name), chosen.options
     if "nodes" in inspect.signature(cls).parameters:
-        options.setdefault("nodes", comm.memory.nodes)
+        options.setdefault("nodes", comm.nodes)
     return cls(comm.size, **checked_options(cls, options, "strategy.topology"))

@@ -18,7 +18,7 @@ class HierarchicalGraph(Topology):
 
     Args:
         size: number of ranks.
-        nodes: node of each rank, as `RankMemory.nodes`.
+        nodes: node of each rank, as `Communicator.nodes`.
 
     Raises:
         ConfigError: `nodes` does not have one entry for each rank.

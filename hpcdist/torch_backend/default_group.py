@@ -90,7 +90,7 @@ _END = SimpleNamespace(stop=_end)  # what a process calls at its end, when all r
 
 def host_backend(comm: Communicator) -> str:
     """Return the backend of tensors on the host: Gloo where ranks may die, or MPI may be called by one thread only."""
-    return OWN if comm.concurrent and not comm.failures.tolerant else "gloo"
+    return OWN if comm.platform.concurrent and not comm.failures.tolerant else "gloo"
 
 
 def introduce(comm: Communicator, backend: str | bool, interface: str = "") -> None:
@@ -103,7 +103,7 @@ def introduce(comm: Communicator, backend: str | bool, interface: str = "") -> N
         CommunicationError: ranks don't reach each other over TCP, and no part of the group is on hpcdist.
         ConfigError: nccl, and a rank has no GPU of its own.
     """
-    local_ranks = comm.local_ranks
+    local_ranks = comm.memory.local_ranks
     local_rank = local_ranks.index(comm.rank)
     count = torch.cuda.device_count() if dist.is_nccl_available() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")

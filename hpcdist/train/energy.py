@@ -38,7 +38,7 @@ class RunEnergy:
 
     def begin(self) -> None:
         """Collective. Start the measurement."""
-        if self._comm.trace.virtual is not None:
+        if self._comm.platform.virtual is not None:
             return
         gpu = gpu_uuid(self._device)
         places = [place or ["", None] for place in self._comm.gather([_host(), gpu])]
@@ -62,7 +62,7 @@ class RunEnergy:
 
     def result(self) -> Energy:
         """Collective. Return the energy of the run so far."""
-        if self._comm.trace.virtual is not None:
+        if self._comm.platform.virtual is not None:
             return Energy(joules=None, not_measured="the ranks are virtual")
         return energy_of(*self._sums())
 
@@ -73,7 +73,7 @@ class RunEnergy:
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def state(self) -> list[dict[str, Any]]:
         """Collective. Return the joules of all ranks so far."""
-        return [] if self._comm.trace.virtual is not None else list(self._sums())
+        return [] if self._comm.platform.virtual is not None else list(self._sums())
 
     def load_state(self, saved: Sequence[Mapping[str, Any]] | None) -> None:
         """Go on from the joules of all ranks at a checkpoint; None if the checkpoint has none."""

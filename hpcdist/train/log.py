@@ -111,7 +111,7 @@ class RunLog:
             kept = [(one.step, one.metrics) for one in read_evaluations(self._folder)] if self._leads else []
             self.earlier = self._comm.gather(kept)[self._comm.failures.living[0]]
         self._curves.open(first_step)
-        if self._comm.trace.virtual is None:
+        if self._comm.platform.virtual is None:
             self._sampler = Sampler(resources_path(self._folder, self._comm.rank), gpu_uuid(self._device))
 
     @property

@@ -113,12 +113,13 @@ def train(
         report = None if show is None else lambda progress: show(config.strategy.name, progress)
         if resume and config.parallel.measures:
             config = _with_saved_cut(comm, config, Path(config.checkpoint.folder or folder / "checkpoints"))
-        judged, listens = None if judge is None else partial(judge, folder), comm.trace.virtual is None
+        judged, listens = None if judge is None else partial(judge, folder), comm.platform.virtual is None
         trainer = make(job, config, comm, folder, report, ends_at=ends_at, listens=listens, judge=judged)
         newest, changed = _newest(trainer, allow_changes) if resume else (None, {})
         write_down(trainer, job_path, command, newest, changed)
         leads = comm.rank == comm.failures.living[0]
-        processes = {rank: pids[rank] for rank in comm.local_ranks} if (pids := getattr(comm, "pids", None)) else {}
+        pids = getattr(comm, "pids", None)
+        processes = {rank: pids[rank] for rank in comm.memory.local_ranks} if pids else {}
         interruption = Interruption(folder, trainer.checkpoints, command, environment, comm.size, processes)
         if trainer.leaving is not None and leads:
             trainer.leaving.heard = interruption.heard
@@ -310,7 +311,7 @@ def write_down(
         versions=versions(comm),
         settings=all_settings(trainer),
         rate_factor=trainer.rate_factor,
-        virtual=None if comm.trace.virtual is None else json.loads(json.dumps(comm.trace.virtual, default=str)),
+        virtual=None if comm.platform.virtual is None else json.loads(json.dumps(comm.platform.virtual, default=str)),
         went_on_from=None if resumed_from is None else str(resumed_from[0]),
         step=0 if resumed_from is None else resumed_from[1].step,
         changed={key: list(values) for key, values in changed.items()},

@@ -223,7 +223,7 @@ def measurements(monkeypatch):
 
 def once(comm, folder, library="MPI 1", **options):
     part = comm.split(0)
-    part.trace.library = library
+    part.platform.library = library
     found = cached_table(part, folder, **options).model_dump_json()
     part.close()
     return found

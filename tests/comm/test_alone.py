@@ -44,7 +44,7 @@ plain = train()
 names = [name for name in strategies.available() if strategies.load(name).contract.batch == "own"]
 own = [name for name in names if strategies.load(name).contract.step == "the strategy's"]
 unequal = [name for name in names if torch.equal(train(name), plain) == (name in own)]
-world = hd.init().trace.library, hd.rank(), hd.size(), hd.local_rank()
+world = hd.init().platform.library, hd.rank(), hd.size(), hd.local_rank()
 print(*world, hd.broadcast([1.5]), unequal, len(strategies.available()) > 10)
 """
 

@@ -266,8 +266,8 @@ def test_split_orders_by_key_and_keeps_messages_apart(ranks):
         part = comm.split(comm.rank % 2, key=-comm.rank)
         members = [int(r) for r in part.gather(str(comm.rank).encode())]
         assert members == sorted((r for r in range(comm.size) if r % 2 == comm.rank % 2), reverse=True)
-        assert [comm.memory.nodes[r] == comm.memory.nodes[comm.rank] for r in members] == [
-            n == part.memory.nodes[part.rank] for n in part.memory.nodes
+        assert [comm.nodes[r] == comm.nodes[comm.rank] for r in members] == [
+            n == part.nodes[part.rank] for n in part.nodes
         ]
         copy, out = comm.split(0), torch.zeros(1)
         after, before = ring(comm)
@@ -325,12 +325,12 @@ def test_no_call_of_a_closed_communicator_reaches_mpi_which_would_end_the_job(ra
 @pytest.mark.mpi
 def test_ranks_of_one_machine_share_a_node_unless_told_otherwise(ranks):
     def body(comm):
-        assert comm.memory.nodes == (0,) * comm.size
+        assert comm.nodes == (0,) * comm.size
         apart = comm.apart("tcp")
-        assert apart.memory.nodes == tuple(range(comm.size)) and apart.memory.can_attach == (comm.size == 1)
+        assert apart.nodes == tuple(range(comm.size)) and apart.memory.can_attach == (comm.size == 1)
         assert apart.memory.internode == (None if comm.size == 1 else "tcp") and comm.memory.internode is None
         part = apart.split(comm.rank % 2)
-        assert part.memory.nodes == tuple(range(part.size)) and part.memory.internode in ("tcp", None)
+        assert part.nodes == tuple(range(part.size)) and part.memory.internode in ("tcp", None)
         part.close()
         apart.close()
         if comm.size > 1:

@@ -70,7 +70,7 @@ def test_everything_is_killed_at_once(tmp_path):
 
 def test_one_rank_without_a_launcher(tmp_path):
     """Open MPI leaves its file behind even of a script that ends well."""
-    text = "x = torch.ones(3)\ncomm.allreduce(x)\nprint(x.sum().item(), comm.size, comm.memory.nodes)"
+    text = "x = torch.ones(3)\ncomm.allreduce(x)\nprint(x.sum().item(), comm.size, comm.nodes)"
     job = run_alone(tmp_path, SCRIPT + text)
     assert job.returncode == 0 and "3.0 1 (0,)" in job.stdout, job.stderr
     assert not any(path.exists() for path in segments(job.stdout)), job.stdout

@@ -89,7 +89,7 @@ def test_messages_of_the_communicator_do_not_mix_with_an_exchange(ranks):
     def body(comm):
         found = comm.neighbourhood(ring(comm), ring(comm))
         after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        received, other = torch.empty(8 * len(found.sources)), torch.empty(8)
+        received, other = torch.empty(8 * len(ring(comm))), torch.empty(8)
         request = found.start(torch.full((8,), float(comm.rank)), received)
         comm.sendrecv(torch.full((8,), -1.0), after, other, before)
         request.wait()
@@ -105,7 +105,7 @@ def test_messages_of_the_communicator_do_not_mix_with_an_exchange(ranks):
 def test_tensors_that_do_not_fit_are_refused(ranks):
     def body(comm):
         found = comm.neighbourhood(ring(comm), ring(comm))
-        n = 3 * len(found.sources)
+        n = 3 * len(ring(comm))
         message = f"received must have {n} elements of torch.float32, as many .*; got {n + 1} of"
         with pytest.raises(CommunicationError, match=message):
             found.start(torch.zeros(3), torch.zeros(n + 1))

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.sizes(1, 3)
 def shared_by(comm, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     if not comm.memory.can_attach:
         pytest.skip("the kernel lets no process read another's memory")
-    (tensor,) = comm.memory.shared_zeros([torch.empty(count, dtype=dtype)])
+    tensor = comm.memory.zeros(count, dtype)
     assert comm.memory.is_shared(tensor) == (comm.size > 1)
     return tensor
 
@@ -86,7 +86,7 @@ def test_where_one_rank_can_not_map_the_memory_of_others_all_have_their_own(rank
         if not comm.memory.can_attach:
             return
         monkeypatch.setattr(node_memory, "_mapped", fails)
-        (tensor,) = comm.memory.shared_zeros([torch.empty(4)])
+        tensor = comm.memory.zeros(4, torch.float32)
         assert tensor.tolist() == [0.0] * 4 and not comm.memory.is_shared(tensor)
         with pytest.raises(CommunicationError, match="not here"):
             node_memory.SharedTensor(comm, 4, torch.float32)
@@ -109,7 +109,7 @@ def test_more_memory_than_the_system_has_is_refused_with_its_length():
 
 def test_without_mpi_shared_zeros_are_a_tensor_like_any_other():
     def body(comm):
-        (tensor,) = comm.memory.shared_zeros([torch.empty(3, dtype=torch.int64)])
+        tensor = comm.memory.zeros(3, torch.int64)
         return tensor.tolist(), tensor.dtype, comm.memory.is_shared(tensor)
 
     expected = ([0, 0, 0], torch.int64, False)

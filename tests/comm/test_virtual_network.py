@@ -96,7 +96,7 @@ def test_ranks_of_a_node_share_its_links_and_have_their_own_inside():
         inside_s = comm.now()
         comm.irecv(data(), across, 1).wait()
         sending.wait()
-        return comm.memory.nodes, inside_s, comm.now()
+        return comm.nodes, inside_s, comm.now()
 
     results = run_virtual(body, 4, network=network)
     assert [nodes for nodes, _, _ in results] == [(0, 0, 1, 1)] * 4
@@ -116,13 +116,13 @@ def test_the_two_directions_of_a_link_are_independent_and_inside_a_node_the_netw
 
 def test_nodes_of_sub_communicators_are_numbered_from_zero():
     def body(comm):
-        return comm.memory.nodes, comm.split(comm.rank % 2).memory.nodes, comm.split(comm.rank // 4).memory.nodes
+        return comm.nodes, comm.split(comm.rank % 2).nodes, comm.split(comm.rank // 4).nodes
 
     network = Network(0, 1, ranks_per_node=3)
     results = run_virtual(body, 8, network=network)
     assert results[0] == ((0, 0, 0, 1, 1, 1, 2, 2), (0, 0, 1, 2), (0, 0, 0, 1))
     assert results[7] == ((0, 0, 0, 1, 1, 1, 2, 2), (0, 1, 1, 2), (0, 0, 1, 1))
-    assert run_virtual(lambda comm: comm.memory.nodes, 3) == [(0, 1, 2)] * 3
+    assert run_virtual(lambda comm: comm.nodes, 3) == [(0, 1, 2)] * 3
 
 
 # --- collective calls -------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_collective_calls_end_together_their_formula_after_the_last_arrival(size
 
 def test_a_collective_call_inside_a_node_takes_the_nodes_time():
     def body(comm):
-        node = comm.split(comm.memory.nodes[comm.rank])
+        node = comm.split(comm.nodes[comm.rank])
         start = comm.now()
         node.barrier()
         middle = comm.now()

@@ -282,8 +282,8 @@ def test_traffic_counts_what_goes_to_others(placed):
         counts = []
         for peer in (comm.rank, (comm.rank + 1) % comm.size):
             start = comm.trace.traffic.copy()
-            comm.memory.put_all([])
-            comm.memory.put_all([Put(window, four[:2], peer, 0), Put(window, four[:2], peer, 2)])
+            comm.put_all([])
+            comm.put_all([Put(window, four[:2], peer, 0), Put(window, four[:2], peer, 2)])
             window.put(four, peer)
             window.get(four, peer)
             window.read(peer, 1, 2)
@@ -315,7 +315,7 @@ def test_a_flag_is_seen_after_the_data_put_before_it(placed):
         for step in range(1, 51):
             if comm.rank == 0:
                 values, flag = torch.full((COUNT,), float(step)), torch.tensor([step])
-                comm.memory.put_all(
+                comm.put_all(
                     put for rank in range(comm.size) for put in (Put(data, values, rank, 0), Put(flags, flag, rank, 0))
                 )
             flags.wait(lambda words, step=step: int(words[0]) == step)
@@ -332,7 +332,7 @@ def test_after_a_refused_one_of_many_puts_windows_still_work(placed):
     def body(comm):
         window, peer = comm.window(4), (comm.rank + 1) % comm.size
         with pytest.raises(CommunicationError, match=r"must lie within rank \d's 4 elements; got \[3, 5\)"):
-            comm.memory.put_all([Put(window, torch.ones(1), peer, 0), Put(window, torch.ones(2), peer, 3)])
+            comm.put_all([Put(window, torch.ones(1), peer, 0), Put(window, torch.ones(2), peer, 3)])
         comm.barrier()
         window.put(torch.full((4,), 7.0), peer)
         comm.barrier()
@@ -349,7 +349,7 @@ def test_all_puts_together_take_one_round_trip():
         window = comm.window(250)
         start = comm.now()
         if comm.rank == 0:
-            comm.memory.put_all([Put(window, torch.ones(250), rank, 0) for rank in range(1, size)])
+            comm.put_all([Put(window, torch.ones(250), rank, 0) for rank in range(1, size)])
         passed_s = comm.now() - start
         window.close()
         return passed_s

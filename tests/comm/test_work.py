@@ -8,7 +8,6 @@ from datetime import timedelta
 import pytest
 import torch
 
-from hpcdist.comm.alone import Alone
 from hpcdist.comm.work import CallQueue, Work
 from hpcdist.errors import CommunicationError, ConfigError, DeadlineError
 
@@ -17,7 +16,7 @@ SHORT = timedelta(seconds=0.01)
 
 @pytest.fixture
 def queue():
-    made = CallQueue(Alone().failures, threaded=True)
+    made = CallQueue(threaded=True)
     yield made
     made.close()
 
@@ -80,7 +79,7 @@ def test_an_error_of_an_argument_is_that_of_one_call_alone_and_raised_at_the_end
     def fail() -> None:
         raise ConfigError("out must be a list")
 
-    queue, made = CallQueue(Alone().failures, threaded=True), []
+    queue, made = CallQueue(threaded=True), []
     queue.submit(fail)
     queue.submit(lambda: made.append(2)).wait()
     with pytest.raises(ConfigError, match="out must be a list"):
@@ -89,7 +88,7 @@ def test_an_error_of_an_argument_is_that_of_one_call_alone_and_raised_at_the_end
 
 
 def test_without_a_thread_a_call_is_over_when_its_work_is_there():
-    queue = CallQueue(Alone().failures, threaded=False)
+    queue = CallQueue(threaded=False)
     work = queue.submit(lambda: 1 / 0)
     assert work.is_completed() and isinstance(work.exception(), ZeroDivisionError) and not queue.busy
     assert queue.make(lambda: None) is None and queue.make(lambda: None, 3, async_op=True).result() == 3

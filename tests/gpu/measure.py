@@ -63,7 +63,7 @@ def own_device(comm, kind: str) -> tuple[torch.device, bool]:
     """Choose this rank's device, and tell whether ranks of a node share one."""
     if kind == "cpu":
         return torch.device("cpu"), False
-    here = [rank for rank in range(comm.size) if comm.memory.nodes[rank] == comm.memory.nodes[comm.rank]]
+    here = [rank for rank in range(comm.size) if comm.nodes[rank] == comm.nodes[comm.rank]]
     count = torch.cuda.device_count()
     torch.cuda.set_device(here.index(comm.rank) % count)
     return torch.device("cuda", torch.cuda.current_device()), len(here) > count

@@ -224,7 +224,7 @@ def test_it_knows_what_it_was_built_with(ranks):
 @pytest.mark.sizes(2)
 def test_without_threads_it_is_refused(ranks):
     def body(comm):
-        comm.concurrent = False
+        comm.platform.concurrent = False
         with pytest.raises(CommunicationError, match="MPI must be started with MPI_THREAD_MULTIPLE for Horovod"):
             Horovod(comm)
         return True

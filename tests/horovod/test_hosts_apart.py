@@ -25,7 +25,7 @@ optimizer.step()
 moved = (before - model.weight.detach()).mean().item()
 optimizer.strategy.close()
 if comm.rank == 0:
-    print(*(a.decode() for a in address), comm.memory.nodes, round(moved, 5), flush=True)
+    print(*(a.decode() for a in address), comm.nodes, round(moved, 5), flush=True)
 """
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import hpcdist as hd
 comm = hd.init(deadline_s=60, internode="tcp:eth0")
-told = {"nodes": comm.memory.nodes, "late": False, "moved": 0}
+told = {"nodes": comm.nodes, "late": False, "moved": 0}
 
 def beside_a_busy_owner(name, step):
     folder, until, matrix = Path(sys.argv[1], name), time.monotonic() + 40, torch.full((200, 200), 1e-3)

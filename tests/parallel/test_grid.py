@@ -57,7 +57,7 @@ def test_a_replica_torn_between_nodes_is_refused_by_name():
 
 
 def test_a_torn_replica_is_allowed_on_request_and_so_is_a_cluster_without_nodes():
-    assert run_virtual(lambda comm: Grid(comm, 2, spread=True).inner.memory.nodes, 4, network=on_nodes(3))[3] == (0, 1)
+    assert run_virtual(lambda comm: Grid(comm, 2, spread=True).inner.nodes, 4, network=on_nodes(3))[3] == (0, 1)
     assert run_virtual(lambda comm: Grid(comm, 4).replica, 4, network=on_nodes(None)) == [0] * 4
     assert run_virtual(lambda comm: Grid(comm, 2).replica, 4, network=on_nodes(2)) == [0, 0, 1, 1]
 

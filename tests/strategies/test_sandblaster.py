@@ -169,7 +169,7 @@ def test_a_worker_that_dies_in_the_middle_leaves_the_sum_as_it_is():
         strategy.comm.failures.failed = lambda: (dead,) if dies and comm.now() > 1.0 else ()
         strategy.comm.failures.tolerant = True
         if dies and comm.rank == dead:
-            real = strategy.comm.memory.put_all
+            real = strategy.comm.put_all
 
             def to_one_shard(puts):
                 nonlocal asked
@@ -180,7 +180,7 @@ def test_a_worker_that_dies_in_the_middle_leaves_the_sum_as_it_is():
                 real([put for put in puts if put.rank == 1])
                 raise KeyError("dead")
 
-            strategy.comm.memory.put_all = to_one_shard
+            strategy.comm.put_all = to_one_shard
             with pytest.raises(KeyError):
                 loop.minimise(1)
         else:

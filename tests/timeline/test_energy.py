@@ -161,7 +161,7 @@ def test_the_first_rank_of_a_host_measures_it(ranks, shared_tmp_path):
     root = shared_tmp_path
 
     def body(comm):
-        comm.trace.virtual = None  # whatever the ranks are
+        comm.platform.virtual = None  # whatever the ranks are
         if comm.rank == 0:
             Sysfs(root)
         comm.barrier()
@@ -209,7 +209,7 @@ def test_evaluations_have_the_joules_before_them(sysfs, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "evaluate", costly)
 
     def whole(comm):
-        comm.trace.virtual = None  # as if they were real
+        comm.platform.virtual = None  # as if they were real
         return tiny.run(comm, tmp_path, "epochs=2")[0].energy.joules
 
     assert run_virtual(whole, 2)[0] == pytest.approx(8.0), "two evaluations of two ranks"

@@ -23,7 +23,7 @@ Ranks = slice | list[int]
 
 def slots_across_nodes(comm: Communicator) -> Slots | None:
     """Collective. Make slots of ranks on several nodes; None of virtual ranks, and where a rank may die."""
-    nodes = comm.memory.nodes
+    nodes = comm.nodes
     if len(set(nodes)) == 1 or comm.mpi is None or comm.failures.tolerant:
         return None
     n_bytes = max(LINE, min(SLOT_BYTES, ALL_BYTES // comm.size) // LINE * LINE)
@@ -63,7 +63,7 @@ class SlotsAcrossNodes(Slots):
         super().__init__(comm.rank, (first, second))
         self._node, self._inside = node, inside
         self._leaders = comm.split(0 if node.rank == 0 else None, traffic=comm.trace.traffic)
-        nodes = comm.memory.nodes
+        nodes = comm.nodes
         order = list(dict.fromkeys(nodes))
         self._leader_of = [order.index(number) for number in nodes]
         self._ranks_of = [[rank for rank in range(comm.size) if nodes[rank] == number] for number in order]

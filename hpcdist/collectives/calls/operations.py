@@ -67,7 +67,7 @@ class Collectives:
         self._exchange: Exchange  # made with the first call that needs it
         self._is_set_up = False
         self._ways: list[PreparedCalls | CallsByLibrary] = []
-        self._one_node = len(set(self.comm.memory.nodes)) == 1
+        self._one_node = len(set(self.comm.nodes)) == 1
         self._trials: dict[tuple[str, int], Trial] = {}  # of calls that several ways make, by their length
         self._ready: dict[int, PreparedCall | None] = {}  # by notes
         self._by_shape: dict[tuple[Any, ...], tuple[PreparedCall, Callable[..., None]]] = {}
@@ -348,6 +348,11 @@ class Collectives:
             self._exchange.close()
         self.comm.close()
 
+    def shared_zeros(self, like: Sequence[Tensor]) -> list[Tensor] | None:
+        """Make zeros like flat tensors, which ranks of one node sum where they lie; None where one is on a device."""
+        memory = self.comm.memory
+        return [memory.zeros(len(flat), flat.dtype) for flat in like] if all(flat.is_cpu for flat in like) else None
+
     # --- what calls have in common ------------------------------------------------------------------------------------
     def algorithm(self, name: str) -> AllReduce:
         """Collective at the first call. Return an all-reduce algorithm of these ranks; UnknownNameError: no such."""
@@ -371,7 +376,7 @@ class Collectives:
 
         if not async_op:
             return self.queue.make(make)
-        if self.comm.trace.virtual is None:
+        if self.comm.platform.virtual is None:
             return self.queue.submit(make, out)
         work = Work(out)
         work.run(partial(self.queue.make, make))
@@ -442,7 +447,7 @@ class Collectives:
             short = (1 if call == "broadcast" else self.size - 1) * n_bytes <= PACKET_BYTES
         if short:
             return self._ways[:1]
-        share_nodes = len(set(self.comm.memory.nodes)) < self.size
+        share_nodes = len(set(self.comm.nodes)) < self.size
         return self._ways if call == "broadcast" and share_nodes else self._ways[-1:]
 
     def _keep(

@@ -199,7 +199,7 @@ def _costs_s(
     comm: Communicator, names: Sequence[str], n_bytes: float, latency_s: float, byte_s: float
 ) -> dict[str, float]:
     """Predict the seconds of a call of each algorithm by its formula."""
-    ranks_per_node = min(Counter(comm.memory.nodes).values())
+    ranks_per_node = min(Counter(comm.nodes).values())
     formulas = {name: cast(type[Algorithm], load(name)).cost_s for name in names}
     return {n: cost_s(n_bytes, comm.size, latency_s, byte_s, 0.0, ranks_per_node) for n, cost_s in formulas.items()}
 
@@ -236,8 +236,8 @@ def cached_table(comm: Communicator, cache_dir: Path | None = None, *, refresh: 
         refresh: measure although there is a file, and replace it.
     """
     hosts = len(set(comm.gather(platform.node())))  # fewer than nodes where ranks of one host are taken to be apart
-    nodes = sorted(Counter(comm.memory.nodes).values())
-    path = cache_file("allreduce", nodes, hosts, comm.trace.library, folder=cache_dir)
+    nodes = sorted(Counter(comm.nodes).values())
+    path = cache_file("allreduce", nodes, hosts, comm.platform.library, folder=cache_dir)
     names = candidates(comm)
 
     def check(text: str) -> str:

@@ -119,7 +119,7 @@ class Running:
 
     def place(self, world_ranks: tuple[int, ...]) -> tuple[int, ...] | None:
         """Convert ranks of the world to Horovod's numbers; None unless it runs on all of them."""
-        own = {rank: i for i, rank in enumerate(self.comm.trace.world_ranks)}
+        own = {rank: i for i, rank in enumerate(self.comm.platform.world_ranks)}
         return tuple(sorted(own[r] for r in world_ranks)) if set(world_ranks) <= set(own) else None
 
     def group(self, ranks: tuple[int, ...]) -> Any:
@@ -164,7 +164,7 @@ def join(comm: MpiCommunicator, tuning: Tuning) -> tuple[Running, tuple[int, ...
             f"Horovod's settings must be those it runs with in this process, {_running.tuning}; got {tuning}. Use "
             "the same everywhere."
         )
-    ranks = _running.place(comm.trace.world_ranks)
+    ranks = _running.place(comm.platform.world_ranks)
     if ranks is None:
         raise ConfigError(
             f"Horovod must run on all ranks that sum by it; got {_running.comm.size} on which it runs, and a group of "
@@ -243,7 +243,7 @@ class Horovod(OtherLibrary):
         cycle_time_ms: float | None = None,
     ):
         super().__init__(comm)
-        if not comm.concurrent:
+        if not comm.platform.concurrent:
             raise CommunicationError(
                 "MPI must be started with MPI_THREAD_MULTIPLE for Horovod, whose thread communicates beside this one; "
                 "got less. Let mpi4py start MPI, or use an MPI built with threads."

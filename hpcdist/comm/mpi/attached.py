@@ -10,12 +10,12 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-from collections.abc import Sequence
 
 import numpy as np
 from mpi4py import MPI
 from torch import Tensor
 
+from hpcdist.comm.capabilities import numbered
 from hpcdist.comm.mpi.calls import clock
 from hpcdist.comm.window import Memory, refuse_attached
 from hpcdist.errors import CommunicationError
@@ -128,17 +128,16 @@ def find_nodes(mpi: MPI.Intracomm) -> tuple[int, ...]:
     node.Free()
     firsts = np.empty(mpi.Get_size(), np.int64)
     mpi.Allgather(first, firsts)
-    index = {leader: i for i, leader in enumerate(sorted(set(firsts.tolist())))}
-    return tuple(index[leader] for leader in firsts.tolist())
+    return numbered(firsts.tolist())
 
 
-def try_attach(comm, nodes: Sequence[int]) -> bool:
+def try_attach(comm) -> bool:
     """Collective. Tell whether every rank could read a secret in the memory of every other rank of its node."""
     secret = np.frombuffer(secrets.token_bytes(16), np.uint8).copy()
     secrets_of = comm.gather(secret.ctypes.data.to_bytes(8, "little") + secret.tobytes())
     works = True
     for peer, (pid, data) in enumerate(zip(comm.pids, secrets_of, strict=True)):
-        if nodes[peer] == nodes[comm.rank] and peer != comm.rank:
+        if comm.nodes[peer] == comm.nodes[comm.rank] and peer != comm.rank:
             works = works and _reads(pid, int.from_bytes(data[:8], "little"), data[8:])
     return all(answer == b"y" for answer in comm.gather(b"y" if works else b"n"))
 

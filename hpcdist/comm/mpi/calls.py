@@ -11,14 +11,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 from mpi4py import MPI
 
-from hpcdist.comm.capabilities import Failures, Trace
+from hpcdist.comm.capabilities import Failures, Traffic
 from hpcdist.comm.mpi.stuck import RankState, Wait
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, DeadlineError, RankFailedError
@@ -83,13 +83,14 @@ class Calls:
     Args:
         failures: the communicator's ranks, and its deadline.
         name: how messages call the communicator.
-        trace: with the ranks' numbers in the job, and the account of traffic.
+        world_ranks: the ranks' numbers in the job.
+        traffic: the account of the calls.
     """
 
-    def __init__(self, failures: FaultTolerance, name: str, trace: Trace):
+    def __init__(self, failures: FaultTolerance, name: str, world_ranks: Sequence[int], traffic: Traffic):
         self.failures, self.name = failures, name
         self.rank = failures.all.Get_rank()
-        self.traffic, self.world_ranks = trace.traffic, trace.world_ranks
+        self.traffic, self.world_ranks = traffic, world_ranks
         self.current: Call | None = None  # what this rank is blocked in
         self.count = 0  # collective calls begun; ranks in step have equal counts
         self.inside = 0  # collective calls that are made of messages, and under way
@@ -237,9 +238,8 @@ class FaultTolerance(Failures):
         mpi: MPI's communicator of all ranks.
         tolerant: the library survives a rank that dies, and tells.
         deadline_s: seconds after which a blocking call ends the run with a message.
-        name: how messages call the communicator.
         places: tells where each rank of the job is, by its number there; nothing where nobody can.
-        trace: with the ranks' numbers in the job, and the account of traffic.
+        name, world_ranks, traffic: those of `Calls`.
 
     Reference: Wesley Bland et al., "Post-failure recovery of MPI communication capability: design and rationale", 2013.
     """
@@ -249,14 +249,16 @@ class FaultTolerance(Failures):
         mpi: MPI.Intracomm,
         tolerant: bool,
         deadline_s: float,
-        name: str,
         places: Callable[[], Mapping[int, Place]],
-        trace: Trace,
+        name: str,
+        world_ranks: Sequence[int],
+        traffic: Traffic,
     ):
         super().__init__(mpi.Get_size(), deadline_s)
         self.all, self.tolerant = mpi, tolerant
-        self.alive: MPI.Intracomm = mpi.Dup() if tolerant else mpi  # for collectives; messages outlive its revocation
-        self.calls = self.collective = Calls(self, name, trace)
+        # For collectives; messages outlive its revocation.
+        self.alive: MPI.Intracomm = mpi.Dup() if tolerant else mpi
+        self.calls = self.collective = Calls(self, name, world_ranks, traffic)
         self._places = places
 
     def failed(self) -> tuple[int, ...]:
@@ -295,9 +297,12 @@ class FaultTolerance(Failures):
             self._agree(True)
 
     def abandon(self) -> None:
-        if self.tolerant:
-            for mpi in (self.all, self.alive):
-                mpi.Revoke()
+        """Let other ranks' calls of this communicator fail, which wait for this rank: it makes none any more.
+
+        Only where ranks outlive others: else a death ends the job.
+        """
+        for mpi in (self.all, self.alive):
+            mpi.Revoke()
 
     def retry_on_failure(self, action: Callable[[], T], *others: Failures) -> T:
         if not self.tolerant:

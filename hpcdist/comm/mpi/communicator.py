@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
@@ -17,7 +17,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm.capabilities import Trace, Traffic
+from hpcdist.comm.capabilities import Platform, Trace, Traffic, numbered
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.attached import find_nodes
 from hpcdist.comm.mpi.calls import ANYONE, BROADCAST, EVERYONE, Call, FaultTolerance, clock, world_ranks
@@ -47,7 +47,7 @@ from hpcdist.comm.transfer import (
     check_tag,
     check_wanted,
 )
-from hpcdist.comm.window import Window
+from hpcdist.comm.window import Put, Window
 from hpcdist.errors import CommunicationError
 
 DEADLINE_S = 600.0
@@ -89,18 +89,19 @@ class MpiCommunicator(Communicator):
         self.mpi, self.process, self.name = mpi, process, name
         self._made_from = 0  # communicators
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
-        self.trace = Trace(version(), world_ranks(mpi), traffic=traffic)
+        threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self.platform, self.trace = Platform(version(), world_ranks(mpi), concurrent=threads), Trace(traffic)
         self.traffic = self.trace.traffic
-        self.failures = FaultTolerance(mpi, process.tolerant, deadline_s, name, process.places, self.trace)
+        numbers_in_job, places = self.platform.world_ranks, process.places
+        self.failures = FaultTolerance(mpi, process.tolerant, deadline_s, places, name, numbers_in_job, self.traffic)
         self.calls = self.failures.calls
         self._summing, self._hops = Call("allreduce", EVERYONE, 0.0, deadline_s), 2 * (self.size - 1)
-        nodes = find_nodes(mpi) if nodes is None else tuple(nodes)
-        if len(nodes) != self.size:
-            raise CommunicationError(f"nodes must have one index for each of the {self.size} ranks; got {len(nodes)}.")
+        self.nodes = find_nodes(mpi) if nodes is None else tuple(nodes)
+        if (found := len(self.nodes)) != self.size:
+            raise CommunicationError(f"nodes must have one index for each of the {self.size} ranks; got {found}.")
         self.staging = Staging(device_aware)
         self.pids = [int.from_bytes(pid, "little") for pid in self.gather(os.getpid().to_bytes(8, "little"))]
-        self.memory = Transports(self, nodes, self.staging, internode)
-        self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self.memory = Transports(self, internode)
         process.calls[id(self.calls)] = self.calls
 
     # --- point to point -------------------------------------------------------------------------------------------
@@ -249,13 +250,7 @@ class MpiCommunicator(Communicator):
         if color is None:
             return None
         members = sorted((choice[1], r) for r, choice in enumerate(wanted) if choice and choice[0] == color)
-        return self._made(mpi, self._nodes_of([r for _, r in members]), self.memory.wanted, str(color), traffic)
-
-    def _nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the node of each of these ranks, by numbers from 0 on in their order."""
-        nodes = [self.memory.nodes[rank] for rank in ranks]
-        index = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
-        return tuple(index[node] for node in nodes)
+        return self._among(mpi, [r for _, r in members], str(color), traffic)
 
     def among(self, ranks: Sequence[int], name: str, deadline_s: float | None = None) -> MpiCommunicator:
         """Collective among these ranks alone. Make a communicator of them, in this order.
@@ -272,13 +267,12 @@ class MpiCommunicator(Communicator):
             mpi = self.mpi.Create_group(group, zlib.crc32(name.encode()) % TAG_LIMIT)
         group.Free()
         everyone.Free()
-        return self._made(mpi, self._nodes_of(ranks), self.memory.wanted, name)
+        return self._among(mpi, ranks, name)
 
     def of_living(self) -> MpiCommunicator:
         """Collective among the living. Make a communicator of them alone, with numbers of their own."""
         self._made_from += 1
-        living = self.failures.living
-        return self._made(self.failures.alive.Dup(), self._nodes_of(living), self.memory.wanted, "living")
+        return self._among(self.failures.alive.Dup(), self.failures.living, "living")
 
     def apart(self, internode: str = "auto", nodes: tuple[int, ...] | None = None) -> MpiCommunicator:
         """Collective. Copy this communicator as if its ranks were on other nodes: for tests and measurements.
@@ -289,6 +283,12 @@ class MpiCommunicator(Communicator):
         nodes = tuple(range(self.size)) if nodes is None else nodes
         self._made_from += 1
         return self._made(self.mpi.Dup(), nodes, internode, "apart")
+
+    def _among(
+        self, mpi: MPI.Intracomm, ranks: Iterable[int], name: str, traffic: Traffic | None = None
+    ) -> MpiCommunicator:
+        nodes = numbered(self.nodes[rank] for rank in ranks)
+        return self._made(mpi, nodes, self.memory.wanted, name, traffic)
 
     def _made(
         self, mpi: MPI.Intracomm, nodes: tuple[int, ...], internode: str, name: str, traffic: Traffic | None = None
@@ -308,11 +308,15 @@ class MpiCommunicator(Communicator):
         return MpiNeighbourhood(self, sources, destinations)
 
     def overlapping(self) -> AbstractContextManager[None]:
-        helps = self.concurrent and len(set(self.memory.nodes)) > 1  # inside a node messages need no help
+        helps = self.platform.concurrent and len(set(self.nodes)) > 1  # inside a node messages need no help
         return self.process.progress.running() if helps else nullcontext()
 
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
         return self.memory.window(count, dtype)
+
+    def put_all(self, puts: Iterable[Put]) -> None:
+        put_all = super().put_all if self.memory.internode is None else self.memory.put_all
+        put_all(puts)
 
     # --- time and end ---------------------------------------------------------------------------------------------
     def compute(self, share: float = 1.0) -> float:
@@ -327,7 +331,7 @@ class MpiCommunicator(Communicator):
         Args:
             role: tells what is special about this rank, for messages.
         """
-        self.process.watch(self.mpi.Dup(), {rank: self.pids[rank] for rank in self.local_ranks}, role)
+        self.process.watch(self.mpi.Dup(), {rank: self.pids[rank] for rank in self.memory.local_ranks}, role)
 
     def abort(self, status: int = 1) -> None:
         """End every rank of the job, with this exit status; where ranks outlive others and one has died, this rank."""

@@ -211,7 +211,7 @@ class MpiNeighbourhood(Neighbourhood):
 
     def __init__(self, comm, sources: Sequence[int], destinations: Sequence[int]):
         check_graph(comm, sources, destinations)
-        self.sources, self._n_sent, self._comm = tuple(sources), len(destinations), comm
+        self._sources, self._n_sent, self._comm = tuple(sources), len(destinations), comm
         places = [[comm.failures.living.index(rank) for rank in ranks] for ranks in (sources, destinations)]
         self._graph = comm.failures.alive.Create_dist_graph_adjacent(*places, reorder=False)
 
@@ -221,7 +221,7 @@ class MpiNeighbourhood(Neighbourhood):
         direct = comm.staging.direct(received)
         host = received if direct else torch.empty_like(received, device="cpu", pin_memory=True)
         comm.calls.count += 1
-        into = comm.staging.message(host, send.numel() if self.sources else 0)
+        into = comm.staging.message(host, send.numel() if self._sources else 0)
         given = comm.staging.message(sent)
         request = comm.calls.attempt(EXCHANGE, EVERYONE, self._graph.Ineighbor_allgather, given, into)
         comm.traffic.sent(self._n_sent * send.nbytes, self._n_sent)

@@ -115,7 +115,8 @@ def map_parts(comm, n_bytes: int) -> list[mmap.mmap | memoryview]:
     own = comm.together(lambda: _made(n_bytes))
     try:
         files = comm.gather([own, n_bytes])
-        return comm.together(lambda: [_mapped(comm, rank, files[rank] or [0, 0], own) for rank in comm.local_ranks])
+        ranks = comm.memory.local_ranks
+        return comm.together(lambda: [_mapped(comm, rank, files[rank] or [0, 0], own) for rank in ranks])
     finally:
         os.close(own)
 

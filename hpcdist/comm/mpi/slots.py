@@ -112,4 +112,4 @@ def _have_cores(comm) -> bool:
     """Collective. Tell whether all of the job's ranks on this node have a core of their own."""
     cores = {core for _, found in comm.gather(own_cores()) for core in found}
     world = comm.process.world or comm
-    return len(world.local_ranks) <= len(cores)
+    return len(world.memory.local_ranks) <= len(cores)

@@ -23,7 +23,6 @@ from hpcdist.comm import cache
 from hpcdist.comm.capabilities import RankMemory
 from hpcdist.comm.mpi.attached import AttachedMemory, try_attach
 from hpcdist.comm.mpi.calls import EVERYONE
-from hpcdist.comm.mpi.messages import Staging
 from hpcdist.comm.mpi.node_memory import SharedTensor
 from hpcdist.comm.mpi.slots import NodeSlots
 from hpcdist.comm.mpi.tcp import TcpServer
@@ -51,7 +50,7 @@ def choose(comm, wanted: str) -> str:
     if wanted != "auto":
         return wanted
     hosts = len(set(comm.gather(platform.node())))
-    path = cache.cache_file("internode", comm.trace.library, len(set(comm.memory.nodes)), hosts)
+    path = cache.cache_file("internode", comm.platform.library, len(set(comm.nodes)), hosts)
 
     def check(text: str) -> str:
         way: str = parse_json(text, path, DataError)["way"]
@@ -75,7 +74,7 @@ def measure(comm) -> dict[str, float]:
     which keeps it. Rank 0 owns the memory, the first rank of another node reads and writes it, the others wait.
     """
     own = comm.split(0)
-    asker = next(rank for rank in range(comm.size) if comm.memory.nodes[rank] != comm.memory.nodes[0])
+    asker = next(rank for rank in range(comm.size) if comm.nodes[rank] != comm.nodes[0])
     taken_s = {}
     for way in WAYS:
         window = own.memory.window(COUNT if own.rank == 0 else 0, way=way)
@@ -121,17 +120,15 @@ class Transports(RankMemory):
 
     Args:
         comm: the MpiCommunicator that has these.
-        nodes: node index of each rank.
-        staging: of device memory.
         wanted: how windows are read and written across nodes, see MpiCommunicator.
     """
 
-    def __init__(self, comm, nodes: tuple[int, ...], staging: Staging, wanted: str):
-        self._comm, self._staging = comm, staging
-        self.nodes = nodes
+    def __init__(self, comm, wanted: str):
+        super().__init__(comm.rank, comm.nodes)
+        self._comm = comm
         self.wanted = wanted  # counts for windows made from now on, by the interface of the first
-        self._across_nodes = len(set(nodes)) > 1
-        self.can_attach = try_attach(comm, nodes) and not self._across_nodes
+        self._across_nodes = len(set(comm.nodes)) > 1
+        self.can_attach = try_attach(comm) and not self._across_nodes
         self._node_mpi: MPI.Intracomm | None = None
         self._server: TcpServer | None = None
         self._shared: list[SharedTensor] = []
@@ -140,7 +137,7 @@ class Transports(RankMemory):
     def node_mpi(self) -> MPI.Intracomm:
         """Collective at the first call. Return MPI's communicator of the ranks on this rank's node."""
         if self._node_mpi is None:
-            self._node_mpi = self._comm.mpi.Split(self.nodes[self._comm.rank], self._comm.rank)
+            self._node_mpi = self._comm.mpi.Split(self._comm.nodes[self._comm.rank], self._comm.rank)
         return self._node_mpi
 
     def server(self) -> TcpServer:
@@ -162,7 +159,7 @@ class Transports(RankMemory):
         return self.wanted.partition(":")[0] if self._across_nodes else None
 
     def host(self, tensor: Tensor, *, write: bool = True) -> AbstractContextManager[Tensor]:
-        return self._staging.host(tensor, write=write)
+        return self._comm.staging.host(tensor, write=write)
 
     # --- windows --------------------------------------------------------------------------------------------------
     def window(self, count: int, dtype: torch.dtype = torch.float32, way: str | None = None) -> Window:
@@ -174,7 +171,10 @@ class Transports(RankMemory):
         return MpiWindow(self._comm, count, dtype, way)
 
     def put_all(self, puts: Iterable[Put]) -> None:
-        """Start puts and wait for all; see RankMemory.put_all. Puts that are no TCP requests complete one by one."""
+        """Start puts and wait for all, where there are several nodes; see Communicator.put_all.
+
+        Those that are no TCP requests complete one by one.
+        """
 
         def requests() -> Iterator[tuple[int, int, int, Tensor]]:
             for window, values, rank, offset in puts:
@@ -183,11 +183,7 @@ class Transports(RankMemory):
                 else:
                     window.put(values, rank, offset)
 
-        if self._across_nodes:
-            self.server().put_all(requests())
-        else:
-            for window, values, rank, offset in puts:
-                window.put(values, rank, offset)
+        self.server().put_all(requests())
 
     def attach(self, tensor: Tensor) -> Memory:
         """Collective. Make memory that other ranks of the node may use; see RankMemory.attach."""
@@ -209,12 +205,12 @@ class Transports(RankMemory):
             )
         return AttachedMemory(comm, tensor, ranges[:, 0].tolist(), self._mapped(tensor))
 
-    def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+    def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         if self._comm.size > 1 and self.can_attach and count > 0:
             with suppress(CommunicationError):  # on all ranks
                 self._shared.append(SharedTensor(self._comm, count, dtype))
                 return self._shared[-1].local
-        return super()._zeros(count, dtype)
+        return super().zeros(count, dtype)
 
     def slots(self, n_bytes: int, call: str = "collective call") -> NodeSlots | None:
         """Collective. Make slots where all ranks are on one node, and none may die; see RankMemory.slots."""
@@ -226,7 +222,6 @@ class Transports(RankMemory):
             return None
 
     def is_shared(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor lies in memory that `shared_zeros` has made."""
         return any(shared.holds(tensor) for shared in self._shared)
 
     def _mapped(self, tensor: Tensor) -> list[Tensor]:

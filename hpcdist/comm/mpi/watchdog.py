@@ -24,6 +24,7 @@ from hpcdist.comm.lines import line_of
 from hpcdist.comm.mpi.calls import EXIT, Call, Calls, Place
 from hpcdist.comm.mpi.library import end
 from hpcdist.comm.mpi.stuck import RankState, behind, nearest, stuck
+from hpcdist.comm.work import CallQueue
 from hpcdist.errors import HpcdistError
 
 POLL_S, BLOCKED_S = 0.25, 0.05  # pause between two looks, and while this rank is blocked
@@ -150,7 +151,7 @@ class Watchdog:
     def _state(self) -> RankState:
         in_use = self._in_use()
         waits = [wait for calls in in_use if (wait := calls.waits(PATIENCE_S))]
-        busy = sum(thread.busy for calls in in_use for thread in calls.failures.threads)
+        busy = sum(queue.busy for queue in tuple(CallQueue.running))
         if len(waits) <= busy:  # a thread works, and may do what the others wait for
             waits = []
         ended = not busy and any(call.what == EXIT for calls in in_use if (call := calls.current))

@@ -42,7 +42,7 @@ class MpiWindow(Window):
         else:
             node, limit_s = comm.memory.node_mpi(), comm.failures.deadline_s
             self._shared = self._wakes = LockedMemory(node, count * dtype.itemsize, dtype, limit_s)
-        self._node_rank = {rank: i for i, rank in enumerate(comm.local_ranks)}
+        self._node_rank = {rank: i for i, rank in enumerate(comm.memory.local_ranks)}
         self._memory = {rank: self._shared.parts[i] for rank, i in self._node_rank.items()}
         super().__init__(self._memory[comm.rank], lengths)
         self.local.zero_()

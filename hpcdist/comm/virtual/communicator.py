@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from hpcdist.comm.capabilities import Failures, Trace, Traffic
+from hpcdist.comm.capabilities import Failures, Platform, Trace, Traffic
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.messages import Messages, check_graph
 from hpcdist.comm.transfer import (
@@ -26,8 +27,8 @@ from hpcdist.comm.virtual.collectives import children, sum_in_rank_order
 from hpcdist.comm.virtual.compute import at_least_0, require
 from hpcdist.comm.virtual.group import Group, Member, Message, Receive
 from hpcdist.comm.virtual.queue import VirtualQueue
-from hpcdist.comm.virtual.window import VirtualRankMemory
-from hpcdist.comm.window import Window
+from hpcdist.comm.virtual.window import VirtualMemory, VirtualRankMemory
+from hpcdist.comm.window import Put, Window
 from hpcdist.errors import CommunicationError
 
 
@@ -44,10 +45,12 @@ class VirtualCommunicator(Communicator):
     def __init__(self, group: Group, rank: int, deadline_s: float = math.inf, traffic: Traffic | None = None):
         self.rank, self.size = rank, len(group.members)
         self._group, self._cluster = group, group.cluster
-        self.trace = Trace("virtual ranks", tuple(group.members), self._cluster.description, traffic)
+        self.nodes = group.nodes
+        self.platform = Platform("virtual ranks", tuple(group.members), self._cluster.description)
+        self.trace = Trace(traffic)
         self.failures = Failures(self.size, deadline_s)
         self._member = Member(group, rank, self.failures, self.trace.traffic)
-        self.memory = VirtualRankMemory(self._member)
+        self.memory = VirtualRankMemory(self._member, self.nodes)
         self.clock, self._traffic = self._member.clock, self.trace.traffic
 
     # --- point to point -------------------------------------------------------------------------------------------
@@ -158,6 +161,16 @@ class VirtualCommunicator(Communicator):
 
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
         return self.memory.window(count, dtype)
+
+    def put_all(self, puts: Iterable[Put]) -> None:
+        self._member.enter()
+        effects = []
+        for window, values, rank, offset in puts:
+            effects.append(cast(VirtualMemory, window).writing(values, rank, offset))
+            if rank != self.rank:
+                self._traffic.sent(values.nbytes)
+        with self._member.counted("communicating_s"):
+            self.clock.perform(self._member.me, f"{len(effects)} puts", *effects)
 
     def queue(self) -> VirtualQueue:
         return VirtualQueue(self._member)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hpcdist.comm.capabilities import Failures, Traffic
+from hpcdist.comm.capabilities import Failures, Traffic, numbered
 from hpcdist.comm.transfer import ANY
 from hpcdist.comm.virtual.clock import VirtualClock, VirtualRank
 from hpcdist.comm.virtual.collectives import Gathering, rounds
@@ -43,7 +43,8 @@ class Group:
         self.gathering = Gathering(cluster.clock, ranks)
         self.arrivals = [Arrivals(rank.rank, cluster.clock) for rank in ranks]
         wiring = cluster.wiring  # collectives are bounded by the links inside a node if all ranks are on one
-        self.latency_s, self.bandwidth_bytes_s = wiring.network.slowest([wiring.nodes[member] for member in members])
+        self.nodes = numbered(wiring.nodes[member] for member in members)
+        self.latency_s, self.bandwidth_bytes_s = wiring.network.slowest(self.nodes)
 
     def rounds_s(self, n_bytes: int = 0) -> float:
         """Compute the seconds of log2 p rounds, each of one message of n bytes."""

@@ -18,7 +18,7 @@ class VirtualQueue(CallQueue):
     """
 
     def __init__(self, member: Member):
-        super().__init__(member.failures, threaded=member.size > 1)
+        super().__init__(threaded=member.size > 1)
         self._member, self._waiting = member, deque[Task]()
         self._thread: VirtualRank
 

@@ -16,8 +16,7 @@ is put to the test, at times that the network model fixes. A transfer that takes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import cast
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from hpcdist.comm.transfer import addable, check_flat
 from hpcdist.comm.virtual.clock import VirtualRank
 from hpcdist.comm.virtual.group import Member
 from hpcdist.comm.virtual.network import Path
-from hpcdist.comm.window import Memory, Predicate, Put, Window, check_count, refuse_attached
+from hpcdist.comm.window import Memory, Predicate, Window, check_count, refuse_attached
 
 
 class Exposed:
@@ -215,12 +214,9 @@ class VirtualRankMemory(RankMemory):
 
     can_attach = True
 
-    def __init__(self, member: Member):
+    def __init__(self, member: Member, nodes: Sequence[int]):
+        super().__init__(member.rank, nodes)
         self._member = member
-        wiring, members = member.group.cluster.wiring, member.group.members
-        nodes = [wiring.nodes[rank] for rank in members]
-        index = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
-        self.nodes = tuple(index[node] for node in nodes)
 
     def window(self, count: int, dtype: torch.dtype) -> Window:
         check_count(count)
@@ -240,17 +236,6 @@ class VirtualRankMemory(RankMemory):
             return [memories] * len(group.members), group.rounds_s()
 
         return self._member.meet(call, Exposed(local, self._member.me), conclude)
-
-    def put_all(self, puts: Iterable[Put]) -> None:
-        member = self._member
-        member.enter()
-        effects = []
-        for window, values, rank, offset in puts:
-            effects.append(cast(VirtualMemory, window).writing(values, rank, offset))
-            if rank != member.rank:
-                member.traffic.sent(values.nbytes)
-        with member.counted("communicating_s"):
-            member.clock.perform(member.me, f"{len(effects)} puts", *effects)
 
 
 # An effect runs in whichever rank's thread is at hand, and only a thread in inference mode may write a tensor that was

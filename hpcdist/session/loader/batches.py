@@ -85,7 +85,7 @@ def require_same(inner: Communicator, batch: Any) -> None:
     digests = _digests(inner, batch)
     odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if odd is not None:
-        ranks = [inner.trace.world_ranks[rank] for rank in (0, odd)]
+        ranks = [inner.platform.world_ranks[rank] for rank in (0, odd)]
         raise rules.error("the ranks of a replica read different batches", first=ranks[0], rank=ranks[1])
 
 

@@ -76,8 +76,9 @@ class Mixing:
 
         Never blocks. The tensors must not change until `finish`.
         """
-        around = self._static or Messages(self._comm, *self._peers(step))
-        wanted = [len(around.sources) * tensor.numel() for tensor in tensors]
+        sources, destinations = self._peers(step)
+        around = self._static or Messages(self._comm, sources, destinations)
+        wanted = [len(sources) * tensor.numel() for tensor in tensors]
         types = [tensor.dtype for tensor in tensors]
         if wanted != [r.numel() for r in self._received] or types != [r.dtype for r in self._received]:
             self._received = [t.new_empty(n) for t, n in zip(tensors, wanted, strict=True)]

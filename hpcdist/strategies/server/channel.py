@@ -307,12 +307,12 @@ class Client:
             stamps = () if clocks is None else clocks[i]
             weight_bits = struct.unpack("q", struct.pack("d", weight))
             puts.append(channel.put(parent, at + KIND, kind, *weight_bits, *lengths, len(stamps), *stamps))
-        self._comm.memory.put_all(puts)
+        self._comm.put_all(puts)
         self.pushed += 1
         self._last_used = self._last_used if flags is None else flags.clone()
         self._last_values = values or self._last_values
         tickets = [(parent, at, channel.words.fetch_add(1, parent) + 1) for parent, _, at in self._places]
-        self._comm.memory.put_all([channel.put(parent, at + TICKET, ticket) for parent, at, ticket in tickets])
+        self._comm.put_all([channel.put(parent, at + TICKET, ticket) for parent, at, ticket in tickets])
 
     def missing(self) -> list[int]:
         """Return the parents that have not replied to this rank's last request."""
@@ -444,7 +444,7 @@ class Inbox:
 
     def reply(self, *replies: Reply) -> None:
         """Reply to requests. A reply is there before the word that announces it."""
-        self._comm.memory.put_all(self._puts(replies))
+        self._comm.put_all(self._puts(replies))
 
     def _puts(self, replies: Iterable[Reply]) -> Iterator[Put]:
         """Yield the puts that bring replies to their children: one may leave while the next one is compressed."""

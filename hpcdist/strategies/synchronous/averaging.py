@@ -116,7 +116,7 @@ class Averaging:
         comm = calls.comm
         self._comm, self._queue, self._prepare = comm, calls.queue, prepare
         self._library = provider.make(comm, model.grads) if provider else None
-        self.overlaps = comm.size > 1 and comm.concurrent if self._library is None else True
+        self.overlaps = comm.size > 1 and comm.platform.concurrent if self._library is None else True
         self.repeats = provider.op == "average"
         self._divisor = comm.size if self.repeats else 1
         self._slices = list(model.named_slices()) if provider.op == "adasum" else None

@@ -82,7 +82,7 @@ class Periodic(Strategy):
         self._works: dict[int, Work] = {}  # of those whose mean may not be in `mean` yet
         self._delay = config.steps_in_flight
         self.common = self.state.sharded("common", like, start="parameters", reshard=self.of_ranks, resets=True)
-        shared = None if config.compression else channel.memory.shared_zeros(self.common)
+        shared = None if config.compression else self.calls.shared_zeros(self.common)
         # δᵢ of the fragments in flight, and then their means; and what δᵢ were. With other ranks all start at the mean
         # of the parameters, which is as far from x as ranks were on average.
         means = [torch.empty_like(x) for x in self.common] if shared is None else shared

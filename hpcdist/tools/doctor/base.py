@@ -78,7 +78,7 @@ class Nodes:
 # --- their names: from Slurm, and from what ranks say -----------------------------------------------------------------
 def find_nodes(comm: Communicator, host: str) -> Nodes:
     """Collective. Name the nodes by their hosts; where several have the same name, add their number."""
-    return name_nodes(gather(comm, host), comm.memory.nodes)
+    return name_nodes(gather(comm, host), comm.nodes)
 
 
 def name_nodes(hosts: Sequence[str], places: Sequence[Hashable]) -> Nodes:

@@ -46,7 +46,7 @@ def measure(comm: MpiCommunicator, nodes: Nodes, required: Requirements) -> dict
         "internode": internode,
         "mpi_s": found[0],
         "window_s": found[1],
-        "library": comm.trace.library,
+        "library": comm.platform.library,
     }
 
 

@@ -24,7 +24,7 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     """Collective. Gather each rank's versions, by name."""
     import torch
 
-    own = {"hpcdist": hpcdist.__version__, "torch": torch.__version__, "mpi": comm.trace.library}
+    own = {"hpcdist": hpcdist.__version__, "torch": torch.__version__, "mpi": comm.platform.library}
     own["python"] = ".".join(platform.python_version_tuple()[:2])
     own |= {name: importlib.import_module(name).__version__ for name in OTHERS}
     own[PLUGINS] = ", ".join(registry.installed()) or "none"

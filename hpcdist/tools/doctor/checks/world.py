@@ -41,7 +41,7 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
 
     _, cores = own_cores()
     own = {"cores": cores, "threads": torch.get_num_threads(), "task": task(required.environ)}
-    return {"ranks": gather(comm, own), "library": comm.trace.library}
+    return {"ranks": gather(comm, own), "library": comm.platform.library}
 
 
 def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:

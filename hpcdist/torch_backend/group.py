@@ -68,7 +68,8 @@ def by_device(method: Callable[..., Any]) -> Callable[..., Any]:
         while isinstance(first, (list, tuple)):
             first = first[0] if first else None
         if first is not None and first.is_cuda and (elsewhere := group.on_gpus()) is not None:
-            group._sequence += 1
+            with group._lock:
+                group._sequence += 1
             return getattr(elsewhere, method.__name__)(tensors, *more, **options)
         return method(group, tensors, *more, **options)
 
@@ -188,26 +189,29 @@ class MpiGroup(dist.ProcessGroup):
     @by_device
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = _ALLREDUCE) -> Work:
         if tensors[0].is_sparse:
-            return self._allreduce_sparse(tensors[0], opts)
+            if (operation := _operation(opts)[0]) != "sum":
+                raise ConfigError(f"op of a sparse all_reduce must be SUM; got {operation}. Make the tensor dense.")
+            return self._begin(opts, [tensors[0]], self._sum_sparse, tensors[0])
         operation, factor = _operation(opts)
         given = tensors[0] if len(tensors) == 1 else tensors
         return self._begin(opts, tensors, self._calls.all_reduce, given, operation, factor=factor)
 
     allreduce_coalesced = allreduce
 
-    def _allreduce_sparse(self, tensor: Tensor, options: Any) -> Work:
+    def _sum_sparse(self, tensor: Tensor, *, async_op: bool = False) -> Work | None:
         """Sum sparse tensors: their places are joined, and the values of those that several ranks have are added."""
-        if (operation := _operation(options)[0]) != "sum":
-            raise ConfigError(f"op of a sparse all_reduce must be SUM; got {operation}. Make the tensor dense.")
-        own, size = tensor.coalesce(), self.size()
-        lengths = torch.zeros(size, dtype=torch.int64)
-        self._calls.all_gather(lengths, torch.tensor([own._nnz()]))
-        places = [own.indices().new_empty(own.sparse_dim(), n) for n in lengths.tolist()]
-        values = [own.values().new_empty(n, *own.values().shape[1:]) for n in lengths.tolist()]
-        self._calls.all_gather(places, own.indices())
-        self._calls.all_gather(values, own.values())
-        tensor.copy_(torch.sparse_coo_tensor(torch.cat(places, 1), torch.cat(values), tensor.shape).coalesce())
-        return Work([tensor])
+        calls = self._calls
+
+        def sum_up() -> None:
+            own, lengths = tensor.coalesce(), torch.zeros(self.size(), dtype=torch.int64)
+            calls.all_gather(lengths, torch.tensor([own._nnz()]))
+            places = [own.indices().new_empty(own.sparse_dim(), n) for n in lengths.tolist()]
+            values = [own.values().new_empty(n, *own.values().shape[1:]) for n in lengths.tolist()]
+            calls.all_gather(places, own.indices())
+            calls.all_gather(values, own.values())
+            tensor.copy_(torch.sparse_coo_tensor(torch.cat(places, 1), torch.cat(values), tensor.shape).coalesce())
+
+        return calls.queue.make(sum_up, async_op=async_op)
 
     @by_device
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = _BROADCAST) -> Work:

@@ -313,6 +313,12 @@ def sparse_gradients():
     own = torch.sparse_coo_tensor(torch.tensor([[rank, rank + 1]]), torch.ones(2), (size + 1,))
     dist.all_reduce(own)
     require(own.to_dense().tolist() == [1, *[2] * (size - 1), 1])
+    group, dense, calls = dist.group.WORLD, torch.ones(2), dist.group.WORLD._get_sequence_number_for_group()
+    works = [dist.all_reduce(one, async_op=True) for one in (dense, own, dense)]
+    for work in reversed(works):
+        work.wait()
+    require(own.to_dense().tolist() == [size, *[2 * size] * (size - 1), size] and dense.tolist() == [size**2] * 2)
+    require(group._get_sequence_number_for_group() == calls + 3)
     net = DistributedDataParallel(nn.EmbeddingBag(10, 4, mode="sum", sparse=True))
     net(torch.tensor([[rank, 9]])).sum().backward()
     require(net.module.weight.grad.to_dense()[9].tolist() == [1.0] * 4)

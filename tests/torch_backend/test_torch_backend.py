@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from comm.jobs_here import LIMIT_S
 from harness.launch import IMPORTS, find_mpirun, launch, launch_environment
+from hpcdist.torch_backend.group import by_device
 
 pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
 PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "h5py", "pydantic")
@@ -91,6 +94,32 @@ def test_under_torchrun_it_says_what_to_do():
             assert rank.returncode != 0
             assert "must be the launcher's, 2 (torchrun, accelerate launch or their like); got 1" in shown
             assert "hpcdist trains over MPI, which that launcher does not start. Type `mpirun -n 2 python " in shown
+
+
+def test_calls_that_nccl_takes_are_counted_under_the_lock_of_all_calls():
+    class Group:
+        def __init__(self):
+            self._lock, self.counts = threading.Lock(), [0]
+
+        @property
+        def _sequence(self):
+            return self.counts[-1]
+
+        @_sequence.setter
+        def _sequence(self, count):
+            assert self._lock.locked()
+            self.counts.append(count)
+
+        def on_gpus(self):
+            return SimpleNamespace(allreduce=lambda tensors: "by NCCL")
+
+        @by_device
+        def allreduce(self, tensors):
+            raise AssertionError(tensors)
+
+    group = Group()
+    assert [group.allreduce([SimpleNamespace(is_cuda=True)]) for _ in range(2)] == ["by NCCL"] * 2
+    assert group.counts == [0, 1, 2] and not group._lock.locked()
 
 
 REFUSED = {

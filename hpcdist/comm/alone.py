@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpcdist.comm.capabilities import Failures, Platform, RankMemory, Trace, Traffic
+from hpcdist.comm.capabilities import DEADLINE_S, Failures, Platform, RankMemory, Trace
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.messages import Messages, check_graph
 from hpcdist.comm.transfer import (
@@ -20,6 +20,7 @@ from hpcdist.comm.transfer import (
     Envelope,
     Neighbourhood,
     Request,
+    Traffic,
     addable,
     check_flat,
     check_rank,
@@ -27,10 +28,8 @@ from hpcdist.comm.transfer import (
     check_wanted,
 )
 from hpcdist.comm.waiting import wait_until
-from hpcdist.comm.window import Memory, Predicate, Window, check_count
+from hpcdist.comm.window import Memory, Predicate, Window, atomic, check_count
 from hpcdist.errors import CommunicationError
-
-DEADLINE_S = 600.0
 
 
 class Alone(Communicator):
@@ -170,10 +169,8 @@ class _Receiving(Request):
 class OwnWindow(Window):
     """A window over this rank's own memory."""
 
-    _own_rank = 0
-
     def __init__(self, comm: Alone, local: Tensor):
-        super().__init__(local.detach(), [local.numel()])
+        super().__init__(local.detach(), [local.numel()], 0, comm.trace.traffic)
         self._comm = comm
 
     def _part(self, offset: int, tensor: Tensor) -> Tensor:
@@ -191,10 +188,7 @@ class OwnWindow(Window):
     def _atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
         element = self.local[offset]
         before = int(element)
-        if what == "fetch_add":
-            element.add_(values[0])
-        elif before == values[0]:
-            element.fill_(values[1])
+        element.fill_(atomic(what, before, *values))
         return before
 
     def _wait(

@@ -18,15 +18,8 @@ import torch
 from torch import Tensor
 
 from hpcdist import errors
-from hpcdist.comm.capabilities import Failures, Platform, RankMemory, Trace, Traffic
-from hpcdist.comm.transfer import (
-    ANY,
-    TAG_LIMIT,
-    Envelope,
-    Neighbourhood,
-    Request,
-    check_flat,
-)
+from hpcdist.comm.capabilities import Failures, Platform, RankMemory, Trace
+from hpcdist.comm.transfer import ANY, TAG_LIMIT, Envelope, Neighbourhood, Request, Traffic, check_flat
 from hpcdist.comm.window import Memory, Put, Window
 from hpcdist.comm.work import CallQueue
 from hpcdist.errors import CommunicationError, HpcdistError

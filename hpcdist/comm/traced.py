@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpcdist.comm.capabilities import Trace, Traffic
+from hpcdist.comm.capabilities import Trace
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.transfer import ANY, Envelope, Request
+from hpcdist.comm.transfer import ANY, Envelope, Request, Traffic
 from hpcdist.comm.window import Put
 from hpcdist.errors import ConfigError
 from hpcdist.records.merged_timeline import RankTimeline, merge_timelines

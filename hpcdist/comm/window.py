@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from hpcdist.comm.transfer import addable, check_flat, check_rank
+from hpcdist.comm.transfer import Traffic, addable, check_flat, check_rank
 from hpcdist.errors import CommunicationError
 
 Predicate = Callable[[Tensor], bool]
@@ -22,22 +22,27 @@ class Memory(abc.ABC):
     `offset` counts elements. Single elements are never torn; a longer `get` that overlaps another rank's `put` may
     mix old and new elements. For a consistent read use `hpcdist.comm.snapshot`.
 
-    The public calls check their arguments here; subclasses define what they do then.
+    The public calls check their arguments here, and count what they move; subclasses define what they do then.
 
     Args:
         local: this rank's exposed memory.
         lengths: elements of each rank's memory.
+        rank: this one.
+        traffic: the account of the calls.
     """
 
     local: Tensor  # this rank's exposed memory, flat; others may change it at any time
 
-    def __init__(self, local: Tensor, lengths: Sequence[int]):
+    def __init__(self, local: Tensor, lengths: Sequence[int], rank: int, traffic: Traffic):
         self.local, self._lengths, self._closed = local, lengths, False
+        self._own_rank, self._traffic = rank, traffic
 
     def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
         """Copy `len(out)` elements of `rank`'s memory, from `offset` on, into `out` (overwritten)."""
         self._check(rank, offset, out)
         self._get(out, rank, offset)
+        if rank != self._own_rank:
+            self._traffic.fetched(out.nbytes)
 
     def read(self, rank: int, offset: int, count: int, out: Tensor | None = None) -> Tensor:
         """Return `count` elements of `rank`'s memory: a view if that memory is mapped here, else a copy.
@@ -47,14 +52,27 @@ class Memory(abc.ABC):
         Args:
             out: memory for the copy, shape (count,); new if None.
         """
-        out = torch.empty(count, dtype=self.local.dtype) if out is None else out
-        self.get(out, rank, offset)
-        return out
+        memory = self._mapped(rank)
+        if memory is None:
+            out = torch.empty(count, dtype=self.local.dtype) if out is None else out
+            self.get(out, rank, offset)
+            return out
+        self._check(rank, offset, count=count)
+        part = memory[offset : offset + count]
+        if rank != self._own_rank:
+            self._traffic.fetched(part.nbytes)
+        return part
+
+    def _mapped(self, rank: int) -> Tensor | None:
+        """Return a rank's memory as it is now, if it is mapped here."""
+        return None
 
     def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
         """Copy `values` into `rank`'s memory from `offset` on."""
         self._check(rank, offset, values)
         self._put(values, rank, offset)
+        if rank != self._own_rank:
+            self._traffic.sent(values.nbytes)
 
     @abc.abstractmethod
     def _get(self, out: Tensor, rank: int, offset: int) -> None:
@@ -106,6 +124,8 @@ class Window(Memory):
         self._check(rank, offset, values)
         addable(values)  # else it is refused
         self._accumulate(values, rank, offset)
+        if rank != self._own_rank:
+            self._traffic.sent(values.nbytes)
 
     def change(self, function: Callable[..., object], rank: int, *beside: Tensor) -> bool:
         """Let `function(elements, *parts)` change `rank`'s memory in place. Atomic per element among accumulates.
@@ -133,7 +153,10 @@ class Window(Memory):
         for value in values:
             if not -(2**63) <= value < 2**63:
                 raise CommunicationError(f"operand of an atomic must fit in 64 bits; got {value}.")
-        return self._atomic(what, rank, offset, *values)
+        before = self._atomic(what, rank, offset, *values)
+        if rank != self._own_rank:
+            self._traffic.sent(self.local.itemsize)
+        return before
 
     def wait(
         self,
@@ -158,8 +181,6 @@ class Window(Memory):
         rank = self._own_rank if rank is None else rank
         self._wait(predicate, rank, offset, self._check(rank, offset, count=count), what, deadline_s, by)
 
-    _own_rank: int
-
     @abc.abstractmethod
     def _accumulate(self, values: Tensor, rank: int, offset: int) -> None:
         """Do what `accumulate` says."""
@@ -183,6 +204,16 @@ class Put(NamedTuple):
     values: Tensor
     rank: int
     offset: int
+
+
+def atomic(what: str, before: int, *values: int) -> int:
+    """Return what an int64 element is after `fetch_add` (of one value) or `compare_and_swap` (expected, desired)."""
+    if what == "fetch_add":
+        return (before + values[0] + _HALF) % (2 * _HALF) - _HALF  # it wraps around
+    return values[1] if before == values[0] else before
+
+
+_HALF = 1 << 63
 
 
 def refuse_attached(*args: Any, **options: Any) -> NoReturn:

@@ -83,8 +83,8 @@ class AttachedMemory(Memory):
     """
 
     def __init__(self, comm, tensor: Tensor, addresses: list[int], mapped: list[Tensor]):
-        super().__init__(tensor, [tensor.numel()] * comm.size)
-        self.comm, self._addresses, self._parts = comm, addresses, mapped
+        super().__init__(tensor, [tensor.numel()] * comm.size, comm.rank, comm.traffic)
+        self._addresses, self._parts = addresses, mapped
         self._peers = [] if mapped else [PeerMemory(pid) for pid in comm.pids]
 
     def _get(self, out: Tensor, rank: int, offset: int) -> None:
@@ -93,25 +93,19 @@ class AttachedMemory(Memory):
             out.copy_(self._parts[rank][offset : offset + out.numel()])
         else:
             self._peers[rank].read(out.data_ptr(), self._addresses[rank] + offset * out.itemsize, out.nbytes)
-        self.comm.traffic.communicating_s += clock() - start
-        self.comm.traffic.fetched(out.nbytes)
+        self._traffic.communicating_s += clock() - start
 
-    def read(self, rank: int, offset: int, count: int, out: Tensor | None = None) -> Tensor:
-        if not self._parts:
-            return super().read(rank, offset, count, out)
-        self._check(rank, offset, count=count)
-        part = self._parts[rank][offset : offset + count]
-        self.comm.traffic.fetched(part.nbytes)
-        return part
+    def _mapped(self, rank: int) -> Tensor | None:
+        return self._parts[rank] if 0 <= rank < len(self._parts) else None
 
     def _put(self, values: Tensor, rank: int, offset: int) -> None:
         start = clock()
         if self._parts:
             self._parts[rank][offset : offset + values.numel()].copy_(values)
         else:
-            self._peers[rank].write(values.data_ptr(), self._addresses[rank] + offset * values.itemsize, values.nbytes)
-        self.comm.traffic.communicating_s += clock() - start
-        self.comm.traffic.sent(values.nbytes)
+            address = self._addresses[rank] + offset * values.itemsize
+            self._peers[rank].write(values.data_ptr(), address, values.nbytes)
+        self._traffic.communicating_s += clock() - start
 
     accumulate = fetch_add = compare_and_swap = wait = refuse_attached
 

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from mpi4py import MPI
 
-from hpcdist.comm.capabilities import Failures, Traffic
+from hpcdist.comm.capabilities import Failures
 from hpcdist.comm.mpi.stuck import RankState, Wait
+from hpcdist.comm.transfer import Traffic
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, DeadlineError, RankFailedError
 
@@ -40,6 +41,15 @@ def meet(mpi: MPI.Intracomm) -> None:
         except MPI.Exception as error:
             if error.Get_error_class() != MPI.ERR_PROC_FAILED:  # somebody knew of another death
                 raise
+
+
+def failed_ranks(mpi: MPI.Intracomm) -> tuple[int, ...]:
+    """Return the ranks of a communicator that MPI knows to have died, where it survives that."""
+    dead, everyone = mpi.Get_failed(), mpi.Get_group()
+    ranks = MPI.Group.Translate_ranks(dead, None, everyone)
+    dead.Free()
+    everyone.Free()
+    return tuple(sorted(ranks))
 
 
 clock = time.perf_counter  # of real ranks
@@ -266,11 +276,7 @@ class FaultTolerance(Failures):
             return ()
         with suppress(MPI.Exception):  # it notices a death by making progress, and may complain of it
             self.all.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
-        dead, everyone = self.all.Get_failed(), self.all.Get_group()
-        ranks = MPI.Group.Translate_ranks(dead, None, everyone)
-        dead.Free()
-        everyone.Free()
-        return tuple(sorted(ranks))
+        return failed_ranks(self.all)
 
     def has_died(self, rank: int) -> bool:
         """Tell whether a connection to `rank` broke because it died, which MPI may report a moment later."""

@@ -17,7 +17,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm.capabilities import Platform, Trace, Traffic, numbered
+from hpcdist.comm.capabilities import DEADLINE_S, Platform, Trace, numbered
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.attached import find_nodes
 from hpcdist.comm.mpi.calls import ANYONE, BROADCAST, EVERYONE, Call, FaultTolerance, clock, world_ranks
@@ -42,6 +42,7 @@ from hpcdist.comm.transfer import (
     Envelope,
     Neighbourhood,
     Request,
+    Traffic,
     check_flat,
     check_rank,
     check_tag,
@@ -50,7 +51,6 @@ from hpcdist.comm.transfer import (
 from hpcdist.comm.window import Put, Window
 from hpcdist.errors import CommunicationError
 
-DEADLINE_S = 600.0
 _IN_PLACE = MPI.IN_PLACE
 
 

@@ -28,6 +28,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist.comm.mpi.messages import NUMBERS
+from hpcdist.comm.window import atomic
 from hpcdist.errors import CommunicationError, DeadlineError
 
 
@@ -67,10 +68,7 @@ class NodeMemory(abc.ABC):
         words = self._words[target]
         with self.locks[target]:
             before = words[offset]
-            if what == "fetch_add":
-                words[offset] = (before + values[0] + _HALF) % (2 * _HALF) - _HALF  # it wraps around
-            elif before == values[0]:
-                words[offset] = values[1]
+            words[offset] = atomic(what, before, *values)
         return before
 
     @abc.abstractmethod
@@ -187,7 +185,6 @@ class SharedTensor:
 
 LINE = 64  # bytes of a cache line; more than a lock, or a semaphore, takes on any platform
 _SHARED = 1  # PTHREAD_PROCESS_SHARED, and a semaphore's
-_HALF = 1 << 63
 _LONGEST_S = 1e9
 
 # The GIL is kept in calls that return at once: to take it again, a thread may have to wait for 5 ms.

@@ -173,9 +173,13 @@ def _end(closed: int, watched: int, launcher: int, settle_s: float, say_why: Cal
         time.sleep(SPEAKS_S)
 
 
+def is_stopped(pid: int) -> bool:
+    """Tell whether a process of this node is stopped, by SIGSTOP or a debugger; OSError: the kernel does not say."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+
+
 def _sentence(watched: int, limit_s: float, task: Task, place: str, advice: str) -> str:
-    state = Path(f"/proc/{watched}/stat").read_text().rpartition(")")[2].split()[0]
-    if state in "Tt":
+    if is_stopped(watched):
         return f"rank {task.rank} is stopped, by SIGSTOP or a debugger, in {place}, and not all ranks have met."
     return (
         f"rank {task.rank} waited {limit_s:g} s in {place} for the others of {task.size} ranks. One has ended before "

@@ -15,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from mpi4py import MPI
 
@@ -23,6 +22,7 @@ from hpcdist import log
 from hpcdist.comm.lines import line_of
 from hpcdist.comm.mpi.calls import EXIT, Call, Calls, Place
 from hpcdist.comm.mpi.library import end
+from hpcdist.comm.mpi.start import is_stopped
 from hpcdist.comm.mpi.stuck import RankState, behind, nearest, stuck
 from hpcdist.comm.work import CallQueue
 from hpcdist.errors import HpcdistError
@@ -285,6 +285,6 @@ class Watchdog:
         pid = self._pids.get(rank)
         if pid is not None:
             with suppress(OSError, IndexError):
-                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
+                if is_stopped(pid):
                     return pid
         return None

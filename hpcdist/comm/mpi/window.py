@@ -34,7 +34,7 @@ class MpiWindow(Window):
 
     def __init__(self, comm, count: int, dtype: torch.dtype, way: str | None = None):
         check_count(count)
-        self.comm, self._own_rank, self._tolerant = comm, comm.rank, comm.failures.tolerant
+        self.comm, self._tolerant = comm, comm.failures.tolerant
         lengths = [n or 0 for n in comm.gather(int(count))]
         if self._tolerant:
             self._shared: NodeMemory = OwnedMemory(comm, count * dtype.itemsize, dtype)
@@ -44,7 +44,7 @@ class MpiWindow(Window):
             self._shared = self._wakes = LockedMemory(node, count * dtype.itemsize, dtype, limit_s)
         self._node_rank = {rank: i for i, rank in enumerate(comm.memory.local_ranks)}
         self._memory = {rank: self._shared.parts[i] for rank, i in self._node_rank.items()}
-        super().__init__(self._memory[comm.rank], lengths)
+        super().__init__(self._memory[comm.rank], lengths, comm.rank, comm.traffic)
         self.local.zero_()
         self._staging = Staging()  # never device-aware: MPI may read what it adds with plain loads
         self._transfers: list[TcpTransfers | OneSided] = []
@@ -75,22 +75,16 @@ class MpiWindow(Window):
             start = clock()
             self._shared.sync()
             out.copy_(self._memory[rank][offset : offset + out.numel()])
-            self.comm.traffic.communicating_s += clock() - start
-        if rank != self.comm.rank:
-            self.comm.traffic.fetched(out.nbytes)
+            self._traffic.communicating_s += clock() - start
 
-    def read(self, rank: int, offset: int, count: int, out: Tensor | None = None) -> Tensor:
-        if rank in self._remote:
-            return super().read(rank, offset, count, out)
-        self._check(rank, offset, count=count)
-        self._shared.sync()
-        memory = self._memory[rank][offset : offset + count]
-        if rank != self.comm.rank:
-            self.comm.traffic.fetched(memory.nbytes)
+    def _mapped(self, rank: int) -> Tensor | None:
+        memory = None if rank in self._remote else self._memory.get(rank)
+        if memory is not None:
+            self._shared.sync()
         return memory
 
     def _put(self, values: Tensor, rank: int, offset: int) -> None:
-        remote, traffic = self._remote.get(rank), self.comm.traffic
+        remote = self._remote.get(rank)
         if remote is not None:
             with self._staging.host(values, write=False) as host:
                 remote.put(host, rank, offset)
@@ -99,9 +93,7 @@ class MpiWindow(Window):
             self._memory[rank][offset : offset + values.numel()].copy_(values)
             self._shared.sync()
             self.wake(rank)
-            traffic.communicating_s += clock() - start
-        if rank != self.comm.rank:
-            traffic.sent(values.nbytes)
+            self._traffic.communicating_s += clock() - start
 
     def requests(self, values: Tensor, rank: int, offset: int) -> Iterator[tuple[int, int, int, Tensor]]:
         """Put values; or yield, instead, the request to the owner's threads, where these make the put.
@@ -111,7 +103,7 @@ class MpiWindow(Window):
         remote = self._remote.get(rank)
         if isinstance(remote, TcpTransfers):
             self._check(rank, offset, values)
-            self.comm.traffic.sent(values.nbytes)
+            self._traffic.sent(values.nbytes)
             with self._staging.host(values, write=False) as host:
                 yield rank, remote.number, offset, host
         else:
@@ -127,9 +119,7 @@ class MpiWindow(Window):
         else:
             start = clock()
             self.add(values, rank, offset)
-            self.comm.traffic.communicating_s += clock() - start
-        if rank != self.comm.rank:
-            self.comm.traffic.sent(values.nbytes)
+            self._traffic.communicating_s += clock() - start
 
     def add(self, values: Tensor, rank: int, offset: int) -> None:
         """Accumulate inside this node, from values on the host."""
@@ -140,28 +130,26 @@ class MpiWindow(Window):
         self._check(rank, 0)
         if rank in self._served or not all(tensor.is_cpu for tensor in beside):
             return False
-        memory, target, start = self._memory[rank], self._node_rank[rank], clock()
+        memory, target = self._memory[rank], self._node_rank[rank]
+        start = clock()
         for parts in alongside(memory, *beside):
             with self._shared.locks[target]:  # for one piece at a time, so that nobody waits for long
                 function(*parts)
         self.wake(rank)
-        self.comm.traffic.communicating_s += clock() - start
-        if rank != self.comm.rank:
-            self.comm.traffic.fetched(memory.nbytes)
-            self.comm.traffic.sent(memory.nbytes)
+        self._traffic.communicating_s += clock() - start
+        if rank != self._own_rank:
+            self._traffic.fetched(memory.nbytes)
+            self._traffic.sent(memory.nbytes)
         return True
 
     # --- atomics --------------------------------------------------------------------------------------------------
     def _atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
         served = self._served.get(rank)
         if served is not None:
-            before = served.atomic(what, rank, offset, *values)
-        else:
-            start = clock()
-            before = self.atomic(what, rank, offset, *values)
-            self.comm.traffic.communicating_s += clock() - start
-        if rank != self.comm.rank:
-            self.comm.traffic.sent(8)
+            return served.atomic(what, rank, offset, *values)
+        start = clock()
+        before = self.atomic(what, rank, offset, *values)
+        self._traffic.communicating_s += clock() - start
         return before
 
     def atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
@@ -185,7 +173,7 @@ class MpiWindow(Window):
                 self._shared.sync()
             return predicate(elements)
 
-        sleep = partial(self._wakes.sleep, ready) if self._wakes is not None and rank == self.comm.rank else None
+        sleep = partial(self._wakes.sleep, ready) if self._wakes is not None and rank == self._own_rank else None
         known = by if remote is None else ()  # another thread can't look there
         self.comm.calls.await_until(ready, f"Window.wait for {what}", what, rank, limit_s, sleep, known)
 

@@ -18,10 +18,11 @@ from contextlib import contextmanager, suppress
 from mpi4py import MPI
 
 from hpcdist import log
+from hpcdist.comm.capabilities import DEADLINE_S
 from hpcdist.comm.mpi import cores, library
 from hpcdist.comm.mpi.attached import allow_peers
-from hpcdist.comm.mpi.calls import GIVE_WAY_S, meet
-from hpcdist.comm.mpi.communicator import DEADLINE_S, MpiCommunicator
+from hpcdist.comm.mpi.calls import GIVE_WAY_S, failed_ranks, meet
+from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.mpi.process import Process
 from hpcdist.errors import RankFailedError
 
@@ -85,19 +86,13 @@ def all_needed(tolerant: bool) -> Iterator[None]:
     try:
         if tolerant:
             meet(MPI.COMM_WORLD)  # before collectives that complain of a death in words of their own
-        if not tolerant or not _dead():
+        if not tolerant or not failed_ranks(MPI.COMM_WORLD):
             yield
             return
     except (MPI.Exception, RankFailedError):
-        if not tolerant or not _dead():
+        if not tolerant or not failed_ranks(MPI.COMM_WORLD):
             raise
-    _end_where_all_are_needed(_dead())
-
-
-def _dead() -> list[int]:
-    """Return the ranks of the job that are known to have died."""
-    dead, everyone = MPI.COMM_WORLD.Get_failed(), MPI.COMM_WORLD.Get_group()
-    return sorted(MPI.Group.Translate_ranks(dead, None, everyone))
+    _end_where_all_are_needed(failed_ranks(MPI.COMM_WORLD))
 
 
 def _end_where_all_are_needed(dead: Sequence[int]) -> None:

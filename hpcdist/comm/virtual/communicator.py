@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hpcdist.comm.capabilities import Failures, Platform, Trace, Traffic
+from hpcdist.comm.capabilities import Failures, Platform, Trace
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.messages import Messages, check_graph
 from hpcdist.comm.transfer import (
@@ -17,6 +17,7 @@ from hpcdist.comm.transfer import (
     Envelope,
     Neighbourhood,
     Request,
+    Traffic,
     addable,
     check_flat,
     check_rank,

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hpcdist.comm.capabilities import Failures, Traffic, numbered
-from hpcdist.comm.transfer import ANY
+from hpcdist.comm.capabilities import Failures, numbered
+from hpcdist.comm.transfer import ANY, Traffic
 from hpcdist.comm.virtual.clock import VirtualClock, VirtualRank
 from hpcdist.comm.virtual.collectives import Gathering, rounds
 from hpcdist.comm.virtual.compute import ComputeModel, describe

@@ -26,7 +26,7 @@ from hpcdist.comm.transfer import addable, check_flat
 from hpcdist.comm.virtual.clock import VirtualRank
 from hpcdist.comm.virtual.group import Member
 from hpcdist.comm.virtual.network import Path
-from hpcdist.comm.window import Memory, Predicate, Window, check_count, refuse_attached
+from hpcdist.comm.window import Memory, Predicate, Window, atomic, check_count, refuse_attached
 
 
 class Exposed:
@@ -86,8 +86,8 @@ class VirtualMemory(Memory):
     """One memory per rank of a group, to get and put."""
 
     def __init__(self, member: Member, local: Tensor, memories: list[Exposed]):
-        super().__init__(local, [memory.tensor.numel() for memory in memories])
-        self._member, self._clock, self._memories, self._own_rank = member, member.clock, memories, member.rank
+        super().__init__(local, [memory.tensor.numel() for memory in memories], member.rank, member.traffic)
+        self._member, self._clock, self._memories = member, member.clock, memories
 
     def _check(self, rank: int, offset: int, tensor: Tensor | None = None, count: int | None = None) -> int:
         self._member.enter()
@@ -100,8 +100,6 @@ class VirtualMemory(Memory):
         with self._member.counted("communicating_s"):
             effect = self._read(out.detach(), part, self._member.path_from(rank))
             self._clock.perform(self._member.me, f"a get from rank {memory.owner.rank}", effect)
-        if rank != self._member.rank:
-            self._member.traffic.fetched(out.nbytes)
 
     def _read(self, out: Tensor, part: Tensor, path: Path) -> Iterator[float]:
         half, duration_s = out.numel() // 2, path.duration_s(out.nbytes)
@@ -127,8 +125,6 @@ class VirtualMemory(Memory):
         with self._member.counted("communicating_s"):
             effect = self._write(values.detach(), memory, offset, self._member.path_to(rank), apply)
             self._clock.perform(self._member.me, f"a {what} to rank {memory.owner.rank}", effect)
-        if rank != self._member.rank:
-            self._member.traffic.sent(values.nbytes)
 
     def _write(self, values: Tensor, memory: Exposed, offset: int, path: Path, apply: Callable) -> Iterator[float]:
         n, half, duration_s = values.numel(), values.numel() // 2, path.duration_s(values.nbytes)
@@ -160,17 +156,12 @@ class VirtualWindow(VirtualMemory, Window):
         def effect() -> Iterator[float]:
             yield self._clock.now_s + latency_s
             before.append(int(element))
-            if what == "fetch_add":
-                element.add_(values[0])
-            elif before[0] == values[0]:
-                element.fill_(values[1])
+            element.fill_(atomic(what, before[0], *values))
             memory.changed(offset, offset + 1)
             yield self._clock.now_s + latency_s
 
         with self._member.counted("communicating_s"):
             self._clock.perform(self._member.me, f"a {what} on rank {memory.owner.rank}", effect())
-        if rank != self._member.rank:
-            self._member.traffic.sent(element.nbytes)
         return before[0]
 
     def _wait(

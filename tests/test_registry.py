@@ -189,8 +189,7 @@ def test_what_a_package_adds_does_its_work(extras):
 def test_all_reduce_chooses_among_a_packages_algorithms_too(extras):
     (extras / "extra_twice.py").write_text(
         TWICE.replace("AllReduce", "Algorithm")
-        + "    @staticmethod\n    def traffic(n_bytes, size, ranks_per_node=1):\n        return 0, 0\n\n"
-        + "    @staticmethod\n    def cost_s(n_bytes, *given):\n        return 0.0\n"
+        + "    @staticmethod\n    def cost(n_bytes, size, ranks_per_node=1):\n        return 0, 0, 0\n"
     )
     assert all("twice" in names for names in run_virtual(candidates, 2))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,6 +100,14 @@ def _mean_by(sum_up: Callable[[Tensor], None], tensor: Tensor, size: int) -> Non
         tensor.div_(size)
 
 
+class Cost(NamedTuple):
+    """What a call takes, one after the other: steps, each a message's latency; bytes sent; bytes added."""
+
+    steps: int
+    sent: float
+    added: float
+
+
 class Algorithm(AllReduce):
     """An all-reduce of known cost. `ranks_per_node` matters only to algorithms that distinguish nodes."""
 
@@ -118,33 +127,22 @@ class Algorithm(AllReduce):
 
     @staticmethod
     @abc.abstractmethod
-    def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:
-        """Count the bytes and messages that the busiest rank sends, exactly where `size` divides the length.
+    def cost(n_bytes: float, size: int, ranks_per_node: int = 1) -> Cost:
+        """Predict what a call takes.
 
         Args:
             n_bytes: of the tensor.
             size: number of ranks.
             ranks_per_node: the fewest ranks on any node.
-
-        Returns:
-            Bytes and messages.
         """
 
-    @staticmethod
-    @abc.abstractmethod
+    @classmethod
     def cost_s(
-        n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
+        cls, n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
     ) -> float:
-        """Predict the seconds of a call, where a message of b bytes takes latency_s + b * byte_s.
-
-        Args:
-            n_bytes: of the tensor.
-            size: number of ranks.
-            latency_s: seconds of a message without content.
-            byte_s: seconds per byte sent.
-            reduce_s: seconds per byte added.
-            ranks_per_node: the fewest ranks on any node.
-        """
+        """Predict the seconds of a call by `cost`, where each step, byte sent and byte added takes so long."""
+        steps, sent, added = cls.cost(n_bytes, size, ranks_per_node)
+        return steps * latency_s + sent * byte_s + added * reduce_s
 
 
 class Scratch:

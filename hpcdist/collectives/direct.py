@@ -6,7 +6,7 @@ from typing import final
 
 from torch import Tensor
 
-from hpcdist.collectives.base import Algorithm, bounds, chunks, segment_count, sum_in_rank_order
+from hpcdist.collectives.base import Algorithm, Cost, bounds, chunks, segment_count, sum_in_rank_order
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 
@@ -72,14 +72,7 @@ class Direct(Algorithm):
         window.close()
 
     @staticmethod
-    def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:
-        segments = segment_count(n_bytes // size, SEGMENT_BYTES)
-        return (size - 1) * n_bytes // size, (size - 1) * segments
-
-    @staticmethod
-    def cost_s(
-        n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
-    ) -> float:
-        """Predict the seconds of a call; a get is a request and a reply, and a put is acknowledged."""
+    def cost(n_bytes: float, size: int, ranks_per_node: int = 1) -> Cost:
+        """Predict the cost; a get is a request and a reply, and a put is acknowledged."""
         peers, slice_bytes = size - 1, n_bytes / size
-        return peers * (2 * (2 * latency_s + slice_bytes * byte_s) + slice_bytes * reduce_s)
+        return Cost(4 * peers, 2 * peers * slice_bytes, peers * slice_bytes)

@@ -6,7 +6,7 @@ from typing import final
 
 from torch import Tensor
 
-from hpcdist.collectives.base import TAG, Algorithm, Folding, bounds, core_steps
+from hpcdist.collectives.base import TAG, Algorithm, Cost, Folding, bounds, core_steps
 from hpcdist.comm.communicator import Communicator
 
 
@@ -64,18 +64,9 @@ class HalvingDoubling(Algorithm):
         leaving.wait()
 
     @staticmethod
-    def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:
-        steps, folded = core_steps(size)
-        core_size = 1 << steps
-        return 2 * (core_size - 1) * n_bytes // core_size + folded * n_bytes, 2 * steps + folded
-
-    @staticmethod
-    def cost_s(
-        n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
-    ) -> float:
-        """Predict the seconds of a call; the ranks of a node share its link in the exchanges with other nodes."""
+    def cost(n_bytes: float, size: int, ranks_per_node: int = 1) -> Cost:
+        """Predict the cost; the ranks of a node share its link in the exchanges with other nodes."""
         steps, folded = core_steps(size)
         share, outside = 1 - 1 / (1 << steps), 1 - min(ranks_per_node, 1 << steps) / (1 << steps)
         sent = ranks_per_node * outside + share - outside
-        folding_s = folded * (2 * (latency_s + n_bytes * byte_s) + n_bytes * reduce_s)
-        return 2 * (steps * latency_s + sent * n_bytes * byte_s) + share * n_bytes * reduce_s + folding_s
+        return Cost(2 * (steps + folded), 2 * (sent + folded) * n_bytes, (share + folded) * n_bytes)

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from hpcdist.collectives.base import Algorithm, bounds, chunks, segment_count, sum_in_rank_order
+from hpcdist.collectives.base import Algorithm, Cost, bounds, chunks, segment_count, sum_in_rank_order
 from hpcdist.collectives.recursive_doubling import RecursiveDoubling
 from hpcdist.collectives.ring import Ring
 from hpcdist.comm.communicator import Communicator
@@ -104,20 +104,11 @@ class Hierarchical(Algorithm):
         self._node.close()
 
     @staticmethod
-    def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:
-        segments = segment_count(n_bytes, SEGMENT_BYTES)
-        slice_bytes = n_bytes // segments // ranks_per_node
+    def cost(n_bytes: float, size: int, ranks_per_node: int = 1) -> Cost:
+        """Predict the cost, inside nodes too at the network's latency and bandwidth: an upper bound."""
+        peers, slice_bytes = ranks_per_node - 1, n_bytes / ranks_per_node
         between = RecursiveDoubling if slice_bytes <= SHORT_BYTES else Ring
-        sent, messages = between.traffic(slice_bytes, size // ranks_per_node)
-        return segments * sent, segments * messages
-
-    @staticmethod
-    def cost_s(
-        n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
-    ) -> float:
-        """Predict the seconds of a call, inside nodes too at the network's latency and bandwidth: an upper bound."""
-        n_nodes, slice_bytes = size // ranks_per_node, n_bytes / ranks_per_node
-        between = RecursiveDoubling if slice_bytes <= SHORT_BYTES else Ring
-        inside_s = (ranks_per_node - 1) * (2 * (2 * latency_s + slice_bytes * byte_s) + slice_bytes * reduce_s)
+        steps, sent, added = between.cost(slice_bytes, size // ranks_per_node)
         # The slices of a node share its link to the others.
-        return inside_s + between.cost_s(slice_bytes, n_nodes, latency_s, ranks_per_node * byte_s, reduce_s)
+        sent = 2 * peers * slice_bytes + ranks_per_node * sent
+        return Cost(4 * peers + steps, sent, peers * slice_bytes + added)

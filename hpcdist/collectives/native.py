@@ -6,7 +6,7 @@ from typing import final
 
 from torch import Tensor
 
-from hpcdist.collectives.base import Algorithm
+from hpcdist.collectives.base import Algorithm, Cost
 from hpcdist.collectives.ring import Ring
 
 
@@ -25,11 +25,5 @@ class Native(Algorithm):
         self.comm.allreduce(tensor)
 
     @staticmethod
-    def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:
-        return 2 * (size - 1) * n_bytes // size, 2 * (size - 1)
-
-    @staticmethod
-    def cost_s(
-        n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
-    ) -> float:
-        return Ring.cost_s(n_bytes, size, latency_s, byte_s, reduce_s)
+    def cost(n_bytes: float, size: int, ranks_per_node: int = 1) -> Cost:
+        return Ring.cost(n_bytes, size)

@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from hpcdist.collectives.base import TAG, Algorithm, Folding, core_steps
+from hpcdist.collectives.base import TAG, Algorithm, Cost, Folding, core_steps
 from hpcdist.comm.communicator import Communicator
 
 
@@ -40,16 +40,9 @@ class RecursiveDoubling(Algorithm):
         core.unfold(tensor)
 
     @staticmethod
-    def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:
-        steps, folded = core_steps(size)
-        return (steps + folded) * n_bytes, steps + folded
-
-    @staticmethod
-    def cost_s(
-        n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
-    ) -> float:
-        """Predict the seconds of a call; the ranks of a node share its link in the exchanges with other nodes."""
+    def cost(n_bytes: float, size: int, ranks_per_node: int = 1) -> Cost:
+        """Predict the cost; the ranks of a node share its link in the exchanges with other nodes."""
         steps, folded = core_steps(size)
         inside = min(ranks_per_node.bit_length() - 1, steps)
-        sent = (inside + ranks_per_node * (steps - inside) + 2 * folded) * n_bytes
-        return (steps + 2 * folded) * latency_s + sent * byte_s + (steps + folded) * n_bytes * reduce_s
+        sent = inside + ranks_per_node * (steps - inside) + 2 * folded
+        return Cost(steps + 2 * folded, sent * n_bytes, (steps + folded) * n_bytes)

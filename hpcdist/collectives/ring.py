@@ -6,7 +6,7 @@ from typing import final
 
 from torch import Tensor
 
-from hpcdist.collectives.base import TAG, Algorithm, chunks, segment_count
+from hpcdist.collectives.base import TAG, Algorithm, Cost, chunks, segment_count
 
 SEGMENT_BYTES = 1 << 20  # fits the second-level cache of current cores together with the memory it is added to
 AHEAD = 2  # segments under way: the latency of one is hidden by the transfer of the other
@@ -59,13 +59,6 @@ class Ring(Algorithm):
         return [inbox[i % AHEAD * longest :][: segment.numel()] for i, segment in enumerate(arriving)]
 
     @staticmethod
-    def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:
-        segments = segment_count(n_bytes // size, SEGMENT_BYTES)
-        return 2 * (size - 1) * n_bytes // size, 2 * (size - 1) * segments
-
-    @staticmethod
-    def cost_s(
-        n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
-    ) -> float:
+    def cost(n_bytes: float, size: int, ranks_per_node: int = 1) -> Cost:
         steps, chunk = size - 1, n_bytes / size
-        return 2 * steps * (latency_s + chunk * byte_s) + steps * chunk * reduce_s
+        return Cost(2 * steps, 2 * steps * chunk, steps * chunk)

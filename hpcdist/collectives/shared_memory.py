@@ -8,7 +8,7 @@ from typing import cast, final
 import torch
 from torch import Tensor
 
-from hpcdist.collectives.base import Algorithm, chunks, segment_count, sum_in_rank_order
+from hpcdist.collectives.base import Algorithm, Cost, chunks, segment_count, sum_in_rank_order
 from hpcdist.collectives.calls.prepared import PreparedCall, PreparedCalls, remember
 from hpcdist.collectives.calls.tensors import type_of
 from hpcdist.comm.communicator import Communicator, Window
@@ -83,15 +83,10 @@ class SharedMemory(Algorithm):
                 held.close()
 
     @staticmethod
-    def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:
-        return 0, 0
-
-    @staticmethod
-    def cost_s(
-        n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
-    ) -> float:
-        """Predict the seconds of a call as if copies were fetched, each by a request and a reply: an upper bound."""
-        return (size - 1).bit_length() * latency_s + (size - 1) * (2 * latency_s + n_bytes * (byte_s + reduce_s))
+    def cost(n_bytes: float, size: int, ranks_per_node: int = 1) -> Cost:
+        """Predict the cost as if copies were fetched, each by a request and a reply: an upper bound."""
+        peers = size - 1
+        return Cost(peers.bit_length() + 2 * peers, peers * n_bytes, peers * n_bytes)
 
 
 def _note(tensor: Tensor) -> int:

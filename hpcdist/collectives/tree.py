@@ -6,7 +6,7 @@ from typing import final
 
 from torch import Tensor
 
-from hpcdist.collectives.base import TAG, Algorithm
+from hpcdist.collectives.base import TAG, Algorithm, Cost
 from hpcdist.comm.communicator import Communicator
 
 
@@ -40,13 +40,6 @@ class Tree(Algorithm):
             comm.isend(tensor, child, TAG).wait()
 
     @staticmethod
-    def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:
+    def cost(n_bytes: float, size: int, ranks_per_node: int = 1) -> Cost:
         steps = (size - 1).bit_length()
-        return steps * n_bytes, steps
-
-    @staticmethod
-    def cost_s(
-        n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
-    ) -> float:
-        steps = (size - 1).bit_length()
-        return 2 * steps * (latency_s + n_bytes * byte_s) + steps * n_bytes * reduce_s
+        return Cost(2 * steps, 2 * steps * n_bytes, steps * n_bytes)

@@ -21,7 +21,7 @@ from hpcdist.collectives.calls.reduction import array_reduction, reduction
 from hpcdist.collectives.tuning.timing import Trial
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.pieces import slices
-from hpcdist.comm.slots import Shown, Slots, array_of
+from hpcdist.comm.slots import Rows, Shown, Slots, array_of
 
 SLICED_BYTES = 1 << 15  # of longer tensors, each of three ranks or more adds up a slice, and they share the slices
 KNOWN = 512  # values that `remember` keeps
@@ -159,24 +159,19 @@ class PreparedCalls:
         """
         combine, arrays, view = _combining(operation, dtype)
 
+        def whole(place: Rows, own: Data) -> tuple[Step, Sequence[Met]]:
+            addends = rows = place.rows
+            if len(rows) == 2:  # the own tensor is read where it lies
+                addends = [rows[0], own] if self.rank else [own, rows[1]]
+            return _copy(own, rows[self.rank]), [(place.shown, combine(addends, own))]
+
         def of_length(length: int) -> Bind:
-            sliced = self.size > 2 and length * dtype.itemsize > SLICED_BYTES
-            return (self._sliced if sliced else self._whole)(dtype, length, combine, arrays)
+            if self.size > 2 and length * dtype.itemsize > SLICED_BYTES:
+                return self._sliced(dtype, length, combine, arrays)
+            return self._in_one_place(whole, dtype, arrays=arrays)(length)
 
         fetched = 2 * (self.size - 1) * count * dtype.itemsize // self.size
         return self._call(note, dtype, count, of_length, [view], fetched)
-
-    def _whole(self, dtype: torch.dtype, length: int, combine: Combine, arrays: bool) -> Bind:
-        """Combine all ranks' tensors, on every rank; of two ranks the own tensor is read where it lies."""
-        places, rank = self.slots.places(dtype, length, arrays), self.rank
-
-        def bind(number: int, own: Data) -> tuple[Step, Sequence[Met]]:
-            addends = rows = places[number].rows
-            if len(rows) == 2:
-                addends = [rows[0], own] if rank else [own, rows[1]]
-            return _copy(own, rows[rank]), [(places[number].shown, combine(addends, own))]
-
-        return bind
 
     def _sliced(self, dtype: torch.dtype, length: int, combine: Combine, arrays: bool) -> Bind:
         """Combine a slice on each rank, and share the slices; every rank combines what is left over."""
@@ -195,76 +190,65 @@ class PreparedCalls:
         return bind
 
     def broadcast(self, note: int, dtype: torch.dtype, count: int, root: int) -> SlotCall:
-        slots, leads = self.slots, self.rank == root
+        leads = self.rank == root
 
-        def of_length(length: int) -> Bind:
-            places = slots.places(dtype, length, arrays=True)
-
-            def bind(number: int, own: Data) -> tuple[Step, Sequence[Met]]:
-                row, shown = places[number].rows[root], places[number].shown._replace(source=root)
-                return (_copy(own, row), [(shown, _nothing)]) if leads else (_nothing, [(shown, _copy(row, own))])
-
-            return bind
+        def bind(place: Rows, own: Data) -> tuple[Step, Sequence[Met]]:
+            row, shown = place.rows[root], place.shown._replace(source=root)
+            return (_copy(own, row), [(shown, _nothing)]) if leads else (_nothing, [(shown, _copy(row, own))])
 
         fetched = 0 if leads else (self.size - 1) * count * dtype.itemsize
-        return self._call(note, dtype, count, of_length, [array_of], fetched)
+        return self._call(note, dtype, count, self._in_one_place(bind, dtype), [array_of], fetched)
 
     def all_gather(self, note: int, dtype: torch.dtype, count: int) -> SlotCall:
         """Prepare an all-gather into a tensor of equal parts; its tensors come in the order of the call's."""
-        slots, rank = self.slots, self.rank
 
-        def of_length(length: int) -> Bind:
-            places = slots.places(dtype, length, arrays=True)
+        def bind(place: Rows, out: Data, own: Data) -> tuple[Step, Sequence[Met]]:
+            return _copy(own, place.rows[self.rank]), [(place.shown, _copy(place.table, out))]
 
-            def bind(number: int, out: Data, own: Data) -> tuple[Step, Sequence[Met]]:
-                place = places[number]
-                return _copy(own, place.rows[rank]), [(place.shown, _copy(place.table, out))]
-
-            return bind
-
-        fetched = (self.size - 1) * count * dtype.itemsize
-        return self._call(note, dtype, count, of_length, [self._in_parts(array_of), array_of], fetched)
+        fetched, views = (self.size - 1) * count * dtype.itemsize, [self._in_parts(array_of), array_of]
+        return self._call(note, dtype, count, self._in_one_place(bind, dtype), views, fetched)
 
     def all_to_all(self, note: int, dtype: torch.dtype, count: int) -> SlotCall:
         """Prepare an exchange of equal parts between two tensors."""
-        slots, rank, size = self.slots, self.rank, self.size
+        rank, size = self.rank, self.size
 
-        def of_length(length: int) -> Bind:
-            places = slots.places(dtype, size * length, arrays=True)
-
-            def bind(number: int, out: Data, given: Data) -> tuple[Step, Sequence[Met]]:
-                parts, shown = places[number].parts, places[number].shown
-                if size > 2:
-                    return _copy(given, parts[rank]), [(shown, _copy(parts[:, rank], out))]
-                other = 1 - rank
-                found = _both(_copy(parts[other, rank], out[other]), _copy(given[rank], out[rank]))
-                return _copy(given[other], parts[rank, other]), [(shown, found)]
-
-            return bind
+        def bind(place: Rows, out: Data, given: Data) -> tuple[Step, Sequence[Met]]:
+            parts, shown = place.parts, place.shown
+            if size > 2:
+                return _copy(given, parts[rank]), [(shown, _copy(parts[:, rank], out))]
+            other = 1 - rank
+            found = _both(_copy(parts[other, rank], out[other]), _copy(given[rank], out[rank]))
+            return _copy(given[other], parts[rank, other]), [(shown, found)]
 
         fetched, views = (size - 1) * count * dtype.itemsize, [self._in_parts(array_of)] * 2
-        return self._call(note, dtype, count, of_length, views, fetched, size)
+        return self._call(note, dtype, count, self._in_one_place(bind, dtype, size), views, fetched, size)
 
     def reduce_scatter(self, note: int, dtype: torch.dtype, count: int, operation: str) -> SlotCall:
         """Prepare a reduction of equal parts of a tensor."""
-        slots, rank, size = self.slots, self.rank, self.size
+        rank, size = self.rank, self.size
         combine, arrays, view = _combining(operation, dtype)
 
-        def of_length(length: int) -> Bind:
-            places = slots.places(dtype, size * length, arrays)
+        def bind(place: Rows, out: Data, given: Data) -> tuple[Step, Sequence[Met]]:
+            parts, shown = place.parts, place.shown
+            addends = list(parts[:, rank])
+            if size > 2:
+                return _copy(given, parts[rank]), [(shown, combine(addends, out))]
+            addends[rank] = given[rank]  # of two ranks the own part is read where it lies
+            return _copy(given[1 - rank], parts[rank, 1 - rank]), [(shown, combine(addends, out))]
 
-            def bind(number: int, out: Data, given: Data) -> tuple[Step, Sequence[Met]]:
-                parts, shown = places[number].parts, places[number].shown
-                addends = list(parts[:, rank])
-                if size > 2:
-                    return _copy(given, parts[rank]), [(shown, combine(addends, out))]
-                addends[rank] = given[rank]  # of two ranks the own part is read where it lies
-                return _copy(given[1 - rank], parts[rank, 1 - rank]), [(shown, combine(addends, out))]
-
-            return bind
-
-        fetched = (size - 1) * count * dtype.itemsize
+        of_length, fetched = self._in_one_place(bind, dtype, size, arrays), (size - 1) * count * dtype.itemsize
         return self._call(note, dtype, count, of_length, [view, self._in_parts(view)], fetched, size)
+
+    def _in_one_place(
+        self, bind: Callable[..., tuple[Step, Sequence[Met]]], dtype: torch.dtype, parts: int = 1, arrays: bool = True
+    ) -> Callable[[int], Bind]:
+        """Let `bind` get the place of the rows, of so many parts each, instead of the call's number."""
+
+        def of_length(length: int) -> Bind:
+            places = self.slots.places(dtype, parts * length, arrays)
+            return lambda number, *data: bind(places[number], *data)
+
+        return of_length
 
     def _in_parts(self, view: View) -> View:
         return lambda tensor: view(tensor).reshape(self.size, -1)

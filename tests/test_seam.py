@@ -80,6 +80,11 @@ def test_a_strategys_author_meets_few_names():
     assert len(exported()) <= ALL_NAMES, exported()
 
 
+def test_strategies_leave_memory_that_is_no_window_to_collectives():
+    texts = {path.name: path.read_text() for path in PACKAGE.glob("strategies/**/*.py")}
+    assert [name for name, text in texts.items() if re.search(r"(comm|channel)\.memory\b", text)] == []
+
+
 def test_how_often_a_comparison_changes_files(tmp_path, record_property):
     found = stays(Path(__file__).with_name("train") / "tiny.py", tmp_path / "simulated")
     record_property("stays", found)

@@ -34,6 +34,7 @@ from hpcdist.comm.mpi.messages import (
 )
 from hpcdist.comm.mpi.process import Process
 from hpcdist.comm.mpi.transports import Transports
+from hpcdist.comm.mpi.window import MpiWindow
 from hpcdist.comm.transfer import (
     ANY,
     TAG_LIMIT,
@@ -312,7 +313,7 @@ class MpiCommunicator(Communicator):
         return self.process.progress.running() if helps else nullcontext()
 
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
-        return self.memory.window(count, dtype)
+        return MpiWindow(self, count, dtype)
 
     def put_all(self, puts: Iterable[Put]) -> None:
         put_all = super().put_all if self.memory.internode is None else self.memory.put_all

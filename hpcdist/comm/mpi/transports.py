@@ -28,7 +28,7 @@ from hpcdist.comm.mpi.slots import NodeSlots
 from hpcdist.comm.mpi.tcp import TcpServer
 from hpcdist.comm.mpi.window import MpiWindow
 from hpcdist.comm.transfer import check_flat
-from hpcdist.comm.window import Memory, Put, Window
+from hpcdist.comm.window import Memory, Put
 from hpcdist.errors import CommunicationError, DataError, MismatchError, UnknownNameError
 from hpcdist.records import parse_json
 
@@ -77,7 +77,7 @@ def measure(comm) -> dict[str, float]:
     asker = next(rank for rank in range(comm.size) if comm.nodes[rank] != comm.nodes[0])
     taken_s = {}
     for way in WAYS:
-        window = own.memory.window(COUNT if own.rank == 0 else 0, way=way)
+        window = MpiWindow(own, COUNT if own.rank == 0 else 0, torch.float32, way)
         taken_s[way] = 0.0
         if own.rank == asker:
             window.get(torch.empty(1), 0)  # connects
@@ -116,7 +116,7 @@ def _transfer(window, seconds: float) -> float:
 
 
 class Transports(RankMemory):
-    """Make windows: over shared memory inside a node; across nodes by TCP or MPI's one-sided calls.
+    """The memory that ranks of a node share beside windows, and what windows reach other nodes by: TCP, or MPI itself.
 
     Args:
         comm: the MpiCommunicator that has these.
@@ -160,15 +160,6 @@ class Transports(RankMemory):
 
     def host(self, tensor: Tensor, *, write: bool = True) -> AbstractContextManager[Tensor]:
         return self._comm.staging.host(tensor, write=write)
-
-    # --- windows --------------------------------------------------------------------------------------------------
-    def window(self, count: int, dtype: torch.dtype = torch.float32, way: str | None = None) -> Window:
-        """Collective. Make a window. See Communicator.window.
-
-        Args:
-            way: how other nodes are reached, instead of the communicator's own way.
-        """
-        return MpiWindow(self._comm, count, dtype, way)
 
     def put_all(self, puts: Iterable[Put]) -> None:
         """Start puts and wait for all, where there are several nodes; see Communicator.put_all.

@@ -5,7 +5,6 @@ Nothing leaves the process. Messages of the rank to itself are copied when they 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -43,11 +42,6 @@ class Alone(Communicator):
         self.sent: list[_Message] = []  # not yet received, in their order
 
     # --- point to point -------------------------------------------------------------------------------------------
-    def sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int = 0) -> None:
-        check_rank(source, 1, "source")
-        self.isend(send, dest, tag)
-        self.irecv(recv, source, tag).wait()
-
     def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:
         check_flat(tensor)
         check_rank(dest, 1, "dest")
@@ -101,13 +95,6 @@ class Alone(Communicator):
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
         check_count(count)
         return OwnWindow(self, torch.zeros(count, dtype=dtype))
-
-    # --- time -----------------------------------------------------------------------------------------------------
-    def compute(self, share: float = 1.0) -> float:
-        return 0.0
-
-    def now(self) -> float:
-        return time.perf_counter()
 
     def close(self) -> None:
         self.sent.clear()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import json
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, overload
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from hpcdist import errors
 from hpcdist.comm.capabilities import Failures, Platform, RankMemory, Trace
-from hpcdist.comm.transfer import ANY, TAG_LIMIT, Envelope, Neighbourhood, Request, Traffic, check_flat
+from hpcdist.comm.transfer import ANY, TAG_LIMIT, Envelope, Neighbourhood, Request, Traffic, check_flat, check_rank
 from hpcdist.comm.window import Memory, Put, Window
 from hpcdist.comm.work import CallQueue
 from hpcdist.errors import CommunicationError, HpcdistError
@@ -58,9 +59,12 @@ class Communicator(abc.ABC):
     memory: RankMemory  # of which collective calls are made
 
     # --- point to point -------------------------------------------------------------------------------------------
-    @abc.abstractmethod
     def sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int = 0) -> None:
         """Send `send` to `dest` while receiving into `recv`, of the same length or longer, from `source`."""
+        check_rank(source, self.size, "source")
+        sending = self.isend(send, dest, tag)
+        self.irecv(recv, source, tag).wait()
+        sending.wait()
 
     @abc.abstractmethod
     def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:
@@ -175,7 +179,6 @@ class Communicator(abc.ABC):
         return CallQueue(self.platform.concurrent and self.size > 1)
 
     # --- time -----------------------------------------------------------------------------------------------------
-    @abc.abstractmethod
     def compute(self, share: float = 1.0) -> float:
         """Let the time of a step's forward and backward pass go by, on virtual ranks; on real ones do nothing.
 
@@ -184,14 +187,15 @@ class Communicator(abc.ABC):
         Args:
             share: of a step's time, for a pass over a part of a batch.
         """
+        return 0.0
 
     def overlapping(self) -> AbstractContextManager[None]:
         """Let messages under way go on inside the context while this rank computes, whatever that costs."""
         return nullcontext()
 
-    @abc.abstractmethod
     def now(self) -> float:
         """Return seconds since some fixed moment: wall clock on real ranks, virtual clock on virtual ones."""
+        return time.perf_counter()
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -319,13 +319,7 @@ class MpiCommunicator(Communicator):
         put_all = super().put_all if self.memory.internode is None else self.memory.put_all
         put_all(puts)
 
-    # --- time and end ---------------------------------------------------------------------------------------------
-    def compute(self, share: float = 1.0) -> float:
-        return 0.0
-
-    def now(self) -> float:
-        return clock()
-
+    # --- the end --------------------------------------------------------------------------------------------------
     def watch(self, role: Callable[[], str] = str) -> None:
         """Collective. End the job from now on where a call of this thread takes longer than its deadline.
 

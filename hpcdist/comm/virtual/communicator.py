@@ -55,13 +55,6 @@ class VirtualCommunicator(Communicator):
         self.clock, self._traffic = self._member.clock, self.trace.traffic
 
     # --- point to point -------------------------------------------------------------------------------------------
-    def sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int = 0) -> None:
-        self._member.enter()
-        check_rank(source, self.size, "source")
-        sending = self.isend(send, dest, tag)
-        self.irecv(recv, source, tag).wait()
-        sending.wait()
-
     def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:
         self._member.enter()
         check_flat(tensor)

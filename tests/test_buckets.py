@@ -47,7 +47,7 @@ def announced(model: FlatModel) -> list[int]:
 @given(tensors, st.integers(1, 300), st.integers(1, 300))
 def test_every_element_is_in_exactly_one_bucket_of_its_cap_from_the_last_parameter_to_the_first(specs, cap, first_cap):
     model = FlatModel(Bag(specs), bucket_bytes=cap, first_bucket_bytes=first_cap)
-    buckets, position = model.gradients.announcer.buckets, {name: k for k, name in enumerate(model.names)}
+    buckets, position = model.gradients.announcer.buckets, {slot.name: k for k, slot in enumerate(model.slots)}
     hits = [torch.zeros(len(flat)) for flat in model.grads]
     for bucket in buckets:
         hits[bucket.group][bucket.start : bucket.stop] += 1
@@ -57,12 +57,12 @@ def test_every_element_is_in_exactly_one_bucket_of_its_cap_from_the_last_paramet
         assert within == sorted(within, reverse=True)
         assert {specs[k][1] for k in within} == {model.grads[bucket.group].dtype}
     assert all((hit == 1).all() for hit in hits)
-    assert sorted(name for bucket in buckets for name in bucket.params) == sorted(model.names)
+    assert sorted(name for bucket in buckets for name in bucket.params) == sorted(position)
     assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
     completed_by = [position[bucket.params[-1]] for bucket in buckets]
     assert completed_by == sorted(completed_by, reverse=True)
 
-    size = {name: (stop - start) * model.grads[g].element_size() for name, g, start, stop, _ in model.named_slices()}
+    size = {slot.name: slot.view(model.grads).nbytes for slot in model.slots}
     for group in range(len(model.grads)):
         mine = [bucket for bucket in buckets if bucket.group == group]
         for k, bucket in enumerate(mine):

@@ -120,11 +120,11 @@ def test_flat_is_the_concatenation_values_stay_and_changes_go_both_ways(specs):
     assert [p.shape for p in module.parameters()] == [p.shape for p in before.parameters()]
     assert all(p.is_contiguous() for p in module.parameters())
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    assert model.names == tuple(trainable) == tuple(name for name, *_ in model.named_slices())
-    assert model.n_bytes == sum(p.numel() * p.element_size() for p in trainable.values())
+    assert [slot.name for slot in model.slots] == list(trainable)
+    assert sum(flat.nbytes for flat in model.params) == sum(p.nbytes for p in trainable.values())
     assert all(g.shape == p.shape and not g.any() for g, p in zip(model.grads, model.params, strict=True))
-    for name, group, start, stop, shape in model.named_slices():
-        assert torch.equal(model.params[group][start:stop].view(shape), trainable[name])
+    for slot in model.slots:
+        assert slot.tensor is trainable[slot.name] and torch.equal(slot.view(model.params), slot.tensor)
 
     for flat in (*model.params, *model.frozen, *model.buffers):
         flat.add_(1)
@@ -149,16 +149,8 @@ def test_modules_without_parameters_work():
     model.gradients.release(used)
     with model.swapped([flat.clone() for flat in model.params], []):
         model.refresh()
-    assert (
-        model.params
-        == model.grads
-        == model.frozen
-        == model.buffers
-        == model.gradients.announcer.buckets
-        == model.names
-        == ()
-    )
-    assert used.shape == (0,) and seen == model.gradients.nonfinite() == [] and model.n_bytes == 0
+    assert model.params == model.grads == model.frozen == model.buffers == model.gradients.announcer.buckets == ()
+    assert used.shape == (0,) and seen == model.gradients.nonfinite() == model.slots == []
 
 
 def test_channels_last_keeps_values_and_becomes_row_major():
@@ -173,7 +165,7 @@ def test_channels_last_keeps_values_and_becomes_row_major():
 def test_complex_parameters_lie_there_as_real_pairs_and_train_as_plain_ones():
     flat, plain = (nn.ParameterList([nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))]) for _ in range(2))
     model = FlatModel(flat, bucket_bytes=8)
-    assert model.params[0].tolist() == [1, 2, 3, -1] and model.n_bytes == 16
+    assert model.params[0].tolist() == [1, 2, 3, -1]
     for module in (flat, plain):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         (module[0] * (2 + 1j)).abs().sum().backward()

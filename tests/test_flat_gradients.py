@@ -292,7 +292,7 @@ def test_a_parameter_that_is_unfrozen_is_left_its_gradient():
     model.begin_batch(2.0)
     (module[0](torch.ones(1, 2)) + module[1](torch.ones(1, 2))).sum().backward()
     model.lay_out_again()
-    assert model.grads == () and len(model.names) == 2
+    assert model.grads == () and len(model.slots) == 2
     assert module[0].weight.grad.tolist() == module[1].weight.grad.tolist() == [[2, 2]]
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from hpcdist.comm.pieces import some_values, sums
@@ -21,13 +18,14 @@ from hpcdist.model.slots import (
     check_flattenable,
     check_memory,
     check_parameters,
-    describe,
     flatten,
     getter,
     unwrapped,
 )
 
-_MOVED = " (by module.to(), .half(), p.data = ... or the like)"
+_MOVED = (
+    " (by module.to(), .half(), p.data = ... or the like). Move or convert the module first, wrap it after."
+)  # fmt: skip
 
 
 @contextmanager
@@ -86,8 +84,9 @@ class FlatModel:
     Attributes:
         params: flat trainable parameters, one 1-D tensor per group; complex ones as (real, imaginary) pairs.
         frozen: flat parameters with requires_grad=False, integer ones included.
-        names: names of the trainable parameters, in the order of `module.parameters()`.
-        n_bytes: of all trainable parameters.
+        slots: of each trainable parameter its name, itself (`tensor`), and its place in `params`, in the order of
+            `module.parameters()`; `slot.view(flats)` is its part of tensors like `params`.
+        frozen_slots: of the frozen ones likewise, in `frozen`.
         gradients: the trainable parameters' gradients, their buckets, and the backward passes since the last step.
         flat_buffers: the buffers, with what a batch of weight 0 has changed in them.
         is_swapped: the module has other values for the moment, see `swapped`.
@@ -132,14 +131,12 @@ class FlatModel:
     def _lay_out(self) -> None:
         """Move parameters into flat memory, the trainable and the frozen ones apart."""
         named = self._named()
-        self._slots, self.params = flatten((name, p) for name, p in named if p.requires_grad)
-        self._frozen_slots, self.frozen = flatten((name, p) for name, p in named if not p.requires_grad)
-        by_name = {slot.name: slot for slot in self._slots + self._frozen_slots}
+        self.slots, self.params = flatten((name, p) for name, p in named if p.requires_grad)
+        self.frozen_slots, self.frozen = flatten((name, p) for name, p in named if not p.requires_grad)
+        by_name = {slot.name: slot for slot in self.slots + self.frozen_slots}
         self._all_slots = [by_name[name] for name, _ in named]  # in the module's order
         self._structure = _Structure(self.module)
-        self.names = tuple(slot.name for slot in self._slots)
-        self.n_bytes = sum(flat.numel() * flat.element_size() for flat in self.params)
-        self.gradients.watch(self._slots, self.params)
+        self.gradients.watch(self.slots, self.params)
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         """Return this view's parameters, in the module's order."""
@@ -149,11 +146,6 @@ class FlatModel:
     def _trains(self, parameter: Tensor) -> bool:
         """Tell whether the parameter is to be trained."""
         return self._only is None or id(parameter) in self._only
-
-    def others(self) -> list[Tensor]:
-        """Return the module's parameters that are not in this view."""
-        own = {id(slot.tensor) for slot in self._all_slots}
-        return [p.detach() for p in self.module.parameters() if id(p) not in own]
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
@@ -227,33 +219,19 @@ class FlatModel:
         own_params, own_buffers = self.params, self.buffers
         new_params = own_params if params is None else tuple(params)
         new_buffers = own_buffers if buffers is None else tuple(buffers)
-        check_memory("params", new_params, own_params, self._slots)
+        check_memory("params", new_params, own_params, self.slots)
         check_memory("buffers", new_buffers, own_buffers, self.flat_buffers.slots)
         try:
             self.is_swapped = True
             self.params = new_params
-            bind(self._slots, new_params)
+            bind(self.slots, new_params)
             self.flat_buffers.bind(new_buffers)
             yield
         finally:
             self.is_swapped = False
             self.params = own_params
-            bind(self._slots, own_params)
+            bind(self.slots, own_params)
             self.flat_buffers.bind(own_buffers)
-
-    def named_slices(self) -> Iterator[tuple[str, int, int, int, torch.Size]]:
-        """Yield (name, group, start, stop, shape) of each trainable parameter in `params[group]`."""
-        for slot in self._slots:
-            yield slot.name, slot.group, slot.start, slot.stop, slot.shape
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the trainable parameters, in the order of `names`."""
-        return [cast(nn.Parameter, slot.tensor) for slot in self._slots]
-
-    def views(self, flats: Sequence[Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each trainable parameter, in the order of `names`, with its part of `flats`, tensors like `params`."""
-        for slot in self._slots:
-            yield cast(nn.Parameter, slot.tensor), slot.view(flats[slot.group])
 
     @contextmanager
     def leave_alone(
@@ -267,7 +245,7 @@ class FlatModel:
         """
         spans = ranges or [(0, flat.numel()) for flat in self.params]
         parts = []
-        unused = (slot for slot, is_used in zip(self._slots, used, strict=True) if not is_used)
+        unused = (slot for slot, is_used in zip(self.slots, used, strict=True) if not is_used)
         for slot in unused if momentum else ():
             first, last = spans[slot.group]
             parts.append(momentum[slot.group][max(slot.start - first, 0) : max(min(slot.stop, last) - first, 0)])
@@ -289,7 +267,7 @@ class FlatModel:
         values of each of `params`.
         """
         counts: list[int | bytes] = [self._moves]
-        for slot in self._slots:
+        for slot in self.slots:
             counts += slot.tensor._version, slot.tensor.data_ptr()
         return [*counts, *map(some_values, self.params)]
 
@@ -301,7 +279,7 @@ class FlatModel:
             ConfigError: as `refresh`.
         """
         self.refresh()
-        frozen = next((slot.name for slot in self._slots if not slot.tensor.requires_grad), None)
+        frozen = next((slot.name for slot in self.slots if not slot.tensor.requires_grad), None)
         return LoopChanges(self.unfrozen, frozen, self.gradients.changed())
 
     def refresh(self) -> None:
@@ -315,12 +293,12 @@ class FlatModel:
         """
         if self._structure.changed():
             self._check_structure()
-        for slot in self._all_slots:
-            tensor = slot.tensor
-            if tensor.data_ptr() != slot.pointer or tensor.dtype != slot.dtype:
-                flat = (self.params if slot.trainable else self.frozen)[slot.group]
-                slot.move_in(tensor, flat, "parameter", _MOVED, "Move or convert the module first, wrap it after.")
-                self._moves += 1
+        for slots, flats in ((self.slots, self.params), (self.frozen_slots, self.frozen)):
+            for slot in slots:
+                tensor = slot.tensor
+                if tensor.data_ptr() != slot.pointer or tensor.dtype != slot.dtype:
+                    slot.move_in(tensor, flats, "parameter", _MOVED)
+                    self._moves += 1
 
     def _check_structure(self) -> None:
         own = {id(slot.tensor) for slot in self._all_slots}
@@ -331,16 +309,16 @@ class FlatModel:
     @property
     def unfrozen(self) -> str | None:
         """The name of a parameter that was frozen when the model was wrapped, and is to be trained now."""
-        thawed = (slot for slot in self._frozen_slots if slot.tensor.requires_grad and self._trains(slot.tensor))
+        thawed = (slot for slot in self.frozen_slots if slot.tensor.requires_grad and self._trains(slot.tensor))
         return next((slot.name for slot in thawed), None)
 
     def lay_out_again(self) -> None:
-        """Make unfrozen parameters trainable: `params`, `grads`, `buckets` and `names` become new objects.
+        """Make unfrozen parameters trainable: `params`, `grads`, `buckets` and `slots` become new objects.
 
         Gradients stay; those of an unfrozen parameter are weighed as the others were. Nobody may go on using the old
         memory.
         """
-        new = {id(slot.tensor) for slot in self._frozen_slots if slot.tensor.requires_grad}
+        new = {id(slot.tensor) for slot in self.frozen_slots if slot.tensor.requires_grad}
         held = [(slot.tensor, slot.tensor.grad) for slot in self._all_slots]
         check_flattenable(self._named(), [])
         self._lay_out()
@@ -353,34 +331,14 @@ class FlatModel:
             if id(tensor) in views:
                 tensor.grad = views[id(tensor)].copy_(grad)
 
-    def layout(self) -> dict[str, Any]:
-        """Describe the places of tensors in `params`, `frozen` and `buffers`, see `Slot.place`.
-
-        `also` maps further names of tied tensors to the name used here; `beside` names tensors that the module's state
-        dict lacks, such as parameters of a loss.
-        """
-        names = {id(slot.tensor): slot.name for slot in (*self._all_slots, *self.flat_buffers.slots)}
-        module, known = self.module, {id(tensor) for tensor in self.module.state_dict(keep_vars=True).values()}
-        all_names = [
-            *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
-        ]  # fmt: skip
-        plain = unwrapped(module, all_names)
-        also = {name: names[id(t)] for name, t in plain if id(t) in names and name != names[id(t)]}
-        slots = {"params": self._slots, "frozen": self._frozen_slots, "buffers": self.flat_buffers.slots}
-        beside = [name for number, name in names.items() if number not in known]
-        return {key: [slot.place() for slot in own] for key, own in slots.items()} | {"also": also, "beside": beside}
-
-    def name_of(self, parameter: Tensor) -> str | None:
-        """Return the name of a parameter of this view; None for another one."""
-        return next((slot.name for slot in self._all_slots if slot.tensor is parameter), None)
-
     def description(self) -> str:
-        """Describe each tensor in a line: name, role, dtype, shape, group."""
-        return describe(self._all_slots, self.flat_buffers.slots)
-
-    def signature(self) -> str:
-        """Return the description's sha256; it is equal on ranks with the same layout of flat memory."""
-        return hashlib.sha256(self.description().encode()).hexdigest()
+        """Describe each tensor in a line: name, role, dtype, shape, group. Equal texts mean the same layout."""
+        roles = {slot.name: "frozen" for slot in self.frozen_slots}
+        named = [(roles.get(slot.name, "trainable"), slot) for slot in self._all_slots]
+        return "\n".join(
+            f"{slot.name}: {role} {str(slot.dtype).removeprefix('torch.')} {list(slot.shape)} in group {slot.group}"
+            for role, slot in [*named, *(("buffer", slot) for slot in self.flat_buffers.slots)]
+        )
 
     def close(self) -> None:
         """Remove the hooks. The module goes on alone, each tensor in memory of its own. May be called twice."""

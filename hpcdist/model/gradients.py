@@ -86,7 +86,7 @@ class Gradients(Passes):
 
     def _lay_out(self, flats: tuple[Tensor, ...]) -> None:
         self.flats = flats
-        self._views = [slot.view(flats[slot.group]) for slot in self._slots if self._flat]
+        self._views = [slot.view(flats) for slot in self._slots if self._flat]
         self._pointers = [view.data_ptr() for view in self._views]
         names = tuple(slot.name for slot in self._slots if self._flat)
         self.announcer = Announcer(make_buckets(self._slots, flats, *self._caps), names, self.announcer.callback)
@@ -135,7 +135,7 @@ class Gradients(Passes):
         """Return the view of a flat gradient, made anew if `p.grad.data = ...` has moved it, as `.float()` does."""
         if self._views[position].data_ptr() != self._pointers[position]:
             slot = self._slots[position]
-            self._views[position] = slot.view(self.flats[slot.group])
+            self._views[position] = slot.view(self.flats)
         return self._views[position]
 
     def views(self) -> list[tuple[Tensor, Tensor]]:

@@ -425,7 +425,7 @@ def _flat(
     own = [p for group in optimizer.param_groups for p in group["params"]]
     names = {id(p): name for name, p in model.named_parameters()}
     for other in others:
-        taken = set(map(id, other.strategy.model.parameters()))
+        taken = {id(slot.tensor) for slot in other.strategy.model.slots}
         twice = next((names.get(id(p), "a parameter") for p in own if id(p) in taken), None)
         if twice is not None:
             raise rules.error("two optimisers have one parameter", name=twice)

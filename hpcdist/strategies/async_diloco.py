@@ -194,7 +194,7 @@ class _WayServer(Server):
         self._momentum = state.sharded("momentum", like, reshard="first", ranges=ranges)
         self._sum = state.sharded("sum", like, ranges=ranges)
         self.count = state.value("count", 0, self)  # pushes since the last step of the momentum
-        self._used = state.flags("pushed", torch.zeros(len(strategy.model.names), dtype=torch.bool))  # in any of them
+        self._used = state.flags("pushed", torch.zeros(len(strategy.model.slots), dtype=torch.bool))  # in any of them
 
     def master(self) -> list[Tensor]:
         return self._params

@@ -124,7 +124,7 @@ class ZeroOneAdam(AdamStep):
 
     def _agree(self) -> list[bool]:
         """Collective. Average rates and decays over the ranks that have stepped; tell which parameters any has."""
-        names = self.model.names
+        names = [slot.name for slot in self.model.slots]
         rows = [[float(name in self.rates), self.rates.get(name, 0.0), self.decays.get(name, 0.0)] for name in names]
         sums = torch.tensor(rows, dtype=torch.float64)
         self.comm.allreduce(sums.view(-1))

@@ -40,7 +40,7 @@ class LocalGradients:
         self._comm, self._model, self._stages = comm, model, stages
         self.begin(1, False, changed=False)
         self.checksums: list[int] | None = None
-        self.used = torch.zeros(len(model.names), dtype=torch.bool)
+        self.used = torch.zeros(len(model.slots), dtype=torch.bool)
         self._looked: list[int] = []  # checksums of this step's gradients, perhaps bucket by bucket
 
     def begin(self, step: int, skips: bool, *, changed: bool) -> None:
@@ -71,7 +71,7 @@ class LocalGradients:
         """
         if self.clip_norm is None:
             return
-        parameters, largest = self._model.parameters(), self.clip_norm * weight
+        parameters, largest = [slot.tensor for slot in self._model.slots], self.clip_norm * weight
         if self._stages is None:
             nn.utils.clip_grad_norm_(parameters, largest)
         else:

@@ -119,7 +119,7 @@ class Averaging:
         self.overlaps = comm.size > 1 and comm.concurrent if self._library is None else True
         self.repeats = provider.op == "average"
         self._divisor = comm.size if self.repeats else 1
-        self._slices = list(model.named_slices()) if provider.op == "adasum" else None
+        self._slots = model.slots if provider.op == "adasum" else None
         self._works: list[Work] = []
         if self._library is None:
             self._mean = calls.algorithm(algorithm).mean
@@ -149,9 +149,9 @@ class Averaging:
             return
         self._prepare(bucket)
         parts = [bucket.grads]
-        if self._slices is not None:
-            within = [s for s in self._slices if s[1] == bucket.group and bucket.start <= s[2] < bucket.stop]
-            parts = [bucket.grads[start - bucket.start : stop - bucket.start] for _, _, start, stop, _ in within]
+        if self._slots is not None:
+            within = [s for s in self._slots if s.group == bucket.group and bucket.start <= s.start < bucket.stop]
+            parts = [bucket.grads[s.start - bucket.start : s.stop - bucket.start] for s in within]
         for i, part in enumerate(parts):
             name = f"bucket {bucket.index}.{i}"
             work = self._library.all_reduce(part, name, divisor=self._divisor, async_op=True)

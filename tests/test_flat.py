@@ -15,6 +15,7 @@ from torch import nn
 
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
+from strategies import problem
 
 WIDTH = 3
 KINDS = ("linear", "no_bias", "transposed", "tied", "frozen", "norm", "nested", "scalar", "empty", "sparse", "integer")
@@ -143,14 +144,14 @@ def test_flat_is_the_concatenation_values_stay_and_changes_go_both_ways(specs):
 def test_modules_without_parameters_work():
     model = FlatModel(nn.Tanh())
     seen = []
-    model.gradients.announcer.callback = seen.append
-    model.gradients.announcer.begin()
-    used = model.gradients.flush()
+    model.gradients.on_bucket = seen.append
+    model.gradients.announce()
+    used = model.gradients.collect(last=True)
     model.gradients.release(used)
     with model.swapped([flat.clone() for flat in model.params], []):
         model.refresh()
-    assert model.params == model.grads == model.frozen == model.buffers == model.gradients.announcer.buckets == ()
-    assert used.shape == (0,) and seen == model.gradients.nonfinite() == model.slots == []
+    assert model.params == model.grads == model.frozen == model.buffers == model.gradients.buckets == ()
+    assert used.shape == (0,) and seen == problem.nonfinite(model) == model.slots == []
 
 
 def test_channels_last_keeps_values_and_becomes_row_major():
@@ -172,7 +173,7 @@ def test_complex_parameters_lie_there_as_real_pairs_and_train_as_plain_ones():
         optimizer.step()
     assert bits(flat.parameters()) == bits(plain.parameters())
     assert model.params[0].tolist() == torch.view_as_real(plain[0].detach()).flatten().tolist()
-    assert model.gradients.announcer.buckets[0].grads.tolist() == torch.view_as_real(plain[0].grad).flatten().tolist()
+    assert model.gradients.buckets[0].grads.tolist() == torch.view_as_real(plain[0].grad).flatten().tolist()
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -189,13 +190,13 @@ def train(module, optimizer, model=None, *, set_to_none, passes, announce=False,
         optimizer.zero_grad(set_to_none=set_to_none)
         for k in range(passes):
             if model:
-                model.gradients.announcer.begin(announce=announce and k == passes - 1)
+                model.gradients.announce(early=announce and k == passes - 1)
             x = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64).to(device)
             loss = module(x, step).square().mean()
             if loss.requires_grad:
                 loss.backward()
         if model:
-            model.gradients.release(model.gradients.flush() if announce else model.gradients.collect())
+            model.gradients.release(model.gradients.collect(last=True) if announce else model.gradients.collect())
         optimizer.step()
 
 
@@ -326,8 +327,8 @@ def test_a_closed_model_leaves_a_plain_module():
     torch.save(module.state_dict(), file := io.BytesIO())
     file.seek(0)
     assert bits(torch.load(file).values()) == bits(module.state_dict().values()), "it can be saved before, too"
-    model.gradients.announcer.begin()
-    model.gradients.flush()
+    model.gradients.announce()
+    model.gradients.collect(last=True)
     model.close()
     model.close()
     module(torch.ones(4, WIDTH), 0).sum().backward()  # not refused as too late, not copied

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -46,21 +45,6 @@ def set_aside(parts: Sequence[Tensor], *, adds: bool = False) -> Iterator[None]:
             part.add_(value) if adds else part.copy_(value)
 
 
-@dataclass(frozen=True)
-class LoopChanges:
-    """What the loop has changed before a step.
-
-    Attributes:
-        unfrozen: the name of a parameter that was frozen when the model was wrapped, and is to be trained now.
-        frozen: the name of one that was trained then, and is frozen now.
-        changed: the loop has changed gradients since the last backward pass, such as by clipping.
-    """
-
-    unfrozen: str | None
-    frozen: str | None
-    changed: bool
-
-
 class FlatModel:
     """A module whose tensors lie in flat memory: a change there changes the module, and the other way round.
 
@@ -75,14 +59,15 @@ class FlatModel:
     hook copies into the flat gradient: one read and one write for each element. `set_to_none=False` zeroes the view and
     adds to it: two reads and two writes. Both accumulate over several backward passes. Sparse gradients
     (`nn.Embedding(sparse=True)`) become dense, so use a dense optimiser. At a step call `refresh()`,
-    `gradients.collect()` or `gradients.flush()`, communicate `grads`, then `gradients.release(used)`, the optimiser's
-    step and `gradients.done()`. If only the optimiser reads gradients, they need not be flat: call `gradients.leave()`
-    once, and at a step `gradients.collect()` before the optimiser's step and `done()` after it.
+    `gradients.collect()`, communicate `grads`, then `gradients.release(used)`, the optimiser's step and
+    `gradients.done()`. If only the optimiser reads gradients, they need not be flat: call `keep_gradients(None)` once,
+    and at a step `gradients.collect()` before the optimiser's step and `done()` after it.
 
     Autograd does not notice writes to flat memory between a forward pass and its backward pass.
 
     Attributes:
         params: flat trainable parameters, one 1-D tensor per group; complex ones as (real, imaginary) pairs.
+        grads: the flat gradients, like `params`; zero at first. Empty where gradients are left to autograd.
         frozen: flat parameters with requires_grad=False, integer ones included.
         slots: of each trainable parameter its name, itself (`tensor`), and its place in `params`, in the order of
             `module.parameters()`; `slot.view(flats)` is its part of tensors like `params`.
@@ -125,7 +110,8 @@ class FlatModel:
         self._moves = 0  # parameters that had to be moved back from other memory so far
         check_flattenable(self._named(), module.named_buffers())
         self.flat_buffers = FlatBuffers(module, buffers) if rest else FlatBuffers(nn.Module())
-        self.gradients = Gradients((bucket_bytes, first_bucket_bytes), self.refresh)
+        self.gradients = Gradients((bucket_bytes, first_bucket_bytes), self.refresh, self.flat_buffers)
+        self._has_grads = True
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -135,8 +121,19 @@ class FlatModel:
         self.frozen_slots, self.frozen = flatten((name, p) for name, p in named if not p.requires_grad)
         by_name = {slot.name: slot for slot in self.slots + self.frozen_slots}
         self._all_slots = [by_name[name] for name, _ in named]  # in the module's order
-        self._structure = _Structure(self.module)
-        self.gradients.watch(self.slots, self.params)
+        modules = list(self.module.modules())
+        held = [(getter(m._parameters), m._parameters) for m in modules]  # to notice changes quickly
+        self._places = [(get, key, p) for get, own in held for key, p in own.items() if p is not None]
+        self._counts = [(m._parameters, m._modules, len(m._parameters), len(m._modules)) for m in modules]
+        self.keep_gradients([flat.new_zeros(len(flat)) for flat in self.params] if self._has_grads else None)
+
+    def keep_gradients(self, flats: Sequence[Tensor] | None) -> None:
+        """Keep gradients in `flats`, zeros like `params`. Call it before the first batch.
+
+        None leaves them where autograd makes them: nothing is copied, and there is no flat memory.
+        """
+        self._has_grads, self.grads = flats is not None, tuple(flats or ())
+        self.gradients.watch(self.slots, flats)
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         """Return this view's parameters, in the module's order."""
@@ -157,33 +154,6 @@ class FlatModel:
         self.flat_buffers.sync()
         return self.flat_buffers.flats
 
-    # --- batches --------------------------------------------------------------------------------------------------
-    def begin_batch(self, weight: float = 1.0, *, ends_epoch: bool = False) -> None:
-        """Begin a batch, before its forward pass. Loops that never call this have batches of weight 1.
-
-        Args:
-            weight: this rank's samples in the step over the workers' mean. A batch of weight 0 leaves no trace in
-                gradients or buffers.
-            ends_epoch: it is the last batch of an epoch, so that an accumulation may be incomplete.
-        """
-        self.flat_buffers.restore()
-        if weight == 0.0:
-            self.flat_buffers.keep()
-        self.gradients.begin_batch(weight, ends_epoch=ends_epoch)
-
-    def weigh(self, weight: float) -> None:
-        """Give the current batch, before its forward pass, another weight, unless it was announced not to count."""
-        if not self.gradients.counts:
-            return
-        if weight == 0.0:
-            self.flat_buffers.keep()
-        self.gradients.weigh(weight, by_loop=True)
-
-    def end_batches(self) -> None:
-        """End the last batch of a loop: later backward passes weigh 1 and belong to no new batch."""
-        self.flat_buffers.restore()
-        self.gradients.end_batches()
-
     def admit(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters too, as soon as they are not frozen.
 
@@ -198,12 +168,6 @@ class FlatModel:
                 "others. Give the optimiser all of them before it becomes a DistributedOptimizer."
             )
         self._only = None if self._only is None else self._only | set(map(id, parameters))
-
-    # --- gradients ------------------------------------------------------------------------------------------------
-    @property
-    def grads(self) -> tuple[Tensor, ...]:
-        """The flat gradients, like `params`; zero at first. Empty after `gradients.leave()`."""
-        return self.gradients.flats
 
     # --- values ---------------------------------------------------------------------------------------------------
     @contextmanager
@@ -271,17 +235,7 @@ class FlatModel:
             counts += slot.tensor._version, slot.tensor.data_ptr()
         return [*counts, *map(some_values, self.params)]
 
-    # --- agreement ------------------------------------------------------------------------------------------------
-    def look(self) -> LoopChanges:
-        """Tell what the loop has changed, once where a step begins; move back what lies elsewhere, as `refresh` does.
-
-        Raises:
-            ConfigError: as `refresh`.
-        """
-        self.refresh()
-        frozen = next((slot.name for slot in self.slots if not slot.tensor.requires_grad), None)
-        return LoopChanges(self.unfrozen, frozen, self.gradients.changed())
-
+    # --- changes of the module ------------------------------------------------------------------------------------
     def refresh(self) -> None:
         """Move parameters back that were given other memory, with their new values. Costs less than 1 µs a parameter.
 
@@ -291,8 +245,14 @@ class FlatModel:
         Raises:
             ConfigError: a parameter was replaced, added, removed, or given another dtype or device.
         """
-        if self._structure.changed():
-            self._check_structure()
+        for get, key, held in self._places:
+            if get(key) is not held:
+                self._check_structure()
+                break
+        for parameters, modules, n_parameters, n_modules in self._counts:
+            if len(parameters) != n_parameters or len(modules) != n_modules:
+                self._check_structure()
+                break
         for slots, flats in ((self.slots, self.params), (self.frozen_slots, self.frozen)):
             for slot in slots:
                 tensor = slot.tensor
@@ -301,8 +261,9 @@ class FlatModel:
                     self._moves += 1
 
     def _check_structure(self) -> None:
+        """Raise ConfigError if a parameter of this view was replaced, added or removed."""
         own = {id(slot.tensor) for slot in self._all_slots}
-        known = own | {id(tensor) for tensor in self._structure.tensors}
+        known = own | {id(tensor) for _, _, tensor in self._places}
         named = [*self.module.named_parameters(), *self._extra]
         check_parameters([(name, p) for name, p in named if id(p) in own or id(p) not in known], self._all_slots)
 
@@ -318,18 +279,17 @@ class FlatModel:
         Gradients stay; those of an unfrozen parameter are weighed as the others were. Nobody may go on using the old
         memory.
         """
-        new = {id(slot.tensor) for slot in self.frozen_slots if slot.tensor.requires_grad}
-        held = [(slot.tensor, slot.tensor.grad) for slot in self._all_slots]
+        unfrozen = [slot.tensor for slot in self.frozen_slots if slot.tensor.requires_grad]
         check_flattenable(self._named(), [])
         self._lay_out()
-        views = {id(parameter): view for parameter, view in self.gradients.views()}
-        for tensor, grad in held:
-            if grad is None:
-                continue
-            if self.gradients.weighs and id(tensor) in new:
-                tensor.grad = grad = grad * self.gradients.weight
-            if id(tensor) in views:
-                tensor.grad = views[id(tensor)].copy_(grad)
+        for tensor in unfrozen if self.gradients.weighs else ():
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad * self.gradients.weight
+        if self._has_grads:
+            for slot in self.slots:
+                if slot.tensor.grad is not None:
+                    slot.view(self.grads).copy_(slot.tensor.grad)
+            self.gradients.release(self.gradients.present())
 
     def description(self) -> str:
         """Describe each tensor in a line: name, role, dtype, shape, group. Equal texts mean the same layout."""
@@ -342,27 +302,6 @@ class FlatModel:
 
     def close(self) -> None:
         """Remove the hooks. The module goes on alone, each tensor in memory of its own. May be called twice."""
-        self.gradients.close()
+        self.gradients.watch((), None)
         for slot in (*self._all_slots, *self.flat_buffers.slots):  # of a view torch saves all that it is a view of
             slot.tensor.data = slot.tensor.detach().clone()
-
-
-class _Structure:
-    """The places where a module keeps its parameters, to notice changes quickly."""
-
-    def __init__(self, module: nn.Module):
-        modules = list(module.modules())
-        held = [(getter(m._parameters), m._parameters) for m in modules]
-        self._places = [(get, key, p) for get, own in held for key, p in own.items() if p is not None]
-        self.tensors = [tensor for _, _, tensor in self._places]
-        self._counts = [(m._parameters, m._modules, len(m._parameters), len(m._modules)) for m in modules]
-
-    def changed(self) -> bool:
-        """Tell whether a parameter was replaced, added or removed, or a module added or removed."""
-        for get, key, tensor in self._places:
-            if get(key) is not tensor:
-                return True
-        for parameters, modules, n_parameters, n_modules in self._counts:
-            if len(parameters) != n_parameters or len(modules) != n_modules:
-                return True
-        return False

@@ -54,6 +54,7 @@ class ParameterLayout:
 
     Attributes:
         also: other names of tied tensors, each with the one that counts.
+        names: in the whole model, by the tensors' ids.
         places: of this rank's tensors by name, see `_Stretch.own`.
     """
 
@@ -67,14 +68,10 @@ class ParameterLayout:
         rank = module.grid.stage if isinstance(module, PartOfModel) else 0
         self._model, whole = model, {name: part["of"] for name, part in parts.items()}
         self.also = {name: names[id(t)] for name, t in unwrapped(module, tied) if name != names.get(id(t), name)}
-        self._names = {number: whole.get(name, name) for number, name in names.items()}
-        self._beside = [name for number, name in self._names.items() if number not in known]  # such as of a loss
+        self.names = {number: whole.get(name, name) for number, name in names.items()}
+        self._beside = [name for number, name in self.names.items() if number not in known]  # such as of a loss
         self._stretches = {kind: [_stretch(slot, parts, rank) for slot in slots[kind]] for kind in KINDS}
         self.places = {each.own.name: each.own for kind in KINDS for each in self._stretches[kind]}
-
-    def name_of(self, parameter: Tensor) -> str | None:
-        """Return a parameter's name in the whole model."""
-        return self._names.get(id(parameter))
 
     def about(self) -> dict[str, Any]:
         """Describe what names alone do not say."""
@@ -206,7 +203,7 @@ def _optimizer_state(optimizer: Any, layout: ParameterLayout) -> dict[str, Any]:
 def order_of(optimizer: Any, layout: ParameterLayout) -> list[str]:
     """Return the names of the optimiser's parameters, in its order."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [layout.name_of(parameter) or f"optimizer parameter {i}" for i, parameter in enumerate(parameters)]
+    return [layout.names.get(id(parameter), f"optimizer parameter {i}") for i, parameter in enumerate(parameters)]
 
 
 def places_of(state: Callable[..., Any]) -> list[SlicePlace]:

@@ -85,7 +85,7 @@ class GradientTracking(Strategy):
         here = own > 0
         self._mixing.mix((*params, *self._sent), step)
         seen = own > 0
-        if self.model.gradients.contributes:
+        if self.model.gradients.mean_weight:
             uneven.copy_((uneven > 0) | (seen & ~here))
         trainable = torch.tensor([slot.tensor.requires_grad for slot in self.model.slots]).to(seen.device)
         return (seen | ((uneven > 0) & trainable)).tolist()

@@ -66,7 +66,7 @@ class ZeroOneAdam(AdamStep):
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
-        model.gradients.move([torch.zeros_like(flat) for flat in model.params])  # which are averaged at first
+        model.keep_gradients([torch.zeros_like(flat) for flat in model.params])  # which are averaged at first
         self._mean = TwoWayMean(self.calls.comm, config.compression, model.params, spans(model))
         state = self.state
         state.two_way("mean", self._mean, resets=True)

@@ -90,9 +90,9 @@ class GradientWorker(Worker):
 
     def step(self, update: Update) -> Outcome:
         strategy, gradients = self.strategy, self.model.gradients
-        contributes = gradients.contributes
-        used, skipped = gradients.collect(), self.left_out()
-        weight = gradients.mean_weight if gradients.weighs else 1.0
+        weight = gradients.mean_weight
+        contributes, weight = weight > 0, weight if gradients.weighs else 1.0
+        used, skipped = gradients.collect(), strategy.gradients.left_out()
         if self._clips and not skipped:
             strategy.gradients.clip(weight)
         stamps = self.stamps()

@@ -128,7 +128,7 @@ class ServerStrategy(Strategy):
         self.replica = Replica(place, model, self.state)
         self.update_clip: UpdateClip | None = None
         if place.alone:
-            model.gradients.leave()
+            model.keep_gradients(None)
             return
         clocks = max(1, len(roles.workers)) if roles.aggregators else 1
         self.sends_hyperparameters = self.contract.updates == "on servers"
@@ -305,15 +305,6 @@ class Worker(abc.ABC):
         clocks = zip(self.place.parents, self.replica.clocks, strict=True)
         # This rank's own shard in the model is the newest.
         return {"clocks": [[self.replica.clock if p == rank else clock] for p, clock in clocks], "values": values}
-
-    def left_out(self) -> str | None:
-        """Return the event where this step's gradients are left out because they are not finite.
-
-        Raises:
-            NonFiniteError: they are not, and the run is to end then.
-        """
-        bad = self.strategy.gradients.nonfinite()
-        return self.strategy.gradients.leave_out({self.place.rank: bad}) if bad else None
 
 
 class UpdateClip:

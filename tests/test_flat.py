@@ -15,6 +15,7 @@ from torch import nn
 
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
+from strategies import problem
 
 WIDTH = 3
 KINDS = ("linear", "no_bias", "transposed", "tied", "frozen", "norm", "nested", "scalar", "empty", "sparse", "integer")
@@ -120,11 +121,11 @@ def test_flat_is_the_concatenation_values_stay_and_changes_go_both_ways(specs):
     assert [p.shape for p in module.parameters()] == [p.shape for p in before.parameters()]
     assert all(p.is_contiguous() for p in module.parameters())
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    assert model.names == tuple(trainable) == tuple(name for name, *_ in model.named_slices())
-    assert model.n_bytes == sum(p.numel() * p.element_size() for p in trainable.values())
+    assert [slot.name for slot in model.slots] == list(trainable)
+    assert sum(flat.nbytes for flat in model.params) == sum(p.nbytes for p in trainable.values())
     assert all(g.shape == p.shape and not g.any() for g, p in zip(model.grads, model.params, strict=True))
-    for name, group, start, stop, shape in model.named_slices():
-        assert torch.equal(model.params[group][start:stop].view(shape), trainable[name])
+    for slot in model.slots:
+        assert slot.tensor is trainable[slot.name] and torch.equal(slot.view(model.params), slot.tensor)
 
     for flat in (*model.params, *model.frozen, *model.buffers):
         flat.add_(1)
@@ -143,22 +144,14 @@ def test_flat_is_the_concatenation_values_stay_and_changes_go_both_ways(specs):
 def test_modules_without_parameters_work():
     model = FlatModel(nn.Tanh())
     seen = []
-    model.gradients.announcer.callback = seen.append
-    model.gradients.announcer.begin()
-    used = model.gradients.flush()
+    model.gradients.on_bucket = seen.append
+    model.gradients.announce()
+    used = model.gradients.collect(last=True)
     model.gradients.release(used)
     with model.swapped([flat.clone() for flat in model.params], []):
         model.refresh()
-    assert (
-        model.params
-        == model.grads
-        == model.frozen
-        == model.buffers
-        == model.gradients.announcer.buckets
-        == model.names
-        == ()
-    )
-    assert used.shape == (0,) and seen == model.gradients.nonfinite() == [] and model.n_bytes == 0
+    assert model.params == model.grads == model.frozen == model.buffers == model.gradients.buckets == ()
+    assert used.shape == (0,) and seen == problem.nonfinite(model) == model.slots == []
 
 
 def test_channels_last_keeps_values_and_becomes_row_major():
@@ -173,14 +166,14 @@ def test_channels_last_keeps_values_and_becomes_row_major():
 def test_complex_parameters_lie_there_as_real_pairs_and_train_as_plain_ones():
     flat, plain = (nn.ParameterList([nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))]) for _ in range(2))
     model = FlatModel(flat, bucket_bytes=8)
-    assert model.params[0].tolist() == [1, 2, 3, -1] and model.n_bytes == 16
+    assert model.params[0].tolist() == [1, 2, 3, -1]
     for module in (flat, plain):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         (module[0] * (2 + 1j)).abs().sum().backward()
         optimizer.step()
     assert bits(flat.parameters()) == bits(plain.parameters())
     assert model.params[0].tolist() == torch.view_as_real(plain[0].detach()).flatten().tolist()
-    assert model.gradients.announcer.buckets[0].grads.tolist() == torch.view_as_real(plain[0].grad).flatten().tolist()
+    assert model.gradients.buckets[0].grads.tolist() == torch.view_as_real(plain[0].grad).flatten().tolist()
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -197,13 +190,13 @@ def train(module, optimizer, model=None, *, set_to_none, passes, announce=False,
         optimizer.zero_grad(set_to_none=set_to_none)
         for k in range(passes):
             if model:
-                model.gradients.announcer.begin(announce=announce and k == passes - 1)
+                model.gradients.announce(early=announce and k == passes - 1)
             x = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64).to(device)
             loss = module(x, step).square().mean()
             if loss.requires_grad:
                 loss.backward()
         if model:
-            model.gradients.release(model.gradients.flush() if announce else model.gradients.collect())
+            model.gradients.release(model.gradients.collect(last=True) if announce else model.gradients.collect())
         optimizer.step()
 
 
@@ -334,8 +327,8 @@ def test_a_closed_model_leaves_a_plain_module():
     torch.save(module.state_dict(), file := io.BytesIO())
     file.seek(0)
     assert bits(torch.load(file).values()) == bits(module.state_dict().values()), "it can be saved before, too"
-    model.gradients.announcer.begin()
-    model.gradients.flush()
+    model.gradients.announce()
+    model.gradients.collect(last=True)
     model.close()
     model.close()
     module(torch.ones(4, WIDTH), 0).sum().backward()  # not refused as too late, not copied

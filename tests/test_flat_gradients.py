@@ -41,7 +41,7 @@ def test_gradients_are_views_after_every_backward(set_to_none):
 def left(module: nn.Module, **options: int) -> FlatModel:
     """Its gradients stay where autograd makes them, for strategies whose own optimiser alone reads them."""
     model = FlatModel(module, **options)
-    model.gradients.leave()
+    model.keep_gradients(None)
     return model
 
 
@@ -101,13 +101,13 @@ def test_gradients_that_the_user_replaced_are_taken():
 def test_gradients_that_the_user_replaced_between_passes_are_announced_with_both():
     module, model = pair()
     sent = []
-    model.gradients.announcer.callback = lambda bucket: sent.append(bucket.grads.tolist())
+    model.gradients.on_bucket = lambda bucket: sent.append(bucket.grads.tolist())
     loss = lambda: sum(layer(torch.ones(1, 2)).sum() for layer in module)  # noqa: E731
-    model.gradients.announcer.begin(announce=False)
+    model.gradients.announce(early=False)
     loss().backward()
     module[0].weight.grad.data = torch.full((1, 2), 7.0)
     module[1].weight.grad = torch.full((1, 2), 4.0)
-    model.gradients.announcer.begin(announce=True)
+    model.gradients.announce()
     loss().backward()
     assert sent == [[8, 8, 5, 5]]
 
@@ -115,17 +115,17 @@ def test_gradients_that_the_user_replaced_between_passes_are_announced_with_both
 def test_gradients_replaced_after_they_were_announced_are_refused():
     for new, got in ((None, "None"), (torch.zeros(1, 2), "another tensor")):
         module, model = pair()
-        model.gradients.announcer.begin()
+        model.gradients.announce()
         (module[0](torch.ones(1, 2)) + module[1](torch.ones(1, 2))).sum().backward()
         module[1].weight.grad = new
         with pytest.raises(ConfigError, match=rf"'1.weight' must be changed in place .* got {got}. Use p.grad.mul_"):
-            model.gradients.flush()
+            model.gradients.collect(last=True)
     module, model = pair()  # those of an earlier pass
-    model.gradients.announcer.begin(announce=False)
+    model.gradients.announce(early=False)
     module[0](torch.ones(1, 2)).sum().backward()
-    model.gradients.announcer.begin(announce=True)
+    model.gradients.announce()
     module[1](torch.ones(1, 2)).sum().backward()
-    assert model.gradients.flush().all()
+    assert model.gradients.collect(last=True).all()
     module[0].weight.grad = torch.zeros(1, 2)
     with pytest.raises(ConfigError, match="'0.weight' must be changed in place .* got another tensor"):
         model.gradients.collect()
@@ -133,9 +133,9 @@ def test_gradients_replaced_after_they_were_announced_are_refused():
 
 def test_an_announced_slice_of_an_unused_parameter_is_not_cleared_again():
     module, model = pair()
-    model.gradients.announcer.begin()
+    model.gradients.announce()
     module[1](torch.ones(1, 2)).sum().backward()
-    assert model.gradients.flush().tolist() == [False, True]
+    assert model.gradients.collect(last=True).tolist() == [False, True]
     model.grads[0].add_(2)  # the sum over the ranks
     assert model.gradients.collect().tolist() == [False, True]
     assert model.grads[0].tolist() == [2, 2, 3, 3]
@@ -151,33 +151,33 @@ def test_nonfinite_gradients_are_named(device, wrap):
             sum(layer(torch.ones(1, 2, dtype=dtype, device=device)).abs().sum() for layer in module).backward()
             if wrap is left:
                 model.gradients.collect()
-            assert model.gradients.nonfinite() == []
+            assert problem.nonfinite(model) == []
             module[2].weight.grad[0, 1] = bad
             module[0].bias.grad[0] = -bad
-            assert model.gradients.nonfinite() == ["0.bias", "2.weight"]
-            found = [name for bucket in model.gradients.announcer.buckets for name in model.gradients.nonfinite(bucket)]
+            assert problem.nonfinite(model) == ["0.bias", "2.weight"]
+            found = [name for bucket in model.gradients.buckets for name in problem.nonfinite(model, bucket)]
             assert wrap is left or sorted(found) == ["0.bias", "2.weight"]
     module, model = pair(wrap)
     module[0].weight.grad = torch.full((1, 2), 3e38)  # their sum overflows
     model.gradients.collect()
-    assert model.gradients.nonfinite() == []
+    assert problem.nonfinite(model) == []
 
 
 def test_batches_of_weight_0_in_a_row_leave_no_trace_in_buffers():
     norm = nn.BatchNorm1d(3)
     model = FlatModel(norm)
-    model.begin_batch(1.0)
+    model.gradients.begin_batch(1.0)
     norm(torch.randn(4, 3))
     counted = [flat.clone() for flat in model.buffers]
     for steps in (True, True, False, False):  # a batch without a step is undone when the next one begins
-        model.begin_batch(0.0)
+        model.gradients.begin_batch(0.0)
         norm(torch.randn(4, 3))
         if steps:
             model.flat_buffers.restore()
-    model.end_batches()
+    model.gradients.end_batches()
     assert all(map(torch.equal, model.buffers, counted))
     norm(torch.randn(4, 3))
-    model.begin_batch(1.0)
+    model.gradients.begin_batch(1.0)
     assert not torch.equal(model.buffers[0], counted[0]), "what no batch of weight 0 has done stays"
 
 
@@ -187,9 +187,9 @@ def test_hooks_stay_where_a_loop_weighs_its_batches():
     model.gradients.weighs = True
     found = []
     for announced, weight in ((1.0, 3.0), (1.0, 1.0), (1.0, None), (0.0, 2.0), (1.0, 0.0)):
-        model.begin_batch(announced)
+        model.gradients.begin_batch(announced)
         if weight is not None:
-            model.weigh(weight)
+            model.gradients.weigh(weight)
         module.zero_grad()
         module(torch.ones(1, 2)).sum().backward()
         model.gradients.collect()
@@ -205,7 +205,7 @@ def test_gradients_are_autograds_own_through_passes_and_steps(set_to_none):
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     plain = copy.deepcopy(module)
     model = left(module)
-    assert model.grads == model.gradients.announcer.buckets == ()
+    assert model.grads == model.gradients.buckets == ()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (module, plain)]
     for _ in range(3):
         for optimizer in optimizers:
@@ -217,7 +217,7 @@ def test_gradients_are_autograds_own_through_passes_and_steps(set_to_none):
         made = [p.grad for p in module.parameters()]
         model.gradients.collect()
         assert all(p.grad is grad for p, grad in zip(module.parameters(), made, strict=True))
-        assert model.gradients.nonfinite() == []
+        assert problem.nonfinite(model) == []
         for optimizer in optimizers:
             optimizer.step()
         model.gradients.done()
@@ -228,25 +228,25 @@ def test_gradients_are_autograds_own_through_passes_and_steps(set_to_none):
 def test_gradients_of_batches_of_weight_0_are_hidden_from_the_optimiser_and_shown_as_zeros():
     module, model = pair(left)
     x = torch.ones(1, 2)
-    model.begin_batch(0.0)
+    model.gradients.begin_batch(0.0)
     (module[0](x) + module[1](x)).sum().backward()
     model.gradients.collect()
     assert module[0].weight.grad is None and module[1].weight.grad is None
     model.gradients.done()
     assert not module[0].weight.grad.any() and not module[1].weight.grad.any()
-    model.begin_batch(0.0)
+    model.gradients.begin_batch(0.0)
     module.zero_grad()
     (module[0](x) + module[1](x)).sum().backward()
-    model.begin_batch(1.0)
+    model.gradients.begin_batch(1.0)
     module[1](x).sum().backward()
     model.gradients.collect()
     assert module[0].weight.grad is None, "only a batch of weight 0 has made it"
     assert module[1].weight.grad.tolist() == [[1, 1]]
     model.gradients.done()
-    model.begin_batch(0.0)
+    model.gradients.begin_batch(0.0)
     module.zero_grad(set_to_none=False)
     module[0](x).sum().backward()
-    model.begin_batch(1.0)
+    model.gradients.begin_batch(1.0)
     module[1](x).sum().backward()
     model.gradients.collect()
     assert module[0].weight.grad.tolist() == [[0, 0]], "it was there before"
@@ -256,14 +256,14 @@ def test_weights_are_counted_once_where_they_count():
     module, model = pair(left)
     model.gradients.weighs = True
     x = torch.ones(1, 2)
-    model.begin_batch(3.0)
+    model.gradients.begin_batch(3.0)
     module[0](x).sum().backward()
     module[1].weight.grad = torch.ones(1, 2)
     model.gradients.collect()
     assert module[0].weight.grad.tolist() == [[3, 3]]
     model.gradients.done()
     module.zero_grad()
-    model.begin_batch(2.0)
+    model.gradients.begin_batch(2.0)
     module[1].weight.grad = torch.ones(1, 2)  # by hand alone, which no hook has weighed
     model.gradients.collect()
     assert module[1].weight.grad.tolist() == [[2, 2]] and module[0].weight.grad is None
@@ -289,10 +289,10 @@ def test_a_parameter_that_is_unfrozen_is_left_its_gradient():
     model = left(module)
     model.gradients.weighs = True
     module[0].weight.requires_grad_(True)
-    model.begin_batch(2.0)
+    model.gradients.begin_batch(2.0)
     (module[0](torch.ones(1, 2)) + module[1](torch.ones(1, 2))).sum().backward()
     model.lay_out_again()
-    assert model.grads == () and len(model.names) == 2
+    assert model.grads == () and len(model.slots) == 2
     assert module[0].weight.grad.tolist() == module[1].weight.grad.tolist() == [[2, 2]]
 
 

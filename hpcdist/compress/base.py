@@ -31,8 +31,8 @@ class Span:
 def spans(model: FlatModel) -> list[list[Span]]:
     """List the trainable parameters in each of `model.params`, ascending."""
     of_groups: list[list[Span]] = [[] for _ in model.params]
-    for number, (_, group, start, stop, shape) in enumerate(model.named_slices()):
-        of_groups[group].append(Span(start, stop, tuple(shape), number))
+    for number, slot in enumerate(model.slots):
+        of_groups[slot.group].append(Span(slot.start, slot.stop, tuple(slot.shape), number))
     return of_groups
 
 

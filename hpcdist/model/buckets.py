@@ -1,9 +1,8 @@
-"""Buckets of flat gradients, announced during the backward pass as soon as they are complete."""
+"""Buckets of flat gradients, each of which is sent in one message."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,13 +13,10 @@ from hpcdist.model.slots import Slot
 
 @dataclass(eq=False)
 class Bucket:
-    """One message: elements [start, stop) of the flat gradient of a group."""
+    """One message: the gradients of parameters that lie one after the other."""
 
     index: int  # position in the order of announcement, the same on every rank
-    group: int
-    start: int
-    stop: int
-    grads: Tensor  # flat view of these elements
+    grads: Tensor  # a flat view
     params: tuple[str, ...]  # names of the parameters inside, last one first
 
 
@@ -51,9 +47,9 @@ def make_buckets(
     runs.sort(key=lambda run: -run[-1])
     buckets = []
     for index, run in enumerate(runs):
-        group, start, stop = slots[run[0]].group, slots[run[-1]].start, slots[run[0]].stop
+        last, first = slots[run[0]], slots[run[-1]]
         names = tuple(slots[position].name for position in run)
-        buckets.append(Bucket(index, group, start, stop, grads[group][start:stop], names))
+        buckets.append(Bucket(index, grads[last.group][first.start : last.stop], names))
     return tuple(buckets)
 
 
@@ -69,67 +65,3 @@ def _cut(sizes: Iterable[tuple[int, int]], first_bytes: int, then_bytes: int) ->
         total += n_bytes
     if run:
         yield run
-
-
-class Announcer:
-    """Calls `callback` once for each bucket in a step, in the order 0, 1, 2..., when all its gradients have come.
-
-    It runs during the backward pass, on autograd's thread, with the stream that the gradient was written on.
-
-    A complete bucket waits for incomplete ones before it, because collectives need the same order on every rank, and
-    gradients may arrive in any order. Gradients of several devices arrive on several threads: a lock is held during
-    the callback, which runs on the thread whose gradient completed the bucket.
-
-    Attributes:
-        buckets: in the order in which a backward pass from the last to the first parameter completes them.
-    """
-
-    def __init__(
-        self, buckets: Sequence[Bucket], names: Sequence[str], callback: Callable[[Bucket], None] | None = None
-    ):
-        bucket_of = {name: bucket.index for bucket in buckets for name in bucket.params}
-        self.callback = callback
-        self.buckets = tuple(buckets)
-        self._names = names
-        self._bucket_of = [bucket_of[name] for name in names]
-        self._lock = threading.Lock()
-        self.begin(False)
-
-    def begin(self, announce: bool = True, passes: int = 1) -> None:
-        """Begin a step of `passes` backward passes; the last one announces buckets if `announce`."""
-        self.armed, self._passes = announce, passes
-        self.arrived = [0] * len(self._names)  # gradients of each parameter
-        self._missing = [len(bucket.params) for bucket in self.buckets]  # gradients that each bucket waits for
-        self._announced = 0  # buckets [0, announced) have been announced
-
-    def announced(self, position: int) -> bool:
-        """Tell whether the bucket of the parameter at `position` has been announced in this step."""
-        return self._bucket_of[position] < self._announced
-
-    def arrive(self, position: int) -> None:
-        """Note the gradient of the parameter at `position`, and announce the buckets that it completes."""
-        with self._lock:
-            if self.announced(position):
-                raise ConfigError(
-                    f"the backward pass before a step must be one, or accumulation must be set; got a gradient of "
-                    f"{self._names[position]!r} after its bucket was announced, so it would be lost. Set the number "
-                    "of backward passes per step, or turn overlap off."
-                )
-            self.arrived[position] += 1
-            if self.arrived[position] == self._passes:
-                self._missing[self._bucket_of[position]] -= 1
-                self._advance()
-
-    def flush(self) -> None:
-        """Announce every bucket that has not been announced, complete or not."""
-        with self._lock:
-            self.armed = True  # from here to the next begin() a gradient comes too late
-            self._missing = [0] * len(self.buckets)
-            self._advance()
-
-    def _advance(self) -> None:
-        while self._announced < len(self.buckets) and not self._missing[self._announced]:
-            bucket = self.buckets[self._announced]
-            self._announced += 1
-            if self.callback is not None:
-                self.callback(bucket)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from hpcdist.comm.pieces import some_values, sums
@@ -21,13 +17,14 @@ from hpcdist.model.slots import (
     check_flattenable,
     check_memory,
     check_parameters,
-    describe,
     flatten,
     getter,
     unwrapped,
 )
 
-_MOVED = " (by module.to(), .half(), p.data = ... or the like)"
+_MOVED = (
+    " (by module.to(), .half(), p.data = ... or the like). Move or convert the module first, wrap it after."
+)  # fmt: skip
 
 
 @contextmanager
@@ -48,21 +45,6 @@ def set_aside(parts: Sequence[Tensor], *, adds: bool = False) -> Iterator[None]:
             part.add_(value) if adds else part.copy_(value)
 
 
-@dataclass(frozen=True)
-class LoopChanges:
-    """What the loop has changed before a step.
-
-    Attributes:
-        unfrozen: the name of a parameter that was frozen when the model was wrapped, and is to be trained now.
-        frozen: the name of one that was trained then, and is frozen now.
-        changed: the loop has changed gradients since the last backward pass, such as by clipping.
-    """
-
-    unfrozen: str | None
-    frozen: str | None
-    changed: bool
-
-
 class FlatModel:
     """A module whose tensors lie in flat memory: a change there changes the module, and the other way round.
 
@@ -77,17 +59,19 @@ class FlatModel:
     hook copies into the flat gradient: one read and one write for each element. `set_to_none=False` zeroes the view and
     adds to it: two reads and two writes. Both accumulate over several backward passes. Sparse gradients
     (`nn.Embedding(sparse=True)`) become dense, so use a dense optimiser. At a step call `refresh()`,
-    `gradients.collect()` or `gradients.flush()`, communicate `grads`, then `gradients.release(used)`, the optimiser's
-    step and `gradients.done()`. If only the optimiser reads gradients, they need not be flat: call `gradients.leave()`
-    once, and at a step `gradients.collect()` before the optimiser's step and `done()` after it.
+    `gradients.collect()`, communicate `grads`, then `gradients.release(used)`, the optimiser's step and
+    `gradients.done()`. If only the optimiser reads gradients, they need not be flat: call `keep_gradients(None)` once,
+    and at a step `gradients.collect()` before the optimiser's step and `done()` after it.
 
     Autograd does not notice writes to flat memory between a forward pass and its backward pass.
 
     Attributes:
         params: flat trainable parameters, one 1-D tensor per group; complex ones as (real, imaginary) pairs.
+        grads: the flat gradients, like `params`; zero at first. Empty where gradients are left to autograd.
         frozen: flat parameters with requires_grad=False, integer ones included.
-        names: names of the trainable parameters, in the order of `module.parameters()`.
-        n_bytes: of all trainable parameters.
+        slots: of each trainable parameter its name, itself (`tensor`), and its place in `params`, in the order of
+            `module.parameters()`; `slot.view(flats)` is its part of tensors like `params`.
+        frozen_slots: of the frozen ones likewise, in `frozen`.
         gradients: the trainable parameters' gradients, their buckets, and the backward passes since the last step.
         flat_buffers: the buffers, with what a batch of weight 0 has changed in them.
         is_swapped: the module has other values for the moment, see `swapped`.
@@ -126,20 +110,30 @@ class FlatModel:
         self._moves = 0  # parameters that had to be moved back from other memory so far
         check_flattenable(self._named(), module.named_buffers())
         self.flat_buffers = FlatBuffers(module, buffers) if rest else FlatBuffers(nn.Module())
-        self.gradients = Gradients((bucket_bytes, first_bucket_bytes), self.refresh)
+        self.gradients = Gradients((bucket_bytes, first_bucket_bytes), self.refresh, self.flat_buffers)
+        self._has_grads = True
         self._lay_out()
 
     def _lay_out(self) -> None:
         """Move parameters into flat memory, the trainable and the frozen ones apart."""
         named = self._named()
-        self._slots, self.params = flatten((name, p) for name, p in named if p.requires_grad)
-        self._frozen_slots, self.frozen = flatten((name, p) for name, p in named if not p.requires_grad)
-        by_name = {slot.name: slot for slot in self._slots + self._frozen_slots}
+        self.slots, self.params = flatten((name, p) for name, p in named if p.requires_grad)
+        self.frozen_slots, self.frozen = flatten((name, p) for name, p in named if not p.requires_grad)
+        by_name = {slot.name: slot for slot in self.slots + self.frozen_slots}
         self._all_slots = [by_name[name] for name, _ in named]  # in the module's order
-        self._structure = _Structure(self.module)
-        self.names = tuple(slot.name for slot in self._slots)
-        self.n_bytes = sum(flat.numel() * flat.element_size() for flat in self.params)
-        self.gradients.watch(self._slots, self.params)
+        modules = list(self.module.modules())
+        held = [(getter(m._parameters), m._parameters) for m in modules]  # to notice changes quickly
+        self._places = [(get, key, p) for get, own in held for key, p in own.items() if p is not None]
+        self._counts = [(m._parameters, m._modules, len(m._parameters), len(m._modules)) for m in modules]
+        self.keep_gradients([flat.new_zeros(len(flat)) for flat in self.params] if self._has_grads else None)
+
+    def keep_gradients(self, flats: Sequence[Tensor] | None) -> None:
+        """Keep gradients in `flats`, zeros like `params`. Call it before the first batch.
+
+        None leaves them where autograd makes them: nothing is copied, and there is no flat memory.
+        """
+        self._has_grads, self.grads = flats is not None, tuple(flats or ())
+        self.gradients.watch(self.slots, flats)
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         """Return this view's parameters, in the module's order."""
@@ -150,11 +144,6 @@ class FlatModel:
         """Tell whether the parameter is to be trained."""
         return self._only is None or id(parameter) in self._only
 
-    def others(self) -> list[Tensor]:
-        """Return the module's parameters that are not in this view."""
-        own = {id(slot.tensor) for slot in self._all_slots}
-        return [p.detach() for p in self.module.parameters() if id(p) not in own]
-
     @property
     def buffers(self) -> tuple[Tensor, ...]:
         """The flat buffers as the module has them now, non-persistent and integer ones (num_batches_tracked) included.
@@ -164,33 +153,6 @@ class FlatModel:
         """
         self.flat_buffers.sync()
         return self.flat_buffers.flats
-
-    # --- batches --------------------------------------------------------------------------------------------------
-    def begin_batch(self, weight: float = 1.0, *, ends_epoch: bool = False) -> None:
-        """Begin a batch, before its forward pass. Loops that never call this have batches of weight 1.
-
-        Args:
-            weight: this rank's samples in the step over the workers' mean. A batch of weight 0 leaves no trace in
-                gradients or buffers.
-            ends_epoch: it is the last batch of an epoch, so that an accumulation may be incomplete.
-        """
-        self.flat_buffers.restore()
-        if weight == 0.0:
-            self.flat_buffers.keep()
-        self.gradients.begin_batch(weight, ends_epoch=ends_epoch)
-
-    def weigh(self, weight: float) -> None:
-        """Give the current batch, before its forward pass, another weight, unless it was announced not to count."""
-        if not self.gradients.counts:
-            return
-        if weight == 0.0:
-            self.flat_buffers.keep()
-        self.gradients.weigh(weight, by_loop=True)
-
-    def end_batches(self) -> None:
-        """End the last batch of a loop: later backward passes weigh 1 and belong to no new batch."""
-        self.flat_buffers.restore()
-        self.gradients.end_batches()
 
     def admit(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters too, as soon as they are not frozen.
@@ -207,12 +169,6 @@ class FlatModel:
             )
         self._only = None if self._only is None else self._only | set(map(id, parameters))
 
-    # --- gradients ------------------------------------------------------------------------------------------------
-    @property
-    def grads(self) -> tuple[Tensor, ...]:
-        """The flat gradients, like `params`; zero at first. Empty after `gradients.leave()`."""
-        return self.gradients.flats
-
     # --- values ---------------------------------------------------------------------------------------------------
     @contextmanager
     def swapped(
@@ -227,33 +183,19 @@ class FlatModel:
         own_params, own_buffers = self.params, self.buffers
         new_params = own_params if params is None else tuple(params)
         new_buffers = own_buffers if buffers is None else tuple(buffers)
-        check_memory("params", new_params, own_params, self._slots)
+        check_memory("params", new_params, own_params, self.slots)
         check_memory("buffers", new_buffers, own_buffers, self.flat_buffers.slots)
         try:
             self.is_swapped = True
             self.params = new_params
-            bind(self._slots, new_params)
+            bind(self.slots, new_params)
             self.flat_buffers.bind(new_buffers)
             yield
         finally:
             self.is_swapped = False
             self.params = own_params
-            bind(self._slots, own_params)
+            bind(self.slots, own_params)
             self.flat_buffers.bind(own_buffers)
-
-    def named_slices(self) -> Iterator[tuple[str, int, int, int, torch.Size]]:
-        """Yield (name, group, start, stop, shape) of each trainable parameter in `params[group]`."""
-        for slot in self._slots:
-            yield slot.name, slot.group, slot.start, slot.stop, slot.shape
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the trainable parameters, in the order of `names`."""
-        return [cast(nn.Parameter, slot.tensor) for slot in self._slots]
-
-    def views(self, flats: Sequence[Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each trainable parameter, in the order of `names`, with its part of `flats`, tensors like `params`."""
-        for slot in self._slots:
-            yield cast(nn.Parameter, slot.tensor), slot.view(flats[slot.group])
 
     @contextmanager
     def leave_alone(
@@ -267,7 +209,7 @@ class FlatModel:
         """
         spans = ranges or [(0, flat.numel()) for flat in self.params]
         parts = []
-        unused = (slot for slot, is_used in zip(self._slots, used, strict=True) if not is_used)
+        unused = (slot for slot, is_used in zip(self.slots, used, strict=True) if not is_used)
         for slot in unused if momentum else ():
             first, last = spans[slot.group]
             parts.append(momentum[slot.group][max(slot.start - first, 0) : max(min(slot.stop, last) - first, 0)])
@@ -289,21 +231,11 @@ class FlatModel:
         values of each of `params`.
         """
         counts: list[int | bytes] = [self._moves]
-        for slot in self._slots:
+        for slot in self.slots:
             counts += slot.tensor._version, slot.tensor.data_ptr()
         return [*counts, *map(some_values, self.params)]
 
-    # --- agreement ------------------------------------------------------------------------------------------------
-    def look(self) -> LoopChanges:
-        """Tell what the loop has changed, once where a step begins; move back what lies elsewhere, as `refresh` does.
-
-        Raises:
-            ConfigError: as `refresh`.
-        """
-        self.refresh()
-        frozen = next((slot.name for slot in self._slots if not slot.tensor.requires_grad), None)
-        return LoopChanges(self.unfrozen, frozen, self.gradients.changed())
-
+    # --- changes of the module ------------------------------------------------------------------------------------
     def refresh(self) -> None:
         """Move parameters back that were given other memory, with their new values. Costs less than 1 µs a parameter.
 
@@ -313,98 +245,63 @@ class FlatModel:
         Raises:
             ConfigError: a parameter was replaced, added, removed, or given another dtype or device.
         """
-        if self._structure.changed():
-            self._check_structure()
-        for slot in self._all_slots:
-            tensor = slot.tensor
-            if tensor.data_ptr() != slot.pointer or tensor.dtype != slot.dtype:
-                flat = (self.params if slot.trainable else self.frozen)[slot.group]
-                slot.move_in(tensor, flat, "parameter", _MOVED, "Move or convert the module first, wrap it after.")
-                self._moves += 1
+        for get, key, held in self._places:
+            if get(key) is not held:
+                self._check_structure()
+                break
+        for parameters, modules, n_parameters, n_modules in self._counts:
+            if len(parameters) != n_parameters or len(modules) != n_modules:
+                self._check_structure()
+                break
+        for slots, flats in ((self.slots, self.params), (self.frozen_slots, self.frozen)):
+            for slot in slots:
+                tensor = slot.tensor
+                if tensor.data_ptr() != slot.pointer or tensor.dtype != slot.dtype:
+                    slot.move_in(tensor, flats, "parameter", _MOVED)
+                    self._moves += 1
 
     def _check_structure(self) -> None:
+        """Raise ConfigError if a parameter of this view was replaced, added or removed."""
         own = {id(slot.tensor) for slot in self._all_slots}
-        known = own | {id(tensor) for tensor in self._structure.tensors}
+        known = own | {id(tensor) for _, _, tensor in self._places}
         named = [*self.module.named_parameters(), *self._extra]
         check_parameters([(name, p) for name, p in named if id(p) in own or id(p) not in known], self._all_slots)
 
     @property
     def unfrozen(self) -> str | None:
         """The name of a parameter that was frozen when the model was wrapped, and is to be trained now."""
-        thawed = (slot for slot in self._frozen_slots if slot.tensor.requires_grad and self._trains(slot.tensor))
+        thawed = (slot for slot in self.frozen_slots if slot.tensor.requires_grad and self._trains(slot.tensor))
         return next((slot.name for slot in thawed), None)
 
     def lay_out_again(self) -> None:
-        """Make unfrozen parameters trainable: `params`, `grads`, `buckets` and `names` become new objects.
+        """Make unfrozen parameters trainable: `params`, `grads`, `buckets` and `slots` become new objects.
 
         Gradients stay; those of an unfrozen parameter are weighed as the others were. Nobody may go on using the old
         memory.
         """
-        new = {id(slot.tensor) for slot in self._frozen_slots if slot.tensor.requires_grad}
-        held = [(slot.tensor, slot.tensor.grad) for slot in self._all_slots]
+        unfrozen = [slot.tensor for slot in self.frozen_slots if slot.tensor.requires_grad]
         check_flattenable(self._named(), [])
         self._lay_out()
-        views = {id(parameter): view for parameter, view in self.gradients.views()}
-        for tensor, grad in held:
-            if grad is None:
-                continue
-            if self.gradients.weighs and id(tensor) in new:
-                tensor.grad = grad = grad * self.gradients.weight
-            if id(tensor) in views:
-                tensor.grad = views[id(tensor)].copy_(grad)
-
-    def layout(self) -> dict[str, Any]:
-        """Describe the places of tensors in `params`, `frozen` and `buffers`, see `Slot.place`.
-
-        `also` maps further names of tied tensors to the name used here; `beside` names tensors that the module's state
-        dict lacks, such as parameters of a loss.
-        """
-        names = {id(slot.tensor): slot.name for slot in (*self._all_slots, *self.flat_buffers.slots)}
-        module, known = self.module, {id(tensor) for tensor in self.module.state_dict(keep_vars=True).values()}
-        all_names = [
-            *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
-        ]  # fmt: skip
-        plain = unwrapped(module, all_names)
-        also = {name: names[id(t)] for name, t in plain if id(t) in names and name != names[id(t)]}
-        slots = {"params": self._slots, "frozen": self._frozen_slots, "buffers": self.flat_buffers.slots}
-        beside = [name for number, name in names.items() if number not in known]
-        return {key: [slot.place() for slot in own] for key, own in slots.items()} | {"also": also, "beside": beside}
-
-    def name_of(self, parameter: Tensor) -> str | None:
-        """Return the name of a parameter of this view; None for another one."""
-        return next((slot.name for slot in self._all_slots if slot.tensor is parameter), None)
+        for tensor in unfrozen if self.gradients.weighs else ():
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad * self.gradients.weight
+        if self._has_grads:
+            for slot in self.slots:
+                if slot.tensor.grad is not None:
+                    slot.view(self.grads).copy_(slot.tensor.grad)
+            self.gradients.release(self.gradients.present())
 
     def description(self) -> str:
-        """Describe each tensor in a line: name, role, dtype, shape, group."""
-        return describe(self._all_slots, self.flat_buffers.slots)
-
-    def signature(self) -> str:
-        """Return the description's sha256; it is equal on ranks with the same layout of flat memory."""
-        return hashlib.sha256(self.description().encode()).hexdigest()
+        """Describe each tensor in a line: name, role, dtype, shape, group. Equal texts mean the same layout."""
+        roles = {slot.name: "frozen" for slot in self.frozen_slots}
+        named = [(roles.get(slot.name, "trainable"), slot) for slot in self._all_slots]
+        return "\n".join(
+            f"{slot.name}: {role} {str(slot.dtype).removeprefix('torch.')} {list(slot.shape)} in group {slot.group}"
+            for role, slot in [*named, *(("buffer", slot) for slot in self.flat_buffers.slots)]
+        )
 
     def close(self) -> None:
         """Remove the hooks. The module goes on alone, each tensor in memory of its own. May be called twice."""
-        self.gradients.close()
+        self.gradients.watch((), None)
         for slot in (*self._all_slots, *self.flat_buffers.slots):  # of a view torch saves all that it is a view of
             slot.tensor.data = slot.tensor.detach().clone()
-
-
-class _Structure:
-    """The places where a module keeps its parameters, to notice changes quickly."""
-
-    def __init__(self, module: nn.Module):
-        modules = list(module.modules())
-        held = [(getter(m._parameters), m._parameters) for m in modules]
-        self._places = [(get, key, p) for get, own in held for key, p in own.items() if p is not None]
-        self.tensors = [tensor for _, _, tensor in self._places]
-        self._counts = [(m._parameters, m._modules, len(m._parameters), len(m._modules)) for m in modules]
-
-    def changed(self) -> bool:
-        """Tell whether a parameter was replaced, added or removed, or a module added or removed."""
-        for get, key, tensor in self._places:
-            if get(key) is not tensor:
-                return True
-        for parameters, modules, n_parameters, n_modules in self._counts:
-            if len(parameters) != n_parameters or len(modules) != n_modules:
-                return True
-        return False

@@ -62,9 +62,9 @@ class FlatBuffers:
         tensors = {name: tensor for name, *_, tensor in now}
         for name, owner, key, slot in list(self._places):
             tensor = tensors.get(name)
-            if _is_cache(owner, key) and (tensor is None or not slot.fits(tensor, self.flats[slot.group])):
+            if _is_cache(owner, key) and (tensor is None or not slot.fits(tensor, self.flats)):
                 self._places = [place for place in self._places if place[0] != name]
-                slot.tensor = slot.view(self.flats[slot.group])  # all ranks have this place, and it stays as it is
+                slot.tensor = slot.view(self.flats)  # all ranks have this place, and it stays as it is
                 slot.pointer = slot.tensor.data_ptr()
         known = {name for name, *_ in self._places}
         now = [place for place in now if place[0] in known or not _is_cache(*place[1:3])]
@@ -88,8 +88,8 @@ class FlatBuffers:
         for slot in self.slots:
             tensor = current.get(slot.name, slot.tensor)
             if tensor is not slot.tensor or tensor.data_ptr() != slot.pointer or tensor.dtype != slot.dtype:
-                how = "Change it first, wrap after; or pass persistent=False to register_buffer, if it may grow."
-                slot.move_in(tensor, self.flats[slot.group], "buffer", "", how)
+                advice = ". Change it first, wrap after; or pass persistent=False to register_buffer, if it may grow."
+                slot.move_in(tensor, self.flats, "buffer", advice)
         self._restore_places()
 
     def bind(self, flats: tuple[Tensor, ...]) -> None:

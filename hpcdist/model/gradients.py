@@ -2,34 +2,69 @@
 
 from __future__ import annotations
 
-import cmath
-import functools
 import math
-import zlib
-from collections.abc import Callable, Sequence
-from typing import cast
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hpcdist.errors import ConfigError
-from hpcdist.model.buckets import Announcer, Bucket, make_buckets
-from hpcdist.model.passes import NO_PASS, Passes, uncompiled
+from hpcdist.model.buckets import Bucket, make_buckets
+from hpcdist.model.flat_buffers import FlatBuffers
 from hpcdist.model.slots import Slot
-from hpcdist.records.digest import tensor_bytes
+
+_NO_PASS = -1
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class Gradients(Passes):
+def uncompiled(function: Function) -> Function:
+    """Let torch.compile call a function, and look neither inside nor at what it calls.
+
+    As torch.compiler.disable does, which takes seconds to import.
+    """
+    own: Any = function
+    own._torchdynamo_disable = True  # read where a function that calls it is compiled
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):  # from torch 2.7 on
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(own.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+class Gradients:
     """The gradients of the trainable parameters of a `FlatModel`, which says what to call in a step.
 
-    A hook on each parameter copies a gradient that autograd has made elsewhere into its flat slice. Gradients that only
-    batches of weight 0 have made count as none.
+    A hook on each parameter copies a gradient that autograd has made elsewhere into its flat slice.
+
+    A backward pass has the weight of its batch. Gradients of a batch of weight 0 leave no trace, not even NaN, and
+    those that only such batches have made count as none. With `weighs` the gradients of other batches are multiplied
+    by the weight as they arrive, before autograd adds them to earlier ones.
+
+    A bucket is announced when all its gradients have come, on autograd's thread, with the stream that the last one was
+    written on. It waits for incomplete buckets before it, because collectives need the same order on every rank, and
+    gradients may arrive in any order. Gradients of several devices arrive on several threads: a lock is held meanwhile.
 
     Attributes:
-        flats: one tensor for each group of parameters, of the same shape, zero at first; none if they are not flat.
-        announcer: of ranges of `flats`, its buckets.
+        buckets: in the order in which a backward pass from the last to the first parameter completes them.
+        on_bucket: is called with each bucket that is announced.
+        on_begin: is called at the first gradient of each pass.
+        on_end: is called at the end of each pass, on the thread of `backward()`, which raises its errors. With
+            reentrant checkpointing inner passes end too, and it is called more than once.
+        weighs: gradients are multiplied by the weight. Set it before the first batch.
+        weight: of the latest batch; 1 if no loop announces batches.
+        weights: of the passes since the last step; none where there was no pass.
+        weighed_by_loop: the loop says what its batches weigh.
+        counts: the latest batch was announced with a weight other than 0.
+        batch: the number of batches so far, by which ranks see that they are at the same one.
+        batches_used: the number of batches that a step has followed.
+        ends_epoch: the latest batch is the last of an epoch, so that an accumulation may be incomplete.
+        more_follow: more gradients will be added to those that arrive now, see `joined`.
         looks_at: what of flat gradients tells of changes through `p.grad.data`, which torch does not count: a function
             of one tensor, called at the end of a pass and at the step. None: they go unnoticed. Set it before the first
             batch.
@@ -38,64 +73,146 @@ class Gradients(Passes):
     Args:
         caps: bytes of a bucket, and of the first bucket of each group.
         refresh: raises ConfigError if a parameter has another dtype, shape or device than its slot.
+        buffers: have their values of before again after a batch of weight 0.
     """
 
-    def __init__(self, caps: tuple[int, int], refresh: Callable[[], None]):
-        super().__init__()
-        self._caps, self._refresh = caps, refresh
-        self._flat = True
-        self.announcer = Announcer((), ())
+    def __init__(self, caps: tuple[int, int], refresh: Callable[[], None], buffers: FlatBuffers):
+        self._caps, self._refresh, self._buffers = caps, refresh, buffers
+        self._lock = threading.Lock()
+        self._hooks: list[RemovableHandle] = []
+        self.on_bucket: Callable[[Bucket], None] | None = None
+        self.on_begin: Callable[[], None] | None = None
+        self.on_end: Callable[[], None] | None = None
+        # batches
+        self.weighs, self.weight, self.counts = False, 1.0, True
+        self._even: float | None = None  # the weight of each batch that counts; None: by its samples
+        self.batch = self.batches_used = self._used_last = 0
+        self.ends_epoch = self.more_follow = False
+        self.weighed_by_loop = False  # hooks stay: else there are some only while the weight needs them
+        self._weigh_hooks: list[RemovableHandle] = []
+        self._weighed = False  # some gradient of this batch has been weighed, perhaps one of torch.autograd.grad
+        # passes
+        self.weights: list[float] = []
+        self._current = _NO_PASS  # autograd's number of the current pass
+        self._joined = False
+        # changes
         self.looks_at: Callable[[Tensor], object] | None = None
         self.changed_by_loop = 0
         self._after_step: list[int] = []  # versions of the gradients
         self._after_pass: list[object] = []  # versions, and perhaps values
-        self._hooks: list[RemovableHandle] = []
 
-    def watch(self, slots: Sequence[Slot], params: Sequence[Tensor]) -> None:
-        """Take the gradients of the parameters in these slots of `params` from now on, and of no others."""
-        for hook in self._hooks:
+    def watch(self, slots: Sequence[Slot], flats: Sequence[Tensor] | None) -> None:
+        """Take the gradients of the parameters in these slots from now on, and of no others.
+
+        Args:
+            flats: keep the gradients, zeros like the parameters; None leaves gradients where autograd makes them.
+        """
+        for hook in (*self._hooks, *self._weigh_hooks):
             hook.remove()
-        self._count([cast(nn.Parameter, slot.tensor) for slot in slots])
-        self._slots = slots
-        self._lay_out(tuple(map(torch.zeros_like, params)) if self._flat else ())
+        self._slots, self._flat, self._flats = slots, flats is not None, tuple(flats or ())
+        self._views = [slot.view(self._flats) for slot in slots if self._flat]
+        self._pointers = [view.data_ptr() for view in self._views]
+        self.buckets = make_buckets(slots, self._flats, *self._caps)
+        bucket_of = {name: bucket.index for bucket in self.buckets for name in bucket.params}
+        self._bucket_of = [bucket_of[slot.name] for slot in slots if self._flat]
+        self.announce(early=False)
         self._blank = [False] * len(slots)  # gradients that only batches of weight 0 have made
-        self._hidden: list[int] = []  # those of them that the optimiser must not see
+        self._first: set[int] = set()  # parameters that had no gradient before a batch of weight 0 gave them one
+        self._hidden: list[int] = []  # gradients that the optimiser must not see
         self._released = 0  # how many gradients `release` has given last
         self._hooks = [
             slot.tensor.register_post_accumulate_grad_hook(self._make_hook(position))
             for position, slot in enumerate(slots)
         ]
+        self._weigh_hooks = []
+        self._set_weight(self.weight)
 
-    def close(self) -> None:
-        """Leave the parameters' gradients alone from now on."""
-        for hook in self._hooks:
-            hook.remove()
-        self.end_batches()
-        self.on_end = self.announcer.callback = None
+    # --- batches --------------------------------------------------------------------------------------------------
+    def begin_batch(self, weight: float = 1.0, *, ends_epoch: bool = False) -> None:
+        """Begin a batch, before its forward pass: all passes belong to it until the next one.
 
-    # --- memory ---------------------------------------------------------------------------------------------------
-    def leave(self) -> None:
-        """Leave gradients where autograd makes them: nothing is copied, and there is no flat memory."""
-        self._flat = False
-        self._lay_out(())
+        Loops that never call this have batches of weight 1.
 
-    def move(self, flats: Sequence[Tensor]) -> None:
-        """Keep gradients in `flats`, zeros like `params`. Call it before the first batch."""
-        self._flat = True
-        self._lay_out(tuple(flats))
+        Args:
+            weight: this rank's samples in the step over the workers' mean. A batch of weight 0 leaves no trace in
+                gradients or buffers.
+            ends_epoch: it is the last batch of an epoch, so that an accumulation may be incomplete.
+        """
+        self.batch += 1
+        self._announce_batch(weight, ends_epoch)
 
-    def _lay_out(self, flats: tuple[Tensor, ...]) -> None:
-        self.flats = flats
-        self._views = [slot.view(flats[slot.group]) for slot in self._slots if self._flat]
-        self._pointers = [view.data_ptr() for view in self._views]
-        names = tuple(slot.name for slot in self._slots if self._flat)
-        self.announcer = Announcer(make_buckets(self._slots, flats, *self._caps), names, self.announcer.callback)
+    def end_batches(self) -> None:
+        """End the last batch of a loop: later passes weigh 1 and belong to no new batch."""
+        self._announce_batch(1.0, False)
+
+    def weigh_alike(self, weight: float) -> None:
+        """Give each batch that counts this weight, whatever the number of its samples."""
+        self._even = weight
+        self._announce_batch(1.0, False)
+
+    def weigh(self, weight: float) -> None:
+        """Give the current batch, before its forward pass, another weight, unless it was announced not to count.
+
+        A loop that does so does it for each batch.
+        """
+        if self.counts:
+            if weight == 0.0:
+                self._buffers.keep()
+            self.weighed_by_loop = True
+            self._set_weight(weight)
+
+    def _announce_batch(self, weight: float, ends_epoch: bool) -> None:
+        self._buffers.restore()
+        if weight == 0.0:
+            self._buffers.keep()
+        self.ends_epoch, self.counts, self._weighed = ends_epoch, weight != 0.0, False
+        self._set_weight(weight if self._even is None or not self.counts else self._even)
+
+    def _set_weight(self, weight: float) -> None:
+        self.weight = weight
+        self._weighed = self._weighed and bool(self.weights)  # gradients that are there already stay as they are
+        if self._needs_hooks and not self._weigh_hooks:
+            self._weigh_hooks = [self._make_weigh_hook(slot.tensor) for slot in self._slots]
+        elif not self._needs_hooks and not self.weighed_by_loop:
+            for hook in self._weigh_hooks:
+                hook.remove()
+            self._weigh_hooks = []
+
+    @property
+    def _needs_hooks(self) -> bool:
+        return self.weight == 0.0 or (self.weighs and self.weight != 1.0)
+
+    def _make_weigh_hook(self, parameter: Tensor) -> RemovableHandle:
+        """Register a hook, which stays while the parameter is frozen, as a critic is in its generator's steps."""
+        trained = parameter.requires_grad
+        try:
+            return parameter.requires_grad_().register_hook(partial(self._weigh, parameter))
+        finally:
+            parameter.requires_grad_(trained)
+
+    @uncompiled
+    def _weigh(self, parameter: Tensor, grad: Tensor) -> Tensor | None:
+        if not self._needs_hooks:
+            return None
+        self._weighed = True
+        (self._first.add if parameter.grad is None else self._first.discard)(id(parameter))
+        return grad * self.weight if self.weight else torch.zeros_like(grad)  # zero times infinity is not zero
+
+    @property
+    def mean_weight(self) -> float:
+        """The mean weight of the passes since the last step; 0 where no batch of the gradients counts."""
+        return sum(self.weights) / len(self.weights) if self.weights else self.weight
+
+    @property
+    def left_out(self) -> int:
+        """The number of earlier batches that no step has followed."""
+        return self.batch - self.batches_used - (self.batch > self._used_last)
 
     # --- backward passes ------------------------------------------------------------------------------------------
     def _make_hook(self, position: int) -> Callable[[Tensor], None]:
         @uncompiled
         def hook(parameter: Tensor) -> None:
-            task, announcer = torch._C._current_graph_task_id(), self.announcer
+            task = torch._C._current_graph_task_id()
             if task != self._current:
                 self._begin(task)
             grad = parameter.grad
@@ -107,10 +224,45 @@ class Gradients(Passes):
                 self._blank[position] = False
             elif id(parameter) in self._first:
                 self._blank[position] = True
-            if announcer.armed and not self.more_follow:
-                announcer.arrive(position)
+            if self._armed and not self.more_follow:
+                self._arrive(position)
 
         return hook
+
+    def _begin(self, task: int) -> None:
+        """Begin the pass with autograd's number `task`, at its first gradient."""
+        with self._lock:
+            if task != self._current:
+                self._current = task
+                if not self._joined:
+                    self.weights.append(self.weight)
+                    torch.autograd.Variable._execution_engine.queue_callback(self._end)
+                    if self.on_begin is not None:
+                        self.on_begin()
+
+    @uncompiled
+    def _end(self) -> None:
+        self._current = _NO_PASS
+        if not self.weights:  # a step was taken inside the pass, in a hook on the last of its parameters
+            return
+        if self.on_end is not None:
+            self.on_end()
+        self._after_pass = self._versions() if self._flat else []
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Count everything that is added to the gradients inside the context as one pass, which ends with it.
+
+        The micro-batches of a pipeline are one pass. Buckets are announced only while the caller sets `more_follow` to
+        False, for the last of them. Changes before the end do not count as changes by the loop.
+        """
+        self._joined = self.more_follow = True
+        self.weights.append(self.weight)
+        try:
+            yield
+        finally:
+            self._joined = self.more_follow = False
+        self._end()
 
     def _move_in(self, position: int, grad: Tensor) -> None:
         """Copy a gradient from elsewhere into its flat slice, and make the slice the parameter's gradient."""
@@ -134,14 +286,43 @@ class Gradients(Passes):
     def _view(self, position: int) -> Tensor:
         """Return the view of a flat gradient, made anew if `p.grad.data = ...` has moved it, as `.float()` does."""
         if self._views[position].data_ptr() != self._pointers[position]:
-            slot = self._slots[position]
-            self._views[position] = slot.view(self.flats[slot.group])
+            self._views[position] = self._slots[position].view(self._flats)
         return self._views[position]
 
-    def views(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each trainable parameter with the view that is its gradient; none if they are not flat."""
-        return [(slot.tensor, view) for slot, view in zip(self._slots, self._views)]
+    # --- buckets --------------------------------------------------------------------------------------------------
+    def announce(self, *, early: bool = True, passes: int = 1) -> None:
+        """Announce the buckets of the coming step: each as soon as it is complete, if `early`, or all in `collect`.
 
+        Args:
+            passes: backward passes of the step, the last of which completes buckets.
+        """
+        self._armed, self._passes = early, passes
+        self._arrived = [0] * len(self._bucket_of)  # gradients of each parameter
+        self._missing = [len(bucket.params) for bucket in self.buckets]  # gradients that each bucket waits for
+        self._announced = 0  # buckets [0, announced) have been announced
+
+    def _arrive(self, position: int) -> None:
+        """Note the gradient of the parameter at `position`, and announce the buckets that it completes."""
+        with self._lock:
+            if self._bucket_of[position] < self._announced:
+                raise ConfigError(
+                    f"the backward pass before a step must be one, or accumulation must be set; got a gradient of "
+                    f"{self._slots[position].name!r} after its bucket was announced, so it would be lost. Set the "
+                    "number of backward passes per step, or turn overlap off."
+                )
+            self._arrived[position] += 1
+            if self._arrived[position] == self._passes:
+                self._missing[self._bucket_of[position]] -= 1
+                self._announce_complete()
+
+    def _announce_complete(self) -> None:
+        while self._announced < len(self.buckets) and not self._missing[self._announced]:
+            bucket = self.buckets[self._announced]
+            self._announced += 1
+            if self.on_bucket is not None:
+                self.on_bucket(bucket)
+
+    # --- changes by the loop --------------------------------------------------------------------------------------
     def changed(self) -> bool:
         """Tell whether the loop has changed gradients since the last backward pass, and note how in `changed_by_loop`.
 
@@ -165,27 +346,27 @@ class Gradients(Passes):
         0 where values are as before; 1 where each rank has gradients of its own, as inside a pass. Else by the power of
         two that gradients have on average: ranks' own factors change it sooner or later, rounding hardly ever.
         """
-        if self.on_end is None or self._current != NO_PASS:
+        if self.on_end is None or self._current != _NO_PASS:
             return 1
-        values, before = now[len(self.flats) :], self._after_pass[len(self.flats) :]
+        values, before = now[len(self._flats) :], self._after_pass[len(self._flats) :]
         return 0 if values == before else 2048 + math.frexp(np.abs(np.frombuffer(b"".join(values))).mean())[1]  # type: ignore[arg-type]
 
     def _versions(self) -> list[object]:
-        values = [] if self.looks_at is None else map(self.looks_at, self.flats)
-        return [*(flat._version for flat in self.flats), *values]  # changes of views count too
+        values = [] if self.looks_at is None else map(self.looks_at, self._flats)
+        return [*(flat._version for flat in self._flats), *values]  # changes of views count too
 
-    def _note(self) -> None:
-        self._after_pass = self._versions() if self._flat else []
-
+    # --- a step ---------------------------------------------------------------------------------------------------
     def present(self) -> list[bool]:
         """Tell of each trainable parameter whether it has a gradient."""
         return [slot.tensor.grad is not None for slot in self._slots]
 
-    # --- a step ---------------------------------------------------------------------------------------------------
-    def collect(self) -> Tensor:
-        """Make every element of `flats` valid: zeros for a parameter without a gradient.
+    def collect(self, *, last: bool = False) -> Tensor:
+        """Make every element of the flat gradients valid: zeros for a parameter without a gradient.
 
         Gradients of batches of weight 0 are removed from their parameters.
+
+        Args:
+            last: announce all buckets that are left, and refuse further gradients until `announce` is called again.
 
         Returns:
             bool tensor on the CPU, one for each trainable parameter: True if it has a gradient.
@@ -193,33 +374,30 @@ class Gradients(Passes):
         Raises:
             ConfigError: a gradient was replaced after its bucket was announced, so that other ranks got the old one.
         """
-        counts = self.contributes
+        counts = self.mean_weight > 0.0
         # Gradients of earlier passes, or of the last step, may be the mean of all ranks.
         stays = counts or (self.weighs and (bool(self.weights) or self._are_of_last_step()))
         if not stays or any(self._blank):
             self._hide(stays)
-        used = self.present()
+        used = torch.tensor(self.present(), dtype=torch.bool)
         for position, (slot, view, pointer) in enumerate(zip(self._slots, self._views, self._pointers)):
             grad = slot.tensor.grad
             if grad is view and grad.data_ptr() == pointer:
                 continue
-            if self.announcer.announced(position):
+            if self._bucket_of[position] < self._announced:
                 self._require_in_place(position, counts)
             elif grad is None:
                 self._view(position).zero_()
             else:
                 self._move_in(position, self._plain(position, grad))
         if not self._weighed and self.weighs and self.weight not in (0.0, 1.0):
-            self._weigh_by_hand()
-        return torch.tensor(used, dtype=torch.bool)
-
-    def flush(self) -> Tensor:
-        """Collect, announce all remaining buckets, and return the flags of parameters with a gradient.
-
-        Further gradients are refused until the next `begin()`.
-        """
-        used = self.collect()
-        self.announcer.flush()
+            self._weighed = True  # gradients that the loop has assigned itself, so that no hook has weighed them
+            for grad in self._flats or [slot.tensor.grad for slot in self._slots if slot.tensor.grad is not None]:
+                grad.mul_(self.weight)
+        if last:
+            with self._lock:
+                self._armed, self._missing = True, [0] * len(self.buckets)
+                self._announce_complete()
         return used
 
     def _are_of_last_step(self) -> bool:
@@ -227,7 +405,7 @@ class Gradients(Passes):
         held = zip(self._slots, self._views, self._pointers)
         places = ((slot.tensor.grad, view, pointer) for slot, view, pointer in held)
         in_place = all(grad is None or (grad is view and grad.data_ptr() == at) for grad, view, at in places)
-        return in_place and self._after_step == [flat._version for flat in self.flats]
+        return in_place and self._after_step == [flat._version for flat in self._flats]
 
     def _hide(self, stays: bool) -> None:
         """Remove gradients that only batches of weight 0 have made from their parameters, or all unless it `stays`."""
@@ -237,31 +415,16 @@ class Gradients(Passes):
                 self._hidden.append(position)
         self._blank[:] = [False] * len(self._blank)
 
-    def checksum(self, bucket: Bucket | None = None) -> int:
-        """Return a checksum of the gradients' bits, of `bucket` or of all; 0 if all are zero or None."""
-        tensors = self._tensors() if bucket is None else (bucket.grads,)
-        return functools.reduce(_checksum, tensors, 0)
-
-    def _tensors(self) -> Sequence[Tensor]:
-        """Return the tensors that hold all gradients."""
-        return self.flats if self._flat else [s.tensor.grad for s in self._slots if s.tensor.grad is not None]
-
     def _require_in_place(self, position: int, counts: bool) -> None:
         """Raise ConfigError if a gradient was replaced or removed after it had been announced."""
         slot = self._slots[position]
-        arrived = counts and position not in self._hidden and self.announcer.arrived[position]
+        arrived = counts and position not in self._hidden and self._arrived[position]
         if slot.tensor.grad is not None or arrived:
             raise ConfigError(
                 f"the gradient of {slot.name!r} must be changed in place once its bucket is announced; got "
                 f"{'None' if slot.tensor.grad is None else 'another tensor'}. Use p.grad.mul_(), not p.grad = ..., or "
                 "turn overlap off."
             )
-
-    def _weigh_by_hand(self) -> None:
-        """Weigh gradients that the loop has assigned itself, so that no hook has weighed them."""
-        self._weighed = True
-        for tensor in self._tensors():
-            tensor.mul_(self.weight)
 
     def release(self, used: Tensor | Sequence[bool]) -> None:
         """Give its view as gradient to each parameter with a True in `used`, and None to the others.
@@ -284,46 +447,7 @@ class Gradients(Passes):
                 slot.tensor.grad = self._view(position).zero_() if self._flat else torch.zeros_like(slot.tensor)
         self._hidden.clear()
         self.weights.clear()
-        self._current = NO_PASS  # the next step gets later gradients, also those of the same pass
+        self._current = _NO_PASS  # the next step gets later gradients, also those of the same pass
         self.batches_used += self.batch > self._used_last
         self._used_last = self.batch
-        self._after_step = [flat._version for flat in self.flats]
-
-    def unscale(self, factor: float) -> None:
-        """Multiply the gradients; this does not count as a change by the loop."""
-        for slot in self._slots:
-            if slot.tensor.grad is not None:
-                slot.tensor.grad.mul_(factor)
-        self._note()
-
-    def nonfinite(self, bucket: Bucket | None = None) -> list[str]:
-        """Name the parameters whose gradient holds NaN or infinity.
-
-        Reads the gradients once (those of `bucket`, or all), as NaN and infinity survive in a sum. Only if the sum is
-        not finite (it may also overflow) is each gradient looked at. Waits for the device.
-        """
-        sums = [tensor.sum() for tensor in (self._tensors() if bucket is None else [bucket.grads])]
-        if len(sums) > 1 and not sums[0].is_cpu and len({each.device for each in sums}) == 1:
-            sums = list(torch.stack(sums).cpu())  # one wait for the device
-        if all(cmath.isfinite(each.item()) for each in sums):
-            return []
-        within = None if bucket is None else set(bucket.params)
-        suspects = [(s.name, s.tensor.grad) for s in self._slots if within is None or s.name in within]
-        return [name for name, grad in suspects if grad is not None and not torch.isfinite(grad).all()]
-
-
-_PIECES = 256  # of a tensor, whose bits are summed apart, so that their order counts
-
-
-def _checksum(before: int, tensor: Tensor) -> int:
-    """Continue a checksum by a tensor's bits; reads it twice where it lies, and copies no more than some sums."""
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
-    if not len(flat) or not torch.linalg.vector_norm(flat, torch.inf).item():
-        return before
-    share = 8 // flat.element_size()  # sums of 64-bit words are fast, and need a place where such a word may begin
-    flat = flat.clone() if flat.storage_offset() % share else flat
-    length = len(flat) // (share * _PIECES)
-    last = length * share * _PIECES
-    sums = flat[:last].view(torch.int64).view(_PIECES, length).sum(1)
-    data = sums.cpu().numpy().tobytes() + tensor_bytes(flat[last:]).tobytes()
-    return zlib.crc32(data, before)
+        self._after_step = [flat._version for flat in self._flats]

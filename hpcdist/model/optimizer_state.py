@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
@@ -17,10 +17,10 @@ Described = dict[str, Any]  # of one parameter's state, by name: _ALONG, a numbe
 
 
 def groups(model: FlatModel, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any] | None]:
-    """Return the group of each parameter, in the order of `model.names`; None for one that no optimiser has."""
+    """Return the group of each parameter, in the order of `model.slots`; None for one that no optimiser has."""
     of_all = [] if optimizer is None else optimizer.param_groups
     of = {id(parameter): group for group in of_all for parameter in group["params"]}
-    return [of.get(id(parameter)) for parameter in model.parameters()]
+    return [of.get(id(slot.tensor)) for slot in model.slots]
 
 
 def required(optimizer: torch.optim.Optimizer | None, where: str) -> torch.optim.Optimizer:
@@ -75,14 +75,15 @@ class Moments:
 
     def _along(self, optimizer: torch.optim.Optimizer, flats: list[Tensor]) -> Iterator[tuple[Tensor, dict]]:
         """Yield each parameter's view of `flats`, with the tensors of its state that have its shape, by name."""
-        for parameter, view in self._model.views(flats):
-            state = optimizer.state.get(parameter, {})
-            yield view, {name: state[name] for name, what in _describe(parameter, state).items() if what == _ALONG}
+        for slot in self._model.slots:
+            state = optimizer.state.get(slot.tensor, {})
+            along = [name for name, what in _describe(slot.tensor, state).items() if what == _ALONG]
+            yield slot.view(flats), {name: state[name] for name in along}
 
     def _agree(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Collective. Make missing state; return the names of tensors with their parameter's shape on any rank."""
         places = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-        parameters = [p for p, _ in self._model.views(self._model.params) if p in places]
+        parameters = [slot.tensor for slot in self._model.slots if slot.tensor in places]
         own = [_describe(parameter, optimizer.state.get(parameter, {})) for parameter in parameters]
         described = self._comm.gather(own)
         agreed: list[Described] = [next(filter(None, of_ranks), {}) for of_ranks in zip(*described, strict=True)]
@@ -97,7 +98,7 @@ class Moments:
         return names
 
 
-def _describe(parameter: nn.Parameter, state: dict[str, Any]) -> Described:
+def _describe(parameter: Tensor, state: dict[str, Any]) -> Described:
     """Describe a parameter's state; return nothing if JSON can't hold a part of it."""
     described: Described = {}
     for name, value in state.items():
@@ -112,7 +113,7 @@ def _describe(parameter: nn.Parameter, state: dict[str, Any]) -> Described:
     return described
 
 
-def _make_state(parameter: nn.Parameter, described: Described) -> dict[str, Any]:
+def _make_state(parameter: Tensor, described: Described) -> dict[str, Any]:
     """Make a state of zeros in the parameter's shape, and of the given numbers."""
     state: dict[str, Any] = {}
     for name, what in described.items():

@@ -19,55 +19,52 @@ class Slot:
     """The place of a module's tensor: elements [start, stop) of flat tensor number `group`, row-major.
 
     A complex tensor lies there as pairs (real part, imaginary part), so that flat memory holds real numbers only.
+
+    Attributes:
+        tensor: the module's own parameter or buffer.
+        dtype, shape: of the tensor when the module was wrapped.
+        pointer: address of the slot's memory.
     """
 
     name: str
-    tensor: Tensor  # the module's own Parameter or buffer
+    tensor: Tensor
     group: int
     start: int
     stop: int
     dtype: torch.dtype
     shape: torch.Size
-    trainable: bool
-    pointer: int = 0  # address of the slot's memory
+    pointer: int = 0
 
-    def view(self, flat: Tensor) -> Tensor:
-        """Return the slot's elements of `flat`, in the shape of the tensor and in the precision of `flat`."""
+    def view(self, flats: Sequence[Tensor]) -> Tensor:
+        """Return the slot's elements of flat tensors, in the shape of its own tensor and in their precision."""
+        flat = flats[self.group]
         dtype = flat.dtype.to_complex() if self.dtype.is_complex else flat.dtype
         return flat[self.start : self.stop].view(dtype).view(self.shape)
 
-    def bind(self, flat: Tensor) -> None:
-        """Make `flat` the memory of the tensor, which stays the same object."""
-        self.tensor.data = self.view(flat)
-        self.pointer = self.tensor.data_ptr()
-
-    def place(self) -> list[Any]:
-        """Describe the slot, in types that JSON has: name, group, start, stop, dtype, shape."""
-        return [self.name, self.group, self.start, self.stop, str(self.dtype), list(self.shape)]
-
-    def fits(self, tensor: Tensor, flat: Tensor) -> bool:
+    def fits(self, tensor: Tensor, flats: Sequence[Tensor]) -> bool:
         """Tell whether a tensor can be copied into the slot."""
-        return (tensor.shape, tensor.dtype, tensor.device) == (self.shape, self.dtype, flat.device)
+        return (tensor.shape, tensor.dtype, tensor.device) == (self.shape, self.dtype, flats[self.group].device)
 
-    def move_in(self, tensor: Tensor, flat: Tensor, role: str, how: str, remedy: str) -> None:
+    def move_in(self, tensor: Tensor, flats: Sequence[Tensor], role: str, advice: str) -> None:
         """Copy the values of `tensor` into the slot, and bind the slot's own tensor to it again.
 
         Raises:
-            ConfigError: shape, dtype or device differ. The message names the role, how it happens and the remedy.
+            ConfigError: shape, dtype or device differ. The message names the role, and ends with the advice.
         """
-        if not self.fits(tensor, flat):
+        if not self.fits(tensor, flats):
             raise ConfigError(
-                f"{role} {self.name!r} must stay {self.dtype} of shape {tuple(self.shape)} on {flat.device}; got "
-                f"{kind(tensor)} on {tensor.device}{how}. {remedy}"
+                f"{role} {self.name!r} must stay {self.dtype} of shape {tuple(self.shape)} on "
+                f"{flats[self.group].device}; got {kind(tensor)} on {tensor.device}{advice}"
             )
-        self.view(flat).copy_(tensor.detach())
-        self.bind(flat)
+        self.view(flats).copy_(tensor.detach())
+        bind([self], flats)
 
 
 def bind(slots: Iterable[Slot], flats: Sequence[Tensor]) -> None:
-    """Make `flats` the memory of the slots' tensors."""
+    """Make `flats` the memory of the slots' tensors, which stay the same objects."""
     for slot in slots:
-        slot.bind(flats[slot.group])
+        slot.tensor.data = slot.view(flats)
+        slot.pointer = slot.tensor.data_ptr()
 
 
 def flatten(
@@ -83,14 +80,13 @@ def flatten(
             lengths.append(0)
         start = lengths[group]
         lengths[group] += tensor.numel() * (2 if tensor.is_complex() else 1)
-        place = group, start, lengths[group]
-        slots.append(Slot(name, tensor, *place, tensor.dtype, tensor.shape, tensor.requires_grad))
+        slots.append(Slot(name, tensor, group, start, lengths[group], tensor.dtype, tensor.shape))
     flats = tuple(
         torch.empty(length, dtype=dtype.to_real(), device=device)
         for (dtype, device, _), length in zip(groups, lengths, strict=True)
     )
     for slot in slots:
-        slot.view(flats[slot.group]).copy_(slot.tensor.detach())
+        slot.view(flats).copy_(slot.tensor.detach())
     bind(slots, flats)
     return slots, flats
 
@@ -187,15 +183,6 @@ def check_memory(setting: str, tensors: Sequence[Tensor], like: Sequence[Tensor]
 def kind(tensor: Tensor) -> str:
     """Describe dtype and shape, for messages."""
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-
-
-def describe(parameters: Iterable[Slot], buffers: Iterable[Slot]) -> str:
-    """Describe tensors, one line each; equal texts mean the same layout, on any device."""
-    roles = [("trainable" if slot.trainable else "frozen", slot) for slot in parameters]
-    return "\n".join(
-        f"{slot.name}: {role} {str(slot.dtype).removeprefix('torch.')} {list(slot.shape)} in group {slot.group}"
-        for role, slot in roles + [("buffer", slot) for slot in buffers]
-    )
 
 
 def describe_difference(mine: str, theirs: str, here: str = "here", there: str = "there") -> str | None:

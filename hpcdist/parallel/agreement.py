@@ -57,7 +57,7 @@ class Agreement:
         if grads and not here and word.item():
             grads[0].fill_(torch.nan)
 
-    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+    def norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """Collective in the replica. Compute the 2-norm of all stages' gradients together, as a float64 on the CPU."""
         grads = [p.grad for p in parameters if p.grad is not None and id(p) not in self._repeated]
         squares = [float(torch.linalg.vector_norm(as_real(piece), dtype=torch.float64)) ** 2 for piece in pieces(grads)]
@@ -94,7 +94,7 @@ class PartOfModel(nn.Module, abc.ABC):
         """Collective in the replica. Copy parameters that several ranks have from the first of them."""
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Multiply gradients by max_norm / norm if the norm is larger, as torch's `clip_grad_norm_` does."""
     factor = min(1.0, max_norm / (float(norm) + 1e-6)) if not torch.isnan(norm) else math.nan
     for parameter in parameters:

@@ -17,8 +17,8 @@ from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator, Trace
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
+from hpcdist.model.gradients import uncompiled
 from hpcdist.model.hyperparameters import Hyperparameters
-from hpcdist.model.passes import uncompiled
 from hpcdist.parallel.agreement import PartOfModel
 from hpcdist.parallel.pipeline import Pipeline
 from hpcdist.records import StepRecord
@@ -120,18 +120,20 @@ class _Distributed:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        look, scale = strategy.model.look(), vars(self).get("grad_scale")
-        if look.unfrozen is not None:
-            rules.refuse("a frozen layer is unfrozen", strategy, name=look.unfrozen)
-        if look.changed:
+        model, scale = strategy.model, vars(self).get("grad_scale")
+        model.refresh()
+        if (unfrozen := model.unfrozen) is not None:
+            rules.refuse("a frozen layer is unfrozen", strategy, name=unfrozen)
+        if changed := model.gradients.changed():
             rules.refuse("gradients are changed between backward() and step()", strategy)
         skips, unscale = "found_inf" in vars(self), None if scale is None else 1.0 / float(scale)
         at_once = strategy.stages is not None and strategy.contract.sends == "between steps"
         step = self._step_and_share if at_once else own.local_step
-        own.record = strategy.step(step, skips=skips, unscale=unscale, look=look)
+        own.record = strategy.step(step, skips=skips, unscale=unscale, changed=changed)
         if strategy.stages is not None and not at_once:
-            share_tied(strategy.model.module)
-        own.look()
+            share_tied(model.module)
+        if own.looks:
+            own.look()
         if strategy.gradients.checksums:
             compare_first_batches(self)
         return loss
@@ -191,9 +193,9 @@ class _Distributed:
             raise rules.error(_MICRO_BATCHES, found="optimizer.weigh()")
         if contract.weighs and contract.synchronous:
             peers = self.attachment.peers
-            model.weigh(relative(counts_of(peers, n if model.gradients.counts else 0)[0], peers.rank))
+            model.gradients.weigh(relative(counts_of(peers, n if model.gradients.counts else 0)[0], peers.rank))
         elif contract.weighs:
-            model.weigh(float(n > 0))
+            model.gradients.weigh(float(n > 0))
 
     def synchronize(self) -> None:
         """Collective where ranks average gradients. Average those that are not averaged yet, before a step uses them.
@@ -261,7 +263,8 @@ class _Evaluating(_Distributed):
             raise rules.error("such an optimiser is given no closure", optimizer=type(self).__name__)
         strategy = self.strategy
         self._require_own_step(strategy)
-        frozen = strategy.model.look().frozen
+        strategy.model.refresh()
+        frozen = next((slot.name for slot in strategy.model.slots if not slot.tensor.requires_grad), None)
         if frozen is not None:
             rules.refuse("a layer is frozen later", strategy, name=frozen)
         self.attachment.record, loss = strategy.minimise(self.attachment.local_step, closure)
@@ -425,7 +428,7 @@ def _flat(
     own = [p for group in optimizer.param_groups for p in group["params"]]
     names = {id(p): name for name, p in model.named_parameters()}
     for other in others:
-        taken = set(map(id, other.strategy.model.parameters()))
+        taken = {id(slot.tensor) for slot in other.strategy.model.slots}
         twice = next((names.get(id(p), "a parameter") for p in own if id(p) in taken), None)
         if twice is not None:
             raise rules.error("two optimisers have one parameter", name=twice)

@@ -6,6 +6,7 @@ parameters and buffers that a rank has, of the optimiser's state, and of the sha
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from hpcdist.checkpoint import Slice, SlicePlace
 from hpcdist.config.merge import by_value
 from hpcdist.errors import CheckpointError
 from hpcdist.model.flat import FlatModel
-from hpcdist.model.slots import describe_difference
+from hpcdist.model.slots import Slot, describe_difference, unwrapped
 from hpcdist.parallel.agreement import PartOfModel
 from hpcdist.strategies import Strategy
 from hpcdist.strategies.base import name_of
@@ -53,23 +54,24 @@ class ParameterLayout:
 
     Attributes:
         also: other names of tied tensors, each with the one that counts.
+        names: in the whole model, by the tensors' ids.
         places: of this rank's tensors by name, see `_Stretch.own`.
     """
 
     def __init__(self, model: FlatModel):
-        described, module = model.layout(), model.module
+        module = model.module
+        slots = {"params": model.slots, "frozen": model.frozen_slots, "buffers": model.flat_buffers.slots}
+        names = {id(slot.tensor): slot.name for own in slots.values() for slot in own}
+        tied = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        known = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
         parts = module.describe_parts() if isinstance(module, PartOfModel) else {}
         rank = module.grid.stage if isinstance(module, PartOfModel) else 0
-        self._model, self._names = model, {name: part["of"] for name, part in parts.items()}
-        self.also: dict[str, str] = described["also"]
-        self._beside = [self._names.get(name, name) for name in described["beside"]]
-        self._stretches = {kind: [_stretch(slot, parts, rank) for slot in described[kind]] for kind in KINDS}
+        self._model, whole = model, {name: part["of"] for name, part in parts.items()}
+        self.also = {name: names[id(t)] for name, t in unwrapped(module, tied) if name != names.get(id(t), name)}
+        self.names = {number: whole.get(name, name) for number, name in names.items()}
+        self._beside = [name for number, name in self.names.items() if number not in known]  # such as of a loss
+        self._stretches = {kind: [_stretch(slot, parts, rank) for slot in slots[kind]] for kind in KINDS}
         self.places = {each.own.name: each.own for kind in KINDS for each in self._stretches[kind]}
-
-    def name_of(self, parameter: Tensor) -> str | None:
-        """Return a parameter's name in the whole model."""
-        name = self._model.name_of(parameter)
-        return None if name is None else self._names.get(name, name)
 
     def about(self) -> dict[str, Any]:
         """Describe what names alone do not say."""
@@ -125,22 +127,20 @@ def _same_place(named: Mapping[str, Slice], place: SlicePlace) -> Tensor:
     return found.tensor
 
 
-def _stretch(slot: Sequence[Any], parts: Mapping[str, Mapping[str, Any]], rank: int) -> _Stretch:
-    """Return the places of a tensor, see `Slot.place`, which may be a part of one, see `describe_parts`."""
-    name, group, start, stop, dtype, shape = slot
-    own = SlicePlace.whole(name, tuple(shape))
-    if name in parts:
-        part = parts[name]
+def _stretch(slot: Slot, parts: Mapping[str, Mapping[str, Any]], rank: int) -> _Stretch:
+    """Return the places of a tensor, which may be a part of one, see `describe_parts`."""
+    shape = tuple(slot.shape)
+    own = SlicePlace.whole(slot.name, shape)
+    if slot.name in parts:
+        part = parts[slot.name]
         whole = tuple(part["shape"])
-        offset, size = (None, tuple(min(s, w) for s, w in zip(shape, whole))) if part["dims"] is None else (
-            _box(part, rank)
-        )  # fmt: skip
-        own = SlicePlace(part["of"], whole, offset, size, tuple(shape))
+        offset, size = (None, tuple(map(min, shape, whole))) if part["dims"] is None else _box(part, rank)
+        own = SlicePlace(part["of"], whole, offset, size, shape)
     place = own
-    if "complex" in dtype:
+    if slot.dtype.is_complex:
         offset = None if own.offset is None else (*own.offset, 0)
         place = SlicePlace(own.name, (*own.shape, 2), offset, (*own.size, 2), (*own.part, 2))
-    return _Stretch(group, start, stop, place, own)
+    return _Stretch(slot.group, slot.start, slot.stop, place, own)
 
 
 def _box(part: Mapping[str, Any], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -203,7 +203,7 @@ def _optimizer_state(optimizer: Any, layout: ParameterLayout) -> dict[str, Any]:
 def order_of(optimizer: Any, layout: ParameterLayout) -> list[str]:
     """Return the names of the optimiser's parameters, in its order."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [layout.name_of(parameter) or f"optimizer parameter {i}" for i, parameter in enumerate(parameters)]
+    return [layout.names.get(id(parameter), f"optimizer parameter {i}") for i, parameter in enumerate(parameters)]
 
 
 def places_of(state: Callable[..., Any]) -> list[SlicePlace]:
@@ -276,8 +276,9 @@ def _numbered(optimizer: Any, layout: ParameterLayout, saved: Mapping[str, Any])
 
 def require_same_model(saved: object, model: FlatModel, path: Path) -> None:
     """Check that a saved model's description is this run's own; raise CheckpointError with the first difference."""
-    if saved not in (model.description(), model.signature()):  # the latter in checkpoints of before
-        difference = describe_difference(model.description(), str(saved), "here", "there")
+    own = model.description()
+    if saved not in (own, hashlib.sha256(own.encode()).hexdigest()):  # the latter in checkpoints of before
+        difference = describe_difference(own, str(saved), "here", "there")
         raise CheckpointError(
             f"model must be that of the checkpoint to resume from it; got another one than in {path}: {difference}. "
             "Resume with the configuration of that run, or start anew in another output folder."

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
-from hpcdist.model.passes import Passes
+from hpcdist.model.gradients import Gradients
 from hpcdist.session import rules
 from hpcdist.strategies import Strategy
 
@@ -17,8 +17,8 @@ from hpcdist.strategies import Strategy
 class _Ranks:
     """The ranks that a layer normalises over. Copies of the layer share them; a saved one has none."""
 
-    def __init__(self, comm: Communicator | None = None, passes: Passes | None = None):
-        self.comm, self.passes = comm, passes  # the latter knows the batch's weight
+    def __init__(self, comm: Communicator | None = None, gradients: Gradients | None = None):
+        self.comm, self.gradients = comm, gradients  # the latter knows the batch's weight
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
         return self
@@ -46,10 +46,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         uses_batch = self.training or self.running_mean is None
-        comm, passes = self.ranks.comm, self.ranks.passes
-        if not uses_batch or comm is None or passes is None or comm.size == 1:
+        comm, gradients = self.ranks.comm, self.ranks.gradients
+        if not uses_batch or comm is None or gradients is None or comm.size == 1:
             return self._normalise_alone(input, uses_batch)
-        weight = passes.weight if passes.weighs else float(passes.weight > 0)
+        weight = gradients.weight if gradients.weighs else float(gradients.weight > 0)
         how = self.weight, self.bias, self.eps, weight, comm
         output, mean, variance, count = _Normalise.apply(input, *how)  # type: ignore[no-untyped-call]
         if self.training and self.running_mean is not None:

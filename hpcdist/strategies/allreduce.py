@@ -127,11 +127,11 @@ class AllReduce(Strategy):
         self._averaging = Averaging(self._calls, config.algorithm, config.provider, model, self._note_nonfinite)
         self._alone = comm.size == 1 and not config.provider
         if self._alone:
-            model.gradients.leave()
+            model.keep_gradients(None)
         elif not (config.provider or config.compression):
             shared = self._calls.shared_zeros(model.params)
             if shared is not None:
-                model.gradients.move(shared)
+                model.keep_gradients(shared)
         self._compressed: Reduction | None = None
         if config.compression and comm.size > 1:
             self._compressed = Reduction(self._calls.comm, config.compression, model.grads, spans(model))
@@ -146,16 +146,14 @@ class AllReduce(Strategy):
         # Of steps without and with overlap; its `way` is the number of one of these.
         self._trial = Trial(comm, 2, **TRIALS) if config.overlap == "auto" and overlaps else None
         self._merged_s = comm.now()
-        model.gradients.announcer.callback = self._averaging.begin
+        model.gradients.on_bucket = self._averaging.begin
         model.gradients.on_end = self._backward_ended
         self._arm(overlapped=config.overlap == "on" and overlaps)
 
     def _arm(self, overlapped: bool) -> None:
         """Choose whether the next gradients are reduced during the backward pass."""
         self._overlapped = overlapped
-        self.model.gradients.announcer.begin(
-            announce=overlapped and not self._accumulates, passes=self.config.accumulation
-        )
+        self.model.gradients.announce(early=overlapped and not self._accumulates, passes=self.config.accumulation)
 
     def _note_nonfinite(self, bucket: Bucket) -> None:
         """Note gradients that are not finite, and what they are on this rank, before they are averaged."""
@@ -214,11 +212,10 @@ class AllReduce(Strategy):
             bad, self._merged = self._merged or {}, None
             return bad
         self.model.gradients.collect()
-        return self._nonfinite_here()
+        return self._found(self.gradients.look(again=True))
 
-    def _nonfinite_here(self) -> dict[int, list[str]]:
-        """Name the parameters whose gradient on this rank is not finite, unless that is to be ignored."""
-        names = [] if self.gradients.ignores_nonfinite else self.model.gradients.nonfinite()
+    def _found(self, names: list[str]) -> dict[int, list[str]]:
+        """Return names of this rank's parameters by ranks."""
         return {self.comm.rank: names} if names else {}
 
     def advance(self, update: Update) -> Outcome:
@@ -231,7 +228,9 @@ class AllReduce(Strategy):
         bad = self._averaged()
         looked = self.config.on_nonfinite != "ignore" or self.gradients.ignores_nonfinite  # else a GradScaler skips
         if self.gradients.changed or not looked:
-            found = self._nonfinite_here()  # the loop may have mended them, or spoilt them, alike on all ranks
+            found = self._found(
+                self.gradients.look(again=True)
+            )  # the loop may have mended them, or spoilt them, alike on all ranks
             bad = found and (bad or found)
         if self.stages is not None and not self.gradients.ignores_nonfinite:
             bad = self.stages.nonfinite(bad)
@@ -289,7 +288,7 @@ class AllReduce(Strategy):
     def _unfreeze(self) -> None:
         """Train parameters that the loop has unfrozen since the last step."""
         if self._overlapped:
-            self.model.gradients.flush()
+            self.model.gradients.collect(last=True)
             self._averaging.wait()
         self.model.lay_out_again()  # what is averaged already stays so when it is averaged again
         self._agreement.forget()
@@ -297,11 +296,10 @@ class AllReduce(Strategy):
 
     def _average(self) -> Tensor:
         """Collective. Average gradients, or wait for the thread that does; tell which parameters have one here."""
+        used = self.model.gradients.collect(last=self._overlapped)
         if not self._overlapped:
-            used = self.model.gradients.collect()
-            self._averaging.now(self.model.gradients.announcer.buckets)
+            self._averaging.now(self.model.gradients.buckets)
             return used
-        used = self.model.gradients.flush()
         start = self.comm.now()
         with self.comm.trace.span("wait for buckets", "wait"):
             self._averaging.wait()

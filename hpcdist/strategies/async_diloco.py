@@ -134,20 +134,14 @@ class _PeriodWorker(Worker):
         self._since_s: float | None = None  # the end of the step before; None where a pause lies between
 
     def step(self, update: Update) -> Outcome:
-        strategy = self.strategy
-        used = self.model.gradients.collect()
-        skipped, waited_for = self.left_out(), dict[int, float]()
-        if not skipped:
-            strategy.gradients.clip()
-            strategy.gradients.note(used)
-            update()
+        local, waited_for = self.strategy.gradients.step_alone(update), dict[int, float]()
         self.done += 1
-        self.gradients += len(strategy.gradients.staleness(skipped))
+        self.gradients += len(local.staleness)
         self._time()
         if self.done >= self.steps:
             waited_for = self._exchange()
-            self._since_s = strategy.comm.now()
-        return Outcome(self.replica.clock, event=skipped, waited_for=waited_for)
+            self._since_s = self.strategy.comm.now()
+        return Outcome(self.replica.clock, event=local.event, waited_for=waited_for)
 
     def _exchange(self) -> dict[int, float]:
         """Push the way of this period, and begin the next one at what the servers have; return who was waited for."""
@@ -194,7 +188,7 @@ class _WayServer(Server):
         self._momentum = state.sharded("momentum", like, reshard="first", ranges=ranges)
         self._sum = state.sharded("sum", like, ranges=ranges)
         self.count = state.value("count", 0, self)  # pushes since the last step of the momentum
-        self._used = state.flags("pushed", torch.zeros(len(strategy.model.names), dtype=torch.bool))  # in any of them
+        self._used = state.flags("pushed", torch.zeros(len(strategy.model.slots), dtype=torch.bool))  # in any of them
 
     def master(self) -> list[Tensor]:
         return self._params

@@ -15,7 +15,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.pieces import some_values
 from hpcdist.config import Settings
 from hpcdist.errors import RankFailedError, refuse_former
-from hpcdist.model.flat import FlatModel, LoopChanges
+from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters, require_equal_values
 from hpcdist.parallel.agreement import Agreement
 from hpcdist.records import StepRecord
@@ -158,7 +158,7 @@ class Strategy(abc.ABC):
         if self.adds_up:  # a mean of p times the gradients is their sum; servers don't divide
             model.gradients.weigh_alike(comm.size if self.contract.updates == "here" else 1.0)
         if not self.contract.reads_gradients:
-            model.gradients.leave()
+            model.keep_gradients(None)
         spread_model(comm, model)
         if comm.trace.timeline is not None:
             comm.trace.timeline.role = "worker" if self.is_worker else "server"
@@ -214,7 +214,7 @@ class Strategy(abc.ABC):
 
     # --- what the loop calls --------------------------------------------------------------------------------------
     def step(
-        self, update: Update, *, skips: bool = False, unscale: float | None = None, look: LoopChanges | None = None
+        self, update: Update, *, skips: bool = False, unscale: float | None = None, changed: bool | None = None
     ) -> StepRecord:
         """Take one step of a worker, and return its record. Collective for synchronous strategies.
 
@@ -223,18 +223,22 @@ class Strategy(abc.ABC):
         Args:
             skips: leaves the update out where gradients are not finite, whatever `on_nonfinite` says.
             unscale: gradients are multiplied by it first; for a loss that was scaled.
-            look: of the model, where the caller has taken it.
+            changed: the loop has changed gradients since the backward pass; None: they are looked at here.
 
         Raises:
             ConfigError: the module is not the one that was wrapped any more.
             NonFiniteError: a gradient is not finite, and `on_nonfinite` is "stop".
             MismatchError: hyper-parameters of a synchronous strategy differ between ranks.
         """
-        look = look or self.model.look()
+        if changed is None:
+            self.model.refresh()
+            changed = self.model.gradients.changed()
         self.model.flat_buffers.restore()
-        self.gradients.begin(self.steps + 1, skips, changed=look.changed and unscale is None)
+        self.gradients.begin(self.steps + 1, skips, changed=changed and unscale is None)
         if unscale is not None:
-            self.model.gradients.unscale(unscale)
+            for slot in self.model.slots:
+                if slot.tensor.grad is not None:
+                    slot.tensor.grad.mul_(unscale)
         if self._compared and self._compares():
             require_equal_values(self.comm, self.hyperparameters, self.steps + 1, self.model.gradients.batch)
             update = self.hyperparameters.noting(update)

@@ -85,7 +85,8 @@ class D2(Strategy):
         """Multiply c by ηₜ/ηₜ₋₁; after a step with a rate of 0 begin anew, as at the first step."""
         now = rates(self.model, self.optimizer)
         if self.rates:
-            for (_, part), rate, before in zip(self.model.views(self._changed), now, self.rates, strict=True):
+            for slot, rate, before in zip(self.model.slots, now, self.rates, strict=True):
+                part = slot.view(self._changed)
                 if not before:
                     part.zero_()
                 elif rate != before:

@@ -64,7 +64,8 @@ class Dion(OwnStep):
 
     def _require_others(self) -> None:
         """Raise ConfigError unless each of `others` names a parameter, of any stage; a frozen one may train later."""
-        known = [*dict.fromkeys([*self.model.names, *(name for name, _ in self.model.module.named_parameters())])]
+        names = [*(slot.name for slot in self.model.slots), *(n for n, _ in self.model.module.named_parameters())]
+        known = [*dict.fromkeys(names)]
         if self.stages is not None and self.config.others:
             known = [name for of_stage in self.stages.comm.gather(known) for name in of_stage]
         for pattern in self.config.others:
@@ -83,7 +84,7 @@ class Dion(OwnStep):
         self._average([one.views[0] for one in others])
         self._step_matrices(matrices)
         is_other, present = {one.name for one in others}, self.model.gradients.present()
-        self.model.gradients.release([name in is_other for name in self.model.names])
+        self.model.gradients.release([slot.name in is_other for slot in self.model.slots])
         update()
         self.model.gradients.release(present)
 

@@ -149,7 +149,7 @@ class _Worker(Worker):
     def __init__(self, strategy: Downpour):
         super().__init__(strategy)
         self._sum = strategy.state.sharded("sum", self.model.grads)
-        self._used = strategy.state.flags("used", torch.zeros(len(self.model.names), dtype=torch.bool), False)
+        self._used = strategy.state.flags("used", torch.zeros(len(self.model.slots), dtype=torch.bool), False)
         self._config = strategy.config
         first = self.place.rank == self.place.roles.workers[0]
         self._begins_late = self._config.warm_start > 0 and not first
@@ -158,7 +158,7 @@ class _Worker(Worker):
         strategy, config = self.strategy, self._config
         if self._begins_late and strategy.steps == 0:
             return self._begin_late()
-        used, skipped = self.model.gradients.collect(), self.left_out()
+        used, skipped = self.model.gradients.collect(), strategy.gradients.left_out()
         if not skipped:
             strategy.gradients.clip()
             for total, grad in zip(self._sum, self.model.grads, strict=True):

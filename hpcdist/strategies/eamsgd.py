@@ -29,7 +29,7 @@ class Nesterov(Motion):
         return [torch.sub(params, velocity, alpha=self._momentum) for params, velocity in ahead]
 
     def step(self, update: Update) -> None:
-        if not self._model.gradients.contributes:
+        if not self._model.gradients.mean_weight:
             update()
             return
         with torch.no_grad(), self._model.leave_alone(self._model.gradients.present(), self._velocity):

@@ -53,7 +53,7 @@ class GradientTracking(Strategy):
         self._mixing = Mixing(comm, topology, overlap=False)
         like = model.params if comm.size > 1 else []
         # With the first part of y go two flags of each parameter: it has a gradient now; it has one on some ranks only.
-        flags = 2 * len(model.names)
+        flags = 2 * len(model.slots)
         self._sent = [x.new_zeros(len(x) + (0 if place else flags)) for place, x in enumerate(like)]
         tracked = [sent[: len(x)] for sent, x in zip(self._sent, like)]
         self._flags = self._sent[0][len(like[0]) :].view(2, -1) if like else torch.empty(2, 0)
@@ -85,16 +85,16 @@ class GradientTracking(Strategy):
         here = own > 0
         self._mixing.mix((*params, *self._sent), step)
         seen = own > 0
-        if self.model.gradients.contributes:
+        if self.model.gradients.mean_weight:
             uneven.copy_((uneven > 0) | (seen & ~here))
-        trainable = torch.tensor([p.requires_grad for p in self.model.parameters()]).to(seen.device)
+        trainable = torch.tensor([slot.tensor.requires_grad for slot in self.model.slots]).to(seen.device)
         return (seen | ((uneven > 0) & trainable)).tolist()
 
     def _step(self, update: Update, used: Sequence[bool]) -> None:
         """Let the optimiser step along y; afterwards the gradients are this rank's own again."""
         own = []
-        tracked, before = (self.model.views(flats) for flats in (self._tracked, self._before))
-        for (parameter, along), (_, last), steps in zip(tracked, before, used, strict=True):
+        for slot, steps in zip(self.model.slots, used, strict=True):
+            parameter, along, last = slot.tensor, slot.view(self._tracked), slot.view(self._before)
             gradient = parameter.grad
             own.append((parameter, gradient))
             along.sub_(last)

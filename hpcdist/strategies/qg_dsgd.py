@@ -62,22 +62,20 @@ class QGDSGD(Strategy):
         self._mixing.mix(self.model.params, self.steps)
         for x, was in zip(self.model.params, before, strict=True):
             was.sub_(x)
-        moved, kept = self.model.views(before), self.config.memory
+        kept = self.config.memory
         with self.model.leave_alone(self.model.gradients.present(), self._momentum):
-            for (_, momentum), (_, move), rate in zip(
-                self.model.views(self._momentum), moved, rates(self.model, local), strict=True
-            ):
+            for slot, rate in zip(self.model.slots, rates(self.model, local), strict=True):
                 if rate:
-                    momentum.mul_(kept).add_(move, alpha=(1 - kept) / rate)
+                    slot.view(self._momentum).mul_(kept).add_(slot.view(before), alpha=(1 - kept) / rate)
         return outcome
 
     def _step(self, local: torch.optim.Optimizer, update: Update) -> None:
         """Let SGD step with m̂ in the place of its own momentum."""
         has = {parameter for group in local.param_groups if group["momentum"] for parameter in group["params"]}
-        for parameter, momentum in self.model.views(self._momentum):
-            if parameter in has:
-                state: dict[str, Any] = local.state[parameter]
-                buffer = state.get("momentum_buffer")
+        for slot in self.model.slots:
+            if slot.tensor in has:
+                state: dict[str, Any] = local.state[slot.tensor]
+                buffer, momentum = state.get("momentum_buffer"), slot.view(self._momentum)
                 state["momentum_buffer"] = momentum.clone() if buffer is None else buffer.copy_(momentum)
         update()
 

@@ -128,8 +128,8 @@ class SlowMo(Periodic):
 
     def inner_step(self, update: Update) -> Outcome:
         if not self.alone:
-            for name, rate in zip(self.model.names, rates(self.model, self.optimizer), strict=True):
-                self.rates[name] = rate or self.rates.get(name, 0.0)
+            for slot, rate in zip(self.model.slots, rates(self.model, self.optimizer), strict=True):
+                self.rates[slot.name] = rate or self.rates.get(slot.name, 0.0)
         if self._base is None:
             return super().inner_step(update)
         self._base.steps = self.steps
@@ -151,11 +151,10 @@ class SlowMo(Periodic):
 
     def move(self, fragment: Fragment) -> None:
         alpha, beta = self.config.slow_lr, self.config.slow_momentum
-        of_all = (self.model.views(flats) for flats in (self.common, self.momentum, self.mean))
-        for (_, x), (_, slow), (_, way), name in zip(*of_all, self.model.names, strict=True):
-            if rate := self.rates[name]:  # else it has never moved
-                slow.mul_(beta).add_(way, alpha=1 / rate)
-                x.add_(slow, alpha=-alpha * rate)
+        for slot in self.model.slots:
+            if rate := self.rates[slot.name]:  # else it has never moved
+                slow = slot.view(self.momentum).mul_(beta).add_(slot.view(self.mean), alpha=1 / rate)
+                slot.view(self.common).add_(slow, alpha=-alpha * rate)
 
     def _settle_state(self) -> None:
         """Collective where it averages. Keep, forget or average the local optimiser's state."""

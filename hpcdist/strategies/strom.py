@@ -152,7 +152,7 @@ class Strom(Strategy):
         for own, old in zip(self.model.params, self._old, strict=True):
             for new, before in alongside(own, old):
                 new.sub_(before).mul_(share)
-        trained = [parameter.requires_grad for parameter in self.model.parameters()]
+        trained = [slot.tensor.requires_grad for slot in self.model.slots]
         for link in self._links:  # which also passes on what others have sent, so that all but frozen parameters go on
             with only_used(link.feedbacks, trained):
                 encoded = zip(link.feedbacks, self.model.params, strict=True)

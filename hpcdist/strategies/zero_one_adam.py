@@ -66,7 +66,7 @@ class ZeroOneAdam(AdamStep):
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
-        model.gradients.move([torch.zeros_like(flat) for flat in model.params])  # which are averaged at first
+        model.keep_gradients([torch.zeros_like(flat) for flat in model.params])  # which are averaged at first
         self._mean = TwoWayMean(self.calls.comm, config.compression, model.params, spans(model))
         state = self.state
         state.two_way("mean", self._mean, resets=True)
@@ -124,7 +124,7 @@ class ZeroOneAdam(AdamStep):
 
     def _agree(self) -> list[bool]:
         """Collective. Average rates and decays over the ranks that have stepped; tell which parameters any has."""
-        names = self.model.names
+        names = [slot.name for slot in self.model.slots]
         rows = [[float(name in self.rates), self.rates.get(name, 0.0), self.decays.get(name, 0.0)] for name in names]
         sums = torch.tensor(rows, dtype=torch.float64)
         self.comm.allreduce(sums.view(-1))

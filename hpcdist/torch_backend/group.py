@@ -32,7 +32,7 @@ from hpcdist.comm.transfer import TAG_LIMIT, Closed
 from hpcdist.comm.waiting import wait_until
 from hpcdist.comm.work import NO_LIMIT, Work
 from hpcdist.errors import ConfigError, DeadlineError, WorldError
-from hpcdist.model.passes import uncompiled
+from hpcdist.model.gradients import uncompiled
 
 OPERATIONS = {
     ReduceOp.SUM: "sum",

@@ -88,7 +88,7 @@ class Trainer:
         curves = Curves(config, comm, speakers, self.strategy_options, self.optimizer, output, tuple(job.metrics))
         self.log = RunLog(output, config, comm, self.position, self.milestones, report, curves, self.device)
         self._skipped = 0  # steps in a row
-        self._save_s = 3 * self.model.n_bytes / SAVED_BYTES_S  # with two moments; a guess
+        self._save_s = 3 * sum(flat.nbytes for flat in self.model.params) / SAVED_BYTES_S  # with two moments; a guess
         self._evaluate_s = 0.0
         self.standing = Standing(job, config)
         leaves, self.leaving = config.leave.enabled, None

@@ -155,9 +155,9 @@ class StagedReplica(JobReplica):
         numbers = [number for stage in pipeline.stages for number in pipeline.cut.layers(stage)]
         layers = dict(zip((name for name, _ in pipeline.named_children()), numbers, strict=True))
         mine = [
-            (layers[name.partition(".")[0]], str(params[group].dtype), start, stop)
-            for parameter, (name, group, start, stop, _) in zip(model.parameters(), model.named_slices(), strict=True)
-            if id(parameter) not in repeated
+            (layers[slot.name.partition(".")[0]], str(params[slot.group].dtype), slot.start, slot.stop)
+            for slot in model.slots
+            if id(slot.tensor) not in repeated
         ]
         parts = [(*part, rank) for rank, parts in enumerate(inner.gather(mine)) for part in parts]
         parts.sort(key=lambda part: part[0])  # by layer; stable

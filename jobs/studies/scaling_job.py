@@ -34,7 +34,7 @@ class Perceptron:
 
     def __init__(self, model: FlatModel, rate: float, momentum: float):
         if model.grads:
-            model.gradients.release([True] * len(model.names))  # gradients lie in flat memory from the first step on
+            model.gradients.release([True] * len(model.slots))  # gradients lie in flat memory from the first step on
         grads = model.grads[0] if model.grads else _lay_gradients(model)
         self._rate, self._momentum = rate, momentum
         self._flat, self._flat_grads = model.params[0].detach().numpy(), grads.numpy()

@@ -41,7 +41,7 @@ def params(state) -> dict:
 def take_up(strategy, ranks) -> dict:
     """Collective. Let a strategy of another world go on from the states of these ranks."""
     state = resharded(strategy, ranks)
-    for (_, view), (_, tensor) in zip(strategy.model.views(strategy.model.params), params(state).items()):
-        view.copy_(tensor)
+    for slot, tensor in zip(strategy.model.slots, params(state).values()):
+        slot.view(strategy.model.params).copy_(tensor)
     restore_strategy(strategy, state["strategy"])
     return state

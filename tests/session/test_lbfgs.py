@@ -47,7 +47,7 @@ def _train(comm, search, sizes, **options):
     begin = sum(sizes[: comm.rank])
     indices, losses, seen = range(begin, begin + sizes[comm.rank]), [], []
     for _ in range(STEPS):
-        optimizer.strategy.model.begin_batch(sizes[comm.rank] * len(sizes) / sum(sizes))
+        optimizer.strategy.model.gradients.begin_batch(sizes[comm.rank] * len(sizes) / sum(sizes))
         if len(indices):
             losses.append(optimizer.step(_closure(optimizer, module, indices, seen)).item())
         else:

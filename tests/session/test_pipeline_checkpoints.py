@@ -225,8 +225,7 @@ def unsent(optimizer):
     """What this rank's compression has not sent yet, by name; nothing on ranks that do not compress."""
     state = optimizer.strategy.state.save()
     flats = next(state[key] for key in ("link.residual", "requests.whole", "compressed.residual") if key in state)
-    places = optimizer.strategy.model.layout()["params"]
-    return {name: flats[group][start:stop].clone() for name, group, start, stop, *_ in places if flats}
+    return {slot.name: slot.view(flats).flatten().clone() for slot in optimizer.strategy.model.slots if flats}
 
 
 def totals(found):

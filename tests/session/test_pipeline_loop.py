@@ -82,7 +82,7 @@ def test_gradients_leave_while_the_last_micro_batch_is_on_its_way_back(ranks, sc
             passes_ended.append(strategy._passes)
             begin(bucket)
 
-        strategy.model.gradients.announcer.callback = note
+        strategy.model.gradients.on_bucket = note
         x, y = next(iter(hd.shard(batches(2))))
         model.step(x, y)
         hd.finish(model)

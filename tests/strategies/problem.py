@@ -12,12 +12,15 @@ from torch import Tensor, nn
 
 from harness import loops
 from hpcdist import strategies
+from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.data import EpochPlan
+from hpcdist.model.buckets import Bucket
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import StepRecord
 from hpcdist.session.loader.period import joint_batch
+from hpcdist.strategies.common.gradients import LocalGradients
 from hpcdist.strategies.common.state import copy_all
 
 SAMPLES, FEATURES = 240, 6
@@ -93,6 +96,11 @@ LONG_PERIODS = [name for name in stepping() if _period(name) > 20]  # longer tha
 def load(module: nn.Module, params: Collection[Tensor]) -> None:
     """Copies flat parameters into a module."""
     copy_all(FlatModel(module).params, params)
+
+
+def nonfinite(model: FlatModel, bucket: Bucket | None = None) -> list[str]:
+    """The parameters whose gradient is not finite, as a strategy finds them."""
+    return LocalGradients(Alone(), model, "stop", None, None).look(bucket)
 
 
 def make(
@@ -202,7 +210,7 @@ def epoch(
 
     def backward(step: int) -> None:
         sizes = plan.sizes(step)
-        strategy.model.begin_batch(sizes[worker] * len(sizes) / sum(sizes))
+        strategy.model.gradients.begin_batch(sizes[worker] * len(sizes) / sum(sizes))
         if strategy.contract.batch == "portions":
             joint[:], strategy.joint = joint_batch(plan, step, worker, strategy.config)
             return

@@ -68,7 +68,7 @@ def asynchronous(arrivals, workers, *, optimizer, samples, batch=4):
                 raise AssertionError(f"request {request} isn't the gradient at the parameters of its clocks {known}")
             _load(models[s], history[s][-1], ranges[s])
             models[s].grads[0].copy_(gradient)
-            models[s].gradients.release([True] * len(models[s].names))
+            models[s].gradients.release([True] * len(models[s].slots))
             optimizers[s].step()
             history[s].append(models[s].params[0][slice(*ranges[s])].clone())
             count[s][source] += 1

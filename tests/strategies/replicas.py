@@ -62,8 +62,8 @@ def go(strategy, local, steps: range) -> tuple[list[Tensor], list]:
 
 def stay(strategy, local) -> None:
     """Takes a step in which this rank does not move by itself."""
-    for parameter in strategy.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    for slot in strategy.model.slots:
+        slot.tensor.grad = torch.zeros_like(slot.tensor)
     strategy.step(local.step)
 
 

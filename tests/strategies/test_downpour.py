@@ -146,7 +146,7 @@ def test_it_pushes_and_fetches_when_it_should(servers):
         for server in range(servers):
             kinds = {kind: counts[server, worker, kind] for kind in (PUSH, FETCH, GRADIENT, PAUSE)}
             assert kinds == {PUSH: 8, FETCH: 4, GRADIENT: 2, PAUSE: 1}
-    n_bytes, word, names = problem.FlatModel(problem.model()).n_bytes, 8, 4
+    n_bytes, word, names = sum(flat.nbytes for flat in problem.FlatModel(problem.model()).params), 8, 4
     for run in runs[servers:]:
         pushes = 10 * n_bytes + servers * names  # which parameters have a gradient is told once, as it stays the same
         requests = 14 * servers * 6 * word  # kind, weight, number of clocks, clock; ticket drawn and raised

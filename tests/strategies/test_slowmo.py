@@ -114,8 +114,8 @@ def test_without_slow_momentum_the_mean_follows_that_of_the_base(ranks, name):
         strategy, local = replicas.make(comm, name, options, "sgd")
         found = []
         for _ in range(STEPS):
-            for place, parameter in enumerate(strategy.model.parameters()):
-                parameter.grad = torch.full_like(parameter, (comm.rank + 1.0) * (place + 1.0))
+            for place, slot in enumerate(strategy.model.slots):
+                slot.tensor.grad = torch.full_like(slot.tensor, (comm.rank + 1.0) * (place + 1.0))
             strategy.step(local.step)
             found.append(strategy.model.params[0].clone())
         strategy.pause()

@@ -219,12 +219,12 @@ class Blocks(nn.Module):
 @each("order", ["strided", "sequential"])
 def test_layers_are_the_members_of_the_longest_list(order):
     model = FlatModel(Blocks(5))
-    names = [name for name, *_ in model.named_slices()]
+    names = [slot.name for slot in model.slots]
     found = []
     for fragment in cut(model, 2, order):
         (taken,) = fragment.take([torch.arange(len(model.params[0]))])
         places = set(taken.tolist())
-        found.append({name.removesuffix(".weight") for name, _, start, *_ in model.named_slices() if start in places})
+        found.append({slot.name.removesuffix(".weight") for slot in model.slots if slot.start in places})
         assert sum(span.stop - span.start for span in fragment.spans[0]) == len(taken)
     layers = [[0, 3], [1, 4], [2]] if order == "strided" else [[0, 1], [2, 3], [4]]
     for names_of, own in zip(found, layers, strict=True):

@@ -74,4 +74,4 @@ class Epoch:
 
 def _distributed() -> set[int]:
     """Return the ids of the parameters that DistributedOptimizers train."""
-    return {id(p) for optimizer in current().optimizers for p in optimizer.strategy.model.parameters()}
+    return {id(slot.tensor) for optimizer in current().optimizers for slot in optimizer.strategy.model.slots}

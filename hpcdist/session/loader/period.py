@@ -63,13 +63,13 @@ def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when
     try:
         for batch, weight, ends_epoch in batches:
             for strategy in strategies:
-                strategy.model.begin_batch(weight, ends_epoch=ends_epoch)
+                strategy.model.gradients.begin_batch(weight, ends_epoch=ends_epoch)
             with strategies[0].comm.trace.span(f"step {strategies[0].steps + 1}", "step"):
                 yield batch
         pauses = True
     finally:
         for strategy in strategies:
-            strategy.model.end_batches()
+            strategy.model.gradients.end_batches()
         for optimizer in optimizers if pauses else ():
             optimizer.strategy.pause()
             optimizer.attachment.seen = None  # until the next epoch the loop may change parameters

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hpcdist.comm.communicator import Communicator
 from hpcdist.data.labels import labels_of
 from hpcdist.data.sharding import EpochPlan
-from hpcdist.model.passes import Passes
+from hpcdist.model.gradients import Gradients
 from hpcdist.session import rules
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.consistency import begin_epoch, changed_marks, marks, require_same_loader
@@ -265,15 +265,15 @@ class ShardedLoader:
         for weighed in self._own(strategies, worker, len(workers)) if own else self._dealt(worker, len(workers)):
             self._weight = weighed.weight
             watched = [strategy.model.gradients for strategy in strategies if worker == 0 and weighed.weight != 1.0]
-            for passes in watched:
-                passes.on_begin = partial(self._look_at_calls, passes, shared_calls())
+            for gradients in watched:
+                gradients.on_begin = partial(self._look_at_calls, gradients, shared_calls())
             yield weighed
-            for passes in watched:
-                passes.on_begin = None
+            for gradients in watched:
+                gradients.on_begin = None
 
-    def _look_at_calls(self, passes: Passes, before: Mapping[Any, int]) -> None:
+    def _look_at_calls(self, gradients: Gradients, before: Mapping[Any, int]) -> None:
         """Say once that a loss may be weighed twice: by its batch's samples, and by a count of all ranks."""
-        if passes.weighs and not passes.weighed_by_loop and not self._shares and shared_calls() != before:
+        if gradients.weighs and not gradients.weighed_by_loop and not self._shares and shared_calls() != before:
             self._shares = True
             _log.warning(
                 "Batches of a step weigh by their numbers of samples, and the loop calls all ranks between a batch and "

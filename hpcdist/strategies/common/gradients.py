@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import cmath
+import functools
+import zlib
 from collections.abc import Callable
 
 import torch
@@ -12,9 +15,11 @@ from hpcdist.errors import NonFiniteError
 from hpcdist.model.buckets import Bucket
 from hpcdist.model.flat import FlatModel
 from hpcdist.parallel.agreement import Agreement, clip_gradients
+from hpcdist.records.digest import tensor_bytes
 from hpcdist.strategies.common.records import Outcome
 
 FIRST_STEPS = 2  # whose gradients are compared among ranks
+_PIECES = 256  # of a tensor, whose bits are summed apart, so that their order counts
 
 
 class LocalGradients:
@@ -40,7 +45,7 @@ class LocalGradients:
         self._comm, self._model, self._stages = comm, model, stages
         self.begin(1, False, changed=False)
         self.checksums: list[int] | None = None
-        self.used = torch.zeros(len(model.names), dtype=torch.bool)
+        self.used = torch.zeros(len(model.slots), dtype=torch.bool)
         self._looked: list[int] = []  # checksums of this step's gradients, perhaps bucket by bucket
 
     def begin(self, step: int, skips: bool, *, changed: bool) -> None:
@@ -48,14 +53,28 @@ class LocalGradients:
         self._step, self._skips, self.changed = step, skips or self.policy == "skip", changed
         self.ignores_nonfinite = self.policy == "ignore" and not skips
 
-    def look(self, bucket: Bucket | None = None) -> list[str]:
-        """Look at this rank's gradients, or those in `bucket`, before they are sent: name those not finite.
+    def look(self, bucket: Bucket | None = None, *, again: bool = False) -> list[str]:
+        """Name the parameters whose gradient on this rank, or in `bucket`, holds NaN or infinity.
 
-        Names none where these are ignored. In the first steps take a checksum, where it is wanted.
+        Names none if these are ignored. Reads the gradients once, as NaN and infinity survive in a sum. Only if the sum
+        is not finite (it may also overflow) is each gradient looked at. Waits for the device.
+
+        Args:
+            again: not before they are sent, when a checksum is taken in the first steps, where it is wanted.
         """
-        if self.checksums is not None and len(self.checksums) < FIRST_STEPS:
-            self._looked.append(self._model.gradients.checksum(bucket))
-        return [] if self.ignores_nonfinite else self._model.gradients.nonfinite(bucket)
+        flats = self._model.grads if bucket is None else [bucket.grads]
+        tensors = flats or [slot.tensor.grad for slot in self._model.slots if slot.tensor.grad is not None]
+        if not again and self.checksums is not None and len(self.checksums) < FIRST_STEPS:
+            self._looked.append(functools.reduce(_checksum, tensors, 0))
+        if self.ignores_nonfinite:
+            return []
+        sums = [tensor.sum() for tensor in tensors]
+        if len(sums) > 1 and not sums[0].is_cpu and len({each.device for each in sums}) == 1:
+            sums = list(torch.stack(sums).cpu())  # one wait for the device
+        if all(cmath.isfinite(each.item()) for each in sums):
+            return []
+        suspects = [(s.name, s.tensor.grad) for s in self._model.slots if bucket is None or s.name in bucket.params]
+        return [name for name, grad in suspects if grad is not None and not torch.isfinite(grad).all()]
 
     def done(self) -> None:
         """End the step: what is looked at from here on belongs to the next one."""
@@ -71,7 +90,7 @@ class LocalGradients:
         """
         if self.clip_norm is None:
             return
-        parameters, largest = self._model.parameters(), self.clip_norm * weight
+        parameters, largest = [slot.tensor for slot in self._model.slots], self.clip_norm * weight
         if self._stages is None:
             nn.utils.clip_grad_norm_(parameters, largest)
         else:
@@ -103,14 +122,14 @@ class LocalGradients:
             )
         return f"skipped: {text}"
 
+    def left_out(self) -> str | None:
+        """Collective in the replica. Return the event if its gradients are not finite, so that they are left out."""
+        bad = self.nonfinite()
+        return self.leave_out({self._comm.rank: bad}) if bad else None
+
     def staleness(self, left_out: object) -> tuple[int, ...]:
         """Return the staleness of this rank's own gradient, (0,); () if it was left out, or its batch weighs 0."""
-        return () if left_out or not self._model.gradients.contributes else (0,)
-
-    def note(self, used: Tensor) -> None:
-        """Note which parameters an update is about to move, bool, shape (parameters,)."""
-        if len(used) == len(self.used):  # else a layer was unfrozen, where nobody asks
-            self.used |= used
+        return (0,) if not left_out and self._model.gradients.mean_weight else ()
 
     def take_used(self, of: slice | list[int] = slice(None)) -> Tensor:
         """Return which parameters, all or these, have had a gradient since the last call: 1, or else 0."""
@@ -120,14 +139,27 @@ class LocalGradients:
 
     def step_alone(self, update: Callable[[], None]) -> Outcome:
         """Take the local optimiser's step on this rank's own gradient, left out where that is not finite."""
-        used = self._model.gradients.collect()
-        bad = self.nonfinite()
-        event = self.leave_out({self._comm.rank: bad}) if bad else None
-        if not bad:
+        used, event = self._model.gradients.collect(), self.left_out()
+        if event is None:
             self.clip()
-            self.note(used)
+            if len(used) == len(self.used):  # else a layer was unfrozen, where nobody asks
+                self.used |= used
             update()
-        return Outcome(clock=self._step, staleness=self.staleness(bad), event=event)
+        return Outcome(clock=self._step, staleness=self.staleness(event), event=event)
+
+
+def _checksum(before: int, tensor: Tensor) -> int:
+    """Continue a checksum by a tensor's bits; reads it twice where it lies, and copies no more than some sums."""
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
+    if not len(flat) or not torch.linalg.vector_norm(flat, torch.inf).item():
+        return before
+    share = 8 // flat.element_size()  # sums of 64-bit words are fast, and need a place where such a word may begin
+    flat = flat.clone() if flat.storage_offset() % share else flat
+    length = len(flat) // (share * _PIECES)
+    last = length * share * _PIECES
+    sums = flat[:last].view(torch.int64).view(_PIECES, length).sum(1)
+    data = sums.cpu().numpy().tobytes() + tensor_bytes(flat[last:]).tobytes()
+    return zlib.crc32(data, before)
 
 
 def shorten(names: list[str], limit: int = 3) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -29,19 +30,20 @@ def spread_model(comm: Communicator, model: FlatModel) -> None:
     _require_equal_models(comm, model)
     for tensor in (*model.params, *model.frozen, *model.buffers):
         comm.broadcast(tensor, 0)
-    for tensor in model.others():
+    own = {id(slot.tensor) for slot in (*model.slots, *model.frozen_slots)}
+    for tensor in (p.detach() for p in model.module.parameters() if id(p) not in own):  # which nobody trains here
         flat = tensor.contiguous().reshape(-1)
         comm.broadcast(flat, 0)
         tensor.copy_(flat.view(tensor.shape))
 
 
 def _require_equal_models(comm: Communicator, model: FlatModel) -> None:
-    signatures = comm.gather(model.signature())
+    text = model.description()
+    signatures = comm.gather(hashlib.sha256(text.encode()).hexdigest())
     odd = [rank for rank, signature in enumerate(signatures) if signature != signatures[0]]
     if not odd:
         return
-    text = model.description() if comm.rank in (0, odd[0]) else ""
-    descriptions = comm.gather(text)
+    descriptions = comm.gather(text if comm.rank in (0, odd[0]) else "")
     where = describe_difference(descriptions[0], descriptions[odd[0]], "on rank 0", f"on rank {odd[0]}")
     others = f", and those of {shorten([f'rank {rank}' for rank in odd[1:]])}," if odd[1:] else ""
     raise MismatchError(
@@ -70,7 +72,7 @@ def tell_differences(
     slots = [slot for slot in buffers.slots if buffers.kinds[slot.group] == "first"]
     if not slots or buffers.told:
         return
-    mine = [repr(sums([slot.view(flats[slot.group]).reshape(-1)])) for slot in slots] if counts else []
+    mine = [repr(sums([slot.view(flats).reshape(-1)])) for slot in slots] if counts else []
     found = comm.gather(mine)
     held = [found[rank] for rank in ranks if found[rank]]
     odd = [slot.name for slot, texts in zip(slots, zip(*held)) if len(set(texts)) > 1]

@@ -173,7 +173,7 @@ class State:
         attribute = attribute or name
 
         def load(saved: Mapping[str, Any]) -> None:
-            own = set(self._model.names)
+            own = {slot.name for slot in self._model.slots}
             setattr(owner, attribute, {key: value for key, value in saved.items() if key in own})
 
         def joined(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from hpcdist.topology import Topology, make_topology
 
 
 def rates(model: FlatModel, optimizer: torch.optim.Optimizer | None) -> list[float]:
-    """Return the learning rate of each parameter, in the order of `model.names`; 1 where none is known.
+    """Return the learning rate of each parameter, in the order of `model.slots`; 1 where none is known.
 
     Adafactor's may be None, for example, where it finds its own.
     """

@@ -229,8 +229,8 @@ class PortionWorker:
             self._point = evaluation
 
     def _compute(self, closure: Closure, portion: slice, index: int) -> float:
-        for parameter in self._model.parameters():
-            parameter.grad = None
+        for slot in self._model.slots:
+            slot.tensor.grad = None
         with torch.enable_grad(), self._comm.trace.span("portion", "compute", samples=portion.stop - portion.start):
             with torch.random.fork_rng(self._devices):
                 torch.manual_seed(hash((self._seed, self.clock, index)) % 2**63)  # of whole numbers: alike everywhere

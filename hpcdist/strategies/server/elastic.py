@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 import torch
@@ -50,18 +51,14 @@ class ElasticWorker(Worker):
 
     def step(self, update: Update) -> Outcome:
         strategy = self.strategy
-        exchanges = strategy.steps % self._period == 0
-        self.model.gradients.collect()
-        skipped, waited_for = self.left_out(), dict[int, float]()
+        exchanges, waited_for = strategy.steps % self._period == 0, dict[int, float]()
         if exchanges:
             self.client.push(FETCH, tensors=self._motion.position(), **self.stamps())
             waited_for = self.client.wait().waited_for
-        if not skipped:
-            strategy.gradients.clip()
-            self._motion.step(update)
+        outcome = strategy.gradients.step_alone(lambda: self._motion.step(update))
         if exchanges:
             self._give_way(self.channel.down.whole)
-        return Outcome(strategy.steps + 1, strategy.gradients.staleness(skipped), skipped, waited_for=waited_for)
+        return replace(outcome, waited_for=waited_for)
 
     def _give_way(self, pulls: Sequence[Tensor]) -> None:
         """Subtract the pull from the model as from x, and from what the servers have of x."""

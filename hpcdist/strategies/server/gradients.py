@@ -90,9 +90,9 @@ class GradientWorker(Worker):
 
     def step(self, update: Update) -> Outcome:
         strategy, gradients = self.strategy, self.model.gradients
-        contributes = gradients.contributes
-        used, skipped = gradients.collect(), self.left_out()
-        weight = gradients.mean_weight if gradients.weighs else 1.0
+        weight = gradients.mean_weight
+        contributes, weight = weight > 0, weight if gradients.weighs else 1.0
+        used, skipped = gradients.collect(), strategy.gradients.left_out()
         if self._clips and not skipped:
             strategy.gradients.clip(weight)
         stamps = self.stamps()
@@ -137,16 +137,16 @@ class Aggregate:
 
     def __init__(self, model: FlatModel, shard: Shard, *, apart: bool):
         self._model, self._shard = model, shard
-        slices = list(model.named_slices())
-        self._owned = torch.tensor([shard.overlaps(g, a, b) for _, g, a, b, _ in slices], dtype=torch.bool)
-        self._outside = [outside for _, g, a, b, _ in slices for outside in shard.outside(g, a, b)]
+        places = [(slot.group, slot.start, slot.stop) for slot in model.slots]
+        self._owned = torch.tensor([shard.overlaps(*place) for place in places], dtype=torch.bool)
+        self._outside = [outside for place in places for outside in shard.outside(*place)]
         for flat in model.grads:
             flat.zero_()  # what lies outside the shard must be finite: it may reach the optimiser
         grads = shard.of(model.grads)
         # So do sums of 16-bit floats, which are rounded once: that of float16 may be beyond the range of its mean.
         self.sums = [torch.zeros_like(g, dtype=WIDE.get(g.dtype)) if apart or g.dtype in WIDE else g for g in grads]
         self._apart = apart
-        self.used = torch.zeros(len(slices), dtype=torch.bool)
+        self.used = torch.zeros(len(places), dtype=torch.bool)
         self.forget()
 
     def forget(self) -> None:
@@ -196,7 +196,7 @@ class Aggregate:
                 total.div_(divisor)
             if total.data_ptr() != grad.data_ptr():
                 grad.copy_(total)
-        had = [parameter.grad is not None for parameter in self._model.parameters()] if self._apart else []
+        had = self._model.gradients.present() if self._apart else []
         self._model.gradients.release(self.used & self._owned)
         if clip is not None:
             clip()

@@ -128,13 +128,13 @@ class ServerStrategy(Strategy):
         self.replica = Replica(place, model, self.state)
         self.update_clip: UpdateClip | None = None
         if place.alone:
-            model.gradients.leave()
+            model.keep_gradients(None)
             return
         clocks = max(1, len(roles.workers)) if roles.aggregators else 1
         self.sends_hyperparameters = self.contract.updates == "on servers"
         values = len(self.hyperparameters.places) * self.sends_hyperparameters + self.contract.synchronous
         self.channel = RequestChannel(
-            comm, roles, place.shards, model.params, len(model.names), clocks, *self._slots(), values=values
+            comm, roles, place.shards, model.params, len(model.slots), clocks, *self._slots(), values=values
         )
         if (norm := self._update_norm) is not None:
             self.update_clip = UpdateClip(comm, model, place, norm)
@@ -263,10 +263,9 @@ class ServerStrategy(Strategy):
         serves = self.comm.rank in self.config.optimizer_ranks(self.comm.size)
         if self.optimizer is None or (self.steps_on_workers and self.is_worker):
             return
-        parameters = (parameter for parameter, _ in self.model.views(self.model.params))
-        for parameter, (_, group, start, stop, _) in zip(parameters, self.model.named_slices()):
-            if not (serves and self.place.shard.overlaps(group, start, stop)):
-                self.optimizer.state.pop(parameter, None)
+        for slot in self.model.slots:
+            if not (serves and self.place.shard.overlaps(slot.group, slot.start, slot.stop)):
+                self.optimizer.state.pop(slot.tensor, None)
 
 
 class Worker(abc.ABC):
@@ -307,15 +306,6 @@ class Worker(abc.ABC):
         # This rank's own shard in the model is the newest.
         return {"clocks": [[self.replica.clock if p == rank else clock] for p, clock in clocks], "values": values}
 
-    def left_out(self) -> str | None:
-        """Return the event where this step's gradients are left out because they are not finite.
-
-        Raises:
-            NonFiniteError: they are not, and the run is to end then.
-        """
-        bad = self.strategy.gradients.nonfinite()
-        return self.strategy.gradients.leave_out({self.place.rank: bad}) if bad else None
-
 
 class UpdateClip:
     """Collective. Clip the gradients of a server's shard, together with all other servers."""
@@ -329,7 +319,7 @@ class UpdateClip:
     def __call__(self) -> None:
         """Collective among the servers. Scale the gradients down where the norm of all of them is too large."""
         if self._norms is None:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
+            nn.utils.clip_grad_norm_([slot.tensor for slot in self._model.slots], self._clip_norm)
             return
         grads = self._shard.of(self._model.grads)
         square = torch.zeros(1, dtype=torch.float64)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
@@ -34,7 +34,7 @@ class AdamStep(OwnStep):
     def __init__(self, config: OwnStep.Config, comm: Communicator, model: FlatModel, **given: Any):
         super().__init__(config, comm, model, **given)
         self.runs_optimizer = comm.size == 1
-        half = [name for name, one in zip(model.names, model.parameters()) if one.dtype is torch.float16]
+        half = [slot.name for slot in model.slots if slot.dtype is torch.float16]
         if half and not self.runs_optimizer:
             raise ConfigError(
                 f"parameters must be float32, float64 or bfloat16 with {name_of(self)}; got {half[0]!r} in float16, "
@@ -51,7 +51,7 @@ class AdamStep(OwnStep):
     def move_all(self) -> None:
         """Collective. Move the parameters of several ranks, see `move`."""
 
-    def moments(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+    def moments(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
         """Return m and v of a parameter."""
         state: dict[str, Any] = self.optimizer.state[parameter]  # type: ignore[union-attr]
         if not state:

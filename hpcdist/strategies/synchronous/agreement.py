@@ -35,7 +35,7 @@ class StepAgreement:
     def forget(self) -> None:
         """Begin anew, after the number of parameters has changed."""
         # Which parameters had a gradient in the last step, here and on any rank.
-        self._used = (torch.ones(len(self._strategy.model.names), dtype=torch.bool),) * 2
+        self._used = (torch.ones(len(self._strategy.model.slots), dtype=torch.bool),) * 2
 
     def __call__(self, used: Tensor, bad: Sequence[str]) -> tuple[Tensor, dict[int, list[str]]]:
         """Collective. Find which parameters have a gradient on any rank, and which are not finite, by rank.

@@ -119,7 +119,9 @@ class Averaging:
         self.overlaps = comm.size > 1 and comm.platform.concurrent if self._library is None else True
         self.repeats = provider.op == "average"
         self._divisor = comm.size if self.repeats else 1
-        self._slices = list(model.named_slices()) if provider.op == "adasum" else None
+        self._parts: dict[str, Tensor] = {}  # of Adasum, which is of each parameter's gradient
+        if provider.op == "adasum":
+            self._parts = {s.name: model.grads[s.group][s.start : s.stop] for s in model.slots}
         self._works: list[Work] = []
         if self._library is None:
             self._mean = calls.algorithm(algorithm).mean
@@ -148,11 +150,7 @@ class Averaging:
                 self._mean(grads)
             return
         self._prepare(bucket)
-        parts = [bucket.grads]
-        if self._slices is not None:
-            within = [s for s in self._slices if s[1] == bucket.group and bucket.start <= s[2] < bucket.stop]
-            parts = [bucket.grads[start - bucket.start : stop - bucket.start] for _, _, start, stop, _ in within]
-        for i, part in enumerate(parts):
+        for i, part in enumerate([self._parts[name] for name in bucket.params] if self._parts else [bucket.grads]):
             name = f"bucket {bucket.index}.{i}"
             work = self._library.all_reduce(part, name, divisor=self._divisor, async_op=True)
             self._works.append(cast(Work, work))

@@ -65,7 +65,7 @@ class ChangingBuffers:
         first = [position for position in self._agreed if self._kinds[position] == "first"]
         self._steps += 1
         if first and self._steps & (self._steps - 1) == 0:
-            counts = self._model.gradients.contributes
+            counts = self._model.gradients.mean_weight > 0
             tell_differences(self._comm, buffers, flats, range(self._comm.size), counts)
         for position in first:
             slot = buffers.slots[position]

@@ -67,14 +67,13 @@ def cut(model: FlatModel, layers: int | None, order: Literal["strided", "sequent
         layers: None: one fragment of all.
         order: sequential: layers that follow each other; strided: with F fragments every F-th layer.
     """
-    slots = list(model.named_slices())
-    places = _layers([name for name, *_ in slots])
+    places = _layers([slot.name for slot in model.slots])
     count = max(places, default=0) + 1
     fragments = 1 if layers is None else -(-count // layers)
     of_layer = (lambda layer: layer % fragments) if order == "strided" else (lambda layer: layer // (layers or count))
     found: list[list[tuple[int, int, int, int, tuple[int, ...]]]] = [[] for _ in range(fragments)]
-    for number, ((_, group, start, stop, shape), layer) in enumerate(zip(slots, places, strict=True)):
-        found[of_layer(layer)].append((group, start, stop, number, tuple(shape)))
+    for number, (slot, layer) in enumerate(zip(model.slots, places, strict=True)):
+        found[of_layer(layer)].append((slot.group, slot.start, slot.stop, number, tuple(slot.shape)))
     return [_fragment(sorted(parts)) for parts in found if parts]
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpcdist.collectives.calls import Collectives
 from hpcdist.comm.communicator import Traffic
@@ -24,7 +24,7 @@ class Trained(NamedTuple):
     """A parameter, its group's numbers, and its views of flat tensors."""
 
     name: str
-    parameter: nn.Parameter
+    parameter: Tensor
     group: Mapping[str, Any]
     views: tuple[Tensor, ...]
 
@@ -57,7 +57,7 @@ class OwnStep(Strategy):
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
-        odd = [name for name, one in zip(model.names, model.parameters(), strict=True) if one.is_complex()]
+        odd = [slot.name for slot in model.slots if slot.dtype.is_complex]
         if odd:
             raise ConfigError(
                 f"parameters must be real with {name_of(self)}, whose rule is for real ones; got {odd[0]!r}, which is "
@@ -137,17 +137,15 @@ class OwnStep(Strategy):
         )
 
     def trained(self, *flats: Sequence[Tensor], used: Sequence[bool] | None = None) -> Iterator[Trained]:
-        """Yield each parameter that is used and the optimiser has, as in `model.names`, with its views of `flats`.
+        """Yield each parameter that is used and the optimiser has, as in `model.slots`, with its views of `flats`.
 
         Args:
             used: of each parameter; by default those that have a gradient.
         """
         used = self.model.gradients.present() if used is None else used
-        views = ([view for _, view in self.model.views(flat)] for flat in flats)
-        of = self.model.names, self.model.parameters(), groups(self.model, self.optimizer), used
-        for name, parameter, group, is_used, *own in zip(*of, *views, strict=True):
+        for slot, group, is_used in zip(self.model.slots, groups(self.model, self.optimizer), used, strict=True):
             if is_used and group is not None:
-                yield Trained(name, parameter, group, tuple(own))
+                yield Trained(slot.name, slot.tensor, group, tuple(slot.view(flat) for flat in flats))
 
     def close(self) -> None:
         self.calls.close()

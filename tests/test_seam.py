@@ -13,7 +13,7 @@ from hpcdist.comm import communicator
 from hpcdist.comm.communicator import Communicator, Failures, Neighbourhood, RankMemory, Request, Trace, Traffic, Window
 from hpcdist.comm.transfer import Envelope
 from hpcdist.comm.window import Put
-from hpcdist.tools.compare.experiment import simulate
+from hpcdist.tools.compare.functions import simulate
 
 PACKAGE = Path(hpcdist.__file__).parent
 PARTS = (Communicator, RankMemory, Trace, Failures, Window, Neighbourhood, Request, Envelope)

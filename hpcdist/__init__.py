@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # for editors and checkers of types; see __getattr__
     from hpcdist.session.sync_batch_norm import SyncBatchNorm
     from hpcdist.session.values import allgather, allreduce, barrier, broadcast, metric
     from hpcdist.session.world import init, local_rank, local_size, rank, size
-    from hpcdist.tools.compare.experiment import compare, simulate, sweep
+    from hpcdist.tools.compare.functions import compare, simulate, sweep
     from hpcdist.tools.report.page import read_runs
     from hpcdist.tools.slurm.submit import Future, submit
 
@@ -52,11 +52,11 @@ __all__ = [
 # Names of the tools, by their modules; all others are in hpcdist.session.
 _TOOLS = {
     "Future": "slurm.submit",
-    "compare": "compare.experiment",
+    "compare": "compare.functions",
     "read_runs": "report.page",
-    "simulate": "compare.experiment",
+    "simulate": "compare.functions",
     "submit": "slurm.submit",
-    "sweep": "compare.experiment",
+    "sweep": "compare.functions",
 }
 
 

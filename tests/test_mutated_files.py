@@ -34,8 +34,8 @@ from hpcdist.errors import HpcdistError
 from hpcdist.records import Usage, resources_path
 from hpcdist.tools import cli
 from hpcdist.tools.compare import folder as comparisons
-from hpcdist.tools.compare.plan import SweepDeclaration
-from hpcdist.tools.compare.sweep import Sweep
+from hpcdist.tools.compare.experiment import Sweep
+from hpcdist.tools.compare.sweep import SweptRuns
 from hpcdist.tools.compare.trials import Trials
 from hpcdist.tools.report.evidence import read_jobs
 from hpcdist.tools.report.findings import analyse
@@ -198,20 +198,20 @@ def a_comparison(folder: Path, name: str):
     uses = [
         command("report", folder), command("watch", "--once", folder), command("runs", "--in", folder),
         command("report", folder, "--json"), lambda: [judge(analyse(job)) for job in read_jobs([folder])],
-        lambda: comparisons.declared_in(folder, SweepDeclaration),
+        lambda: comparisons.read_experiment(folder, Sweep),
         lambda: comparisons.require_same(folder, DECLARED), lambda: comparisons.default(folder, DECLARED),
     ]  # fmt: skip
     return folder / name, uses
 
 
-DECLARED = SweepDeclaration(
+DECLARED = Sweep(
     job=str(JOB), job_sha256="0", strategy="softsync:splits=1", trials=7, ranks=2, sampler="random", metric="accuracy",
     over=("optimizer.lr=0.001..0.128:log", "batch_size=8,16"),
 )  # fmt: skip
 
 
 def a_sweep(folder: Path, name: str):
-    Sweep(DECLARED, folder).make(runner(folder, PretendedRuns()))
+    SweptRuns(DECLARED, folder).make(runner(folder, PretendedRuns()))
 
     def page():
         if (folder / "sweep.json").exists():  # else it is no sweep
@@ -224,10 +224,10 @@ def a_sweep(folder: Path, name: str):
         for number in range(DECLARED.trials):
             own.run(number, 0, own.begin(number))
 
-    again = lambda: Sweep(DECLARED, folder).write()  # noqa: E731
+    again = lambda: SweptRuns(DECLARED, folder).write()  # noqa: E731
     return folder / name, [page] if name == "sweep.json" else [
         page, drawn, again, lambda: Trials(folder, DECLARED).all(),
-        lambda: comparisons.declared_in(folder, SweepDeclaration),
+        lambda: comparisons.read_experiment(folder, Sweep),
     ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from hpcdist.comm.communicator import (
 )
 from hpcdist.comm.transfer import Envelope
 from hpcdist.comm.window import Put
-from hpcdist.tools.compare.experiment import simulate
+from hpcdist.tools.compare.functions import simulate
 
 PACKAGE = Path(hpcdist.__file__).parent
 PARTS = (Communicator, Trace, Failures, Window, Neighbourhood, Request, Envelope)

@@ -36,7 +36,7 @@ PLUGINS_BELOW = (
 ENVIRONMENT = {
     "tools/cli/": "the command line",
     "tools/completion.py": "the words that a shell asks to complete",
-    "tools/compare/experiment.py": "what the ranks that it starts inherit",
+    "tools/compare/functions.py": "what the ranks that it starts inherit",
     "tools/slurm/": "what Slurm tells its jobs",
     "tools/doctor/": "what it examines",
     "comm/mpi/start.py": "MPI's connection to srun's PMI-2",

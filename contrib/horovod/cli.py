@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from hpcdist.tools import console
-from hpcdist.tools.cli.base import Launcher, whole_number
+from hpcdist.tools.cli.base import whole_number
+from hpcdist.tools.options import Launcher
 
 app = typer.Typer(rich_markup_mode=None)
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import platformdirs
 from typer.core import TyperArgument, TyperOption
 
-import hpcdist
 from hpcdist.errors import HpcdistError
 from hpcdist.registry import catalogue, installed
 from hpcdist.tools.slurm.places import sites as known_sites
@@ -72,7 +71,7 @@ def settings(ctx: Any, incomplete: str) -> list[str]:
         return _of_table(fields(f"{group}/{name}"), incomplete)
     if "slurm" in words:
         return specification(ctx, incomplete)
-    return _of_table(_of_job(ctx.params.get("overrides") or []), incomplete)
+    return _of_table(_of_job(ctx.params.get("overrides") or ctx.params.get("settings") or []), incomplete)
 
 
 def specification(ctx: Any, incomplete: str) -> list[str]:
@@ -130,7 +129,7 @@ def fields(owner: str) -> dict[str, Setting]:
 @cache
 def _tables() -> Tables:
     """Return the settings of every owner, from the user's cache folder if hpcdist and its plug-ins are the same."""
-    package = Path(hpcdist.__file__).parent
+    package = Path(__file__).parents[1]
     made_from = [str(package), max(path.stat().st_mtime_ns for path in package.rglob("*.py")), installed()]
     # Not comm.cache, which imports pydantic.
     file = platformdirs.user_cache_path("hpcdist", appauthor=False) / "completion.json"

@@ -138,7 +138,9 @@ def _run_command(words: list[str]) -> None:
     if words[:2] == ["hpcdist", "train"]:
         _set_up(words[2:], ranks)
     elif words[:2] in (["hpcdist", "compare"], ["hpcdist", "simulate"]):
-        with mock.patch("hpcdist.tools.compare.run_all.make", return_value=False):  # all is checked, and no run is made
+        with mock.patch(
+            "hpcdist.tools.compare.functions.run_all", return_value=False
+        ):  # all is checked, no run is made
             _run_alone(words)
     elif words[0] == "hpcdist" and ranks == 1:
         _run_alone(words)

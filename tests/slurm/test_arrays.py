@@ -12,7 +12,8 @@ import typer
 from hpcdist.errors import ConfigError
 from hpcdist.tools import cli
 from hpcdist.tools.compare import run_all
-from hpcdist.tools.compare.plan import Declaration, PlannedRun
+from hpcdist.tools.compare.experiment import Comparison
+from hpcdist.tools.compare.plan import PlannedRun
 from hpcdist.tools.runs import FAILURE
 from hpcdist.tools.slurm import arrays, history, limits, queue
 from hpcdist.tools.slurm.render import render
@@ -21,7 +22,7 @@ from hpcdist.tools.slurm.state import State
 from hpcdist.tools.slurm.watch import facts
 from study.pretended import PretendedRuns
 
-DECLARED = Declaration(
+DECLARED = Comparison(
     job="jobs/digits.py", strategies=("allreduce",), ranks=(1, 4), seeds=2, metric="accuracy", threads=3
 )
 JOB = """

@@ -24,12 +24,13 @@ from hpcdist.config.merge import as_flags
 from hpcdist.errors import ConfigError, DataError, RunError
 from hpcdist.records import Evaluation, RecordWriter, StepRecord, append_evaluation, load_summary, record_path
 from hpcdist.tools import baselines, cli
-from hpcdist.tools.compare import experiment, folder, run_all
-from hpcdist.tools.compare.comparison import Comparison, search_within
+from hpcdist.tools.compare import folder, functions, run_all
+from hpcdist.tools.compare.comparison import ComparedRuns, search_within
+from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.launchers import MpiLauncher, find_launcher, ranks_environment
-from hpcdist.tools.compare.plan import Declaration, PlannedRun, SweepDeclaration
+from hpcdist.tools.compare.plan import PlannedRun
 from hpcdist.tools.compare.run_all import missing
-from hpcdist.tools.compare.sweep import Sweep
+from hpcdist.tools.compare.sweep import SweptRuns
 from hpcdist.tools.report import wording
 from hpcdist.tools.runs import COMPARISON, FAILURE
 from study import evidence, pretended
@@ -37,7 +38,7 @@ from study.pretended import PretendedRuns, runner
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "jobs" / "digits.py"
-DECLARED = Declaration(
+DECLARED = Comparison(
     job=str(JOB),
     job_sha256=hashlib.sha256(JOB.read_bytes()).hexdigest(),
     strategies=("allreduce", "gossip_pull"),
@@ -49,14 +50,14 @@ DECLARED = Declaration(
     settings=("epochs=1",),
 )
 
-SWEPT = SweepDeclaration(
+SWEPT = Sweep(
     job=str(JOB), job_sha256="", strategy="allreduce", over=("batch_size=8,16",), trials=2, ranks=1, metric="loss"
 )
 
 
-def written(output: Path, **change: object) -> Comparison:
+def written(output: Path, **change: object) -> ComparedRuns:
     """A comparison that is written down in its folder, and has no runs yet."""
-    comparison = Comparison(replace(DECLARED, **change), output)
+    comparison = ComparedRuns(replace(DECLARED, **change), output)
     comparison.write()
     return comparison
 
@@ -87,44 +88,46 @@ ONE_CYCLE = ("schedule.name=OneCycleLR", "schedule.max_lr=0.1", "schedule.total_
 def test_what_is_wrong_is_refused_before_anything_is_written(case, tmp_path):
     change, message = case
     with pytest.raises(ConfigError, match=message):
-        Comparison(replace(DECLARED, **change), tmp_path / "new")
+        ComparedRuns(replace(DECLARED, **change), tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 def test_the_same_strategy_with_other_options_is_another(tmp_path):
-    two = Comparison(replace(DECLARED, strategies=("softsync:splits=1", "softsync:splits=1,modulation=none")), tmp_path)
-    assert len({run.folder for run in two.runs}) == len(two.runs) == 8
+    two = ComparedRuns(
+        replace(DECLARED, strategies=("softsync:splits=1", "softsync:splits=1,modulation=none")), tmp_path
+    )
+    assert len({run.folder for run in two.plan}) == len(two.plan) == 8
 
 
 def test_what_cannot_run_is_left_out_with_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(baselines.load("horovod"), "why_not", staticmethod(lambda: "It is not there."))
     strategies = ("allreduce", "parameter_server:servers=3")
-    found = Comparison(replace(DECLARED, strategies=strategies, baselines=("horovod",), ranks=(2, 5)), tmp_path)
+    found = ComparedRuns(replace(DECLARED, strategies=strategies, baselines=("horovod",), ranks=(2, 5)), tmp_path)
     assert [cell.name for cell in found.cells] == ["allreduce", "allreduce", "parameter_server (servers 3)"]
     served, *others = found.left_out
     assert served.startswith("parameter_server (servers 3) is left out on 2 ranks: strategy.servers must leave ")
     assert others == [f"horovod is left out on {ranks} ranks: It is not there." for ranks in (2, 5)]
 
 
-@pytest.mark.parametrize("plan", [Comparison, Sweep])
+@pytest.mark.parametrize("plan", [ComparedRuns, SweptRuns])
 def test_a_folder_that_cannot_be_made_is_refused(plan, tmp_path):
     (tmp_path / "taken").touch()
-    made = plan(SWEPT if plan is Sweep else DECLARED, tmp_path / "taken" / "below")
+    made = plan(SWEPT if plan is SweptRuns else DECLARED, tmp_path / "taken" / "below")
     with pytest.raises(ConfigError, match="--output must be a folder that can be made; got .*taken/below .Not a dir"):
-        run_all.make(made, pretended.launchers(PretendedRuns()))
+        run_all.run_all(made, pretended.launchers(PretendedRuns()))
 
 
 def test_another_comparison_in_the_same_folder_is_refused_by_its_differences(tmp_path):
-    Comparison(DECLARED, tmp_path).write()
-    Comparison(DECLARED, tmp_path)
+    ComparedRuns(DECLARED, tmp_path).write()
+    ComparedRuns(DECLARED, tmp_path)
     with pytest.raises(ConfigError, match=r"--output must be a new folder.*seeds: 2 against 3 now"):
-        Comparison(replace(DECLARED, seeds=3), tmp_path)
-    assert folder.declared_in(tmp_path, Declaration) == DECLARED
+        ComparedRuns(replace(DECLARED, seeds=3), tmp_path)
+    assert folder.read_experiment(tmp_path, Comparison) == DECLARED
     (tmp_path / COMPARISON).write_text('{"version": 9, "runs": []}')
     with pytest.raises(DataError, match="must hold a declaration of version 1; got version 9"):
-        Comparison(DECLARED, tmp_path)
+        ComparedRuns(DECLARED, tmp_path)
     with pytest.raises(ConfigError, match="JOB must be given where there is no comparison to go on with"):
-        folder.declared_in(tmp_path / "new", Declaration)
+        folder.read_experiment(tmp_path / "new", Comparison)
 
 
 def test_without_a_folder_the_same_command_goes_on_and_another_one_has_a_new_folder(tmp_path):
@@ -150,11 +153,11 @@ def test_a_simulation_goes_on_whatever_its_steps_were_measured_to_take(tmp_path)
 def test_a_wrong_setting_is_named_before_the_folder_that_holds_another(tmp_path):
     written(tmp_path)
     with pytest.raises(ConfigError, match="Did you mean 'batch_size'"):
-        Comparison(replace(DECLARED, settings=(*DECLARED.settings, "batch_sise=3")), tmp_path)
+        ComparedRuns(replace(DECLARED, settings=(*DECLARED.settings, "batch_sise=3")), tmp_path)
 
 
 def test_it_is_written_down(tmp_path):
-    planned = written(tmp_path).runs
+    planned = written(tmp_path).plan
     found = json.loads((tmp_path / COMPARISON).read_text())
     assert (found["metric"], found["target"], found["reference"]) == ("accuracy", 0.5, "allreduce")
     assert found["higher_is_better"] is True and found["virtual"] is None and found["tuning"] is None
@@ -171,7 +174,7 @@ def test_the_reference_is_the_first_where_allreduce_is_none(tmp_path):
 
 # --- runs are made once, and a failure does not end the others --------------------------------------------------------
 def test_runs_that_are_there_are_not_made_again_and_failed_ones_are(tmp_path):
-    planned, first = written(tmp_path).runs, PretendedRuns("gossip_pull")
+    planned, first = written(tmp_path).plan, PretendedRuns("gossip_pull")
     failed = runner(tmp_path, first).run_all(planned)
     assert first.made == [run.folder for run in planned] and {run.name for run in failed} == {"gossip_pull"}
     assert "a rank has died" in (tmp_path / failed[0].folder / FAILURE).read_text()
@@ -182,7 +185,7 @@ def test_runs_that_are_there_are_not_made_again_and_failed_ones_are(tmp_path):
 
 
 def test_an_interrupted_run_is_made_anew_or_goes_on_from_its_checkpoints(tmp_path):
-    planned = written(tmp_path).runs
+    planned = written(tmp_path).plan
     for run, part in ((planned[0], "records-rank0000.jsonl"), (planned[1], "checkpoints/step-1")):
         (tmp_path / run.folder / part).parent.mkdir(parents=True)
         (tmp_path / run.folder / part).write_text("")
@@ -193,7 +196,7 @@ def test_an_interrupted_run_is_made_anew_or_goes_on_from_its_checkpoints(tmp_pat
 
 def test_the_table(tmp_path, capsys):
     comparison = written(tmp_path)
-    runner(tmp_path, PretendedRuns("gossip_pull")).run_all(comparison.runs)
+    runner(tmp_path, PretendedRuns("gossip_pull")).run_all(comparison.plan)
     comparison.show_table()
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[0] == "digits: 8 runs, 4 without a result; means and 95 % intervals over the seeds".split()
@@ -203,11 +206,11 @@ def test_the_table(tmp_path, capsys):
 
 def test_seconds_to_the_target_are_one_number_on_the_terminal_the_page_in_csv_and_json(tmp_path, capsys):
     comparison = written(tmp_path, ranks=(2,))
-    for run in comparison.runs:  # 8 and 18 s: their geometric mean is 12, the other one 13
+    for run in comparison.plan:  # 8 and 18 s: their geometric mean is 12, the other one 13
         values = (0.4, 0.49) if (run.name, run.seed) == ("gossip_pull", 1) else (0.4, 0.97)
         seconds = (8.0, 18.0)[run.seed]
         evidence.write_run(tmp_path / run.folder, run.name, run.ranks, run.seed, values, seconds)
-    run_all.show(comparison, [])
+    comparison.show([])
     terminal, page = capsys.readouterr().out, (tmp_path / "report/index.html").read_text()
     shown = "12 (0.0695 to 2\N{NO-BREAK SPACE}073)"
     assert "geometric mean" in terminal and shown in terminal and "8 at best (1 of 2)" in terminal
@@ -223,7 +226,7 @@ def test_seconds_to_the_target_are_one_number_on_the_terminal_the_page_in_csv_an
 
 def test_rates_are_searched_on_seeds_of_their_own(tmp_path):
     declared = replace(DECLARED, tune=4, ranks=(2,), controls=True, strategies=("allreduce",), settings=())
-    comparison, made = Comparison(declared, tmp_path), PretendedRuns()
+    comparison, made = ComparedRuns(declared, tmp_path), PretendedRuns()
     chosen = comparison.tune(runner(tmp_path, made))
     assert [(one.name, one.ranks, one.rate, one.between) for one in chosen] == [
         ("allreduce", 2, 0.008, False),  # 0.002, 0.001, 0.004, 0.008: the next is not tried
@@ -237,7 +240,7 @@ def test_rates_are_searched_on_seeds_of_their_own(tmp_path):
     assert {load_summary(tmp_path / path).seed for path in made.made} == {1000}
     again = PretendedRuns()
     assert comparison.tune(runner(tmp_path, again)) == chosen and again.made == []
-    rates = {load({}, None, run.overrides)["optimizer"]["lr"] for run in comparison.runs}
+    rates = {load({}, None, run.overrides)["optimizer"]["lr"] for run in comparison.plan}
     assert rates == {0.008}
     assert json.loads((tmp_path / COMPARISON).read_text())["tuning"]["chosen"][0]["rate"] == 0.008
 
@@ -250,7 +253,7 @@ def test_a_rate_whose_runs_fail_is_not_chosen(tmp_path):
             super().make(run, folder)
 
     declared = replace(DECLARED, tune=3, ranks=(2,), strategies=("allreduce",))
-    (chosen,) = Comparison(declared, tmp_path).tune(runner(tmp_path, Diverging()))
+    (chosen,) = ComparedRuns(declared, tmp_path).tune(runner(tmp_path, Diverging()))
     assert chosen.rate == 0.001 and chosen.tried[0.002] is None and chosen.between
 
 
@@ -275,7 +278,7 @@ def test_runs_that_are_left_repeat_the_best_and_its_neighbours():
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
 def test_without_a_terminal_each_run_has_a_line(tmp_path, capsys):
-    planned = written(tmp_path).runs
+    planned = written(tmp_path).plan
     making = runner(tmp_path, PretendedRuns("gossip_pull"))
     with making.shown("runs", len(planned)):
         making.run_all(planned)
@@ -388,7 +391,7 @@ def test_wrong_arguments(case, tmp_path, monkeypatch):
 
 def test_a_sweep_goes_on_by_its_folder_alone(tmp_path, monkeypatch):
     made = PretendedRuns()
-    monkeypatch.setattr(experiment, "mpi_launchers", lambda *given, **shares: pretended.launchers(made))
+    monkeypatch.setattr(functions, "mpi_launchers", lambda *given, **shares: pretended.launchers(made))
     monkeypatch.setattr(run_all, "find_spec", lambda name: None)  # no report: it takes seconds
     out = ("--output", tmp_path / "out")
     command = ("sweep", JOB, "--over", "batch_size=8,16", "--sampler", "grid", "--jobs", 2, *out)

@@ -8,9 +8,10 @@ import pytest
 
 from hpcdist.config import load
 from hpcdist.errors import ConfigError
-from hpcdist.tools.compare.plan import Declaration, cells, read_budget, read_strategy, runs, split_strategies, title
+from hpcdist.tools.compare.experiment import Comparison, read_budget, read_strategies
+from hpcdist.tools.compare.plan import cells, plan, read_strategy, title
 
-DECLARED = Declaration(
+DECLARED = Comparison(
     job="jobs/digits.py",
     job_sha256="0",
     strategies=("allreduce", "softsync:splits=4"),
@@ -24,7 +25,7 @@ DECLARED = Declaration(
 
 
 def planned(declared=DECLARED, rates=None):
-    return runs(declared, cells(declared, 16), rates)
+    return plan(declared, cells(declared, 16), rates)
 
 
 def test_strategies_are_split_where_an_option_is_the_former_ones():
@@ -34,14 +35,14 @@ def test_strategies_are_split_where_an_option_is_the_former_ones():
         "a:x={name = 'dgc', ratio = 0.1},b": ["a:x={name = 'dgc', ratio = 0.1}", "b"],
         "a:x=[1, 2],y.z=3,mine.py:Mine:k=v": ["a:x=[1, 2],y.z=3", "mine.py:Mine:k=v"],
     }.items():
-        assert split_strategies(text) == found
+        assert read_strategies([text]) == tuple(found)
     for text, message in {
         "splits=4": "must be names, each with options as NAME:KEY=VALUE,KEY=VALUE; got 'splits=4' first",
         "softsync,splits=4": "got 'splits=4' after softsync. Put a colon",
         "a,,b": "must be names between commas; got 'a,,b'. Remove the empty one",
     }.items():
         with pytest.raises(ConfigError, match=message):
-            split_strategies(text)
+            read_strategies([text])
 
 
 def test_a_strategy_has_options_and_a_title():

@@ -19,18 +19,19 @@ from hpcdist.config import load
 from hpcdist.errors import ConfigError, DataError, RunError
 from hpcdist.records import load_summary, read_evaluations
 from hpcdist.tools.compare import folder, study, trial, trials
+from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.launchers import MpiLauncher, ranks_environment, share_cores
-from hpcdist.tools.compare.plan import Declaration, PlannedRun, SweepDeclaration
+from hpcdist.tools.compare.plan import PlannedRun
 from hpcdist.tools.compare.run_all import Runner
 from hpcdist.tools.compare.space import grid, read_axis
-from hpcdist.tools.compare.sweep import Sweep
+from hpcdist.tools.compare.sweep import SweptRuns
 from hpcdist.tools.compare.trials import CUT, Trials
 from hpcdist.tools.report import write
 from hpcdist.tools.report.sweep import judge_sweep, read_sweep
 from hpcdist.tools.runs import COMPARISON, FAILURE, SWEEP
 from study.pretended import PretendedRuns, launchers, runner
 
-DECLARED = SweepDeclaration(
+DECLARED = Sweep(
     job=str(Path(__file__).parents[2] / "jobs" / "digits.py"),
     job_sha256="0",
     strategy="softsync:splits=1",
@@ -70,26 +71,26 @@ def test_an_axis_has_the_values_listed_or_so_many_of_a_range():
 # --- trials -----------------------------------------------------------------------------------------------------------
 def test_a_grid_makes_each_run_once_and_shows_the_best_first(tmp_path):
     declared, first = replace(DECLARED, seeds=2), PretendedRuns()
-    sweep = Sweep(declared, tmp_path)
+    sweep = SweptRuns(declared, tmp_path)
     assert sweep.make(runner(tmp_path, first)) == [] and len(first.made) == 16
     best = {"trial": 3, "optimizer.lr": "0.008", "batch_size": "16", "samples": 200, "accuracy": pytest.approx(0.905)}
-    assert sweep.table()[0] == {**best, "state": "complete"}
+    assert sweep.rows()[0] == {**best, "state": "complete"}
     again = PretendedRuns()
-    assert Sweep(declared, tmp_path).make(runner(tmp_path, again)) == [] and again.made == []
+    assert SweptRuns(declared, tmp_path).make(runner(tmp_path, again)) == [] and again.made == []
     found = json.loads((tmp_path / COMPARISON).read_text())
     assert len(found["runs"]) == 16 and found["runs"][0]["name"] == "optimizer.lr=0.001, batch_size=16"
     with pytest.raises(ConfigError, match="seeds: 2 against 1 now"):
-        Sweep(DECLARED, tmp_path)
+        SweptRuns(DECLARED, tmp_path)
     with pytest.raises(ConfigError, match="JOB must be given where there is no comparison to go on with"):
-        folder.declared_in(tmp_path, Declaration)
-    assert folder.declared_in(tmp_path, SweepDeclaration) == declared
+        folder.read_experiment(tmp_path, Comparison)
+    assert folder.read_experiment(tmp_path, Sweep) == declared
 
 
 def test_the_folder_tells_the_space_and_each_trial(tmp_path):
     declared = replace(DECLARED, over=("optimizer.lr=0.001..0.1:log", "batch_size=8,16"), sampler="random", trials=3)
-    Sweep(declared, tmp_path).write()
+    SweptRuns(declared, tmp_path).write()
     failing = ", ".join(Trials(tmp_path, declared).begin(0))
-    Sweep(declared, tmp_path).make(runner(tmp_path, PretendedRuns(failing)))
+    SweptRuns(declared, tmp_path).make(runner(tmp_path, PretendedRuns(failing)))
     found = json.loads((tmp_path / SWEEP).read_text())
     assert (found["sampler"], found["pruner"], found["metric"], found["ranks"]) == ("random", "none", "accuracy", 2)
     lr, batch = found["space"]
@@ -101,16 +102,16 @@ def test_the_folder_tells_the_space_and_each_trial(tmp_path):
     assert second["value"] == pytest.approx(
         0.9 - abs(math.log2(float(second["settings"]["optimizer.lr"]) / 0.008)) / 10
     )
-    assert Sweep(declared, tmp_path).table()[-1]["state"] == "failed"
+    assert SweptRuns(declared, tmp_path).rows()[-1]["state"] == "failed"
     again = PretendedRuns()
-    assert Sweep(declared, tmp_path).make(runner(tmp_path, again)) == []
+    assert SweptRuns(declared, tmp_path).make(runner(tmp_path, again)) == []
     assert again.made == ["runs/trial-000-r2-s0"] and not (tmp_path / again.made[0] / FAILURE).exists()
 
 
 def test_what_a_killed_process_has_left_is_removed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     output = Path("relative")
-    Sweep(DECLARED, output).write()
+    SweptRuns(DECLARED, output).write()
     journal = output / study.JOURNAL
     whole = journal.read_bytes()
     (output / study.LOCK).symlink_to(journal)  # as Optuna made it where the path was relative: it leads nowhere
@@ -122,7 +123,7 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path, monkeypatch):
 
 
 def test_damaged_files_of_a_sweep_are_refused_by_name(tmp_path):
-    Sweep(DECLARED, tmp_path).make(runner(tmp_path, PretendedRuns()))
+    SweptRuns(DECLARED, tmp_path).make(runner(tmp_path, PretendedRuns()))
     journal, first = tmp_path / study.JOURNAL, tmp_path / COMPARISON
     whole = journal.read_text()
     for text in (
@@ -149,16 +150,16 @@ def test_damaged_files_of_a_sweep_are_refused_by_name(tmp_path):
     with pytest.raises(
         DataError, match="comparison.json must hold a declaration; got trials: .*, got 'many'. Give JOB"
     ):
-        folder.declared_in(tmp_path, SweepDeclaration)
+        folder.read_experiment(tmp_path, Sweep)
 
 
 def test_random_settings_lie_in_their_ranges_and_are_always_the_same(tmp_path):
     over = ("optimizer.lr=0.01..1:log", "batch_size=8..12")
     drawn = []
     for name in ("one", "other"):
-        sweep = Sweep(replace(DECLARED, trials=20, over=over, sampler="random"), tmp_path / name)
+        sweep = SweptRuns(replace(DECLARED, trials=20, over=over, sampler="random"), tmp_path / name)
         sweep.write()
-        own = Trials(tmp_path / name, sweep.declared)
+        own = Trials(tmp_path / name, sweep.experiment)
         drawn.append([own.begin(number) for number in (range(20) if name == "one" else reversed(range(20)))])
     assert drawn[0] == drawn[1][::-1] and len(set(drawn[0])) == 20
     found = [load({}, None, settings) for settings in drawn[0]]
@@ -177,11 +178,11 @@ def test_tpe_learns_from_the_runs_before_also_after_an_interruption(tmp_path):
     declared = replace(DECLARED, over=("optimizer.lr=0.0001..1:log",), sampler="tpe", trials=30)
     first, rest = Interrupted(), PretendedRuns()
     with pytest.raises(KeyboardInterrupt):
-        Sweep(declared, tmp_path).make(runner(tmp_path, first))
-    sweep = Sweep(declared, tmp_path)
+        SweptRuns(declared, tmp_path).make(runner(tmp_path, first))
+    sweep = SweptRuns(declared, tmp_path)
     assert sweep.make(runner(tmp_path, rest)) == [] and len(rest.made) == 15
     assert rest.made[0] == "runs/trial-015-r2-s0" and (tmp_path / rest.made[0] / "checkpoints").exists(), "it goes on"
-    rates = [float(row["optimizer.lr"]) for row in sorted(sweep.table(), key=lambda row: row["trial"])]
+    rates = [float(row["optimizer.lr"]) for row in sorted(sweep.rows(), key=lambda row: row["trial"])]
 
     def near(rates: list[float]) -> int:
         return sum(abs(math.log2(rate / 0.008)) < 2 for rate in rates)
@@ -191,7 +192,7 @@ def test_tpe_learns_from_the_runs_before_also_after_an_interruption(tmp_path):
 
 def test_processes_draw_a_trials_settings_once(tmp_path):
     declared = replace(DECLARED, over=("optimizer.lr=0.01..1:log",), sampler="tpe", seeds=4)
-    Sweep(declared, tmp_path).write()
+    SweptRuns(declared, tmp_path).write()
     found = []
     threads = [threading.Thread(target=lambda: found.append(Trials(tmp_path, declared).begin(2))) for _ in range(4)]
     for thread in threads:
@@ -208,17 +209,17 @@ def test_a_run_without_a_number_as_its_result_has_failed_and_is_not_made_again(t
             path = folder / "summary.json"
             path.write_text(json.dumps({**json.loads(path.read_text()), "metrics": {"accuracy": math.nan}}))
 
-    sweep = Sweep(replace(DECLARED, over=("batch_size=16",)), tmp_path)
+    sweep = SweptRuns(replace(DECLARED, over=("batch_size=16",)), tmp_path)
     sweep.make(runner(tmp_path, Diverging()))
     assert json.loads((tmp_path / SWEEP).read_text())["trials"][0]["state"] == "failed"
     again = PretendedRuns()
-    assert Sweep(sweep.declared, tmp_path).make(runner(tmp_path, again)) == [] and again.made == []
+    assert SweptRuns(sweep.experiment, tmp_path).make(runner(tmp_path, again)) == [] and again.made == []
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 def test_the_page_says_which_settings_are_best_and_which_matter(tmp_path):
     declared = replace(DECLARED, over=("optimizer.lr=0.001..0.128:log:8", "batch_size=16,32"), seeds=1)
-    trials = Sweep(declared, tmp_path)
+    trials = SweptRuns(declared, tmp_path)
     trials.make(runner(tmp_path, PretendedRuns("optimizer.lr=0.004, batch_size=32")))
     page = write(tmp_path).read_text()
     assert "<h1>Which settings? digits.py</h1>" in page and "fastest" not in page and "held against" not in page
@@ -262,16 +263,16 @@ def test_a_pruner_cuts_runs_of_poor_settings_on_all_ranks_at_the_same_step(prune
         DECLARED, over=("optimizer.lr=0.01,0.02,0.005,0.03,0.015,1e-7",), budget={"samples": 800}, evaluations=5,
         pruner=pruner, strategy=strategy, settings=(f"data.path={json.dumps(str(tmp_path / 'digits.h5'))}",),
     )  # fmt: skip
-    sweep = Sweep(declared, tmp_path)
+    sweep = SweptRuns(declared, tmp_path)
     assert sweep.make(Runner(tmp_path, launchers(VirtualRuns()))) == [], "a run that was cut is no failure"
-    table = {float(row["optimizer.lr"]): row for row in sweep.table()}
+    table = {float(row["optimizer.lr"]): row for row in sweep.rows()}
     row = table[1e-7]
     run = tmp_path / "runs" / f"trial-{row['trial']:03}-r2-s0"
     assert row["state"] == "cut" and row["samples"] < 800 and load_summary(run).stopped_early.endswith(CUT)
     (evaluation,) = read_evaluations(run)
     assert row["accuracy"] == evaluation.metrics["accuracy"]
     assert table[max(rate for rate, row in table.items() if row["state"] == "complete")]["samples"] >= 800
-    states = [row["state"] for row in sweep.table()]
+    states = [row["state"] for row in sweep.rows()]
     assert states == sorted(states, key=("complete", "cut").index)
 
 
@@ -280,12 +281,12 @@ def test_a_run_that_was_interrupted_is_judged_again(tmp_path):
         DECLARED, over=("optimizer.lr=0.01,1e-7",), budget={"samples": 960}, evaluations=3, pruner="asha",
         settings=(f"data.path={json.dumps(str(tmp_path / 'digits.h5'))}",),
     )  # fmt: skip
-    sweep = Sweep(declared, tmp_path)
+    sweep = SweptRuns(declared, tmp_path)
     sweep.make(Runner(tmp_path, launchers(VirtualRuns())))
     cut = tmp_path / "runs" / "trial-001-r2-s0"
     own = Trials(tmp_path, declared)
     assert own.all()[1].state == "cut" and load_summary(cut).stopped_early.endswith(CUT)
-    open_again = Sweep(declared, tmp_path / "again")
+    open_again = SweptRuns(declared, tmp_path / "again")
     open_again.write()
     run = tmp_path / "again" / "runs" / "trial-000-r2-s0"
     own = Trials(tmp_path / "again", declared)
@@ -316,14 +317,14 @@ def test_a_runs_folder_must_be_a_sweeps(tmp_path):
 def test_a_sweep_is_checked_before_anything_runs(case, tmp_path):
     change, message = case
     with pytest.raises(ConfigError, match=message):
-        Sweep(replace(DECLARED, **change), tmp_path / "out")
+        SweptRuns(replace(DECLARED, **change), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_without_optuna_it_is_said_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError, match="sweep must have the packages of the extra sweep; got no module optuna"):
-        Sweep(DECLARED, tmp_path)
+        SweptRuns(DECLARED, tmp_path)
 
 
 # --- several runs at once ---------------------------------------------------------------------------------------------

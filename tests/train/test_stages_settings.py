@@ -14,9 +14,10 @@ from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import JobConfig, load
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import load_summary
-from hpcdist.tools.compare.comparison import Comparison
-from hpcdist.tools.compare.plan import Declaration, SweepDeclaration, cells, runs
-from hpcdist.tools.compare.sweep import Sweep
+from hpcdist.tools.compare.comparison import ComparedRuns
+from hpcdist.tools.compare.experiment import Comparison, Sweep
+from hpcdist.tools.compare.plan import cells, plan
+from hpcdist.tools.compare.sweep import SweptRuns
 from hpcdist.tools.compare.trials import Trials
 from hpcdist.tools.simulate.cluster import ClusterConfig
 from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
@@ -97,8 +98,8 @@ def test_a_model_that_can_not_be_cut_so_is_refused(tmp_path, case):
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------
-DECLARED = Declaration(
-    job="job.py", strategies=("gossip_pull",), ranks=(4, 8), metric="accuracy", settings=("parallel.stages=4",)
+DECLARED = Comparison(
+    job="job.py", strategies=("gossip_pull",), ranks=(4, 8), metric="accuracy", settings=("parallel.stages=4",), seeds=1
 )
 
 
@@ -107,20 +108,20 @@ def test_controls_have_the_batch_of_all_replicas_and_a_whole_model():
     assert {key: cell.samples for key, cell in found.items() if "averaged" not in key[0]} == {
         ("gossip_pull", 4): 32, ("gossip_pull", 8): 64, ("serial, batch 16", 1): 32, ("serial, batch 32", 1): 64,
     }  # fmt: skip
-    whole = [run for run in runs(DECLARED, list(found.values())) if run.kind == "serial"]
+    whole = [run for run in plan(DECLARED, list(found.values())) if run.kind == "serial"]
     settings = ("parallel.stages=1", "parallel.chunks=1", "parallel.cut=none")
     assert len(whole) == 4 and all(set(settings) <= set(run.overrides) for run in whole)
 
 
 def test_a_sweep_over_stages_counts_the_samples_of_replicas(tmp_path):
-    declared = SweepDeclaration(
+    declared = Sweep(
         job="staged_job.py", strategy="allreduce", over=("parallel.stages=1,2,4",), trials=3, ranks=4, sampler="grid",
         metric="accuracy", budget={"steps": 20}, evaluations=20,
     )  # fmt: skip
     trials = Trials(tmp_path / "sweep", declared)
     runs = [trials.run(0, 0, (f"parallel.stages={stages}",)) for stages in (1, 2, 4)]
     every = [load({}, None, run.overrides)["eval_every_samples"] for run in runs]
-    assert Sweep(declared, tmp_path / "sweep") and every == [64, 32, 16]
+    assert SweptRuns(declared, tmp_path / "sweep") and every == [64, 32, 16]
 
 
 def test_a_simulation_has_stages(tmp_path):
@@ -128,8 +129,8 @@ def test_a_simulation_has_stages(tmp_path):
     declared = on_cluster(
         replace(DECLARED, job="staged_job.py", ranks=(8,), budget={"steps": 6}), ClusterConfig(**described), tmp_path
     )
-    comparison = Comparison(declared, tmp_path / "it")
-    run = next(run for run in comparison.runs if run.kind == "strategy")
+    comparison = ComparedRuns(declared, tmp_path / "it")
+    run = next(run for run in comparison.plan if run.kind == "strategy")
     VirtualLauncher(Simulation.of(declared)).make(run, Path("made"))
     summary = load_summary("made")
     assert (summary.stages, summary.workers, summary.samples) == (4, 2, 6 * 32)

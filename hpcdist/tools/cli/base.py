@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import sys
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -94,55 +93,7 @@ def plugin(group: str, meaning: str) -> Any:
     return typer.Option(metavar="NAME", help=meaning, autocompletion=completion.names(group))
 
 
-Launcher = Annotated[
-    str | None,
-    typer.Option(metavar="COMMAND", help="Command that starts ranks: 'srun --mpi=pmix -n'. Default: mpirun -n."),
-]
 Json = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write all values to this file.", callback=writable)
 ]
-Config = Annotated[Path | None, typer.Option(metavar="TOML", help="File of settings.")]
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="Python file that defines `job`, such as jobs/digits.py.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a setting. May be repeated.", autocompletion=completion.settings
-    ),
-]
-Target = Annotated[
-    str | None,
-    typer.Option(metavar="METRIC=VALUE", help="Result to reach, such as accuracy=0.97. The time until then is shown."),
-]
-
-
-def read_number(option: str, form: str, example: str, text: str) -> tuple[str, float]:
-    """Read NAME=NUMBER, as an option's value.
-
-    Args:
-        form, example: of such a value, for the message.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    name, _, number = text.rpartition("=")
-    with suppress(ValueError):
-        if name:
-            return name, float(number)
-    raise ConfigError(f"{option} must be {form}; got {text!r}. Write it as {example}.")
-
-
-def read_target(text: str) -> tuple[str, float]:
-    """Read the value of --target: a metric and the value of it to be reached."""
-    return read_number("--target", "METRIC=VALUE", "accuracy=0.97", text)
-
-
-def read_counts(option: str, text: str) -> list[int]:
-    """Read numbers with commas between them, as an option's value.
-
-    Raises:
-        ConfigError: they are none.
-    """
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() and int(word) for word in words):
-        raise ConfigError(f"{option} must be whole numbers above 0, with commas between them; got {text!r}.")
-    return list(map(int, words))

@@ -1,125 +1,112 @@
-"""`hpcdist compare|simulate|sweep`: all runs of a comparison of strategies or settings, their table, their report."""
+"""`hpcdist compare|simulate|sweep`: all runs of an experiment, their table, their report.
+
+The options are the fields of `Comparison`, `Sweep` and `Execution`.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import MISSING, fields
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from hpcdist.errors import LEFT, ConfigError
-from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import (
-    Config,
-    Launcher,
-    Overrides,
-    Target,
-    on_all_ranks,
-    read_counts,
-    read_number,
-    read_target,
-)
-from hpcdist.tools.compare.plan import Declaration, RunDeclaration, SweepDeclaration, read_budget
+from hpcdist.errors import LEFT
+from hpcdist.tools import console
+from hpcdist.tools.cli.base import on_all_ranks
+from hpcdist.tools.compare.experiment import Comparison, Execution, Experiment, Sweep
+from hpcdist.tools.options import Config, Overrides, Target
 
-if TYPE_CHECKING:
-    from hpcdist.tools.compare.run_all import RunPlan
-
-D = TypeVar("D", bound=RunDeclaration)
 app = typer.Typer()
 
-JobToBegin = Annotated[
-    Path | None,
-    typer.Argument(metavar="JOB", help="Python file that defines `job`. Not needed to go on with --output."),
-]
-Strategies = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="A,B:KEY=VALUE,...",
-        help="Strategies to compare. The options of one follow a colon.",
-        autocompletion=completion.strategies,
-    ),
-]
-Seeds = Annotated[int, typer.Option(min=1, help="Runs of each strategy on each number of ranks, with other seeds.")]
-Tune = Annotated[
-    int, typer.Option(min=0, metavar="RUNS", help="First search a learning rate for each strategy, in so many runs.")
-]
-Rates = Annotated[
-    list[str] | None,
-    typer.Option(metavar="STRATEGY=RATE", help="Learning rate of one of the --strategies. May be repeated."),
-]
-Budget = Annotated[
-    list[str] | None,
-    typer.Option(metavar="UNIT=N", help="When each run ends: samples=N (of all ranks), steps=N or seconds=N."),
-]
-Evaluations = Annotated[
-    int, typer.Option(min=0, help="Evaluations of a run with a budget of samples or steps. 0: after epochs only.")
-]
-Threads = Annotated[int, typer.Option(min=1, help="Threads of each process.")]
-Network = Annotated[
-    str | None,
-    typer.Option(metavar="LATENCY,BANDWIDTH", help="Speed of each link, as 50us,1Gbit/s. Default: 20us,10Gbit/s."),
-]
-Compute = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Time of a step: SECONDS, jitter:SECONDS,CV, exponential:SECONDS, straggler:RANK,FACTOR,SECONDS, "
-        "slow:PART,FACTOR,SECONDS. Default: measured here.",
-    ),
-]
-Cluster = Annotated[
-    Path | None, typer.Option(metavar="TOML", help="File with network, intra_network, ranks_per_node, compute.")
-]
-Slurm = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SITE",
-        help="Submit the runs as Slurm's job arrays: a cluster's profile, NAME or TOML.",
-        autocompletion=completion.sites,
-    ),
-]
-SlurmSet = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="KEY=VALUE",
-        help="Setting of these jobs, such as time_min=30; may be repeated.",
-        autocompletion=completion.specification,
-    ),
-]
 
-
-def _output(command: str) -> Any:
-    return typer.Option(metavar="FOLDER", help=f"Folder for all files. Default: runs/{command}-JOB, or -2...")
-
-
-@app.command()
-def compare(
-    job: JobToBegin = None,
-    strategies: Strategies = None,
-    ranks: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of ranks to run on.")] = "1,2",
-    seeds: Seeds = 5,
-    budget: Budget = None,
-    target: Target = None,
-    baselines: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Compare with other libraries, too: ddp (torch's own), horovod.")
+# Options that are read to fields of an experiment, or of its execution.
+def _others(
+    job: Annotated[
+        Path | None,
+        typer.Argument(metavar="JOB", help="Python file that defines `job`. Not needed to go on with --output."),
     ] = None,
-    tune: Tune = 0,
-    rate: Rates = None,
-    controls: Annotated[
-        bool, typer.Option(help="Also train on one process with the batch of all ranks together.")
-    ] = True,
-    evaluations: Evaluations = 20,
+    target: Target = None,
     config: Config = None,
-    overrides: Overrides = None,
-    output: Annotated[Path | None, _output("compare")] = None,
-    launcher: Launcher = None,
-    threads: Threads = 1,
-    slurm: Slurm = None,
-    slurm_set: SlurmSet = None,
-) -> None:
+    settings: Overrides = None,
+    virtual: Annotated[
+        bool, typer.Option("--virtual", help="Run on virtual ranks, as `hpcdist simulate` does.")
+    ] = False,
+    network: Annotated[
+        str | None,
+        typer.Option(metavar="LATENCY,BANDWIDTH", help="Speed of each link, as 50us,1Gbit/s. Default: 20us,10Gbit/s."),
+    ] = None,
+    compute: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Time of a step: SECONDS, jitter:SECONDS,CV, exponential:SECONDS, straggler:RANK,FACTOR,SECONDS, "
+            "slow:PART,FACTOR,SECONDS. Default: measured here.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="TOML", help="File with network, intra_network, ranks_per_node, compute.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Runs at the same time. Default: one on each core.")
+    ] = None,
+) -> None: ...
+
+
+def _experiment(kind: type[Experiment], names: str, **defaults: Any) -> Callable[[Callable[[], None]], None]:
+    """Make a command of the name of a function, which describes it.
+
+    Args:
+        names: of its options: parameters of `_others`, or fields of `kind` or Execution.
+        defaults: where they are not those of the fields. A list or a table has none on the command line.
+    """
+    hints: dict[str, Any] = {}
+    for one in (kind, Execution, _others):
+        hints |= get_type_hints(one, include_extras=True)
+    known = {f.name: f.default for of in (kind, Execution) for f in fields(of) if f.default is not MISSING}
+    known |= {name: parameter.default for name, parameter in inspect.signature(_others).parameters.items()} | defaults
+
+    def add(described: Callable[[], None]) -> None:
+        name = described.__name__
+        parameters = []
+        for option in names.split():
+            of, *metadata = get_args(hints[option])
+            info = copy(next(one for one in metadata if isinstance(one, typer.models.ParameterInfo)))
+            info.help = str(info.help).replace("COMMAND", name)
+            default = known.get(option)
+            if get_origin(of) in (tuple, Mapping):
+                of, default = list[str] | None, defaults.get(option)
+            parameters.append(
+                inspect.Parameter(
+                    option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[of, info]
+                )
+            )
+
+        @wraps(described)
+        def command(**given: Any) -> None:
+            from hpcdist.tools.compare.functions import run
+
+            raise typer.Exit(int(run(name, **given).failed))
+
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        app.command()(command)
+
+    return add
+
+
+@_experiment(
+    Comparison,
+    "job strategies ranks seeds budget target baselines tune rates controls evaluations config settings output "
+    "launcher threads slurm slurm_set",
+    ranks=["1,2"],
+)
+def compare() -> None:
     """Compare strategies on a job: make all runs, one after the other, then show a table and write a report.
 
     It adds runs on one process, with a batch as large as that of all ranks together. If such a run is as good, the
@@ -131,48 +118,16 @@ def compare(
     Example: hpcdist compare jobs/digits.py --strategies allreduce,softsync:splits=2,gossip_pull --ranks 1,2,4
     --budget samples=20000 --target accuracy=0.97
     """
-    from hpcdist.tools.compare import experiment
-    from hpcdist.tools.compare.comparison import Comparison
-
-    if job is None:
-        declared, output = _going_on("comparison", output, strategies, Declaration)
-        _require("real", declared, output)
-    else:
-        declared = experiment.declare(
-            job, **_shared(budget, target, config, overrides), **_cells(strategies, ranks, rate), seeds=seeds,
-            evaluations=evaluations, baselines=tuple(baselines.split(",")) if baselines else (), tune=tune,
-            controls=controls, threads=threads,
-        )  # fmt: skip
-        declared, output = experiment.place("compare", declared, output)
-    _require_slurm(slurm, slurm_set, launcher)
-    _by_slurm(lambda: Comparison(declared, output), output, slurm, slurm_set)
-    raise typer.Exit(int(experiment.make(declared, output, launcher).failed))
 
 
-@app.command()
-def simulate(
-    job: JobToBegin = None,
-    strategies: Strategies = None,
-    ranks: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of virtual ranks.")] = "16",
-    seeds: Seeds = 1,
-    network: Network = None,
-    compute: Compute = None,
-    cluster: Cluster = None,
-    budget: Budget = None,
-    target: Target = None,
-    tune: Tune = 0,
-    rate: Rates = None,
-    controls: Annotated[
-        bool, typer.Option(help="Also train on one rank, and on one process with the batch of all ranks.")
-    ] = True,
-    evaluations: Evaluations = 20,
-    config: Config = None,
-    overrides: Overrides = None,
-    output: Annotated[Path | None, _output("simulate")] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Runs at the same time. Default: one on each core.")
-    ] = None,
-) -> None:
+@_experiment(
+    Comparison,
+    "job strategies ranks seeds network compute cluster budget target tune rates controls evaluations config settings "
+    "output workers",
+    ranks=["16"],
+    seeds=1,
+)
+def simulate() -> None:
     """Compare strategies on virtual ranks, on this machine: the training is real, its network and its time are not.
 
     All seconds are those that a cluster would need, with such a network and such times of a step.
@@ -183,72 +138,14 @@ def simulate(
     Example: hpcdist simulate jobs/digits.py --ranks 64 --strategies allreduce,softsync:splits=4 --network 50us,10Gbit/s
     --compute jitter:20ms,0.2 --target accuracy=0.97
     """
-    from hpcdist.tools.compare import experiment
-    from hpcdist.tools.simulate.cluster import read_cluster
-
-    if job is None:
-        declared, output = _going_on("simulation", output, strategies, Declaration)
-        _require("virtual", declared, output)
-    else:
-        described = read_cluster(cluster, network, compute)
-        declared = experiment.declare(
-            job, **_shared(budget, target, config, overrides), **_cells(strategies, ranks, rate), seeds=seeds,
-            evaluations=evaluations, tune=tune, controls=controls,
-        )  # fmt: skip
-        declared, output = experiment.place("simulate", declared, output, described)
-    raise typer.Exit(int(experiment.make_virtual(declared, output, workers).failed))
 
 
-@app.command()
-def sweep(
-    job: JobToBegin = None,
-    over: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUES", help="Setting and values: A,B,C or LOW..HIGH[:log][:POINTS]. May be repeated."
-        ),
-    ] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Number of combinations to try; a grid has all.")] = 20,
-    sampler: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="How combinations are chosen: tpe (near those that were good), random, or grid (all)."
-        ),
-    ] = "tpe",
-    pruner: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Which runs end early: asha (all but the best third, after 1/9 and 1/3 of the evaluations), median "
-            "(those worse than the median), or none.",
-        ),
-    ] = "none",
-    strategy: Annotated[
-        str,
-        typer.Option(metavar="NAME:KEY=VALUE,...", help="Strategy of all runs.", autocompletion=completion.strategies),
-    ] = "allreduce",
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each run.")] = 1,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each combination, with different seeds.")] = 1,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at the same time. Default: as many as have cores of their own.")
-    ] = None,
-    budget: Budget = None,
-    target: Target = None,
-    evaluations: Evaluations = 20,
-    config: Config = None,
-    overrides: Overrides = None,
-    output: Annotated[Path | None, _output("sweep")] = None,
-    launcher: Launcher = None,
-    threads: Threads = 1,
-    virtual: Annotated[
-        bool, typer.Option("--virtual", help="Run on virtual ranks, as `hpcdist simulate` does.")
-    ] = False,
-    network: Network = None,
-    compute: Compute = None,
-    cluster: Cluster = None,
-    slurm: Slurm = None,
-    slurm_set: SlurmSet = None,
-) -> None:
+@_experiment(
+    Sweep,
+    "job over trials sampler pruner strategy ranks seeds jobs budget target evaluations config settings output "
+    "launcher threads virtual network compute cluster slurm slurm_set",
+)
+def sweep() -> None:
     """Search for good settings of a job: make runs with combinations of values, and show the best first.
 
     After an interruption the same command goes on, and so does `hpcdist sweep --output FOLDER`: only the missing runs
@@ -257,29 +154,6 @@ def sweep(
     Example: hpcdist sweep jobs/digits.py --over optimizer.lr=0.0001..0.1:log --over batch_size=16,32 --runs 20
     --pruner asha --budget samples=20000
     """
-    from hpcdist.tools.compare import experiment
-    from hpcdist.tools.compare.sweep import Sweep
-    from hpcdist.tools.simulate.cluster import read_cluster
-
-    described = read_cluster(cluster, network, compute) if virtual else None
-    if described is None and (cluster, network, compute) != (None, None, None):
-        raise ConfigError("--virtual must be given with --network, --compute and --cluster; got none. Add it.")
-    if job is None:
-        declared, output = _going_on("sweep", output, over, SweepDeclaration)
-    else:
-        if not over:
-            raise ConfigError("--over must be given to begin a sweep; got none. Such as --over batch_size=16,32.")
-        declared = experiment.declare_sweep(
-            job, over, runs, **_shared(budget, target, config, overrides), strategy=strategy, sampler=sampler,
-            pruner=pruner, ranks=ranks, seeds=seeds, evaluations=evaluations, threads=threads,
-        )  # fmt: skip
-        declared, output = experiment.place("sweep", declared, output, described)
-    _require_slurm(slurm, slurm_set, launcher)
-    if declared.virtual is not None and (slurm is not None or launcher is not None):
-        raise ConfigError("--slurm and --launcher must be left out with virtual ranks; got one of them. Remove it.")
-    found = Sweep(declared, output)
-    _by_slurm(lambda: found, output, slurm, slurm_set, jobs)
-    raise typer.Exit(int(experiment.make_sweep(found, launcher, jobs)))
 
 
 @app.command(hidden=True)
@@ -298,72 +172,3 @@ def trial(
         raise typer.Exit(LEFT)
     if comm.rank == comm.failures.living[0]:
         console.result(folder, summary)
-
-
-# --- arguments --------------------------------------------------------------------------------------------------------
-def _going_on(noun: str, output: Path | None, beginning: object, kind: type[D]) -> tuple[D, Path]:
-    """Read the declaration in the folder `output`, with which a command without a job goes on.
-
-    Args:
-        beginning: an option that only a command has which begins.
-    """
-    from hpcdist.tools.compare import folder
-
-    if output is None or beginning:
-        raise ConfigError(f"JOB must be given to begin a {noun}; got none. It is a file such as jobs/digits.py.")
-    return folder.declared_in(output, kind), output
-
-
-def _require(kind: str, declared: Declaration, output: Path) -> None:
-    """Refuse to go on with a comparison on ranks of the other kind."""
-    there, command = ("real", "compare") if declared.virtual is None else ("virtual", "simulate")
-    if kind != there:
-        raise ConfigError(
-            f"--output must hold a comparison on {kind} ranks; got {output}, on {there} ones. Go on with it by "
-            f"`hpcdist {command} --output {output}`."
-        )
-
-
-def _require_slurm(slurm: str | None, slurm_set: Sequence[str] | None, launcher: str | None) -> None:
-    """Check that options of Slurm's jobs fit together."""
-    if slurm is not None and launcher is not None:
-        raise ConfigError(f"--launcher must be left out with --slurm, whose profile has its own; got {launcher!r}.")
-    if slurm is None and slurm_set:
-        raise ConfigError("--slurm must be given with --slurm-set; got none. Such as --slurm generic.")
-
-
-def _by_slurm(
-    plan: Callable[[], RunPlan],
-    output: Path,
-    slurm: str | None,
-    slurm_set: Sequence[str] | None,
-    at_once: int | None = None,
-) -> None:
-    """Submit the runs of a plan if so asked, or show those that Slurm still has, and exit; else do nothing."""
-    from hpcdist.tools.slurm import arrays
-
-    if slurm is not None:
-        raise typer.Exit(int(arrays.submit_missing(plan(), slurm, slurm_set or [], at_once)))
-    if waiting := arrays.under_way(output):
-        raise typer.Exit(int(arrays.show(plan(), waiting)))
-
-
-def _cells(strategies: Sequence[str] | None, ranks: str, rate: Sequence[str] | None) -> dict[str, Any]:
-    """Read the options of a comparison that say which strategies run, on how many ranks, by what rates."""
-    return {
-        "strategies": strategies or ["allreduce"],
-        "ranks": read_counts("--ranks", ranks),
-        "rates": dict(read_number("--rate", "STRATEGY=RATE", "allreduce=0.01", item) for item in rate or []),
-    }
-
-
-def _shared(
-    budget: Sequence[str] | None, target: str | None, config: Path | None, overrides: Sequence[str] | None
-) -> dict[str, Any]:
-    """Read the options that comparisons and sweeps have."""
-    return {
-        "budget": read_budget(budget or []),
-        "target": None if target is None else read_target(target),
-        "config": config,
-        "settings": overrides or [],
-    }

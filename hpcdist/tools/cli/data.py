@@ -9,7 +9,7 @@ import typer
 
 from hpcdist.errors import ConfigError
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Overrides
+from hpcdist.tools.options import Overrides
 
 app = typer.Typer(name="data", no_args_is_help=True, help="Data sets in HDF5, the files that jobs train on.")
 

@@ -10,7 +10,8 @@ import typer
 
 from hpcdist.registry import catalogue
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Overrides, whole_number, writable
+from hpcdist.tools.cli.base import whole_number, writable
+from hpcdist.tools.options import Overrides
 
 app = typer.Typer()
 MARGIN = 10  # of a drawing, for the ranks' numbers

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcdist.tools import console
-from hpcdist.tools.cli.base import Config, JobFile, Json, Overrides, plugin, read_counts, whole_number
+from hpcdist.tools.cli.base import JobFile, Json, plugin, whole_number
+from hpcdist.tools.options import Config, Overrides, read_counts
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from hpcdist.parallel.plan import Plan

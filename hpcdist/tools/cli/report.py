@@ -10,7 +10,7 @@ import typer
 
 from hpcdist.errors import ConfigError
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Target, read_target
+from hpcdist.tools.options import Target, read_target
 
 app = typer.Typer()
 

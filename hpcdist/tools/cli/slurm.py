@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Overrides, writable
+from hpcdist.tools.cli.base import writable
+from hpcdist.tools.options import Overrides
 
 if TYPE_CHECKING:  # it imports pydantic
     from hpcdist.tools.slurm.spec import JobSpec, Site

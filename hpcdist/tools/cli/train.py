@@ -11,7 +11,8 @@ import typer
 
 from hpcdist.errors import LEFT
 from hpcdist.tools import console
-from hpcdist.tools.cli.base import Config, JobFile, Overrides, on_all_ranks
+from hpcdist.tools.cli.base import JobFile, on_all_ranks
+from hpcdist.tools.options import Config, Overrides
 
 app = typer.Typer()
 

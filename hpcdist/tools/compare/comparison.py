@@ -1,26 +1,34 @@
-"""Compare strategies on one job: check all of it first, then search learning rates, then make the runs."""
+"""The runs of a comparison: all of it is checked first, then learning rates are searched, then the runs are made."""
 
 from __future__ import annotations
 
 import inspect
+import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
+
+import pandas as pd
+from pandas import DataFrame
 
 from hpcdist.config import JobConfig, load, optimizers
 from hpcdist.config.files import neighbours
 from hpcdist.config.optimizer import OWN_RATES
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import Summary, load_summary
-from hpcdist.tools import baselines, console
-from hpcdist.tools.compare import folder
-from hpcdist.tools.compare.plan import ComparedCell, Declaration, PlannedRun, cells, mean_metric, runs
-from hpcdist.tools.compare.run_all import Runner, RunPlan, missing
-from hpcdist.tools.report import table
+from hpcdist.tools import baselines, console, report
+from hpcdist.tools.compare.experiment import Comparison
+from hpcdist.tools.compare.folder import require_same, write
+from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, cells, mean_metric, plan
+from hpcdist.tools.compare.run_all import MadeRuns, Runner, missing
 from hpcdist.tools.report.evidence import read_jobs
-from hpcdist.tools.report.findings import analyse
+from hpcdist.tools.report.findings import Findings, analyse
+from hpcdist.tools.report.page import sections_of
+from hpcdist.tools.report.table import show, tables, write_csv
+from hpcdist.tools.report.verdict import judge
 from hpcdist.tools.report.wording import count
 from hpcdist.train.planning import rehearse
 from hpcdist.train.runs import specify
@@ -49,44 +57,33 @@ class ChosenRate:
         return f"{self.name} on {count(self.ranks, 'rank')}: learning rate {self.rate:g}{edge}"
 
 
-class Comparison(RunPlan):
-    """Compare what a declaration names, in one folder. Making it checks all settings, and starts nothing.
+class ComparedRuns(MadeRuns):
+    """The runs of a comparison; see `MadeRuns`. Constructing it checks all settings, and starts nothing.
 
     Args:
-        output: the folder; one that holds this very comparison goes on with it.
-
-    Attributes:
-        left_out: sentences about what can't be run.
+        folder: one that holds this very comparison goes on with it.
 
     Raises:
         ConfigError: a setting is wrong, as `hpcdist train` would find, or the folder holds another comparison.
     """
 
-    declared: Declaration
+    experiment: Comparison
 
-    def __init__(self, declared: Declaration, output: Path):
-        self.declared, self.output = declared, output
-        self.command = "compare" if declared.virtual is None else "simulate"
-        _require_whole(declared)
-        self._specify()
+    def __init__(self, experiment: Comparison, folder: Path):
+        _require_whole(experiment)
+        super().__init__(experiment, folder)
         config = self._config
         with neighbours(self._job_path):
-            every = cells(declared, config.batch_size, config.accumulation, config.parallel.stages)
+            every = cells(experiment, config.batch_size, config.accumulation, config.parallel.stages)
             self.cells, self.left_out = self._possible(every)
-        self._first_rate = _first_rate(self._config)
-        if declared.tune and self._first_rate is None:
+        self._first_rate = _first_rate(config)
+        if experiment.tune and self._first_rate is None:
             raise ConfigError(
                 f"--tune must be left out with {config.schedule.name or config.optimizer.name}, whose rates are not "
                 "optimizer.lr; got it. Set its own options."
             )
-        folder.require_same(output, declared)  # after the settings, as a wrong one should be named first
-        self._chosen: list[ChosenRate] = []
-        self._runs = self._plan()
-
-    @property
-    def runs(self) -> list[PlannedRun]:
-        """All runs, at the rates that the user or a search has chosen."""
-        return self._runs
+        require_same(folder, experiment)  # after the settings, as a wrong one should be named first
+        self._choose(())
 
     def _possible(self, every: Sequence[ComparedCell]) -> tuple[list[ComparedCell], list[str]]:
         """Divide cells into those that can run, and a sentence for each of the others.
@@ -94,7 +91,8 @@ class Comparison(RunPlan):
         Raises:
             ConfigError: a setting is wrong, or a strategy is left out on every number of ranks.
         """
-        reasons = [(cell, self._refusal(cell)) for cell in every]
+        firsts = [cell.run(self.experiment, seed=0) for cell in every]
+        reasons = [(cell, self._refusal(run)) for cell, run in zip(every, firsts, strict=True)]
         kept = [cell for cell, reason in reasons if reason is None]
         for cell, reason in reasons:
             if cell.kind == "strategy" and cell.name not in {other.name for other in kept}:
@@ -102,65 +100,62 @@ class Comparison(RunPlan):
         left_out = [(f"{cell.name} is left out on {count(cell.ranks, 'rank')}", why) for cell, why in reasons if why]
         return kept, [f"{which}: {why}" for which, why in left_out]
 
-    def _refusal(self, cell: ComparedCell) -> str | None:
-        """Check a cell's settings, which are wrong on any number of ranks; return why it can't run on its own."""
-        _, config = specify(self._job_path, None, cell.run(self.declared, seed=0).overrides)
-        if cell.kind == "baseline":
+    def _refusal(self, run: PlannedRun) -> str | None:
+        """Check a run's settings, which are wrong on any number of ranks; return why it can't run on its own."""
+        _, config = specify(self._job_path, None, run.overrides)
+        if run.kind == "baseline":
             if not config.parallel.whole:
                 return "its ranks hold whole models, and parallel.stages is more than 1."
-            return baselines.load(cell.name).why_not()
+            return baselines.load(run.name).why_not()
         try:
-            rehearse(config, cell.ranks)
+            rehearse(config, run.ranks)
         except ConfigError as error:
             return str(error)
         return None
 
-    def _plan(self) -> list[PlannedRun]:
-        rates = {(key, ranks): rate for key, rate in self.declared.rates.items() for ranks in self.declared.ranks}
-        rates |= {(one.name, one.ranks): one.rate for one in self._chosen}
-        return runs(self.declared, self.cells, rates)
+    def _choose(self, chosen: Sequence[ChosenRate]) -> None:
+        """Plan all runs, at the rates that the user or a search has chosen."""
+        self._chosen, experiment = chosen, self.experiment
+        rates = {(key, ranks): rate for key, rate in experiment.rates.items() for ranks in experiment.ranks}
+        rates |= {(one.name, one.ranks): one.rate for one in chosen}
+        self.plan = plan(experiment, self.cells, rates)
 
     # --- what the runs are made by ------------------------------------------------------------------------------------
     def make(self, runner: Runner) -> list[PlannedRun]:
         """Search the rates that are to be searched, then make all runs that are missing; return those that failed."""
         self.write()
-        if self.declared.tune:
+        if self.experiment.tune:
             self.tune(runner)
-        left = missing(self.runs, self.output)
-        if len(left) < len(self.runs):
-            console.note(f"{len(self.runs) - len(left)} of {len(self.runs)} runs are there already")
+        left = missing(self.plan, self.folder)
+        if len(left) < len(self.plan):
+            console.note(f"{len(self.plan) - len(left)} of {len(self.plan)} runs are there already")
         with runner.shown("runs", len(left)):
-            return runner.run_all(self.runs)
+            return runner.run_all(self.plan)
 
     def write(self) -> None:
         """Write `comparison.json`."""
-        chosen = [asdict(one) for one in self._chosen]
-        folder.write(
-            self.output,
-            self.declared,
+        tune, chosen = self.experiment.tune, [asdict(one) for one in self._chosen]
+        write(
+            self.folder,
+            self.experiment,
             higher_is_better=self.higher_is_better,
             cells=self.cells,
-            runs=self.runs,
+            runs=self.plan,
             left_out=self.left_out,
-            tuning={"runs": tune, "first_seed": FIRST_SEED, "chosen": chosen} if (tune := self.declared.tune) else None,
+            tuning={"runs": tune, "first_seed": FIRST_SEED, "chosen": chosen} if tune else None,
         )
 
-    def show_table(self) -> None:
-        """Show the report's table, a row for each cell."""
-        table.show(table.tables([analyse(evidence) for evidence in read_jobs([self.output])]))
-
     # --- learning rates -----------------------------------------------------------------------------------------------
-    def tune(self, runner: Runner) -> list[ChosenRate]:
+    def tune(self, runner: Runner) -> Sequence[ChosenRate]:
         """Search the learning rate of each cell on seeds of its own; those that share one search it once.
 
         A folder that holds the runs of a search, or some of them, goes on with it.
         """
         firsts = {(cell.rate_key, cell.ranks): cell for cell in reversed(self.cells)}
-        with runner.shown("learning rates", len(firsts) * self.declared.tune):
-            self._chosen = [self._search(cell, runner) for cell in reversed(firsts.values())]
+        with runner.shown("learning rates", len(firsts) * self.experiment.tune):
+            self._choose([self._search(cell, runner) for cell in reversed(firsts.values())])
         for one in self._chosen:
             print(one)
-        self._runs = self._plan()
         self.write()
         return self._chosen
 
@@ -170,20 +165,53 @@ class Comparison(RunPlan):
         def measure(power: int, repeated: int) -> Summary | None:
             rate = first * 2.0**power
             at_rate = replace(cell, stem=f"{cell.stem}-lr={rate:g}")
-            run = at_rate.run(self.declared, FIRST_SEED + repeated, rate, "tuning")
-            return None if runner.run_all([run]) else load_summary(self.output / run.folder)
+            run = at_rate.run(self.experiment, FIRST_SEED + repeated, rate, "tuning")
+            return None if runner.run_all([run]) else load_summary(self.folder / run.folder)
 
-        best, known = search_within(self.declared.tune, measure, self._merit)
-        means = {first * 2.0**power: mean_metric(found, self.declared.metric) for power, found in known.items()}
+        best, known = search_within(self.experiment.tune, measure, self._merit)
+        means = {first * 2.0**power: mean_metric(found, self.experiment.metric) for power, found in known.items()}
         between = best - 1 in known and best + 1 in known
         return ChosenRate(cell.rate_key, cell.ranks, first * 2.0**best, means, between)
 
     def _merit(self, found: Sequence[Summary | None]) -> tuple[float, float]:
         """Judge a rate by the metric, and where that is equal by the loss: the less the better."""
-        metric, loss = mean_metric(found, self.declared.metric), mean_metric(found, "loss")
+        metric, loss = mean_metric(found, self.experiment.metric), mean_metric(found, "loss")
         if metric is None or loss is None:
             return math.inf, math.inf
         return -metric if self.higher_is_better else metric, loss
+
+    # --- results ------------------------------------------------------------------------------------------------------
+    def show_table(self) -> None:
+        """Show the report's table, a row for each cell."""
+        show(tables([analyse(evidence) for evidence in read_jobs([self.folder])]))
+
+    @cached_property
+    def table(self) -> DataFrame:
+        """Return a row for each kind of run, with the columns of `hpcdist report --csv`."""
+        text = io.StringIO()
+        write_csv(tables([self._findings]), text)
+        return pd.read_csv(io.StringIO(text.getvalue()))
+
+    @cached_property
+    def runs(self) -> DataFrame:
+        """Return a row for each run, as `hpcdist.read_runs` does."""
+        return report.read_runs(self.folder)
+
+    @cached_property
+    def verdict(self) -> str:
+        """Return the answer of the report, in a sentence or two."""
+        return judge(self._findings).headline
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """Return the report's figures, matplotlib's, by their names."""
+        found = [drawn for section in sections_of(self._findings) for of in section.figures.values() for drawn in of]
+        return {drawn.name: drawn.figure for drawn in found}
+
+    @cached_property
+    def _findings(self) -> Findings:
+        (evidence,) = read_jobs([self.folder])
+        return analyse(evidence)
 
 
 def search_within(
@@ -213,19 +241,19 @@ def search_within(
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
-def _require_whole(declared: Declaration) -> None:
+def _require_whole(experiment: Comparison) -> None:
     for key in ("strategy", "seed"):
-        if key in load({}, None, declared.settings):
+        if key in load({}, None, experiment.settings):
             option = "--strategies NAME:KEY=VALUE" if key == "strategy" else "--seeds"
             raise ConfigError(f"--set and --config must leave {key} to {option}; got it there. Remove it.")
-    for baseline in declared.baselines:
+    for baseline in experiment.baselines:
         if baseline not in baselines.available():
             raise UnknownNameError("--baselines", baseline, baselines.available())
-    named = [*declared.strategies, *declared.baselines]
-    for name in declared.rates:
+    named = [*experiment.strategies, *experiment.baselines]
+    for name in experiment.rates:
         if name not in named:
             raise UnknownNameError("--rate", name, named)
-    if declared.rates and declared.tune:
+    if experiment.rates and experiment.tune:
         raise ConfigError(
             "--rate must be left out with --tune, which chooses all rates; got both. Take one of the two."
         )

@@ -1,351 +1,310 @@
-"""Comparisons and sweeps from Python, in the words of the commands: `hpcdist.compare`, `simulate`, `sweep`.
+"""Experiments as values: a comparison of strategies, or a sweep over settings; and how their runs are made.
 
-The commands make their declarations here, too, so that script and command go on with each other's folders.
+A field is an option of `hpcdist compare|simulate|sweep`, an argument of the functions of the same names, and a key of
+`declared` in `comparison.json`. Its annotation says how: an `Option` describes it to users, a `Reader` reads what they
+give. The command line reads these annotations, so this module must not load pydantic, which checks them in files.
 """
 
 from __future__ import annotations
 
-import abc
 import hashlib
-import io
-import os
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
-import pandas as pd
-from pandas import DataFrame
+from annotated_types import Interval
+from typer import Option
 
-from hpcdist.config.merge import as_flags, load
 from hpcdist.errors import ConfigError
-from hpcdist.tools import console, report
-from hpcdist.tools.compare import folder, run_all
-from hpcdist.tools.compare.comparison import Comparison
-from hpcdist.tools.compare.launchers import mpi_launchers, share_cores
-from hpcdist.tools.compare.plan import Declaration, SweepDeclaration, read_budget, split_strategies
-from hpcdist.tools.compare.sweep import Sweep
-from hpcdist.tools.report.evidence import read_jobs
-from hpcdist.tools.report.findings import Findings, analyse
-from hpcdist.tools.report.page import sections_of
-from hpcdist.tools.report.table import tables, write_csv
-from hpcdist.tools.report.verdict import judge
-from hpcdist.tools.simulate.cluster import ClusterConfig, read_cluster
-from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
-from hpcdist.tools.simulate.step_time import on_cluster
-from hpcdist.train import load_job
+from hpcdist.tools import completion
+from hpcdist.tools.options import Launcher, read_counts, read_number, read_target
 
-D = TypeVar("D", Declaration, SweepDeclaration)
+E = TypeVar("E", bound="Experiment")
+MOST = 100_000  # trials or seeds of an experiment that is read from a file
+BUDGETS = ("samples", "steps", "seconds")
+COMMAS = re.compile(r",(?![^\[{]*[\]}])")  # that are in no brackets
+_OPTION = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*=")
 
 
-def compare(
-    job: str | Path,
-    strategies: Sequence[str] = ("allreduce",),
-    ranks: Sequence[int] = (1, 2),
-    seeds: int = 5,
-    *,
-    output: str | Path | None = None,
-    launcher: str | None = None,
-    **options: Any,
-) -> ComparedRuns:
-    """Compare strategies on a job, as `hpcdist compare` does; only runs that are missing in the folder are made.
+# --- what users give --------------------------------------------------------------------------------------------------
+class Reader(NamedTuple):
+    """Reads a field as it is given: the texts of its option, or a value in Python."""
 
-    Args:
-        job: path of a Python file that defines `job`.
-        strategies: each `NAME` or `NAME:KEY=VALUE,KEY=VALUE`.
-        ranks: numbers of ranks to run on.
-        seeds: runs of each strategy on each number of ranks.
-        output: folder for all files; None: runs/compare-JOB, or -2 and so on if that holds other settings.
-        launcher: command that starts ranks, such as `srun --mpi=pmix -n`; None: mpirun.
-        options: of the command, under the names of `declare`: `budget`, `target`, `settings`, `rates`, `tune`...
+    read: Callable[[Any], Any]
+
+
+def read_budget(given: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
+    """Read a budget: numbers by unit, or items UNIT=NUMBER, or several with commas between them.
 
     Raises:
-        ConfigError: a setting is wrong, or the folder holds another comparison.
+        ConfigError: a unit is unknown, or a number is none or not above 0.
     """
-    return make(*place("compare", declare(job, strategies, ranks, seeds, **options), output), launcher)
+    items = [f"{unit}={limit}" for unit, limit in given.items()] if isinstance(given, Mapping) else given
+    budget: dict[str, float] = {}
+    for item in ",".join(items).split(",") if items else ():
+        unit, _, number = item.strip().partition("=")
+        try:
+            limit = float(number)
+        except ValueError:
+            limit = 0.0
+        if unit not in BUDGETS or not 0 < limit < float("inf"):
+            raise ConfigError(f"--budget must be samples=N, steps=N or seconds=N, with N above 0; got {item!r}.")
+        budget[unit] = limit if unit == "seconds" else int(limit)
+    return budget
 
 
-def simulate(
-    job: str | Path,
-    strategies: Sequence[str] = ("allreduce",),
-    ranks: Sequence[int] = (16,),
-    seeds: int = 1,
-    *,
-    network: str | None = None,
-    compute: str | None = None,
-    cluster: str | Path | None = None,
-    output: str | Path | None = None,
-    workers: int | None = None,
-    **options: Any,
-) -> ComparedRuns:
-    """Compare strategies on virtual ranks, as `hpcdist simulate` does; see `compare`.
-
-    Args:
-        network: speed of each link, as `50us,1Gbit/s`.
-        compute: time of a step, as `jitter:20ms,0.2`; None: measured here.
-        cluster: TOML file with network, intra_network, ranks_per_node, compute.
-        workers: runs at the same time; None: one on each core.
-    """
-    declared = declare(job, strategies, ranks, seeds, **options)
-    described = read_cluster(None if cluster is None else Path(cluster), network, compute)
-    return make_virtual(*place("simulate", declared, output, described), workers)
-
-
-def sweep(
-    job: str | Path,
-    over: Mapping[str, str | Sequence[object]],
-    runs: int = 20,
-    *,
-    jobs: int | None = None,
-    output: str | Path | None = None,
-    launcher: str | None = None,
-    **options: Any,
-) -> SweptRuns:
-    """Search for good settings of a job, as `hpcdist sweep` does; only runs that are missing in the folder are made.
-
-    Args:
-        over: settings with their values: a list, or a text as `--over` takes it, such as `0.001..0.1:log`.
-        runs: number of combinations to try; the sampler `grid` tries all.
-        jobs: runs at the same time; None: as many as have cores of their own.
-        output: folder for all files; None: runs/sweep-JOB, or -2 and so on if that holds other settings.
-        launcher: see `compare`.
-        options: of the command, under the names of `declare_sweep`: `strategy`, `ranks`, `sampler`, `budget`...
+def read_strategies(given: Sequence[str]) -> tuple[str, ...]:
+    """Split `a,b:key=value,key=value,c` at the commas between strategies: an item `key=value` is the former one's.
 
     Raises:
-        ConfigError: a setting is wrong, Optuna is not installed, or the folder holds another sweep.
+        ConfigError: an option stands before any strategy, or a name is empty.
     """
-    spaces = [f"{key}={text if isinstance(text, str) else ','.join(map(str, text))}" for key, text in over.items()]
-    found = Sweep(*place("sweep", declare_sweep(job, spaces, runs, **options), output))
-    return SweptRuns(found, make_sweep(found, launcher, jobs))
+    found: list[str] = []
+    for item in map(str.strip, COMMAS.split(text := ",".join(given))):
+        if _OPTION.match(item):
+            if not found or "=" not in found[-1]:
+                raise ConfigError(
+                    f"--strategies must be names, each with options as NAME:KEY=VALUE,KEY=VALUE; got {item!r} "
+                    f"{f'after {found[-1]}' if found else 'first'}. Put a colon between a name and its first option."
+                )
+            found[-1] += f",{item}"
+        elif not item:
+            raise ConfigError(f"--strategies must be names between commas; got {text!r}. Remove the empty one.")
+        else:
+            found.append(item)
+    return tuple(found)
 
 
-def declare(
-    job: str | Path,
-    strategies: Sequence[str],
-    ranks: Sequence[int],
-    seeds: int,
-    *,
-    rates: Mapping[str, float] | None = None,
-    baselines: Sequence[str] = (),
-    tune: int = 0,
-    controls: bool = True,
-    evaluations: int = 20,
-    threads: int = 1,
-    **shared_options: Any,
-) -> Declaration:
-    """Declare a comparison.
-
-    Args:
-        rates: learning rates by strategy.
-        baselines: other libraries to compare with: ddp, horovod.
-        tune: runs in which each strategy first searches its learning rate.
-        controls: also train on one process with the batch of all ranks.
-        evaluations: of each run with a budget of samples or steps.
-        threads: of each process.
-        shared_options: `budget`, `target`, `config`, `settings`; see `shared`.
-    """
-    return Declaration(
-        **shared(job, **shared_options), strategies=tuple(split_strategies(",".join(strategies))),
-        ranks=tuple(dict.fromkeys(ranks)), rates=dict(rates or {}), seeds=seeds, baselines=tuple(baselines), tune=tune,
-        controls=controls, evaluations=evaluations, threads=threads,
-    )  # fmt: skip
+def _read_ranks(given: Sequence[object]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(read_counts("--ranks", ",".join(map(str, given)))))
 
 
-def declare_sweep(
-    job: str | Path,
-    over: Sequence[str],
-    runs: int,
-    *,
-    strategy: str = "allreduce",
-    ranks: int = 1,
-    seeds: int = 1,
-    sampler: str = "tpe",
-    pruner: str = "none",
-    evaluations: int = 20,
-    threads: int = 1,
-    **shared_options: Any,
-) -> SweepDeclaration:
-    """Declare a sweep.
-
-    Args:
-        over: settings with their values, each KEY=VALUES.
-        runs: number of combinations to try; the sampler `grid` tries all.
-        strategy: of all runs, `NAME` or `NAME:KEY=VALUE`.
-        ranks: of each run.
-        seeds: runs of each combination.
-        sampler: tpe, random or grid.
-        pruner: asha, median or none.
-        evaluations: of each run with a budget of samples or steps.
-        threads: of each process.
-        shared_options: `budget`, `target`, `config`, `settings`; see `shared`.
-    """
-    return SweepDeclaration(
-        **shared(job, **shared_options), over=tuple(over), trials=runs, strategy=strategy, ranks=ranks, seeds=seeds,
-        sampler=sampler, pruner=pruner, evaluations=evaluations, threads=threads,
-    )  # fmt: skip
+def _read_rates(given: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
+    return dict(
+        given.items()
+        if isinstance(given, Mapping)
+        else (read_number("--rate", "STRATEGY=RATE", "allreduce=0.01", item) for item in given)
+    )
 
 
-def shared(
-    job: str | Path,
-    *,
-    budget: Mapping[str, float] | None = None,
-    target: tuple[str, float] | None = None,
-    config: str | Path | None = None,
-    settings: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Return what the declarations of comparisons and sweeps have.
-
-    Args:
-        budget: when each run ends: `samples`, `steps` or `seconds`; None: after the job's epochs.
-        target: a metric and its value to reach; without one the metric is the job's first.
-        config: TOML file of settings.
-        settings: of all runs, each KEY=VALUE; they win over the file.
-
-    Raises:
-        ConfigError: the job is no path, or a setting is wrong.
-    """
-    if not isinstance(job, (str, Path)):
-        raise ConfigError(
-            f"job must be the path of a Python file that defines `job`; got a {type(job).__name__}. The ranks are "
-            "other processes, which read the file: write the job to one."
-        )
-    file = Path(job)
-    metric, value = (next(iter(load_job(file).metrics), "loss"), None) if target is None else target
-    return {
-        "job": str(job),
-        "job_sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "",
-        "metric": metric,
-        "target": value,
-        "budget": read_budget([f"{unit}={limit}" for unit, limit in (budget or {}).items()]),
-        "settings": tuple(as_flags(load({}, None if config is None else Path(config), settings))),
-    }
+def _read_over(given: Mapping[str, str | Sequence[object]] | Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(given, Mapping):
+        return tuple(given)
+    return tuple(f"{key}={v if isinstance(v, str) else ','.join(map(str, v))}" for key, v in given.items())
 
 
-def place(command: str, declared: D, output: str | Path | None, cluster: ClusterConfig | None = None) -> tuple[D, Path]:
-    """Choose the folder of a command that names none: the one that holds this already, or a new one.
-
-    Args:
-        cluster: of virtual ranks, which the declaration is given; None for real ones.
-    """
-    if output is None:
-        where = declared if cluster is None else replace(declared, virtual=cluster.model_dump())
-        output = folder.default(Path("runs") / f"{command}-{Path(declared.job).stem}", where)
-    return declared if cluster is None else on_cluster(declared, cluster, Path(output)), Path(output)
-
-
-def make(declared: Declaration, output: Path, launcher: str | None) -> ComparedRuns:
-    """Make the runs of a comparison that are missing, on real ranks."""
-    comparison = Comparison(declared, output)
-    most = max(declared.ranks)
-    launchers = mpi_launchers(declared.job, most, declared.threads, launcher, os.environ, declared.baselines)
-    return ComparedRuns(output, run_all.make(comparison, launchers))
-
-
-def make_virtual(declared: Declaration, output: Path, workers: int | None) -> ComparedRuns:
-    """Make the runs of a comparison that are missing, on virtual ranks."""
-    comparison = Comparison(declared, output)
-    simulation = Simulation.of(declared, sys.argv)
-    console.note(str(simulation))
-    processes = min(workers or len(os.sched_getaffinity(0)), len(comparison.cells) * declared.seeds)
-    with VirtualLauncher(simulation, processes) as starter:
-        return ComparedRuns(output, run_all.make(comparison, {"strategy": starter, "serial": starter}, processes))
-
-
-def make_sweep(found: Sweep, launcher: str | None, jobs: int | None) -> bool:
-    """Make the runs of a sweep that are missing, on real or virtual ranks; tell whether one failed.
-
-    Args:
-        jobs: runs at the same time; None: as many as have cores of their own, or one with a launcher, which may start
-            ranks elsewhere.
-    """
-    declared = found.declared
-    each = declared.ranks * declared.threads if declared.virtual is None else 1
-    shares = share_cores(jobs or (None if launcher is None else 1), each)[: len(found.runs)]
-    if len(shares) > 1 and launcher is None:
-        console.note(f"{len(shares)} runs at the same time, each on {len(shares[0])} of {os.cpu_count()} cores")
-    if declared.virtual is not None:
-        simulation = Simulation.of(declared, sys.argv)
-        console.note(str(simulation))
-        with VirtualLauncher(simulation, len(shares)) as starter:
-            return run_all.make(found, {"strategy": starter}, len(shares))
-    launchers = mpi_launchers(declared.job, declared.ranks, declared.threads, launcher, os.environ, shares=shares)
-    with launchers["strategy"] as made:
-        return run_all.make(found, {"strategy": made}, len(shares))
-
-
-class MadeRuns(abc.ABC):
-    """The runs of a comparison or a sweep. A notebook shows their table.
+# --- experiments ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What all runs of a comparison, a sweep or a study share. Another one is refused in the same folder.
 
     Attributes:
-        folder: of all files.
-        failed: a run has failed; its folder says why, and the same call makes it again.
+        job: the job's file.
+        job_sha256: of its content.
+        metric: of the job, by which runs are judged.
+        target: the metric's value to reach; None for none.
+        settings: of every run, as `--set` takes them.
+        virtual: cluster of virtual ranks; None for real ones.
     """
 
-    def __init__(self, folder: Path, failed: bool):
-        self.folder, self.failed = folder, failed
+    job: str
+    job_sha256: str = ""
+    metric: str
+    target: float | None = None
+    budget: Annotated[
+        Mapping[str, int | float],
+        Option(metavar="UNIT=N", help="When each run ends: samples=N (of all ranks), steps=N or seconds=N."),
+        Reader(read_budget),
+    ] = field(default_factory=dict)
+    evaluations: Annotated[
+        int, Option(min=0, help="Evaluations of a run with a budget of samples or steps. 0: after epochs only.")
+    ] = 20
+    settings: tuple[str, ...] = ()
+    seeds: Annotated[int, Interval(ge=1, le=MOST)] = 1
+    threads: Annotated[int, Option(min=1, help="Threads of each process.")] = 1
+    virtual: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(
+        cls: type[E],
+        job: str | Path,
+        *,
+        target: str | tuple[str, float] | None = None,
+        config: str | Path | None = None,
+        settings: Sequence[str] | None = None,
+        **given: Any,
+    ) -> E:
+        """Read an experiment as users give it: the texts of options, or values in Python.
+
+        Args:
+            job: path of a Python file that defines `job`.
+            target: a metric and its value to reach; without one the metric is the job's first.
+            config: TOML file of settings.
+            settings: of all runs, each KEY=VALUE; they win over the file.
+            given: all other fields; those that are None or empty have their defaults.
+
+        Raises:
+            ConfigError: the job is no path, or a setting is wrong.
+        """
+        from hpcdist.config.merge import as_flags, load
+        from hpcdist.train import load_job
+
+        if not isinstance(job, (str, Path)):
+            raise ConfigError(
+                f"job must be the path of a Python file that defines `job`; got a {type(job).__name__}. The ranks are "
+                "other processes, which read the file: write the job to one."
+            )
+        file, hints = Path(job), get_type_hints(cls, include_extras=True)
+        for name in [name for name, value in given.items() if value is None or value == []]:
+            del given[name]
+        for name in given.keys() & hints.keys():
+            for reader in (one for one in get_args(hints[name]) if isinstance(one, Reader)):
+                given[name] = reader.read(given[name])
+        target = read_target(target) if isinstance(target, str) else target
+        metric, value = (next(iter(load_job(file).metrics), "loss"), None) if target is None else target
+        return cls(
+            job=str(job),
+            job_sha256=hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "",
+            metric=metric,
+            target=value,
+            settings=tuple(as_flags(load({}, None if config is None else Path(config), settings or ()))),
+            **given,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Experiment):
+    """A comparison of strategies, each on several numbers of ranks, on real or virtual ones."""
+
+    seeds: Annotated[
+        int,
+        Option(min=1, help="Runs of each strategy on each number of ranks, with other seeds."),
+        Interval(ge=1, le=MOST),
+    ] = 5
+    strategies: Annotated[
+        tuple[str, ...],
+        Option(
+            metavar="A,B:KEY=VALUE,...",
+            help="Strategies to compare. The options of one follow a colon.",
+            autocompletion=completion.strategies,
+        ),
+        Reader(read_strategies),
+    ] = ("allreduce",)
+    ranks: Annotated[
+        tuple[int, ...], Option(metavar="N,N,...", help="Numbers of ranks to run on."), Reader(_read_ranks)
+    ] = (1, 2)
+    baselines: Annotated[
+        tuple[str, ...],
+        Option(metavar="A,B", help="Compare with other libraries, too: ddp (torch's own), horovod."),
+        Reader(lambda given: tuple(",".join(given).split(","))),
+    ] = ()
+    rates: Annotated[
+        Mapping[str, float],
+        Option("--rate", metavar="STRATEGY=RATE", help="Learning rate of one of the --strategies. May be repeated."),
+        Reader(_read_rates),
+    ] = field(default_factory=dict)
+    tune: Annotated[
+        int, Option(min=0, metavar="RUNS", help="First search a learning rate for each strategy, in so many runs.")
+    ] = 0
+    controls: Annotated[
+        bool,
+        Option(help="Also train on one process with the batch of all ranks; if ranks are virtual, on one rank, too."),
+    ] = True
 
     @property
-    @abc.abstractmethod
-    def table(self) -> DataFrame:
-        """Return what the runs have measured."""
-
-    def report(self, output: str | Path | None = None) -> Path:
-        """Write the report to a folder, None: `report` in that of the runs; return its page."""
-        return report.write(self.folder, None if output is None else Path(output))
-
-    def _repr_html_(self) -> str:
-        return self.table.to_html(index=False, na_rep="")
-
-
-class SweptRuns(MadeRuns):
-    """The trials of a sweep; see `MadeRuns`."""
-
-    def __init__(self, found: Sweep, failed: bool):
-        super().__init__(found.output, failed)
-        self._sweep = found
+    def command(self) -> str:
+        """Return the command of hpcdist that makes its runs."""
+        return "compare" if self.virtual is None else "simulate"
 
     @property
-    def best(self) -> dict[str, str]:
-        """Return the settings of the best trial that has ended, by KEY; empty without any."""
-        keys = [axis.partition("=")[0] for axis in self._sweep.declared.over]
-        rows = [row for row in self._sweep.table() if row["state"] == "complete"]
-        return {key: rows[0][key] for key in keys} if rows else {}
+    def most_ranks(self) -> int:
+        """Return the ranks of its largest run."""
+        return max(self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(Experiment):
+    """A search for good settings of a job, with one strategy on one number of ranks."""
+
+    command = "sweep"
+    seeds: Annotated[
+        int, Option(min=1, help="Runs of each combination, with different seeds."), Interval(ge=1, le=MOST)
+    ] = 1
+    strategy: Annotated[
+        str,
+        Option(metavar="NAME:KEY=VALUE,...", help="Strategy of all runs.", autocompletion=completion.strategies),
+    ] = "allreduce"
+    over: Annotated[
+        tuple[str, ...],
+        Option(metavar="KEY=VALUES", help="Setting and values: A,B,C or LOW..HIGH[:log][:POINTS]. May be repeated."),
+        Reader(_read_over),
+    ]
+    trials: Annotated[
+        int,
+        Option("--runs", min=1, help="Number of combinations to try; a grid has all."),
+        Interval(ge=1, le=MOST),
+    ] = 20
+    ranks: Annotated[int, Option(min=1, help="Ranks of each run.")] = 1
+    sampler: Annotated[
+        str,
+        Option(
+            metavar="NAME", help="How combinations are chosen: tpe (near those that were good), random, or grid (all)."
+        ),
+    ] = "tpe"
+    pruner: Annotated[
+        str,
+        Option(
+            metavar="NAME",
+            help="Which runs end early: asha (all but the best third, after 1/9 and 1/3 of the evaluations), median "
+            "(those worse than the median), or none.",
+        ),
+    ] = "none"
 
     @property
-    def table(self) -> DataFrame:
-        """Return a row for each trial that has begun, the best first."""
-        return DataFrame(self._sweep.table())
+    def most_ranks(self) -> int:
+        """Return the ranks of each run."""
+        return self.ranks
 
 
-class ComparedRuns(MadeRuns):
-    """The runs of a comparison; see `MadeRuns`."""
+# --- how runs are made ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How and where the runs of an experiment are made, which changes nothing of what they are.
 
-    @cached_property
-    def table(self) -> DataFrame:
-        """Return a row for each kind of run, with the columns of `hpcdist report --csv`."""
-        text = io.StringIO()
-        write_csv(tables([self._findings]), text)
-        return pd.read_csv(io.StringIO(text.getvalue()))
+    Raises:
+        ConfigError: options of Slurm's jobs do not fit together.
+    """
 
-    @cached_property
-    def runs(self) -> DataFrame:
-        """Return a row for each run, as `hpcdist.read_runs` does."""
-        return report.read_runs(self.folder)
+    output: Annotated[
+        Path | None, Option(metavar="FOLDER", help="Folder for all files. Default: runs/COMMAND-JOB, or -2...")
+    ] = None
+    launcher: Launcher = None
+    slurm: Annotated[
+        str | None,
+        Option(
+            metavar="SITE",
+            help="Submit the runs as Slurm's job arrays: a cluster's profile, NAME or TOML.",
+            autocompletion=completion.sites,
+        ),
+    ] = None
+    slurm_set: Annotated[
+        list[str] | None,
+        Option(
+            metavar="KEY=VALUE",
+            help="Setting of these jobs, such as time_min=30; may be repeated.",
+            autocompletion=completion.specification,
+        ),
+    ] = None
+    jobs: Annotated[
+        int | None, Option(min=1, help="Runs at the same time. Default: as many as have cores of their own.")
+    ] = None
 
-    @cached_property
-    def verdict(self) -> str:
-        """Return the answer of the report, in a sentence or two."""
-        return judge(self._findings).headline
-
-    @cached_property
-    def figures(self) -> dict[str, Any]:
-        """Return the report's figures, matplotlib's, by their names."""
-        found = [drawn for section in sections_of(self._findings) for of in section.figures.values() for drawn in of]
-        return {drawn.name: drawn.figure for drawn in found}
-
-    @cached_property
-    def _findings(self) -> Findings:
-        (evidence,) = read_jobs([self.folder])
-        return analyse(evidence)
+    def __post_init__(self) -> None:
+        if self.slurm is not None and self.launcher is not None:
+            raise ConfigError(
+                f"--launcher must be left out with --slurm, whose profile has its own; got {self.launcher!r}."
+            )
+        if self.slurm is None and self.slurm_set:
+            raise ConfigError("--slurm must be given with --slurm-set; got none. Such as --slurm generic.")

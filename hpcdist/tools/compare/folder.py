@@ -1,4 +1,4 @@
-"""Write a comparison down in its folder, `comparison.json`, and refuse another one there."""
+"""Write an experiment down in its folder, `comparison.json`, and refuse another one there."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from hpcdist.config import differences
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import replace_durably
 from hpcdist.records.files import checked
-from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, RunDeclaration
+from hpcdist.tools.compare.experiment import Experiment, Sweep
+from hpcdist.tools.compare.plan import ComparedCell, PlannedRun
 from hpcdist.tools.runs import COMPARISON, read_comparison
 
 VERSION = 1
-D = TypeVar("D", bound=RunDeclaration)
+E = TypeVar("E", bound=Experiment)
 
 
 def read(output: Path) -> dict[str, Any] | None:
@@ -34,16 +35,15 @@ def read(output: Path) -> dict[str, Any] | None:
     return found
 
 
-def declared_in(output: Path, kind: type[D]) -> D:
-    """Read the declaration of the comparison, or of the sweep, that a folder holds.
+def read_experiment(output: Path, kind: type[E]) -> E:
+    """Read the comparison, or the sweep, that a folder holds.
 
     Raises:
         ConfigError: the folder holds none of that kind.
     """
-    found, names = read(output), {f.name for f in fields(kind)}
-    given = {} if found is None else found["declared"]
-    if not names <= given.keys():
-        noun, other = ("sweep", "compare") if "over" in names else ("comparison", "sweep")
+    names, given = [f.name for f in fields(kind)], (read(output) or {}).get("declared", {})
+    if not set(names) <= given.keys():
+        noun, other = ("sweep", "compare") if kind is Sweep else ("comparison", "sweep")
         there = f"another thing: `hpcdist {other} --output {output}` goes on with it" if given else "none"
         raise ConfigError(
             f"JOB must be given where there is no {noun} to go on with; got none, and {output / COMPARISON} holds "
@@ -53,15 +53,15 @@ def declared_in(output: Path, kind: type[D]) -> D:
     return checked(own, kind, output / COMPARISON, "hold a declaration", "Give JOB, or another folder.")
 
 
-def default(wanted: Path, declared: RunDeclaration) -> Path:
+def default(wanted: Path, experiment: Experiment) -> Path:
     """Choose a folder where the user has named none: the one that holds this comparison or sweep, else a free one.
 
     These are `wanted`, `wanted-2`, `wanted-3`... What a simulation measures once for each folder is not compared.
     """
-    given, number, folder = json.loads(json.dumps(asdict(declared))), 1, wanted
+    given, number, folder = as_json(experiment), 1, wanted
     while (found := read(folder)) is not None:
         there = dict(found["declared"])
-        if given.get("virtual") and there.get("virtual"):
+        if given["virtual"] and there.get("virtual"):
             there["virtual"] = {key: there["virtual"].get(key) for key in given["virtual"]}
         if not differences(there, given):
             break
@@ -70,17 +70,14 @@ def default(wanted: Path, declared: RunDeclaration) -> Path:
     return folder
 
 
-def require_same(output: Path, declared: RunDeclaration) -> None:
+def require_same(output: Path, experiment: Experiment) -> None:
     """Check that the folder holds this comparison or sweep, or none.
 
     Raises:
         ConfigError: it holds another one; names the settings that differ.
     """
     found = read(output)
-    if found is None:
-        return
-    different = differences(found["declared"], json.loads(json.dumps(asdict(declared))))
-    if different:
+    if found is not None and (different := differences(found["declared"], as_json(experiment))):
         raise ConfigError(
             f"--output must be a new folder, or one of this comparison; got {output}, which holds another: "
             f"{'; '.join(different)} now. Give another folder, or the settings of that one."
@@ -89,7 +86,7 @@ def require_same(output: Path, declared: RunDeclaration) -> None:
 
 def write(
     output: Path,
-    declared: RunDeclaration,
+    experiment: Experiment,
     *,
     higher_is_better: bool,
     cells: Sequence[ComparedCell],
@@ -107,12 +104,12 @@ def write(
     names = [cell.name for cell in cells if cell.kind == "strategy"]
     found = {
         "version": VERSION,
-        **{key: getattr(declared, key) for key in ("job", "metric", "target", "budget", "virtual")},
+        **{key: getattr(experiment, key) for key in ("job", "metric", "target", "budget", "virtual")},
         "higher_is_better": higher_is_better,
         "reference": "allreduce" if "allreduce" in names else next(iter(names), None),
         "tuning": tuning,
         "left_out": list(left_out),
-        "declared": asdict(declared),
+        "declared": asdict(experiment),
         "runs": [
             {key: getattr(run, key) for key in ("folder", "name", "kind", "ranks", "seed")} | {"set": run.overrides}
             for run in runs
@@ -120,3 +117,8 @@ def write(
     }
     output.mkdir(parents=True, exist_ok=True)
     replace_durably(output / COMPARISON, (json.dumps(found, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def as_json(experiment: Experiment) -> dict[str, Any]:
+    """Return an experiment in JSON's types."""
+    return json.loads(json.dumps(asdict(experiment)))

@@ -1,4 +1,4 @@
-"""Plans of runs: what all runs of one folder share, its cells, and the list of its runs.
+"""Plans: the cells of an experiment, and the list of its runs.
 
 Pure: nothing is started, read or written.
 """
@@ -9,26 +9,19 @@ import math
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
-
-from annotated_types import Interval  # pydantic reads it; the command line must not load pydantic itself
+from typing import Any
 
 from hpcdist.errors import ConfigError, UnknownNameError
+from hpcdist.records import Summary
 from hpcdist.registry import label
-
-if TYPE_CHECKING:
-    from hpcdist.records import Summary
+from hpcdist.tools.compare.experiment import COMMAS, Comparison, Experiment, Sweep
+from hpcdist.tools.compare.space import points
 
 WHOLE = ("parallel.stages=1", "parallel.chunks=1", "parallel.cut=none")  # a model that is in no stages
-MOST = 100_000  # trials or seeds of a declaration that is read from a file
-BUDGETS = ("samples", "steps", "seconds")
-COMMAS = re.compile(r",(?![^\[{]*[\]}])")  # that are in no brackets
-_OPTION = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*=")
 
 
-# --- runs and their declaration ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class PlannedRun:
     """One run of a plan.
@@ -56,77 +49,6 @@ class PlannedRun:
     judged: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunDeclaration:
-    """The declaration of a comparison, a sweep or a study, as far as all of its runs share it.
-
-    Attributes:
-        job: the job's file.
-        job_sha256: of its content.
-        metric: of the job, by which runs are judged.
-        target: the metric's value to reach; None for none.
-        budget: `samples`, `steps` or `seconds` of each run; empty for the job's epochs.
-        evaluations: of each run within its budget of samples or steps; 0 for those at the ends of epochs alone.
-        settings: of every run, as `--set` takes them.
-        seeds: runs of each cell: with the seeds 0, 1...
-        threads: of each rank.
-        virtual: cluster of virtual ranks; None for real ones.
-    """
-
-    job: str
-    job_sha256: str = ""
-    metric: str
-    target: float | None = None
-    budget: Mapping[str, int | float] = field(default_factory=dict)
-    evaluations: int = 0
-    settings: tuple[str, ...] = ()
-    seeds: Annotated[int, Interval(ge=1, le=MOST)] = 1
-    threads: int = 1
-    virtual: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Declaration(RunDeclaration):
-    """A comparison as the user asks for it. Another one is refused in the same folder.
-
-    Attributes:
-        strategies: each `NAME` or `NAME:KEY=VALUE,KEY=VALUE`.
-        ranks: numbers of them.
-        baselines: other libraries' training, see `hpcdist/tools/baselines`.
-        rates: learning rates that the user has chosen, by strategy as it stands in `strategies`.
-        tune: runs in which each cell searches its learning rate; 0 takes the job's, or the user's.
-        controls: add serial runs.
-    """
-
-    strategies: tuple[str, ...]
-    ranks: tuple[int, ...]
-    baselines: tuple[str, ...] = ()
-    rates: Mapping[str, float] = field(default_factory=dict)
-    tune: int = 0
-    controls: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepDeclaration(RunDeclaration):
-    """A sweep as the user asks for it.
-
-    Attributes:
-        strategy: of all runs, `NAME` or `NAME:KEY=VALUE,KEY=VALUE`.
-        over: settings and their values, each `KEY=A,B,C` or `KEY=LOW..HIGH`, with `:log` and `:POINTS` behind it.
-        trials: combinations that are tried; a grid has all.
-        ranks: of each run.
-        sampler: tpe, random or grid.
-        pruner: asha, median or none.
-    """
-
-    strategy: str
-    over: tuple[str, ...]
-    trials: Annotated[int, Interval(ge=1, le=MOST)]
-    ranks: int
-    sampler: str = "tpe"
-    pruner: str = "none"
-
-
 @dataclass(frozen=True)
 class ComparedCell:
     """The runs of one name on so many ranks, which differ in their seeds.
@@ -149,47 +71,26 @@ class ComparedCell:
     cluster: tuple[str, ...] = ()
     loop: str = ""
 
-    def run(self, declared: RunDeclaration, seed: int, rate: float | None = None, parent: str = "runs") -> PlannedRun:
+    def run(self, experiment: Experiment, seed: int, rate: float | None = None, parent: str = "runs") -> PlannedRun:
         """Plan its run with a seed, and with a learning rate if that is not the job's own."""
         lr = () if rate is None else (f"optimizer.lr={rate!r}",)
-        overrides = (*self._budget(declared), *declared.settings, *self.settings, *lr, f"seed={seed}")
+        overrides = (*self._budget(experiment), *experiment.settings, *self.settings, *lr, f"seed={seed}")
         folder = f"{parent}/{self.stem}-r{self.ranks}-s{seed}"
-        return PlannedRun(self.name, self.kind, self.ranks, seed, overrides, folder, self.cluster, self.loop)
+        judged = isinstance(experiment, Sweep)
+        return PlannedRun(self.name, self.kind, self.ranks, seed, overrides, folder, self.cluster, self.loop, judged)
 
-    def _budget(self, declared: RunDeclaration) -> Iterator[str]:
+    def _budget(self, experiment: Experiment) -> Iterator[str]:
         """Yield the settings that end a run, in place of the job's number of epochs, and those of its curve."""
-        budget = declared.budget
+        budget = experiment.budget
         if budget:
             yield "epochs=none"
             yield from (f"budget.{unit}={limit}" for unit, limit in budget.items())
             samples = budget.get("samples", budget.get("steps", 0) * self.samples)
-            if samples and declared.evaluations:
-                yield f"eval_every_samples={max(1, int(samples) // declared.evaluations)}"
+            if samples and experiment.evaluations:
+                yield f"eval_every_samples={max(1, int(samples) // experiment.evaluations)}"
 
 
 # --- strategies as users write them -----------------------------------------------------------------------------------
-def split_strategies(text: str) -> list[str]:
-    """Split `a,b:key=value,key=value,c` at the commas between strategies: an item `key=value` is the former one's.
-
-    Raises:
-        ConfigError: an option stands before any strategy, or a name is empty.
-    """
-    found: list[str] = []
-    for item in map(str.strip, COMMAS.split(text)):
-        if _OPTION.match(item):
-            if not found or "=" not in found[-1]:
-                raise ConfigError(
-                    f"--strategies must be names, each with options as NAME:KEY=VALUE,KEY=VALUE; got {item!r} "
-                    f"{f'after {found[-1]}' if found else 'first'}. Put a colon between a name and its first option."
-                )
-            found[-1] += f",{item}"
-        elif not item:
-            raise ConfigError(f"--strategies must be names between commas; got {text!r}. Remove the empty one.")
-        else:
-            found.append(item)
-    return found
-
-
 def read_strategy(text: str) -> tuple[str, tuple[str, ...]]:
     """Read `NAME:KEY=VALUE,KEY=VALUE`; return the name and the options, each KEY=VALUE."""
     head, equals, _ = text.partition("=")
@@ -206,9 +107,13 @@ def title(strategy: str) -> str:
     return f"{label(name)} ({told})" if told else label(name)
 
 
-# --- the cells and the runs of a comparison ---------------------------------------------------------------------------
-def cells(declared: Declaration, batch_size: int, accumulation: int = 1, stages: int = 1) -> list[ComparedCell]:
+# --- the cells and the runs of an experiment --------------------------------------------------------------------------
+def cells(
+    experiment: Comparison | Sweep, batch_size: int = 1, accumulation: int = 1, stages: int = 1
+) -> list[ComparedCell]:
     """List all cells: each strategy and baseline on each number of ranks, and serial controls for each above 1.
+
+    Those of a sweep are its trials, before their settings are drawn.
 
     Controls are one process with as large a batch as all replicas have together, μp, and the same with the average of
     its iterates: most that p replicas gain or lose is due to the one or to the other.
@@ -218,20 +123,24 @@ def cells(declared: Declaration, batch_size: int, accumulation: int = 1, stages:
         accumulation: batches of a step of each replica.
         stages: ranks of a replica.
     """
+    if isinstance(experiment, Sweep):
+        return [trial_cell(experiment, number) for number in range(len(points(experiment)))]
     found, whole = [], WHOLE if stages > 1 else ()
-    for ranks in declared.ranks:
+    for ranks in experiment.ranks:
         samples = batch_size * accumulation * max(1, ranks // stages)
-        for strategy in declared.strategies:
+        for strategy in experiment.strategies:
             name, options = read_strategy(strategy)
             settings = (f"strategy={name}", *(f"strategy.{option}" for option in options))
             stem = file_name("-".join([label(name), *options]))
             found.append(ComparedCell(title(strategy), "strategy", ranks, samples, settings, stem, strategy))
-        for baseline in declared.baselines:
+        for baseline in experiment.baselines:
             found.append(ComparedCell(baseline, "baseline", ranks, samples, (), baseline, baseline))
-    if declared.virtual is not None and declared.controls and 1 not in declared.ranks:  # what speed-ups are over
+    if experiment.virtual is not None and experiment.controls and 1 not in experiment.ranks:  # what speed-ups are over
         samples, settings = batch_size * accumulation, ("strategy=allreduce", *whole)
         found.append(ComparedCell("one rank", "serial", 1, samples, settings, "serial", "serial"))
-    for replicas in sorted({max(1, ranks // stages) for ranks in declared.ranks if ranks > 1 and declared.controls}):
+    for replicas in sorted(
+        {max(1, ranks // stages) for ranks in experiment.ranks if ranks > 1 and experiment.controls}
+    ):
         batch, samples = batch_size * replicas, batch_size * accumulation * replicas
         settings, stem = ("strategy=allreduce", f"batch_size={batch}", *whole), f"serial-batch={batch}"
         key = f"serial, batch {batch}"
@@ -241,46 +150,45 @@ def cells(declared: Declaration, batch_size: int, accumulation: int = 1, stages:
     return found
 
 
-def runs(
-    declared: Declaration, kept: Sequence[ComparedCell], rates: Mapping[tuple[str, int], float | None] | None = None
-) -> list[PlannedRun]:
-    """List the runs in the order in which they are made: seed by seed, the cells of each in random order.
+def trial_cell(sweep: Sweep, number: int, settings: Sequence[str] = ()) -> ComparedCell:
+    """Return the cell of a sweep's trial, with the settings that were drawn for it, each KEY=VALUE; none before that.
 
-    Changes on the machine in the course of hours then strike all cells alike, and a comparison that ends early has
-    whole seeds.
+    The samples of its step are yet unknown.
+    """
+    name, options = read_strategy(sweep.strategy)
+    own = (f"strategy={name}", *(f"strategy.{option}" for option in options), *settings) if settings else ()
+    named = ", ".join(settings) or f"trial {number}"
+    return ComparedCell(named, "strategy", sweep.ranks, 1, own, f"trial-{number:03}")
+
+
+def plan(
+    experiment: Experiment, kept: Sequence[ComparedCell], rates: Mapping[tuple[str, int], float] | None = None
+) -> tuple[PlannedRun, ...]:
+    """List the runs in the order in which they are made: those of a sweep trial by trial, others seed by seed.
+
+    The cells of each seed are in random order. Changes on the machine in the course of hours then strike all cells
+    alike, and a comparison that ends early has whole seeds.
 
     Args:
+        kept: cells that can run.
         rates: learning rates by key and ranks, where they are not the job's own.
+
+    Raises:
+        ConfigError: two strategies are the same.
     """
+    seeds = range(experiment.seeds)
+    if isinstance(experiment, Sweep):
+        return tuple(cell.run(experiment, seed) for cell in kept for seed in seeds)
     chosen, shuffled = rates or {}, random.Random(0)
-    order = []
-    for seed in range(declared.seeds):
-        of_seed = [cell.run(declared, seed, chosen.get((cell.rate_key, cell.ranks))) for cell in kept]
+    order: list[PlannedRun] = []
+    for seed in seeds:
+        of_seed = [cell.run(experiment, seed, chosen.get((cell.rate_key, cell.ranks))) for cell in kept]
         shuffled.shuffle(of_seed)
         order += of_seed
     folders = [run.folder for run in order]
     if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
         raise ConfigError(f"--strategies must differ from each other; got two for {twice}. Remove one of them.")
-    return order
-
-
-def read_budget(items: Sequence[str]) -> dict[str, float]:
-    """Read a budget: each item UNIT=NUMBER, or several with commas between them.
-
-    Raises:
-        ConfigError: a unit is unknown, or a number is none or not above 0.
-    """
-    budget: dict[str, float] = {}
-    for item in ",".join(items).split(",") if items else ():
-        unit, _, number = item.strip().partition("=")
-        try:
-            limit = float(number)
-        except ValueError:
-            limit = 0.0
-        if unit not in BUDGETS or not 0 < limit < float("inf"):
-            raise ConfigError(f"--budget must be samples=N, steps=N or seconds=N, with N above 0; got {item!r}.")
-        budget[unit] = limit if unit == "seconds" else int(limit)
-    return budget
+    return tuple(order)
 
 
 def higher_is_better(metrics: Mapping[str, Any], metric: str) -> bool:

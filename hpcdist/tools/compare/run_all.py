@@ -1,4 +1,4 @@
-"""Make the runs of a plan that are missing, and show them; one that fails is written down, and the others go on."""
+"""Make the runs of an experiment that are missing, and show them; one that fails is written down, the others go on."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcdist.config.files import neighbours
 from hpcdist.errors import RunError
 from hpcdist.records import claimed, load_summary
 from hpcdist.tools import console, report
+from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.launchers import Launcher
-from hpcdist.tools.compare.plan import PlannedRun, RunDeclaration, higher_is_better
+from hpcdist.tools.compare.plan import PlannedRun, higher_is_better
 from hpcdist.tools.report.wording import count
 from hpcdist.tools.runs import COMPARISON, FAILURE, Run, is_done
 from hpcdist.train.job import make_data
 from hpcdist.train.runs import specify
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 LOOK_S = 1.0  # between two looks at a run's files
 MOST_LINES = 8  # of runs that are under way at the same time; the others are counted
@@ -111,40 +115,38 @@ def prepare(run: PlannedRun, output: Path) -> Path:
     return folder
 
 
-# --- a whole plan, for a command --------------------------------------------------------------------------------------
-class RunPlan(abc.ABC):
-    """A comparison or a sweep, in its folder.
+# --- all runs of an experiment ----------------------------------------------------------------------------------------
+class MadeRuns(abc.ABC):
+    """The runs of an experiment, in its folder. A notebook shows their table.
 
     Attributes:
-        command: of hpcdist, which goes on with it.
+        experiment: what was asked for.
+        folder: of all files.
+        plan: all runs, as far as they are known.
         left_out: sentences about what can't be run.
+        failed: a run has failed; its folder says why, and the same call makes it again.
     """
 
-    declared: RunDeclaration
-    output: Path
-    command: str
-    left_out: Sequence[str]
+    experiment: Comparison | Sweep
+    plan: Sequence[PlannedRun]
+    left_out: Sequence[str] = ()
+    failed = False
+
+    def __init__(self, experiment: Comparison | Sweep, folder: Path):
+        """Read the job's file and the settings that all runs share; check them and the metric."""
+        self.experiment, self.folder, self._job_path = experiment, folder, Path(experiment.job)
+        with neighbours(self._job_path):
+            self._job, self._config = specify(self._job_path, None, experiment.settings)
+        self.higher_is_better = higher_is_better(self._job.metrics, experiment.metric)
 
     @property
     @abc.abstractmethod
-    def runs(self) -> list[PlannedRun]:
-        """All runs, as far as they are known."""
+    def table(self) -> DataFrame:
+        """Return what the runs have measured."""
 
     @abc.abstractmethod
     def write(self) -> None:
         """Write the plan down in the folder."""
-
-    def _specify(self) -> None:
-        """Read the job's file and the settings that all runs share; check them and the metric."""
-        self._job_path = Path(self.declared.job)
-        with neighbours(self._job_path):
-            self._job, self._config = specify(self._job_path, None, self.declared.settings)
-        self.higher_is_better = higher_is_better(self._job.metrics, self.declared.metric)
-
-    def make_data(self) -> None:
-        """Make the job's data file if it isn't there, because runs side by side can't share that."""
-        with neighbours(self._job_path):
-            make_data(self._job, Path(self._config.data.path))
 
     @abc.abstractmethod
     def make(self, runner: Runner) -> list[PlannedRun]:
@@ -154,32 +156,44 @@ class RunPlan(abc.ABC):
     def show_table(self) -> None:
         """Show what the runs that have ended have measured."""
 
+    def make_data(self) -> None:
+        """Make the job's data file if it isn't there, because runs side by side can't share that."""
+        with neighbours(self._job_path):
+            make_data(self._job, Path(self._config.data.path))
 
-def make(plan: RunPlan, launchers: Mapping[str, Launcher], workers: int = 1) -> bool:
-    """Make all runs of a plan that are missing, and show what they have measured; tell whether one failed.
+    def show(self, failed: Sequence[PlannedRun]) -> None:
+        """Show the table, name the runs that failed, and write the report."""
+        self.show_table()
+        for run in failed:
+            console.error(f"{self.folder / run.folder} failed: see {FAILURE} there. The same command makes it again.")
+        if find_spec("matplotlib") is None:
+            console.note(f"all runs are in {self.folder}; a report needs matplotlib: pip install 'hpcdist[plots]'")
+            return
+        console.note(f"all runs are in {self.folder}; the report is {self.report()}")
+
+    def report(self, output: str | Path | None = None) -> Path:
+        """Write the report to a folder, None: `report` in that of the runs; return its page."""
+        return report.write(self.folder, None if output is None else Path(output))
+
+    def _repr_html_(self) -> str:
+        return self.table.to_html(index=False, na_rep="")
+
+
+def run_all(runs: MadeRuns, launchers: Mapping[str, Launcher], workers: int = 1) -> bool:
+    """Make all runs that are missing, and show what they have measured; return whether one failed.
 
     Args:
         launchers, workers: see `Runner`.
     """
-    for sentence in plan.left_out:
+    output = runs.folder
+    for sentence in runs.left_out:
         console.note(sentence)
-    with claimed(plan.output), interruptible(f"`hpcdist {plan.command} --output {plan.output}` goes on with it"):
-        goes_on = (plan.output / COMPARISON).exists()
-        console.note(f"goes on in {plan.output}" if goes_on else f"new folder: {plan.output}")
-        failed = plan.make(Runner(plan.output, launchers, workers))
-        show(plan, failed)
+    with claimed(output), interruptible(f"`hpcdist {runs.experiment.command} --output {output}` goes on with it"):
+        goes_on = (output / COMPARISON).exists()
+        console.note(f"goes on in {output}" if goes_on else f"new folder: {output}")
+        failed = runs.make(Runner(output, launchers, workers))
+        runs.show(failed)
     return bool(failed)
-
-
-def show(plan: RunPlan, failed: Sequence[PlannedRun]) -> None:
-    """Show the table, name the runs that failed, and write the report."""
-    plan.show_table()
-    for run in failed:
-        console.error(f"{plan.output / run.folder} failed: see {FAILURE} there. The same command makes it again.")
-    if find_spec("matplotlib") is None:
-        console.note(f"all runs are in {plan.output}; a report needs matplotlib: pip install 'hpcdist[plots]'")
-        return
-    console.note(f"all runs are in {plan.output}; the report is {report.write(plan.output)}")
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpcdist.errors import ConfigError
+from hpcdist.tools.compare.experiment import Sweep
 
 FORMS = "KEY=A,B,C or KEY=LOW..HIGH[:log][:POINTS]"
 _NUMBER = r"[+-]?\d+\.?\d*(?:e[+-]?\d+)?|[+-]?\.\d+(?:e[+-]?\d+)?"
@@ -99,3 +100,13 @@ def grid(axes: Sequence[Axis]) -> list[dict[str, str]]:
                 f"Write {axis.key}=LOW..HIGH:5, or take another sampler."
             )
     return [dict(zip((axis.key for axis in axes), values)) for values in itertools.product(*(a.values for a in axes))]
+
+
+def points(sweep: Sweep) -> list[dict[str, str]]:
+    """List the trials of a sweep: all combinations of a grid, or as many as were asked for, which are yet to be drawn.
+
+    Raises:
+        ConfigError: as of `read_axis` and `grid`.
+    """
+    axes = list(map(read_axis, sweep.over))
+    return grid(axes) if sweep.sampler == "grid" else [{}] * sweep.trials

@@ -1,22 +1,25 @@
-"""Sweep settings of a job with one strategy: the trials of a study of Optuna, their runs, and a table of the best."""
+"""The runs of a sweep: the trials of a study of Optuna, their runs, and a table of the best."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from pandas import DataFrame
 
 from hpcdist.config import JobConfig
 from hpcdist.config.files import neighbours
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import load_summary, replace_durably
 from hpcdist.tools import console
-from hpcdist.tools.compare import folder
-from hpcdist.tools.compare.plan import PlannedRun, SweepDeclaration
-from hpcdist.tools.compare.run_all import Runner, RunPlan, missing
+from hpcdist.tools.compare.experiment import Sweep
+from hpcdist.tools.compare.folder import require_same, write
+from hpcdist.tools.compare.plan import PlannedRun, cells, plan
+from hpcdist.tools.compare.run_all import MadeRuns, Runner, missing
 from hpcdist.tools.compare.trials import ETA, SweepTrial, Trials
 from hpcdist.tools.runs import SWEEP, is_done
 from hpcdist.train.planning import rehearse
@@ -27,46 +30,44 @@ SAMPLERS = ("tpe", "random", "grid")
 PRUNERS = ("asha", "median", "none")
 
 
-class Sweep(RunPlan):
-    """Make the runs of a sweep in one folder. Making it checks all settings, and starts nothing.
+class SweptRuns(MadeRuns):
+    """The runs of a sweep; see `MadeRuns`. Constructing it checks all settings, and starts nothing.
 
     Args:
-        output: the folder; one that holds this very sweep goes on with it.
+        folder: one that holds this very sweep goes on with it.
 
     Raises:
         ConfigError: a setting is wrong, Optuna is not installed, or the folder holds another sweep.
     """
 
-    declared: SweepDeclaration
-    command = "sweep"
-    left_out = ()
+    experiment: Sweep
 
-    def __init__(self, declared: SweepDeclaration, output: Path):
-        self.declared, self.output = declared, output
-        for option, name, known in (("sampler", declared.sampler, SAMPLERS), ("pruner", declared.pruner, PRUNERS)):
+    def __init__(self, experiment: Sweep, folder: Path):
+        for option, name, known in (("sampler", experiment.sampler, SAMPLERS), ("pruner", experiment.pruner, PRUNERS)):
             if name not in known:
                 raise UnknownNameError(f"--{option}", name, known)
-        self._trials = Trials(output, declared)
-        self._specify()
-        self._evaluations = _count_evaluations(self._config, declared)
+        self._trials = Trials(folder, experiment)
+        self.plan = plan(experiment, cells(experiment))  # trials that have not begun have no settings of their own yet
+        super().__init__(experiment, folder)
+        self._evaluations = _count_evaluations(self._config, experiment)
         self._planned: dict[tuple[int, int], PlannedRun] = {}  # of trials that have begun
         self._trained: dict[str, int] = {}  # samples of runs that have ended
         self._require_prunable()
         self._require_values()
-        folder.require_same(output, declared)  # at last: a mistake in a setting makes it another sweep, too
+        require_same(folder, experiment)  # at last: a mistake in a setting makes it another sweep, too
 
     def _require_prunable(self) -> None:
-        declared = self.declared
-        if declared.pruner == "none":
+        experiment = self.experiment
+        if experiment.pruner == "none":
             return
-        if declared.seeds > 1:
+        if experiment.seeds > 1:
             raise ConfigError(
-                f"--seeds must be 1 with --pruner {declared.pruner}, which judges single runs; got {declared.seeds}. "
-                "Take --pruner none, or compare the best settings on more seeds afterwards."
+                f"--seeds must be 1 with --pruner {experiment.pruner}, which judges single runs; got "
+                f"{experiment.seeds}. Take --pruner none, or compare the best settings on more seeds afterwards."
             )
         if self._evaluations < ETA:
             raise ConfigError(
-                f"--pruner must be none where runs have fewer than {ETA} evaluations; got {declared.pruner}, and "
+                f"--pruner must be none where runs have fewer than {ETA} evaluations; got {experiment.pruner}, and "
                 f"{self._evaluations} of them. Add --budget samples=N, or --evaluations {ETA} or more."
             )
 
@@ -79,32 +80,27 @@ class Sweep(RunPlan):
             settings = tuple(f"{axis.key}={value}" for axis, value in zip(self._trials.axes, point, strict=True))
             run = self._trials.run(0, 0, settings)
             with neighbours(self._job_path):
-                rehearse(specify(self._job_path, None, run.overrides)[1], self.declared.ranks)
+                rehearse(specify(self._job_path, None, run.overrides)[1], self.experiment.ranks)
 
     # --- runs ---------------------------------------------------------------------------------------------------------
-    @property
-    def runs(self) -> list[PlannedRun]:
-        """All runs; those of trials that have not begun have no settings of their own yet."""
-        return [run for number in range(len(self._trials.points)) for run in self._trials.bare(number)]
-
     def make(self, runner: Runner) -> list[PlannedRun]:
         """Make the runs that are missing, each with the settings that are best to try when it begins."""
         self.write()
         self.make_data()
-        left = missing(self.runs, self.output)
+        left = missing(self.plan, self.folder)
         with runner.shown("runs", len(left)):
             failed = runner.run_all(self._begun(left))
         self.write()
         return failed
 
-    def _begun(self, left: list[PlannedRun]) -> Iterator[PlannedRun]:
+    def _begun(self, left: Sequence[PlannedRun]) -> Iterator[PlannedRun]:
         """Yield runs with their settings, which are drawn when a run is to begin."""
-        for number in range(len(self._trials.points)):
-            for seed, bare in enumerate(self._trials.bare(number)):
-                if bare in left:
-                    run = self._plan(number, seed, self._trials.begin(number))
-                    self._write_begun()
-                    yield run
+        for at, bare in enumerate(self.plan):
+            if bare in left:
+                number, seed = divmod(at, self.experiment.seeds)
+                run = self._plan(number, seed, self._trials.begin(number))
+                self._write_begun()
+                yield run
 
     def _plan(self, number: int, seed: int, settings: tuple[str, ...]) -> PlannedRun:
         if (number, seed) not in self._planned:
@@ -114,7 +110,7 @@ class Sweep(RunPlan):
     # --- results ------------------------------------------------------------------------------------------------------
     def write(self) -> None:
         """Write `comparison.json`, the study and `sweep.json` as they are now."""
-        self.output.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._trials.create(self.higher_is_better, self._evaluations)
         self._write_begun()
 
@@ -122,19 +118,19 @@ class Sweep(RunPlan):
         """Write which trials have begun, and what those that have ended have measured."""
         trials = self._trials.all()
         begun = {trial.number: trial.settings for trial in trials if trial.settings is not None}
-        seeds = range(self.declared.seeds)
+        seeds = range(self.experiment.seeds)
         runs = [self._plan(number, seed, settings) for number, settings in begun.items() for seed in seeds]
-        folder.write(self.output, self.declared, higher_is_better=self.higher_is_better, cells=(), runs=runs)
+        write(self.folder, self.experiment, higher_is_better=self.higher_is_better, cells=(), runs=runs)
         told = ("job", "strategy", "ranks", "seeds", "metric", "sampler", "pruner")
         found = {
             "version": VERSION,
-            **{key: getattr(self.declared, key) for key in told},
+            **{key: getattr(self.experiment, key) for key in told},
             "higher_is_better": self.higher_is_better,
             "space": [asdict(axis) for axis in self._trials.axes],
             "trials": [self._entry(trial) for trial in trials],
         }
         text = json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        replace_durably(self.output / SWEEP, text.encode())
+        replace_durably(self.folder / SWEEP, text.encode())
 
     def _entry(self, trial: SweepTrial) -> dict[str, Any]:
         settings = dict(setting.split("=", 1) for setting in trial.settings or ())
@@ -151,16 +147,27 @@ class Sweep(RunPlan):
 
     def _samples(self, run: str) -> int | None:
         """Return the samples of a run; None before it has ended."""
-        if run not in self._trained and is_done(self.output / run):
-            self._trained[run] = load_summary(self.output / run).samples
+        if run not in self._trained and is_done(self.folder / run):
+            self._trained[run] = load_summary(self.folder / run).samples
         return self._trained.get(run)
 
     def show_table(self) -> None:
         """Show all points, the best first."""
-        console.rows(f"{self.declared.job}: the best settings first", self.table())
+        console.rows(f"{self.experiment.job}: the best settings first", self.rows())
 
-    def table(self) -> list[dict[str, Any]]:
-        """Make a table of the trials that have begun: the best first; those that were cut, and failed, are last."""
+    @property
+    def best(self) -> dict[str, str]:
+        """Return the settings of the best trial that has ended, by KEY; empty without any."""
+        row = next((row for row in self.rows() if row["state"] == "complete"), {})
+        return {axis.key: row[axis.key] for axis in self._trials.axes if row}
+
+    @property
+    def table(self) -> DataFrame:
+        """Return a row for each trial that has begun, the best first."""
+        return DataFrame(self.rows())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """List the trials that have begun: the best first; those that were cut, and failed, are last."""
         order = ("complete", "cut", "running", "failed")
         rows = []
         for trial in self._trials.all():
@@ -170,14 +177,14 @@ class Sweep(RunPlan):
             value = entry["value"] if trial.state in ("complete", "cut") else None
             merit = math.inf if value is None else -value if self.higher_is_better else value
             samples = entry["samples"] or 0
-            row = {"trial": trial.number, **entry["settings"], "samples": samples, self.declared.metric: value}
+            row = {"trial": trial.number, **entry["settings"], "samples": samples, self.experiment.metric: value}
             row["state"] = trial.state
             rows.append(((order.index(trial.state), -trial.evaluations if trial.state == "cut" else 0, merit), row))
         return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
 
 
-def _count_evaluations(config: JobConfig, declared: SweepDeclaration) -> int:
+def _count_evaluations(config: JobConfig, experiment: Sweep) -> int:
     """Count the evaluations of a run with the whole budget, the last one included."""
-    if declared.budget.keys() & {"samples", "steps"} and declared.evaluations:
-        return declared.evaluations
-    return 0 if declared.budget or config.epochs is None else config.epochs // config.eval_every
+    if experiment.budget.keys() & {"samples", "steps"} and experiment.evaluations:
+        return experiment.evaluations
+    return 0 if experiment.budget or config.epochs is None else config.epochs // config.eval_every

@@ -31,7 +31,7 @@ def train(
         trials, number, seed = of_folder(folder)
         overrides = trials.run(number, seed, trials.begin(number)).overrides
         has_begun = any(folder.glob("records-rank*.jsonl"))
-        return trials.declared.job, list(overrides), has_begun, trials.declared.pruner != "none"
+        return trials.sweep.job, list(overrides), has_begun, trials.sweep.pruner != "none"
 
     def judge(run: Path) -> str | None:
         trials, number, _ = of_folder(run)

@@ -24,8 +24,9 @@ from hpcdist.config.files import neighbours
 from hpcdist.errors import ConfigError, require_packages
 from hpcdist.records import drop_partial_line, load_summary, locked, making, read_evaluations
 from hpcdist.tools.compare import folder
-from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, SweepDeclaration, mean_metric, read_strategy
-from hpcdist.tools.compare.space import Axis, grid, read_axis
+from hpcdist.tools.compare.experiment import Sweep
+from hpcdist.tools.compare.plan import PlannedRun, mean_metric, plan, trial_cell
+from hpcdist.tools.compare.space import Axis, points, read_axis
 from hpcdist.tools.compare.study import JOURNAL, LOCK, STUDY, named_faults, open_journal
 from hpcdist.tools.runs import FAILURE, is_done
 from hpcdist.train.runs import specify
@@ -65,11 +66,10 @@ class Trials:
         ConfigError: Optuna is not installed, or the space can't be read.
     """
 
-    def __init__(self, output: Path, declared: SweepDeclaration):
+    def __init__(self, output: Path, sweep: Sweep):
         require_packages("hpcdist sweep", "sweep", "optuna")
-        self.output, self.declared = output, declared
-        self.axes = [read_axis(text) for text in declared.over]
-        self.points = grid(self.axes) if declared.sampler == "grid" else [{}] * declared.trials
+        self.output, self.sweep = output, sweep
+        self.axes = [read_axis(text) for text in sweep.over]
 
     def create(self, higher_is_better: bool, evaluations: int) -> None:
         """Make the study with all trials, of which none has begun; add those that it lacks.
@@ -85,7 +85,7 @@ class Trials:
                 storage=self._journal, study_name=STUDY, direction=direction, load_if_exists=True
             )
             study.set_user_attr("first", max(1, evaluations // FIRST))
-            for point in self.points[len(study.get_trials(deepcopy=False)) :]:
+            for point in points(self.sweep)[len(study.get_trials(deepcopy=False)) :]:
                 study.enqueue_trial(point)
 
     # --- runs ---------------------------------------------------------------------------------------------------------
@@ -108,19 +108,14 @@ class Trials:
 
     def run(self, number: int, seed: int, settings: tuple[str, ...]) -> PlannedRun:
         """Plan a run of a trial with these settings."""
-        name, options = read_strategy(self.declared.strategy)
-        own = (f"strategy={name}", *(f"strategy.{option}" for option in options), *settings)
-        with neighbours(Path(self.declared.job)):
-            _, config = specify(Path(self.declared.job), None, (*self.declared.settings, *own))
-        return self._run(number, seed, ", ".join(settings), step_samples(config, self.declared.ranks), own)
+        cell, job = trial_cell(self.sweep, number, settings), Path(self.sweep.job)
+        with neighbours(job):
+            _, config = specify(job, None, (*self.sweep.settings, *cell.settings))
+        return replace(cell, samples=step_samples(config, self.sweep.ranks)).run(self.sweep, seed)
 
-    def bare(self, number: int) -> list[PlannedRun]:
+    def bare(self, number: int) -> tuple[PlannedRun, ...]:
         """Plan the runs of a trial, by seed, as far as they are known before its settings are drawn."""
-        return [self._run(number, seed, f"trial {number}") for seed in range(self.declared.seeds)]
-
-    def _run(self, number: int, seed: int, name: str, samples: int = 1, settings: tuple[str, ...] = ()) -> PlannedRun:
-        cell = ComparedCell(name, "strategy", self.declared.ranks, samples, settings, f"trial-{number:03}")
-        return replace(cell.run(self.declared, seed), judged=True)
+        return plan(self.sweep, [trial_cell(self.sweep, number)])
 
     def judge(self, number: int, run: Path) -> str | None:
         """Report a run's newest evaluation; return the reason if the pruner ends the run here."""
@@ -133,7 +128,7 @@ class Trials:
                 return None
             trial, step = optuna.Trial(study, frozen._trial_id), len(evaluations)
             if step not in frozen.intermediate_values:  # a run that was interrupted comes here again
-                trial.report(evaluations[-1].metrics[self.declared.metric], step)
+                trial.report(evaluations[-1].metrics[self.sweep.metric], step)
             return CUT if trial.should_prune() else None
 
     def all(self) -> list[SweepTrial]:
@@ -171,12 +166,12 @@ class Trials:
         """Open the study to draw trial `number`, whose draw depends on its number and on what is known alone."""
         import optuna
 
-        kind = optuna.samplers.TPESampler if self.declared.sampler == "tpe" else optuna.samplers.RandomSampler
+        kind = optuna.samplers.TPESampler if self.sweep.sampler == "tpe" else optuna.samplers.RandomSampler
         study = optuna.load_study(study_name=STUDY, storage=self._journal, sampler=kind(seed=number))
         first: int = study.user_attrs["first"]
-        if self.declared.pruner == "asha":
+        if self.sweep.pruner == "asha":
             study.pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=ETA)
-        elif self.declared.pruner == "median":
+        elif self.sweep.pruner == "median":
             study.pruner = optuna.pruners.MedianPruner(n_warmup_steps=first)
         else:
             study.pruner = optuna.pruners.NopPruner()
@@ -191,7 +186,7 @@ class Trials:
             if not all(map(is_done, folders)):
                 continue
             summaries = [load_summary(one) for one in folders]
-            value = mean_metric(summaries, self.declared.metric)
+            value = mean_metric(summaries, self.sweep.metric)
             if any(CUT in (summary.stopped_early or "") for summary in summaries):
                 study.tell(frozen.number, state=TrialState.PRUNED)
             elif value is None:  # it is no number
@@ -223,7 +218,7 @@ def of_folder(run: Path) -> tuple[Trials, int, int]:
     output, match = run.parent.parent, _FOLDER.fullmatch(run.name)
     if match is None:
         raise ConfigError(f"--output must be the folder of a run of `hpcdist sweep`; got {run}.")
-    return Trials(output, folder.declared_in(output, SweepDeclaration)), int(match[1]), int(match[2])
+    return Trials(output, folder.read_experiment(output, Sweep)), int(match[1]), int(match[2])
 
 
 def step_samples(config: JobConfig, ranks: int) -> int:

@@ -20,7 +20,8 @@ from hpcdist.config import load
 from hpcdist.config.files import load_function
 from hpcdist.errors import HpcdistError, RunError
 from hpcdist.tools.compare import trial
-from hpcdist.tools.compare.plan import PlannedRun, RunDeclaration
+from hpcdist.tools.compare.experiment import Experiment
+from hpcdist.tools.compare.plan import PlannedRun
 from hpcdist.tools.simulate.cluster import ClusterConfig
 from hpcdist.train import runs
 
@@ -46,12 +47,12 @@ class Simulation:
     command: Sequence[str] = ()
 
     @classmethod
-    def of(cls, declared: RunDeclaration, command: Sequence[str] = ()) -> Simulation:
-        """Read the cluster from a declaration that `on_cluster` has made."""
-        described = dict(declared.virtual or {})
+    def of(cls, experiment: Experiment, command: Sequence[str] = ()) -> Simulation:
+        """Read the cluster from an experiment that `on_cluster` has returned."""
+        described = dict(experiment.virtual or {})
         step_s = {int(samples): seconds for samples, seconds in described.pop("step_s").items()}
         samples = described.pop("samples")
-        return cls(declared.job, ClusterConfig.from_mapping(described, "cluster"), samples, step_s, tuple(command))
+        return cls(experiment.job, ClusterConfig.from_mapping(described, "cluster"), samples, step_s, tuple(command))
 
     def __str__(self) -> str:
         measured = ", ".join(f"{seconds * 1e3:.3g} ms for {size} samples" for size, seconds in self.step_s.items())

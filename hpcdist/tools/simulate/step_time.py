@@ -14,8 +14,8 @@ from hpcdist.config import JobConfig
 from hpcdist.config.files import neighbours
 from hpcdist.data.hdf5 import HDF5Dataset
 from hpcdist.data.loader import Loader
+from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.folder import read
-from hpcdist.tools.compare.plan import Declaration, SweepDeclaration
 from hpcdist.tools.simulate.cluster import MEASURED, ClusterConfig
 from hpcdist.train import Job
 from hpcdist.train.job import make_data
@@ -23,7 +23,7 @@ from hpcdist.train.loop import own_device
 from hpcdist.train.runs import specify
 
 WARM_UP, STEPS = 2, 7
-D = TypeVar("D", Declaration, SweepDeclaration)
+E = TypeVar("E", bound=Comparison | Sweep)
 
 
 def measure_step(job: Job, config: JobConfig, samples: int) -> float:
@@ -66,21 +66,20 @@ def _median_s(job: Job, config: JobConfig, samples: int) -> float:
     return median(taken[WARM_UP:]) * samples / len(x)
 
 
-def on_cluster(declared: D, cluster: ClusterConfig, output: Path) -> D:
-    """Describe the virtual cluster in a declaration, with times of steps that are measured once for each folder.
+def on_cluster(experiment: E, cluster: ClusterConfig, output: Path) -> E:
+    """Describe the virtual cluster in an experiment, with times of steps that are measured once for each folder.
 
     The job's data file is made if it isn't there, for processes side by side can't share that.
 
     Raises:
         ConfigError: a setting breaks its rule.
     """
-    job_path = Path(declared.job)
+    job_path = Path(experiment.job)
     with neighbours(job_path):
-        job, config = specify(job_path, None, declared.settings)
+        job, config = specify(job_path, None, experiment.settings)
         make_data(job, Path(config.data.path))
         own = config.batch_size * config.accumulation
-        counts = declared.ranks if isinstance(declared, Declaration) else (declared.ranks,)
-        cluster.steps(lambda given_s: given_s or 1.0).check(max(counts))
+        cluster.steps(lambda given_s: given_s or 1.0).check(experiment.most_ranks)
         described = {**cluster.model_dump(), "samples": own}
         step_s: dict[str, float] = {}
         known = (read(output) or {}).get("virtual") or {}
@@ -89,7 +88,7 @@ def on_cluster(declared: D, cluster: ClusterConfig, output: Path) -> D:
         elif MEASURED in cluster.compute:
             stages = config.parallel.stages
             sizes = {own}
-            if isinstance(declared, Declaration) and declared.controls:
-                sizes |= {own * max(1, ranks // stages) for ranks in counts}
+            if isinstance(experiment, Comparison) and experiment.controls:
+                sizes |= {own * max(1, ranks // stages) for ranks in experiment.ranks}
             step_s = {str(size): float(f"{measure_step(job, config, size):.3g}") for size in sorted(sizes)}
-    return replace(declared, virtual={**described, "step_s": step_s})
+    return replace(experiment, virtual={**described, "step_s": step_s})

@@ -10,10 +10,10 @@ from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError
 from hpcdist.records import claimed
 from hpcdist.tools import console
+from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.launchers import LAST_LINES
-from hpcdist.tools.compare.plan import Declaration, PlannedRun, RunDeclaration, SweepDeclaration
-from hpcdist.tools.compare.run_all import RunPlan, missing, prepare
-from hpcdist.tools.compare.run_all import show as show_plan
+from hpcdist.tools.compare.plan import PlannedRun
+from hpcdist.tools.compare.run_all import MadeRuns, missing, prepare
 from hpcdist.tools.runs import FAILURE, is_done, last_lines
 from hpcdist.tools.slurm import history, queue
 from hpcdist.tools.slurm.check import examine
@@ -26,7 +26,7 @@ OWN = "cases command config folders job nodes output provider servers servers_on
 
 
 def specify(
-    declared: RunDeclaration,
+    experiment: Comparison | Sweep,
     runs: Sequence[PlannedRun],
     output: Path,
     site: str,
@@ -46,37 +46,36 @@ def specify(
     Raises:
         ConfigError: a setting is wrong, or the comparison has runs that no array can make.
     """
-    if isinstance(declared, Declaration) and declared.tune:
+    if isinstance(experiment, Comparison) and experiment.tune:
         raise ConfigError(
-            f"--tune must be 0 with --slurm, whose runs don't wait for each other; got {declared.tune}. Search the "
+            f"--tune must be 0 with --slurm, whose runs don't wait for each other; got {experiment.tune}. Search the "
             "rates inside one allocation, with --launcher, and give them by --rate."
         )
-    if isinstance(declared, Declaration) and declared.baselines:
+    if isinstance(experiment, Comparison) and experiment.baselines:
         raise ConfigError(
             f"--baselines must be left out with --slurm, whose jobs run `hpcdist train`; got "
-            f"{','.join(declared.baselines)}. Compare with them inside one allocation, with --launcher."
+            f"{','.join(experiment.baselines)}. Compare with them inside one allocation, with --launcher."
         )
     for key in load({}, None, overrides):
         if key in OWN:
             raise ConfigError(f"--slurm-set must leave {key} to the comparison or the sweep; got it there. Remove it.")
-    command = "sweep" if isinstance(declared, SweepDeclaration) else "compare"
     specs = []
     for ranks in sorted({run.ranks for run in runs}):
         own = [run for run in runs if run.ranks == ranks]
-        payload: dict[str, Any] = {"job": declared.job, "cases": [list(run.overrides) for run in own]}
+        payload: dict[str, Any] = {"job": experiment.job, "cases": [list(run.overrides) for run in own]}
         if own[0].judged:  # a run finds its settings by its folder, when it begins
             payload = {"command": ["hpcdist", "trial"], "cases": [[] for _ in own]}
         spec = load_spec(
             overrides=overrides,
             shape="study",
             site=site,
-            name=f"{command}-{Path(declared.job).stem}",
+            name=f"{experiment.command}-{Path(experiment.job).stem}",
             output=str(output / Path(own[0].folder).parent),
             folders=[Path(run.folder).name for run in own],
             at_once=at_once,
             ranks_per_node=ranks,
-            cpus_per_rank=declared.threads,
-            env={"OMP_NUM_THREADS": str(declared.threads)},  # also where a rank has more cores
+            cpus_per_rank=experiment.threads,
+            env={"OMP_NUM_THREADS": str(experiment.threads)},  # also where a rank has more cores
             **payload,
         )
         on_node = min(spec.ranks_per_node, ranks)
@@ -89,23 +88,23 @@ def specify(
     return specs
 
 
-def submit_missing(plan: RunPlan, site: str, overrides: Sequence[str], at_once: int | None = None) -> bool:
+def submit_missing(made: MadeRuns, site: str, overrides: Sequence[str], at_once: int | None = None) -> bool:
     """Submit the runs that are missing to Slurm, an array for each number of ranks; tell whether a check refuses.
 
     All is checked, as by `hpcdist slurm check`, before anything is written.
     """
-    output, profile = plan.output, load_site(site)
+    output, profile = made.folder, load_site(site)
     waiting = under_way(output)
-    left = [run for run in missing(plan.runs, output) if output / run.folder not in waiting]
-    specs = specify(plan.declared, left, output, site, overrides, at_once)
+    left = [run for run in missing(made.plan, output) if output / run.folder not in waiting]
+    specs = specify(made.experiment, left, output, site, overrides, at_once)
     findings = dict.fromkeys(finding for spec in specs for finding in examine(spec, profile))
-    for sentence in (*plan.left_out, *map(str, findings)):
+    for sentence in (*made.left_out, *map(str, findings)):
         console.note(sentence)
     if any(finding.level == "error" for finding in findings):
         return True
     with claimed(output):
-        plan.write()
-        plan.make_data()
+        made.write()
+        made.make_data()
         for run in left:
             prepare(run, output)
         for spec in specs:
@@ -114,14 +113,15 @@ def submit_missing(plan: RunPlan, site: str, overrides: Sequence[str], at_once: 
             print(entry.job)
             console.note(f"job {entry.job}: runs on {spec.size} ranks: {entry.cases}; their logs go to {entry.log}")
     console.note(
-        f"{len(left)} runs are submitted; `hpcdist {plan.command} --output {output}` shows what has come of them"
+        f"{len(left)} runs are submitted; `hpcdist {made.experiment.command} --output {output}` shows what has come of "
+        "them"
     )
     return False
 
 
-def show(plan: RunPlan, waiting: Mapping[Path, State]) -> bool:
+def show(made: MadeRuns, waiting: Mapping[Path, State]) -> bool:
     """Show what runs have measured while others wait or run under Slurm; tell whether one failed."""
-    output, planned = plan.output, plan.runs
+    output, planned = made.folder, made.plan
     left = missing(planned, output)
     pending = sum(state.state == "PENDING" for state in waiting.values())
     console.note(
@@ -131,8 +131,8 @@ def show(plan: RunPlan, waiting: Mapping[Path, State]) -> bool:
     failed = [run for run in left if (output / run.folder / FAILURE).exists()]
     if len(left) < len(planned):
         with claimed(output):
-            plan.write()  # a sweep knows more now
-        show_plan(plan, failed)
+            made.write()  # a sweep knows more now
+        made.show(failed)
     return bool(failed)
 
 

@@ -17,8 +17,9 @@ from hpcdist.errors import ConfigError, RunError
 from hpcdist.records import Evaluation, Summary, claimed, load_summary, read_evaluations
 from hpcdist.tools import console
 from hpcdist.tools.compare import folder
+from hpcdist.tools.compare.experiment import Experiment
 from hpcdist.tools.compare.launchers import Launcher
-from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, RunDeclaration, file_name, higher_is_better
+from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, file_name, higher_is_better
 from hpcdist.tools.compare.run_all import Runner, interruptible, missing
 from hpcdist.tools.runs import FAILURE
 from hpcdist.tools.simulate.cluster import ClusterConfig
@@ -108,8 +109,14 @@ class CellRuns:
         virtual = None if launcher is not None else {"compute": "0s", **(cluster or {})}
         metric = metric or next(iter(self._job.metrics))
         sha256 = hashlib.sha256(job.read_bytes()).hexdigest()
-        self._declared = RunDeclaration(
-            job=str(job), job_sha256=sha256, metric=metric, settings=flags, virtual=virtual, target=target
+        self._experiment = Experiment(
+            job=str(job),
+            job_sha256=sha256,
+            metric=metric,
+            settings=flags,
+            virtual=virtual,
+            target=target,
+            evaluations=0,
         )
         if launcher is None:
             described = ClusterConfig.from_mapping(virtual, "cluster")
@@ -137,7 +144,7 @@ class CellRuns:
             self.make_data()
         of_cell = {key: [self._plan(cell, seed, parent) for seed in seeds] for key, cell in cells.items()}
         planned = list(dict.fromkeys(run for runs in of_cell.values() for run in runs))
-        if self._declared.virtual is None:  # changes on the machine in the course of time are to strike all cells alike
+        if self._experiment.virtual is None:  # changes on the machine are to strike all cells alike
             random.Random(0).shuffle(planned)
         runner = Runner(self._output, {"strategy": self._launcher}, self._workers)
         with (
@@ -147,8 +154,8 @@ class CellRuns:
         ):
             if parent == RUNS:
                 every = list(dict.fromkeys(cells.values()))
-                better = higher_is_better(self._job.metrics, self._declared.metric)
-                folder.write(self._output, self._declared, higher_is_better=better, cells=every, runs=planned)
+                better = higher_is_better(self._job.metrics, self._experiment.metric)
+                folder.write(self._output, self._experiment, higher_is_better=better, cells=every, runs=planned)
             failed = runner.run_all(planned)
         if failed:
             where = ", ".join(str(self._output / run.folder) for run in failed)
@@ -181,10 +188,10 @@ class CellRuns:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _plan(self, cell: ComparedCell, seed: int, parent: str) -> PlannedRun:
-        words = (*self._declared.settings, *cell.settings, *cell.cluster, cell.loop.rpartition(":")[2])
+        words = (*self._experiment.settings, *cell.settings, *cell.cluster, cell.loop.rpartition(":")[2])
         here = [word.replace(str(self._output), "") for word in words]  # the folder may be moved
-        mark = fingerprint({"job": self._declared.job_sha256, "virtual": self._declared.virtual, "words": here})
-        return replace(cell, stem=f"{cell.stem[:80]}-{mark[:8]}").run(self._declared, seed, parent=parent)
+        mark = fingerprint({"job": self._experiment.job_sha256, "virtual": self._experiment.virtual, "words": here})
+        return replace(cell, stem=f"{cell.stem[:80]}-{mark[:8]}").run(self._experiment, seed, parent=parent)
 
 
 def search(measure: Callable[[int], Found], merit: Callable[[Found], Any], guess: int, known: dict[int, Found]) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import TAG_LIMIT, Communicator, check_flat
-from hpcdist.comm.transfer import WIDE
+from hpcdist.comm.transfer import SIGNED, WIDE
 from hpcdist.errors import ConfigError
 
 TAG = TAG_LIMIT - 1  # apart from the low tags that strategies use on the same communicator
@@ -21,7 +21,7 @@ TAG = TAG_LIMIT - 1  # apart from the low tags that strategies use on the same c
 SUMMED_AS = {
     **{dtype: dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)},
     **{dtype: dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)},
-    **{torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64},
+    **SIGNED,
     **{torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64},
 }
 

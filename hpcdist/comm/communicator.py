@@ -56,7 +56,7 @@ class Communicator(abc.ABC):
     trace: Trace  # traffic and timeline
     failures: Failures  # deadlines, and the ranks that have died
     mpi: Any  # mpi4py's communicator of the same ranks, for libraries that want one; None where there is no MPI
-    memory: RankMemory  # of which collective calls are made
+    memory: RankMemory  # for collectives: what the ranks of a node share beside windows
 
     # --- point to point -------------------------------------------------------------------------------------------
     def sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int = 0) -> None:

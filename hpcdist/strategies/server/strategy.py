@@ -19,10 +19,11 @@ from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.replicas import with_buffers
 from hpcdist.strategies.common.state import Flats, copy_all
-from hpcdist.strategies.server.channel import PAUSE, OpenSlots, RequestChannel, TensorSlots
+from hpcdist.strategies.server.channel import PAUSE, RequestChannel
 from hpcdist.strategies.server.codec import Codec, CodedSlots, Content
 from hpcdist.strategies.server.placement import Placement, Roles, Servers, Shard, assign, broadcast_shards
 from hpcdist.strategies.server.server import Replica, Server
+from hpcdist.strategies.server.slots import OpenSlots, TensorSlots
 
 
 class ServerStrategy(Strategy):

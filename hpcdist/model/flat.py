@@ -151,8 +151,7 @@ class FlatModel:
         Raises:
             ConfigError: a buffer is new, gone, of another shape, dtype or device, or no longer tied.
         """
-        self.flat_buffers.sync()
-        return self.flat_buffers.flats
+        return self.flat_buffers.sync()
 
     def admit(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters too, as soon as they are not frozen.

@@ -24,8 +24,8 @@ class FlatBuffers:
         wanted: kinds of buffers by name, or by pattern such as `head.*`, in place of those that they have by default.
 
     Attributes:
-        flats: one tensor for each (dtype, device, kind).
-        kinds: of each of `flats`: mean, for those that are averaged over the workers; first, for those that are the
+        slots: of each buffer its place in the flat tensors, of which there is one for each (dtype, device, kind).
+        kinds: of each flat tensor: mean, for those that are averaged over the workers; first, for those that are the
             first worker's on all ranks; own, for those that each rank has by itself while it trains, and of which the
             first worker's count in the end; count, for a normalisation layer's number of batches.
         told: buffers that ranks have changed differently have been named.
@@ -38,8 +38,8 @@ class FlatBuffers:
         self.joint: list[Tensor] = []
         self.told = False
         kinds = _kinds(module, wanted or {})
-        self.slots, self.flats = flatten(unwrapped(module, module.named_buffers()), kinds)
-        self.kinds = [next(kinds[slot.name] for slot in self.slots if slot.group == i) for i in range(len(self.flats))]
+        self.slots, self._flats = flatten(unwrapped(module, module.named_buffers()), kinds)
+        self.kinds = [next(kinds[slot.name] for slot in self.slots if slot.group == i) for i in range(len(self._flats))]
         slots = {id(slot.tensor): slot for slot in self.slots}
         # A buffer registered under several names has several places and one slot.
         self._places = [(name, owner, key, slots[id(t)]) for name, owner, key, t in _buffer_places(module)]
@@ -49,8 +49,8 @@ class FlatBuffers:
         now = {slot.name: getter(owner._buffers)(key) for _, owner, key, slot in self._places}
         return [slot.tensor if (tensor := now.get(slot.name)) is None else tensor for slot in self.slots]
 
-    def sync(self) -> None:
-        """Copy buffers that the module has replaced (`self.mean = new`) into flat memory and bind them again.
+    def sync(self) -> tuple[Tensor, ...]:
+        """Copy buffers that the module has replaced (`self.mean = new`) into flat memory, bind them again; return it.
 
         One that is not persistent is no part of the model's state, but a cache, such as angles of positions. With
         another shape, new or gone, it is this rank's own from then on: others' batches may have other lengths.
@@ -62,9 +62,9 @@ class FlatBuffers:
         tensors = {name: tensor for name, *_, tensor in now}
         for name, owner, key, slot in list(self._places):
             tensor = tensors.get(name)
-            if _is_cache(owner, key) and (tensor is None or not slot.fits(tensor, self.flats)):
+            if _is_cache(owner, key) and (tensor is None or not slot.fits(tensor, self._flats)):
                 self._places = [place for place in self._places if place[0] != name]
-                slot.tensor = slot.view(self.flats)  # all ranks have this place, and it stays as it is
+                slot.tensor = slot.view(self._flats)  # all ranks have this place, and it stays as it is
                 slot.pointer = slot.tensor.data_ptr()
         known = {name for name, *_ in self._places}
         now = [place for place in now if place[0] in known or not _is_cache(*place[1:3])]
@@ -89,31 +89,31 @@ class FlatBuffers:
             tensor = current.get(slot.name, slot.tensor)
             if tensor is not slot.tensor or tensor.data_ptr() != slot.pointer or tensor.dtype != slot.dtype:
                 advice = ". Change it first, wrap after; or pass persistent=False to register_buffer, if it may grow."
-                slot.move_in(tensor, self.flats, "buffer", advice)
+                slot.move_in(tensor, self._flats, "buffer", advice)
         self._restore_places()
+        return self._flats
 
     def bind(self, flats: tuple[Tensor, ...]) -> None:
         """Make `flats` the buffers' memory."""
-        self.flats = flats
+        self._flats = flats
         bind(self.slots, flats)
         self._restore_places()
 
     # --- batches of weight 0 --------------------------------------------------------------------------------------
     def keep(self) -> None:
         """Remember the values for `restore`."""
-        self.sync()
-        self._kept = [flat.clone() for flat in self.flats]
+        self._kept = [flat.clone() for flat in self.sync()]
 
     def restore(self, averaged: bool = False) -> None:
         """Restore the remembered values once, except those of `joint`, and counts where statistics are averaged."""
         kept, self._kept = self._kept, []
         if not kept:
             return
-        self.sync()
+        flats = self.sync()
         counts = [slot.tensor for slot in self.slots if averaged and self.kinds[slot.group] == "count"]
         stays = [*self.joint, *counts]
         joint = [tensor.clone() for tensor in stays]
-        for flat, values in zip(self.flats, kept, strict=True):
+        for flat, values in zip(flats, kept, strict=True):
             flat.copy_(values)
         for tensor, values in zip(stays, joint, strict=True):
             tensor.copy_(values)

@@ -379,7 +379,7 @@ class Gradients:
         stays = counts or (self.weighs and (bool(self.weights) or self._are_of_last_step()))
         if not stays or any(self._blank):
             self._hide(stays)
-        used = torch.tensor(self.present(), dtype=torch.bool)
+        used = torch.tensor([slot.tensor.grad is not None for slot in self._slots], dtype=torch.bool)
         for position, (slot, view, pointer) in enumerate(zip(self._slots, self._views, self._pointers)):
             grad = slot.tensor.grad
             if grad is view and grad.data_ptr() == pointer:

@@ -31,15 +31,17 @@ class Hyperparameters:
     learning rate for `capturable`) as one. Other values (None, names) do not change in training and are left out.
 
     Attributes:
-        places: of each number its group, its setting, and its index within a setting that is a tuple.
         own: group and setting of numbers that the optimiser's step changes by itself, such as a count of steps. They
             belong to the rank whose optimiser steps, and are neither set nor compared.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None):
         self._optimizer: Any = optimizer  # its list of groups is another one after load_state_dict
-        self.places = [] if optimizer is None else list(_find(optimizer.param_groups))
+        self._places = [] if optimizer is None else list(_find(optimizer.param_groups))
         self.own: set[tuple[int, str]] = set()
+
+    def __len__(self) -> int:
+        return len(self._places)
 
     def values(self) -> list[float]:
         """Return the current numbers.
@@ -47,9 +49,9 @@ class Hyperparameters:
         Raises:
             ConfigError: settings or groups were added or removed.
         """
-        groups = self._optimizer.param_groups if self.places else []
+        groups = self._optimizer.param_groups if self._places else []
         try:
-            items = [groups[n][key] if index is None else groups[n][key][index] for n, key, index in self.places]
+            items = [groups[n][key] if index is None else groups[n][key][index] for n, key, index in self._places]
             return [float(value) for value in items]
         except (KeyError, IndexError, TypeError):
             raise ConfigError(
@@ -61,7 +63,7 @@ class Hyperparameters:
         """Name each number, such as "lr", or "betas[0] of group 1"."""
         return [
             key + ("" if index is None else f"[{index}]") + (f" of group {number}" if number else "")
-            for number, key, index in self.places
+            for number, key, index in self._places
         ]
 
     def noting(self, update: Callable[[], None]) -> Callable[[], None]:
@@ -70,7 +72,7 @@ class Hyperparameters:
         def noted() -> None:
             before = self.values()
             update()
-            for (number, key, _), old, new in zip(self.places, before, self.values(), strict=True):
+            for (number, key, _), old, new in zip(self._places, before, self.values(), strict=True):
                 if old != new:
                     self.own.add((number, key))
 
@@ -78,7 +80,7 @@ class Hyperparameters:
 
     def set(self, values: Sequence[float]) -> None:
         """Write the numbers into the param_groups, each in its old type if that can hold it; all but `own`."""
-        for (number, key, index), value in zip(self.places, values, strict=True):
+        for (number, key, index), value in zip(self._places, values, strict=True):
             if (number, key) in self.own:
                 continue
             group = self._optimizer.param_groups[number]
@@ -97,7 +99,7 @@ class Hyperparameters:
 
         Their sums over the ranks tell whether all have the same numbers, see `sums_are_of_equals`.
         """
-        compared = [value for value, place in zip(self.values(), self.places) if place[:2] not in self.own]
+        compared = [value for value, place in zip(self.values(), self._places) if place[:2] not in self.own]
         values = [*compared, *others]
         digest = zlib.crc32(struct.pack(f"{len(values)}d", *values)) >> 1
         return [digest, digest * digest % _PRIME]
@@ -159,7 +161,7 @@ def unequal(mine: Hyperparameters, values_of: Mapping[int, Sequence[float]], whe
     """Make the error that names the first number in which a rank differs from the lowest rank; None if none does."""
     first = min(values_of)
     for rank, values in sorted(values_of.items()):
-        for place, name, own, theirs in zip(mine.places, mine.names(), values_of[first], values):  # more may follow
+        for place, name, own, theirs in zip(mine._places, mine.names(), values_of[first], values):  # more may follow
             if own != theirs and place[:2] not in mine.own:
                 return MismatchError(
                     f"hyper-parameters must be the same on {where}; {name} is {own:.6g} on rank {first} and "

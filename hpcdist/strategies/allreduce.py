@@ -157,7 +157,7 @@ class AllReduce(Strategy):
 
     def _note_nonfinite(self, bucket: Bucket) -> None:
         """Note gradients that are not finite, and what they are on this rank, before they are averaged."""
-        self._bad += self.gradients.look(bucket)
+        self._bad += self.gradients.nonfinite(bucket)
 
     # --- backward passes ------------------------------------------------------------------------------------------
     def _backward_ended(self) -> None:
@@ -212,7 +212,7 @@ class AllReduce(Strategy):
             bad, self._merged = self._merged or {}, None
             return bad
         self.model.gradients.collect()
-        return self._found(self.gradients.look(again=True))
+        return self._found(self.gradients.nonfinite(again=True))
 
     def _found(self, names: list[str]) -> dict[int, list[str]]:
         """Return names of this rank's parameters by ranks."""
@@ -229,7 +229,7 @@ class AllReduce(Strategy):
         looked = self.config.on_nonfinite != "ignore" or self.gradients.ignores_nonfinite  # else a GradScaler skips
         if self.gradients.changed or not looked:
             found = self._found(
-                self.gradients.look(again=True)
+                self.gradients.nonfinite(again=True)
             )  # the loop may have mended them, or spoilt them, alike on all ranks
             bad = found and (bad or found)
         if self.stages is not None and not self.gradients.ignores_nonfinite:

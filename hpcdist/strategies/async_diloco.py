@@ -153,7 +153,7 @@ class _PeriodWorker(Worker):
             own = self._timed / self._timed_s if self._timed_s > 0 else 0.0
             fastest = max(self._of.speeds(own))
             self.steps = max(1, int(config.period * own / fastest + 1e-6)) if fastest > 0 else config.period
-        waited_for = self.replica.pull(self.channel).waited_for
+        waited_for = self.replica.pull().waited_for
         if self.place.colocated:  # this server's parameters lie beside its worker's model
             self.strategy.server.show()
         self.done, self.gradients = 0, 0
@@ -179,7 +179,7 @@ class _WayServer(Server):
     """Step along each way that comes, and reply with the parameters."""
 
     def __init__(self, strategy: AsyncDiLoCo, every: int, workers: int):
-        super().__init__(strategy)
+        super().__init__(strategy, strategy.replica, strategy.config.learner_deadline_s)
         self._shard, self._config = strategy.place.shard, strategy.config
         self._every, self._workers = every, workers
         state, ranges, like = strategy.state, self._shard.ranges, self._shard.of(strategy.model.params)

@@ -259,7 +259,7 @@ class Strategy(abc.ABC):
         """
         if self.comm.failures.tolerant:  # a rank that dies while ranks compare would end them all
             return False
-        if not self.hyperparameters.places or not self.config.meets(self.steps + 1):
+        if not self.hyperparameters or not self.config.meets(self.steps + 1):
             return False
         self._meetings += 1
         return self._meetings & (self._meetings - 1) == 0 or self._meetings % 64 == 0

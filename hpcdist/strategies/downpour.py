@@ -182,7 +182,7 @@ class _Worker(Worker):
 
     def _begin_late(self) -> Outcome:
         """Drop the first gradient, and begin with the parameters at the end of the warm start."""
-        self.strategy.gradients.look()
+        self.strategy.gradients.nonfinite()
         self._request(FETCH)
         self._take()
         return Outcome(self.replica.clock, event="dropped: the gradient of before the warm start", dropped=1)
@@ -201,7 +201,7 @@ class _Worker(Worker):
 
     def _take(self) -> None:
         """Replace the parameters by those of the reply."""
-        self.replica.pull(self.channel)
+        self.replica.pull()
         if self.place.colocated:  # this server's master copy lies beside its worker's model
             self.strategy.server.show()
 
@@ -210,8 +210,9 @@ class _Server(Server):
     """Apply pushes one at a time, and reply to fetches with the parameters as they are."""
 
     def __init__(self, strategy: Downpour, warm_start: WarmStart):
-        super().__init__(strategy)
-        self._warm_start, config = warm_start, strategy.config
+        config = strategy.config
+        super().__init__(strategy, strategy.replica, config.learner_deadline_s)
+        self._warm_start = warm_start
         self._rule: ShardAdagrad | Aggregate  # the latter for the job's own optimiser
         if config.server_rule == "optimizer":
             self._rule = Aggregate(self.model, self.place.shard, apart=False)

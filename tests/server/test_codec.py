@@ -12,9 +12,10 @@ from hpcdist.comm.virtual import Exponential
 from hpcdist.compress import CompressionConfig, Span
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.common.state import State
-from hpcdist.strategies.server.channel import FETCH, GRADIENT, SUM, Reply, RequestChannel, TensorSlots
+from hpcdist.strategies.server.channel import FETCH, GRADIENT, SUM, Reply, RequestChannel
 from hpcdist.strategies.server.codec import Codec, CodedSlots
 from hpcdist.strategies.server.placement import Shard, assign, cut
+from hpcdist.strategies.server.slots import TensorSlots
 
 pytestmark = pytest.mark.computes
 

@@ -100,7 +100,7 @@ def load(module: nn.Module, params: Collection[Tensor]) -> None:
 
 def nonfinite(model: FlatModel, bucket: Bucket | None = None) -> list[str]:
     """The parameters whose gradient is not finite, as a strategy finds them."""
-    return LocalGradients(Alone(), model, "stop", None, None).look(bucket)
+    return LocalGradients(Alone(), model, "stop", None, None).nonfinite(bucket)
 
 
 def make(

@@ -19,7 +19,8 @@ from hpcdist.session.state import ParameterLayout
 from hpcdist.strategies.base import Strategy
 from hpcdist.strategies.common.state import State, mean_of_ranks
 from hpcdist.strategies.decentralised.mixing import Mixing
-from hpcdist.strategies.server.channel import RequestChannel, TensorSlots
+from hpcdist.strategies.server.channel import RequestChannel
+from hpcdist.strategies.server.slots import TensorSlots
 from strategies import problem
 
 

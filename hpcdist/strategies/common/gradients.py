@@ -53,14 +53,16 @@ class LocalGradients:
         self._step, self._skips, self.changed = step, skips or self.policy == "skip", changed
         self.ignores_nonfinite = self.policy == "ignore" and not skips
 
-    def look(self, bucket: Bucket | None = None, *, again: bool = False) -> list[str]:
-        """Name the parameters whose gradient on this rank, or in `bucket`, holds NaN or infinity.
+    def nonfinite(self, bucket: Bucket | None = None, *, again: bool = False) -> list[str]:
+        """Name the parameters whose gradient holds NaN or infinity; none if these are ignored.
 
-        Names none if these are ignored. Reads the gradients once, as NaN and infinity survive in a sum. Only if the sum
-        is not finite (it may also overflow) is each gradient looked at. Waits for the device.
+        Collective in the replica, of all its stages, unless `again` or of a bucket. Reads the gradients once, as NaN
+        and infinity survive in a sum. Only if the sum is not finite (it may also overflow) is each gradient looked at.
+        Waits for the device.
 
         Args:
-            again: not before they are sent, when a checksum is taken in the first steps, where it is wanted.
+            bucket: look at its gradients, on this rank.
+            again: look at this rank's gradients after they were sent. Before, in the first steps, a checksum is taken.
         """
         flats = self._model.grads if bucket is None else [bucket.grads]
         tensors = flats or [slot.tensor.grad for slot in self._model.slots if slot.tensor.grad is not None]
@@ -71,10 +73,13 @@ class LocalGradients:
         sums = [tensor.sum() for tensor in tensors]
         if len(sums) > 1 and not sums[0].is_cpu and len({each.device for each in sums}) == 1:
             sums = list(torch.stack(sums).cpu())  # one wait for the device
-        if all(cmath.isfinite(each.item()) for each in sums):
-            return []
-        suspects = [(s.name, s.tensor.grad) for s in self._model.slots if bucket is None or s.name in bucket.params]
-        return [name for name, grad in suspects if grad is not None and not torch.isfinite(grad).all()]
+        names: list[str] = []
+        if not all(cmath.isfinite(each.item()) for each in sums):
+            held = [(s.name, s.tensor.grad) for s in self._model.slots if bucket is None or s.name in bucket.params]
+            names = [name for name, grad in held if grad is not None and not torch.isfinite(grad).all()]
+        if self._stages is None or again or bucket is not None:
+            return names
+        return self._stages.nonfinite({0: names} if names else {}).get(0, [])
 
     def done(self) -> None:
         """End the step: what is looked at from here on belongs to the next one."""
@@ -95,13 +100,6 @@ class LocalGradients:
             nn.utils.clip_grad_norm_(parameters, largest)
         else:
             clip_gradients(parameters, largest, self._stages.norm(parameters))
-
-    def nonfinite(self) -> list[str]:
-        """Collective in the replica. As `look`, of all its stages."""
-        names = self.look()
-        if self._stages is None or self.ignores_nonfinite:
-            return names
-        return self._stages.nonfinite({0: names} if names else {}).get(0, [])
 
     def leave_out(self, names_of: dict[int, list[str]]) -> str:
         """Leave out the update: return the event for the record.

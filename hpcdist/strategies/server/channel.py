@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator, Put
-from hpcdist.compress import Used
 from hpcdist.errors import DeadlineError, RankFailedError
 from hpcdist.strategies.server.placement import Roles, Shard
+from hpcdist.strategies.server.slots import Ends, OpenSlots, TensorSlots
 
 # Kinds of requests: a gradient, or a sum of weighted ones, whose reply brings parameters; a push without; a fetch of
 # parameters without a gradient; the end of a period.
@@ -77,77 +77,8 @@ class Replies(NamedTuple):
     waited_for: dict[int, float]
 
 
-Ends = Sequence[tuple[int, Shard]]  # ranks, and the shard that goes from or to each
-EndsOf = Callable[[int], Ends]  # of a rank
-
-
-class TensorSlots:
-    """Collective. Open windows in which each rank has a slot for the tensors of every rank that sends to it.
-
-    Args:
-        like: flat tensors as long as a whole request.
-        sources: the ranks that send to a rank, each with the shard that its tensors cover.
-        dests: the ranks to which this rank sends, likewise.
-
-    Attributes:
-        words: how many lengths go beside the tensors.
-        whole: what has arrived from all sources, put together.
-    """
-
-    dtype: torch.dtype | None = None  # of the windows; None: that of the tensors
-    words = 0
-
-    def __init__(self, comm: Communicator, like: Sequence[Tensor], sources: EndsOf, dests: Ends):
-        own = sources(comm.rank)
-        slots, lengths = self._lay(like, own)
-        self._windows = [comm.window(n, self.dtype or t.dtype) for n, t in zip(lengths, like, strict=True)]
-        self._slots = {
-            source: [window.local[first:last] for window, (first, last) in zip(self._windows, slot, strict=True)]
-            for (source, _), slot in zip(own, slots, strict=True)
-        }
-        self._begins: dict[int, list[int]] = {}  # of this rank's slot, in each window of a rank to which it sends
-        for dest, _ in dests:
-            ends = sources(dest)
-            slot = [source for source, _ in ends].index(comm.rank)
-            self._begins[dest] = [first for first, _ in self._lay(like, ends)[0][slot]]
-        self.whole = [window.local for window in self._windows]
-
-    def room(self, part: Tensor) -> int:
-        """Return how many elements of a window such a part of a tensor takes."""
-        return part.numel()
-
-    def _lay(self, like: Sequence[Tensor], ends: Ends) -> tuple[list[list[tuple[int, int]]], list[int]]:
-        """Return where the slots of these ranks lie in each window, and how long the windows are; in elements."""
-        at, slots = [0] * len(like), []
-        for _, shard in ends:
-            sizes = map(self.room, shard.of(like))
-            slots.append([(first, first + size) for first, size in zip(at, sizes, strict=True)])
-            at = [last for _, last in slots[-1]]
-        return slots, at
-
-    def puts(self, dest: int, tensors: Sequence[Tensor], used: Used = None) -> tuple[list[Put], list[int]]:
-        """Return the puts that bring this shard's `tensors`, or none, to `dest`, and the lengths to send along."""
-        places = zip(self._windows, tensors, self._begins[dest])
-        return [Put(window, part, dest, begin) for window, part, begin in places if part.numel()], []
-
-    def sent(self, dest: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what the `tensors` sent last stand for at their destination."""
-        return tensors
-
-    def read(self, source: int, lengths: Sequence[int]) -> Iterable[Tensor]:
-        """Return what has arrived from `source`."""
-        return self._slots[source]
-
-    def close(self) -> None:
-        """Collective. Close the windows."""
-        self._slots.clear()  # their memory goes
-        self.whole = []
-        for window in self._windows:
-            window.close()
-
-
-OpenSlots = Callable[[Communicator, Sequence[Tensor], EndsOf, Ends], TensorSlots]
-
+WIDE = torch.float64  # of values
+_NOTHING = torch.empty(0)
 COUNTER = 1  # words at the front of a parent's: the ticket drawn last
 TICKET, KIND, WEIGHT, LENGTHS = 0, 1, 2, 3  # a slot's words; after the lengths the number of clocks, and the clocks
 COUNT, CLOCK, BLOCKER, HELD_US, REPLY = 0, 1, 2, 3, 4  # a child's words for each parent; then lengths
@@ -172,6 +103,7 @@ class RequestChannel:
         client: pushes this rank's requests to its parents.
         inbox: takes the requests of its children.
         up, down: the tensors of requests and of replies.
+        along: flags and values that go along with requests.
     """
 
     def __init__(
@@ -190,13 +122,16 @@ class RequestChannel:
     ):
         self.comm, self.shards, self.roles, rank = comm, shards, roles, comm.rank
         self.parents, self.children = roles.parents.get(rank, ()), roles.children(rank)
-        count = len(self.children)
+        count, stamps = len(self.children), [torch.zeros(names, dtype=torch.bool), torch.zeros(values, dtype=WIDE)]
 
         def asked(child: int, parent: int) -> Shard:
             return Shard(((0, 0),) * len(like)) if child in bare else shards[parent]
 
         def replied(child: int, parent: int) -> Shard:
             return shards[parent] if replies is None else Shard(tuple((0, flat.numel()) for flat in replies))
+
+        def stamped(child: int, parent: int) -> Shard:
+            return Shard(((0, names), (0, values)))
 
         def from_children(parent: int, covers: Covers) -> Ends:
             return [(child, covers(child, parent)) for child in roles.children(parent)]
@@ -210,12 +145,7 @@ class RequestChannel:
         self.count_at = LENGTHS + self.up.words
         self._words_per_slot = self.count_at + 1 + clocks
         self._words_per_reply = REPLY + self.down.words
-        self.names = names
-        self.used = comm.window(count * names, torch.bool)
-        self.flags_of = [self.used.local[i * names : (i + 1) * names] for i in range(count)]
-        self.width = values
-        self.values = comm.window(count * values, torch.float64)
-        self.values_of = [self.values.local[i * values : (i + 1) * values] for i in range(count)]
+        self.along = TensorSlots(comm, stamps, partial(from_children, covers=stamped), from_parents(rank, stamped))
         self.replies_at = self.slot_at(count)
         self.words = comm.window(self.replies_at + len(self.parents) * self._words_per_reply, torch.int64)
         words = self.words.local.numpy()  # the same memory; NumPy looks at a few words sooner than torch
@@ -241,9 +171,7 @@ class RequestChannel:
 
     def close(self) -> None:
         """Collective. Release the windows."""
-        self.flags_of.clear()  # their memory goes
-        self.values_of.clear()
-        for opened in (self.up, self.down, self.used, self.values, self.words):
+        for opened in (self.up, self.down, self.along, self.words):
             opened.close()
 
 
@@ -267,7 +195,7 @@ class Client:
     def __init__(self, channel: RequestChannel):
         self._channel, self._comm = channel, channel.comm
         slots = [channel.roles.children(parent).index(self._comm.rank) for parent in channel.parents]  # this rank's
-        self._places = [(p, slot, channel.slot_at(slot)) for p, slot in zip(channel.parents, slots, strict=True)]
+        self._places = [(p, channel.slot_at(slot)) for p, slot in zip(channel.parents, slots, strict=True)]
         self._awaited = f"the reply of server rank {', '.join(map(str, channel.parents))}"
         self._last_used: Tensor | None = None  # what lies in this rank's slots
         self._last_values: Sequence[float] = ()
@@ -292,26 +220,21 @@ class Client:
             values: hyper-parameters; none leaves those that lie in the slots.
         """
         channel = self._channel
-        flags = used  # where they are new
-        if used is not None and self._last_used is not None and torch.equal(used, self._last_used):
-            flags = None
-        new_values = torch.tensor(values, dtype=torch.float64) if values and values != self._last_values else None
+        along = [_NOTHING, _NOTHING]  # flags and values, where they are new
+        if used is not None and (self._last_used is None or not torch.equal(used, self._last_used)):
+            along[0] = self._last_used = used.clone()
+        if values and values != self._last_values:
+            along[1], self._last_values = torch.tensor(values, dtype=WIDE), values
         puts = []
-        for i, (parent, slot, at) in enumerate(self._places):
+        for i, (parent, at) in enumerate(self._places):
             found, lengths = channel.up.puts(parent, channel.shards[parent].of(tensors) if tensors else (), used)
-            puts += found
-            if flags is not None:
-                puts.append(Put(channel.used, flags, parent, slot * channel.names))
-            if new_values is not None:
-                puts.append(Put(channel.values, new_values, parent, slot * channel.width))
+            puts += [*found, *channel.along.puts(parent, along)[0]]
             stamps = () if clocks is None else clocks[i]
             weight_bits = struct.unpack("q", struct.pack("d", weight))
             puts.append(channel.put(parent, at + KIND, kind, *weight_bits, *lengths, len(stamps), *stamps))
         self._comm.put_all(puts)
         self.pushed += 1
-        self._last_used = self._last_used if flags is None else flags.clone()
-        self._last_values = values or self._last_values
-        tickets = [(parent, at, channel.words.fetch_add(1, parent) + 1) for parent, _, at in self._places]
+        tickets = [(parent, at, channel.words.fetch_add(1, parent) + 1) for parent, at in self._places]
         self._comm.put_all([channel.put(parent, at + TICKET, ticket) for parent, at, ticket in tickets])
 
     def missing(self) -> list[int]:
@@ -400,9 +323,8 @@ class Inbox:
         (weight,) = struct.unpack("d", struct.pack("q", words[WEIGHT]))
         clocks = tuple(words[count_at + 1 : count_at + 1 + words[count_at]])
         tensors = self._channel.up.read(child, words[LENGTHS:count_at])
-        return ServerRequest(
-            child, words[KIND], weight, clocks, tensors, self._channel.flags_of[slot], self._channel.values_of[slot]
-        )
+        used, values = self._channel.along.read(child, ())
+        return ServerRequest(child, words[KIND], weight, clocks, tensors, used, values)
 
     def _await_first(self, timeout_s: float | None) -> int | None:
         """Block until there is a request, and return its slot; None where none came in time."""

@@ -16,8 +16,8 @@ from hpcdist.comm.communicator import Communicator, Put
 from hpcdist.compress import CompressionConfig, Compressor, Feedback, Span, Used, load, only_used
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.common.state import State, copy_all
-from hpcdist.strategies.server.channel import Ends, EndsOf, TensorSlots
 from hpcdist.strategies.server.placement import Shard
+from hpcdist.strategies.server.slots import Ends, EndsOf, TensorSlots
 
 Content = Literal["gradients", "values", "moves"]  # of the tensors that go one way, see `Codec`
 WHOLE, NOTHING = -1, -2  # in the place of a message's length: uncompressed; none

@@ -82,7 +82,7 @@ class Centre(Server):
     """
 
     def __init__(self, strategy: ServerStrategy, config: ElasticConfig):
-        super().__init__(strategy)
+        super().__init__(strategy, strategy.replica, config.learner_deadline_s)
         self._config, shard = config, strategy.place.shard
         self._strength = config.beta / len(strategy.roles.workers)  # a
         self._centre = strategy.state.sharded(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpcdist.comm.transfer import WIDE
 from hpcdist.errors import ConfigError
@@ -81,7 +82,7 @@ class GradientWorker(Worker):
                 "a step; got true. Leave it out, or give ranks of their own to the servers."
             )
         self._overlap = overlap
-        self._clips = strategy.gradients.clip_norm is not None and strategy.update_clip is None
+        self._clips = strategy.gradients.clip_norm is not None and strategy.update_norm is None
         self._compression = strategy.config.compression
         workers, first = strategy.roles.workers, self._compression.warmup_ranks
         sits_out = first is not None and workers.index(self.place.rank) >= first
@@ -111,13 +112,13 @@ class GradientWorker(Worker):
         if self._overlap:
             self._under_way = pushes
         else:
-            waited_for = self.replica.pull(self.channel).waited_for
+            waited_for = self.replica.pull().waited_for
         event, count = skipped or dropped, int(dropped is not None)
         return Outcome(self.replica.clock, event=event, dropped=count, waited_for=waited_for)
 
     def finish(self) -> None:
         if self._under_way:
-            self.replica.pull(self.channel)
+            self.replica.pull()
             self._under_way = False
 
 
@@ -235,8 +236,11 @@ class GradientServer(Server):
     """
 
     def __init__(self, strategy: ServerStrategy, policy: Policy):
-        super().__init__(strategy)
-        self.policy = policy
+        super().__init__(strategy, strategy.replica, strategy.config.learner_deadline_s)
+        self.policy, self._synchronous = policy, strategy.synchronous
+        self._count = len(strategy.hyperparameters)
+        norm, self._servers = strategy.update_norm, strategy.servers
+        self._clip = None if norm is None else partial(self._clip_update, norm)
         self.aggregate = aggregate = Aggregate(self.model, self.place.shard, apart=self.place.colocated)
         for name in policy.remembers:
             setattr(policy, name, strategy.state.value(name, getattr(policy, name), policy, optional=True))
@@ -245,16 +249,15 @@ class GradientServer(Server):
         strategy.state.custom("store", aggregate.state_dict, self._load_aggregate, aggregate.forget, optional=True)
         strategy.records.pending = lambda: len(aggregate.clocks)
 
-    def receive(self, request: ServerRequest) -> None:
+    def holds(self, request: ServerRequest) -> bool:
         """Refuse a gradient, or hold it until its worker may go on."""
         clock = self.replica.clock
         reason = self.policy.arrived(request.source, clock - min(request.clocks) if request.weight else 0)
-        if reason is None:
-            request.added = request.weight == 0.0  # there is nothing to add
-            super().receive(request)
-        else:
+        request.added = request.weight == 0.0  # there is nothing to add
+        if reason is not None:
             self.inbox.reply(Reply(request, clock, self.master()))
-            self.strategy.report(Outcome(clock, event=reason, dropped=len(request.clocks)))
+            self.report(Outcome(clock, event=reason, dropped=len(request.clocks)))
+        return reason is None
 
     def apply_due(self) -> None:
         """Make the update that is due, and reply to the workers that may go on."""
@@ -294,19 +297,32 @@ class GradientServer(Server):
         # constant factor of its gradients, as Adam does, is modulated all the same.
         rate = sum(aggregate.factors) / len(aggregate.factors)
         self._require_equal_values()
-        values = aggregate.mean_values()[: len(strategy.hyperparameters.places)]
+        values = aggregate.mean_values()[: self._count]
         if values != strategy.hyperparameters.values():
             strategy.hyperparameters.set(values)
-        present = len(strategy.roles.workers) - len(self.evicted)
+        present = len(self.place.roles.workers) - len(self.evicted)
         averaged = present if policy.divides_by_workers else aggregate.total_weight()
         divisor = 1.0 if strategy.adds_up else averaged
-        aggregate.apply(strategy.hyperparameters.noting(self.update), divisor * rate, rate, strategy.update_clip)
+        aggregate.apply(strategy.hyperparameters.noting(self.update), divisor * rate, rate, self._clip)
         policy.updated(staleness)
         self.count_update(staleness)
 
+    def _clip_update(self, largest: float) -> None:
+        """Collective among several servers. Scale the gradient down where its norm, over all shards, is too large."""
+        if self._servers is None:
+            nn.utils.clip_grad_norm_([slot.tensor for slot in self.model.slots], largest)
+            return
+        grads, square = self.place.shard.of(self.model.grads), torch.zeros(1, dtype=torch.float64)
+        for grad in grads:
+            square += torch.linalg.vector_norm(grad, dtype=torch.float64).cpu() ** 2
+        self._servers.allreduce(square)
+        scale = largest / (float(square) ** 0.5 + 1e-6)
+        for grad in grads if scale < 1.0 else ():
+            grad.mul_(scale)
+
     def _require_equal_values(self) -> None:
         """Raise MismatchError where updates are of all workers and unequal numbers have come with the gradients."""
-        if not self.strategy.contract.synchronous:
+        if not self._synchronous:
             return
         values = self.aggregate.values
         left_out = {rank: int(numbers[-1]) for rank, numbers in values.items()}
@@ -324,7 +340,7 @@ class GradientServer(Server):
             client.push(SUM, [aggregate.clocks], aggregate.sums, aggregate.used, weight, values)
         else:
             client.push(GRADIENT, [[]])  # it arrives, and counts for nothing
-        self.replica.pull(self.channel)
+        self.replica.pull()
         aggregate.forget()
 
     # --- checkpoints ----------------------------------------------------------------------------------------------

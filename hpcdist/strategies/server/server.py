@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Update
+from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.state import State, copy_all
 from hpcdist.strategies.server.channel import CHECK_S, PAUSE, Replies, Reply, RequestChannel, ServerRequest
 from hpcdist.strategies.server.placement import Placement
@@ -21,30 +20,34 @@ class Replica:
     The shard of a rank that is worker and server lies in the model already: replies don't change it.
 
     Attributes:
+        place: what this rank serves, and for which ranks.
+        channel: requests and replies, where there is more than one rank.
         clock: updates of this rank's own shard on a server; else of the parameters in the model, of the first shard's.
         clocks: for each parent, updates of the parameters that have come from it.
     """
 
+    channel: RequestChannel
+
     def __init__(self, place: Placement, model: FlatModel, state: State):
-        self._place, self._model = place, model
+        self.place, self._model = place, model
         others = [place.shards[parent] for parent in place.parents if parent != place.rank]
         self._shards = others if place.colocated else [place.everything]
         self.clock = state.value("clock", 0, self, reshard="max")
         # On another number of ranks all parents have the largest clock.
         self.clocks: list[int] = state.value("clocks", lambda: [self.clock] * len(place.parents), self)
 
-    def pull(self, channel: RequestChannel) -> Replies:
+    def pull(self) -> Replies:
         """Wait for the replies of all parents, and copy their parameters into the model."""
-        replies = channel.client.wait()
+        replies = self.channel.client.wait()
         for shard in self._shards:
-            copy_all(shard.of(self._model.params), shard.of(channel.down.whole))
+            copy_all(shard.of(self._model.params), shard.of(self.channel.down.whole))
         self.follow(replies.clocks)
         return replies
 
     def follow(self, clocks: list[int]) -> None:
         """Keep the clock of each parent's parameters, which are in the model now; a server has no parents."""
         self.clocks = clocks
-        if clocks and not self._place.colocated:
+        if clocks and not self.place.colocated:
             self.clock = clocks[0]
 
 
@@ -53,18 +56,21 @@ class Server(abc.ABC):
 
     A request of a worker's next period waits until that begins here too.
 
+    Args:
+        deadline_s: how long a worker may be silent; None: forever.
+
     Attributes:
         held: requests that wait for their reply, in order of arrival.
         due_s: when `apply_due` is to be called, if no request comes before; None: not at all.
-        evicted: workers that have died, or have pushed nothing for `learner_deadline_s`: the others go on without them.
+        evicted: workers that have died, or have pushed nothing for `deadline_s`: the others go on without them.
         update: runs the local optimiser on the gradients in the model.
         applied: staleness of the gradients applied here since this rank's last step, if it is worker and server.
     """
 
-    def __init__(self, strategy: Any):  # a ServerStrategy, whose module imports this one
-        self.strategy, self.comm, self.model, self.place = strategy, strategy.comm, strategy.model, strategy.place
-        self.channel, self.inbox, self.replica = strategy.channel, strategy.channel.inbox, strategy.replica
-        self._deadline_s = strategy.config.learner_deadline_s
+    def __init__(self, strategy: Strategy, replica: Replica, deadline_s: float | None):
+        self.strategy, self.comm, self.model = strategy, strategy.comm, strategy.model
+        self.replica, self.place, self.channel = replica, replica.place, replica.channel
+        self.inbox, self._deadline_s = self.channel.inbox, deadline_s
         self._watches = self.comm.failures.tolerant or self._deadline_s is not None
         self.held: list[ServerRequest] = []
         self.due_s: float | None = None
@@ -75,14 +81,13 @@ class Server(abc.ABC):
         self._early: list[ServerRequest] = []  # of children that have begun the next period
 
     # --- what a subclass defines ----------------------------------------------------------------------------------
-    def receive(self, request: ServerRequest) -> None:
-        """Hold a request, and deal with what is due."""
-        self.held.append(request)
-        self.apply_due()
-
     @abc.abstractmethod
     def apply_due(self) -> None:
         """Deal with the held requests that are due, and reply to them; a worker may have paused, or been evicted."""
+
+    def holds(self, request: ServerRequest) -> bool:
+        """Tell whether to hold a request until it is due; one that is refused has its reply then."""
+        return True
 
     def returned(self, child: int) -> None:
         """Remember that a worker that was evicted has pushed again."""
@@ -107,7 +112,7 @@ class Server(abc.ABC):
         self._stepping = list(self.place.children)
         self._deal_early()
         if self.applied:
-            self.strategy.report(Outcome(self.replica.clock, staleness=tuple(self.applied)))
+            self.report(Outcome(self.replica.clock, staleness=tuple(self.applied)))
             self.applied = []
 
     def begin(self, update: Update) -> None:
@@ -166,12 +171,18 @@ class Server(abc.ABC):
         for request in early:
             self._deal(request)
 
+    def receive(self, request: ServerRequest) -> None:
+        """Hold a request, unless it is refused, and deal with what is due."""
+        if self.holds(request):
+            self.held.append(request)
+            self.apply_due()
+
     def _deal(self, request: ServerRequest) -> None:
         """Count a pause, keep a request of the next period, and receive all others."""
         child = request.source
         if child in self.evicted:
             self.evicted.remove(child)
-            self.strategy.report(Outcome(self.replica.clock, event=f"rank {child} is back"))
+            self.report(Outcome(self.replica.clock, event=f"rank {child} is back"))
             self.returned(child)
         if child not in self._stepping:
             self._early.append(request)
@@ -190,7 +201,12 @@ class Server(abc.ABC):
         if self.place.colocated:
             self.applied += staleness
         else:
-            self.strategy.report(Outcome(self.replica.clock, staleness=tuple(staleness)), steps=1)
+            self.strategy.steps += 1
+            self.report(Outcome(self.replica.clock, staleness=tuple(staleness)))
+
+    def report(self, outcome: Outcome) -> None:
+        """Write a record of this rank."""
+        self.strategy.records.report(self.strategy.steps, outcome)
 
     # --- who takes part -------------------------------------------------------------------------------------------
     def active(self) -> list[int]:
@@ -220,7 +236,7 @@ class Server(abc.ABC):
             else:
                 continue
             found.add(child)
-            self.strategy.report(Outcome(self.replica.clock, event=f"goes on without rank {child}: {reason}"))
+            self.report(Outcome(self.replica.clock, event=f"goes on without rank {child}: {reason}"))
         if found:
             self.evicted |= found
             self.apply_due()

@@ -8,9 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, spans
@@ -20,10 +19,11 @@ from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.replicas import with_buffers
 from hpcdist.strategies.common.state import Flats, copy_all
-from hpcdist.strategies.server.channel import PAUSE, OpenSlots, RequestChannel, TensorSlots
+from hpcdist.strategies.server.channel import PAUSE, RequestChannel
 from hpcdist.strategies.server.codec import Codec, CodedSlots, Content
 from hpcdist.strategies.server.placement import Placement, Roles, Servers, Shard, assign, broadcast_shards
 from hpcdist.strategies.server.server import Replica, Server
+from hpcdist.strategies.server.slots import OpenSlots, TensorSlots
 
 
 class ServerStrategy(Strategy):
@@ -51,11 +51,12 @@ class ServerStrategy(Strategy):
     Attributes:
         place: what this rank serves, and for which ranks.
         replica: this rank's parameters, and their clocks.
-        channel: requests and replies, where there is more than one rank.
         worker: takes steps, on a worker that has servers.
         server: serves, on a server or aggregator.
+        synchronous: every update is of all workers' gradients.
         sends_hyperparameters: servers run the job's optimiser, with the numbers of the workers' param_groups.
-        update_clip: clips the gradient of an update, where not the workers clip theirs.
+        update_norm: to which servers clip the gradient of an update, which is of all workers; None: they clip none.
+        servers: the ranks that do so together, where several have a shard.
     """
 
     class Config(Strategy.Config):
@@ -115,30 +116,32 @@ class ServerStrategy(Strategy):
     steps_on_workers = False  # workers run their local optimiser
 
     config: Config
-    channel: RequestChannel
     worker: Worker
     server: Server
 
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **given: Any):
         self.roles = roles = config.roles(comm.size)
         super().__init__(config, comm, model, **given)
+        self.synchronous = self.contract.synchronous
+        self.sends_hyperparameters = self.contract.updates == "on servers"
+        clips = self.synchronous and self.contract.averages == "gradients"
+        self.update_norm = self.gradients.clip_norm if clips else None
         if self.stages is not None and self.stages.comm.size > 1:
             self._check_stages()
         self.place = place = Placement(comm.rank, roles, model, split_parameters=config.split_parameters)
         self.replica = Replica(place, model, self.state)
-        self.update_clip: UpdateClip | None = None
+        self.servers: Communicator | None = None
         if place.alone:
             model.keep_gradients(None)
             return
         clocks = max(1, len(roles.workers)) if roles.aggregators else 1
-        self.sends_hyperparameters = self.contract.updates == "on servers"
-        values = len(self.hyperparameters.places) * self.sends_hyperparameters + self.contract.synchronous
-        self.channel = RequestChannel(
+        values = len(self.hyperparameters) * self.sends_hyperparameters + self.synchronous
+        self.replica.channel = RequestChannel(
             comm, roles, place.shards, model.params, len(model.slots), clocks, *self._slots(), values=values
         )
-        if (norm := self._update_norm) is not None:
-            self.update_clip = UpdateClip(comm, model, place, norm)
         serves, own = comm.rank in roles.servers, self.hyperparameters.own
+        if self.update_norm is not None and len(roles.servers) > 1:
+            self.servers = comm.split(0 if serves else 1)
         self.state.parameters = lambda: Flats(self.server.master(), place.shard.ranges) if serves else None
         self.state.before_load(self._forget_moments_of_others)
 
@@ -163,22 +166,16 @@ class ServerStrategy(Strategy):
         if self.place.children:
             self.server = server()
         if self.place.colocated:
-            self.channel.client.meanwhile = self.server.serve_waiting
-
-    @property
-    def _update_norm(self) -> float | None:
-        """The largest norm of an update's gradient, which is of all workers; None: it is not clipped as a whole."""
-        clips = self.contract.synchronous and self.contract.averages == "gradients"
-        return self.gradients.clip_norm if clips else None
+            self.replica.channel.client.meanwhile = self.server.serve_waiting
 
     def _check_stages(self) -> None:
         """Raise ConfigError where an option does not suit servers that have one stage of the model each."""
-        if self._update_norm is not None:
+        if self.update_norm is not None:
             raise ConfigError(
                 f"clip_norm must be None with {name_of(self)} and several stages, whose servers see one stage's "
-                f"gradient; got {self._update_norm}. Use allreduce, which clips by the norm of all stages."
+                f"gradient; got {self.update_norm}. Use allreduce, which clips by the norm of all stages."
             )
-        if self.config.servers == "colocated" and not self.contract.synchronous and self.comm.size > 1:
+        if self.config.servers == "colocated" and not self.synchronous and self.comm.size > 1:
             raise ConfigError(
                 f"strategy.servers must be a number of ranks of their own with {name_of(self)} and several stages, for "
                 "a rank that waits for another stage can't serve; got colocated. Use servers = 1."
@@ -227,11 +224,6 @@ class ServerStrategy(Strategy):
         if self.place.children:
             self.server.serve(update)
 
-    def report(self, outcome: Outcome, steps: int = 0) -> None:
-        """Write a record of this rank, which has taken so many steps since the last one."""
-        self.steps += steps
-        self.records.report(self.steps, outcome)
-
     # --- common ---------------------------------------------------------------------------------------------------
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Take the servers' parameters; average buffers, which only workers compute, over the workers."""
@@ -243,7 +235,7 @@ class ServerStrategy(Strategy):
 
     def reset_from_model(self) -> None:
         super().reset_from_model()
-        if self.contract.updates == "on servers":
+        if self.sends_hyperparameters:
             broadcast_shards(self.comm, self._shards_of_servers(), self.model.params)
             clocks = self.comm.failures.retry_on_failure(partial(self.comm.gather, self.replica.clock))
             servers = self.roles.servers  # aggregators have one above them
@@ -253,10 +245,10 @@ class ServerStrategy(Strategy):
         return [(server, self.place.shards[server]) for server in self.roles.servers]
 
     def close(self) -> None:
-        if self.update_clip is not None:
-            self.update_clip.close()
+        if self.servers is not None:
+            self.servers.close()
         if not self.place.alone:
-            self.channel.close()
+            self.replica.channel.close()
 
     def _forget_moments_of_others(self) -> None:
         """Drop the optimiser's state of parameters that other ranks' optimisers step, which would only grow old."""
@@ -277,7 +269,8 @@ class Worker(abc.ABC):
 
     def __init__(self, strategy: ServerStrategy):
         self.strategy, self.model, self.place = strategy, strategy.model, strategy.place
-        self.channel, self.client, self.replica = strategy.channel, strategy.channel.client, strategy.replica
+        self.replica, self.channel = strategy.replica, strategy.replica.channel
+        self.client = self.channel.client
 
     @abc.abstractmethod
     def step(self, update: Update) -> Outcome:
@@ -300,40 +293,11 @@ class Worker(abc.ABC):
         """
         strategy, rank = self.strategy, self.place.rank
         values = strategy.hyperparameters.values() if strategy.sends_hyperparameters else []
-        if strategy.contract.synchronous:
+        if strategy.synchronous:
             values.append(float(self.model.gradients.left_out))
         clocks = zip(self.place.parents, self.replica.clocks, strict=True)
         # This rank's own shard in the model is the newest.
         return {"clocks": [[self.replica.clock if p == rank else clock] for p, clock in clocks], "values": values}
-
-
-class UpdateClip:
-    """Collective. Clip the gradients of a server's shard, together with all other servers."""
-
-    def __init__(self, comm: Communicator, model: FlatModel, place: Placement, clip_norm: float):
-        self._model, self._shard, self._clip_norm = model, place.shard, clip_norm
-        self._norms: Communicator | None = None  # of the servers, where there are several
-        if len(servers := place.roles.servers) > 1:
-            self._norms = comm.split(0 if place.rank in servers else 1)
-
-    def __call__(self) -> None:
-        """Collective among the servers. Scale the gradients down where the norm of all of them is too large."""
-        if self._norms is None:
-            nn.utils.clip_grad_norm_([slot.tensor for slot in self._model.slots], self._clip_norm)
-            return
-        grads = self._shard.of(self._model.grads)
-        square = torch.zeros(1, dtype=torch.float64)
-        for grad in grads:
-            square += torch.linalg.vector_norm(grad, dtype=torch.float64).cpu() ** 2
-        self._norms.allreduce(square)
-        scale = self._clip_norm / (float(square) ** 0.5 + 1e-6)
-        for grad in grads if scale < 1.0 else ():
-            grad.mul_(scale)
-
-    def close(self) -> None:
-        """Collective. Close the servers' communicator."""
-        if self._norms is not None:
-            self._norms.close()
 
 
 TURN_S = 0.001  # how long a rank that serves several strategies waits for requests of one

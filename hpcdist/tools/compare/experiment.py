@@ -161,8 +161,7 @@ class Experiment:
                 "other processes, which read the file: write the job to one."
             )
         file, hints = Path(job), get_type_hints(cls, include_extras=True)
-        for name in [name for name, value in given.items() if value is None or value == []]:
-            del given[name]
+        given = {name: value for name, value in given.items() if value is not None and value != []}
         for name in given.keys() & hints.keys():
             for reader in (one for one in get_args(hints[name]) if isinstance(one, Reader)):
                 given[name] = reader.read(given[name])

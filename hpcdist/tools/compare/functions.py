@@ -189,11 +189,9 @@ def _in_folder(command: str, kind: type[Any], output: str | Path | None, given: 
 def _make_here(runs: MadeRuns, launcher: str | None, jobs: int | None) -> bool:
     """Make the runs that are missing, on real or virtual ranks of this machine; return whether one failed.
 
-    By default, real ranks of comparisons, and those of a launcher, which may start them elsewhere, run alone; all other
-    runs at the same time as others.
-
     Args:
-        jobs: runs at the same time; None for the default.
+        jobs: runs at the same time. None: one, for comparisons on real ranks and where a launcher may start ranks
+            elsewhere; else as many as have cores of their own.
     """
     experiment = runs.experiment
     is_real = experiment.virtual is None

@@ -255,8 +255,8 @@ class RunsDisplay:
             if self._bar is None:
                 console.note(f"{line}; {left}" if left else line)
                 return
-        self._bar.console.print(console.visible(line), markup=False)  # without the lock, as rich calls `lines` here
         self._bar.update(self._task, completed=self._done, left=left)
+        self._bar.console.print(console.visible(line), markup=False)  # without the lock, as rich calls `lines` here
 
     def lines(self) -> list[str]:
         """Read the files of the runs under way, and describe each by its metrics and its loss."""

@@ -293,21 +293,20 @@ def test_a_terminal_shows_the_current_runs_loss_and_metrics(tmp_path, monkeypatc
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     run = PlannedRun("allreduce", "strategy", 2, 0, ("budget.samples=400", "optimizer.lr=0.1"), "runs/a")
     with run_all.shown("runs", 3) as shown:
-        shown.look()
+        assert shown.lines() == []
         shown.begin(run, tmp_path)
-        assert shown._lines.plain == "allreduce, 2 ranks, rate 0.1, seed 0"
+        assert shown.lines() == ["allreduce, 2 ranks, rate 0.1, seed 0"]
         append_evaluation(tmp_path, Evaluation(1, 0, 100, 2.0, {"accuracy": 0.5, "loss": 9.0}))
         with RecordWriter(record_path(tmp_path, 0)) as records:
             for step, loss in enumerate((3.0, 0.75, None), 1):
                 records.write(StepRecord(step, loss=loss))
         with open(record_path(tmp_path, 0), "a") as file:
             file.write('{"st')  # it is being written
-        shown.look()
-        assert shown._lines.plain == "allreduce, 2 ranks, rate 0.1, seed 0, 25%: accuracy 0.5000, loss 0.7500"
+        assert shown.lines() == ["allreduce, 2 ranks, rate 0.1, seed 0, 25%: accuracy 0.5000, loss 0.7500"]
         (tmp_path / "evaluations.jsonl").write_text("half\n")
-        shown.look()
+        assert len(shown.lines()) == 1
         shown.end(run, tmp_path, "an error")
-        assert shown._lines.plain == "" and shown._bar.tasks[0].completed == 1
+        assert shown.lines() == [] and shown._bar.tasks[0].completed == 1
 
 
 # --- launchers --------------------------------------------------------------------------------------------------------
@@ -391,7 +390,7 @@ def test_wrong_arguments(case, tmp_path, monkeypatch):
 
 def test_a_sweep_goes_on_by_its_folder_alone(tmp_path, monkeypatch):
     made = PretendedRuns()
-    monkeypatch.setattr(functions, "mpi_launchers", lambda *given, **shares: pretended.launchers(made))
+    monkeypatch.setattr(functions, "mpi_launchers", lambda *given: pretended.launchers(made))
     monkeypatch.setattr(run_all, "find_spec", lambda name: None)  # no report: it takes seconds
     out = ("--output", tmp_path / "out")
     command = ("sweep", JOB, "--over", "batch_size=8,16", "--sampler", "grid", "--jobs", 2, *out)

@@ -8,7 +8,7 @@ import pytest
 
 from hpcdist.config import load
 from hpcdist.errors import ConfigError
-from hpcdist.tools.compare.experiment import Comparison, read_budget, read_strategies
+from hpcdist.tools.compare.experiment import Comparison, Sweep, read_budget, read_strategies
 from hpcdist.tools.compare.plan import cells, plan, read_strategy, title
 
 DECLARED = Comparison(
@@ -52,19 +52,58 @@ def test_a_strategy_has_options_and_a_title():
     assert title("mine.py:Mine") == "mine-Mine"
 
 
-def test_each_strategy_has_a_cell_on_each_number_of_ranks_and_serial_controls_stand_beside():
-    found = [(cell.name, cell.kind, cell.ranks) for cell in cells(DECLARED, 16)]
-    assert found == [
-        ("allreduce", "strategy", 1),
-        ("softsync (splits 4)", "strategy", 1),
-        ("allreduce", "strategy", 4),
-        ("softsync (splits 4)", "strategy", 4),
-        ("serial, batch 64", "serial", 1),
-        ("serial, batch 64, averaged iterates", "serial", 1),
-    ]
-    assert [cell.kind for cell in cells(replace(DECLARED, controls=False), 16)] == ["strategy"] * 4
-    baselines = replace(DECLARED, controls=False, baselines=("ddp",))
-    assert [(c.name, c.ranks) for c in cells(baselines, 16) if c.kind == "baseline"] == [("ddp", 1), ("ddp", 4)]
+OF_A_COMPARISON = """
+softsync-splits=4-r4-s0: softsync (splits 4): strategy=softsync strategy.splits=4
+softsync-splits=4-r1-s0: softsync (splits 4): strategy=softsync strategy.splits=4
+ddp-r4-s0: ddp:
+ddp-r1-s0: ddp:
+allreduce-r1-s0: allreduce: strategy=allreduce
+allreduce-r4-s0: allreduce: strategy=allreduce
+serial-batch=4-averaged-r1-s0: serial, batch 4, averaged iterates: strategy=allreduce batch_size=4 average_iterates=true
+serial-batch=4-r1-s0: serial, batch 4: strategy=allreduce batch_size=4
+"""
+OF_A_SIMULATION = """
+serial-batch=2-r1-s0: serial, batch 2: strategy=allreduce batch_size=2
+sgp-r2-s0: sgp: strategy=sgp
+serial-r1-s0: one rank: strategy=allreduce
+serial-batch=2-averaged-r1-s0: serial, batch 2, averaged iterates: strategy=allreduce batch_size=2 average_iterates=true
+sgp-r2-s1: sgp: strategy=sgp
+serial-r1-s1: one rank: strategy=allreduce
+serial-batch=2-averaged-r1-s1: serial, batch 2, averaged iterates: strategy=allreduce batch_size=2 average_iterates=true
+serial-batch=2-r1-s1: serial, batch 2: strategy=allreduce batch_size=2
+"""
+OF_A_SWEEP = """
+trial-000-r2-s0: trial 0: epochs=none budget.samples=90 eval_every_samples=4 strategy=allreduce
+trial-000-r2-s1: trial 0: epochs=none budget.samples=90 eval_every_samples=4 strategy=allreduce
+trial-001-r2-s0: trial 1: epochs=none budget.samples=90 eval_every_samples=4 strategy=allreduce
+trial-001-r2-s1: trial 1: epochs=none budget.samples=90 eval_every_samples=4 strategy=allreduce
+"""
+BARE = replace(DECLARED, budget={}, settings=())
+TRIED = Sweep(
+    job="a.py", metric="loss", over=("batch_size=8,16",), sampler="grid", ranks=2, seeds=2, budget={"samples": 90}
+)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "table"),
+    [
+        (replace(BARE, seeds=1, baselines=("ddp",)), OF_A_COMPARISON),
+        (replace(BARE, seeds=2, strategies=("sgp",), ranks=(2,), virtual={}), OF_A_SIMULATION),
+        (TRIED, OF_A_SWEEP),
+    ],
+    ids=["comparison", "simulation", "sweep"],
+)
+def test_the_plan_as_a_table(experiment, table):
+    """Folder, name and settings of each run, but for the seed, which the folder has.
+
+    A comparison has each strategy and baseline on each number of ranks, and one process with the batch of all of them;
+    a simulation one rank, too, which speed-ups are over. Settings of a sweep's trials are drawn when they begin.
+    """
+    lines = []
+    for run in plan(experiment, cells(experiment, 1)):
+        assert run.overrides[-1] == f"seed={run.seed}" and run.judged == isinstance(experiment, Sweep)
+        lines.append(f"{run.folder.removeprefix('runs/')}: {run.name}: {' '.join(run.overrides[:-1])}".strip())
+    assert lines == table.split("\n")[1:-1]
 
 
 def test_a_run_holds_all_its_settings():
@@ -74,13 +113,6 @@ def test_a_run_holds_all_its_settings():
     assert settings["strategy"] == {"name": "softsync", "splits": 4}
     assert settings["budget"] == {"samples": 1000} and settings["epochs"] == "none"
     assert (settings["seed"], settings["eval_every_samples"], settings["optimizer"]) == (2, 50, {"lr": 0.1})
-
-
-def test_serial_controls_have_the_batch_of_all_ranks():
-    (run,) = [run for run in planned() if run.name == "serial, batch 64, averaged iterates" and run.seed == 0]
-    settings = load({}, None, run.overrides)
-    assert (run.ranks, settings["batch_size"], settings["average_iterates"]) == (1, 64, True)
-    assert run.folder == "runs/serial-batch=64-averaged-r1-s0"
 
 
 def test_a_budget_of_steps_is_evaluated_by_the_samples_of_all_ranks_and_the_users_period_wins():

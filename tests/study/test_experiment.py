@@ -32,9 +32,20 @@ def test_a_simulation_is_a_table_its_runs_figures_and_a_page(tmp_path, monkeypat
 
 def test_a_comparison_is_made_by_a_launcher(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(functions, "mpi_launchers", lambda *given, **shares: pretended.launchers(PretendedRuns()))
+    monkeypatch.setattr(functions, "mpi_launchers", lambda *given: pretended.launchers(PretendedRuns()))
     found = hd.compare(TINY, ranks=[1], seeds=1, output="out", **FEW)
     assert not found.failed and list(found.runs["name"]) == ["allreduce"] and Path("out/comparison.json").exists()
+
+
+def test_a_sweep_runs_on_virtual_ranks_and_options_are_checked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = {"ranks": 2, "virtual": True, "compute": "1ms", "sampler": "grid", "jobs": 1, "budget": {"steps": 2}}
+    found = hd.sweep(TINY, {"batch_size": [8, 16], "optimizer.lr": "0.01"}, evaluations=1, **asked)
+    assert not found.failed and len(found.table) == 2 and set(found.best) == {"batch_size", "optimizer.lr"}
+    with pytest.raises(
+        ConfigError, match="options of Sweep must be of their types, within bounds; got seeds: .*, got 0"
+    ):
+        hd.sweep(TINY, {"batch_size": [8]}, seeds=0)
 
 
 def test_a_job_that_is_no_file_is_refused():

@@ -18,7 +18,7 @@ from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import load
 from hpcdist.errors import ConfigError, DataError, RunError
 from hpcdist.records import load_summary, read_evaluations
-from hpcdist.tools.compare import folder, study, trial, trials
+from hpcdist.tools.compare import folder, study, trials
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.launchers import MpiLauncher, ranks_environment, share_cores
 from hpcdist.tools.compare.plan import PlannedRun
@@ -254,7 +254,7 @@ class VirtualRuns:
     """Makes the runs of a sweep on virtual ranks, in this process."""
 
     def make(self, run: PlannedRun, folder: Path) -> None:
-        run_virtual(lambda comm: trial.train(comm, folder), run.ranks)
+        run_virtual(lambda comm: trials.train(comm, folder), run.ranks)
 
 
 @pytest.mark.parametrize(("pruner", "strategy"), [("asha", "allreduce"), ("median", "softsync:splits=1")])

@@ -10,12 +10,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import MISSING, fields
+from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
 
 import typer
+from annotated_types import Interval
 
 from hpcdist.errors import LEFT
 from hpcdist.tools import console
@@ -26,22 +27,24 @@ from hpcdist.tools.options import Config, Overrides, Target
 app = typer.Typer()
 
 
-# Options that are read to fields of an experiment, or of its execution.
-def _others(
+@dataclass
+class _Sources:
+    """Options that are no fields, but what fields of an experiment or of its execution are read from."""
+
     job: Annotated[
         Path | None,
         typer.Argument(metavar="JOB", help="Python file that defines `job`. Not needed to go on with --output."),
-    ] = None,
-    target: Target = None,
-    config: Config = None,
-    settings: Overrides = None,
-    virtual: Annotated[
-        bool, typer.Option("--virtual", help="Run on virtual ranks, as `hpcdist simulate` does.")
-    ] = False,
+    ] = None
+    target: Target = None
+    config: Config = None
+    settings: Overrides = None
+    virtual: Annotated[bool, typer.Option("--virtual", help="Run on virtual ranks, as `hpcdist simulate` does.")] = (
+        False
+    )
     network: Annotated[
         str | None,
         typer.Option(metavar="LATENCY,BANDWIDTH", help="Speed of each link, as 50us,1Gbit/s. Default: 20us,10Gbit/s."),
-    ] = None,
+    ] = None
     compute: Annotated[
         str | None,
         typer.Option(
@@ -49,51 +52,46 @@ def _others(
             help="Time of a step: SECONDS, jitter:SECONDS,CV, exponential:SECONDS, straggler:RANK,FACTOR,SECONDS, "
             "slow:PART,FACTOR,SECONDS. Default: measured here.",
         ),
-    ] = None,
+    ] = None
     cluster: Annotated[
         Path | None, typer.Option(metavar="TOML", help="File with network, intra_network, ranks_per_node, compute.")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Runs at the same time. Default: one on each core.")
-    ] = None,
-) -> None: ...
+    ] = None
+    workers: Annotated[int | None, typer.Option(min=1, help="Runs at the same time. Default: one on each core.")] = None
 
 
 def _experiment(kind: type[Experiment], names: str, **defaults: Any) -> Callable[[Callable[[], None]], None]:
     """Make a command of the name of a function, which describes it.
 
     Args:
-        names: of its options: parameters of `_others`, or fields of `kind` or Execution.
-        defaults: where they are not those of the fields. A list or a table has none on the command line.
+        names: of its options: fields of `kind`, of Execution, or of _Sources.
+        defaults: where they are not those of the fields. An option that takes a list or a table has none else.
     """
     hints: dict[str, Any] = {}
-    for one in (kind, Execution, _others):
-        hints |= get_type_hints(one, include_extras=True)
-    known = {f.name: f.default for of in (kind, Execution) for f in fields(of) if f.default is not MISSING}
-    known |= {name: parameter.default for name, parameter in inspect.signature(_others).parameters.items()} | defaults
+    known: dict[str, Any] = {}
+    for of in (kind, Execution, _Sources):
+        hints |= get_type_hints(of, include_extras=True)
+        known |= {f.name: f.default for f in fields(of)}
+
+    def option(name: str, command: str) -> inspect.Parameter:
+        value, *metadata = get_args(hints[name])
+        info = copy(next(one for one in metadata if isinstance(one, typer.models.ParameterInfo)))
+        info.help = str(info.help).replace("COMMAND", command)
+        info.min = next((cast(int, one.ge) for one in metadata if isinstance(one, Interval)), info.min)
+        default = defaults.get(name, known[name])
+        if get_origin(value) in (tuple, Mapping):
+            value, default = list[str] | None, defaults.get(name)
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[value, info]
+        )
 
     def add(described: Callable[[], None]) -> None:
-        name = described.__name__
-        parameters = []
-        for option in names.split():
-            of, *metadata = get_args(hints[option])
-            info = copy(next(one for one in metadata if isinstance(one, typer.models.ParameterInfo)))
-            info.help = str(info.help).replace("COMMAND", name)
-            default = known.get(option)
-            if get_origin(of) in (tuple, Mapping):
-                of, default = list[str] | None, defaults.get(option)
-            parameters.append(
-                inspect.Parameter(
-                    option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[of, info]
-                )
-            )
-
         @wraps(described)
         def command(**given: Any) -> None:
             from hpcdist.tools.compare.functions import run
 
-            raise typer.Exit(int(run(name, **given).failed))
+            raise typer.Exit(int(run(described.__name__, **given).failed))
 
+        parameters = [option(name, described.__name__) for name in names.split()]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         app.command()(command)
 
@@ -163,11 +161,11 @@ def trial(
 ) -> None:
     """Make a run of a sweep on the ranks that mpirun or srun started. Collective. `hpcdist sweep` calls it."""
     from hpcdist import session
-    from hpcdist.tools.compare.trial import train
+    from hpcdist.tools.compare.trials import train
     from hpcdist.tools.slurm.queue import end_time
 
     comm = session.init()
-    folder, summary = train(comm, output, None, end_time(os.environ) if comm.rank == 0 else None, sys.argv)
+    folder, summary = train(comm, output, end_time(os.environ) if comm.rank == 0 else None, sys.argv)
     if summary is None:
         raise typer.Exit(LEFT)
     if comm.rank == comm.failures.living[0]:

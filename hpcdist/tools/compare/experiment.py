@@ -10,19 +10,20 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from annotated_types import Interval
 from typer import Option
 
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, DataError
 from hpcdist.tools import completion
 from hpcdist.tools.options import Launcher, read_counts, read_number, read_target
 
 E = TypeVar("E", bound="Experiment")
-MOST = 100_000  # trials or seeds of an experiment that is read from a file
+COUNT = Interval(ge=1, le=100_000)  # of what a file may ask for
+ANY = Interval(ge=0)
 BUDGETS = ("samples", "steps", "seconds")
 COMMAS = re.compile(r",(?![^\[{]*[\]}])")  # that are in no brackets
 _OPTION = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*=")
@@ -119,11 +120,13 @@ class Experiment:
         Reader(read_budget),
     ] = field(default_factory=dict)
     evaluations: Annotated[
-        int, Option(min=0, help="Evaluations of a run with a budget of samples or steps. 0: after epochs only.")
+        int,
+        Option(help="Evaluations of a run with a budget of samples or steps. 0: after epochs only."),
+        ANY,
     ] = 20
     settings: tuple[str, ...] = ()
-    seeds: Annotated[int, Interval(ge=1, le=MOST)] = 1
-    threads: Annotated[int, Option(min=1, help="Threads of each process.")] = 1
+    seeds: Annotated[int, COUNT] = 1
+    threads: Annotated[int, Option(help="Threads of each process."), COUNT] = 1
     virtual: Mapping[str, Any] | None = None
 
     @classmethod
@@ -146,9 +149,10 @@ class Experiment:
             given: all other fields; those that are None or empty have their defaults.
 
         Raises:
-            ConfigError: the job is no path, or a setting is wrong.
+            ConfigError: the job is no path, or a setting is wrong, of another type or out of bounds.
         """
         from hpcdist.config.merge import as_flags, load
+        from hpcdist.records.files import checked
         from hpcdist.train import load_job
 
         if not isinstance(job, (str, Path)):
@@ -157,14 +161,13 @@ class Experiment:
                 "other processes, which read the file: write the job to one."
             )
         file, hints = Path(job), get_type_hints(cls, include_extras=True)
-        for name in [name for name, value in given.items() if value is None or value == []]:
-            del given[name]
+        given = {name: value for name, value in given.items() if value is not None and value != []}
         for name in given.keys() & hints.keys():
             for reader in (one for one in get_args(hints[name]) if isinstance(one, Reader)):
                 given[name] = reader.read(given[name])
         target = read_target(target) if isinstance(target, str) else target
         metric, value = (next(iter(load_job(file).metrics), "loss"), None) if target is None else target
-        return cls(
+        made = cls(
             job=str(job),
             job_sha256=hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "",
             metric=metric,
@@ -172,17 +175,18 @@ class Experiment:
             settings=tuple(as_flags(load({}, None if config is None else Path(config), settings or ()))),
             **given,
         )
+        try:
+            checked(asdict(made), cls, f"options of {cls.__name__}", "be of their types, within bounds")
+        except DataError as error:
+            raise ConfigError(str(error)) from None
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Experiment):
     """A comparison of strategies, each on several numbers of ranks, on real or virtual ones."""
 
-    seeds: Annotated[
-        int,
-        Option(min=1, help="Runs of each strategy on each number of ranks, with other seeds."),
-        Interval(ge=1, le=MOST),
-    ] = 5
+    seeds: Annotated[int, Option(help="Runs of each strategy on each number of ranks, with other seeds."), COUNT] = 5
     strategies: Annotated[
         tuple[str, ...],
         Option(
@@ -206,7 +210,9 @@ class Comparison(Experiment):
         Reader(_read_rates),
     ] = field(default_factory=dict)
     tune: Annotated[
-        int, Option(min=0, metavar="RUNS", help="First search a learning rate for each strategy, in so many runs.")
+        int,
+        Option(metavar="RUNS", help="First search a learning rate for each strategy, in so many runs."),
+        ANY,
     ] = 0
     controls: Annotated[
         bool,
@@ -229,9 +235,7 @@ class Sweep(Experiment):
     """A search for good settings of a job, with one strategy on one number of ranks."""
 
     command = "sweep"
-    seeds: Annotated[
-        int, Option(min=1, help="Runs of each combination, with different seeds."), Interval(ge=1, le=MOST)
-    ] = 1
+    seeds: Annotated[int, Option(help="Runs of each combination, with different seeds."), COUNT] = 1
     strategy: Annotated[
         str,
         Option(metavar="NAME:KEY=VALUE,...", help="Strategy of all runs.", autocompletion=completion.strategies),
@@ -241,12 +245,8 @@ class Sweep(Experiment):
         Option(metavar="KEY=VALUES", help="Setting and values: A,B,C or LOW..HIGH[:log][:POINTS]. May be repeated."),
         Reader(_read_over),
     ]
-    trials: Annotated[
-        int,
-        Option("--runs", min=1, help="Number of combinations to try; a grid has all."),
-        Interval(ge=1, le=MOST),
-    ] = 20
-    ranks: Annotated[int, Option(min=1, help="Ranks of each run.")] = 1
+    trials: Annotated[int, Option("--runs", help="Number of combinations to try; a grid has all."), COUNT] = 20
+    ranks: Annotated[int, Option(help="Ranks of each run."), COUNT] = 1
     sampler: Annotated[
         str,
         Option(

@@ -169,12 +169,13 @@ def run(
     return runs
 
 
-def _in_folder(command: str, kind: type[Any], output: Path | None, given: Mapping[str, Any]) -> tuple[Path, Any]:
+def _in_folder(command: str, kind: type[Any], output: str | Path | None, given: Mapping[str, Any]) -> tuple[Path, Any]:
     """Read the experiment in the folder `output`, with which a command without a job goes on; return both."""
     if output is None or given.get("over" if command == "sweep" else "strategies"):
         raise ConfigError(
             f"JOB must be given to begin a {NOUNS[command]}; got none. It is a file such as jobs/digits.py."
         )
+    output = Path(output)
     found = folder.read_experiment(output, kind)
     if found.command != command:
         wanted, there = ("real", "virtual") if command == "compare" else ("virtual", "real")
@@ -188,11 +189,9 @@ def _in_folder(command: str, kind: type[Any], output: Path | None, given: Mappin
 def _make_here(runs: MadeRuns, launcher: str | None, jobs: int | None) -> bool:
     """Make the runs that are missing, on real or virtual ranks of this machine; return whether one failed.
 
-    By default, real ranks of comparisons, and those of a launcher, which may start them elsewhere, run alone; all other
-    runs at the same time as others.
-
     Args:
-        jobs: runs at the same time; None for the default.
+        jobs: runs at the same time. None: one, for comparisons on real ranks and where a launcher may start ranks
+            elsewhere; else as many as have cores of their own.
     """
     experiment = runs.experiment
     is_real = experiment.virtual is None
@@ -206,9 +205,6 @@ def _make_here(runs: MadeRuns, launcher: str | None, jobs: int | None) -> bool:
         console.note(str(simulation))
         with VirtualLauncher(simulation, len(shares)) as made:
             return run_all(runs, {"strategy": made, "serial": made}, len(shares))
-    launchers = mpi_launchers(
-        experiment.job, experiment.most_ranks, experiment.threads, launcher, os.environ,
-        getattr(experiment, "baselines", ()), shares,
-    )  # fmt: skip
+    launchers = mpi_launchers(experiment, launcher, os.environ, shares)
     with launchers["strategy"]:
         return run_all(runs, launchers, len(shares))

@@ -21,6 +21,7 @@ import psutil
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import LEFT, ConfigError, RunError
 from hpcdist.tools import console
+from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.plan import PlannedRun
 from hpcdist.tools.runs import last_lines
 
@@ -231,27 +232,23 @@ def ranks_environment(
 
 
 def mpi_launchers(
-    job: str,
-    most_ranks: int,
-    threads: int,
-    launcher: str | None,
-    variables: Mapping[str, str],
-    baselines: Sequence[str] = (),
-    shares: Sequence[set[int]] = (),
+    experiment: Comparison | Sweep, launcher: str | None, variables: Mapping[str, str], shares: Sequence[set[int]]
 ) -> dict[str, MpiLauncher]:
     """Return the launchers of real ranks, by the kinds of runs and the baselines' names.
 
     Args:
         launcher: chosen by the user, see `find_launcher`.
-        shares: see `share_cores`; empty for one run at a time.
+        variables: of the ranks' environment.
+        shares: cores of each of the runs that are made at the same time, see `share_cores`.
     """
+    job, most_ranks, threads = experiment.job, experiment.most_ranks, experiment.threads
     words = find_launcher(launcher, variables.get("PATH", ""))
-    cores = len(shares[0] if shares else os.sched_getaffinity(0))
-    cores = cores if launcher is None else most_ranks * threads  # the user's may have nodes
+    cores = len(shares[0]) if launcher is None else most_ranks * threads  # the user's may have nodes
     if most_ranks * threads > cores:
         console.note(f"{most_ranks} ranks share {cores} cores: such times are not those of ranks with their own")
-    environment = ranks_environment(variables, threads, most_ranks, cores, len(shares) or 1)
+    environment = ranks_environment(variables, threads, most_ranks, cores, len(shares))
     train = MpiLauncher(job, words, environment, shares=shares if launcher is None else ())
+    baselines = experiment.baselines if isinstance(experiment, Comparison) else ()
     modules = {name: ("-m", f"hpcdist.tools.baselines.{name}") for name in baselines}
     others = {name: MpiLauncher(job, words, environment, module) for name, module in modules.items()}
     return {"strategy": train, "serial": train, **others}

@@ -54,7 +54,7 @@ class ComparedCell:
     """The runs of one name on so many ranks, which differ in their seeds.
 
     Attributes:
-        samples: of a step, of all ranks together.
+        samples: of a step, of all ranks together; 0 where they are unknown.
         settings: of its own, as `--set` takes them.
         stem: the beginning of its folders' names.
         rate_key: by which its learning rate is chosen; cells with the same one share it, on as many ranks.
@@ -153,12 +153,12 @@ def cells(
 def trial_cell(sweep: Sweep, number: int, settings: Sequence[str] = ()) -> ComparedCell:
     """Return the cell of a sweep's trial, with the settings that were drawn for it, each KEY=VALUE; none before that.
 
-    The samples of its step are yet unknown.
+    The samples of its step are unknown.
     """
     name, options = read_strategy(sweep.strategy)
-    own = (f"strategy={name}", *(f"strategy.{option}" for option in options), *settings) if settings else ()
+    own = (f"strategy={name}", *(f"strategy.{option}" for option in options), *settings)
     named = ", ".join(settings) or f"trial {number}"
-    return ComparedCell(named, "strategy", sweep.ranks, 1, own, f"trial-{number:03}")
+    return ComparedCell(named, "strategy", sweep.ranks, 0, own, f"trial-{number:03}")
 
 
 def plan(

@@ -30,7 +30,7 @@ from hpcdist.train.runs import specify
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-LOOK_S = 1.0  # between two looks at a run's files
+REFRESHES_S = 1.0  # how often the display reads the files of the runs under way
 MOST_LINES = 8  # of runs that are under way at the same time; the others are counted
 
 
@@ -221,23 +221,21 @@ class RunsDisplay:
     Args:
         title: of the runs.
         total: number of runs to be made.
-        bar, current: the progress of all and a line for each run under way, rich's, on a terminal.
+        bar: the progress of all, rich's, on a terminal.
     """
 
-    def __init__(self, title: str, total: int, bar: Any = None, current: Any = None):
-        self._total, self._done, self._bar, self._lines = total, 0, bar, current
+    def __init__(self, title: str, total: int, bar: Any = None):
+        self._total, self._done, self._bar = total, 0, bar
         self._started_s = time.monotonic()
         self._running: dict[Path, tuple[PlannedRun, Run]] = {}
         self._lock = threading.Lock()
         if bar is not None:
             self._task = bar.add_task(title, total=total, left="")
 
-    # --- runs come and go ---------------------------------------------------------------------------------------------
     def begin(self, run: PlannedRun, folder: Path) -> None:
         """Show a run as one under way."""
         with self._lock:
             self._running[folder] = run, Run(folder, follow=True)
-        self.look()
 
     def end(self, run: PlannedRun, folder: Path, failure: str | None) -> None:
         """Show how a run has ended."""
@@ -256,22 +254,24 @@ class RunsDisplay:
             line = f"{self._done} of {self._total}  {describe(run)}: {said}"
             if self._bar is None:
                 console.note(f"{line}; {left}" if left else line)
-            else:
-                self._bar.console.print(console.visible(line), markup=False)
-                self._bar.update(self._task, completed=self._done, left=left)
-        self.look()
+                return
+        self._bar.update(self._task, completed=self._done, left=left)
+        self._bar.console.print(console.visible(line), markup=False)  # without the lock, as rich calls `lines` here
 
-    def look(self) -> None:
-        """Look at the files of the runs under way, and show the metrics and the loss of each."""
-        if self._bar is None:
-            return
+    def lines(self) -> list[str]:
+        """Read the files of the runs under way, and describe each by its metrics and its loss."""
         with self._lock:
-            running, lines = list(self._running.items()), []
+            running, found = list(self._running.items()), []
             for _, (run, read) in running[:MOST_LINES]:
                 read.update()
-                lines.append(_state(run, read))
-        lines += [f"and {len(running) - MOST_LINES} more"] * (len(running) > MOST_LINES)
-        self._lines.plain = "\n".join(lines)
+                found.append(_state(run, read))
+        return found + [f"and {len(running) - MOST_LINES} more"] * (len(running) > MOST_LINES)
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(self._bar, Text("\n".join(self.lines()), no_wrap=True, overflow="ellipsis"))
 
 
 def _state(run: PlannedRun, read: Run) -> str:
@@ -293,29 +293,15 @@ def shown(title: str, total: int) -> Iterator[RunsDisplay]:
     if not sys.stderr.isatty():
         yield RunsDisplay(title, total)
         return
-    from rich.console import Console, Group
+    from rich.console import Console
     from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.text import Text
 
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     stderr = Console(stderr=True, highlight=False, markup=False)
-    bar = Progress(*columns, TextColumn("{task.fields[left]}"), console=stderr)
-    current = Text(no_wrap=True, overflow="ellipsis")
-    display, ended = RunsDisplay(title, total, bar, current), threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(LOOK_S):
-            display.look()
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    with Live(Group(bar, current), console=stderr, refresh_per_second=2):
-        watcher.start()
-        try:
-            yield display
-        finally:
-            ended.set()
-            watcher.join()
+    display = RunsDisplay(title, total, Progress(*columns, TextColumn("{task.fields[left]}"), console=stderr))
+    with Live(display, console=stderr, refresh_per_second=REFRESHES_S):
+        yield display
 
 
 def describe(run: PlannedRun) -> str:

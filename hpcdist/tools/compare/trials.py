@@ -11,7 +11,7 @@ hyperparameter optimization framework", 2019.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,17 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpcdist import strategies
+from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig
 from hpcdist.config.files import neighbours
 from hpcdist.errors import ConfigError, require_packages
-from hpcdist.records import drop_partial_line, load_summary, locked, making, read_evaluations
+from hpcdist.records import Summary, drop_partial_line, load_summary, locked, making, read_evaluations
 from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.experiment import Sweep
 from hpcdist.tools.compare.plan import PlannedRun, mean_metric, plan, trial_cell
 from hpcdist.tools.compare.space import Axis, points, read_axis
 from hpcdist.tools.compare.study import JOURNAL, LOCK, STUDY, named_faults, open_journal
 from hpcdist.tools.runs import FAILURE, is_done
-from hpcdist.train.runs import specify
+from hpcdist.train import runs
 
 if TYPE_CHECKING:
     import optuna
@@ -110,7 +111,7 @@ class Trials:
         """Plan a run of a trial with these settings."""
         cell, job = trial_cell(self.sweep, number, settings), Path(self.sweep.job)
         with neighbours(job):
-            _, config = specify(job, None, (*self.sweep.settings, *cell.settings))
+            _, config = runs.specify(job, None, (*self.sweep.settings, *cell.settings))
         return replace(cell, samples=step_samples(config, self.sweep.ranks)).run(self.sweep, seed)
 
     def bare(self, number: int) -> tuple[PlannedRun, ...]:
@@ -207,6 +208,33 @@ class Trials:
             return "failed" if any((one / FAILURE).exists() for one in self._folders(frozen.number)) else "running"
         states: dict[str, State] = {"WAITING": "waiting", "COMPLETE": "complete", "PRUNED": "cut", "FAIL": "failed"}
         return states[frozen.state.name]
+
+
+# --- a run, on its ranks ----------------------------------------------------------------------------------------------
+def train(
+    comm: Communicator, run: Path, ends_at: float | None = None, command: Sequence[str] = ()
+) -> tuple[Path, Summary | None]:
+    """Collective. Make the run of a sweep that has this folder, or go on with it; as `hpcdist.train.runs.train`.
+
+    Rank 0 alone knows the sweep: it draws the settings, reports each evaluation, and asks whether to end the run.
+
+    Raises:
+        ConfigError: the folder is that of no sweep's run, or as for other runs.
+    """
+
+    def begin() -> tuple[str, list[str], bool, bool]:
+        trials, number, seed = of_folder(run)
+        overrides = trials.run(number, seed, trials.begin(number)).overrides
+        has_begun = any(run.glob("records-rank*.jsonl"))
+        return trials.sweep.job, list(overrides), has_begun, trials.sweep.pruner != "none"
+
+    def judge(folder: Path) -> str | None:
+        trials, number, _ = of_folder(folder)
+        return trials.judge(number, folder)
+
+    job, overrides, resume, pruned = comm.gather(comm.together(lambda: begin() if comm.rank == 0 else None))[0]
+    judged = judge if pruned else None
+    return runs.train(comm, Path(job), None, overrides, run, resume, None, ends_at, command, judge=judged)
 
 
 def of_folder(run: Path) -> tuple[Trials, int, int]:

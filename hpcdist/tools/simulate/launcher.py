@@ -19,7 +19,7 @@ from hpcdist.comm.virtual import Straggler, run_virtual
 from hpcdist.config import load
 from hpcdist.config.files import load_function
 from hpcdist.errors import HpcdistError, RunError
-from hpcdist.tools.compare import trial
+from hpcdist.tools.compare import trials
 from hpcdist.tools.compare.experiment import Experiment
 from hpcdist.tools.compare.plan import PlannedRun
 from hpcdist.tools.simulate.cluster import ClusterConfig
@@ -75,7 +75,7 @@ class Simulation:
 
         def body(comm):
             if run.judged:
-                return trial.train(comm, folder, command=self.command)
+                return trials.train(comm, folder, command=self.command)
             return runs.train(comm, Path(self.job), None, run.overrides, folder, resume, command=self.command)
 
         if run.loop:

@@ -57,6 +57,8 @@ class Session:
         self.grid_by = ""  # the call whose result DistributedOptimizer is to get there
         self.calls = 0  # of all ranks, that the loop has made
         self.serves = False  # this rank serves, or has served, others that train
+        self.workers: tuple[int, ...] | None = None  # ranks that train, as the last DistributedOptimizer says
+        self.told_main = False  # `is_main` has been called before that, and taken rank 0 for the first of them
 
     @property
     def comm(self) -> Communicator:
@@ -92,6 +94,12 @@ def current() -> Session:
     session = _thread if _thread.joined is not None else _process
     _ = session.comm  # raises
     return session
+
+
+def loop_ranks(comm: Communicator) -> Communicator:
+    """Return the ranks that iterate a sharded loader where others serve them meanwhile; outside of a loop `comm`."""
+    session = _thread if _thread.joined is not None else _process
+    return comm if session.group is None else session.group
 
 
 def shared_calls() -> dict[Any, int]:
@@ -325,6 +333,19 @@ def rank() -> int:
 def size() -> int:
     """Return the number of ranks."""
     return current().comm.size
+
+
+def is_main() -> bool:
+    """Tell whether this rank does what one rank does for all: write logs, print, save a trained model.
+
+    It is the first rank that trains, inside of the training loop too: with a parameter server rank 0 may serve, and the
+    body of the loop does not run there. Before a DistributedOptimizer it is rank 0; one whose rank 0 serves is then
+    refused, as two ranks would have been the main one.
+    """
+    session = current()
+    session.told_main = session.told_main or session.workers is None
+    living = session.comm.failures.living
+    return session.comm.rank == next((rank for rank in session.workers or living if rank in living), living[0])
 
 
 def local_rank() -> int:

@@ -354,8 +354,11 @@ def DistributedOptimizer(
     replicas = config.workers(outer.size)
     if isinstance(model, Pipeline) and model.routing is not None and len(replicas) < outer.size:
         raise rules.error("micro-batches go to other replicas", cls)
+    ranks = session.ranks_of(replicas)
+    if session.told_main and ranks[0] != 0:
+        raise rules.error("is_main() is called before rank 0 serves", cls, worker=ranks[0])
     peers = _split_off(outer, replicas)
-    workers = peers if stages == 1 else _split_off(session.comm, session.ranks_of(replicas))
+    workers = peers if stages == 1 else _split_off(session.comm, ranks)
     synchronise_batch_norms(flat, cls, peers)
     local_class = type(optimizer)
     local_step = _refreshing(optimizer, flat, session.comm.trace)
@@ -375,7 +378,7 @@ def DistributedOptimizer(
     changed.attachment = Attachment(made, local_step, local_state_dict, workers, peers, counts, looks, guard)
     changed._opt_called = True  # ... and where they find none before their own; a server's worker never makes one
     session.optimizers.append(optimizer)
-    session.serves = session.serves or not made.is_worker
+    session.serves, session.workers = session.serves or not made.is_worker, ranks
     if isinstance(model, PartOfModel):
         model.optimizers.append(changed)
     return optimizer

@@ -119,7 +119,7 @@ model = torch.nn.Linear(3, 1)
 optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01, 0.9), model, strategy={strategy!r})
 data = TensorDataset(torch.randn(240, 3), torch.randn(240, 1))
 loader = hd.shard(DataLoader(data, 4, shuffle=True))
-found = hd.load("checkpoints", optimizer=optimizer, loader=loader) if {interrupted} else None
+found = hd.load({folder!r}, optimizer=optimizer, loader=loader) if {interrupted} else None
 steps = 0
 with hd.Leaving(comm, ends_at="slurm", every_s=0.01) as leaving:
     for epoch in range(found["epoch"] if found else 0, 3):
@@ -133,7 +133,7 @@ with hd.Leaving(comm, ends_at="slurm", every_s=0.01) as leaving:
             if leaving.step_done():
                 break
         if leaving.due():
-            hd.save("checkpoints", optimizer=optimizer, loader=loader, epoch=epoch)
+            hd.save({folder!r}, optimizer=optimizer, loader=loader, epoch=epoch)
             sys.exit(75)
 hd.finish(model)
 if hd.is_main():
@@ -145,7 +145,9 @@ if hd.is_main():
 @pytest.mark.parametrize("strategy", ["hardsync", pytest.param("allreduce", marks=pytest.mark.extended)])
 def test_a_loop_that_left_goes_on_to_the_same_bits(tmp_path, strategy):
     def ended(interrupted: bool, status: int) -> list[str]:
-        done = run(tmp_path, REQUEUED.format(strategy=strategy, interrupted=interrupted), 3)
+        done = run(
+            tmp_path, REQUEUED.format(strategy=strategy, interrupted=interrupted, folder=str(tmp_path / "saved")), 3
+        )
         assert done.returncode == status, done.stderr
         return [line for line in done.stdout.splitlines() if line.startswith("found ")]
 

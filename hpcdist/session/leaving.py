@@ -17,7 +17,7 @@ from typing import Any
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch import job_end
 from hpcdist.errors import ConfigError
-from hpcdist.session.world import loop_ranks
+from hpcdist.session.world import loop_ranks, note_reason
 
 # SIGTERM: Slurm, before it kills (preemption, scancel, the time limit). SIGUSR1: `sbatch --signal=USR1@120`, and what
 # mpirun and srun pass on to their ranks. SIGUSR2: the other one that sites use.
@@ -111,6 +111,7 @@ class Leaving:
         """
         of_all = self.comm.failures.retry_on_failure(lambda: self.comm.gather(self.reason or self._own_signal()))
         self.reason = next(filter(None, of_all), None)
+        note_reason(self.reason)
         return self.reason
 
     def meet(self, steps: int, soon_s: float = 0.0) -> str | None:

@@ -36,6 +36,7 @@ from hpcdist.session.consistency import compare_first_batches, require_same_stat
 from hpcdist.session.loader.period import counts_of, relative
 from hpcdist.session.methods import guarded_methods
 from hpcdist.session.pipeline import check_optimizer, require_in_stages, share_tied
+from hpcdist.session.state import settings_of
 from hpcdist.session.sync_batch_norm import synchronise_batch_norms
 from hpcdist.session.world import current, require_equal, require_same_files
 from hpcdist.strategies import Strategy
@@ -75,6 +76,7 @@ class Attachment:
     modes: int = 0  # of the steps since ranks met last: bit 1 for training mode, bit 0 for evaluation mode
     others: Sequence[str] = ()  # modules that were not in the model's mode at the first of these steps
     running: bool = False  # the optimiser's own step, or another method of its own, is running
+    write: Callable[[StepRecord], None] | None = None  # takes the records of a loop that is a run
     seen: list[int | bytes] | None = None  # the model's `changes` after the last step, where it `looks`
 
     @contextmanager
@@ -129,6 +131,8 @@ class _Distributed:
         at_once = strategy.stages is not None and strategy.contract.sends == "between steps"
         step = self._step_and_share if at_once else own.local_step
         own.record = strategy.step(step, skips=skips, unscale=unscale, look=look)
+        if own.write is not None:
+            own.write(own.record)
         if strategy.stages is not None and not at_once:
             share_tied(strategy.model.module)
         own.look()
@@ -264,7 +268,10 @@ class _Evaluating(_Distributed):
         frozen = strategy.model.look().frozen
         if frozen is not None:
             rules.refuse("a layer is frozen later", strategy, name=frozen)
-        self.attachment.record, loss = strategy.minimise(self.attachment.local_step, closure)
+        own = self.attachment
+        own.record, loss = strategy.minimise(own.local_step, closure)
+        if own.write is not None:
+            own.write(own.record)
         compare_first_batches(self)
         return loss
 
@@ -381,6 +388,8 @@ def DistributedOptimizer(
     session.serves, session.workers = session.serves or not made.is_worker, ranks
     if isinstance(model, PartOfModel):
         model.optimizers.append(changed)
+    if session.run is not None and session.run.begin(made, ranks, settings_of(changed)):
+        changed.attachment.write = session.run.write
     return optimizer
 
 

@@ -292,7 +292,7 @@ def trial(
     from hpcdist.comm.launch import job_end
     from hpcdist.tools.compare.trial import train
 
-    comm = session.init()
+    comm = session.init(run=False)
     folder, summary = train(comm, output, None, job_end(os.environ) if comm.rank == 0 else None, sys.argv)
     if summary is None:
         raise typer.Exit(LEFT)

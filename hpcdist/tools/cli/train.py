@@ -49,7 +49,7 @@ def train(
     from hpcdist.comm.launch import job_end
     from hpcdist.train import runs
 
-    comm = session.init(bind=bind)
+    comm = session.init(bind=bind, run=False)
     show = console.progress(progress)
     ends_at = job_end(os.environ) if comm.rank == 0 else None
     folder, summary = runs.train(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # for editors and checkers of types; see __getattr__
     from hpcdist.session.pipeline import device_mesh, local_shards, pipeline
     from hpcdist.session.sync_batch_norm import SyncBatchNorm
     from hpcdist.session.values import allgather, allreduce, barrier, broadcast, metric
-    from hpcdist.session.world import init, local_rank, local_size, rank, size
+    from hpcdist.session.world import init, is_main, local_rank, local_size, log_metrics, rank, size
     from hpcdist.tools.compare.functions import compare, simulate, sweep
     from hpcdist.tools.report.page import read_runs
     from hpcdist.tools.slurm.submit import Future, submit
@@ -33,10 +33,12 @@ __all__ = [
     "device_mesh",
     "finish",
     "init",
+    "is_main",
     "load",
     "local_rank",
     "local_shards",
     "local_size",
+    "log_metrics",
     "metric",
     "pipeline",
     "rank",

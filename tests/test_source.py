@@ -44,6 +44,7 @@ ENVIRONMENT = {
     "torch_backend/default_group.py": "what torchrun sets, which libraries read, settings of Gloo, and a rank's GPUs",
     "torch_backend/__init__.py": "where torchrun lets ranks meet, and whether a launcher of MPI's has started them",
     "hvd/state.py": "HOROVOD_CYCLE_TIME, a setting of Horovod's",
+    "session/leaving.py": "what Slurm tells its jobs",
     "session/world.py": "the launcher's number of ranks, to hold against MPI's",
 }
 

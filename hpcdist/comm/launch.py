@@ -8,6 +8,7 @@ MPICH's mpiexec, or under srun with the wrong PMI. MPICH 5.0 under Open MPI's mp
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -67,6 +68,8 @@ INTRODUCED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 # In Open MPI's MPI_Finalize ranks wait for each other through the launcher, often for ever where one has died. Without
 # that they need to have met before (`comm/mpi/communicator.py` sees to it).
 FINALIZE_ALONE = {"OMPI_MCA_async_mpi_finalize": "1"}
+
+ANSWERS_S = 60.0  # a busy Slurm controller's time for an answer
 
 
 def declared_size(environ: Mapping[str, str]) -> tuple[int, str] | None:
@@ -152,3 +155,23 @@ def check_world(size: int, library: str, environ: Mapping[str, str]) -> None:
 def tolerates_deaths(environ: Mapping[str, str]) -> bool:
     """Tell whether launcher and MPI let the other ranks go on when one dies: mpirun --with-ft ulfm."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true")
+
+
+def job_end(environ: Mapping[str, str]) -> float | None:
+    """Return the time at which Slurm will end the job of this process, in seconds since 1970.
+
+    None outside of a job, without a time limit, or where Slurm does not answer: the job trains on without knowing it.
+    """
+    job = environ.get("SLURM_JOB_ID")
+    if job is None:
+        return None
+    if "SLURM_JOB_END_TIME" in environ:  # of newer Slurms
+        return float(number(environ, "SLURM_JOB_END_TIME"))
+    command, seconds = ["squeue", "--noheader", "--jobs", job, "--format", "%e"], {"SLURM_TIME_FORMAT": "%s"}
+    try:
+        asked = subprocess.run(
+            command, env={**environ, **seconds}, capture_output=True, text=True, timeout=ANSWERS_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return float(asked.stdout) if asked.stdout.strip().isdigit() else None

@@ -82,7 +82,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """
     if _state.comm is not None:
         return
-    everyone = world.init(torch_distributed=False)
+    everyone = world.init(torch_distributed=False, run=False)
     everyone.failures.shrink()
     if everyone.failures.lost:
         _state.comm = _survivors(everyone, comm)

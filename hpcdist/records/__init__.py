@@ -16,6 +16,7 @@ from hpcdist.records.files import (
 from hpcdist.records.lock import claimed, is_abandoned, locked, making
 from hpcdist.records.resources import Resources, Sampler, Usage, resources_path
 from hpcdist.records.run import (
+    JobFile,
     Outcome,
     RunRecord,
     Start,

@@ -25,7 +25,7 @@ _HOLDER = re.compile(r"process (\d+) on host (\S+) since .+")
 
 
 @contextmanager
-def locked(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
+def locked(folder: Path, wait_s: float = 0.0, setting: str = "--output") -> Iterator[None]:
     """Hold the folder's lock within the context. The file `.lock` names the holder; the kernel unlocks it at the end.
 
     Other nodes see the lock if the shared file system has a common `flock` (NFS, GPFS, BeeGFS, some mounts of Lustre).
@@ -33,16 +33,17 @@ def locked(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
 
     Args:
         wait_s: seconds to wait for a holder that is ending.
+        setting: that names the folder, for messages.
 
     Raises:
         ConfigError: another process holds it.
     """
-    with making(folder):
+    with making(folder, setting):
         file = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         if not _acquired(file, wait_s):
             raise ConfigError(
-                f"--output must be a folder in which no other run is at work; got {folder}, held by {_read(file)}. "
+                f"{setting} must be a folder in which no other run is at work; got {folder}, held by {_read(file)}. "
                 "Wait until that ends, or give another folder."
             )
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -56,13 +57,13 @@ def locked(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
 
 
 @contextmanager
-def making(folder: Path) -> Iterator[None]:
-    """Turn an OSError within the context into ConfigError for the folder of `--output`."""
+def making(folder: Path, setting: str = "--output") -> Iterator[None]:
+    """Turn an OSError within the context into ConfigError for the folder that a setting names."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"--output must be a folder that can be made; got {error.filename or folder} ({error.strerror}). Give "
+            f"{setting} must be a folder that can be made; got {error.filename or folder} ({error.strerror}). Give "
             "another one."
         ) from None
 

@@ -121,6 +121,9 @@ def _finish(model: nn.Module) -> None:
         mine = (*flat.params, *flat.buffers, *flat.frozen)
         for own, value in zip(mine, (*params, *buffers, *frozen), strict=True):
             own.copy_(value)
+        session = current()
+        if session.run is not None and session.run.strategy is optimizer.strategy:
+            session.run.finish(flat.params, session.stages)
         release(optimizer)
         current().optimizers.remove(optimizer)
     current().finished.add(model)

@@ -1,11 +1,13 @@
 """Leave early, all ranks after the same step: on a signal, or before a time limit.
 
 A cluster warns a job that it is to end (a signal), or has told it from the start when that will be (the time limit).
-One rank may hear of it and another not, or a step later. So the ranks meet every few steps, and agree.
+One rank may hear of it and another not, or a step later. So the ranks meet every few steps, and agree. Ranks that serve
+others in a loop are told after it.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -13,7 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.launch import job_end
 from hpcdist.errors import ConfigError
+from hpcdist.session.world import loop_ranks, note_reason
 
 # SIGTERM: Slurm, before it kills (preemption, scancel, the time limit). SIGUSR1: `sbatch --signal=USR1@120`, and what
 # mpirun and srun pass on to their ranks. SIGUSR2: the other one that sites use.
@@ -22,14 +26,14 @@ GROWTH = 4  # the next meeting is at most so many times as many steps away as th
 
 
 class Leaving:
-    """Collective, as are `meet` and `step_done`. Decide when all ranks save their state and leave, after one step.
+    """Collective, as are `meet`, `step_done` and `due`. Decide when all ranks save their state and leave.
 
-    Inside `with Leaving(comm) as leaving:` the signals are noted and do nothing else. The ranks meet about every
-    `every_s` seconds, which costs one small exchange, and share there the signals and time limits that any of them
-    knows.
+    Inside `with Leaving(comm) as leaving:` the signals are noted and do nothing else. The ranks that train meet about
+    every `every_s` seconds, which costs one small exchange, and share there the signals that any of them got.
 
     Args:
-        ends_at: when the job is ended from outside, in seconds since 1970; None for never, or where another rank knows.
+        ends_at: when the job is ended from outside, in seconds since 1970; "slurm" for the end of this Slurm job, if it
+            has one; None for never, or where another rank knows. The earliest one of all ranks counts.
         margin_s: seconds to be left then, in addition to those of `cost_s`.
         every_s: seconds between meetings, about; a signal is obeyed after at most so long.
         cost_s: () -> seconds that this rank expects leaving to take: its checkpoint.
@@ -42,7 +46,7 @@ class Leaving:
         self,
         comm: Communicator,
         *,
-        ends_at: float | None = None,
+        ends_at: float | str | None = None,
         margin_s: float = 30.0,
         every_s: float = 5.0,
         cost_s: Callable[[], float] = lambda: 0.0,
@@ -50,7 +54,12 @@ class Leaving:
         ctrl_c: bool = False,
         clock: Callable[[], float] = time.time,
     ):
-        self.comm, self.ends_at, self.margin_s, self.every_s = comm, ends_at, margin_s, every_s
+        if ends_at == "slurm":
+            ends_at = job_end(os.environ) if comm.rank == comm.failures.living[0] else None
+        if isinstance(ends_at, str):
+            raise ConfigError(f"ends_at must be seconds since 1970, 'slurm' or None; got {ends_at!r}.")
+        self.comm, self.margin_s, self.every_s = comm, margin_s, every_s
+        self.ends_at = min((moment for moment in comm.gather(ends_at) if moment is not None), default=None)
         self.reason: str | None = None  # once all ranks know that they are to leave
         self.steps = 1  # between the last meeting and the next one
         self.clock_s: float | None = None  # of the last meeting, the same on all ranks: by the first living one's clock
@@ -80,7 +89,9 @@ class Leaving:
             self.heard(self._heard)
 
     def step_done(self) -> str | None:
-        """Collective. Return, after each step on every rank, the reason to leave now, the same on all; mostly None.
+        """Collective. Return, after each step, the reason to leave now, the same on all ranks that train; mostly None.
+
+        Leave the loop then by `break`, and let `due()` behind it tell the ranks that serve.
 
         Raises:
             ConfigError: outside of the `with` block, where no signal would be heard.
@@ -93,6 +104,16 @@ class Leaving:
         self._left -= 1
         return self.meet(self.steps) if self._left == 0 else None
 
+    def due(self) -> str | None:
+        """Collective. Return, after the training loop, the reason to leave now, the same on all ranks; None to go on.
+
+        Ranks that serve learn it here, and others the signals that only those got.
+        """
+        of_all = self.comm.failures.retry_on_failure(lambda: self.comm.gather(self.reason or self._own_signal()))
+        self.reason = next(filter(None, of_all), None)
+        note_reason(self.reason)
+        return self.reason
+
     def meet(self, steps: int, soon_s: float = 0.0) -> str | None:
         """Collective. Return the reason to leave now, the same on all ranks; None to go on, for `self.steps` steps.
 
@@ -100,21 +121,23 @@ class Leaving:
             steps: made since the last meeting, at least 1.
             soon_s: seconds that something else than steps will take before the next meeting.
         """
-        now_s = self.comm.now()
-        mine = [self._heard, (now_s - self._since_s) / steps, self._cost_s() + soon_s, self.ends_at, self._clock()]
-        of_all = self.comm.failures.retry_on_failure(lambda: self.comm.gather(mine))
-        heard, step_s, cost_s, ends_at, clock_s = zip(*(of_all[rank] for rank in self.comm.failures.living))
+        now_s, comm = self.comm.now(), loop_ranks(self.comm)
+        mine = [self._own_signal(), (now_s - self._since_s) / steps, self._cost_s() + soon_s, self._clock()]
+        of_all = comm.failures.retry_on_failure(lambda: comm.gather(mine))
+        heard, step_s, cost_s, clock_s = zip(*(of_all[rank] for rank in comm.failures.living))
         self._plan(max(step_s))
-        signals = [f"{name} on rank {rank}" for name, rank in zip(heard, self.comm.failures.living) if name]
-        ends = [moment for moment in ends_at if moment is not None]
+        signals = list(filter(None, heard))
         self.clock_s = clock_s[0]  # one for all: ranks' clocks may differ
-        left_s = min(ends) - self.clock_s if ends else float("inf")
+        left_s = float("inf") if self.ends_at is None else self.ends_at - self.clock_s
         if signals:
             self.reason = signals[0]
         elif left_s < self.steps * max(step_s) + max(cost_s) + self.margin_s:
             self.reason = f"the time limit, {max(left_s, 0.0):.0f} s ahead"
         self._since_s = self.comm.now()
         return self.reason
+
+    def _own_signal(self) -> str | None:
+        return self._heard and f"{self._heard} on rank {self.comm.rank}"
 
     def _plan(self, step_s: float) -> None:
         wanted = int(self.every_s / step_s) if step_s > 0 else GROWTH * self.steps

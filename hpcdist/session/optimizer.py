@@ -36,6 +36,7 @@ from hpcdist.session.consistency import compare_first_batches, require_same_stat
 from hpcdist.session.loader.period import counts_of, relative
 from hpcdist.session.methods import guarded_methods
 from hpcdist.session.pipeline import check_optimizer, require_in_stages, share_tied
+from hpcdist.session.state import settings_of
 from hpcdist.session.sync_batch_norm import synchronise_batch_norms
 from hpcdist.session.world import current, require_equal, require_same_files
 from hpcdist.strategies import Strategy
@@ -75,6 +76,7 @@ class Attachment:
     modes: int = 0  # of the steps since ranks met last: bit 1 for training mode, bit 0 for evaluation mode
     others: Sequence[str] = ()  # modules that were not in the model's mode at the first of these steps
     running: bool = False  # the optimiser's own step, or another method of its own, is running
+    write: Callable[[StepRecord], None] | None = None  # takes the records of a loop that is a run
     seen: list[int | bytes] | None = None  # the model's `changes` after the last step, where it `looks`
 
     @contextmanager
@@ -130,6 +132,8 @@ class _Distributed:
         at_once = strategy.stages is not None and strategy.contract.sends == "between steps"
         step = self._step_and_share if at_once else own.local_step
         own.record = strategy.step(step, skips=skips, unscale=unscale, changed=changed)
+        if own.write is not None:
+            own.write(own.record)
         if strategy.stages is not None and not at_once:
             share_tied(model.module)
         if own.looks:
@@ -267,7 +271,10 @@ class _Evaluating(_Distributed):
         frozen = next((slot.name for slot in strategy.model.slots if not slot.tensor.requires_grad), None)
         if frozen is not None:
             rules.refuse("a layer is frozen later", strategy, name=frozen)
-        self.attachment.record, loss = strategy.minimise(self.attachment.local_step, closure)
+        own = self.attachment
+        own.record, loss = strategy.minimise(own.local_step, closure)
+        if own.write is not None:
+            own.write(own.record)
         compare_first_batches(self)
         return loss
 
@@ -357,8 +364,11 @@ def DistributedOptimizer(
     replicas = config.workers(outer.size)
     if isinstance(model, Pipeline) and model.routing is not None and len(replicas) < outer.size:
         raise rules.error("micro-batches go to other replicas", cls)
+    ranks = session.ranks_of(replicas)
+    if session.told_main and ranks[0] != 0:
+        raise rules.error("is_main() is called before rank 0 serves", cls, worker=ranks[0])
     peers = _split_off(outer, replicas)
-    workers = peers if stages == 1 else _split_off(session.comm, session.ranks_of(replicas))
+    workers = peers if stages == 1 else _split_off(session.comm, ranks)
     synchronise_batch_norms(flat, cls, peers)
     local_class = type(optimizer)
     local_step = _refreshing(optimizer, flat, session.comm.trace)
@@ -378,9 +388,11 @@ def DistributedOptimizer(
     changed.attachment = Attachment(made, local_step, local_state_dict, workers, peers, counts, looks, guard)
     changed._opt_called = True  # ... and where they find none before their own; a server's worker never makes one
     session.optimizers.append(optimizer)
-    session.serves = session.serves or not made.is_worker
+    session.serves, session.workers = session.serves or not made.is_worker, ranks
     if isinstance(model, PartOfModel):
         model.optimizers.append(changed)
+    if session.run is not None and session.run.begin(made, ranks, settings_of(changed)):
+        changed.attachment.write = session.run.write
     return optimizer
 
 

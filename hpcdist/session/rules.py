@@ -97,6 +97,12 @@ RULES = {
         "Leave it out, or let the loss be a mean."
     ),
     # --- steps --------------------------------------------------------------------------------------------------------
+    "is_main() is called before rank 0 serves": Rule(
+        "hpcdist.is_main() must be called after hpcdist.DistributedOptimizer with {strategy}, where rank 0 serves and "
+        "rank {worker} is the main one; got a call before it, which took rank 0 for it. Move that behind it; what one "
+        "rank does before, as a download, is for hpcdist.rank() == 0.",
+        lambda contract: contract.ranks == "some serve",
+    ),
     "a rank that serves takes a step": Rule(
         "optimizer.step() must be called on workers only; rank {rank} serves them. Iterate over hpcdist.shard(loader), "
         "which serves there and yields no batch; where there is no DataLoader, over hpcdist.shard(batches, "

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 from weakref import WeakSet
 
 import torch
@@ -30,6 +30,7 @@ from hpcdist.errors import CommunicationError, ConfigError, MismatchError, World
 from hpcdist.faults import excepthook
 from hpcdist.parallel.grid import Grid
 from hpcdist.session import arguments, rules  # noqa: F401  (from here on DistributedDataParallel's models are noted)
+from hpcdist.session.run import LoopRun, next_run
 from hpcdist.version import __version__
 
 if TYPE_CHECKING:  # it starts MPI, which importing this must not
@@ -57,6 +58,9 @@ class Session:
         self.grid_by = ""  # the call whose result DistributedOptimizer is to get there
         self.calls = 0  # of all ranks, that the loop has made
         self.serves = False  # this rank serves, or has served, others that train
+        self.workers: tuple[int, ...] | None = None  # ranks that train, as the last DistributedOptimizer says
+        self.run: LoopRun | None = None  # the files that this loop writes
+        self.told_main = False  # `is_main` has been called before that, and taken rank 0 for the first of them
 
     @property
     def comm(self) -> Communicator:
@@ -92,6 +96,19 @@ def current() -> Session:
     session = _thread if _thread.joined is not None else _process
     _ = session.comm  # raises
     return session
+
+
+def loop_ranks(comm: Communicator) -> Communicator:
+    """Return the ranks that iterate a sharded loader where others serve them meanwhile; outside of a loop `comm`."""
+    session = _thread if _thread.joined is not None else _process
+    return comm if session.group is None else session.group
+
+
+def note_reason(reason: str | None) -> None:
+    """Let the run, if the loop is one, say why the script leaves."""
+    session = _thread if _thread.joined is not None else _process
+    if session.run is not None and reason is not None:
+        session.run.reason = reason
 
 
 def shared_calls() -> dict[Any, int]:
@@ -130,6 +147,7 @@ def init(
     timeline: str | os.PathLike[str] | None = None,
     torch_distributed: bool | str = True,
     bind: bool = True,
+    run: str | os.PathLike[str] | Literal[False] | None = None,
 ) -> Communicator:
     """Collective. Join the ranks that mpirun or srun started (one rank without them); safe to call again.
 
@@ -156,10 +174,15 @@ def init(
         bind: give each rank of a node an equal share of its cores, where nothing has bound any of them, they see no
             GPU, and each has a core or more. DataLoader workers share their rank's cores; torch has a thread for each,
             unless another number was set. False on one rank of a node counts for all. Counts at the first call.
+        run: folder for what `hpcdist train` writes of a job: settings, a record of each step, what `log_metrics` is
+            given, and a summary at `finish`. `hpcdist watch`, `runs` and `report` show it. A run there that has not
+            ended is gone on with. None: in a batch job of hpcdist's, which sets HPCDIST_RUN, a folder in the job's
+            own, named after the script; else nothing is written. False: nothing.
 
     Raises:
-        ConfigError: gpu_aware_mpi without a CUDA device, or where MPI was built without CUDA; torch_distributed is none
-            of these values, or nccl where a rank has no GPU of its own.
+        ConfigError: a run has ended in the folder `run`, or it is another script's; gpu_aware_mpi without a CUDA
+            device, or where MPI was built without CUDA; torch_distributed is none of these values, or nccl where a rank
+            has no GPU of its own.
         WorldError: the launcher started more ranks than MPI found, or more than one where there is no MPI.
         MismatchError: ranks run different versions of hpcdist (other source files, with the same number, included),
             torch or Python, have other plug-ins, or differ in gpu_aware_mpi or torch_distributed.
@@ -189,6 +212,10 @@ def init(
         session.joined = begin_timeline(session.comm, Path(timeline))
         if comm is None:
             atexit.register(end_timeline, session.joined)  # before this package's threads end
+    if run:
+        session.run = next_run(session.run, session.comm, Path(run))
+    elif run is None and comm is None and session.run is None and (of_job := os.environ.get("HPCDIST_RUN")):
+        session.run = LoopRun(session.comm, Path(of_job), of_job=True)
     return session.comm
 
 
@@ -328,6 +355,19 @@ def size() -> int:
     return current().comm.size
 
 
+def is_main() -> bool:
+    """Tell whether this rank does what one rank does for all: write logs, print, save a trained model.
+
+    It is the first rank that trains, inside of the training loop too: with a parameter server rank 0 may serve, and the
+    body of the loop does not run there. Before a DistributedOptimizer it is rank 0; one whose rank 0 serves is then
+    refused, as two ranks would have been the main one.
+    """
+    session = current()
+    session.told_main = session.told_main or session.workers is None
+    living = session.comm.failures.living
+    return session.comm.rank == next((rank for rank in session.workers or living if rank in living), living[0])
+
+
 def local_rank() -> int:
     """Return the number of this rank among those of its node: the GPU to use where each rank has one."""
     return current().comm.memory.local_ranks.index(rank())
@@ -336,6 +376,24 @@ def local_rank() -> int:
 def local_size() -> int:
     """Return the number of ranks on this rank's node."""
     return len(current().comm.memory.local_ranks)
+
+
+def log_metrics(metrics: Mapping[str, Any]) -> None:
+    """Write metrics of the model, such as `{"accuracy": 0.97, "loss": 0.1}`, to the run that `init` was given.
+
+    The first rank that trains writes them, with the step, the epoch, the samples and the seconds of training so far;
+    other ranks, and loops without a run, do nothing. They must be the metrics of all ranks together, as
+    `hpcdist.metric` returns them. The ones that were logged last are those of the run's summary, also after `finish`.
+
+    Args:
+        metrics: numbers, or tensors of one element, by name.
+
+    Raises:
+        ConfigError: one is no number.
+    """
+    session = current()
+    if session.run is not None:
+        session.run.log_metrics(metrics)
 
 
 def require_equal(comm: Communicator, mine: Mapping[str, Any], what: str, ranks: Sequence[int] | None = None) -> None:

@@ -6,7 +6,6 @@ them share lie in `server`, `decentralised` and `synchronous`.
 
 from __future__ import annotations
 
-from hpcdist.errors import ConfigError
 from hpcdist.registry import catalogue
 from hpcdist.strategies.base import Strategy
 from hpcdist.strategies.common.contract import Contract
@@ -24,13 +23,8 @@ def load(name: str) -> type[Strategy]:
         UnknownNameError: there is none of that name; lists the known ones.
         ConfigError: there are two of that name; or it can't be imported, is no strategy, or declares no contract.
     """
-    cls = catalogue("strategies").load(name)
-    if not isinstance(getattr(cls, "contract", None), Contract):
-        raise ConfigError(
-            f"{name} must declare a contract, which says how it deals with training loops; got "
-            f"{getattr(cls, 'contract', None)!r}. Write contract = Contract(averages=..., meets=...) in the class, of "
-            "hpcdist.strategies.Contract."
-        )
+    cls: type[Strategy] = catalogue("strategies").load(name)
+    cls.require_contract(name)
     return cls
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.pieces import some_values
 from hpcdist.config import Settings
-from hpcdist.errors import RankFailedError, refuse_former
+from hpcdist.errors import ConfigError, RankFailedError, refuse_former
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters, require_equal_values
 from hpcdist.parallel.agreement import Agreement
@@ -121,6 +121,16 @@ class Strategy(abc.ABC):
 
     contract: Contract
 
+    @classmethod
+    def require_contract(cls, name: str) -> None:
+        """Raise ConfigError where the class declares no contract."""
+        if not isinstance(getattr(cls, "contract", None), Contract):
+            raise ConfigError(
+                f"{name} must declare a contract, which says how it deals with training loops; got "
+                f"{getattr(cls, 'contract', None)!r}. Write contract = Contract(averages=..., meets=...) in the class, "
+                "of hpcdist.strategies.Contract."
+            )
+
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         refuse_former(cls, _FORMER)
@@ -137,6 +147,7 @@ class Strategy(abc.ABC):
         loss: Literal["mean", "sum"] = "mean",
         stages: Agreement | None = None,
     ):
+        self.require_contract(type(self).__name__)
         self.config, self.comm, self.model = config, comm, model
         self.optimizer, self.stages = optimizer, stages
         self.contract = config.narrow(type(self).contract, comm.size)
@@ -244,6 +255,11 @@ class Strategy(abc.ABC):
             update = self.hyperparameters.noting(update)
         with self.comm.trace.span(type(self).__name__, "strategy") as details:
             outcome = self.advance(update)
+            if not isinstance(outcome, Outcome):
+                raise ConfigError(
+                    f"advance() of {type(self).__name__} must return the outcome of the step, an Outcome; got "
+                    f"{outcome!r}. Return what self.gradients.step_alone(update) returns, or Outcome(clock=...)."
+                )
             if details is not None and outcome.waited_for:
                 details["held up, s"] = {f"by rank {rank}": seconds for rank, seconds in outcome.waited_for.items()}
         self.model.gradients.done()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
-import os
-import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -15,14 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-import numpy as np
-import torch
-
 from hpcdist import checkpoint, strategies
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.traced import begin_timeline, end_timeline
 from hpcdist.config import JobConfig, describe_changes, load
-from hpcdist.config.files import git_commit, imported_beside, neighbours, not_ending
+from hpcdist.config.files import neighbours, not_ending
 from hpcdist.config.merge import Changes
 from hpcdist.config.optimizer import with_functions_of
 from hpcdist.errors import ConfigError, suggestion
@@ -31,21 +25,16 @@ from hpcdist.parallel.layers import outline
 from hpcdist.parallel.schedules import make as make_schedule
 from hpcdist.records import (
     Outcome,
-    Start,
     Summary,
     begin_run,
-    copy_job,
-    cores_by_host,
     end_run,
-    load_average,
     locked,
     making,
     merged_timeline,
-    now,
-    own_cores,
 )
 from hpcdist.records.timeline import unused
 from hpcdist.registry import label
+from hpcdist.session.run import describe_start
 from hpcdist.session.world import require_same_files
 from hpcdist.train import loggers
 from hpcdist.train.changes import all_settings, changes_since
@@ -55,7 +44,6 @@ from hpcdist.train.log import Progress
 from hpcdist.train.loop import Trainer
 from hpcdist.train.resume import saved_cut
 from hpcdist.train.standing import Standing
-from hpcdist.version import __version__
 
 ENDING_S = 5.0  # that a killed run may still hold its folder when the next one resumes
 _logger = logging.getLogger(__name__)
@@ -289,42 +277,18 @@ def write_down(
     changed: Changes,
 ) -> None:
     """Collective. Add this start to the folder's `run.json`, on the first rank, and copy the job's file there."""
-    comm = trainer.comm
-    found = comm.gather(own_cores())
-    if comm.rank != comm.failures.living[0]:
-        return
-    revision, dirty = git_commit(job_path.resolve().parent)
-    start = Start(
-        started=now(),
-        ended=None,
+    start = describe_start(
+        trainer.comm,
+        trainer.output,
+        job_path,
+        all_settings(trainer),
         command=list(command),
-        job=copy_job(trainer.output, job_path, imported_beside(job_path)),
-        commit=revision,
-        dirty=dirty,
-        ranks=comm.size,
         samples=trainer.log.n_samples,
         labels=trainer.labels,
-        hosts=[host for host, _ in found],
-        cores=cores_by_host(found),
-        processors=os.cpu_count(),
-        load=load_average(),
-        versions=versions(comm),
-        settings=all_settings(trainer),
         rate_factor=trainer.rate_factor,
-        virtual=None if comm.platform.virtual is None else json.loads(json.dumps(comm.platform.virtual, default=str)),
         went_on_from=None if resumed_from is None else str(resumed_from[0]),
         step=0 if resumed_from is None else resumed_from[1].step,
         changed={key: list(values) for key, values in changed.items()},
     )
-    begin_run(trainer.output, start)
-
-
-def versions(comm: Communicator) -> dict[str, str | None]:
-    """Return the versions of hpcdist, Python and the libraries beneath; MPI's is None on virtual ranks."""
-    libraries = {"hpcdist": __version__, "torch": torch.__version__, "numpy": np.__version__}
-    library = None
-    if comm.mpi is not None:
-        from hpcdist.comm.mpi.library import version
-
-        library = version()
-    return {**libraries, "python": platform.python_version(), "mpi": library}
+    if start is not None:
+        begin_run(trainer.output, start)

@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         with hd.consensus(shards), torch.no_grad():  # the model that all replicas stand for
             x, y = (tensor[hd.rank() :: hd.size()] for tensor in test.tensors)
             accuracy = hd.allreduce(int((model(x).argmax(1) == y).sum()), "sum") / N_TEST
-        if hd.rank() == 0:
+        if hd.is_main():
             print(f"epoch {epoch + 1:2d}  loss {losses[-1]:.6f}  accuracy {accuracy:.4f}", flush=True)
     return losses
 

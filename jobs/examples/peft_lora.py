@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> nn.Module:
             loss.backward()
             optimizer.step()
     hd.finish(model)
-    if chosen.output and hd.rank() == 0:
+    if chosen.output and hd.is_main():
         model.save_pretrained(chosen.output)
     return model
 

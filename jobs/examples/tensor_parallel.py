@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
             x, y = (tensor[replica::replicas] for tensor in test.tensors)
             right = int((model(x).argmax(1) == y).sum())
             accuracy = hd.allreduce(right / mesh.size(), "sum") / N_TEST
-        if hd.rank() == 0:
+        if hd.is_main():
             print(f"epoch {epoch + 1:2d}  loss {losses[-1]:.6f}  accuracy {accuracy:.4f}", flush=True)
     return losses
 

@@ -16,17 +16,16 @@ WHEEL = {"PMIX_MCA_psec": "native", "SLURM_PMIX_FENCE": "ring"}
 TELL = """
 import json, os, socket
 from mpi4py import MPI
-from hpcdist.comm.launch import task
+from hpcdist.comm.launch import job_end, task
 from hpcdist.tools.doctor.base import allocated
 from hpcdist.tools.doctor.checks.world import check_tasks
-from hpcdist.tools.slurm.queue import end_time
 
 world = MPI.COMM_WORLD
 first = world.Split_type(MPI.COMM_TYPE_SHARED).allreduce(world.rank, MPI.MIN)
 tasks, nodes = world.allgather(task(os.environ)), world.allgather(first)
 check_tasks(tasks, nodes)
 own = {"task": tasks[world.rank], "rank": world.rank, "size": world.size, "host": socket.gethostname()}
-own.update(ends=end_time(os.environ), job=os.environ["SLURM_JOB_ID"], nodes=allocated(os.environ))
+own.update(ends=job_end(os.environ), job=os.environ["SLURM_JOB_ID"], nodes=allocated(os.environ))
 with open(f"told-{world.rank}.json", "w") as file:
     json.dump(own, file)
 """

@@ -22,7 +22,7 @@ found = {{}}
 for example in (ignite_digits, peft_lora, pyg_graphs):
     model = example.main(["--epochs", "1", *{arguments}])
     found[example.__name__] = [p.sum().item() for p in model.parameters()]
-if hd.rank() == 0:
+if hd.is_main():
     print("found", json.dumps(found))
 """
 

@@ -6,9 +6,15 @@ import os
 import signal
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
 
+import hpcdist as hd
+from comm.jobs_here import run
+from harness.launch import find_mpirun
 from hpcdist.comm.alone import Alone
 from hpcdist.comm.virtual import Constant, Jitter, run_virtual
 from hpcdist.errors import ConfigError
@@ -62,6 +68,99 @@ def test_without_its_block_it_would_hear_no_signal_and_is_refused():
         leaving.step_done()
     with leaving:
         assert leaving.step_done() is None
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "hardsync", "parameter_server", "gossip_pull"])
+@pytest.mark.parametrize("limited", [True, False])
+def test_ranks_that_serve_learn_it_after_the_loop(strategy, limited):
+    """Rank 0, which serves with some of these strategies, alone knows the limit."""
+
+    def body(comm):
+        hd.init(comm=comm)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        optimizer = hd.DistributedOptimizer(optimizer, model, strategy=strategy)
+        loader = hd.shard(DataLoader(TensorDataset(torch.ones(120, 2), torch.ones(120, 1)), 4))
+        ends_at, steps = 50.0 if comm.rank == 0 and limited else None, 0
+        leaving = Leaving(comm, ends_at=ends_at, margin_s=5.0, every_s=2.0, clock=comm.now)
+        epochs = 0
+        while epochs < 5:
+            epochs += 1
+            for x, y in loader:
+                comm.compute()
+                optimizer.zero_grad()
+                mse_loss(model(x), y).backward()
+                optimizer.step()
+                steps += 1
+                if leaving.step_done():
+                    break
+            if leaving.due():
+                break
+        return epochs, steps if optimizer.strategy.is_worker else None, leaving.reason, comm.now()
+
+    epochs, steps, reasons, moments = zip(*run_virtual(body, 3, compute=Constant(1.0)))
+    assert len(set(epochs)) == len(set(reasons)) == len({count for count in steps if count is not None}) == 1
+    if limited:
+        assert "the time limit, " in reasons[0] and 35 < max(moments) <= 45
+    else:
+        assert (epochs[0], reasons[0]) == (5, None)
+
+
+# Each run is interrupted by a signal to its last rank, goes on from the checkpoint, and ends.
+REQUEUED = """
+import os, signal, sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import hpcdist as hd
+
+comm = hd.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01, 0.9), model, strategy={strategy!r})
+data = TensorDataset(torch.randn(240, 3), torch.randn(240, 1))
+loader = hd.shard(DataLoader(data, 4, shuffle=True))
+found = hd.load({folder!r}, optimizer=optimizer, loader=loader) if {interrupted} else None
+steps = 0
+with hd.Leaving(comm, ends_at="slurm", every_s=0.01) as leaving:
+    for epoch in range(found["epoch"] if found else 0, 3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            steps += 1
+            if {interrupted} and found is None and (epoch, steps) == (1, 40) and comm.rank == comm.size - 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if leaving.step_done():
+                break
+        if leaving.due():
+            hd.save({folder!r}, optimizer=optimizer, loader=loader, epoch=epoch)
+            sys.exit(75)
+hd.finish(model)
+if hd.is_main():
+    print("found", steps, [p.tolist() for p in model.parameters()])
+"""
+
+
+@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
+@pytest.mark.parametrize("strategy", ["hardsync", pytest.param("allreduce", marks=pytest.mark.extended)])
+def test_a_loop_that_left_goes_on_to_the_same_bits(tmp_path, strategy):
+    def ended(interrupted: bool, status: int) -> list[str]:
+        done = run(
+            tmp_path, REQUEUED.format(strategy=strategy, interrupted=interrupted, folder=str(tmp_path / "saved")), 3
+        )
+        assert done.returncode == status, done.stderr
+        return [line for line in done.stdout.splitlines() if line.startswith("found ")]
+
+    (whole,) = ended(False, 0)
+    assert ended(True, 75) == []
+    (resumed,) = ended(True, 0)
+    assert resumed.split(maxsplit=2)[2] == whole.split(maxsplit=2)[2]
+    assert 0 < int(resumed.split()[1]) < int(whole.split()[1])
+
+
+def test_another_end_is_refused():
+    with pytest.raises(ConfigError, match="ends_at must be seconds since 1970, 'slurm' or None; got 'soon'"):
+        Leaving(Alone(), ends_at="soon")
 
 
 def test_no_limit_and_no_signal_means_never():

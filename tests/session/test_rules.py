@@ -99,6 +99,7 @@ def test_rules_that_look_at_the_contract_each_have_a_loop_here():
         "micro-batches go to other replicas",  # tests/session/test_random_routing.py
         "an epoch of a stream is left for an evaluation",  # by transformers' Trainer: tests/hf
         "ranks that serve are called by torch.distributed",  # tests/session/test_leaves.py
+        "is_main() is called before rank 0 serves",  # tests/session/test_session.py
     }  # fmt: skip
     assert looking - elsewhere == given & looking
 

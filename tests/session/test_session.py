@@ -17,7 +17,7 @@ from harness.cases import each
 from hpcdist.comm.launch import check_world, contradiction, declared_size, unlaunched
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.config.merge import by_value
-from hpcdist.errors import MismatchError, WorldError
+from hpcdist.errors import ConfigError, MismatchError, WorldError
 from hpcdist.model.flat import FlatModel
 from strategies import problem
 
@@ -212,6 +212,39 @@ def test_sums_add_up_and_weights_hold_in_a_loop_without_a_loader(strategy):
 
     for loss, gradient in (("sum", 15.0), ("mean", 2.5)):
         assert run_virtual(lambda comm, loss=loss: slope(comm, loss), 3) == [1 - gradient] * 3
+
+
+@each("strategy", [("allreduce", {}), ("hardsync", {}), ("softsync", {"servers": 2})])
+@each("asks_before", [False, True])
+def test_one_rank_that_trains_is_the_main_one(strategy, asks_before):
+    """Asked for before rank 0 is known to serve, it is refused: what rank 0 has opened no other rank can write to."""
+    name, options = strategy
+
+    def body(comm):
+        hd.init(comm=comm)
+        before = hd.is_main() if asks_before else None
+        model = torch.nn.Linear(5, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        optimizer = hd.DistributedOptimizer(optimizer, model, strategy=name, **options)
+        written = []
+        for x, y, _ in hd.shard(DataLoader(_data(), batch_size=25)):
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+            written += [hd.is_main()]
+        hd.finish(model)
+        return before, set(written), hd.is_main()
+
+    servers = 0 if name == "allreduce" else options.get("servers", 1)
+    if asks_before and servers:
+        with pytest.raises(ConfigError, match=r"is_main\(\) must be called after hpcdist.DistributedOptimizer with"):
+            run_virtual(body, 4)
+        return
+    first = [rank == servers for rank in range(4)]
+    before, written, after = zip(*run_virtual(body, 4))
+    assert before == ((True, False, False, False) if asks_before else (None,) * 4)
+    assert list(after) == first
+    assert list(written) == [{main} if rank >= servers else set() for rank, main in enumerate(first)]
 
 
 def test_the_package_has_no_other_names():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdist.comm.launch import Task, task
+from hpcdist.comm.launch import Task, job_end, task
 from hpcdist.errors import WorldError
-from hpcdist.tools.slurm.queue import end_time
 
 STEP = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
 PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
@@ -37,7 +36,7 @@ def test_the_launcher_s_own_variables_count():
 
 
 def test_the_end_of_a_job_which_trains_on_where_it_can_t_be_asked_for(monkeypatch):
-    assert end_time({}) is None
-    assert end_time({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1700000000"}) == 1.7e9
+    assert job_end({}) is None
+    assert job_end({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1700000000"}) == 1.7e9
     monkeypatch.setenv("PATH", "")
-    assert end_time({"SLURM_JOB_ID": "7"}) is None
+    assert job_end({"SLURM_JOB_ID": "7"}) is None

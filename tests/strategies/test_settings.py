@@ -12,6 +12,8 @@ from harness.cases import each
 from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError
+from hpcdist.model.flat import FlatModel
+from hpcdist.strategies.base import Contract, Strategy
 from strategies import mixed, problem
 
 pytestmark = pytest.mark.computes
@@ -233,3 +235,29 @@ def test_settings_like_those_that_are_refused_are_not():
     strategies.load("strom").Config(compression=UNFED)
     assert not strategies.load("allreduce").Config(compression={"name": "signsgd"}).compression.error_feedback
     problem.virtual({"compression": QSGD, "compress_answers": False}, 2, "hardsync", epochs=1)
+
+
+@each("mistake", ["no contract", "no outcome"])
+def test_what_an_author_forgot_is_said(mistake):
+    class Mine(Strategy):
+        class Config(Strategy.Config):
+            """Has no options."""
+
+        def advance(self, update):
+            self.gradients.step_alone(update)
+
+    if mistake == "no outcome":
+        Mine.contract = Contract(averages="nothing", meets="never")
+
+    def body(comm):
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = Mine(Mine.Config(), comm, FlatModel(model))
+        model(torch.ones(1, 2)).sum().backward()
+        strategy.step(optimizer.step)
+
+    told = (
+        "Mine must declare a contract" if mistake == "no contract" else r"advance\(\) of Mine must return the outcome"
+    )
+    with pytest.raises(ConfigError, match=told):
+        run_virtual(body, 2)

@@ -27,7 +27,7 @@ from hpcdist.tools import baselines, cli
 from hpcdist.tools.compare import folder, functions, run_all
 from hpcdist.tools.compare.comparison import ComparedRuns, search_within
 from hpcdist.tools.compare.experiment import Comparison, Sweep
-from hpcdist.tools.compare.launchers import MpiLauncher, find_launcher, ranks_environment
+from hpcdist.tools.compare.launchers import MpiLauncher
 from hpcdist.tools.compare.plan import PlannedRun
 from hpcdist.tools.compare.run_all import missing
 from hpcdist.tools.compare.sweep import SweptRuns
@@ -310,28 +310,6 @@ def test_a_terminal_shows_the_current_runs_loss_and_metrics(tmp_path, monkeypatc
 
 
 # --- launchers --------------------------------------------------------------------------------------------------------
-def test_launchers_are_found_or_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    with pytest.raises(ConfigError, match="--launcher must be given where there is no mpirun"):
-        find_launcher(None, "")
-    for name in ("bin/mpirun", "site/mpiexec"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("#!/bin/sh\n")
-        (tmp_path / name).chmod(0o755)
-    assert find_launcher(None, str(tmp_path / "site")) == [str(tmp_path / "bin/mpirun"), "-n"]
-    (tmp_path / "bin/mpirun").unlink()
-    assert find_launcher(None, str(tmp_path / "site")) == [str(tmp_path / "site/mpiexec"), "-n"]
-    assert find_launcher("env A=1 srun -n", os.environ["PATH"]) == ["env", "A=1", "srun", "-n"]
-    with pytest.raises(ConfigError, match="--launcher must begin with a program on PATH; got 'nosuch -n'"):
-        find_launcher("nosuch -n", os.environ["PATH"])
-
-
-def test_ranks_may_outnumber_cores():
-    assert ranks_environment({"A": "1"}, 2, 2, 2) == {"A": "1", "OMP_NUM_THREADS": "2"}
-    shared = ranks_environment({"OMPI_MCA_mpi_yield_when_idle": "0"}, 1, 4, 2)
-    assert shared["OMPI_MCA_mpi_yield_when_idle"] == "0" and ":oversubscribe" in shared.values()
-
-
 def test_a_run_that_fails_ends_in_its_last_lines_and_one_that_left_ends_the_comparison(tmp_path):
     run = PlannedRun("a", "strategy", 3, 0, ("seed=0",), "runs/a")
     script = tmp_path / "launch.py"

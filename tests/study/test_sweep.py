@@ -20,12 +20,13 @@ from hpcdist.errors import ConfigError, DataError, RunError
 from hpcdist.records import load_summary, read_evaluations
 from hpcdist.tools.compare import folder, study, trials
 from hpcdist.tools.compare.experiment import Comparison, Sweep
-from hpcdist.tools.compare.launchers import MpiLauncher, ranks_environment, share_cores
+from hpcdist.tools.compare.launchers import MpiLauncher, share_cores
 from hpcdist.tools.compare.plan import PlannedRun
 from hpcdist.tools.compare.run_all import Runner
 from hpcdist.tools.compare.space import grid, read_axis
 from hpcdist.tools.compare.sweep import SweptRuns
 from hpcdist.tools.compare.trials import CUT, Trials
+from hpcdist.tools.mpirun import AS_ROOT, ranks_environment
 from hpcdist.tools.report import write
 from hpcdist.tools.report.sweep import judge_sweep, read_sweep
 from hpcdist.tools.runs import COMPARISON, FAILURE, SWEEP
@@ -332,8 +333,9 @@ def test_runs_at_the_same_time_have_cores_of_their_own(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda who: set(range(8)))
     assert share_cores(None, 2) == [{0, 1}, {2, 3}, {4, 5}, {6, 7}] and share_cores(None, 16) == [set(range(8))]
     assert share_cores(2, 2) == [{0, 1, 2, 3}, {4, 5, 6, 7}] and share_cores(16, 1)[8:] == share_cores(8, 1)
-    several = ranks_environment({}, 1, 2, 2, jobs=2)
-    assert several["PRTE_MCA_hwloc_default_binding_policy"] == "none" and len(ranks_environment({}, 1, 2, 2)) == 1
+    several = ranks_environment({}, 1, crowded=False, bound=False)
+    assert several["PRTE_MCA_hwloc_default_binding_policy"] == "none"
+    assert ranks_environment({}, 1, crowded=False) == {**AS_ROOT, "OMP_NUM_THREADS": "1"}
 
 
 def test_an_interruption_ends_all_runs_that_are_under_way(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from hpcdist.session.loader.batches import counted_as, same_everywhere, samples_
 from hpcdist.session.loader.epoch import Epoch
 from hpcdist.session.loader.period import Weighed, counts_of, joint_batch, period, relative
 from hpcdist.session.loader.sampling import Order, drawn_alike, iter_apart, order_of
+from hpcdist.session.run import LoopRun
 from hpcdist.session.values import broadcast_in
 from hpcdist.session.world import current, refuse_calls_of_servers, shared_calls
 from hpcdist.strategies import Strategy
@@ -226,24 +227,29 @@ class ShardedLoader:
                 optimizer.strategy.model.mark()
             return
         if session.loader is not None:
-            yield from (batch for batch, _, _ in self._weighed([], workers))
+            yield from (weighed.batch for weighed in self._weighed([], workers))
             return
         strategies = [optimizer.strategy for optimizer in optimizers]
         session.loader = self
         if len(workers) < session.outer.size:
             session.group, session.peers = optimizers[0].attachment.workers, optimizers[0].attachment.peers
             session.begun = None if session.comm.mpi is None else shared_calls()
-        epoch = Epoch(strategies)
+        epoch, run = Epoch(strategies), session.run
+        if run is not None:
+            strategies[0].records.start()  # an evaluation before this epoch is none of its steps
         for strategy in strategies:
             strategy.model.refresh()
             strategy.model.mark()
             if self._split:  # no rank has another's samples
                 strategy.gradients.checksums = None
         try:
-            batches = epoch.watch(self._weighed(strategies, workers))
+            weighed = self._weighed(strategies, workers)
+            batches = epoch.watch(weighed if run is None else _counted(weighed, run))
             yield from period(optimizers, batches, pauses_when_left=True)
             refuse_calls_of_servers(session)  # that have ended all the same, and had no answer
             epoch.check()
+            if run is not None:
+                run.epochs += 1
         finally:
             session.loader = session.group = session.peers = session.begun = None
             for strategy in strategies:
@@ -289,7 +295,8 @@ class ShardedLoader:
         resumes, self._start = plan.start > 0, 0
         for step, batch in zip(range(steps), self._iterate(self._sharded, worker, resumes, plan.start), strict=True):
             self._done = plan.position(step + 1)
-            yield Weighed(batch, order.weight(plan, step, worker), ends_epoch=step == steps - 1)
+            weight, samples = order.weight(plan, step, worker), plan.sizes(step)[worker]
+            yield Weighed(batch, weight, step == steps - 1, samples)
         self._done = len(order)
 
     def _joint(self, strategy: Any, worker: int, workers: int) -> Iterator[Weighed]:
@@ -307,7 +314,7 @@ class ShardedLoader:
         try:
             for step, batch in zip(range(steps), batches, strict=True):
                 self._done, strategy.joint = plan.position(step + 1), found[step][1]
-                yield Weighed(batch, ends_epoch=step == steps - 1)
+                yield Weighed(batch, 1.0, step == steps - 1, strategy.joint.share)
         finally:
             strategy.joint = None
         self._done = len(order)
@@ -387,7 +394,7 @@ class ShardedLoader:
         with consensus_of(session.optimizers):
             worker = session.outer.rank
             if not self._split or self._iterable:
-                yield from (batch for batch, _, _ in self._own([], worker, session.outer.size))
+                yield from (weighed.batch for weighed in self._own([], worker, session.outer.size))
                 return
             order, plan = self._draw(worker, session.outer.size)
             counted = [step for step in range(self._steps(plan)) if plan.sizes(step)[worker]]
@@ -433,3 +440,10 @@ def _require_averaged(model: nn.Module) -> None:
     averaged = any(optimizer.strategy.model.module is model for optimizer in session.optimizers)
     if session.comm.size > 1 and not averaged:
         raise rules.error("update_bn reads samples of each rank's own", model=type(model).__name__)
+
+
+def _counted(batches: Iterable[Weighed], run: LoopRun) -> Iterator[Weighed]:
+    """Tell the run how many samples each of this rank's batches has."""
+    for weighed in batches:
+        run.samples += weighed.samples or (samples_in(weighed.batch)[0] if weighed.weight else 0)
+        yield weighed

@@ -293,7 +293,7 @@ def main(library: type[Library]) -> None:
         config: Annotated[Path | None, typer.Option(metavar="TOML", help="File of settings.")] = None,
         overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE")] = None,
     ) -> None:
-        comm = session.init()
+        comm = session.init(run=False)
         try:
             summary = train(comm, library, job, config, overrides or [], output, sys.argv)
         except HpcdistError as error:

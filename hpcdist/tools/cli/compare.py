@@ -161,11 +161,11 @@ def trial(
 ) -> None:
     """Make a run of a sweep on the ranks that mpirun or srun started. Collective. `hpcdist sweep` calls it."""
     from hpcdist import session
+    from hpcdist.comm.launch import job_end
     from hpcdist.tools.compare.trials import train
-    from hpcdist.tools.slurm.queue import end_time
 
-    comm = session.init()
-    folder, summary = train(comm, output, end_time(os.environ) if comm.rank == 0 else None, sys.argv)
+    comm = session.init(run=False)
+    folder, summary = train(comm, output, job_end(os.environ) if comm.rank == 0 else None, sys.argv)
     if summary is None:
         raise typer.Exit(LEFT)
     if comm.rank == comm.failures.living[0]:

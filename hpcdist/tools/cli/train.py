@@ -47,12 +47,12 @@ def train(
     after the same step, with status 75, and the command that goes on is shown. Ctrl-C again ends them at once.
     """
     from hpcdist import session
-    from hpcdist.tools.slurm.queue import end_time
+    from hpcdist.comm.launch import job_end
     from hpcdist.train import runs
 
-    comm = session.init(bind=bind)
+    comm = session.init(bind=bind, run=False)
     show = console.progress(progress)
-    ends_at = end_time(os.environ) if comm.rank == 0 else None
+    ends_at = job_end(os.environ) if comm.rank == 0 else None
     folder, summary = runs.train(
         comm,
         job,

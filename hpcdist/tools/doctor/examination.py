@@ -144,7 +144,7 @@ def _join() -> Communicator:
     from hpcdist import session  # imports torch, which takes seconds
 
     try:
-        return session.init(deadline_s=WAIT_S)
+        return session.init(deadline_s=WAIT_S, run=False)
     except MismatchError:  # of versions, whose check tells more
         from hpcdist.comm.mpi.world import world as all_ranks
 

@@ -6,11 +6,11 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpcdist.comm.launch import number
+from hpcdist.comm.launch import ANSWERS_S
 from hpcdist.config.files import git_commit
 from hpcdist.errors import ConfigError, QueueError
 from hpcdist.tools.slurm import history
@@ -18,7 +18,6 @@ from hpcdist.tools.slurm.history import Submission
 from hpcdist.tools.slurm.spec import JobSpec
 from hpcdist.tools.slurm.state import FORGOTTEN, State, read, status_of
 
-ANSWERS_S = 60.0  # a busy controller's time for an answer
 SHORTEST_S, LONGEST_S = 0.25, 10.0  # between questions: controllers serve all users
 NO_VALUE = 2**64 - 16  # from here on a number of Slurm's accounting says that there is none
 
@@ -150,23 +149,6 @@ def consumed_joules(job: str) -> float | None:
     steps = [energy for name, energy in rows if name.rpartition(".")[2].isdigit() and "." in name]
     joules = [int(energy) for energy in steps if energy.isdigit() and 0 < int(energy) < NO_VALUE]
     return float(sum(joules)) if joules else None
-
-
-def end_time(environ: Mapping[str, str]) -> float | None:
-    """Return the time at which Slurm will end the job of this process, in seconds since 1970.
-
-    None outside of a job, without a time limit, or where Slurm does not answer: the job trains on without knowing it.
-    """
-    job = environ.get("SLURM_JOB_ID")
-    if job is None:
-        return None
-    if "SLURM_JOB_END_TIME" in environ:  # of newer Slurms
-        return float(number(environ, "SLURM_JOB_END_TIME"))
-    try:
-        answer = ask("squeue", "--noheader", "--jobs", job, "--format", "%e", SLURM_TIME_FORMAT="%s").strip()
-    except QueueError:
-        return None
-    return float(answer) if answer.isdigit() else None
 
 
 def newest(job: str | None) -> str:

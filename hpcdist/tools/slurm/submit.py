@@ -19,7 +19,8 @@ import psutil
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError, RunError
 from hpcdist.records import making
-from hpcdist.tools.compare.launchers import LAST_LINES, end, find_launcher, ranks_environment
+from hpcdist.tools.compare.launchers import LAST_LINES, end
+from hpcdist.tools.mpirun import find_launcher, ranks_environment
 from hpcdist.tools.runs import last_lines
 from hpcdist.tools.slurm import queue
 from hpcdist.tools.slurm.call import CallOutcome, outcome_file, pickled_call
@@ -222,7 +223,7 @@ class LocalJob:
 
     def __init__(self, spec: JobSpec, folder: Path):
         self.stdout, self.stderr = folder / f"{spec.name}.out", folder / f"{spec.name}.err"
-        environ = ranks_environment(os.environ, spec.cpus_per_rank, spec.size, len(os.sched_getaffinity(0)))
+        environ = ranks_environment(os.environ, spec.cpus_per_rank, crowded=spec.size > len(os.sched_getaffinity(0)))
         environ = {**unlaunched(environ), **spec.env, "HPCDIST_RUN": str(folder)}
         command = [*find_launcher(None, environ.get("PATH", "")), str(spec.size), *_command(folder, sys.executable)]
         with open(self.stdout, "wb") as out, open(self.stderr, "wb") as err:

@@ -1,0 +1,324 @@
+"""A loop of one's own as a run: in a folder, with the files that `hpcdist train` writes of a job."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.config.files import git_commit, imported_beside
+from hpcdist.errors import ConfigError
+from hpcdist.records import (
+    Evaluation,
+    JobFile,
+    Outcome,
+    RecordWriter,
+    Sampler,
+    Start,
+    StepRecord,
+    append_evaluation,
+    begin_run,
+    copy_job,
+    cores_by_host,
+    digest,
+    end_run,
+    keep_evaluations,
+    load_average,
+    load_run,
+    locked,
+    making,
+    now,
+    own_cores,
+    read_records,
+    record_path,
+    resources_path,
+    summarise,
+    write_summary,
+)
+from hpcdist.records.energy import Energy
+from hpcdist.records.summary import FILE_NAME as SUMMARY
+from hpcdist.strategies.base import name_of
+from hpcdist.version import __version__
+
+_log = logging.getLogger("hpcdist")
+ENDING_S = 5.0  # that a killed run may still hold its folder when the next one goes on with it
+INTERACTIVE = "interactive"  # in place of a script's path, in notebooks
+NO_ENERGY = Energy(joules=None, not_measured="it is not measured in a loop of one's own")
+
+
+class LoopRun:
+    """Write the run of the first DistributedOptimizer: records of each step, evaluations and, at the end, a summary.
+
+    Collective, as are `begin` and `finish`. The first rank holds the folder's lock, and writes `run.json`.
+
+    Args:
+        comm: all ranks of the job.
+        folder: of the run. A run there that has not ended is gone on with.
+        of_job: the folder is that of a batch job: the run gets one of its own in it, named after the script.
+
+    Attributes:
+        wanted: the folder that the user gave.
+        samples: of this rank's batches since its last step.
+        epochs: that have ended.
+        reason: why the script leaves before the end, where it says so.
+
+    Raises:
+        ConfigError: a run has ended in the folder, it is another script's, or a process works in it.
+    """
+
+    def __init__(self, comm: Communicator, folder: Path, of_job: bool = False):
+        self.wanted = folder
+        self.samples, self.epochs, self.reason = 0, 0, "the script ended before hpcdist.finish"
+        self.strategy: Any = None  # of the first DistributedOptimizer
+        self._comm, self._until_the_end = comm, ExitStack()
+        self._script = Path(getattr(sys.modules["__main__"], "__file__", None) or INTERACTIVE)
+        claim = self._claimed_in_job if of_job else self._claimed
+        text = comm.gather(comm.together(lambda: str(claim(folder)) if comm.rank == 0 else ""))[0]
+        self.folder = Path(text)
+        self._writer: RecordWriter | None = None
+        self._sampler: Sampler | None = None
+        self._workers: tuple[int, ...] = ()
+        self._trained, self._seconds = 0, 0.0  # by this rank: samples, and seconds of its steps
+        self._seed = 0
+        self._metrics: dict[str, float] = {}
+        self._summary: dict[str, Any] | None = None  # what the records don't say, once the run has ended
+        self._outcome: tuple[Outcome, str | None] | None = None
+        if comm.platform.virtual is None:
+            self._guard()
+
+    # --- the folder ---------------------------------------------------------------------------------------------------
+    def _claimed(self, folder: Path) -> Path:
+        with making(folder, "run"):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._until_the_end.enter_context(locked(folder, ENDING_S, "run"))
+        before = load_run(folder)
+        if (folder / SUMMARY).exists():
+            self._refuse(f"in which no run has ended; got {folder}, where one has; `hpcdist runs rm` removes it")
+        if before is not None and Path(before.job.path).name != self._script.name:
+            self._refuse(f"of {self._script.name}, or a new one; got {folder}, which holds a run of {before.job.path}")
+        return folder
+
+    def _refuse(self, why: str) -> NoReturn:
+        self._until_the_end.close()
+        raise ConfigError(f"run must be a folder {why}. Give another name.")
+
+    def _claimed_in_job(self, folder: Path) -> Path:
+        """Claim the first folder of this script in which no run has ended and none is at work."""
+        for number in count(1):
+            own = folder / (self._script.stem if number == 1 else f"{self._script.stem}-{number}")
+            if not (own / SUMMARY).exists():
+                with suppress(ConfigError):
+                    return self._claimed(own)
+        raise AssertionError  # count never ends
+
+    def _guard(self) -> None:
+        """Write down how the run ends where the script does not come to `finish`."""
+        previous = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            interrupted = issubclass(kind, KeyboardInterrupt)
+            said = "Ctrl-C" if interrupted else f"{kind.__name__}: {error}".partition("\n")[0]
+            self._end("interrupted" if interrupted else "failed", said)
+            previous(kind, error, trace)
+
+        sys.excepthook = hook
+        atexit.register(lambda: self._end("interrupted", self.reason))
+
+    def _end(self, outcome: Outcome, reason: str | None = None) -> None:
+        """Close this rank's files, and write how the run has ended: the rank that fails, or the first one."""
+        if self.strategy is not None and self._outcome is None:
+            self._outcome = (outcome, reason)
+            self._close()
+            if outcome == "failed" or self._comm.rank == 0:
+                with suppress(OSError):
+                    end_run(self.folder, outcome, reason)
+        self._until_the_end.close()
+
+    def _close(self) -> None:
+        with suppress(OSError):
+            if self._writer is not None:
+                self._writer.close()
+            if self._sampler is not None:
+                self._sampler.close()
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+    def begin(self, strategy: Any, workers: tuple[int, ...], settings: Mapping[str, Any]) -> bool:
+        """Collective. Begin the run with the first DistributedOptimizer; tell whether it is this one.
+
+        Args:
+            workers: ranks that train.
+            settings: of the strategy and the optimiser.
+
+        Raises:
+            ConfigError: a run with another strategy has begun in the folder, and has not ended.
+        """
+        if self.strategy is not None:
+            return False
+        comm = self._comm
+        comm.together(lambda: self._require_same(settings["strategy"]["name"]) if comm.rank == 0 else None)
+        self.strategy, self._workers = strategy, workers
+        self._seed = torch.initial_seed() % (1 << 53)  # what a file holds exactly
+        strategy.records.write = self.write
+        start = describe_start(
+            comm, self.folder, self._script, {**settings, "seed": self._seed}, command=list(sys.argv)
+        )
+        if start is not None:
+            begin_run(self.folder, start)
+            _log.info(f"this run is written to {self.folder}")
+        comm.barrier()  # the other ranks' files follow
+        if comm.platform.virtual is None:
+            self._sampler = Sampler(resources_path(self.folder, comm.rank))
+        return True
+
+    def _require_same(self, strategy: str) -> None:
+        before = load_run(self.folder)
+        there = strategy if before is None else before.last.settings["strategy"]["name"]
+        if there != strategy:
+            self._refuse(f"of {strategy}, or a new one; got {self.folder}, whose run with {there} has not ended")
+
+    @property
+    def has_ended(self) -> bool:
+        return self._outcome is not None
+
+    @property
+    def _is_main(self) -> bool:
+        living = self._comm.failures.living
+        return self._comm.rank == next((rank for rank in self._workers if rank in living), living[0])
+
+    def write(self, record: StepRecord) -> None:
+        """Write the record of a step, with the samples of its batches."""
+        record = replace(record, samples=self.samples)
+        if self._writer is None:  # only now it is known whether a checkpoint was loaded
+            self._writer = RecordWriter(record_path(self.folder, self._comm.rank), first_step=record.step)
+            if self._is_main:
+                keep_evaluations(self.folder, record.step - 1)
+        self._writer.write(record)
+        self._trained, self.samples = self._trained + self.samples, 0
+        self._seconds += record.computing_s + record.communicating_s + record.waiting_s
+
+    def log_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Write an evaluation, on the first rank that trains; after `finish` the summary has it, too."""
+        found = {str(name): _number(name, value) for name, value in metrics.items()}
+        if not self._is_main:
+            return
+        self._metrics = found
+        taken = 0 if self.strategy is None else self.strategy.steps
+        samples = self._trained * len(self._workers)
+        append_evaluation(self.folder, Evaluation(taken, self.epochs, samples, self._seconds, found))
+        if self._summary is not None:
+            self._write_summary()
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+    def finish(self, params: Sequence[Tensor], stages: int) -> None:
+        """Collective. End the run: its summary is written, with the metrics that were logged last.
+
+        Args:
+            params: this rank's part of the trained model.
+            stages: ranks that hold one model together.
+        """
+        comm = self._comm
+        pending = comm.gather(self.strategy.records.pending())
+        sums = comm.gather(digest(params))[:stages]
+        self._close()
+        comm.barrier()  # all records are in the files
+        if self._is_main:
+            self._summary = {
+                "strategy": name_of(self.strategy), "ranks": comm.size, "stages": stages, "wall_s": self._seconds,
+                "seed": self._seed, "workers": len(self._workers) // stages,
+                "sha256": sums[0] if stages == 1 else hashlib.sha256("".join(sums).encode()).hexdigest(),
+                "pending": sum(filter(None, pending)), "lost_ranks": list(comm.failures.lost), "energy": NO_ENERGY,
+            }  # fmt: skip
+            self._write_summary()
+        self._outcome = ("ended", None)
+        if comm.rank == 0:
+            end_run(self.folder)
+        self._until_the_end.close()
+
+    def _write_summary(self) -> None:
+        write_summary(self.folder, summarise(read_records(self.folder), metrics=self._metrics, **(self._summary or {})))
+
+
+def next_run(run: LoopRun | None, comm: Communicator, folder: Path) -> LoopRun:
+    """Return the run that a script wants: the one that is under way, or a new one.
+
+    Raises:
+        ConfigError: another one is under way; or as of `LoopRun`.
+    """
+    if run is None or run.has_ended:
+        return LoopRun(comm, folder)
+    if run.wanted != folder:
+        raise ConfigError(
+            f"run must stay {run.wanted} until hpcdist.finish has ended that run; got {folder}. Finish the model first."
+        )
+    return run
+
+
+def _number(name: object, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(
+            f"metrics must be numbers by their names; got {type(value).__name__} for {name!r}. Pass one number, as "
+            "hpcdist.metric returns it."
+        ) from None
+
+
+def describe_start(
+    comm: Communicator, folder: Path, script: Path, settings: Mapping[str, Any], **further: Any
+) -> Start | None:
+    """Collective. Describe a start of a run, and copy the script and what it imports to the folder.
+
+    Args:
+        further: fields of `Start`.
+
+    Returns:
+        None but on the first rank, which writes it down.
+    """
+    found = comm.gather(own_cores())
+    if comm.rank != comm.failures.living[0]:
+        return None
+    home = script.resolve().parent
+    revision, dirty = git_commit(home)
+    is_file, installed = script.is_file(), {"site-packages", "dist-packages"} & set(home.parts)
+    beside = [] if installed else imported_beside(script)
+    return Start(
+        started=now(),
+        job=copy_job(folder, script, beside) if is_file else JobFile(path=str(script), sha256="", copies={}),
+        commit=revision,
+        dirty=dirty,
+        ranks=comm.size,
+        hosts=[host for host, _ in found],
+        cores=cores_by_host(found),
+        processors=os.cpu_count(),
+        load=load_average(),
+        versions=versions(comm),
+        settings=dict(settings),
+        virtual=None if comm.platform.virtual is None else json.loads(json.dumps(comm.platform.virtual, default=str)),
+        **further,
+    )
+
+
+def versions(comm: Communicator) -> dict[str, str | None]:
+    """Return the versions of hpcdist, Python and the libraries beneath; MPI's is None on virtual ranks."""
+    libraries = {"hpcdist": __version__, "torch": torch.__version__, "numpy": np.__version__}
+    library = None
+    if comm.mpi is not None:
+        from hpcdist.comm.mpi.library import version
+
+        library = version()
+    return {**libraries, "python": platform.python_version(), "mpi": library}

@@ -1,0 +1,41 @@
+"""`hpcdist run`."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from hpcdist.tools.cli.base import whole_number
+from hpcdist.tools.mpirun import start_script
+from hpcdist.tools.options import Launcher
+
+app = typer.Typer()
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, metavar="N", help="Number of ranks to start.")],
+    script: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT", help="Python file with its arguments, -m MODULE, or a program."),
+    ],
+    hosts: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:N,...", help="Hosts to start on, and the ranks on each. Default: this one."),
+    ] = None,
+    threads: Annotated[
+        int | None, whole_number("Threads of each rank. Default: OMP_NUM_THREADS, or the cores that each rank gets.")
+    ] = None,
+    label: Annotated[bool, typer.Option("--label", help="Write the rank before each line of output.")] = False,
+    launcher: Launcher = None,
+) -> None:
+    """Start a script of your own on several ranks, by the mpirun of this environment.
+
+    More ranks than cores, and root, as in a container, are allowed. In a Slurm allocation mpirun starts ranks on its
+    nodes. The exit status is mpirun's: not 0 if a rank fails, which ends the others.
+
+    Example: hpcdist run -n 4 train.py --epochs 3
+    """
+    start_script(script, ranks, os.environ, hosts=hosts, threads=threads, label=label, launcher=launcher)

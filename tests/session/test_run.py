@@ -1,0 +1,195 @@
+"""A loop of one's own as a run: the files of its folder, how it ends, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+import hpcdist as hd
+from comm.jobs_here import run, write
+from harness.cases import each
+from harness.launch import find_mpirun
+from hpcdist.comm.virtual import Constant, run_virtual
+from hpcdist.errors import ConfigError
+from hpcdist.records import load_run, load_summary, read_evaluations, read_records
+from hpcdist.session.run import LoopRun
+from hpcdist.tools.runs import Run
+
+N, BATCH, EPOCHS = 50, 4, 3
+
+
+def _loop(comm, folder, strategy, lbfgs=False):
+    hd.init(comm=comm, run=folder)
+    torch.manual_seed(3)
+    model = torch.nn.Linear(2, 1)
+    kind = torch.optim.LBFGS if lbfgs else torch.optim.SGD
+    optimizer = hd.DistributedOptimizer(kind(model.parameters(), 0.01), model, strategy=strategy)
+    data = TensorDataset(torch.ones(N, 2), torch.ones(N, 1))
+    loader = hd.shard(DataLoader(data, BATCH))
+    for epoch in range(EPOCHS):
+        for x, y in loader:
+            comm.compute()
+
+            def closure():
+                optimizer.zero_grad()
+                loss = mse_loss(model(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        hd.log_metrics({"accuracy": torch.tensor(0.25 * epoch), "loss": 1})
+    hd.finish(model)
+    hd.log_metrics({"accuracy": 0.75})
+    return [p.tolist() for p in model.parameters()]
+
+
+def begun(folder, strategy, **options):
+    return run_virtual(lambda comm: _loop(comm, folder, strategy, **options), 2)
+
+
+@each("strategy", ["allreduce", "hardsync", "softsync", "gossip_pull", "diloco"])
+def test_a_loop_writes_what_a_job_writes(strategy, tmp_path):
+    folder = tmp_path / "runs" / strategy
+    run_virtual(lambda comm: _loop(comm, folder, strategy), 3, compute=Constant(0.5))
+    servers = 1 if strategy in ("hardsync", "softsync") else 0
+    summary, steps = load_summary(folder), -(-N // (BATCH * (3 - servers)))
+    assert (summary.strategy, summary.ranks, summary.workers) == (strategy, 3, 3 - servers)
+    assert (summary.samples, summary.metrics, summary.seed) == (EPOCHS * N, {"accuracy": 0.75}, 3)
+    assert summary.wall_s == pytest.approx(EPOCHS * steps * 0.5, rel=0.2)
+    evaluations = read_evaluations(folder)
+    assert [one.metrics["accuracy"] for one in evaluations] == [0, 0.25, 0.5, 0.75]
+    assert [(one.step, one.epoch) for one in evaluations[:3]] == [(steps * n, n) for n in (1, 2, 3)]
+    workers = [records for rank, records in read_records(folder).items() if rank >= servers]
+    assert [len(records) for records in workers] == [EPOCHS * steps] * (3 - servers)
+    assert load_run(folder).settings["strategy"]["name"] == strategy
+    assert Run(folder).outcome == "ended"
+
+
+def test_steps_that_evaluate_closures_are_written_too(tmp_path):
+    begun(tmp_path, "allreduce", lbfgs=True)
+    assert load_summary(tmp_path).samples == EPOCHS * N
+
+
+def test_a_run_is_optional_and_changes_no_result(tmp_path):
+    assert begun(None, "allreduce") == begun(tmp_path, "allreduce")
+
+
+def test_metrics_that_are_no_numbers_are_refused(tmp_path):
+    def body(comm):
+        hd.init(comm=comm, run=tmp_path)
+        for wrong in ("much", None, torch.ones(2)):
+            with pytest.raises(ConfigError, match="metrics must be numbers by their names; got .* for 'accuracy'"):
+                hd.log_metrics({"accuracy": wrong})
+
+    run_virtual(body, 1)
+
+
+def test_folders_of_other_runs_are_refused(tmp_path):
+    begun(tmp_path / "ended", "allreduce")
+    with pytest.raises(
+        ConfigError,
+        match="run must be a folder in which no run has ended; got .*, where one has",
+    ):
+        begun(tmp_path / "ended", "allreduce")
+    (tmp_path / "ended" / "summary.json").unlink()
+    with pytest.raises(
+        ConfigError, match="run must be a folder of hardsync, or a new one; got .*, whose run with allreduce"
+    ):
+        begun(tmp_path / "ended", "hardsync")
+    record = json.loads((tmp_path / "ended" / "run.json").read_text())
+    record["job"]["path"] = "other.py"
+    (tmp_path / "ended" / "run.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=r"run must be a folder of .*, or a new one; got .* of other.py"):
+        begun(tmp_path / "ended", "allreduce")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="run must be a folder that can be made; got .*file"):
+        begun(tmp_path / "file" / "mine", "allreduce")
+
+
+def test_one_run_follows_another_once_that_has_ended(tmp_path):
+    def body(comm):
+        _loop(comm, tmp_path / "first", "allreduce")
+        _loop(comm, tmp_path / "second", "hardsync")
+        hd.init(comm=comm, run=tmp_path / "third")
+        hd.init(comm=comm, run=tmp_path / "third")
+        with pytest.raises(ConfigError, match="run must stay .*third until hpcdist.finish has ended that run; got .*4"):
+            hd.init(comm=comm, run=tmp_path / "4")
+
+    run_virtual(body, 2)
+    assert [load_summary(tmp_path / name).strategy for name in ("first", "second")] == ["allreduce", "hardsync"]
+
+
+def test_scripts_of_a_batch_job_have_folders_of_their_own(tmp_path):
+    def claimed(comm):
+        return LoopRun(comm, tmp_path, of_job=True).folder
+
+    (first,) = set(run_virtual(claimed, 2))
+    assert first.parent == tmp_path
+    (first / "summary.json").write_text("{}")
+    assert set(run_virtual(claimed, 2)) == {tmp_path / f"{first.name}-2"}
+
+
+SCRIPT = """
+import sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+import hpcdist as hd
+
+hd.init(run={run!r})
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model, strategy="hardsync")
+loader = hd.shard(DataLoader(TensorDataset(torch.ones(40, 3), torch.ones(40, 1)), 4))
+found = hd.load({saved!r}, optimizer=optimizer, loader=loader)
+with hd.Leaving(hd.init()) as leaving:
+    for epoch in range(found["epoch"] + 1 if found else 0, 3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        hd.log_metrics({{"epoch": epoch}})
+        {then}
+hd.finish(model)
+"""
+LEAVES = "hd.save({saved!r}, optimizer=optimizer, loader=loader, epoch=epoch); sys.exit(75)"
+FAILS = "raise OSError('no more')"
+
+
+@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
+def test_how_a_script_ends_is_written_and_one_that_left_goes_on(tmp_path):
+    folder, saved = tmp_path / "runs" / "mine", str(tmp_path / "saved")
+
+    def script(then: str, into: Path | None = folder) -> str:
+        return SCRIPT.format(run=None if into is None else str(into), saved=saved, then=then.format(saved=saved))
+
+    failed = run(tmp_path, script(FAILS, tmp_path / "failed"), 3)
+    assert failed.returncode != 0 and f"this run is written to {tmp_path / 'failed'}" in failed.stderr
+    found = Run(tmp_path / "failed")
+    assert (found.outcome, found.start.reason) == ("failed", "OSError: no more")
+    assert run(tmp_path, script(LEAVES), 3).returncode == 75
+    assert (Run(folder).outcome, Run(folder).start.reason) == (
+        "interrupted", "the script ended before hpcdist.finish",
+    )  # fmt: skip
+    done = run(tmp_path, script("pass"), 3)
+    assert done.returncode == 0, done.stderr
+    ended = Run(folder)
+    assert ended.outcome == "ended" and len(ended.record.resumed) == 1
+    assert [(one.epoch, one.step, one.metrics["epoch"]) for one in ended.evaluations] == [
+        (1, 5, 0), (1, 10, 1), (2, 15, 2),
+    ]  # fmt: skip
+    assert ended.summary.samples == 3 * 40
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
+def test_a_batch_job_says_where_its_scripts_write(tmp_path):
+    text = SCRIPT.format(run=None, saved=str(tmp_path / "saved"), then="pass")
+    name = Path(write(tmp_path, text)).stem
+    for number in ("", "-2"):
+        done = run(tmp_path, text, 3, env={"HPCDIST_RUN": str(tmp_path / "job")})
+        assert done.returncode == 0, done.stderr
+        assert load_summary(tmp_path / "job" / f"{name}{number}").ranks == 3

@@ -37,19 +37,15 @@ def factor(rule: str, staleness: int, *, expected: float = 1.0, measured: float 
     Raises:
         UnknownNameError: no such rule.
     """
-    if rule == "none":
-        return 1.0
-    if rule == "average":
-        return 1.0 / max(1.0, expected)
-    if rule == "measured":
-        return 1.0 / max(1.0, measured)
-    if rule == "per-gradient":
-        return 1.0 / max(1, staleness)
-    if rule == "plus-one":
-        return 1.0 / (staleness + 1)
     if rule == "exponential":
         return math.exp(-decay * staleness)
-    raise UnknownNameError("modulation", rule, RULES)
+    divisors = {
+        "none": 1.0, "average": max(1.0, expected), "measured": max(1.0, measured), "per-gradient": max(1, staleness),
+        "plus-one": staleness + 1,
+    }  # fmt: skip
+    if rule not in divisors:
+        raise UnknownNameError("modulation", rule, RULES)
+    return 1.0 / divisors[rule]
 
 
 class StaleConfig(ServerStrategy.Config):

@@ -35,6 +35,7 @@ from hpcdist.records import Usage, resources_path
 from hpcdist.tools import cli
 from hpcdist.tools.compare import folder as comparisons
 from hpcdist.tools.compare.experiment import Sweep
+from hpcdist.tools.compare.run_all import Runner
 from hpcdist.tools.compare.sweep import SweptRuns
 from hpcdist.tools.compare.trials import Trials
 from hpcdist.tools.report.evidence import read_jobs
@@ -43,7 +44,7 @@ from hpcdist.tools.report.sweep import judge_sweep, read_sweep, sections_of_swee
 from hpcdist.tools.report.verdict import judge
 from hpcdist.topology.graph import read_edges
 from study import evidence
-from study.pretended import PretendedRuns, runner
+from study.pretended import PretendedRuns
 
 MEMORY_BYTES = 2 << 30  # beyond what the process has
 LIMIT_S = 20
@@ -211,7 +212,7 @@ DECLARED = Sweep(
 
 
 def a_sweep(folder: Path, name: str):
-    SweptRuns(DECLARED, folder).make(runner(folder, PretendedRuns()))
+    SweptRuns(DECLARED, folder).make(Runner(folder, PretendedRuns()))
 
     def page():
         if (folder / "sweep.json").exists():  # else it is no sweep

@@ -10,7 +10,6 @@ from hpcdist.config import load
 from hpcdist.errors import RunError
 from hpcdist.records import Evaluation, Summary, append_evaluation, write_summary
 from hpcdist.tools.compare.plan import PlannedRun
-from hpcdist.tools.compare.run_all import Runner
 from kit.cells import EndedRun
 from study import evidence
 
@@ -43,15 +42,6 @@ class PretendedRuns:
         if "checkpoint" in settings:
             (folder / "checkpoints").mkdir(exist_ok=True)
         write_summary(folder, evidence.summary(**shape, **cost))
-
-
-def runner(output: Path, one: PretendedRuns) -> Runner:
-    """What makes all runs of a plan by one launcher."""
-    return Runner(output, launchers(one))
-
-
-def launchers(one: PretendedRuns) -> dict:
-    return {"strategy": one, "serial": one}
 
 
 def ended(curve: Sequence[Evaluation] = (), settings: dict | None = None, **measured: object) -> EndedRun:

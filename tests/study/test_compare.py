@@ -29,12 +29,12 @@ from hpcdist.tools.compare.comparison import ComparedRuns, search_within
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.launchers import MpiLauncher
 from hpcdist.tools.compare.plan import PlannedRun
-from hpcdist.tools.compare.run_all import missing
+from hpcdist.tools.compare.run_all import Runner, missing
 from hpcdist.tools.compare.sweep import SweptRuns
 from hpcdist.tools.report import wording
 from hpcdist.tools.runs import COMPARISON, FAILURE
-from study import evidence, pretended
-from study.pretended import PretendedRuns, runner
+from study import evidence
+from study.pretended import PretendedRuns
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "jobs" / "digits.py"
@@ -114,7 +114,7 @@ def test_a_folder_that_cannot_be_made_is_refused(plan, tmp_path):
     (tmp_path / "taken").touch()
     made = plan(SWEPT if plan is SweptRuns else DECLARED, tmp_path / "taken" / "below")
     with pytest.raises(ConfigError, match="--output must be a folder that can be made; got .*taken/below .Not a dir"):
-        run_all.run_all(made, pretended.launchers(PretendedRuns()))
+        run_all.run_all(made, PretendedRuns())
 
 
 def test_another_comparison_in_the_same_folder_is_refused_by_its_differences(tmp_path):
@@ -175,11 +175,11 @@ def test_the_reference_is_the_first_where_allreduce_is_none(tmp_path):
 # --- runs are made once, and a failure does not end the others --------------------------------------------------------
 def test_runs_that_are_there_are_not_made_again_and_failed_ones_are(tmp_path):
     planned, first = written(tmp_path).plan, PretendedRuns("gossip_pull")
-    failed = runner(tmp_path, first).run_all(planned)
+    failed = Runner(tmp_path, first).run_all(planned)
     assert first.made == [run.folder for run in planned] and {run.name for run in failed} == {"gossip_pull"}
     assert "a rank has died" in (tmp_path / failed[0].folder / FAILURE).read_text()
     again = PretendedRuns()
-    assert missing(planned, tmp_path) == failed and runner(tmp_path, again).run_all(planned) == []
+    assert missing(planned, tmp_path) == failed and Runner(tmp_path, again).run_all(planned) == []
     assert again.made == [run.folder for run in failed] and not missing(planned, tmp_path)
     assert not (tmp_path / failed[0].folder / FAILURE).exists()
 
@@ -189,14 +189,14 @@ def test_an_interrupted_run_is_made_anew_or_goes_on_from_its_checkpoints(tmp_pat
     for run, part in ((planned[0], "records-rank0000.jsonl"), (planned[1], "checkpoints/step-1")):
         (tmp_path / run.folder / part).parent.mkdir(parents=True)
         (tmp_path / run.folder / part).write_text("")
-    runner(tmp_path, PretendedRuns()).run_all(planned)
+    Runner(tmp_path, PretendedRuns()).run_all(planned)
     assert not (tmp_path / planned[0].folder / "records-rank0000.jsonl").exists()
     assert (tmp_path / planned[1].folder / "checkpoints/step-1").exists()
 
 
 def test_the_table(tmp_path, capsys):
     comparison = written(tmp_path)
-    runner(tmp_path, PretendedRuns("gossip_pull")).run_all(comparison.plan)
+    Runner(tmp_path, PretendedRuns("gossip_pull")).run_all(comparison.plan)
     comparison.show_table()
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[0] == "digits: 8 runs, 4 without a result; means and 95 % intervals over the seeds".split()
@@ -227,7 +227,7 @@ def test_seconds_to_the_target_are_one_number_on_the_terminal_the_page_in_csv_an
 def test_rates_are_searched_on_seeds_of_their_own(tmp_path):
     declared = replace(DECLARED, tune=4, ranks=(2,), controls=True, strategies=("allreduce",), settings=())
     comparison, made = ComparedRuns(declared, tmp_path), PretendedRuns()
-    chosen = comparison.tune(runner(tmp_path, made))
+    chosen = comparison.tune(Runner(tmp_path, made))
     assert [(one.name, one.ranks, one.rate, one.between) for one in chosen] == [
         ("allreduce", 2, 0.008, False),  # 0.002, 0.001, 0.004, 0.008: the next is not tried
         ("serial, batch 32", 1, 0.008, False),
@@ -239,7 +239,7 @@ def test_rates_are_searched_on_seeds_of_their_own(tmp_path):
     assert len(made.made) == 8 and all(path.startswith("tuning/") for path in made.made)
     assert {load_summary(tmp_path / path).seed for path in made.made} == {1000}
     again = PretendedRuns()
-    assert comparison.tune(runner(tmp_path, again)) == chosen and again.made == []
+    assert comparison.tune(Runner(tmp_path, again)) == chosen and again.made == []
     rates = {load({}, None, run.overrides)["optimizer"]["lr"] for run in comparison.plan}
     assert rates == {0.008}
     assert json.loads((tmp_path / COMPARISON).read_text())["tuning"]["chosen"][0]["rate"] == 0.008
@@ -253,7 +253,7 @@ def test_a_rate_whose_runs_fail_is_not_chosen(tmp_path):
             super().make(run, folder)
 
     declared = replace(DECLARED, tune=3, ranks=(2,), strategies=("allreduce",))
-    (chosen,) = ComparedRuns(declared, tmp_path).tune(runner(tmp_path, Diverging()))
+    (chosen,) = ComparedRuns(declared, tmp_path).tune(Runner(tmp_path, Diverging()))
     assert chosen.rate == 0.001 and chosen.tried[0.002] is None and chosen.between
 
 
@@ -279,7 +279,7 @@ def test_runs_that_are_left_repeat_the_best_and_its_neighbours():
 # --- what is shown ----------------------------------------------------------------------------------------------------
 def test_without_a_terminal_each_run_has_a_line(tmp_path, capsys):
     planned = written(tmp_path).plan
-    making = runner(tmp_path, PretendedRuns("gossip_pull"))
+    making = Runner(tmp_path, PretendedRuns("gossip_pull"))
     with making.shown("runs", len(planned)):
         making.run_all(planned)
     lines = capsys.readouterr().err.splitlines()
@@ -322,6 +322,8 @@ def test_a_run_that_fails_ends_in_its_last_lines_and_one_that_left_ends_the_comp
 
     with pytest.raises(RunError, match="(?s)exit status 4 of .*; its last lines:.*--progress', 'off'.*the reason$"):
         launched("-n").make(run, tmp_path / "run")
+    with pytest.raises(RunError, match=r"baselines.ddp', 'job.py', '--output', '[^']*', '--set', 'seed=0'\]"):
+        launched("-n").make(replace(run, name="ddp", kind="baseline"), tmp_path / "ddp")
     with pytest.raises(KeyboardInterrupt):
         launched("left").make(run, tmp_path / "run")
 
@@ -368,7 +370,7 @@ def test_wrong_arguments(case, tmp_path, monkeypatch):
 
 def test_a_sweep_goes_on_by_its_folder_alone(tmp_path, monkeypatch):
     made = PretendedRuns()
-    monkeypatch.setattr(functions, "mpi_launchers", lambda *given: pretended.launchers(made))
+    monkeypatch.setattr(functions, "mpi_launcher", lambda *given: made)
     monkeypatch.setattr(run_all, "find_spec", lambda name: None)  # no report: it takes seconds
     out = ("--output", tmp_path / "out")
     command = ("sweep", JOB, "--over", "batch_size=8,16", "--sampler", "grid", "--jobs", 2, *out)

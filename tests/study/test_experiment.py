@@ -9,7 +9,6 @@ import pytest
 import hpcdist as hd
 from hpcdist.errors import ConfigError
 from hpcdist.tools.compare import functions
-from study import pretended
 from study.pretended import PretendedRuns
 from train import tiny
 
@@ -32,7 +31,7 @@ def test_a_simulation_is_a_table_its_runs_figures_and_a_page(tmp_path, monkeypat
 
 def test_a_comparison_is_made_by_a_launcher(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(functions, "mpi_launchers", lambda *given: pretended.launchers(PretendedRuns()))
+    monkeypatch.setattr(functions, "mpi_launcher", lambda *given: PretendedRuns())
     found = hd.compare(TINY, ranks=[1], seeds=1, output="out", **FEW)
     assert not found.failed and list(found.runs["name"]) == ["allreduce"] and Path("out/comparison.json").exists()
 

@@ -17,7 +17,7 @@ from hpcdist.tools import console
 from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.comparison import ComparedRuns
 from hpcdist.tools.compare.experiment import Comparison, Execution, Sweep
-from hpcdist.tools.compare.launchers import mpi_launchers, share_cores
+from hpcdist.tools.compare.launchers import mpi_launcher, share_cores
 from hpcdist.tools.compare.run_all import MadeRuns, run_all
 from hpcdist.tools.compare.sweep import SweptRuns
 from hpcdist.tools.simulate.cluster import read_cluster
@@ -200,11 +200,10 @@ def _make_here(runs: MadeRuns, launcher: str | None, jobs: int | None) -> bool:
     shares = share_cores(jobs or (1 if alone else None), each)[: len(runs.plan)]
     if len(shares) > 1 and launcher is None and experiment.command == "sweep":
         console.note(f"{len(shares)} runs at the same time, each on {len(shares[0])} of {os.cpu_count()} cores")
-    if not is_real:
-        simulation = Simulation.of(experiment, sys.argv)
-        console.note(str(simulation))
-        with VirtualLauncher(simulation, len(shares)) as made:
-            return run_all(runs, {"strategy": made, "serial": made}, len(shares))
-    launchers = mpi_launchers(experiment, launcher, os.environ, shares)
-    with launchers["strategy"]:
-        return run_all(runs, launchers, len(shares))
+    if is_real:
+        with mpi_launcher(experiment, launcher, os.environ, shares) as on_real:
+            return run_all(runs, on_real, len(shares))
+    simulation = Simulation.of(experiment, sys.argv)
+    console.note(str(simulation))
+    with VirtualLauncher(simulation, len(shares)) as on_virtual:
+        return run_all(runs, on_virtual, len(shares))

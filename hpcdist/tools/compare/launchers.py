@@ -33,7 +33,7 @@ TRIAL = ("-m", "hpcdist", "trial", "--output")
 
 
 class Launcher(Protocol):
-    """Make runs of one kind. A study may bring its own."""
+    """Make runs. A study may bring its own."""
 
     def make(self, run: PlannedRun, folder: Path) -> None:
         """Make a run in a folder, which has its `summary.json` then.
@@ -50,7 +50,6 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
         job: the job's file.
         launcher: words up to the number of ranks.
         variables: of the ranks' environment, but for the variables of a launcher that has started this process.
-        program: arguments of Python before the job's file, such as `-m hpcdist.tools.baselines.ddp`.
         shares: cores of each of the runs that are made at the same time, by as many threads; empty: all have all.
     """
 
@@ -59,10 +58,9 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
         job: str,
         launcher: Sequence[str],
         variables: Mapping[str, str],
-        program: Sequence[str] = TRAIN,
         shares: Sequence[set[int]] = (),
     ):
-        self._job, self._launcher, self._program = job, launcher, program
+        self._job, self._launcher = job, launcher
         self._variables = unlaunched(variables)
         self._shares = queue.SimpleQueue[set[int]]()
         for share in shares:
@@ -84,9 +82,11 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
             raise RunError(f"exit status {status} of `{shlex.join(command)}`; its last lines:\n{said}")
 
     def _words(self, run: PlannedRun, folder: Path) -> list[str]:
-        words = [*self._program, self._job, "--output", str(folder)]
+        trains = run.kind != "baseline"  # whose programs have names of their own
+        program = TRAIN if trains else ("-m", f"hpcdist.tools.baselines.{run.name}")
+        words = [*program, self._job, "--output", str(folder)]
         words += [word for setting in run.overrides for word in ("--set", setting)]
-        if self._program == TRAIN:
+        if trains:
             words += ["--progress", "off", *(["--resume"] if (folder / "checkpoints").exists() else [])]
         return words
 
@@ -177,24 +177,20 @@ def share_cores(jobs: int | None, each: int) -> list[set[int]]:
     return [set(cores[start : start + size]) for start in starts]
 
 
-def mpi_launchers(
+def mpi_launcher(
     experiment: Comparison | Sweep, launcher: str | None, variables: Mapping[str, str], shares: Sequence[set[int]]
-) -> dict[str, MpiLauncher]:
-    """Return the launchers of real ranks, by the kinds of runs and the baselines' names.
+) -> MpiLauncher:
+    """Return the launcher of an experiment's runs on real ranks.
 
     Args:
         launcher: chosen by the user, see `find_launcher`.
         variables: of the ranks' environment.
         shares: cores of each of the runs that are made at the same time, see `share_cores`.
     """
-    job, most_ranks, threads = experiment.job, experiment.most_ranks, experiment.threads
     words = find_launcher(launcher, variables.get("PATH", ""))
+    most_ranks, threads = experiment.most_ranks, experiment.threads
     cores = len(shares[0]) if launcher is None else most_ranks * threads  # the user's may have nodes
     if most_ranks * threads > cores:
         console.note(f"{most_ranks} ranks share {cores} cores: such times are not those of ranks with their own")
     environment = ranks_environment(variables, threads, crowded=most_ranks > cores, bound=len(shares) < 2)
-    train = MpiLauncher(job, words, environment, shares=shares if launcher is None else ())
-    baselines = experiment.baselines if isinstance(experiment, Comparison) else ()
-    modules = {name: ("-m", f"hpcdist.tools.baselines.{name}") for name in baselines}
-    others = {name: MpiLauncher(job, words, environment, module) for name, module in modules.items()}
-    return {"strategy": train, "serial": train, **others}
+    return MpiLauncher(experiment.job, words, environment, shares if launcher is None else ())

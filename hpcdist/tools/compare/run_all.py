@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -39,12 +39,12 @@ class Runner:
 
     Args:
         output: the folder.
-        launchers: by the kind of run, or by the name of a baseline.
+        launcher: makes each.
         workers: runs that are made at the same time, by threads.
     """
 
-    def __init__(self, output: Path, launchers: Mapping[str, Launcher], workers: int = 1):
-        self.output, self._launchers, self._workers = output, launchers, workers
+    def __init__(self, output: Path, launcher: Launcher, workers: int = 1):
+        self.output, self._launcher, self._workers = output, launcher, workers
         self._display: RunsDisplay | None = None
 
     @contextmanager
@@ -88,7 +88,7 @@ class Runner:
         if self._display is not None:
             self._display.begin(run, folder)
         try:
-            self._launchers[run.name if run.kind == "baseline" else run.kind].make(run, folder)
+            self._launcher.make(run, folder)
         except RunError as error:
             failure = str(error)
             (folder / FAILURE).write_text(failure + "\n")
@@ -179,11 +179,11 @@ class MadeRuns(abc.ABC):
         return self.table.to_html(index=False, na_rep="")
 
 
-def run_all(runs: MadeRuns, launchers: Mapping[str, Launcher], workers: int = 1) -> bool:
+def run_all(runs: MadeRuns, launcher: Launcher, workers: int = 1) -> bool:
     """Make all runs that are missing, and show what they have measured; return whether one failed.
 
     Args:
-        launchers, workers: see `Runner`.
+        launcher, workers: see `Runner`.
     """
     output = runs.folder
     for sentence in runs.left_out:
@@ -191,7 +191,7 @@ def run_all(runs: MadeRuns, launchers: Mapping[str, Launcher], workers: int = 1)
     with claimed(output), interruptible(f"`hpcdist {runs.experiment.command} --output {output}` goes on with it"):
         goes_on = (output / COMPARISON).exists()
         console.note(f"goes on in {output}" if goes_on else f"new folder: {output}")
-        failed = runs.make(Runner(output, launchers, workers))
+        failed = runs.make(Runner(output, launcher, workers))
         runs.show(failed)
     return bool(failed)
 

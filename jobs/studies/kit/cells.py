@@ -146,7 +146,7 @@ class CellRuns:
         planned = list(dict.fromkeys(run for runs in of_cell.values() for run in runs))
         if self._experiment.virtual is None:  # changes on the machine are to strike all cells alike
             random.Random(0).shuffle(planned)
-        runner = Runner(self._output, {"strategy": self._launcher}, self._workers)
+        runner = Runner(self._output, self._launcher, self._workers)
         with (
             claimed(self._output),
             interruptible("the same command goes on with it"),
@@ -171,7 +171,7 @@ class CellRuns:
     def measure(self, cell: ComparedCell, seeds: Iterable[int]) -> list[EndedRun]:
         """Make the runs of a cell by which its rate is chosen. Threads may do so at the same time: see `each`."""
         planned = [self._plan(cell, seed, TUNING) for seed in seeds]
-        if failed := Runner(self._output, {"strategy": self._launcher}).run_all(planned):
+        if failed := Runner(self._output, self._launcher).run_all(planned):
             raise RunError(f"{self._output / failed[0].folder} has failed: see {FAILURE} there.")
         return [EndedRun.read(run, self._output) for run in planned]
 

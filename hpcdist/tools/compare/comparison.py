@@ -19,8 +19,8 @@ from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.plan import ComparedCell, Declaration, PlannedRun, cells, mean_metric, runs
 from hpcdist.tools.compare.run_all import Runner, RunPlan, missing
 from hpcdist.tools.report import table
-from hpcdist.tools.report.evidence import read_jobs
-from hpcdist.tools.report.findings import analyse
+from hpcdist.tools.report.analysis import analyse
+from hpcdist.tools.report.results import read_jobs
 from hpcdist.tools.report.wording import count
 from hpcdist.train.planning import rehearse
 from hpcdist.train.runs import specify
@@ -147,7 +147,7 @@ class Comparison(RunPlan):
 
     def show_table(self) -> None:
         """Show the report's table, a row for each cell."""
-        table.show(table.tables([analyse(evidence) for evidence in read_jobs([self.output])]))
+        table.show(table.tables([analyse(job) for job in read_jobs([self.output])]))
 
     # --- learning rates -----------------------------------------------------------------------------------------------
     def tune(self, runner: Runner) -> list[ChosenRate]:

@@ -27,9 +27,9 @@ from hpcdist.tools.compare.comparison import Comparison
 from hpcdist.tools.compare.launchers import mpi_launchers, share_cores
 from hpcdist.tools.compare.plan import Declaration, SweepDeclaration, read_budget, split_strategies
 from hpcdist.tools.compare.sweep import Sweep
-from hpcdist.tools.report.evidence import read_jobs
-from hpcdist.tools.report.findings import Findings, analyse
+from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.page import sections_of
+from hpcdist.tools.report.results import read_jobs
 from hpcdist.tools.report.table import tables, write_csv
 from hpcdist.tools.report.verdict import judge
 from hpcdist.tools.simulate.cluster import ClusterConfig, read_cluster
@@ -326,7 +326,7 @@ class ComparedRuns(MadeRuns):
     def table(self) -> DataFrame:
         """Return a row for each kind of run, with the columns of `hpcdist report --csv`."""
         text = io.StringIO()
-        write_csv(tables([self._findings]), text)
+        write_csv(tables([self._analysis]), text)
         return pd.read_csv(io.StringIO(text.getvalue()))
 
     @cached_property
@@ -337,15 +337,15 @@ class ComparedRuns(MadeRuns):
     @cached_property
     def verdict(self) -> str:
         """Return the answer of the report, in a sentence or two."""
-        return judge(self._findings).headline
+        return judge(self._analysis).headline
 
     @cached_property
     def figures(self) -> dict[str, Any]:
         """Return the report's figures, matplotlib's, by their names."""
-        found = [drawn for section in sections_of(self._findings) for of in section.figures.values() for drawn in of]
+        found = [drawn for section in sections_of(self._analysis) for of in section.figures.values() for drawn in of]
         return {drawn.name: drawn.figure for drawn in found}
 
     @cached_property
-    def _findings(self) -> Findings:
-        (evidence,) = read_jobs([self.folder])
-        return analyse(evidence)
+    def _analysis(self) -> Analysis:
+        (job,) = read_jobs([self.folder])
+        return analyse(job)

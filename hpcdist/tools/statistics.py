@@ -44,7 +44,7 @@ class Interval:
         if math.isnan(self.low):
             return mean
         if self.low < self.high and not self.is_symmetric:
-            return f"{mean} ({self.low:{spec}} to {self.high:{spec}})"
+            return f"{mean} ({self.low:.3g} to {self.high:.3g})"
         return f"{mean} ± {self.half:{spec.lstrip('+')}}"
 
 

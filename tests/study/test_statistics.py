@@ -26,7 +26,7 @@ def test_the_interval_is_students_and_unknown_of_one_value():
 
 def test_an_interval_that_ends_at_a_bound_is_written_with_both_ends():
     found = interval([0.9, 1.0, 0.95]).clipped(0.0, 1.0)
-    assert found.high == 1.0 and f"{found:.3f}" == "0.950 (0.826 to 1.000)"
+    assert found.high == 1.0 and f"{found:.3f}" == "0.950 (0.826 to 1)"
     assert math.isnan(interval([0.9, 1.0]).clipped(0.0, 1.0).high)
 
 

@@ -356,8 +356,9 @@ def test_what_only_rounding_tells_apart_is_the_same(tmp_path):
     findings = found_in(tmp_path, versus(2.0, accuracy=accuracy))
     assert findings.contrasts[0].same and "final accuracy 98 % against 98 %, the same seed" in judge(findings).headline
     assert tables("answer", findings)[1].rows[0][4] == "0"
+    assert [wording.seconds(value) for value in (2.66e-17, 0.0, 0.004, 61.2)] == ["0 s", "0 s", "0.00400 s", "61.2 s"]
     for number, text in ((3.7e-17, "+0"), (-3.7e-17, "+0"), (0.0123, "+1.2"), (-0.0123, "−1.2")):
-        assert wording.gap("accuracy", number) == text
+        assert wording.gap("accuracy", number, unit=False) == text
 
 
 def test_strategies_have_colours_of_their_own_before_controls(tmp_path):

@@ -27,8 +27,6 @@ HIGHER_IS_BETTER = ("samples_per_s", "speedup", "samples")
 LEFT_OUT = ("job", "failure")  # of what a run has in `runs.csv`: the table's title tells them
 LISTED = 3  # different texts of the runs of a kind; more are counted
 SEPARATORS, LEAST_CUT = "/(=, ", 4  # behind which texts are cut, and by how many characters at least
-
-
 Entry = tuple[Interval | float | str | None, str]  # a value, for JSON and CSV, and what a terminal shows of it
 
 
@@ -53,7 +51,7 @@ def tables(
         UnknownNameError: no job has such a column.
     """
     of_jobs = [_rows(analysis) for analysis in jobs]
-    known = {_short(name): name for rows in reversed(of_jobs) for name in reversed(rows[0])}
+    known = {_short(name): name for rows in reversed(of_jobs) for row in rows[:1] for name in reversed(row)}
 
     def named(option: str, name: str) -> str:
         if _short(name) not in known:
@@ -64,8 +62,9 @@ def tables(
     key = None if sort is None else named("--sort", sort)
     found = []
     for analysis, rows in zip(jobs, of_jobs, strict=True):
-        shown = wanted or [name for name in rows[0] if every or _is_shown(name, rows, analysis.job)]
-        if key in rows[0]:
+        columns = list(rows[0]) if rows else []
+        shown = wanted or [name for name in columns if every or _is_shown(name, rows, analysis.job)]
+        if key in columns:
             rows.sort(key=partial(_place, key, analysis.job))
         found.append(JobTable(analysis, [{name: row[name] for name in shown if name in row} for row in rows]))
     return found
@@ -155,17 +154,19 @@ def _rows(analysis: Analysis) -> list[dict[str, Entry]]:
     numbers = [key for key in frame if key != "seed" and frame[key].dropna().map(type).isin((int, float)).all()]
     alone = _alone(cells)
     rows = [_row(cell, frame if len(frame) else (), numbers, alone) for cell in cells]
-    metrics = [name for name in rows[0] if name.startswith("metric.") and name != "metric.loss"]
+    columns = list(rows[0]) if rows else []
+    metrics = [name for name in columns if name.startswith("metric.") and name != "metric.loss"]
     metrics.sort(key=lambda name: name != f"metric.{analysis.job.metric}")
     order = [*BEFORE, *metrics[:1], *AFTER, *metrics[1:], *LAST]
-    names = sorted(rows[0], key=lambda name: order.index(name) if name in order else len(order))
+    names = sorted(columns, key=lambda name: order.index(name) if name in order else len(order))
     return [{name: row[name] for name in names} for row in rows]
 
 
 def _row(cell: Cell, columns: Iterable[str], numbers: Sequence[str], alone: Cell | None) -> dict[str, Entry]:
     """Describe a kind of run: by counts, by rates, and by what its runs have in these columns of `runs.csv`."""
     runs, ended, reached = len(cell.runs), len(cell.ended), cell.seconds_to_target
-    faster = ratio_of(alone.seconds, cell.seconds) if alone and _has_times_of(alone, cell) else None
+    has_times = alone is not None and cell.virtual == alone.virtual and alone.seconds and cell.seconds
+    faster = ratio_of(alone.seconds, cell.seconds) if alone is not None and has_times else None
     row: dict[str, Entry] = {
         "name": (cell.name, cell.shown + " [baseline]" * (cell.kind == "baseline")),
         "kind": (cell.kind, cell.kind),
@@ -189,10 +190,8 @@ def _row(cell: Cell, columns: Iterable[str], numbers: Sequence[str], alone: Cell
 def _number(cell: Cell, key: str) -> Entry:
     """Describe what was measured: by its mean, or by the largest staleness; say where a metric is not finite."""
     mean, finite = cell.mean(key), len(cell[key])
-    if key == "staleness_max":
-        return max(cell[key].values(), default=None), wording.number(
-            max(cell[key].values())
-        ) if finite else wording.NONE
+    if key == "staleness_max" and finite:
+        return (largest := max(cell[key].values())), wording.number(largest)
     if key.startswith("metric."):
         known = sum(value is not None for value in cell.values(key))
         some = f" ({finite} of {known} finite)" if finite < known else ""
@@ -212,10 +211,6 @@ def _alone(cells: Sequence[Cell]) -> Cell | None:
     found = [cell for cell in cells if cell.ranks == 1 and cell.kind != "baseline" and cell.total_batch is not None]
     several = any(cell.ranks > 1 for cell in cells)
     return min(found, key=lambda cell: cell.total_batch or 0) if found and several else None
-
-
-def _has_times_of(alone: Cell, cell: Cell) -> bool:
-    return bool(cell.virtual == alone.virtual and alone.seconds and cell.seconds)
 
 
 # --- columns and rows that are chosen ---------------------------------------------------------------------------------

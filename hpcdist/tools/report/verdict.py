@@ -10,7 +10,7 @@ from statistics import fmean
 from hpcdist.tools.machine import remarks
 from hpcdist.tools.report.analysis import SIGNIFICANT, Analysis, Cell, Contrast
 from hpcdist.tools.report.results import JobRuns
-from hpcdist.tools.report.wording import capital, count, gap, gap_span, gap_unit, joined, mean, seconds_to_target, value
+from hpcdist.tools.report.wording import capital, count, gap, gap_span, joined, mean, seconds_to_target, value
 from hpcdist.tools.statistics import LEAST_SEEDS, Effect, ratio_of
 
 LEAST_RATIO = 1.1  # of times in a headline: who is 1.03 times sooner has not won
@@ -115,7 +115,7 @@ def _compared_metrics(contrast: Contrast) -> str:
     if contrast.same or math.isnan(found.p):
         return f"{_ends(*sides)}{', the same seed by seed' * contrast.same}"
     noise = _noise(found, gap_span(metric, found), contrast.p_better)
-    return f"{_ends(*sides)}, a difference of {gap(metric, found.mean)}{gap_unit(metric)}{noise}"
+    return f"{_ends(*sides)}, a difference of {gap(metric, found.mean)}{noise}"
 
 
 def _not_finite(cell: Cell) -> str:
@@ -307,6 +307,6 @@ def _room(analysis: Analysis) -> Iterator[str]:
     factor = max((max(one.high, 1 / one.low) for one in times if one.low < one.high), default=0.0)
     largest = max((max(one.high, -one.low) for one in gaps if one.low < one.high), default=0.0)
     room = [f"a factor of {factor:.3g} in time"] * (factor > 0)
-    room += [f"{gap(metric, largest, sign=False)}{gap_unit(metric)} of {metric}"] * (largest > 0)
+    room += [f"{gap(metric, largest, sign=False)} of {metric}"] * (largest > 0)
     if room:
         yield f"Within noise does not mean alike: intervals leave room for {joined(room)}. More seeds narrow them."

@@ -97,28 +97,23 @@ def mean(metric: str, found: Interval | None) -> str:
     return f"{100 * found.mean:.2f} % ({100 * found.low:.4g} to {100 * found.high:.4g})"
 
 
-def gap(metric: str, number: float, sign: bool = True) -> str:
+def gap(metric: str, number: float, *, sign: bool = True, unit: bool = True) -> str:
     """Write a difference of a metric's values: of accuracies in percentage points."""
     number = round(number, 12) + 0.0  # what rounding leaves of two equal means is no difference, nor is -0
-    text = f"{number * (100 if is_share(metric) else 1):{'+' if sign else ''}.2g}"
-    return text.replace("-", MINUS)
-
-
-def gap_unit(metric: str) -> str:
-    """Return the unit of such a difference, with a space before it."""
-    return " points" if is_share(metric) else ""
+    text = f"{number * (100 if is_share(metric) else 1):{'+' if sign else ''}.2g}".replace("-", MINUS)
+    return text + " points" * (unit and is_share(metric))
 
 
 def gap_of(metric: str, found: Interval | None, *, is_same: bool = False) -> str:
     """Write such a difference with its interval, or that there is none, for tables."""
     if found is None or is_same:
         return NONE if found is None else "0"
-    return gap(metric, found.mean) + ("" if math.isnan(found.low) else f" ({gap_span(metric, found)})")
+    return gap(metric, found.mean, unit=False) + ("" if math.isnan(found.low) else f" ({gap_span(metric, found)})")
 
 
 def gap_span(metric: str, found: Interval) -> str:
     """Write the interval of such a difference."""
-    return f"{gap(metric, found.low)} to {gap(metric, found.high)}"
+    return f"{gap(metric, found.low, unit=False)} to {gap(metric, found.high, unit=False)}"
 
 
 # --- words ------------------------------------------------------------------------------------------------------------

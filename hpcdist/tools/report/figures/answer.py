@@ -57,14 +57,14 @@ def _seeds(cell: Cell) -> str:
 
 
 def _contrasts(analysis: Analysis) -> ReportTable:
-    metric, unit = analysis.job.metric, wording.gap_unit(analysis.job.metric)
+    metric = analysis.job.metric
     what = "times faster per sample" if analysis.job.target is None else "times sooner at the target"
     heads = [
         "runs of one kind",
         "against",
         what,
         "p",
-        f"difference in final {metric}{unit and f',{unit}'}",
+        f"difference in final {metric}{', points' * wording.is_share(metric)}",
         "p",
         "verdict",
     ]

@@ -22,9 +22,9 @@ import typer
 from bench_tables import Table, short
 
 from hpcdist.config.files import load_module
-from hpcdist.tools.report.evidence import Evidence, read_jobs
-from hpcdist.tools.report.findings import SIGNIFICANT, Cell, Contrast, Findings, analyse
-from hpcdist.tools.statistics import Effect, Interval, interval
+from hpcdist.tools.report.analysis import SIGNIFICANT, Analysis, Cell, Contrast, analyse
+from hpcdist.tools.report.results import JobRuns, read_jobs
+from hpcdist.tools.statistics import interval
 
 STUDY = load_module(Path(__file__).parents[1] / "jobs" / "studies" / "devices.py")
 NETWORKS = {"100 Mbit/s": "100Mbit", "1 Gbit/s": "1Gbit"}
@@ -45,7 +45,7 @@ def compression(folder: Path) -> Table:
     names = list(dict.fromkeys(name for name, _ in cells))  # in order, which those of equal bytes keep
 
     def times(name: str, ranks: int) -> float:
-        return _bytes(cells[findings.evidence.reference, ranks]) / _bytes(cells[name, ranks])
+        return _bytes(cells[findings.job.reference, ranks]) / _bytes(cells[name, ranks])
 
     head = ["compression"]
     for ranks in numbers:
@@ -114,7 +114,7 @@ def devices(folder: Path) -> Table:
     rows = []
     for name in dict.fromkeys(name for name, _ in cells):
         on = [cells[name, ranks] for ranks in (1, 2)]
-        head[0] = f"seeds {' and '.join(str(seed) for seed, _ in on[0].ended)}"
+        head[0] = f"seeds {' and '.join(str(seed) for seed, _ in on[0].seeds)}"
         seconds = [[epoch * one for one in cell.seconds_per_sample.values()] for cell in on]
         percent = STUDY.percent(fmean(seconds[0]), 2, fmean(seconds[1]))
         times = [", ".join(f"{value:.1f}" for value in values) for values in seconds]
@@ -137,7 +137,7 @@ def devices_epochs(folder: Path) -> Table:
 def recent(folder: Path) -> Table:
     """Set the loss at the end, and when the quickest ends, beside bytes and seconds to the target on all networks."""
     of_each = {path.parent.name: analyse(_read(path.parent)) for path in sorted(folder.glob("*/comparison.json"))}
-    target = next(iter(of_each.values())).evidence.target
+    target = next(iter(of_each.values())).job.target
     real = _cells(of_each["4-real"]) if "4-real" in of_each else {}  # root alone can make such hosts
     networks = [*NETWORKS, *["real ranks"] * bool(real)]
     head = ["ranks", "strategy", "bits per byte at the end", "when the quickest ends", "kB per rank and step"]
@@ -161,9 +161,7 @@ def _loss(cell: Cell) -> str:
 
 def _loss_after(cell: Cell, seconds: float) -> str:
     """Write what the metric was after so many seconds, on a line between two evaluations."""
-    curves = [
-        [(e.seconds, e.metrics[cell.evidence.metric]) for e in one.run.evaluations] for one in cell.ended.values()
-    ]
+    curves = [[(e.seconds, e.metrics[cell.job.metric]) for e in one.run.evaluations] for one in cell.ended]
     return f"{interval([float(np.interp(seconds, *zip(*curve))) for curve in curves]):.3f}"
 
 
@@ -218,15 +216,15 @@ TABLES: dict[str, Callable[[Path], Table]] = {
 
 
 # --- cells and how they are written -----------------------------------------------------------------------------------
-def _read(folder: Path) -> Evidence:
+def _read(folder: Path) -> JobRuns:
     (found,) = read_jobs([folder])  # all runs of a folder are of one job
     return found
 
 
-def _in_order(findings: Findings) -> list[Cell]:
+def _in_order(findings: Analysis) -> list[Cell]:
     """List the cells that have a result by their names, the reference first, and `splits 4` before `splits 16`."""
     ended = [cell for cell in findings.cells if cell.ended]
-    return sorted(ended, key=lambda cell: (cell.name != findings.evidence.reference, _digits(cell.name)))
+    return sorted(ended, key=lambda cell: (cell.name != findings.job.reference, _digits(cell.name)))
 
 
 def _size(value: str) -> tuple[float, str]:
@@ -238,7 +236,7 @@ def _digits(name: str) -> list[str]:
     return [part.zfill(4) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _cells(findings: Findings) -> dict[tuple[str, int], Cell]:
+def _cells(findings: Analysis) -> dict[tuple[str, int], Cell]:
     return {(cell.name, cell.ranks): cell for cell in _in_order(findings)}
 
 
@@ -256,28 +254,24 @@ def _bytes(cell: Cell) -> float:
     return fmean(cell["bytes_per_step"].values())
 
 
-def _target(findings: Findings) -> str:
-    return f"{100 * findings.evidence.target:.0f} %"
+def _target(findings: Analysis) -> str:
+    return f"{100 * findings.job.target:.0f} %"
 
 
 def _accuracy(cell: Cell) -> str:
     return f"{interval([100 * value for value in cell.final.values()]):.2f}"
 
 
-def _contrast(findings: Findings, cell: Cell) -> Contrast | None:
+def _contrast(findings: Analysis, cell: Cell) -> Contrast | None:
     return next((found for found in findings.contrasts if found.cell is cell), None)
 
 
-def _gap(findings: Findings, cell: Cell) -> str:
+def _gap(findings: Analysis, cell: Cell) -> str:
     """Write by how many points a cell's accuracy is above the reference's; nothing for that itself."""
     found = _contrast(findings, cell)
     if found is None or found.better is None:
         return ""
-    return f"{_half(found.better, 100):+.2f}{_star(cell, found.p_better)}"
-
-
-def _half(effect: Effect, factor: float) -> Interval:
-    return Interval(factor * effect.mean, factor * (effect.high - effect.low) / 2)
+    return f"{found.better.scaled(100):+.2f}{_star(found.p_better)}"
 
 
 def _seconds(cell: Cell) -> str:
@@ -308,7 +302,7 @@ def _spent(cell: Cell) -> list[float]:
     return [n_bytes / 1e6 for n_bytes in cell["bytes_to_target"].values()]
 
 
-def _sooner(findings: Findings, cell: Cell) -> str:
+def _sooner(findings: Analysis, cell: Cell) -> str:
     """Write how many times sooner than the reference a cell met the target."""
     found = _contrast(findings, cell)
     if found is None or found.sooner is None:
@@ -316,12 +310,12 @@ def _sooner(findings: Findings, cell: Cell) -> str:
     sooner = found.sooner
     if not sooner.low < sooner.high:  # one seed
         return f"{sooner.mean:.2f}"
-    return f"{sooner.mean:.2f} ({sooner.low:.2f} to {sooner.high:.2f}){_star(cell, found.p_sooner)}"
+    return f"{sooner.mean:.2f} ({sooner.low:.2f} to {sooner.high:.2f}){_star(found.p_sooner)}"
 
 
-def _star(cell: Cell, p: float) -> str:
-    """Mark what is real; two seeds are too few to say, as they may differ by the same number by chance."""
-    return "*" * (p < SIGNIFICANT and len(cell.ended) > 2)
+def _star(p: float) -> str:
+    """Mark what is real; of fewer than three seeds there is no p."""
+    return "*" * (p < SIGNIFICANT)
 
 
 def main(

@@ -586,10 +586,13 @@ def test_a_report_of_several_runs(hpcdist):
     assert (status, err) == (0, "") and rows[0] == "runs, runs/a: 2 runs; one run of each kind".split()
     assert ["allreduce", "4", "0.9876", "500", "2", "–", "1.25", "5", "12.3", "kB", "0.250"] in rows
     assert ["gossip_pull", "4", "0.5000", "500", "2", "1.5000", "1.25", "5", "12.3", "kB", "0.250"] in rows
-    assert out.count("allreduce") == 1 and "\x1b" not in out, "each run once"
+    assert out.count(" allreduce ") == 1 and "\x1b" not in out, "each run once"
+    assert out.endswith("In this seed `allreduce` was the fastest (final accuracy 98.76 %).\n\n")
     _write_summary("runs/it", seed=1)
+    assert "runs: 3 runs; means over the seeds" in hpcdist("report", "runs")[1]
+    _write_summary("runs/more", seed=2)
     out = hpcdist("report", "runs")[1]
-    assert "runs: 3 runs; means and 95 % intervals over the seeds" in out and "0.9876 ± 0.0000" in out
+    assert "runs: 4 runs; means and 95 % intervals over the seeds" in out and "0.9876 ± 0.0000" in out
     _write_summary("it", ranks="four")
     status, _, err = hpcdist("report", "it")
     assert status == 1 and "it/summary.json must hold the fields of a run's summary; got ranks" in err
@@ -599,9 +602,9 @@ def test_the_columns_and_the_order_of_a_report(hpcdist):
     for name, batch, seconds in (("a", 8, 3.0), ("b", 16, 1.0), ("c", 32, 2.0)):
         evidence.write_run(Path("runs", name), batch=batch, seconds=seconds)
     out = hpcdist("report", "runs", "--columns", "batch_size, wall_s", "--sort", "samples_per_s")[1]
-    assert [line.split() for line in out.splitlines()[-4:-1]] == [["16", "1"], ["32", "2"], ["8", "3"]]
+    assert [line.split() for line in out.splitlines()[-6:-3]] == [["16", "1"], ["32", "2"], ["8", "3"]]
     out = hpcdist("report", "runs", "--columns", "name,folder", "--sort", "setting.batch_size")[1]
-    head, _, *rows = [line.split() for line in out.splitlines()[-6:-1]]
+    head, _, *rows = [line.split() for line in out.splitlines()[-8:-3]]
     assert head == ["allreduce", "(batch_size", "…)", "runs/…"], "all names and folders begin like this"
     assert rows == [["8", "a"], ["16", "b"], ["32", "c"]]
     for option in ("--columns", "--sort"):
@@ -636,10 +639,12 @@ def test_a_report_has_a_table_for_each_job(hpcdist):
         for splits in (1, 2):
             evidence.write_run(Path(job, str(splits)), "softsync", job=f"{job}.py", splits=splits, batch=len(job))
     out = hpcdist("report", ".", "--target", "accuracy=0.97")[1]
-    assert [line for line in out.splitlines() if ":" in line] == [
+    assert [line for line in out.splitlines() if " runs; " in line] == [
         f"{job}: 2 runs; one run of each kind" for job in ("digits", "letters")
     ]
-    assert out.count("softsync (splits …)") == 2 and "batch_size" not in out, "names are of what differs within a job"
+    assert out.count("\n softsync (splits …)") == 2 and "batch_size" not in out, (
+        "names are of what differs within a job"
+    )
     assert len(list(csv.DictReader(hpcdist("report", ".", "--csv")[1].splitlines()))) == 4
 
 

@@ -65,6 +65,7 @@ class Summary(BaseModel):
     samples: Count = Field(description="whose gradients were computed, all ranks together")
     wall_s: float = Field(ge=0)
     metrics: dict[str, float] = Field(description="evaluated at the end on the mean of the ranks' parameters")
+    test_samples: Positive | None = Field(None, description="of which the metrics are; none in older versions")
     best: Best | None = Field(None, description="none where no evaluation had a finite metric, and in older versions")
     stopped_early: str | None = Field(None, description="why the run ended before its epochs and its budget")
     staleness: Staleness
@@ -192,7 +193,6 @@ def load_summary(path: str | Path) -> Summary:
         DataError: the file is missing, no JSON, or not a summary.
     """
     file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
-    summary = read_checked(file, Summary, RULE, "Write it again from the records.")
-    if summary is None:
+    if (summary := read_checked(file, Summary, RULE, "Write it again from the records.")) is None:
         raise DataError(f"{file} must exist; got nothing there. Has the run ended?")
     return summary

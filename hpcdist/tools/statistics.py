@@ -1,63 +1,83 @@
-"""Means and what they are worth."""
+"""Means, differences and ratios over seeds, with their confidence intervals."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, stdev, variance
+from dataclasses import dataclass, replace
+from statistics import fmean, variance
 from typing import TypeVar
-
-from scipy.special import stdtr, stdtrit  # Student's t and its quantile; scipy.stats takes a second to import
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)  # a seed
+I = TypeVar("I", bound="Interval")  # noqa: E741
+
+LEAST_SEEDS = 3  # for an interval and a p: two values that happen to be equal would show no noise at all
+SYMMETRIC = 1e-6  # relative difference of an interval's halves, which rounding leaves
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and half the width of its confidence interval; NaN where one value leaves it unknown."""
+    """A mean and its confidence interval, whose ends are NaN where fewer than LEAST_SEEDS values leave it unknown."""
 
     mean: float
-    half: float
+    low: float = math.nan
+    high: float = math.nan
 
     @property
-    def low(self) -> float:
-        return self.mean - self.half
+    def half(self) -> float:
+        return (self.high - self.low) / 2
 
     @property
-    def high(self) -> float:
-        return self.mean + self.half
+    def is_symmetric(self) -> bool:
+        return math.isclose(self.mean - self.low, self.high - self.mean, rel_tol=SYMMETRIC)
+
+    def clipped(self: I, least: float, most: float) -> I:
+        """Return the same with an interval that lies between two bounds, such as 0 and 1 of a share."""
+        return replace(self, low=max(self.low, least), high=min(self.high, most))  # NaN stays
+
+    def scaled(self, factor: float) -> Interval:
+        return Interval(factor * self.mean, factor * self.low, factor * self.high)
 
     def __format__(self, spec: str) -> str:
         mean = f"{self.mean:{spec}}"
-        return mean if math.isnan(self.half) else f"{mean} ± {self.half:{spec.lstrip('+')}}"
-
-
-def interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Estimate the mean of independent values and its confidence interval, as of normally distributed ones.
-
-    Reference: Student, "The probable error of a mean", 1908.
-    """
-    n = len(values)
-    if n < 2:
-        return Interval(fmean(values), math.nan)
-    return Interval(fmean(values), float(stdtrit(n - 1, (1 + confidence) / 2)) * stdev(values) / math.sqrt(n))
+        if math.isnan(self.low):
+            return mean
+        if self.low < self.high and not self.is_symmetric:
+            return f"{mean} ({self.low:.3g} to {self.high:.3g})"
+        return f"{mean} ± {self.half:{spec.lstrip('+')}}"
 
 
 @dataclass(frozen=True)
-class GeometricMean:
-    """A geometric mean and its confidence interval, whose ends are NaN where one value leaves it unknown."""
+class Effect(Interval):
+    """A difference or a ratio of two means, with its confidence interval.
 
-    geometric_mean: float
-    low: float
-    high: float
+    Attributes:
+        p: the probability that values which do not differ look at least as different; NaN, like the interval, where
+            fewer than LEAST_SEEDS values leave the noise unknown.
+        paired: whether values were compared with those of the same seed.
+    """
+
+    p: float = math.nan
+    paired: bool = False
 
 
-def geometric(values: Sequence[float]) -> GeometricMean:
+def interval(values: Sequence[float], confidence: float = 0.95, *, least_variance: float = 0.0) -> Interval:
+    """Estimate the mean of independent values and its confidence interval, as of normally distributed ones.
+
+    Args:
+        least_variance: of one value, where more is known of it than the values show.
+
+    Reference: Student, "The probable error of a mean", 1908.
+    """
+    low, high, _ = _students(fmean(values), _variance(values, least_variance), len(values) - 1.0, confidence)
+    return Interval(fmean(values), low, high)
+
+
+def geometric(values: Sequence[float]) -> Interval:
     """Estimate the geometric mean of positive values: the mean of their logarithms, as ratios of times are of these."""
     logs = interval([math.log(value) for value in values])
-    return GeometricMean(*map(math.exp, (logs.mean, logs.low, logs.high)))
+    return Interval(*map(math.exp, (logs.mean, logs.low, logs.high)))
 
 
 def first_reaching(moments: Iterable[tuple[T, float]], target: float, higher_is_better: bool) -> T | None:
@@ -66,29 +86,14 @@ def first_reaching(moments: Iterable[tuple[T, float]], target: float, higher_is_
     return next((moment for moment, value in moments if sign * value >= sign * target), None)
 
 
-# --- tests of differences ---------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Effect:
-    """A difference or a ratio of two means, with its confidence interval.
-
-    Attributes:
-        p: the probability that values which do not differ look at least as different; NaN, like the interval, where
-            one value leaves the noise unknown.
-        paired: whether values were compared with those of the same seed.
-    """
-
-    mean: float
-    low: float
-    high: float
-    p: float
-    paired: bool
-
-
-def effect(values: Mapping[K, float], others: Mapping[K, float], confidence: float = 0.95) -> Effect:
+def effect(
+    values: Mapping[K, float], others: Mapping[K, float], confidence: float = 0.95, *, least_variance: float = 0.0
+) -> Effect:
     """Estimate by how much values are above others: pair by pair where both have the same seeds, or else as two groups.
 
     Args:
         values, others: by seed.
+        least_variance: of the difference of two values, where more is known of it than the values show.
 
     Reference: B. L. Welch, "The generalization of 'Student's' problem when several different population variances are
     involved", 1947.
@@ -96,32 +101,52 @@ def effect(values: Mapping[K, float], others: Mapping[K, float], confidence: flo
     paired = values.keys() == others.keys()
     if paired:
         differences = [value - others[seed] for seed, value in values.items()]
-        mean, parts, degrees = fmean(differences), [variance_of_mean(differences)], len(differences) - 1.0
+        mean, error, degrees = fmean(differences), _variance(differences, least_variance), len(differences) - 1.0
     else:
         mean = fmean(values.values()) - fmean(others.values())
-        parts = [variance_of_mean(list(values.values())), variance_of_mean(list(others.values()))]
-        sizes = [len(values), len(others)]
-        below = sum(part**2 / (size - 1) for part, size in zip(parts, sizes) if size > 1)
-        degrees = sum(parts) ** 2 / below if below > 0 else min(sizes) - 1.0
-    error = math.sqrt(sum(parts))
-    if math.isnan(error):
-        return Effect(mean, math.nan, math.nan, math.nan, paired)
-    if error == 0:
-        return Effect(mean, mean, mean, float(mean == 0), paired)
-    half = float(stdtrit(degrees, (1 + confidence) / 2)) * error
-    return Effect(mean, mean - half, mean + half, 2 * float(stdtr(degrees, -abs(mean) / error)), paired)
-
-
-def variance_of_mean(values: Sequence[float]) -> float:
-    """Estimate the variance of the mean of independent values; NaN for one."""
-    return variance(values) / len(values) if len(values) > 1 else math.nan
+        groups = [list(values.values()), list(others.values())]
+        parts = [_variance(group, least_variance / 2) for group in groups]
+        below = sum(part**2 / (len(group) - 1) for part, group in zip(parts, groups) if len(group) > 1)
+        error = sum(parts)
+        degrees = error**2 / below if below > 0 else min(map(len, groups)) - 1.0
+    low, high, p = _students(mean, error, degrees, confidence)
+    return Effect(mean, low, high, p, paired)
 
 
 def ratio_of(values: Mapping[K, float], others: Mapping[K, float]) -> Effect:
     """Estimate how many times others values are, as `effect` of their logarithms."""
     ours, theirs = ({seed: math.log(value) for seed, value in group.items()} for group in (values, others))
     found = effect(ours, theirs)
-    return Effect(math.exp(found.mean), math.exp(found.low), math.exp(found.high), found.p, found.paired)
+    return replace(found, mean=math.exp(found.mean), low=math.exp(found.low), high=math.exp(found.high))
+
+
+def _variance(values: Sequence[float], least: float) -> float:
+    """Estimate the variance of the mean of independent values; NaN for fewer than LEAST_SEEDS."""
+    return max(variance(values), least) / len(values) if len(values) >= LEAST_SEEDS else math.nan
+
+
+def _students(mean: float, error: float, degrees: float, confidence: float) -> tuple[float, float, float]:
+    """Return the ends of the confidence interval of a mean with this variance, and the p of its distance from 0."""
+    if math.isnan(error):
+        return math.nan, math.nan, math.nan
+    if error == 0:  # of values that a rule computes, such as virtual seconds: there is no noise
+        return mean, mean, float(mean == 0)
+    from scipy.stats import t  # takes most of a second to import
+
+    low, high = t.interval(confidence, degrees, mean, math.sqrt(error))
+    return float(low), float(high), 2 * float(t.sf(abs(mean) / math.sqrt(error), degrees))
+
+
+def binomial_variance(share: float, tested: int) -> float:
+    """Return the variance of a share of so many samples: of those that are right, or that one model alone gets right.
+
+    Two more are taken as right, and two as wrong, so that it is not 0 where none is.
+
+    Reference: A. Agresti, B. A. Coull, "Approximate is better than 'exact' for interval estimation of binomial
+    proportions", 1998.
+    """
+    near = (share * tested + 2) / (tested + 4)
+    return near * (1 - near) / tested
 
 
 def holm(ps: Sequence[float]) -> list[float]:

@@ -370,7 +370,7 @@ class Trainer:
         stopped = None if reason is None else f"stopped early at step {self.position.step}: {reason}"
         return self.log.summarise(
             sha256, int(pending), workers=len(self.workers), cut=list(self.replica.cut), best=self._best(),
-            stopped_early=stopped,
+            stopped_early=stopped, test_samples=len(self._test),
         )  # fmt: skip
 
     def _best(self) -> dict[str, Any] | None:

@@ -36,7 +36,7 @@ import typer
 from matplotlib.figure import Figure
 
 from hpcdist.tools.compare.plan import ComparedCell
-from hpcdist.tools.statistics import GeometricMean, geometric
+from hpcdist.tools.statistics import LEAST_SEEDS, Interval, geometric
 from kit import plots
 from kit.cells import CellRuns, EndedRun, declare_cell
 from kit.hosted import HostedLauncher
@@ -129,7 +129,7 @@ class Outcome:
         return self.run.settings["target"]
 
     @property
-    def target_s(self) -> GeometricMean | None:
+    def target_s(self) -> Interval | None:
         """Average the seconds of training until the first look at or above the target; None if a seed had none."""
         if any(run.curve[-1].metrics["accuracy"] < self.target for run in self.runs):
             return None
@@ -178,17 +178,17 @@ class Results:
         """Compute how many times sooner than dense all-reduce it reaches the target on the same network."""
         dense = next(o for o in self.on(outcome.network) if o.setup == DENSE)
         ours, theirs = outcome.target_s, dense.target_s
-        return None if ours is None or theirs is None else theirs.geometric_mean / ours.geometric_mean
+        return None if ours is None or theirs is None else theirs.mean / ours.mean
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Make the table: one row per setup and network."""
         for outcome in self.outcomes:
             target_s, sooner = outcome.target_s, self.sooner(outcome)
-            known = target_s is not None and len(outcome.runs) > 1
+            known = target_s is not None and len(outcome.runs) >= LEAST_SEEDS
             yield {
                 "network": str(outcome.network),
                 "setup": outcome.setup,
-                "target [s]": "not reached" if target_s is None else f"{target_s.geometric_mean:.2f}",
+                "target [s]": "not reached" if target_s is None else f"{target_s.mean:.2f}",
                 "95 %": f"{target_s.low:.2f} to {target_s.high:.2f}" if known else "",
                 "- s": f"{outcome.resolution_s:.2f}",
                 "sooner": "" if sooner is None else f"{sooner:.1f} x",

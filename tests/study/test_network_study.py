@@ -138,7 +138,8 @@ def test_the_table_and_the_answers(study):
 
 def test_several_seeds_have_a_geometric_mean_and_an_interval(study):
     one, other = (outcome(study, "allreduce", seconds, 5.0) for seconds in (40.0, 62.5))
-    found = study.Results([replace(one, runs=[one.run, other.run]), outcome(study, "strom", 5.0, 0.5)])
+    between = outcome(study, "allreduce", 50.0, 5.0)
+    found = study.Results([replace(one, runs=[one.run, other.run, between.run]), outcome(study, "strom", 5.0, 0.5)])
     dense, strom = found.rows()
     assert dense["target [s]"] == "50.00" and strom["sooner"] == "10.0 x"
     low, high = map(float, dense["95 %"].split(" to "))

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from hpcdist.tools.statistics import effect, holm, interval, ratio_of
+from hpcdist.tools.statistics import binomial_variance, effect, holm, interval, ratio_of
 from kit.pairs import difference, excludes, ratio
 
 
@@ -15,12 +15,28 @@ def test_the_interval_is_students_and_unknown_of_one_value():
     found = interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert found.mean == 3.0
     assert found.half == pytest.approx(2.7764451 * math.sqrt(2.5 / 5)), "t of 4 degrees of freedom, from a table"
-    assert (found.low, found.high) == (3.0 - found.half, 3.0 + found.half)
+    assert (found.low, found.high) == pytest.approx((3.0 - found.half, 3.0 + found.half))
     assert f"{found:.2f}" == "3.00 ± 1.96" and f"{interval([1.0, 2.0, 3.0]):+.1f}" == "+2.0 ± 2.5"
     assert excludes(found, 1.0) and excludes(found, 5.0) and not excludes(found, 2.0)
-    one = interval([2.0])
-    assert one.mean == 2.0 and math.isnan(one.half) and math.isnan(one.low) and not excludes(one, 0.0)
-    assert f"{one:.1f}" == "2.0"
+    for values in ([2.0], [2.0, 2.0]):
+        found = interval(values)
+        assert found.mean == 2.0 and math.isnan(found.half) and math.isnan(found.low) and not excludes(found, 0.0)
+        assert f"{found:.1f}" == "2.0"
+
+
+def test_an_interval_that_ends_at_a_bound_is_written_with_both_ends():
+    found = interval([0.9, 1.0, 0.95]).clipped(0.0, 1.0)
+    assert found.high == 1.0 and f"{found:.3f}" == "0.950 (0.826 to 1)"
+    assert math.isnan(interval([0.9, 1.0]).clipped(0.0, 1.0).high)
+
+
+def test_equal_shares_have_the_noise_of_their_test_set():
+    for share, low in ((1.0, 0.9905), (0.98, 0.9595)):
+        found = interval([share] * 3, least_variance=binomial_variance(share, 360))
+        assert found.low == pytest.approx(low, abs=2e-4), "z of 4.3 and a standard error of at least sqrt(p(1-p)/n/3)"
+    assert interval([0.9, 0.8, 0.7], least_variance=1e-9) == interval([0.9, 0.8, 0.7])
+    one_sample_more = effect({0: 0.5, 1: 0.5, 2: 0.5}, {0: 0.49, 1: 0.49, 2: 0.49}, least_variance=0.01 * 0.99 / 100)
+    assert one_sample_more.low < 0 < one_sample_more.high and one_sample_more.p == pytest.approx(0.22, abs=0.02)
 
 
 def test_it_holds_the_true_mean_as_often_as_it_says():
@@ -52,18 +68,22 @@ def test_runs_of_other_seeds_are_compared_as_groups():
 
 
 def test_a_ratio_is_that_of_logarithms():
-    found = ratio_of({0: 2.0, 1: 8.0}, {0: 1.0, 1: 2.0})
-    half = 12.7062047 * math.log(2) / 2  # t of one degree of freedom; logarithms are log 2 and 2 log 2
-    assert found.mean == pytest.approx(2**1.5)
-    assert (found.low, found.high) == pytest.approx((2**1.5 * math.exp(-half), 2**1.5 * math.exp(half)))
+    found = ratio_of({0: 2.0, 1: 8.0, 2: 8.0}, {0: 1.0, 1: 2.0, 2: 1.0})
+    half = 4.3026527 * math.log(2) / math.sqrt(3)  # t of two degrees of freedom; logarithms are 1, 2 and 3 log 2
+    assert found.mean == pytest.approx(4.0)
+    assert (found.low, found.high) == pytest.approx((4 * math.exp(-half), 4 * math.exp(half)))
 
 
-def test_one_pair_tells_nothing_and_equal_pairs_tell_all():
-    one = effect({0: 2.0}, {0: 1.0})
-    assert one.mean == 1.0 and math.isnan(one.low) and math.isnan(one.p)
-    assert math.isnan(effect({0: 2.0}, {1: 1.0, 2: 1.5}).p)
-    assert effect({0: 2.0, 1: 3.0}, {0: 1.0, 1: 2.0}).p == 0.0
-    assert effect({0: 2.0, 1: 3.0}, {0: 2.0, 1: 3.0}).p == 1.0
+def test_fewer_than_three_seeds_tell_nothing():
+    for values, others in (({0: 2.0}, {0: 1.0}), ({0: 2.0, 1: 3.0}, {0: 1.0, 1: 2.0}), ({0: 2.0, 1: 2.0}, {2: 1.0})):
+        found = effect(values, others)
+        assert found.mean == 1.0 and math.isnan(found.low) and math.isnan(found.high) and math.isnan(found.p)
+    assert math.isnan(effect({0: 2.0, 1: 3.0, 2: 4.0}, {0: 1.0, 4: 2.0}).p), "of either side"
+
+
+def test_differences_that_a_rule_computes_have_no_noise():
+    assert effect({0: 2.0, 1: 3.0, 2: 4.0}, {0: 1.0, 1: 2.0, 2: 3.0}).p == 0.0
+    assert effect({0: 2.0, 1: 3.0, 2: 4.0}, {0: 2.0, 1: 3.0, 2: 4.0}).p == 1.0
 
 
 def test_holms_correction():

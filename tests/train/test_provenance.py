@@ -25,8 +25,8 @@ from hpcdist.config import differing
 from hpcdist.errors import CheckpointError, ConfigError, DataError
 from hpcdist.records import Evaluation, RunRecord, Start, keep_evaluations, load_run, read_evaluations, run
 from hpcdist.tools import cli
-from hpcdist.tools.report.evidence import read_jobs
-from hpcdist.tools.report.findings import analyse
+from hpcdist.tools.report.analysis import analyse
+from hpcdist.tools.report.results import read_jobs
 from hpcdist.tools.report.verdict import judge
 from hpcdist.tools.runs import Run
 from hpcdist.train import Trainer, load_job, runs

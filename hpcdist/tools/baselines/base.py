@@ -238,7 +238,7 @@ class BaselineTrainer:
         self.log.flush()
         self.comm.barrier()
         remarks = [*self._library.remarks, "bytes are those of a ring all-reduce: the library does not tell them"]
-        return self.log.summarise(digest(self._module.parameters()), 0, remarks=remarks)
+        return self.log.summarise(digest(self._module.parameters()), 0, remarks=remarks, test_samples=len(self._test))
 
     def close(self) -> None:
         """Collective. End the library, and close files."""

@@ -47,8 +47,8 @@ def report(
     from pydantic_core import to_json
 
     from hpcdist.tools.report import table
-    from hpcdist.tools.report.evidence import read_jobs
-    from hpcdist.tools.report.findings import analyse
+    from hpcdist.tools.report.analysis import analyse
+    from hpcdist.tools.report.results import read_jobs
 
     if as_json and as_csv:
         raise ConfigError("--json must be given without --csv; got both. Give one of the two.")

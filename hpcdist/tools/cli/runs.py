@@ -151,8 +151,8 @@ def compare(names: Names) -> None:
     Example: hpcdist runs compare digits-allreduce-4-1 digits-gossip_pull-4-1
     """
     from hpcdist.tools.report import table
-    from hpcdist.tools.report.evidence import read_jobs
-    from hpcdist.tools.report.findings import analyse
+    from hpcdist.tools.report.analysis import analyse
+    from hpcdist.tools.report.results import read_jobs
 
     table.show(table.tables([analyse(job) for job in read_jobs([_find(name) for name in names])]))
 

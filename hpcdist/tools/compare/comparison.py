@@ -24,9 +24,9 @@ from hpcdist.tools.compare.experiment import Comparison
 from hpcdist.tools.compare.folder import require_same, write
 from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, cells, mean_metric, plan
 from hpcdist.tools.compare.run_all import MadeRuns, Runner, missing
-from hpcdist.tools.report.evidence import read_jobs
-from hpcdist.tools.report.findings import Findings, analyse
+from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.page import sections_of
+from hpcdist.tools.report.results import read_jobs
 from hpcdist.tools.report.table import show, tables, write_csv
 from hpcdist.tools.report.verdict import judge
 from hpcdist.tools.report.wording import count
@@ -183,13 +183,13 @@ class ComparedRuns(MadeRuns):
     # --- results ------------------------------------------------------------------------------------------------------
     def show_table(self) -> None:
         """Show the report's table, a row for each cell."""
-        show(tables([analyse(evidence) for evidence in read_jobs([self.folder])]))
+        show(tables([analyse(job) for job in read_jobs([self.folder])]))
 
     @cached_property
     def table(self) -> DataFrame:
         """Return a row for each kind of run, with the columns of `hpcdist report --csv`."""
         text = io.StringIO()
-        write_csv(tables([self._findings]), text)
+        write_csv(tables([self._analysis]), text)
         return pd.read_csv(io.StringIO(text.getvalue()))
 
     @cached_property
@@ -200,18 +200,18 @@ class ComparedRuns(MadeRuns):
     @cached_property
     def verdict(self) -> str:
         """Return the answer of the report, in a sentence or two."""
-        return judge(self._findings).headline
+        return judge(self._analysis).headline
 
     @cached_property
     def figures(self) -> dict[str, Any]:
         """Return the report's figures, matplotlib's, by their names."""
-        found = [drawn for section in sections_of(self._findings) for of in section.figures.values() for drawn in of]
+        found = [drawn for section in sections_of(self._analysis) for of in section.figures.values() for drawn in of]
         return {drawn.name: drawn.figure for drawn in found}
 
     @cached_property
-    def _findings(self) -> Findings:
-        (evidence,) = read_jobs([self.folder])
-        return analyse(evidence)
+    def _analysis(self) -> Analysis:
+        (job,) = read_jobs([self.folder])
+        return analyse(job)
 
 
 def search_within(

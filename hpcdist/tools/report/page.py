@@ -22,9 +22,9 @@ from hpcdist.errors import require_packages
 from hpcdist.records import now, own_cores, writing
 from hpcdist.registry import catalogue
 from hpcdist.tools.report import wording
-from hpcdist.tools.report.evidence import Progress, read_jobs
-from hpcdist.tools.report.findings import Cell, Findings, analyse
-from hpcdist.tools.report.table import as_value
+from hpcdist.tools.report.analysis import Analysis, analyse
+from hpcdist.tools.report.results import JobRuns, Progress, read_jobs
+from hpcdist.tools.report.table import as_value, asked_of
 from hpcdist.tools.report.verdict import Verdict, judge
 from hpcdist.tools.runs import SWEEP
 from hpcdist.version import __version__
@@ -60,7 +60,7 @@ def write(
     target: tuple[str, float] | None = None,
     progress: Progress = lambda items, title: items,
 ) -> Path:
-    """Write the report on a comparison's folder, or on any folders of runs; return the page.
+    """Write the report on a comparison's folder, a sweep's, or any folders of runs; return the page.
 
     Args:
         output: folder for `index.html`, `figures`, `runs.csv` and `runs.json`; None is `report` in the first folder.
@@ -79,36 +79,61 @@ def write(
 
     folders = [folder] if isinstance(folder, Path) else list(folder)
     output = folders[0] / "report" if output is None else output
-    if len(folders) == 1 and (folders[0] / SWEEP).exists():
-        return _write_sweep(folders[0], output)
-    jobs = [analyse(job) for job in read_jobs(folders, target)]
-    verdicts = list(map(judge, jobs))
-    for one in progress([one for findings in jobs for one in findings.evidence.runs], "reading steps"):
-        one.curves  # noqa: B018 - they are read on first use
     page = output / "index.html"
     with warnings.catch_warnings(), matplotlib.style.context(["default", STYLE]), writing(page):
         # In names. A browser has them; only in the PNG files there is a box.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        sections = [
-            _unique(sections_of(findings), i) if i else sections_of(findings) for i, findings in enumerate(jobs)
-        ]
-        drawn = _write_figures(output, [section for of_job in sections for section in of_job], progress)
-        rows = [row for findings in jobs for row in findings.rows]
-        with open(output / "runs.csv", "w", newline="", encoding="utf-8") as lines:
-            writer = csv.DictWriter(lines, list(dict.fromkeys(key for row in rows for key in row)))
-            writer.writeheader()
-            writer.writerows(rows)
-        content = {"version": VERSION, "jobs": list(map(numbers, jobs, verdicts))}
-        (output / "runs.json").write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
-        told = [
-            {"name": findings.evidence.job or "jobs that are not written down", "facts": _facts(findings)}
-            | {"verdict": verdict, "sections": of_job, "runs": len(findings.evidence.runs)}
-            for findings, verdict, of_job in zip(jobs, verdicts, sections, strict=True)
-        ]
-        virtual = [one.virtual for findings in jobs for one in findings.evidence.runs]
-        text = _render("Which strategy?", jobs[0].evidence.title, told, drawn, ["runs.csv", "runs.json"], virtual)
+        if len(folders) == 1 and (folders[0] / SWEEP).exists():
+            text = _page_of_sweep(folders[0], output)
+        else:
+            text = _page_of_jobs(list(map(analyse, read_jobs(folders, target))), output, progress)
         page.write_text(text, "utf-8")
     return page
+
+
+def _page_of_jobs(jobs: Sequence[Analysis], output: Path, progress: Progress) -> str:
+    """Write the figures and the numbers of jobs; return the page on them."""
+    runs = [one for analysis in jobs for one in analysis.job.runs]
+    for one in progress(runs, "reading steps"):
+        one.curves  # noqa: B018 - they are read on first use
+    sections = [sections_of(analysis, f"job-{number}-" * (number > 1)) for number, analysis in enumerate(jobs, 1)]
+    drawn = _write_figures(output, [section for of_job in sections for section in of_job], progress)
+    rows = [row for analysis in jobs for row in analysis.rows]
+    with open(output / "runs.csv", "w", newline="", encoding="utf-8") as lines:
+        writer = csv.DictWriter(lines, list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+    verdicts = list(map(judge, jobs))
+    content = {"version": VERSION, "jobs": list(map(numbers, jobs, verdicts))}
+    (output / "runs.json").write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
+    told = [
+        {"name": analysis.job.name or "jobs that are not written down", "facts": _facts(analysis.job)}
+        | {"verdict": verdict, "sections": of_job, "runs": len(analysis.job.runs)}
+        for analysis, verdict, of_job in zip(jobs, verdicts, sections, strict=True)
+    ]
+    virtual = {one.virtual for one in runs}
+    some = "" if virtual == {False} else "all" if virtual == {True} else "some"
+    return _render("Which strategy?", jobs[0].job.title, told, drawn, ["runs.csv", "runs.json"], virtual=some)
+
+
+def _page_of_sweep(folder: Path, output: Path) -> str:
+    """Write the figures and the numbers of a sweep; return the page on it."""
+    from hpcdist.tools.report.sweep import judge_sweep, read_sweep, sections_of_sweep
+
+    found = read_sweep(folder)
+    sections = sections_of_sweep(found)
+    drawn = _write_figures(output, sections, lambda items, title: items)
+    content = {"version": VERSION, **found.model_dump()}
+    (output / SWEEP).write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
+    facts = {
+        "metric": f"{found.metric} ({'higher' if found.higher_is_better else 'lower'} is better)",
+        "strategy": f"`{found.strategy}` on {wording.count(found.ranks, 'rank')}",
+        "sampler": found.sampler,
+        "pruner": found.pruner,
+        "trials": f"{len(found.complete)} of {len(found.trials)} with the whole budget",
+    }
+    job = {"name": found.job, "facts": facts, "verdict": judge_sweep(found), "sections": sections}
+    return _render("Which settings?", found.job, [job | {"runs": len(found.trials)}], drawn, [SWEEP])
 
 
 def _write_figures(output: Path, sections: Sequence[Section], progress: Progress) -> dict[str, str]:
@@ -141,67 +166,29 @@ def _write_figure(number: int, folder: Path) -> str:
     return text
 
 
-def _write_sweep(folder: Path, output: Path) -> Path:
-    """Write the page on a sweep, with its figures and `sweep.json`; return the page."""
-    import matplotlib.style
-
-    from hpcdist.tools.report.figures.base import STYLE
-    from hpcdist.tools.report.sweep import judge_sweep, read_sweep, sections_of_sweep
-
-    found, page = read_sweep(folder), output / "index.html"
-    with matplotlib.style.context(["default", STYLE]), writing(page):
-        sections = sections_of_sweep(found)
-        drawn = _write_figures(output, sections, lambda items, title: items)
-        content = {"version": VERSION, **found.model_dump()}
-        (output / SWEEP).write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
-        better = "higher" if found.higher_is_better else "lower"
-        facts = {
-            "metric": f"{found.metric} ({better} is better)",
-            "strategy": f"`{found.strategy}` on {wording.count(found.ranks, 'rank')}",
-            "sampler": found.sampler,
-            "pruner": found.pruner,
-            "trials": f"{len(found.complete)} of {len(found.trials)} with the whole budget",
-        }
-        job = {"name": found.job, "facts": facts, "verdict": judge_sweep(found), "sections": sections}
-        text = _render("Which settings?", found.job, [job | {"runs": len(found.trials)}], drawn, [SWEEP])
-        page.write_text(text, "utf-8")
-    return page
-
-
 # --- the page ---------------------------------------------------------------------------------------------------------
-def sections_of(findings: Findings) -> list[Section]:
-    """Draw all sections that have something to show, in their order; those of other packages last."""
+def sections_of(analysis: Analysis, prefix: str = "") -> list[Section]:
+    """Draw all sections that have something to show, in their order; those of other packages last.
+
+    Args:
+        prefix: of the names of sections and figures, which are unique in a page with several jobs.
+    """
     from hpcdist.tools.report.figures.base import ReportFigure, ReportTable, Section
 
     sections = []
     kinds = catalogue("figures")
     plugins = [(name, kinds.load(name)) for name in kinds.available()]
     for name, plugin in sorted(plugins, key=lambda one: (getattr(one[1], "ORDER", len(plugins)), one[0])):
-        parts = list(plugin.draw(findings))
+        parts = list(plugin.draw(analysis))
         figures: dict[int | None, list[ReportFigure]] = {}
         for part in parts:
             if isinstance(part, ReportFigure):
-                figures.setdefault(part.ranks, []).append(part)
+                figures.setdefault(part.ranks, []).append(replace(part, name=prefix + part.name))
         tables = [part for part in parts if isinstance(part, ReportTable)]
         remarks = [part for part in parts if isinstance(part, str)]
         if parts:
-            sections.append(Section(name, getattr(plugin, "TITLE", name), figures, tables, remarks))
+            sections.append(Section(prefix + name, getattr(plugin, "TITLE", name), figures, tables, remarks))
     return sections
-
-
-def _unique(sections: Sequence[Section], job: int) -> list[Section]:
-    """Give names that are unique in a page with several jobs to a job's sections and figures."""
-    return [
-        replace(
-            section,
-            name=f"job-{job + 1}-{section.name}",
-            figures={
-                ranks: [replace(one, name=f"job-{job + 1}-{one.name}") for one in of_ranks]
-                for ranks, of_ranks in section.figures.items()
-            },
-        )
-        for section in sections
-    ]
 
 
 def _render(
@@ -210,7 +197,7 @@ def _render(
     jobs: Sequence[Mapping[str, Any]],
     drawn: Mapping[str, str],
     files: Sequence[str],
-    virtual: Sequence[bool] = (),
+    virtual: str = "",
 ) -> str:
     """Render the page.
 
@@ -218,7 +205,7 @@ def _render(
         jobs: each with `name`, `facts`, `verdict`, `sections` and the number of its `runs`.
         drawn: its figures, by their names.
         files: beside it, with its numbers.
-        virtual: whether each run was on virtual ranks.
+        virtual: whether `all` or `some` runs were on virtual ranks.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -238,21 +225,20 @@ def _render(
         files=files,
         shown_reasons=SHOWN_REASONS,
         shown_rows=SHOWN_ROWS,
-        virtual="all" if virtual and all(virtual) else "some" if any(virtual) else "",
+        virtual=virtual,
         written=now(),
         version=__version__,
     )
 
 
-def _facts(findings: Findings) -> dict[str, str]:
+def _facts(job: JobRuns) -> dict[str, str]:
     """List what was asked, for the page's head."""
-    evidence, runs = findings.evidence, [one.run for one in findings.evidence.runs]
-    better = "higher" if evidence.higher_is_better else "lower"
-    target = wording.NONE if evidence.target is None else wording.value(evidence.metric, evidence.target)
-    found = {"metric": f"{evidence.metric} ({better} is better)", "target": target}
-    if evidence.budget:
-        found["budget"] = ", ".join(f"{wording.number(v)} {unit}" for unit, v in evidence.budget.items())
-    found["held against"] = f"`{evidence.reference}`"
+    runs, better = [one.run for one in job.runs], "higher" if job.higher_is_better else "lower"
+    target = wording.NONE if job.target is None else wording.value(job.metric, job.target)
+    found = {"metric": f"{job.metric} ({better} is better)", "target": target}
+    if job.budget:
+        found["budget"] = ", ".join(f"{wording.number(v)} {unit}" for unit, v in job.budget.items())
+    found["held against"] = f"`{job.reference}`"
     found["runs"] = f"{sum(run.ended for run in runs)} of {len(runs)} ended"
     if days := sorted({run.start.started[:10] for run in runs if run.start}):
         found["made"] = " to ".join(dict.fromkeys((days[0], days[-1])))
@@ -260,14 +246,20 @@ def _facts(findings: Findings) -> dict[str, str]:
 
 
 # --- the numbers ------------------------------------------------------------------------------------------------------
-def numbers(findings: Findings, verdict: Verdict) -> dict[str, Any]:
+def numbers(analysis: Analysis, verdict: Verdict) -> dict[str, Any]:
     """Collect all numbers on a job for JSON: runs with their curves, cells, contrasts, scaling, and the verdict."""
-    evidence = findings.evidence
-    asked = ("job", "title", "metric", "higher_is_better", "target", "budget", "reference")
     return {
-        **{key: getattr(evidence, key) for key in asked},
+        **asked_of(analysis.job),
+        "budget": analysis.job.budget,
         "verdict": verdict,
-        "cells": [_cell(cell) for cell in findings.cells],
+        "cells": [
+            {key: getattr(cell, key) for key in ("label", "name", "kind", "ranks", "virtual", "staleness")}
+            | {"runs": len(cell.runs), "ended": len(cell.ended), "reached": len(cell.seconds_to_target)}
+            | {"final": as_value(cell.final_mean)}
+            | {"seconds_to_target": as_value(cell.mean_seconds_to_target, "seconds_to_target")}
+            | {"seconds_by_rank": cell.times.to_dict("index")}
+            for cell in analysis.cells
+        ],
         "contrasts": [
             {
                 "cell": contrast.cell.label,
@@ -278,36 +270,23 @@ def numbers(findings: Findings, verdict: Verdict) -> dict[str, Any]:
                 "metric_difference_p_corrected": contrast.p_better,
                 "why_no_ratio": contrast.why,
             }
-            for contrast in findings.contrasts
+            for contrast in analysis.contrasts
         ],
         "scaling": [
-            {key: getattr(row, key) for key in ("kind", "speedup", "efficiency")}
+            {"kind": row.kind, "speedup": row.speedup, "efficiency": row.efficiency}
             | {"cell": row.cell.label, "base": row.base.label}
-            for row in findings.scaling
+            for row in analysis.scaling
         ],
-        "runs": findings.rows,
+        "runs": analysis.rows,
         "curves": {
             str(one.run.folder): {
                 "losses": _points(one.curves.losses),
                 "evaluations": _points(one.curves.evaluations.drop(columns=["step", "epoch", "joules"])),
             }
-            for one in evidence.runs
+            for one in analysis.job.runs
         },
     }
 
 
 def _points(frame: DataFrame) -> list[dict[str, Any]]:
     return frame.rename(columns=lambda name: name.removeprefix("metric.")).to_dict("records")
-
-
-def _cell(cell: Cell) -> dict[str, Any]:
-    return {
-        **{key: getattr(cell, key) for key in ("label", "name", "kind", "ranks", "virtual")},
-        "runs": len(cell.runs),
-        "ended": len(cell.ended),
-        "reached": len(cell.seconds_to_target),
-        "final": as_value(cell.final_mean),
-        "seconds_to_target": cell.mean_seconds_to_target,
-        "staleness": cell.staleness,
-        "seconds_by_rank": cell.times.to_dict("index"),
-    }

@@ -124,7 +124,7 @@ def judge_sweep(found: SweptSettings) -> Verdict:
     headline = f"The best settings: {_described(best)}, with {metric} {wording.value(metric, best.measured)}."
     if len(complete) > 1:
         second = complete[1]
-        gap = wording.gap(metric, abs(best.measured - second.measured), sign=False) + wording.gap_unit(metric)
+        gap = wording.gap(metric, abs(best.measured - second.measured), sign=False)
         reasons.append(f"Next: {_described(second)}, {gap} behind.")
     for key, share in found.importance.items():
         reasons.append(f"`{key}` explains {100 * share:.0f} % of the differences between complete trials.")

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TextIO
 
 from hpcdist.errors import UnknownNameError
 from hpcdist.tools import console
 from hpcdist.tools.report import wording
-from hpcdist.tools.report.evidence import Evidence, is_higher_better
-from hpcdist.tools.report.findings import Cell, Findings, Seed
-from hpcdist.tools.statistics import Effect, GeometricMean, Interval, ratio_of
+from hpcdist.tools.report.analysis import Analysis, Cell
+from hpcdist.tools.report.results import JobRuns, is_higher_better
+from hpcdist.tools.report.verdict import judge
+from hpcdist.tools.statistics import LEAST_SEEDS, Interval, ratio_of
 
 # Columns that are shown without --columns if they say anything, the most important ones first: those before the metric,
 # those behind it, and those behind all other metrics.
@@ -26,39 +27,19 @@ HIGHER_IS_BETTER = ("samples_per_s", "speedup", "samples")
 LEFT_OUT = ("job", "failure")  # of what a run has in `runs.csv`: the table's title tells them
 LISTED = 3  # different texts of the runs of a kind; more are counted
 SEPARATORS, LEAST_CUT = "/(=, ", 4  # behind which texts are cut, and by how many characters at least
-
-
-@dataclass(frozen=True)
-class KindColumn:
-    """A column of the table.
-
-    Attributes:
-        name: for `--columns`, CSV and JSON: that of `runs.csv`, where it has a column for the same of each run.
-        value: of a kind of run: a mean where its runs have numbers, a text, or a number; None if it is not known.
-        text: what is shown of it on a terminal.
-        is_text: its values are no numbers.
-        head: what stands above it on a terminal.
-    """
-
-    name: str
-    value: Callable[[Cell], Interval | GeometricMean | Effect | float | str | None]
-    text: Callable[[Cell], str]
-    is_text: bool = False
-    higher_is_better: bool = False
-    head: str = ""
+Entry = tuple[Interval | float | str | None, str]  # a value, for JSON and CSV, and what a terminal shows of it
 
 
 @dataclass(frozen=True)
 class JobTable:
-    """The table on one job: its kinds of runs, one in each row, and its columns."""
+    """The table on one job: a row for each kind of run, an entry by the name of its column."""
 
-    findings: Findings
-    cells: Sequence[Cell]
-    columns: Sequence[KindColumn]
+    analysis: Analysis
+    rows: Sequence[Mapping[str, Entry]]
 
 
 def tables(
-    jobs: Sequence[Findings], names: Sequence[str] | None = None, sort: str | None = None, *, every: bool = False
+    jobs: Sequence[Analysis], names: Sequence[str] | None = None, sort: str | None = None, *, every: bool = False
 ) -> list[JobTable]:
     """Make a table for each job.
 
@@ -69,8 +50,8 @@ def tables(
     Raises:
         UnknownNameError: no job has such a column.
     """
-    of_jobs = [{column.name: column for column in _columns(findings)} for findings in jobs]
-    known = {_short(name): name for columns in reversed(of_jobs) for name in reversed(columns)}
+    of_jobs = [_rows(analysis) for analysis in jobs]
+    known = {_short(name): name for rows in reversed(of_jobs) for row in rows[:1] for name in reversed(row)}
 
     def named(option: str, name: str) -> str:
         if _short(name) not in known:
@@ -80,51 +61,75 @@ def tables(
     wanted = None if names is None else [named("--columns", name) for name in names]
     key = None if sort is None else named("--sort", sort)
     found = []
-    for findings, columns in zip(jobs, of_jobs, strict=True):
-        chosen = [name for name in columns if every or _is_shown(columns[name], findings)] if wanted is None else wanted
-        cells = list(findings.cells)
+    for analysis, rows in zip(jobs, of_jobs, strict=True):
+        columns = list(rows[0]) if rows else []
+        shown = wanted or [name for name in columns if every or _is_shown(name, rows, analysis.job)]
         if key in columns:
-            cells.sort(key=partial(_place, columns[key]))
-        found.append(JobTable(findings, cells, [columns[name] for name in chosen if name in columns]))
+            rows.sort(key=partial(_place, key, analysis.job))
+        found.append(JobTable(analysis, [{name: row[name] for name in shown if name in row} for row in rows]))
     return found
 
 
 def show(found: Sequence[JobTable]) -> None:
     """Show tables on the terminal, or write them to the file that standard output is."""
     for table in found:
-        heads = {column.name: column.head or _head(column.name) for column in table.columns}
-        texts = {column.name: [column.text(cell) for cell in table.cells] for column in table.columns}
-        left = [column.name for column in table.columns if column.is_text]
+        job, cells = table.analysis.job, table.analysis.cells
+        heads = {name: _head(name) for name in table.rows[0]}
+        if job.target is not None:
+            several = ",\ngeometric mean" if any(len(cell.seconds_to_target) > 1 for cell in cells) else ""
+            heads["time_to_target_s"] = f"seconds\nto {job.target:g}{several}"
+        texts = {name: [row[name][1] for row in table.rows] for name in table.rows[0]}
+        left = [name for name, (value, _) in table.rows[0].items() if isinstance(value, (str, bool))]
         for name in left:
             common, texts[name] = _cut(texts[name])
             heads[name] += f"\n{common}" if common else ""
         rows = [dict(zip(texts, row)) for row in zip(*texts.values())]
-        console.rows(_title(table.findings), rows, heads=heads, left=left, option="--columns")
+        console.rows(_title(table.analysis), rows, heads=heads, left=left, option="--columns")
+        if len(cells) > 1:
+            console.line(f"{judge(table.analysis).headline}\n")
 
 
 def as_data(found: Sequence[JobTable]) -> list[dict[str, Any]]:
     """Return tables for JSON, with numbers that are not rounded: means have the ends of their 95 % intervals."""
-    asked = ("job", "title", "metric", "higher_is_better", "target", "reference")
     return [
-        {key: getattr(table.findings.evidence, key) for key in asked}
-        | {"rows": [{column.name: as_value(column.value(cell)) for column in table.columns} for cell in table.cells]}
+        asked_of(table.analysis.job)
+        | {"verdict": judge(table.analysis).headline}
+        | {"rows": [{name: as_value(value, name) for name, (value, _) in row.items()} for row in table.rows]}
         for table in found
     ]
 
 
+def asked_of(job: JobRuns) -> dict[str, Any]:
+    """Return the question that a job's runs answer, for JSON."""
+    keys = ("title", "metric", "higher_is_better", "target", "reference")
+    return {"job": job.name} | {key: getattr(job, key) for key in keys}
+
+
+def as_value(value: object, name: str = "") -> object:
+    """Return a value of a column for JSON: of a mean its number and the ends of its interval."""
+    if not isinstance(value, Interval):
+        return value
+    mean = "geometric_mean" if name in ("time_to_target_s", "seconds_to_target") else "mean"
+    return {mean: value.mean, "low": value.low, "high": value.high}
+
+
 def write_csv(found: Sequence[JobTable], file: TextIO) -> None:
     """Write the tables of all jobs as one, in which a mean has three columns: NAME, NAME.low and NAME.high."""
-    rows = []
-    for table in as_data(found):
-        for row in table["rows"]:
-            flat = {"job": table["job"]}
-            for name, value in row.items():
-                parts = value if isinstance(value, dict) else {"": value}
-                flat |= {f"{name}.{end}" if end in ("low", "high") else name: part for end, part in parts.items()}
-            rows.append(flat)
+    rows: list[dict[str, Any]] = []
+    for table in found:
+        for row in table.rows:
+            rows.append({"job": table.analysis.job.name})
+            for name, (value, _) in row.items():
+                rows[-1][name] = mean_of(value)
+                if isinstance(value, Interval):
+                    rows[-1] |= {f"{name}.low": value.low, f"{name}.high": value.high}
     writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
+
+
+def mean_of(value: Any) -> Any:
+    return value.mean if isinstance(value, Interval) else value
 
 
 def _head(name: str) -> str:
@@ -132,116 +137,73 @@ def _head(name: str) -> str:
     return _short(name) if "." in name else name.replace("_per_", "\n/").replace("_", "\n")
 
 
-def as_value(value: object) -> object:
-    """Return a value for JSON: of a mean its number and the ends of its interval."""
-    if isinstance(value, GeometricMean):
-        return asdict(value)
-    if isinstance(value, (Interval, Effect)):
-        return {"mean": value.mean, "low": value.low, "high": value.high}
-    return value
-
-
-def _title(findings: Findings) -> str:
-    evidence, failed = findings.evidence, len(findings.failures)
-    said = f"{evidence.job or evidence.title}: {wording.count(len(evidence.runs), 'run')}"
+def _title(analysis: Analysis) -> str:
+    job, failed = analysis.job, len(analysis.failures)
+    said = f"{job.name or job.title}: {wording.count(len(job.runs), 'run')}"
     said += f", {failed} without a result" if failed else ""
-    said += ", on virtual ranks" if all(cell.virtual for cell in findings.cells) else ""
-    several = any(len(cell.ended) > 1 for cell in findings.cells)
-    return f"{said}; {'means and 95 % intervals over the seeds' if several else 'one run of each kind'}"
+    said += ", on virtual ranks" if all(cell.virtual for cell in analysis.cells) else ""
+    most = max(len(cell.ended) for cell in analysis.cells)
+    means = "means and 95 % intervals" if most >= LEAST_SEEDS else "means"
+    return f"{said}; {f'{means} over the seeds' if most > 1 else 'one run of each kind'}"
 
 
 # --- the columns of a job ---------------------------------------------------------------------------------------------
-def _columns(findings: Findings) -> list[KindColumn]:
-    """List all columns of a job, the most important ones first."""
-    evidence, cells = findings.evidence, findings.cells
-    found = [
-        KindColumn("name", lambda cell: cell.name, _name, is_text=True),
-        KindColumn("kind", lambda cell: cell.kind, lambda cell: cell.kind, is_text=True),
-        KindColumn("virtual", lambda cell: cell.virtual, lambda cell: str(cell.virtual).lower(), is_text=True),
-        _number("ranks", lambda cell: cell.ranks, str),
-        KindColumn("runs", lambda cell: len(cell.runs), _runs),
-        _number("ended", lambda cell: len(cell.ended), str),
-        _number("samples_per_s", lambda cell: cell.samples_per_s, "{:.0f}".format),
-        _number("speedup", partial(_speedup, _alone(cells)), wording.times),
-    ]
-    if evidence.target is not None:
-        several = ",\ngeometric mean" if any(len(cell.seconds_to_target) > 1 for cell in cells) else ""
-        head = f"seconds\nto {evidence.target:g}{several}"
-        found.append(KindColumn("time_to_target_s", lambda cell: cell.mean_seconds_to_target, _to_target, head=head))
-        found.append(_number("reached", lambda cell: len(cell.seconds_to_target), str))
-    rows, known = [row for cell in cells for row in cell.rows.values()], {column.name for column in found}
-    for key in dict.fromkeys(key for row in rows for key in row if key not in known and key not in LEFT_OUT):
-        values = [row[key] for row in rows if row.get(key) is not None]
-        is_number = key != "seed" and all(type(value) in (int, float) for value in values)
-        found.append(_mean(key, evidence) if is_number else _listed(key))
-    metrics = [column.name for column in found if column.name.startswith("metric.") and column.name != "metric.loss"]
-    metrics.sort(key=lambda name: name != f"metric.{evidence.metric}")
+def _rows(analysis: Analysis) -> list[dict[str, Entry]]:
+    """List all columns of a job, the most important ones first, for each of its kinds of runs."""
+    cells, frame = analysis.cells, analysis.frame[analysis.frame["failure"].isna()]
+    numbers = [key for key in frame if key != "seed" and frame[key].dropna().map(type).isin((int, float)).all()]
+    alone = _alone(cells)
+    rows = [_row(cell, frame if len(frame) else (), numbers, alone) for cell in cells]
+    columns = list(rows[0]) if rows else []
+    metrics = [name for name in columns if name.startswith("metric.") and name != "metric.loss"]
+    metrics.sort(key=lambda name: name != f"metric.{analysis.job.metric}")
     order = [*BEFORE, *metrics[:1], *AFTER, *metrics[1:], *LAST]
-    return sorted(found, key=lambda column: order.index(column.name) if column.name in order else len(order))
+    names = sorted(columns, key=lambda name: order.index(name) if name in order else len(order))
+    return [{name: row[name] for name in names} for row in rows]
 
 
-def _number(
-    name: str, value: Callable[[Cell], Any], write: Callable[[Any], str], *, higher_is_better: bool | None = None
-) -> KindColumn:
-    def text(cell: Cell) -> str:
-        return wording.NONE if (found := value(cell)) is None else write(found)
-
-    higher = name in HIGHER_IS_BETTER if higher_is_better is None else higher_is_better
-    return KindColumn(name, value, text, higher_is_better=higher)
-
-
-def _mean(key: str, evidence: Evidence) -> KindColumn:
-    """Make the column of a number that each run has, by its name in `runs.csv`."""
-    if key == "staleness_max":
-        return _number(key, lambda cell: max(cell[key].values(), default=None), wording.number)
-    name = key.removeprefix("metric.")
-    if name == key:
-        write = wording.amount if key.startswith("bytes") else wording.number
-        return _number(key, lambda cell: cell.mean(key), lambda mean: write(mean.mean))
-    higher = evidence.higher_is_better if name == evidence.metric else is_higher_better(name)
-
-    def text(cell: Cell) -> str:
-        finite, known = cell[key], sum(row.get(key) is not None for row in cell.rows.values())
-        some = f" ({len(finite)} of {known} finite)" if len(finite) < known else ""
-        return f"{cell.mean(key):.4f}{some}" if finite else "not finite" if known else wording.NONE
-
-    return KindColumn(key, lambda cell: cell.mean(key), text, higher_is_better=higher)
+def _row(cell: Cell, columns: Iterable[str], numbers: Sequence[str], alone: Cell | None) -> dict[str, Entry]:
+    """Describe a kind of run: by counts, by rates, and by what its runs have in these columns of `runs.csv`."""
+    runs, ended, reached = len(cell.runs), len(cell.ended), cell.seconds_to_target
+    has_times = alone is not None and cell.virtual == alone.virtual and alone.seconds and cell.seconds
+    faster = ratio_of(alone.seconds, cell.seconds) if alone is not None and has_times else None
+    row: dict[str, Entry] = {
+        "name": (cell.name, cell.shown + " [baseline]" * (cell.kind == "baseline")),
+        "kind": (cell.kind, cell.kind),
+        "virtual": (cell.virtual, str(cell.virtual).lower()),
+        "ranks": (cell.ranks, str(cell.ranks)),
+        "runs": (runs, f"{runs}" if ended == runs else f"{ended} of {runs}"),
+        "ended": (ended, str(ended)),
+        "samples_per_s": (rate := cell.samples_per_s, wording.NONE if rate is None else f"{rate:.0f}"),
+        "speedup": (faster, wording.times(faster)),
+    }
+    if cell.job.target is not None:
+        some = f" ({len(reached)} of {cell.tried})" if 0 < len(reached) < cell.tried else ""
+        text = wording.seconds_to_target(reached.values(), cell.tried) + some if cell.tried else wording.NONE
+        row |= {"time_to_target_s": (cell.mean_seconds_to_target, text), "reached": (len(reached), str(len(reached)))}
+    for key in columns:
+        if key not in row and key not in LEFT_OUT:
+            row[key] = _number(cell, key) if key in numbers else _listed(cell, key)
+    return row
 
 
-def _listed(key: str) -> KindColumn:
-    """Make the column of what is no measurement: the different texts of a kind's runs."""
-
-    def texts(cell: Cell) -> list[str]:
-        return list(dict.fromkeys(str(row[key]) for row in cell.rows.values() if row.get(key) is not None))
-
-    def text(cell: Cell) -> str:
-        found = texts(cell)
-        return ", ".join(found) if len(found) <= LISTED else f"{len(found)} different"
-
-    return KindColumn(key, lambda cell: ", ".join(texts(cell)), text, is_text=True)
-
-
-# --- what is in a column ----------------------------------------------------------------------------------------------
-def _name(cell: Cell) -> str:
-    return cell.shown + " [baseline]" * (cell.kind == "baseline")
+def _number(cell: Cell, key: str) -> Entry:
+    """Describe what was measured: by its mean, or by the largest staleness; say where a metric is not finite."""
+    mean, finite = cell.mean(key), len(cell[key])
+    if key == "staleness_max" and finite:
+        return (largest := max(cell[key].values())), wording.number(largest)
+    if key.startswith("metric."):
+        known = sum(value is not None for value in cell.values(key))
+        some = f" ({finite} of {known} finite)" if finite < known else ""
+        return mean, f"{mean:.4f}{some}" if finite else "not finite" if known else wording.NONE
+    write = wording.amount if key.startswith("bytes") else wording.number
+    return mean, wording.NONE if mean is None else write(mean.mean)
 
 
-def _runs(cell: Cell) -> str:
-    return str(len(cell.runs)) if len(cell.ended) == len(cell.runs) else f"{len(cell.ended)} of {len(cell.runs)}"
-
-
-def _to_target(cell: Cell) -> str:
-    """Write the times of the runs that reached the target, and how many did where that is not all."""
-    reached = cell.seconds_to_target.values()
-    some = f" ({len(reached)} of {cell.tried})" if 0 < len(reached) < cell.tried else ""
-    return wording.seconds_to_target(reached, cell.tried) + some if cell.tried else wording.NONE
-
-
-def _costs(cell: Cell) -> dict[Seed, float]:
-    """Return the seconds of each run to the target, or without one those of a sample; empty where a run lacks them."""
-    if cell.evidence.target is None:
-        return cell.seconds_per_sample
-    return cell.seconds_to_target if cell.all_reached else {}
+def _listed(cell: Cell, key: str) -> Entry:
+    """Describe what is no measurement: by the different texts of the runs."""
+    found = list(dict.fromkeys(str(value) for value in cell.values(key) if value is not None))
+    return ", ".join(found), ", ".join(found) if len(found) <= LISTED else f"{len(found)} different"
 
 
 def _alone(cells: Sequence[Cell]) -> Cell | None:
@@ -251,40 +213,29 @@ def _alone(cells: Sequence[Cell]) -> Cell | None:
     return min(found, key=lambda cell: cell.total_batch or 0) if found and several else None
 
 
-def _speedup(alone: Cell | None, cell: Cell) -> Effect | None:
-    if alone is None or cell.virtual != alone.virtual or not _costs(alone) or not _costs(cell):
-        return None
-    return ratio_of(_costs(alone), _costs(cell))
-
-
 # --- columns and rows that are chosen ---------------------------------------------------------------------------------
 def _short(name: str) -> str:
     """Return a column's name without the group that it is of."""
     return name.removeprefix("metric.").removeprefix("setting.")
 
 
-def _is_shown(column: KindColumn, findings: Findings) -> bool:
+def _is_shown(name: str, rows: Sequence[Mapping[str, Entry]], job: JobRuns) -> bool:
     """Tell whether a column is one of those that matter, and says anything here."""
-    if column.name in ("name", "ranks", f"metric.{findings.evidence.metric}"):
+    if name in ("name", "ranks", f"metric.{job.metric}"):
         return True
-    if column.name not in (*BEFORE, *AFTER, *LAST) and not column.name.startswith("metric."):
+    if (name not in (*BEFORE, *AFTER, *LAST) and not name.startswith("metric.")) or name == "metric.loss":
         return False
-    nothing = (None, 1 if column.name in BEFORE else 0)
-    return column.name != "metric.loss" and any(_mean_of(column.value(cell)) not in nothing for cell in findings.cells)
+    return any(mean_of(row[name][0]) not in (None, 1 if name in BEFORE else 0) for row in rows)
 
 
-def _place(column: KindColumn, cell: Cell) -> tuple[bool, float, str]:
-    """Return the key that sorts a cell by a column: the best first, what is not known last."""
-    value = _mean_of(column.value(cell))
+def _place(name: str, job: JobRuns, row: Mapping[str, Entry]) -> tuple[bool, float, str]:
+    """Return the key that sorts a row by a column: the best first, what is not known last."""
+    value, higher = mean_of(row[name][0]), name in HIGHER_IS_BETTER
+    if name.startswith("metric."):
+        higher = job.higher_is_better if _short(name) == job.metric else is_higher_better(_short(name))
     with suppress(TypeError, ValueError):  # a setting's text may be a number
-        return False, float(value) * (-1 if column.higher_is_better else 1), ""
+        return False, float(value) * (-1 if higher else 1), ""
     return value is None, math.inf, str(value)
-
-
-def _mean_of(value: Any) -> Any:
-    if isinstance(value, GeometricMean):
-        return value.geometric_mean
-    return value.mean if isinstance(value, (Interval, Effect)) else value
 
 
 def _cut(texts: Sequence[str]) -> tuple[str, list[str]]:

@@ -3,13 +3,76 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from hpcdist.tools.statistics import Effect, Interval, geometric
+from hpcdist.tools.statistics import Interval, geometric
 
 MINUS, NONE = "−", "–"
 ROUNDING = 1e-6  # relative differences below are those of sums in another order
+LEAST = 1e-9  # seconds, joules, samples: no clock or counter sees less, which sums in another order leave
 UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+def number(value: float, precision: int = 3) -> str:
+    """Write a number with so many digits that matter, and no exponent where that is readable."""
+    value = 0.0 if abs(value) < LEAST else value
+    if value and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.{precision}g}"
+    digits = max(0, precision - 1 - math.floor(math.log10(abs(value)))) if value else 0
+    whole = math.isclose(value, round(value), rel_tol=1e-9)
+    return f"{value:,.{0 if whole else digits}f}".replace(",", "\N{NO-BREAK SPACE}").replace("-", MINUS)
+
+
+def seconds(value: float) -> str:
+    """Write a time."""
+    return f"{number(value)} s"
+
+
+def estimate(found: Interval | None, write: Callable[..., str] = number, unit: str = "", *half: int) -> str:
+    """Write a mean or a ratio and its interval, as long as rounding alone does not make it; or that there is none.
+
+    Args:
+        half: more arguments of `write` for half the width of an interval that is symmetric.
+    """
+    if found is None:
+        return NONE
+    if not found.half > max(ROUNDING * abs(found.mean), LEAST):
+        return write(found.mean) + unit
+    if found.is_symmetric:
+        return f"{write(found.mean)} ± {write(found.half, *half)}{unit}"
+    return f"{write(found.mean)}{unit} ({write(found.low)} to {write(found.high)})"
+
+
+def plain(found: Interval | None, unit: str = "") -> str:
+    """Write a mean and its interval, or that there is none."""
+    return estimate(found, number, unit, 2)
+
+
+def amount(found: Interval | float | None) -> str:
+    """Write a number of bytes, or a mean number and its interval."""
+    if not isinstance(found, Interval):
+        return NONE if found is None else amount(Interval(found))
+    scale, unit = bytes_unit(found.mean)
+    return plain(found.scaled(1 / scale), f" {unit}")
+
+
+def bytes_unit(n_bytes: float) -> tuple[float, str]:
+    """Return how many bytes the unit has that suits a number of them, and its sign."""
+    power = min(4, int(math.log10(max(1, abs(n_bytes))) // 3))
+    return 1000.0**power, UNITS[power]
+
+
+def times(found: Interval | None) -> str:
+    """Write a ratio with its interval."""
+    return estimate(found, "{:.3g}".format)
+
+
+def seconds_to_target(reached: Collection[float], tried: int) -> str:
+    """Write the geometric mean of the seconds to the target; none where a run has not reached it, and is in no mean."""
+    if not reached:
+        return "not reached"
+    return f"{number(min(reached))} at best" if len(reached) < tried else estimate(geometric(list(reached)))
 
 
 # --- a metric ---------------------------------------------------------------------------------------------------------
@@ -23,103 +86,34 @@ def value(metric: str, number: float) -> str:
     return f"{100 * number:.4g} %" if is_share(metric) else f"{number:.4g}"
 
 
-def gap(metric: str, number: float, sign: bool = True) -> str:
-    """Write a difference of a metric's values: of accuracies in percentage points."""
-    number = round(number, 12) + 0.0  # what rounding leaves of two equal means is no difference, nor is -0
-    text = f"{number * (100 if is_share(metric) else 1):{'+' if sign else ''}.2g}"
-    return text.replace("-", MINUS)
-
-
-def gap_unit(metric: str) -> str:
-    """Return the unit of such a difference, with a space before it."""
-    return " points" if is_share(metric) else ""
-
-
-def gap_span(metric: str, found: Effect) -> str:
-    """Write the interval of such a difference."""
-    return f"{gap(metric, found.low)} to {gap(metric, found.high)}"
-
-
 def mean(metric: str, found: Interval | None) -> str:
     """Write a metric's mean and its interval."""
-    if found is None:
-        return NONE
-    if _is_exact(found):
-        return value(metric, found.mean)
+    if found is None or not found.half > ROUNDING * abs(found.mean):
+        return NONE if found is None else value(metric, found.mean)
     if not is_share(metric):
         return f"{found.mean:.4g} ± {found.half:.2g}"
-    return f"{100 * found.mean:.2f} ± {100 * found.half:.2g} %"
+    if found.is_symmetric:
+        return f"{100 * found.mean:.2f} ± {100 * found.half:.2g} %"
+    return f"{100 * found.mean:.2f} % ({100 * found.low:.4g} to {100 * found.high:.4g})"
 
 
-def _is_exact(found: Interval) -> bool:
-    """Tell whether there is no interval to write: unknown, or no wider than rounding makes it."""
-    return not found.half > ROUNDING * abs(found.mean)
+def gap(metric: str, number: float, *, sign: bool = True, unit: bool = True) -> str:
+    """Write a difference of a metric's values: of accuracies in percentage points."""
+    number = round(number, 12) + 0.0  # what rounding leaves of two equal means is no difference, nor is -0
+    text = f"{number * (100 if is_share(metric) else 1):{'+' if sign else ''}.2g}".replace("-", MINUS)
+    return text + " points" * (unit and is_share(metric))
 
 
-# --- other numbers ----------------------------------------------------------------------------------------------------
-def number(value: float, precision: int = 3) -> str:
-    """Write a number with so many digits that matter, and no exponent where that is readable."""
-    if value and not 1e-3 <= abs(value) < 1e6:
-        return f"{value:.{precision}g}"
-    digits = max(0, precision - 1 - math.floor(math.log10(abs(value)))) if value else 0
-    whole = math.isclose(value, round(value), rel_tol=1e-9)
-    return f"{value:,.{0 if whole else digits}f}".replace(",", "\N{NO-BREAK SPACE}").replace("-", MINUS)
+def gap_of(metric: str, found: Interval | None, *, is_same: bool = False) -> str:
+    """Write such a difference with its interval, or that there is none, for tables."""
+    if found is None or is_same:
+        return NONE if found is None else "0"
+    return gap(metric, found.mean, unit=False) + ("" if math.isnan(found.low) else f" ({gap_span(metric, found)})")
 
 
-def plain(found: Interval | None, unit: str = "") -> str:
-    """Write a mean and its interval, or that there is none."""
-    if found is None:
-        return NONE
-    return number(found.mean) + ("" if _is_exact(found) else f" ± {number(found.half, 2)}") + unit
-
-
-def seconds(value: float) -> str:
-    """Write a time."""
-    return f"{number(value)} s"
-
-
-def seconds_to_target(reached: Collection[float], tried: int) -> str:
-    """Write the geometric mean of the seconds to the target; none where a run has not reached it, and is in no mean."""
-    if not reached:
-        return "not reached"
-    if len(reached) < tried:
-        return f"{number(min(reached))} at best"
-    found = geometric(list(reached))
-    if not found.high - found.low > ROUNDING * found.geometric_mean:
-        return number(found.geometric_mean)
-    return f"{number(found.geometric_mean)} ({number(found.low)} to {number(found.high)})"
-
-
-def bytes_unit(n_bytes: float) -> tuple[float, str]:
-    """Return how many bytes the unit has that suits a number of them, and its sign."""
-    power = min(4, int(math.log10(max(1, abs(n_bytes))) // 3))
-    return 1000.0**power, UNITS[power]
-
-
-def amount(n_bytes: float) -> str:
-    """Write a number of bytes."""
-    return mean_amount(Interval(n_bytes, math.nan))
-
-
-def mean_amount(found: Interval | None) -> str:
-    """Write a mean number of bytes and its interval, or that there is none."""
-    if found is None:
-        return NONE
-    scale, unit = bytes_unit(found.mean)
-    return plain(Interval(found.mean / scale, found.half / scale), f" {unit}")
-
-
-def times(found: Effect) -> str:
-    """Write a ratio with its interval."""
-    if not found.high - found.low > ROUNDING * found.mean:
-        return f"{found.mean:.3g}"
-    return f"{found.mean:.3g} ({found.low:.3g} to {found.high:.3g})"
-
-
-def percent(found: Effect, parts: int) -> str:
-    """Write a ratio's share of so many parts with its interval, in percent."""
-    mean, low, high = (number(100 * value / parts) for value in (found.mean, found.low, found.high))
-    return f"{mean} %" if math.isnan(found.low) or low == high else f"{mean} % ({low} to {high})"
+def gap_span(metric: str, found: Interval) -> str:
+    """Write the interval of such a difference."""
+    return f"{gap(metric, found.low, unit=False)} to {gap(metric, found.high, unit=False)}"
 
 
 # --- words ------------------------------------------------------------------------------------------------------------

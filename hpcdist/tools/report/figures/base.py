@@ -18,9 +18,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hpcdist.tools import statistics
 from hpcdist.tools.report import wording
-from hpcdist.tools.report.findings import Cell, Findings
+from hpcdist.tools.report.analysis import Analysis, Cell
+from hpcdist.tools.statistics import Interval
 
 INK = "#010203"  # of text and axes: replaced by the page's own colour
 # At least 3:1 on white and on the dark page; told apart by people who are colour-blind, with markers and dashes.
@@ -96,11 +96,11 @@ class Look(NamedTuple):
     linestyle: object
 
 
-def looks(findings: Findings) -> dict[str, Look]:
+def looks(analysis: Analysis) -> dict[str, Look]:
     """Give each name a look; the reference has the colour of the text."""
-    kinds = {cell.name: cell.kind == "serial" for cell in findings.cells if cell.name != findings.evidence.reference}
+    kinds = {cell.name: cell.kind == "serial" for cell in analysis.cells if cell.name != analysis.job.reference}
     names = sorted(kinds, key=lambda name: (kinds[name], name))  # strategies first, so that their colours differ
-    found = {findings.evidence.reference: Look(INK, "o", "-")}
+    found = {analysis.job.reference: Look(INK, "o", "-")}
     for i, name in enumerate(names):
         dashes = DASHES[(1 + i // len(COLOURS) + i) % len(DASHES)]
         found[name] = Look(COLOURS[i % len(COLOURS)], MARKERS[(i + 1) % len(MARKERS)], dashes)
@@ -150,53 +150,51 @@ def legend(figure: Figure, axes: Axes) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, handlelength=2.4)
 
 
-def by_ranks(findings: Findings) -> Iterator[tuple[int, list[Cell], str]]:
+def by_ranks(analysis: Analysis) -> Iterator[tuple[int, list[Cell], str]]:
     """Yield each number of ranks with its cells that have a result, and with its text for titles."""
-    for ranks, group in groupby((cell for cell in findings.cells if cell.ended), key=lambda cell: cell.ranks):
+    for ranks, group in groupby((cell for cell in analysis.cells if cell.ended), key=lambda cell: cell.ranks):
         cells = list(group)
         yield ranks, cells, wording.count(ranks, "rank") + " (virtual)" * any(cell.virtual for cell in cells)
 
 
 def dots(
-    findings: Findings,
+    analysis: Analysis,
     name: str,
     title: str,
     unit: str,
-    found: Sequence[tuple[Cell, Collection[float], str]],
+    found: Sequence[tuple[Cell, Collection[float], Interval | None, str]],
     write: Callable[[float], str],
     *,
-    geometric: bool = False,
     least: float | None = None,
     most: float = math.inf,
 ) -> list[ReportFigure]:
     """Draw a line for each cell: the values of its runs, their mean and its interval. No figure without any value.
 
     Args:
-        found: cell, values, and a remark that stands beside them.
-        geometric: take the geometric mean, and none where a remark says that runs are left out.
+        found: cell, values, their mean, none where a run is left out, and a remark that stands beside them.
         least: where the axis begins; None: a little below the lowest value.
         most: the largest value that there can be, at which intervals are cut off.
     """
-    if not any(values for _, values, _ in found):
+    if not any(values for _, values, _, _ in found):
         return []
     labels = ["\n".join(textwrap.wrap(cell.label, LABEL_COLUMNS, break_long_words=False, break_on_hyphens=False))
-              for cell, _, _ in found]  # fmt: skip
+              for cell, *_ in found]  # fmt: skip
     lines = max(label.count("\n") for label in labels) + 1
     figure, axes = axes_of(0.9 + (0.26 + 0.14 * lines) * len(found))
-    said, look = [], looks(findings)
-    for row, (cell, values, remark) in enumerate(found):
+    said, look = [], looks(analysis)
+    for row, (cell, values, mean, remark) in enumerate(found):
         color, marker, _ = look[cell.name]
         text = remark
         if values:
             axes.plot(list(values), [row] * len(values), marker, color=color, alpha=0.35, markersize=4)
-        if values and geometric and remark:
+        if values and mean is None:
             text = f"{write(min(values))} at best, {remark}"
-        elif values:
-            mean, low, high = _mean(values, geometric)
-            reach = [[mean - low], [high - mean]]
-            axes.errorbar(mean, row, xerr=reach, fmt=marker, color=color, capsize=3, linewidth=1.6)
-            within = f" ({write(low)} to {write(high)})" if low < high else ""
-            text = f"{write(mean)}{within}{remark and f', {remark}'}"
+        elif values and mean is not None:
+            known = mean.low < mean.high
+            reach = [[mean.mean - mean.low], [mean.high - mean.mean]] if known else [[0.0], [0.0]]
+            axes.errorbar(mean.mean, row, xerr=reach, fmt=marker, color=color, capsize=3, linewidth=1.6)
+            within = f" ({write(mean.low)} to {write(mean.high)})" if known else ""
+            text = f"{write(mean.mean)}{within}{remark and f', {remark}'}"
         said.append(f"{cell.label}: {text}")
         if remark:
             axes.annotate(remark, (1, row), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=9)
@@ -208,10 +206,3 @@ def dots(
     left, right = axes.get_xlim()
     axes.set_xlim(left, min(right, most + 0.02 * (most - left)) if most < right else right)
     return [ReportFigure(name, title, said, figure)]
-
-
-def _mean(values: Collection[float], geometric: bool) -> tuple[float, ...]:
-    """Return the mean and its interval's ends, which are the mean where one value leaves them unknown."""
-    found = statistics.geometric(list(values)) if geometric else statistics.interval(list(values))
-    mean = found.geometric_mean if isinstance(found, statistics.GeometricMean) else found.mean
-    return (mean, mean, mean) if math.isnan(found.low) else (mean, found.low, found.high)

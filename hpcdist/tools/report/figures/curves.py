@@ -10,30 +10,28 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from hpcdist.tools.report import wording
+from hpcdist.tools.report.analysis import Analysis, Cell
 from hpcdist.tools.report.figures.base import INK, Part, ReportFigure, axes_of, by_ranks, legend, looks
-from hpcdist.tools.report.findings import Cell, Findings
 
 TITLE, ORDER = "How they got there", 2
 AXES = {"seconds": "seconds of training", "samples": "samples", "bytes": "bytes sent and fetched by all ranks"}
 GRID = 80  # points of a mean curve
 
 
-def draw(findings: Findings) -> Iterator[Part]:
-    for ranks, cells, text in reversed(list(by_ranks(findings))):
-        for value in (findings.evidence.metric, None):
+def draw(analysis: Analysis) -> Iterator[Part]:
+    for ranks, cells, text in reversed(list(by_ranks(analysis))):
+        for value in (analysis.job.metric, None):
             for axis in AXES:
-                yield from _curve(findings, ranks, cells, text, value, axis)
-    missing = [
-        cell.label for cell in findings.cells if cell.ended and all(r.curves.losses.empty for r in cell.ended.values())
-    ]
+                yield from _curve(analysis, ranks, cells, text, value, axis)
+    missing = [cell.label for cell in analysis.cells if cell.ended and all(r.curves.losses.empty for r in cell.ended)]
     if missing:
         yield f"Training loss: not measured for {'; '.join(missing)}, whose steps were not recorded."
-    if all(one.curves.evaluations.empty for one in findings.evidence.runs):
+    if all(one.curves.evaluations.empty for one in analysis.job.runs):
         yield "The metric over time: not measured, because no run wrote evaluations."
 
 
 def _curve(
-    findings: Findings, ranks: int, cells: Sequence[Cell], text: str, metric: str | None, axis: str
+    analysis: Analysis, ranks: int, cells: Sequence[Cell], text: str, metric: str | None, axis: str
 ) -> Iterator[ReportFigure]:
     """Draw a metric, or the training loss, as the mean over seeds, and a band between the lowest and the highest.
 
@@ -44,12 +42,12 @@ def _curve(
     said = []
     for cell in cells:
         runs = [(one.curves.losses, "loss") if metric is None else (one.curves.evaluations, f"metric.{metric}")
-                for one in cell.ended.values()]  # fmt: skip
+                for one in cell.ended]  # fmt: skip
         curves = [curve for frame, value in runs if (curve := _series(frame, axis, value))]
         if not curves:
             continue
         x, low, mean, high, count = _band(curves)
-        look, last = looks(findings)[cell.name], np.flatnonzero(count == len(curves))[-1]  # where all seeds are there
+        look, last = looks(analysis)[cell.name], np.flatnonzero(count == len(curves))[-1]  # where all seeds are there
         for part, pale in ((slice(last + 1), 1.0), (slice(last, None), 0.4)):
             shown: dict[str, Any] = (
                 {"label": cell.shown, "markevery": (0.1, 0.25)} if pale == 1.0 else {"marker": "", "linestyle": ":"}
@@ -63,7 +61,7 @@ def _curve(
             said[-1] += f", and with fewer seeds to {mean[-1]:.4g} at {wording.number(x[-1])}"
     if not said:
         return
-    target = findings.evidence.target
+    target = analysis.job.target
     if metric is None:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -73,7 +71,7 @@ def _curve(
         axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{100 * number:g} %"))
     if metric is not None and target is not None:
         axes.axhline(target, color=INK, linewidth=0.8, linestyle=":")
-        side = "top" if findings.evidence.higher_is_better else "bottom"  # where curves that end beyond it are not
+        side = "top" if analysis.job.higher_is_better else "bottom"  # where curves that end beyond it are not
         axes.annotate("target", (0.99, target), xycoords=("axes fraction", "data"), ha="right", va=side, fontsize=9)
     axes.set(xlabel=AXES[axis], ylabel=what)
     axes.xaxis.set_major_locator(MaxNLocator(4))

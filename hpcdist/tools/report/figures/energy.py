@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcdist.tools.report import wording
+from hpcdist.tools.report.analysis import Analysis, Cell
 from hpcdist.tools.report.figures.base import Part, ReportTable, dots
-from hpcdist.tools.report.findings import Cell, Findings
 
 TITLE, ORDER = "Energy", 7
 
 
-def draw(findings: Findings) -> Iterator[Part]:
-    cells = [cell for cell in findings.cells if cell["joules"]]
-    found = [(cell, cell["joules"].values(), "") for cell in cells]
-    yield from dots(findings, "energy", "Energy of a run", "joules", found, lambda v: f"{wording.number(v)} J")
+def draw(analysis: Analysis) -> Iterator[Part]:
+    cells = [cell for cell in analysis.cells if cell["joules"]]
+    found = [(cell, cell["joules"].values(), cell.mean("joules"), "") for cell in cells]
+    yield from dots(analysis, "energy", "Energy of a run", "joules", found, lambda v: f"{wording.number(v)} J")
     if cells:
         heads = ["runs of one kind", "of a run", "per sample", "to the target", "runs measured"]
         yield ReportTable("Energy", heads, list(map(_row, cells)))
     reasons: dict[str, list[str]] = {}
-    for cell in findings.cells:
-        for one in cell.ended.values():
+    for cell in analysis.cells:
+        for one in cell.ended:
             spent = one.run.summary.energy if one.run.summary else None
             if spent and (spent.joules is None or spent.not_measured):
                 reasons.setdefault(spent.not_measured or "no reason is recorded", []).append(cell.label)

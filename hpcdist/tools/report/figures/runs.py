@@ -5,29 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from hpcdist.records import Start
+from hpcdist.tools.report.analysis import Analysis, Cell
 from hpcdist.tools.report.figures.base import Part, ReportTable
-from hpcdist.tools.report.findings import Cell, Findings
 from hpcdist.tools.report.wording import NONE
 
 TITLE, ORDER = "Runs and settings", 8
 
 
-def draw(findings: Findings) -> Iterator[Part]:
-    evidence = findings.evidence
-    if findings.failures:
+def draw(analysis: Analysis) -> Iterator[Part]:
+    if analysis.failures:
         heads = ["run", "ranks", "seed", "folder", "outcome"]
         rows = [[one.name, *map(str, (one.ranks, one.seed, one.run.folder)), one.run.failure or ""]
-                for one in findings.failures]  # fmt: skip
+                for one in analysis.failures]  # fmt: skip
         yield ReportTable("Runs without a result", heads, rows)
-    if evidence.settings:
+    if analysis.job.settings:
         rows = [
-            [cell.title, *(_listed(of.get(one.run.folder) for one in cell.runs) for of in evidence.settings.values())]
-            for cell in findings.cells
+            [
+                cell.title,
+                *(_listed(of.get(one.run.folder) for one in cell.runs) for of in analysis.job.settings.values()),
+            ]
+            for cell in analysis.cells
         ]
-        yield ReportTable("Settings that differ", ["runs of one kind", *evidence.settings], rows)
+        yield ReportTable("Settings that differ", ["runs of one kind", *analysis.job.settings], rows)
     heads = ["runs of one kind", "runs that ended", "seeds", "hosts", "commit", "versions", "started"]
-    yield ReportTable("How the runs were made", heads, [_provenance(cell) for cell in findings.cells])
-    if not any(one.run.start for one in evidence.runs):
+    yield ReportTable("How the runs were made", heads, [_provenance(cell) for cell in analysis.cells])
+    if not any(one.run.start for one in analysis.job.runs):
         yield "Settings, hosts, versions: not written down."
 
 

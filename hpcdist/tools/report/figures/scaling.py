@@ -7,27 +7,27 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hpcdist.tools.report import wording
+from hpcdist.tools.report.analysis import Analysis, ScalingRow
 from hpcdist.tools.report.figures.base import INK, Part, ReportFigure, ReportTable, axes_of, legend, looks
-from hpcdist.tools.report.findings import Findings, ScalingRow
 
 TITLE, ORDER = "Scaling", 5
 KINDS = {"strong": "the same total batch", "weak": "the same batch of each worker"}
 
 
-def draw(findings: Findings) -> Iterator[Part]:
-    if not findings.scaling:
+def draw(analysis: Analysis) -> Iterator[Part]:
+    if not analysis.scaling:
         yield (
             "Scaling: not measured. It takes runs on one rank beside those on more, with the same batch of a worker "
             "(weak) or the same total batch (strong)."
         )
         return
-    metric = findings.evidence.metric
+    metric = analysis.job.metric
     for kind, how in KINDS.items():
-        rows = [row for row in findings.scaling if row.kind == kind]
+        rows = [row for row in analysis.scaling if row.kind == kind]
         if not rows:
             continue
-        yield _figure(findings, rows, f"{kind}-speed-up", f"Speed-up at {how}", "speed-up T₁ / Tₚ", 1)
-        yield _figure(findings, rows, f"{kind}-efficiency", f"Efficiency at {how}", "efficiency T₁ / (p·Tₚ)", 0)
+        yield _figure(analysis, rows, f"{kind}-speed-up", f"Speed-up at {how}", "speed-up T₁ / Tₚ", 1)
+        yield _figure(analysis, rows, f"{kind}-efficiency", f"Efficiency at {how}", "efficiency T₁ / (p·Tₚ)", 0)
         caption = f"{kind.capitalize()} scaling: {how}, seconds for as many samples"
         heads = ["runs of one kind", "one rank", "speed-up", "ideal", "efficiency", metric, f"{metric} on one rank"]
         yield ReportTable(caption, heads, [_row(row, metric) for row in rows])
@@ -39,12 +39,12 @@ def draw(findings: Findings) -> Iterator[Part]:
 
 def _row(row: ScalingRow, metric: str) -> list[str]:
     finals = [wording.mean(metric, one.final_mean) for one in (row.cell, row.base)]
-    ranks, share = row.cell.ranks, wording.percent(row.speedup, row.cell.ranks)
+    ranks, share = row.cell.ranks, wording.estimate(row.speedup.scaled(100 / row.cell.ranks), unit=" %")
     return [row.cell.title, row.base.name, wording.times(row.speedup), str(ranks), share, *finals]
 
 
 def _figure(
-    findings: Findings, rows: Sequence[ScalingRow], name: str, title: str, unit: str, power: int
+    analysis: Analysis, rows: Sequence[ScalingRow], name: str, title: str, unit: str, power: int
 ) -> ReportFigure:
     """Draw measured beside ideal speed-up (power 1), or the efficiency, which is that over the ranks (power 0)."""
     figure, axes = axes_of(2.7)
@@ -60,8 +60,8 @@ def _figure(
         found = [(row.speedup.mean, row.speedup.low, row.speedup.high) for row in points]
         mean, low, high = np.transpose(found) / p ** (1 - power)
         last = points[-1].cell  # no speed-up without what was learnt
-        ending = f" ({wording.mean(findings.evidence.metric, last.final_mean)})" if last.final else ""
-        look = looks(findings)[last.name]
+        ending = f" ({wording.mean(analysis.job.metric, last.final_mean)})" if last.final else ""
+        look = looks(analysis)[last.name]
         axes.plot([1, *x], [1, *mean], label=f"{of_name}{ending}", **look._asdict())
         axes.vlines(x, low, high, color=look.color, linewidth=1)  # NaN, of one seed, is not drawn
         said.append(f"{of_name}{ending}: " + ", ".join(f"{value:.3g} on {n} ranks" for n, value in zip(p, mean)))

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from hpcdist.tools.report.analysis import Analysis
 from hpcdist.tools.report.figures.base import WIDTH, Part, ReportFigure, by_ranks, looks
-from hpcdist.tools.report.findings import Findings
 
 TITLE, ORDER = "Staleness", 3
 
 
-def draw(findings: Findings) -> Iterator[Part]:
+def draw(analysis: Analysis) -> Iterator[Part]:
     fresh = []
-    for ranks, cells, text in by_ranks(findings):
+    for ranks, cells, text in by_ranks(analysis):
         shown = [cell for cell in cells if max(cell.staleness, default=0) > 0]
         fresh += [cell.label for cell in cells if cell not in shown and ranks > 1]
         if not shown:
@@ -25,7 +25,7 @@ def draw(findings: Findings) -> Iterator[Part]:
         said = []
         for axes, cell in zip(every, shown):
             shares = cell.staleness
-            axes.bar(list(shares), list(shares.values()), color=looks(findings)[cell.name].color, width=0.8)
+            axes.bar(list(shares), list(shares.values()), color=looks(analysis)[cell.name].color, width=0.8)
             axes.set_title(cell.shown, fontsize=9, loc="left")
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
             axes.yaxis.set_major_locator(MaxNLocator(3))

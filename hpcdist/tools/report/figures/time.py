@@ -8,17 +8,17 @@ import numpy as np
 from pandas import DataFrame
 
 from hpcdist.tools.report import wording
-from hpcdist.tools.report.evidence import PARTS
+from hpcdist.tools.report.analysis import Analysis
 from hpcdist.tools.report.figures.base import Part, ReportFigure, ReportTable, axes_of, by_ranks, legend
-from hpcdist.tools.report.findings import Findings
+from hpcdist.tools.report.results import PARTS
 
 TITLE, ORDER = "Where time went", 4
 STYLES = {"computing": ("#0072b2", ""), "communicating": ("#d55e00", "////"), "waiting": ("#7d828a", "\\\\\\\\")}
 MANY_RANKS = 16  # beyond them, one bar shows the mean rank
 
 
-def draw(findings: Findings) -> Iterator[Part]:
-    for ranks, cells, text in by_ranks(findings):
+def draw(analysis: Analysis) -> Iterator[Part]:
+    for ranks, cells, text in by_ranks(analysis):
         heads: list[tuple[int, str]] = []  # a line of its own for each cell, then one for each rank
         bars: list[tuple[int, str, np.ndarray]] = []
         said = []
@@ -46,7 +46,7 @@ def draw(findings: Findings) -> Iterator[Part]:
         legend(figure, axes)
         yield ReportFigure(f"time-of-{ranks}-ranks", f"Where each rank's time went, {text}", said, figure)
     columns = (*(f"{part}_s" for part in PARTS), "wall_s")
-    rows_of = [[cell.title, *(wording.plain(cell.mean(c)) for c in columns)] for cell in findings.cells if cell.ended]
+    rows_of = [[cell.title, *(wording.plain(cell.mean(c)) for c in columns)] for cell in analysis.cells if cell.ended]
     heads_of = ["runs of one kind", *PARTS, "seconds of the run"]
     yield ReportTable("Seconds of an average worker, by what it did", heads_of, rows_of)
     yield "The rest of a rank's time is what no step records, such as reading data."

@@ -1,4 +1,4 @@
-"""Read the runs of a report from their folders: settings, numbers, curves, and where each rank's time went."""
+"""Read the runs of a report: settings, numbers, curves, and where each rank's time went."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RunCurves(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RunEvidence:
+class RunResult:
     """One run.
 
     Attributes:
@@ -69,46 +69,51 @@ class RunEvidence:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class JobRuns:
     """All runs of one job in a report, and the question they answer.
 
     Attributes:
-        job: its name; None where no run has it written down.
+        name: of the job; None where no run has it written down.
         title: the job's file, or the folders.
         target: of the metric; None where nobody set one.
         reference: the name that others are compared with.
         settings: in which runs differ: by dotted key, the values of the runs' folders.
     """
 
-    job: str | None
+    name: str | None
     title: str
     metric: str
     higher_is_better: bool
     reference: str
-    runs: Sequence[RunEvidence]
+    runs: Sequence[RunResult]
     target: float | None = None
     budget: Mapping[str, float] = field(default_factory=dict)
     tuning: Mapping[str, Any] | None = None
     settings: Mapping[str, Mapping[Path, str]] = field(default_factory=dict)
 
-    def reached(self, one: RunEvidence) -> Evaluation | None:
+    @cached_property
+    def has_several_ranks(self) -> bool:
+        """Tell whether runs, but for those of one process, are on several numbers of ranks, or kinds of them."""
+        return len({(one.ranks, one.virtual) for one in self.runs if one.kind != "serial"}) > 1
+
+    def reached(self, one: RunResult) -> Evaluation | None:
         """Return the first evaluation that met the target; None if none did."""
         moments = ((moment, moment.metrics.get(self.metric, math.nan)) for moment in one.run.evaluations)
         return None if self.target is None else first_reaching(moments, self.target, self.higher_is_better)
 
-    def bytes_to_target(self, one: RunEvidence) -> float | None:
+    def bytes_to_target(self, one: RunResult) -> float | None:
         """Return what all ranks had sent and fetched when the target was met, by their step records."""
         reached, known = self.reached(one), one.curves.evaluations
         return None if reached is None else float(known["bytes"][known["step"] == reached.step].iloc[0])
 
-    def row(self, one: RunEvidence) -> dict[str, Any]:
-        """Return all numbers of a run but those of its curves, for CSV, JSON and pandas."""
+    def row(self, one: RunResult) -> dict[str, Any]:
+        """Return all numbers of a run but those of its curves."""
         summary, start = one.run.summary, one.run.start
-        row: dict[str, Any] = {"job": self.job}
+        row: dict[str, Any] = {"job": self.name}
         row |= {key: getattr(one, key) for key in ("name", "kind", "ranks", "virtual", "seed")}
         row |= {"folder": str(one.run.folder), "failure": one.run.failure, "changes": "; ".join(one.run.changes)}
         if start is not None:
-            row |= {"started": start.started, "ended": start.ended, "commit": start.commit, "dirty": start.dirty}
+            row |= {key: getattr(start, key) for key in ("started", "ended", "commit", "dirty")}
             row |= {"hosts": " ".join(dict.fromkeys(start.hosts))}
             row |= {f"version.{name}": version for name, version in start.versions.items()}
         if summary is not None:
@@ -128,7 +133,7 @@ class Evidence:
 
 def read_jobs(
     folders: Sequence[Path], target: tuple[str, float] | None = None, *, progress: Progress = lambda items, title: items
-) -> list[Evidence]:
+) -> list[JobRuns]:
     """Read a comparison's folder, or any folders with runs at any depth: the evidence on each job for itself.
 
     Jobs answer different questions, so that each has its own metric, reference and names: runs are named by the
@@ -165,12 +170,12 @@ def is_higher_better(metric: str) -> bool:
     return not any(part in metric.lower() for part in LOWER_IS_BETTER)
 
 
-def _comparison(folder: Path, plan: Mapping[str, Any], progress: Progress) -> Evidence:
+def _comparison(folder: Path, plan: Mapping[str, Any], progress: Progress) -> JobRuns:
     try:
         metric, is_virtual = plan["metric"], bool(plan.get("virtual"))
         runs = [_run(folder / run["folder"], run, is_virtual) for run in progress(plan["runs"], READING)]
-        return Evidence(
-            job=Path(plan["job"]).stem,
+        return JobRuns(
+            name=Path(plan["job"]).stem,
             title=plan["job"],
             metric=metric,
             higher_is_better=plan.get("higher_is_better", is_higher_better(metric)),
@@ -188,7 +193,7 @@ def _comparison(folder: Path, plan: Mapping[str, Any], progress: Progress) -> Ev
         ) from None
 
 
-def _loose(folders: Sequence[Path], progress: Progress) -> list[Evidence]:
+def _loose(folders: Sequence[Path], progress: Progress) -> list[JobRuns]:
     found = [_run(folder) for folder in progress(list(find_runs(folders)), READING)]
     title = ", ".join(map(str, folders))
     if not any(one.run.ended for one in found):
@@ -200,7 +205,7 @@ def _loose(folders: Sequence[Path], progress: Progress) -> list[Evidence]:
     return [_of_job(job, title, runs) for job, runs in _by_job(found).items()]
 
 
-def _by_job(runs: Sequence[RunEvidence]) -> dict[str | None, list[RunEvidence]]:
+def _by_job(runs: Sequence[RunResult]) -> dict[str | None, list[RunResult]]:
     """Group runs by their job; its name is that of its file, or its path where files of several jobs have one name.
 
     Files of one path, or of the same content, are one job: it may be edited, or named from another folder.
@@ -211,7 +216,7 @@ def _by_job(runs: Sequence[RunEvidence]) -> dict[str | None, list[RunEvidence]]:
             path, checksum = one.run.record.job.path, one.run.record.job.sha256
             first[path] = first[checksum] = first.get(path) or first.get(checksum) or path
     stems = Counter(Path(path).stem for path in set(first.values()))
-    groups: dict[str | None, list[RunEvidence]] = {}
+    groups: dict[str | None, list[RunResult]] = {}
     for one in runs:
         known = None if one.run.record is None else first[one.run.record.job.path]
         name = known if known is None or stems[Path(known).stem] > 1 else Path(known).stem
@@ -219,15 +224,15 @@ def _by_job(runs: Sequence[RunEvidence]) -> dict[str | None, list[RunEvidence]]:
     return dict(sorted(groups.items(), key=lambda group: (group[0] is None, group[0] or "")))
 
 
-def _of_job(job: str | None, title: str, found: Sequence[RunEvidence]) -> Evidence:
+def _of_job(job: str | None, title: str, found: Sequence[RunResult]) -> JobRuns:
     """Name a job's runs: one cell are those that have the same settings, but for the seed."""
     settings = _settings(found)
     runs = [replace(one, name=_name(one, settings)) for one in found]
     metrics = [name for one in runs if one.run.summary for name in one.run.summary.metrics]
     metric = next((name for name in metrics if name != "loss"), "loss")
     names = list(dict.fromkeys(one.name for one in sorted(runs, key=lambda one: not one.run.ended)))
-    return Evidence(
-        job=job,
+    return JobRuns(
+        name=job,
         title=title,
         metric=metric,
         higher_is_better=is_higher_better(metric),
@@ -237,12 +242,12 @@ def _of_job(job: str | None, title: str, found: Sequence[RunEvidence]) -> Eviden
     )
 
 
-def _settings(runs: Sequence[RunEvidence]) -> dict[str, dict[Path, str]]:
+def _settings(runs: Sequence[RunResult]) -> dict[str, dict[Path, str]]:
     found = differing({one.run.folder: one.run.settings for one in runs if one.run.start})
     return {key: values for key, values in found.items() if key.rpartition(".")[2] != "seed"}
 
 
-def _name(one: RunEvidence, settings: Mapping[str, Mapping[Path, str]]) -> str:
+def _name(one: RunResult, settings: Mapping[str, Mapping[Path, str]]) -> str:
     """Name a run by its strategy and the settings in which it differs from others of its job."""
     values = []
     for key, of in settings.items():
@@ -253,7 +258,7 @@ def _name(one: RunEvidence, settings: Mapping[str, Mapping[Path, str]]) -> str:
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
-def _run(folder: Path, planned: Mapping[str, Any] | None = None, is_virtual: bool = False) -> RunEvidence:
+def _run(folder: Path, planned: Mapping[str, Any] | None = None, is_virtual: bool = False) -> RunResult:
     run = Run(folder, follow=True)  # a damaged one is shown with the reason, and hides no other
     if planned is None:
         known = run.summary or run.start
@@ -261,7 +266,7 @@ def _run(folder: Path, planned: Mapping[str, Any] | None = None, is_virtual: boo
         ranks = known.ranks if known else 0
         planned = {"name": run.strategy or "unknown", "kind": "strategy", "ranks": ranks, "seed": seed}
     virtual = is_virtual or bool(run.start and run.start.virtual)
-    one = RunEvidence(run, **{key: planned[key] for key in ("name", "kind", "ranks", "seed")}, virtual=virtual)
+    one = RunResult(run, **{key: planned[key] for key in ("name", "kind", "ranks", "seed")}, virtual=virtual)
     # A run that went on with other settings is not of the others' kind.
     return replace(one, name=f"{one.name} ({'; '.join(run.changes)})") if run.changes else one
 

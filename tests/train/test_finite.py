@@ -91,6 +91,8 @@ def test_a_run_without_skipped_steps_says_nothing_of_them(tmp_path, capsys):
     (shown,) = table.tables([analyse(job) for job in read_jobs([tmp_path])])
     assert "skipped" not in shown.rows[0]
     assert summary.skipped == 0 and "skipped" not in capsys.readouterr().out
+    right = summary.metrics["accuracy"] * summary.test_samples
+    assert summary.test_samples > 1 and right == pytest.approx(round(right)), "a share of the test set"
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):

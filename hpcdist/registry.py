@@ -262,7 +262,7 @@ CATALOGUES = {
             subclass_of("hpcdist.collectives.base:AllReduce"),
         ),
         Catalogue("importers", "hpcdist.data.importers", "importer", function("convert"), "convert"),
-        Catalogue("loggers", "hpcdist.train.loggers", "log", subclass_of("hpcdist.train.loggers.base:Logger")),
+        Catalogue("loggers", "hpcdist.session.loggers", "log", subclass_of("hpcdist.session.loggers.base:Logger")),
         Catalogue("schedules", "hpcdist.parallel.schedules", "schedule", function("table"), "table"),
         Catalogue("checks", "hpcdist.tools.doctor.checks", "check", functions("measure", "judge"), "name"),
         Catalogue("commands", "hpcdist.tools.cli", "command", function("app"), "app"),

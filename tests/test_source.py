@@ -29,7 +29,7 @@ LINES = 480
 # Folders that their parent's row in docs/architecture.md describes.
 PLUGINS_BELOW = (
     "collectives/tuning/", "compress/coding/", "data/importers/", "parallel/schedules/", "session/loader/",
-    "tools/doctor/checks/", "tools/report/figures/", "train/loggers/",
+    "tools/doctor/checks/", "tools/report/figures/", "session/loggers/",
 )  # fmt: skip
 
 # Who reads the environment, and why it is no setting.

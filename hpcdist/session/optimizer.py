@@ -391,7 +391,7 @@ def DistributedOptimizer(
     session.serves, session.workers = session.serves or not made.is_worker, ranks
     if isinstance(model, PartOfModel):
         model.optimizers.append(changed)
-    if session.run is not None and session.run.begin(made, ranks, settings_of(changed)):
+    if session.run is not None and session.run.begin(changed, ranks, settings_of(changed)):
         changed.attachment.write = session.run.write
     return optimizer
 

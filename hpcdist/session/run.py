@@ -52,12 +52,15 @@ from hpcdist.records import (
 )
 from hpcdist.records.energy import Energy
 from hpcdist.records.summary import FILE_NAME as SUMMARY
+from hpcdist.session import loggers
+from hpcdist.session.curves import Curves
 from hpcdist.strategies.base import name_of
 from hpcdist.version import __version__
 
 _log = logging.getLogger("hpcdist")
 ENDING_S = 5.0  # that a killed run may still hold its folder when the next one goes on with it
 INTERACTIVE = "interactive"  # in place of a script's path, in notebooks
+LOG_EVERY = 20  # steps between figures for loggers
 NO_ENERGY = Energy(joules=None, not_measured="it is not measured in a loop of one's own")
 
 
@@ -70,6 +73,7 @@ class LoopRun:
         comm: all ranks of the job.
         folder: of the run. A run there that has not ended is gone on with.
         of_job: the folder is that of a batch job: the run gets one of its own in it, named after the script.
+        log: loggers, as the setting `log` of a job.
 
     Attributes:
         wanted: the folder that the user gave.
@@ -81,10 +85,13 @@ class LoopRun:
         ConfigError: a run has ended in the folder, it is another script's, or a process works in it.
     """
 
-    def __init__(self, comm: Communicator, folder: Path, of_job: bool = False):
+    def __init__(self, comm: Communicator, folder: Path, of_job: bool = False, log: tuple[str, ...] = ()):
         self.wanted = folder
         self.samples, self.epochs, self.reason = 0, 0, "the script ended before hpcdist.finish"
         self.strategy: Any = None  # of the first DistributedOptimizer
+        loggers.require(log)
+        self._log = log
+        self._curves: Curves | None = None
         self._comm, self._until_the_end = comm, ExitStack()
         self._script = Path(getattr(sys.modules["__main__"], "__file__", None) or INTERACTIVE)
         claim = self._claimed_in_job if of_job else self._claimed
@@ -148,6 +155,13 @@ class LoopRun:
                 with suppress(OSError):
                     end_run(self.folder, outcome, reason)
         self._until_the_end.close()
+        self.close_loggers()
+
+    def close_loggers(self) -> None:
+        """Let the loggers write what is left; they take what is logged after `finish`, too."""
+        if self._curves is not None:
+            self._curves.close()
+        self._curves = None
 
     def _close(self) -> None:
         with suppress(OSError):
@@ -157,7 +171,7 @@ class LoopRun:
                 self._sampler.close()
 
     # --- steps --------------------------------------------------------------------------------------------------------
-    def begin(self, strategy: Any, workers: tuple[int, ...], settings: Mapping[str, Any]) -> bool:
+    def begin(self, optimizer: Any, workers: tuple[int, ...], settings: Mapping[str, Any]) -> bool:
         """Collective. Begin the run with the first DistributedOptimizer; tell whether it is this one.
 
         Args:
@@ -171,12 +185,12 @@ class LoopRun:
             return False
         comm = self._comm
         comm.together(lambda: self._require_same(settings["strategy"]["name"]) if comm.rank == 0 else None)
-        self.strategy, self._workers = strategy, workers
+        self.strategy, self._workers = optimizer.strategy, workers
         self._seed = torch.initial_seed() % (1 << 53)  # what a file holds exactly
-        strategy.records.write = self.write
-        start = describe_start(
-            comm, self.folder, self._script, {**settings, "seed": self._seed}, command=list(sys.argv)
-        )
+        settings = {**settings, "seed": self._seed}
+        self.strategy.records.write = self.write
+        self._curves = Curves(self._log, settings, comm, workers, optimizer, self.folder, ())
+        start = describe_start(comm, self.folder, self._script, settings, command=list(sys.argv))
         if start is not None:
             begin_run(self.folder, start)
             _log.info(f"this run is written to {self.folder}")
@@ -207,7 +221,13 @@ class LoopRun:
             self._writer = RecordWriter(record_path(self.folder, self._comm.rank), first_step=record.step)
             if self._is_main:
                 keep_evaluations(self.folder, record.step - 1)
+            if self._curves is not None:
+                self._curves.open(record.step)
         self._writer.write(record)
+        if self._curves is not None:
+            self._curves.add(record)
+            if record.step % LOG_EVERY == 0:
+                self._curves.report()
         self._trained, self.samples = self._trained + self.samples, 0
         self._seconds += record.computing_s + record.communicating_s + record.waiting_s
 
@@ -219,6 +239,8 @@ class LoopRun:
         self._metrics = found
         taken = 0 if self.strategy is None else self.strategy.steps
         samples = self._trained * len(self._workers)
+        if self._curves is not None:
+            self._curves.evaluate(taken, found)
         append_evaluation(self.folder, Evaluation(taken, self.epochs, samples, self._seconds, found))
         if self._summary is not None:
             self._write_summary()
@@ -248,19 +270,23 @@ class LoopRun:
         if comm.rank == 0:
             end_run(self.folder)
         self._until_the_end.close()
+        if comm.platform.virtual is not None:
+            self.close_loggers()  # no process ends with a virtual rank
 
     def _write_summary(self) -> None:
         write_summary(self.folder, summarise(read_records(self.folder), metrics=self._metrics, **(self._summary or {})))
 
 
-def next_run(run: LoopRun | None, comm: Communicator, folder: Path) -> LoopRun:
+def next_run(run: LoopRun | None, comm: Communicator, folder: Path, log: tuple[str, ...]) -> LoopRun:
     """Return the run that a script wants: the one that is under way, or a new one.
 
     Raises:
         ConfigError: another one is under way; or as of `LoopRun`.
     """
     if run is None or run.has_ended:
-        return LoopRun(comm, folder)
+        if run is not None:
+            run.close_loggers()
+        return LoopRun(comm, folder, log=log)
     if run.wanted != folder:
         raise ConfigError(
             f"run must stay {run.wanted} until hpcdist.finish has ended that run; got {folder}. Finish the model first."

@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from hpcdist import log, registry
+from hpcdist import registry
 from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch import FINALIZE_ALONE, check_world, contradiction, tolerates_deaths, undisputed_task
@@ -28,6 +28,7 @@ from hpcdist.config.files import loaded_files, package_checksum
 from hpcdist.config.merge import by_value
 from hpcdist.errors import CommunicationError, ConfigError, MismatchError, WorldError
 from hpcdist.faults import excepthook
+from hpcdist.log import set_up as set_up_messages
 from hpcdist.parallel.grid import Grid
 from hpcdist.session import arguments, rules  # noqa: F401  (from here on DistributedDataParallel's models are noted)
 from hpcdist.session.run import LoopRun, next_run
@@ -148,6 +149,7 @@ def init(
     torch_distributed: bool | str = True,
     bind: bool = True,
     run: str | os.PathLike[str] | Literal[False] | None = None,
+    log: Sequence[str] = (),
 ) -> Communicator:
     """Collective. Join the ranks that mpirun or srun started (one rank without them); safe to call again.
 
@@ -178,6 +180,8 @@ def init(
             given, and a summary at `finish`. `hpcdist watch`, `runs` and `report` show it. A run there that has not
             ended is gone on with. None: in a batch job of hpcdist's, which sets HPCDIST_RUN, a folder in the job's
             own, named after the script; else nothing is written. False: nothing.
+        log: tools that the first rank that trains writes the run's figures for, as a job's setting `log`: tensorboard,
+            wandb, mlflow, or a class in a file.
 
     Raises:
         ConfigError: a run has ended in the folder `run`, or it is another script's; gpu_aware_mpi without a CUDA
@@ -187,7 +191,7 @@ def init(
         MismatchError: ranks run different versions of hpcdist (other source files, with the same number, included),
             torch or Python, have other plug-ins, or differ in gpu_aware_mpi or torch_distributed.
     """
-    log.set_up()
+    set_up_messages()
     if torch_distributed not in (True, "gloo", "nccl", False):
         raise ConfigError(f"torch_distributed must be True, 'gloo', 'nccl' or False; got {torch_distributed!r}.")
     if comm is not None:
@@ -212,10 +216,15 @@ def init(
         session.joined = begin_timeline(session.comm, Path(timeline))
         if comm is None:
             atexit.register(end_timeline, session.joined)  # before this package's threads end
+    if isinstance(log, str) or (log and not run and "HPCDIST_RUN" not in os.environ):
+        raise ConfigError(
+            f"log must be a list of names, given with run, whose folder has their files; got {log!r}. Write it as "
+            "hpcdist.init(run='runs/mine', log=['tensorboard'])."
+        )
     if run:
-        session.run = next_run(session.run, session.comm, Path(run))
+        session.run = next_run(session.run, session.comm, Path(run), tuple(log))
     elif run is None and comm is None and session.run is None and (of_job := os.environ.get("HPCDIST_RUN")):
-        session.run = LoopRun(session.comm, Path(of_job), of_job=True)
+        session.run = LoopRun(session.comm, Path(of_job), True, tuple(log))
     return session.comm
 
 

@@ -27,7 +27,7 @@ from hpcdist.records import (
     summarise,
     write_summary,
 )
-from hpcdist.train.curves import Curves
+from hpcdist.session.curves import Curves
 from hpcdist.train.energy import RunEnergy, gpu_uuid
 from hpcdist.train.milestones import Milestones
 from hpcdist.train.resume import Position

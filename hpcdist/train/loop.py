@@ -19,12 +19,12 @@ from hpcdist.data.loader import Batch, Loader
 from hpcdist.errors import ConfigError
 from hpcdist.records import StepRecord, Summary
 from hpcdist.session import rules
+from hpcdist.session.curves import Curves
 from hpcdist.session.leaving import Leaving
 from hpcdist.session.loader.period import Weighed, joint_batch, period
 from hpcdist.session.world import current, require_equal
 from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.train import resume
-from hpcdist.train.curves import Curves
 from hpcdist.train.evaluate import IterateAverage, evaluate
 from hpcdist.train.job import Job, described, open_data, own_samples
 from hpcdist.train.log import Progress, RunLog
@@ -85,7 +85,8 @@ class Trainer:
         self.milestones = Milestones(config, comm, self.position, len(self._train))
         self._deal_samples(self.strategy.config.workers(self.replica.others.size))
         speakers = tuple(map(self.replica.speaker, self.workers))
-        curves = Curves(config, comm, speakers, self.strategy_options, self.optimizer, output, tuple(job.metrics))
+        settings = {**config.model_dump(), "strategy": {"name": config.strategy.name, **self.strategy_options}}
+        curves = Curves(config.log, settings, comm, speakers, self.optimizer, output, tuple(job.metrics))
         self.log = RunLog(output, config, comm, self.position, self.milestones, report, curves, self.device)
         self._skipped = 0  # steps in a row
         self._save_s = 3 * sum(flat.nbytes for flat in self.model.params) / SAVED_BYTES_S  # with two moments; a guess

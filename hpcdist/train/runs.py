@@ -34,9 +34,9 @@ from hpcdist.records import (
 )
 from hpcdist.records.timeline import unused
 from hpcdist.registry import label
+from hpcdist.session import loggers
 from hpcdist.session.run import describe_start
 from hpcdist.session.world import require_same_files
-from hpcdist.train import loggers
 from hpcdist.train.changes import all_settings, changes_since
 from hpcdist.train.interruption import Interruption
 from hpcdist.train.job import Job, load_job

@@ -79,6 +79,46 @@ def test_a_run_is_optional_and_changes_no_result(tmp_path):
     assert begun(None, "allreduce") == begun(tmp_path, "allreduce")
 
 
+NOTES = """
+from hpcdist.session.loggers import Logger
+
+class Notes(Logger):
+    def __init__(self, run):
+        run.folder.mkdir(exist_ok=True)
+        self.file = open(run.folder / "notes", "a")
+
+    def write(self, step, values):
+        print(step, *values, file=self.file)
+
+    def close(self):
+        self.file.close()
+"""
+
+
+def test_loggers_write_a_loop_s_figures(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.py").write_text(NOTES)
+
+    def body(comm):
+        hd.init(comm=comm, run=tmp_path / "mine", log=["notes.py:Notes"])
+        return _loop(comm, tmp_path / "mine", "hardsync")
+
+    run_virtual(body, 3, compute=Constant(0.5))
+    (notes,) = (tmp_path / "mine").glob("*/notes")
+    lines = [line.split() for line in notes.read_text().splitlines()]
+    assert [line[0] for line in lines if line[1] == "test/accuracy"][:3] == ["7", "14", "21"]
+    assert "train/samples_per_second" in next(line for line in lines if line[0] == "20")
+
+
+def test_loggers_need_a_run():
+    def body(comm, **given):
+        with pytest.raises(ConfigError, match="log must be a list of names, given with run, whose folder has their"):
+            hd.init(comm=comm, **given)
+
+    run_virtual(lambda comm: body(comm, log=["tensorboard"]), 1)
+    run_virtual(lambda comm: body(comm, run="mine", log="tensorboard"), 1)
+
+
 def test_metrics_that_are_no_numbers_are_refused(tmp_path):
     def body(comm):
         hd.init(comm=comm, run=tmp_path)

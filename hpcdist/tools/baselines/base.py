@@ -23,9 +23,9 @@ from hpcdist.data.loader import Batch, Loader
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.faults.turns import takes_turn
 from hpcdist.records import StepRecord, Summary, digest
+from hpcdist.session.curves import Curves
 from hpcdist.tools import console
 from hpcdist.train import runs
-from hpcdist.train.curves import Curves
 from hpcdist.train.evaluate import evaluate_replica
 from hpcdist.train.job import Job, described, open_data, own_samples
 from hpcdist.train.log import Progress, RunLog
@@ -127,7 +127,8 @@ class BaselineTrainer:
         )  # fmt: skip
         self._milestones = Milestones(config, comm, self.position, len(self._train))
         self._milestones.global_batch = self._loader.plan.global_batch
-        curves = Curves(self.config, comm, tuple(range(comm.size)), {}, self._optimizer, output, tuple(job.metrics))
+        settings, everyone = self.config.model_dump(), tuple(range(comm.size))
+        curves = Curves(self.config.log, settings, comm, everyone, self._optimizer, output, tuple(job.metrics))
         self.log = RunLog(output, self.config, comm, self.position, self._milestones, report, curves, self.device)
 
     def _make_model(self) -> None:

@@ -13,11 +13,10 @@ import torch
 from hpcdist import checkpoint
 from hpcdist.comm.communicator import Failures
 from hpcdist.comm.virtual import Constant, run_virtual
-from hpcdist.config import JobConfig
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import StepRecord
-from hpcdist.train import curves, loggers
-from hpcdist.train.curves import Curves
+from hpcdist.session import curves, loggers
+from hpcdist.session.curves import Curves
 from hpcdist.train.runs import specify
 from train import tiny
 
@@ -25,7 +24,7 @@ MEASURED = ("loss", "learning_rate", "samples_per_second", "staleness", "bytes_p
 TAGS = {*(f"train/{name}" for name in MEASURED), "test/accuracy", "test/loss"}
 NOTES = """
 import json
-from hpcdist.train.loggers import Logger
+from hpcdist.session.loggers import Logger
 
 class Notes(Logger):
     def __init__(self, run):
@@ -143,8 +142,7 @@ def test_staleness_is_the_servers_where_they_apply_gradients(tmp_path, notes):
 def test_the_next_worker_writes_where_the_first_has_died(tmp_path, notes):
     comm = SimpleNamespace(rank=1, size=2, failures=Failures(2, 1.0))
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
-    config = JobConfig(log=("notes.py:Notes",))
-    second = Curves(config, comm, (0, 1), {}, optimizer, tmp_path / "run", ("accuracy",))
+    second = Curves(("notes.py:Notes",), {"seed": 0}, comm, (0, 1), optimizer, tmp_path / "run", ("accuracy",))
     (tmp_path / "run").mkdir()
     second.open(first_step=1)
     second.add(StepRecord(1, samples=4, loss=3.0, computing_s=1.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 
-from hpcdist.train.loggers.base import LoggedRun, Logger
+from hpcdist.session.loggers.base import LoggedRun, Logger
 
 
 class WandB(Logger):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpcdist.train.loggers.base import LoggedRun, Logger
+from hpcdist.session.loggers.base import LoggedRun, Logger
 
 BATCH = 100  # parameters, the most that MLflow takes at once
 LONGEST = 6000  # characters of a parameter

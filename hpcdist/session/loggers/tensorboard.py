@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from hpcdist.train.loggers.base import LoggedRun, Logger
+from hpcdist.session.loggers.base import LoggedRun, Logger
 
 
 class TensorBoard(Logger):

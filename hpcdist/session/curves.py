@@ -14,10 +14,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import JobConfig
 from hpcdist.records import RecordTail, StepRecord, record_path
 from hpcdist.registry import label
-from hpcdist.train import loggers
+from hpcdist.session import loggers
 
 MOST_WAITING = 1000  # sets of figures in the queue; more are lost
 PATIENCE_S = 30.0  # longest wait for loggers: at the start, and for what they still write at the end
@@ -25,28 +24,29 @@ _logger = logging.getLogger(__name__)
 
 
 class Curves:
-    """Hands a run's figures to the loggers in the settings, on the first living worker.
+    """Hands a run's figures to loggers, on the first living worker.
 
     A report has the means of this worker's records since the last one; staleness is of the servers' records too.
 
     Args:
+        names: of the loggers.
+        settings: of the run, which loggers get by dotted key.
         workers: ranks that compute gradients.
-        options: the strategy's, with its defaults.
         folder: the run's.
         metrics: names of the job's metrics.
     """
 
     def __init__(
         self,
-        config: JobConfig,
+        names: tuple[str, ...],
+        settings: Mapping[str, Any],
         comm: Communicator,
         workers: tuple[int, ...],
-        options: Mapping[str, Any],
         optimizer: Optimizer,
         folder: Path,
         metrics: tuple[str, ...],
     ):
-        self._config, self._comm, self._workers, self._options = config, comm, workers, options
+        self._names, self._settings, self._comm, self._workers = names, settings, comm, workers
         self._optimizer, self._folder, self._metrics = optimizer, folder, metrics
         self._first_step = 1
         self._records: list[StepRecord] = []  # since the last report
@@ -55,7 +55,7 @@ class Curves:
     def open(self, first_step: int) -> None:
         """Make the loggers for steps from `first_step` on."""
         self._first_step = first_step
-        if self._writes and self._config.log:
+        if self._writes and self._names:
             self._start().ready.wait(PATIENCE_S)  # else imports would slow the first steps down
 
     @property
@@ -63,8 +63,7 @@ class Curves:
         return self._comm.rank == next((rank for rank in self._workers if rank in self._comm.failures.living), None)
 
     def _start(self) -> _Loggers:
-        options = {"name": self._config.strategy.name, **self._options}
-        settings = dict(_flat({**self._config.model_dump(), "strategy": options}))
+        settings = dict(_flat(self._settings))
         names = tuple(f"test/{name}" for name in (*self._metrics, "loss"))
 
         def make(name: str) -> loggers.Logger:
@@ -74,12 +73,12 @@ class Curves:
 
         servers = [rank for rank in range(self._comm.size) if rank not in self._workers]
         tails = [RecordTail(record_path(self._folder, rank), from_end=True) for rank in servers]
-        self._thread = _Loggers(self._config.log, make, tails)
+        self._thread = _Loggers(self._names, make, tails)
         return self._thread
 
     # --- figures --------------------------------------------------------------------------------------------------
     def add(self, record: StepRecord) -> None:
-        if self._config.log and self._comm.rank in self._workers:
+        if self._names and self._comm.rank in self._workers:
             self._records.append(record)
 
     def report(self) -> None:
@@ -107,7 +106,7 @@ class Curves:
         return values
 
     def _hand_over(self, step: int, values: dict[str, float], staleness: list[int] | None = None) -> None:
-        if self._config.log and self._writes:
+        if self._names and self._writes:
             (self._thread or self._start()).put(step, values, staleness)  # starts if the first worker has died
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from hpcdist.errors import ConfigError
 from hpcdist.registry import catalogue
-from hpcdist.train.loggers.base import LoggedRun, Logger
+from hpcdist.session.loggers.base import LoggedRun, Logger
 
 __all__ = ["LoggedRun", "Logger", "available", "load", "require"]
 

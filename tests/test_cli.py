@@ -63,6 +63,32 @@ def hpcdist(monkeypatch, capsys, tmp_path):
     return run
 
 
+# --- a job to begin with ----------------------------------------------------------------------------------------------
+def test_a_job_to_begin_with_trains_as_it_is_and_stands_in_the_tutorial(hpcdist, tmp_path):
+    assert hpcdist("init", "my_job.py")[::2] == (
+        0, "hpcdist: my_job.py is written. Train it: hpcdist run -n 2 hpcdist train my_job.py\n",
+    )  # fmt: skip
+    assert (tmp_path / "my_job.py").read_text() in (ROOT / "docs/tutorials/job.md").read_text()
+    status, _, shown = hpcdist("train", "my_job.py", "--set", "epochs=8", "--output", "run")
+    assert status == 0, shown
+    assert load_summary(tmp_path / "run").metrics["accuracy"] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("job.py", "FILE must be a new Python file; got job.py, which exists"),
+        ("job", "FILE must be a new Python file; got job, whose name does not end in .py"),
+        ("none/job.py", "FILE must be a file to write; got none/job.py, which is in no folder that exists"),
+    ],
+)
+def test_a_job_to_begin_with_replaces_no_file(hpcdist, tmp_path, name, message):
+    (tmp_path / "job.py").write_text("mine")
+    status, _, shown = hpcdist("init", name)
+    assert status == 1 and message in shown
+    assert (tmp_path / "job.py").read_text() == "mine"
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 def test_checkpoints_are_shown_and_the_model_in_them_is_exported(hpcdist, tmp_path):
     settings = ("parallel.stages=2", "parallel.micro_batches=4", "checkpoint.every_steps=4", "budget.steps=8")

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig
 from hpcdist.config.files import load_file
 from hpcdist.data import HDF5Dataset  # first: it names what is missing where h5py is
+from hpcdist.data.datasets import write_datasets
 from hpcdist.data.hdf5 import COLUMNS
 from hpcdist.data.labels import counts, dirichlet, labels_of
 from hpcdist.errors import NO_SPACE, ConfigError, OutputError, suggestion
@@ -47,14 +49,15 @@ class Job:
         model: makes the model from the options under `model` in the configuration; every rank has the same seed.
         loss: (outputs, targets) -> the mean loss over a batch, a scalar to differentiate.
         metrics: by name; the first one is the job's own measure.
-        data: writes the HDF5 file with splits `train` and `test`; called on rank 0 only, if there is no file.
+        data: torch Datasets of pairs (x, y) under `train` and `test`, which are written to the HDF5 file; or a function
+            that writes that file at a path. Either only on rank 0, if there is no file.
         defaults: configuration that the user's TOML file and `--set` override.
     """
 
     model: Callable[..., nn.Module]
     loss: Callable[[Tensor, Tensor], Tensor]
     metrics: Mapping[str, Metric]
-    data: Callable[[Path], None]
+    data: Callable[[Path], object] | Mapping[str, Dataset[Any]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -144,7 +147,10 @@ def make_data(job: Job, path: Path) -> None:
     try:
         with writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-        job.data(path)
+        if isinstance(job.data, Mapping):
+            write_datasets(path, job.data)
+        else:
+            job.data(path)
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in NO_SPACE:

@@ -71,6 +71,8 @@ def test_its_exit_status_is_that_of_the_first_rank_that_fails(started):
     ("script", "options", "message"),
     [
         ("none.py", {}, r"SCRIPT must be a file of Python, -m MODULE, or a program on PATH; got 'none.py', which is"),
+        ("--bogus", {}, r"SCRIPT must follow the options of `hpcdist run`, which .*; got '--bogus'\. Write it as"),
+        ("-m", {}, r"SCRIPT must follow the options of .*; got '-m' without a module"),
         ("python", {"hosts": "a:1"}, r"--hosts must be hosts with the number of ranks on each, 2 or more .* got 'a:1'"),
         ("python", {"hosts": "a,b"}, r"--hosts must be hosts with .*; got 'a,b'. Write it as --hosts node1:2,node2:2"),
         ("python", {"label": True, "launcher": "env -n"}, r"--label must be left out with --launcher, .*'srun --label"),

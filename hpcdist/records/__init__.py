@@ -26,6 +26,7 @@ from hpcdist.records.run import (
     end_run,
     load_average,
     load_run,
+    note_step,
     now,
     own_cores,
 )

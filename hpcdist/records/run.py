@@ -188,6 +188,14 @@ def end_run(folder: Path, outcome: Outcome = "ended", reason: str | None = None)
         _write(folder / FILE_NAME, run)
 
 
+def note_step(folder: Path, step: int) -> None:
+    """Record the step after which the newest start goes on, where that is known only once it does."""
+    run = load_run(folder)
+    if run is not None:
+        run.last.step = step
+        _write(folder / FILE_NAME, run)
+
+
 def load_run(folder: str | Path) -> RunRecord | None:
     """Read `run.json`; None where there is none, as in folders of older versions.
 

@@ -42,6 +42,7 @@ from hpcdist.records import (
     load_run,
     locked,
     making,
+    note_step,
     now,
     own_cores,
     read_records,
@@ -78,6 +79,7 @@ class LoopRun:
     Attributes:
         wanted: the folder that the user gave.
         samples: of this rank's batches since its last step.
+        of_all: samples of all ranks' batches since then.
         epochs: that have ended.
         reason: why the script leaves before the end, where it says so.
 
@@ -87,7 +89,8 @@ class LoopRun:
 
     def __init__(self, comm: Communicator, folder: Path, of_job: bool = False, log: tuple[str, ...] = ()):
         self.wanted = folder
-        self.samples, self.epochs, self.reason = 0, 0, "the script ended before hpcdist.finish"
+        self.samples = self.of_all = self.epochs = 0
+        self.reason = "the script ended before hpcdist.finish"
         self.strategy: Any = None  # of the first DistributedOptimizer
         loggers.require(log)
         self._log = log
@@ -100,7 +103,9 @@ class LoopRun:
         self._writer: RecordWriter | None = None
         self._sampler: Sampler | None = None
         self._workers: tuple[int, ...] = ()
-        self._trained, self._seconds = 0, 0.0  # by this rank: samples, and seconds of its steps
+        self._trained, self._seconds = 0, 0.0  # so far: samples of all ranks, and seconds of this rank's steps
+        self._noted_s = 0.0  # when the last of them were counted
+        self._early: list[dict[str, float]] = []  # metrics that were logged before the first step of this start
         self._seed = 0
         self._metrics: dict[str, float] = {}
         self._summary: dict[str, Any] | None = None  # what the records don't say, once the run has ended
@@ -217,33 +222,64 @@ class LoopRun:
     def write(self, record: StepRecord) -> None:
         """Write the record of a step, with the samples of its batches."""
         record = replace(record, samples=self.samples)
-        if self._writer is None:  # only now it is known whether a checkpoint was loaded
-            self._writer = RecordWriter(record_path(self.folder, self._comm.rank), first_step=record.step)
-            if self._is_main:
-                keep_evaluations(self.folder, record.step - 1)
-            if self._curves is not None:
-                self._curves.open(record.step)
+        if self._writer is None:
+            self._writer = self._open(record.step)
         self._writer.write(record)
         if self._curves is not None:
             self._curves.add(record)
             if record.step % LOG_EVERY == 0:
                 self._curves.report()
-        self._trained, self.samples = self._trained + self.samples, 0
+        self._trained += self.of_all
+        self.samples = self.of_all = 0
         self._seconds += record.computing_s + record.communicating_s + record.waiting_s
+        self._noted_s = self._comm.now()
+
+    def _open(self, step: int) -> RecordWriter:
+        """Open this rank's records at the first step of this start: only now it is known where the run goes on."""
+        path, rank = record_path(self.folder, self._comm.rank), self._comm.rank
+        if self._is_main and step > 1:
+            earlier = {of: [one for one in r if one.step < step] for of, r in read_records(self.folder).items()}
+            self._trained = sum(one.samples for of_rank in earlier.values() for one in of_rank)
+            own = earlier.get(rank, ())
+            self._seconds = sum(one.computing_s + one.communicating_s + one.waiting_s for one in own)
+        if rank == 0 and step > 1:
+            note_step(self.folder, step - 1)
+        writer = RecordWriter(path, first_step=step)
+        if self._is_main:
+            keep_evaluations(self.folder, step - 1)
+        if self._curves is not None:
+            self._curves.open(step)
+        early, self._early = self._early, []
+        for metrics in early:
+            self._evaluate(step - 1, metrics)
+        return writer
+
+    def end_epoch(self, epoch: int) -> None:
+        """Note that so many epochs have ended, and the seconds since the last step: another optimiser's, say."""
+        self.epochs = epoch
+        if self._writer is not None:
+            self._seconds += self._comm.now() - self._noted_s
+            self._noted_s = self._comm.now()
 
     def log_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Write an evaluation, on the first rank that trains; after `finish` the summary has it, too."""
-        found = {str(name): _number(name, value) for name, value in metrics.items()}
-        if not self._is_main:
+        if not isinstance(metrics, Mapping):
+            raise ConfigError(f"metrics must be numbers by their names; got {metrics!r}. Write {{'accuracy': 0.97}}.")
+        found = {_name(name): _number(name, value) for name, value in metrics.items()}
+        if not self._is_main or not found:
             return
-        self._metrics = found
-        taken = 0 if self.strategy is None else self.strategy.steps
-        samples = self._trained * len(self._workers)
-        if self._curves is not None:
-            self._curves.evaluate(taken, found)
-        append_evaluation(self.folder, Evaluation(taken, self.epochs, samples, self._seconds, found))
+        if self._writer is None and self._summary is None:
+            self._early.append(found)
+            return
+        self._evaluate(self.strategy.steps, found)
         if self._summary is not None:
             self._write_summary()
+
+    def _evaluate(self, step: int, metrics: dict[str, float]) -> None:
+        self._metrics = metrics
+        if self._curves is not None:
+            self._curves.evaluate(step, metrics)
+        append_evaluation(self.folder, Evaluation(step, self.epochs, self._trained, self._seconds, metrics))
 
     # --- the end ------------------------------------------------------------------------------------------------------
     def finish(self, params: Sequence[Tensor], stages: int) -> None:
@@ -254,6 +290,9 @@ class LoopRun:
             stages: ranks that hold one model together.
         """
         comm = self._comm
+        early, self._early = self._early, []
+        for metrics in early if self._is_main else ():  # no step was taken
+            self._evaluate(self.strategy.steps, metrics)
         pending = comm.gather(self.strategy.records.pending())
         sums = comm.gather(digest(params))[:stages]
         self._close()
@@ -294,8 +333,16 @@ def next_run(run: LoopRun | None, comm: Communicator, folder: Path, log: tuple[s
     return run
 
 
+def _name(name: object) -> str:
+    if not (isinstance(name, str) and name.strip() and name.isprintable()):
+        raise ConfigError(f"metrics must have names of one line; got {name!r}. Rename it.")
+    return name
+
+
 def _number(name: object, value: Any) -> float:
     try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise ConfigError(

@@ -216,6 +216,8 @@ def init(
         session.joined = begin_timeline(session.comm, Path(timeline))
         if comm is None:
             atexit.register(end_timeline, session.joined)  # before this package's threads end
+    if run not in (None, False) and not (isinstance(run, (str, os.PathLike)) and os.fspath(run).strip()):
+        raise ConfigError(f"run must be the path of a folder, None or False; got {run!r}.")
     if isinstance(log, str) or (log and not run and "HPCDIST_RUN" not in os.environ):
         raise ConfigError(
             f"log must be a list of names, given with run, whose folder has their files; got {log!r}. Write it as "

@@ -59,6 +59,11 @@ def start_script(
 def _program(script: Sequence[str], path: str) -> list[str]:
     """Return the words that each rank runs: Python's for a file of Python or a module."""
     first = script[0]
+    if first.startswith("-") and (first != "-m" or len(script) == 1):
+        raise ConfigError(
+            f"SCRIPT must follow the options of `hpcdist run`, which `hpcdist run -h` lists; got {first!r}"
+            f"{' without a module' * (first == '-m')}. Write it as hpcdist run -n 4 train.py."
+        )
     if first == "-m" or (Path(first).is_file() and not os.access(first, os.X_OK)) or _is_python(first):
         return [sys.executable, *script]
     found = None if first.endswith(".py") else shutil.which(first, path=_places(path))

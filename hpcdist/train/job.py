@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -139,6 +140,29 @@ def check_path(job: Job, path: Path) -> None:
         )
 
 
+def _write_by(write: Callable[[Path], object], path: Path) -> None:
+    """Let a job's function write its data.
+
+    Raises:
+        ConfigError: it takes no path, or has written no file there.
+    """
+    try:
+        inspect.signature(write).bind(path)
+    except TypeError as error:
+        raise ConfigError(
+            f"data of the job must be a function of the path of the file to write; got one that takes others ({error})."
+            " Give it one argument, or pass torch Datasets by the names train and test."
+        ) from None
+    except ValueError:  # written in C
+        pass
+    write(path)
+    if not path.exists():
+        raise ConfigError(
+            f"data of the job must write the file that it is given, as hpcdist.data.create does; got none at {path}. "
+            "To return data sets, pass them: data={'train': ..., 'test': ...}."
+        )
+
+
 def make_data(job: Job, path: Path) -> None:
     """Make a missing data file, unless `check_path` refuses its name; remove a file that is not whole."""
     check_path(job, path)
@@ -150,7 +174,7 @@ def make_data(job: Job, path: Path) -> None:
         if isinstance(job.data, Mapping):
             write_datasets(path, job.data)
         else:
-            job.data(path)
+            _write_by(job.data, path)
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in NO_SPACE:

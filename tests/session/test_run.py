@@ -129,6 +129,49 @@ def test_metrics_that_are_no_numbers_are_refused(tmp_path):
     run_virtual(body, 1)
 
 
+@each("wrong", [[1], None, 3, {"a\nb": 1}, {"": 1}, {3: 1}, {"accuracy": "3"}])
+def test_other_metrics_are_refused(wrong, tmp_path):
+    def body(comm):
+        hd.init(comm=comm, run=tmp_path / "mine")
+        with pytest.raises(ConfigError, match="metrics must (be numbers by their names|have names of one line); got"):
+            hd.log_metrics(wrong)
+
+    run_virtual(body, 1)
+    (tmp_path / "mine" / ".lock").unlink(missing_ok=True)  # the loop has not ended, and the process goes on
+
+
+@each("wrong", ["", " ", True, 5, b"x"])
+def test_a_run_is_a_folder(wrong):
+    def body(comm):
+        with pytest.raises(ConfigError, match="run must be the path of a folder, None or False; got"):
+            hd.init(comm=comm, run=wrong)
+
+    run_virtual(body, 1)
+
+
+def test_metrics_before_the_first_step_are_of_the_step_that_the_run_goes_on_from(tmp_path):
+    """A second start may log before it has loaded its checkpoint."""
+
+    def body(comm, first):
+        hd.init(comm=comm, run=tmp_path)
+        hd.log_metrics({"loss": 9})
+        model = torch.nn.Linear(2, 1)
+        optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model)
+        optimizer.strategy.steps = first
+        for x, y in hd.shard(DataLoader(TensorDataset(torch.ones(N, 2), torch.ones(N, 1)), BATCH)):
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+        hd.log_metrics({"loss": 1})
+        hd.finish(model)
+
+    run_virtual(lambda comm: body(comm, 0), 2)
+    (tmp_path / "summary.json").unlink()
+    run_virtual(lambda comm: body(comm, 7), 2)
+    found = [(one.step, one.samples, one.metrics["loss"]) for one in read_evaluations(tmp_path)]
+    assert found == [(0, 0, 9), (7, N, 1), (7, N, 9), (14, 2 * N, 1)]
+
+
 def test_folders_of_other_runs_are_refused(tmp_path):
     begun(tmp_path / "ended", "allreduce")
     with pytest.raises(
@@ -219,9 +262,12 @@ def test_how_a_script_ends_is_written_and_one_that_left_goes_on(tmp_path):
     ended = Run(folder)
     assert ended.outcome == "ended" and len(ended.record.resumed) == 1
     assert [(one.epoch, one.step, one.metrics["epoch"]) for one in ended.evaluations] == [
-        (1, 5, 0), (1, 10, 1), (2, 15, 2),
+        (1, 5, 0), (2, 10, 1), (3, 15, 2),
     ]  # fmt: skip
-    assert ended.summary.samples == 3 * 40
+    assert ended.summary.samples == 3 * 40 and [one.samples for one in ended.evaluations] == [40, 80, 120]
+    assert [start.step for start in (ended.record, *ended.record.resumed)] == [0, 5]
+    seconds = [one.seconds for one in ended.evaluations]
+    assert seconds == sorted(seconds) and ended.summary.wall_s >= seconds[-1]
 
 
 @pytest.mark.extended

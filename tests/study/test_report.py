@@ -212,7 +212,7 @@ SAID = {
         ["`softsync`: 3 of 5 seeds reached 97 %."],
     ),
     "none reached the target": (
-        changed(versus(2.0), slice(None), accuracy=(0.5, 0.6)), {}, "No run reached 97 %. With 5 seeds no other",
+        changed(versus(2.0), slice(None), accuracy=(0.5, 0.6)), {}, "No run reached 97 %. With 5 seeds no difference",
         ["`softsync` reached 97 % in 0 of 5 seeds, `allreduce` in 0 of 5 seeds; final"],
         ["`allreduce`: 0 of 5 seeds reached 97 %.", "`softsync`: 0 of 5 seeds reached 97 %."],
     ),

@@ -57,6 +57,22 @@ def test_a_data_file_of_the_jobs_or_a_new_name_is_made(tmp_path, given):
     assert (tmp_path / "new" / given).exists()
 
 
+@each(
+    "case",
+    [
+        (
+            lambda: None,
+            r"data of the job must be a function of the path of the file to write; got one that takes others",
+        ),
+        (lambda path: (1, 2), r"data of the job must write the file that it is given, .*; got none at .*new.h5"),
+    ],
+)
+def test_a_function_that_writes_no_data_is_refused(tmp_path, case):
+    function, message = case
+    with pytest.raises(ConfigError, match=message):
+        make_data(dataclasses.replace(tiny.job, data=function), tmp_path / "new.h5")
+
+
 def test_measures():
     outputs = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
     assert accuracy(outputs, torch.tensor([1, 1, 1])).tolist() == [1, 0, 1]

@@ -20,13 +20,15 @@ class Weighed(NamedTuple):
     """This rank's batch of one step, and its weight.
 
     `weight` is this rank's number of samples in the step over the workers' mean number; 0 for a batch that does not
-    count. `ends_epoch` says that no batch of the epoch follows. `samples` are those of this rank's batch that count.
+    count. `ends_epoch` says that no batch of the epoch follows. `samples` are those of this rank's batch that count,
+    and `of_all` those of all workers' batches.
     """
 
     batch: Any
     weight: float = 1.0
     ends_epoch: bool = False
     samples: int = 0
+    of_all: int = 0
 
 
 def counts_of(group: Communicator, *numbers: float) -> Tensor:
@@ -62,7 +64,7 @@ def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when
         optimizer.strategy.model.refresh()
         optimizer.attachment.look()
     try:
-        for batch, weight, ends_epoch, _ in batches:
+        for batch, weight, ends_epoch, _, _ in batches:
             for strategy in strategies:
                 strategy.model.gradients.begin_batch(weight, ends_epoch=ends_epoch)
             with strategies[0].comm.trace.span(f"step {strategies[0].steps + 1}", "step"):

@@ -164,7 +164,8 @@ def _headline(analysis: Analysis) -> str:
     said += _who_reached(analysis, bool(said))
     contenders = [contrast for contrast in analysis.contrasts if contrast.cell.kind != "serial"]
     if contenders:
-        said += _winners_or_none(analysis, contenders, bool(said))
+        differ = analysis.job.target is None or any(cell.seconds_to_target for cell in analysis.cells)
+        said += _winners_or_none(analysis, contenders, differ and bool(said))
     reference = f"`{analysis.job.reference}`"
     return " ".join(said) or f"There is nothing to compare: no runs beside those of {reference} on as many ranks."
 

@@ -174,7 +174,7 @@ class Run:
         if self.start.ended is None:
             return "has begun and not ended"
         if self.start.outcome == "interrupted":
-            return f"was interrupted at {self.start.ended} ({self.start.reason}); --resume goes on with it"
+            return f"was interrupted at {self.start.ended} ({self.start.reason}); --resume, or the same script, goes on"
         why = "" if self.start.reason is None else f": {self.start.reason}"
         return f"failed, and ended at {self.start.ended}{why}"
 

@@ -46,6 +46,11 @@ class StepRecord:
     # A loss may be NaN or infinite, and must be read back as such.
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
 
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of the step, whatever they were spent on."""
+        return self.computing_s + self.communicating_s + self.waiting_s
+
 
 RECORD: TypeAdapter[StepRecord] = TypeAdapter(StepRecord)
 _OF_STAGES = {"stage_bytes", "stage_s"}  # left out without stages

@@ -156,7 +156,7 @@ def _bubbles(records: Mapping[int, Sequence[StepRecord]], stages: int) -> list[f
     shares = []
     for stage in range(stages):
         own = [record for rank, of_rank in records.items() if rank % stages == stage for record in of_rank]
-        seconds = sum(r.computing_s + r.communicating_s + r.waiting_s for r in own)
+        seconds = sum(r.seconds for r in own)
         shares.append(sum(r.stage_s for r in own) / seconds if seconds > 0 else 0.0)
     return shares
 
@@ -193,6 +193,7 @@ def load_summary(path: str | Path) -> Summary:
         DataError: the file is missing, no JSON, or not a summary.
     """
     file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
-    if (summary := read_checked(file, Summary, RULE, "Write it again from the records.")) is None:
+    summary = read_checked(file, Summary, RULE, "Write it again from the records.")
+    if summary is None:
         raise DataError(f"{file} must exist; got nothing there. Has the run ended?")
     return summary

@@ -23,6 +23,11 @@ PATIENCE_S = 30.0  # longest wait for loggers: at the start, and for what they s
 _logger = logging.getLogger(__name__)
 
 
+def first_living(comm: Communicator, workers: tuple[int, ...]) -> int | None:
+    """Return the first of these ranks that lives: it does what one rank that trains does for all."""
+    return next((rank for rank in workers if rank in comm.failures.living), None)
+
+
 class Curves:
     """Hands a run's figures to loggers, on the first living worker.
 
@@ -60,7 +65,7 @@ class Curves:
 
     @property
     def _writes(self) -> bool:
-        return self._comm.rank == next((rank for rank in self._workers if rank in self._comm.failures.living), None)
+        return self._comm.rank == first_living(self._comm, self._workers)
 
     def _start(self) -> _Loggers:
         settings = dict(_flat(self._settings))
@@ -92,7 +97,7 @@ class Curves:
     def _means(self, records: list[StepRecord]) -> dict[str, float]:
         losses = [record.loss for record in records if record.loss is not None]
         waiting_s = sum(record.waiting_s for record in records)
-        seconds = sum(r.computing_s + r.communicating_s + r.waiting_s for r in records)
+        seconds = sum(record.seconds for record in records)
         living = len(set(self._workers) & set(self._comm.failures.living))
         values = {
             "train/learning_rate": float(self._optimizer.param_groups[0]["lr"]),

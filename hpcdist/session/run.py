@@ -12,7 +12,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,7 +53,7 @@ from hpcdist.records import (
 from hpcdist.records.energy import Energy
 from hpcdist.records.summary import FILE_NAME as SUMMARY
 from hpcdist.session import loggers
-from hpcdist.session.curves import Curves
+from hpcdist.session.curves import Curves, first_living
 from hpcdist.strategies.base import name_of
 from hpcdist.version import __version__
 
@@ -131,12 +130,15 @@ class LoopRun:
 
     def _claimed_in_job(self, folder: Path) -> Path:
         """Claim the first folder of this script in which no run has ended and none is at work."""
-        for number in count(1):
+        number = 1
+        while True:
             own = folder / (self._script.stem if number == 1 else f"{self._script.stem}-{number}")
+            with making(own, "HPCDIST_RUN"):
+                own.mkdir(parents=True, exist_ok=True)  # else no number would do
             if not (own / SUMMARY).exists():
                 with suppress(ConfigError):
                     return self._claimed(own)
-        raise AssertionError  # count never ends
+            number += 1
 
     def _guard(self) -> None:
         """Write down how the run ends where the script does not come to `finish`."""
@@ -216,8 +218,7 @@ class LoopRun:
 
     @property
     def _is_main(self) -> bool:
-        living = self._comm.failures.living
-        return self._comm.rank == next((rank for rank in self._workers if rank in living), living[0])
+        return self._comm.rank == first_living(self._comm, self._workers)
 
     def write(self, record: StepRecord) -> None:
         """Write the record of a step, with the samples of its batches."""
@@ -231,7 +232,7 @@ class LoopRun:
                 self._curves.report()
         self._trained += self.of_all
         self.samples = self.of_all = 0
-        self._seconds += record.computing_s + record.communicating_s + record.waiting_s
+        self._seconds += record.seconds
         self._noted_s = self._comm.now()
 
     def _open(self, step: int) -> RecordWriter:
@@ -240,8 +241,7 @@ class LoopRun:
         if self._is_main and step > 1:
             earlier = {of: [one for one in r if one.step < step] for of, r in read_records(self.folder).items()}
             self._trained = sum(one.samples for of_rank in earlier.values() for one in of_rank)
-            own = earlier.get(rank, ())
-            self._seconds = sum(one.computing_s + one.communicating_s + one.waiting_s for one in own)
+            self._seconds = sum(one.seconds for one in earlier.get(rank, ()))
         if rank == 0 and step > 1:
             note_step(self.folder, step - 1)
         writer = RecordWriter(path, first_step=step)
@@ -249,10 +249,14 @@ class LoopRun:
             keep_evaluations(self.folder, step - 1)
         if self._curves is not None:
             self._curves.open(step)
-        early, self._early = self._early, []
-        for metrics in early:
-            self._evaluate(step - 1, metrics)
+        self._write_early(step - 1)
         return writer
+
+    def _write_early(self, step: int) -> None:
+        """Write what was logged before the first step of this start, which goes on from `step`."""
+        early, self._early = self._early, []
+        for metrics in filter(None, early) if self._is_main else ():
+            self._evaluate(step, metrics)
 
     def end_epoch(self, epoch: int) -> None:
         """Note that so many epochs have ended, and the seconds since the last step: another optimiser's, say."""
@@ -265,15 +269,13 @@ class LoopRun:
         """Write an evaluation, on the first rank that trains; after `finish` the summary has it, too."""
         if not isinstance(metrics, Mapping):
             raise ConfigError(f"metrics must be numbers by their names; got {metrics!r}. Write {{'accuracy': 0.97}}.")
-        found = {_name(name): _number(name, value) for name, value in metrics.items()}
-        if not self._is_main or not found:
-            return
-        if self._writer is None and self._summary is None:
-            self._early.append(found)
-            return
-        self._evaluate(self.strategy.steps, found)
-        if self._summary is not None:
-            self._write_summary()
+        found = {name: _number(name, value) for name, value in metrics.items()}
+        if self._writer is None and not self.has_ended:
+            self._early.append(found)  # on all ranks: which of them trains may not be known yet
+        elif self._is_main and found:
+            self._evaluate(self.strategy.steps, found)
+            if self._summary is not None:
+                self._write_summary()
 
     def _evaluate(self, step: int, metrics: dict[str, float]) -> None:
         self._metrics = metrics
@@ -290,9 +292,7 @@ class LoopRun:
             stages: ranks that hold one model together.
         """
         comm = self._comm
-        early, self._early = self._early, []
-        for metrics in early if self._is_main else ():  # no step was taken
-            self._evaluate(self.strategy.steps, metrics)
+        self._write_early(self.strategy.steps)  # where no step was taken
         pending = comm.gather(self.strategy.records.pending())
         sums = comm.gather(digest(params))[:stages]
         self._close()
@@ -333,13 +333,9 @@ def next_run(run: LoopRun | None, comm: Communicator, folder: Path, log: tuple[s
     return run
 
 
-def _name(name: object) -> str:
+def _number(name: object, value: Any) -> float:
     if not (isinstance(name, str) and name.strip() and name.isprintable()):
         raise ConfigError(f"metrics must have names of one line; got {name!r}. Rename it.")
-    return name
-
-
-def _number(name: object, value: Any) -> float:
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError
@@ -389,9 +385,5 @@ def describe_start(
 def versions(comm: Communicator) -> dict[str, str | None]:
     """Return the versions of hpcdist, Python and the libraries beneath; MPI's is None on virtual ranks."""
     libraries = {"hpcdist": __version__, "torch": torch.__version__, "numpy": np.__version__}
-    library = None
-    if comm.mpi is not None:
-        from hpcdist.comm.mpi.library import version
-
-        library = version()
-    return {**libraries, "python": platform.python_version(), "mpi": library}
+    mpi = None if comm.mpi is None else comm.platform.library
+    return {**libraries, "python": platform.python_version(), "mpi": mpi}

@@ -31,6 +31,7 @@ from hpcdist.faults import excepthook
 from hpcdist.log import set_up as set_up_messages
 from hpcdist.parallel.grid import Grid
 from hpcdist.session import arguments, rules  # noqa: F401  (from here on DistributedDataParallel's models are noted)
+from hpcdist.session.curves import first_living
 from hpcdist.session.run import LoopRun, next_run
 from hpcdist.version import __version__
 
@@ -94,22 +95,26 @@ _process, _thread = Session(), _ThreadSession()
 
 def current() -> Session:
     """Return the session of this thread, or else of the process; raise ConfigError before `init`."""
-    session = _thread if _thread.joined is not None else _process
+    session = _current()
     _ = session.comm  # raises
     return session
 
 
+def _current() -> Session:
+    return _thread if _thread.joined is not None else _process
+
+
 def loop_ranks(comm: Communicator) -> Communicator:
     """Return the ranks that iterate a sharded loader where others serve them meanwhile; outside of a loop `comm`."""
-    session = _thread if _thread.joined is not None else _process
-    return comm if session.group is None else session.group
+    group = _current().group
+    return comm if group is None else group
 
 
 def note_reason(reason: str | None) -> None:
     """Let the run, if the loop is one, say why the script leaves."""
-    session = _thread if _thread.joined is not None else _process
-    if session.run is not None and reason is not None:
-        session.run.reason = reason
+    run = _current().run
+    if run is not None and reason is not None:
+        run.reason = reason
 
 
 def shared_calls() -> dict[Any, int]:
@@ -375,8 +380,7 @@ def is_main() -> bool:
     """
     session = current()
     session.told_main = session.told_main or session.workers is None
-    living = session.comm.failures.living
-    return session.comm.rank == next((rank for rank in session.workers or living if rank in living), living[0])
+    return session.comm.rank == first_living(session.comm, session.workers or tuple(range(session.comm.size)))
 
 
 def local_rank() -> int:

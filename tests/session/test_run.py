@@ -172,6 +172,17 @@ def test_metrics_before_the_first_step_are_of_the_step_that_the_run_goes_on_from
     assert found == [(0, 0, 9), (7, N, 1), (7, N, 9), (14, 2 * N, 1)]
 
 
+def test_metrics_before_the_optimiser_are_written_once_where_rank_0_serves(tmp_path):
+    def body(comm):
+        hd.init(comm=comm, run=tmp_path)
+        hd.log_metrics({"loss": 9})
+        _loop(comm, tmp_path, "hardsync")
+
+    run_virtual(body, 3)
+    found = [(one.step, one.metrics) for one in read_evaluations(tmp_path)]
+    assert found[0] == (0, {"loss": 9}) and [metrics for _, metrics in found].count({"loss": 9}) == 1
+
+
 def test_folders_of_other_runs_are_refused(tmp_path):
     begun(tmp_path / "ended", "allreduce")
     with pytest.raises(
@@ -215,6 +226,12 @@ def test_scripts_of_a_batch_job_have_folders_of_their_own(tmp_path):
     assert first.parent == tmp_path
     (first / "summary.json").write_text("{}")
     assert set(run_virtual(claimed, 2)) == {tmp_path / f"{first.name}-2"}
+
+
+def test_a_batch_job_s_folder_that_cannot_be_made_is_named_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="HPCDIST_RUN must be a folder that can be made; got .*file"):
+        run_virtual(lambda comm: LoopRun(comm, tmp_path / "file" / "job", of_job=True), 2)
 
 
 SCRIPT = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,15 +20,14 @@ class Weighed(NamedTuple):
     """This rank's batch of one step, and its weight.
 
     `weight` is this rank's number of samples in the step over the workers' mean number; 0 for a batch that does not
-    count. `ends_epoch` says that no batch of the epoch follows. `samples` are those of this rank's batch that count,
-    and `of_all` those of all workers' batches.
+    count. `ends_epoch` says that no batch of the epoch follows. `counts` returns the samples of each worker's batch,
+    where they are known.
     """
 
     batch: Any
     weight: float = 1.0
     ends_epoch: bool = False
-    samples: int = 0
-    of_all: int = 0
+    counts: Callable[[], Sequence[float]] | None = None
 
 
 def counts_of(group: Communicator, *numbers: float) -> Tensor:
@@ -64,7 +63,7 @@ def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when
         optimizer.strategy.model.refresh()
         optimizer.attachment.look()
     try:
-        for batch, weight, ends_epoch, _, _ in batches:
+        for batch, weight, ends_epoch, _ in batches:
             for strategy in strategies:
                 strategy.model.gradients.begin_batch(weight, ends_epoch=ends_epoch)
             with strategies[0].comm.trace.span(f"step {strategies[0].steps + 1}", "step"):

@@ -244,7 +244,7 @@ class ShardedLoader:
                 strategy.gradients.checksums = None
         try:
             weighed = self._weighed(strategies, workers)
-            batches = epoch.watch(weighed if run is None else _counted(weighed, run, len(workers)))
+            batches = epoch.watch(weighed if run is None else _counted(weighed, run, workers))
             yield from period(optimizers, batches, pauses_when_left=True)
             refuse_calls_of_servers(session)  # that have ended all the same, and had no answer
             epoch.check()
@@ -295,8 +295,7 @@ class ShardedLoader:
         resumes, self._start = plan.start > 0, 0
         for step, batch in zip(range(steps), self._iterate(self._sharded, worker, resumes, plan.start), strict=True):
             self._done = plan.position(step + 1)
-            weight, sizes = order.weight(plan, step, worker), plan.sizes(step)
-            yield Weighed(batch, weight, step == steps - 1, sizes[worker], sum(sizes))
+            yield Weighed(batch, order.weight(plan, step, worker), step == steps - 1, partial(plan.sizes, step))
         self._done = len(order)
 
     def _joint(self, strategy: Any, worker: int, workers: int) -> Iterator[Weighed]:
@@ -314,7 +313,7 @@ class ShardedLoader:
         try:
             for step, batch in zip(range(steps), batches, strict=True):
                 self._done, strategy.joint = plan.position(step + 1), found[step][1]
-                yield Weighed(batch, 1.0, step == steps - 1, strategy.joint.share, sum(plan.sizes(step)))
+                yield Weighed(batch, ends_epoch=step == steps - 1, counts=partial(plan.sizes, step))
         finally:
             strategy.joint = None
         self._done = len(order)
@@ -385,7 +384,7 @@ class ShardedLoader:
             if step == 0 and not counts.all():  # a rank that has none at all goes along with another one's
                 last = broadcast_in(group, batch, int(counts.argmax()))
             last, step = last if batch is None else batch, step + 1
-            yield Weighed(last, relative(counts, group.rank), False, int(counts[group.rank]), int(counts.sum()))
+            yield Weighed(last, relative(counts, group.rank), counts=counts.tolist)
 
     # --- an evaluation --------------------------------------------------------------------------------------------
     def _evaluate(self) -> Iterator[Any]:
@@ -442,10 +441,11 @@ def _require_averaged(model: nn.Module) -> None:
         raise rules.error("update_bn reads samples of each rank's own", model=type(model).__name__)
 
 
-def _counted(batches: Iterable[Weighed], run: LoopRun, workers: int) -> Iterator[Weighed]:
+def _counted(batches: Iterable[Weighed], run: LoopRun, workers: tuple[int, ...]) -> Iterator[Weighed]:
     """Tell the run how many samples each batch has; others' are taken to be as many where each rank reads its own."""
+    worker = workers.index(current().outer.rank)
     for weighed in batches:
-        samples = weighed.samples or (samples_in(weighed.batch)[0] if weighed.weight else 0)
-        run.samples += samples
-        run.of_all += weighed.of_all or samples * workers
+        counts = [samples_in(weighed.batch)[0]] * len(workers) if weighed.counts is None else weighed.counts()
+        run.samples += int(counts[worker])
+        run.of_all += int(sum(counts))
         yield weighed

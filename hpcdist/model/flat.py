@@ -22,9 +22,7 @@ from hpcdist.model.slots import (
     unwrapped,
 )
 
-_MOVED = (
-    " (by module.to(), .half(), p.data = ... or the like). Move or convert the module first, wrap it after."
-)  # fmt: skip
+_MOVED = " (by module.to(), .half(), p.data = ... or the like). Move or convert the module first, wrap it after."
 
 
 @contextmanager

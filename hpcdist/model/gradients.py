@@ -153,7 +153,7 @@ class Gradients:
     def weigh(self, weight: float) -> None:
         """Give the current batch, before its forward pass, another weight, unless it was announced not to count.
 
-        A loop that does so does it for each batch.
+        Call it for each batch, if for any.
         """
         if self.counts:
             if weight == 0.0:

@@ -228,9 +228,8 @@ class AllReduce(Strategy):
         bad = self._averaged()
         looked = self.config.on_nonfinite != "ignore" or self.gradients.ignores_nonfinite  # else a GradScaler skips
         if self.gradients.changed or not looked:
-            found = self._found(
-                self.gradients.nonfinite(again=True)
-            )  # the loop may have mended them, or spoilt them, alike on all ranks
+            # The loop may have mended them, or spoilt them, alike on all ranks.
+            found = self._found(self.gradients.nonfinite(again=True))
             bad = found and (bad or found)
         if self.stages is not None and not self.gradients.ignores_nonfinite:
             bad = self.stages.nonfinite(bad)

@@ -64,7 +64,8 @@ def _program(script: Sequence[str], path: str) -> list[str]:
             f"SCRIPT must follow the options of `hpcdist run`, which `hpcdist run -h` lists; got {first!r}"
             f"{' without a module' * (first == '-m')}. Write it as hpcdist run -n 4 train.py."
         )
-    if first == "-m" or (Path(first).is_file() and not os.access(first, os.X_OK)) or _is_python(first):
+    is_python = first.endswith(".py") or not os.access(first, os.X_OK)
+    if first == "-m" or (Path(first).is_file() and is_python):
         return [sys.executable, *script]
     found = None if first.endswith(".py") else shutil.which(first, path=_places(path))
     if found is None:
@@ -73,10 +74,6 @@ def _program(script: Sequence[str], path: str) -> list[str]:
             "Write it as hpcdist run -n 4 train.py."
         )
     return [found, *script[1:]]
-
-
-def _is_python(name: str) -> bool:
-    return name.endswith(".py") and Path(name).is_file()
 
 
 def _options(program: str, launcher: str | None, hosts: str | None, label: bool) -> list[str]:

@@ -164,7 +164,7 @@ class Transports(RankMemory):
     def put_all(self, puts: Iterable[Put]) -> None:
         """Start puts and wait for all, where there are several nodes; see Communicator.put_all.
 
-        Those that are no TCP requests complete one by one.
+        Puts that TCP does not serve complete one by one.
         """
 
         def requests() -> Iterator[tuple[int, int, int, Tensor]]:

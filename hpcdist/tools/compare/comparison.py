@@ -61,7 +61,7 @@ class ComparedRuns(MadeRuns):
     """The runs of a comparison; see `MadeRuns`. Constructing it checks all settings, and starts nothing.
 
     Args:
-        folder: one that holds this very comparison goes on with it.
+        folder: of all files. Where it holds the same comparison, that comparison goes on.
 
     Raises:
         ConfigError: a setting is wrong, as `hpcdist train` would find, or the folder holds another comparison.

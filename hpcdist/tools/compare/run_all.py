@@ -122,7 +122,7 @@ class MadeRuns(abc.ABC):
     Attributes:
         experiment: what was asked for.
         folder: of all files.
-        plan: all runs, as far as they are known.
+        plan: the runs that are known so far.
         left_out: sentences about what can't be run.
         failed: a run has failed; its folder says why, and the same call makes it again.
     """

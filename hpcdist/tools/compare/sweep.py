@@ -34,7 +34,7 @@ class SweptRuns(MadeRuns):
     """The runs of a sweep; see `MadeRuns`. Constructing it checks all settings, and starts nothing.
 
     Args:
-        folder: one that holds this very sweep goes on with it.
+        folder: of all files. Where it holds the same sweep, that sweep goes on.
 
     Raises:
         ConfigError: a setting is wrong, Optuna is not installed, or the folder holds another sweep.

@@ -7,10 +7,11 @@ import inspect
 import os
 import re
 import shutil
+import stat
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # they import torch, which takes seconds
 T = TypeVar("T")
 TEXT_COLUMNS = 100  # longer lines are hard to read
 LEAST_BAR = 8  # columns; figures that leave it fewer are left out
+LEFT_OUT = ("rate", "step", "epoch", "time")  # figures that a narrow terminal leaves out first, in this order
 LEAST_TEXT = 20  # columns of a terminal for texts in a table
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -87,19 +89,22 @@ class ProgressMode(str, enum.Enum):
     off = "off"
 
 
-def progress(mode: ProgressMode) -> Callable[[str, Progress], None] | None:
+def progress(mode: ProgressMode, in_notebook: bool = False) -> Callable[[str, Progress], None] | None:
     """Return what shows a run's progress: one line that is rewritten (live), a line per report, or nothing.
 
-    `auto` is live where a terminal shows it, also through Open MPI's launcher. MPICH's and Slurm's give ranks a pipe,
-    whatever becomes of their own output: lines.
+    `auto` is live where a terminal shows it, also through Open MPI's launcher, and `in_notebook`, whose cells read a
+    pipe. MPICH's and Slurm's launchers give ranks a pipe, whatever becomes of their own output: lines.
     """
     if mode is ProgressMode.off:
         return None
-    return _show_live if mode is ProgressMode.live or (mode is ProgressMode.auto and _is_shown()) else _show_line
+    is_live = mode is ProgressMode.live or (
+        mode is ProgressMode.auto and (_is_shown() or (in_notebook and not _is_file()))
+    )
+    return _show_live if is_live else _show_line
 
 
 def _show_line(name: str, now: Progress) -> None:
-    print("  ".join([f"{name:<16} {_share(now)}", *_figures(now)]), flush=True)
+    print("  ".join([f"{name:<16} {_share(now)}", *_figures(now).values()]), flush=True)
 
 
 def _show_live(name: str, now: Progress) -> None:
@@ -109,9 +114,10 @@ def _show_live(name: str, now: Progress) -> None:
     ASCII only, it fails on its own ellipsis.
     """
     columns = shutil.get_terminal_size().columns - 1  # writing the last one may begin a new line
-    figures = [_share(now), *_figures(now)]
-    while len("  ".join([name, *figures])) + 1 + LEAST_BAR > columns and len(figures) > 1:
-        figures.pop()
+    parts = {"share": _share(now), **_figures(now)}
+    while len("  ".join([name, *parts.values()])) + 1 + LEAST_BAR > columns and len(parts) > 1:
+        parts.pop(next(key for key in (*LEFT_OUT, *reversed(parts)) if key in parts))
+    figures = list(parts.values())
     ascii_only = "utf" not in (sys.stdout.encoding or "").lower()
     width = max(0, columns - len("  ".join([name, *figures])) - 1)
     done = bar(now.samples / now.total_samples, width, ascii_only=ascii_only)
@@ -124,16 +130,15 @@ def _share(now: Progress) -> str:
     return f"{now.samples / now.total_samples:4.0%}"
 
 
-def _figures(now: Progress) -> list[str]:
-    """Write what matters most first: a narrow terminal leaves out the rest."""
+def _figures(now: Progress) -> dict[str, str]:
     epoch = max(1, -(-now.samples // now.epoch_samples))  # the one under way, or that has just ended
     left = "" if now.left_s is None else f", {duration(now.left_s)} left"
-    parts = [f"epoch {epoch}" if now.epochs is None else f"epoch {epoch:>{len(str(now.epochs))}}/{now.epochs}"]
-    parts += [f"{duration(now.seconds)}{left}"] if now.seconds > 0 else []
-    parts += [f"test {name} {value:.4f}" for name, value in now.metrics.items() if name != "loss"]
-    parts += [] if now.loss is None else [f"loss {now.loss:.4f}"]
-    parts += [f"step {now.step:,}"] if now.step else []
-    parts += [f"{now.samples / now.seconds:,.0f} samples/s"] if now.seconds > 0 else []
+    parts = {"epoch": f"epoch {epoch}" if now.epochs is None else f"epoch {epoch:>{len(str(now.epochs))}}/{now.epochs}"}
+    parts |= {"time": f"{duration(now.seconds)}{left}"} if now.seconds > 0 else {}
+    parts |= {f"of {name}": f"test {name} {value:.4f}" for name, value in now.metrics.items() if name != "loss"}
+    parts |= {} if now.loss is None else {"loss": f"loss {now.loss:.4f}"}
+    parts |= {"step": f"step {now.step:,}"} if now.step else {}
+    parts |= {"rate": f"{now.samples / now.seconds:,.0f} samples/s"} if now.seconds > 0 else {}
     return parts
 
 
@@ -261,6 +266,12 @@ def _is_shown() -> bool:
         return os.get_terminal_size(sys.stdout.fileno()).columns > 0
     except (OSError, ValueError):
         return False
+
+
+def _is_file() -> bool:
+    with suppress(OSError, ValueError):
+        return stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
+    return True
 
 
 def line(text: str, before: str = "") -> None:

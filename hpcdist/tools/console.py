@@ -10,7 +10,7 @@ import shutil
 import stat
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -165,6 +165,7 @@ def rows(
     *,
     heads: Mapping[str, str] | None = None,
     left: Sequence[str] | None = None,
+    typed: Collection[str] = (),
     option: str | None = None,
 ) -> None:
     """Show measurements as a table: one column per key of the first row.
@@ -175,6 +176,7 @@ def rows(
     Args:
         heads: what stands above the columns, if that is not the key.
         left: the columns with texts; None: those that begin with one.
+        typed: those of them whose words, such as names, users type again: no word goes on in the next line.
         option: of the command, which chooses columns, for that line.
     """
     heads = {key: visible((heads or {}).get(key, key)) for key in found[0]}
@@ -182,7 +184,7 @@ def rows(
     if left is None:
         left = [key for key, value in found[0].items() if isinstance(value, str)]
     columns = shutil.get_terminal_size().columns if _is_shown() else None
-    widths = dict.fromkeys(texts, sys.maxsize) if columns is None else _fitting(heads, texts, left, columns)
+    widths = dict.fromkeys(texts, sys.maxsize) if columns is None else _fitting(heads, texts, left, typed, columns)
     shown = {key: [_folded(text, widths[key]) if key in left else text for text in texts[key]] for key in widths}
     widths = {key: max(map(_width, [heads[key], *cells])) for key, cells in shown.items()}
     if title is not None:
@@ -197,7 +199,11 @@ def rows(
 
 
 def _fitting(
-    heads: Mapping[str, str], texts: Mapping[str, Sequence[str]], left: Sequence[str], columns: int
+    heads: Mapping[str, str],
+    texts: Mapping[str, Sequence[str]],
+    left: Sequence[str],
+    typed: Collection[str],
+    columns: int,
 ) -> dict[str, int]:
     """Return the columns for which there is room, the first ones first, with their widths.
 
@@ -209,7 +215,8 @@ def _fitting(
     for key, of_key in texts.items():
         wanted[key] = width = max(map(_width, (heads[key], *of_key)))
         if key in left:
-            width = min(width, max(LEAST_TEXT, columns // 3))
+            words = [word for text in of_key for word in text.split()] if key in typed else []
+            width = min(width, max(LEAST_TEXT, columns // 3, *map(_width, words)))
         if width < room or not widths:
             widths[key] = width
             room -= 1 + width

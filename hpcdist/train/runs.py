@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from hpcdist import checkpoint, strategies
+from hpcdist.checkpoint.folder import clean
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.traced import begin_timeline, end_timeline
 from hpcdist.config import JobConfig, describe_changes, load
@@ -47,8 +48,8 @@ from hpcdist.train.resume import saved_cut
 from hpcdist.train.standing import Standing
 
 ENDING_S = 5.0  # that a killed run may still hold its folder when the next one resumes
-_logger = logging.getLogger(__name__)
 NUMBERS = ".numbers"  # beside runs: a file of the name of the last run of each job, strategy and number of ranks
+_logger = logging.getLogger(__name__)
 
 
 def train(
@@ -108,9 +109,9 @@ def train(
         newest, changed = _newest(trainer, allow_changes) if resume else (None, {})
         write_down(trainer, job_path, command, newest, changed)
         leads = comm.rank == comm.failures.living[0]
-        pids = getattr(comm, "pids", None)
         if leads and output is None:
             _keep_number(folder)
+        pids = getattr(comm, "pids", None)
         processes = {rank: pids[rank] for rank in comm.memory.local_ranks} if pids else {}
         interruption = Interruption(folder, trainer.checkpoints, command, environment, comm.size, processes)
         if trainer.leaving is not None and leads:
@@ -224,8 +225,8 @@ def _choose(
 
 
 def _new_folder(parent: Path, name: str) -> Path:
-    parent.mkdir(parents=True, exist_ok=True)
     """Make `parent`/`name`-N, of a number above those of all runs of the name, also of runs that were removed since."""
+    parent.mkdir(parents=True, exist_ok=True)
     number = max([0, *_numbers(parent, name), *_numbers(parent / NUMBERS, name)])
     while True:
         number += 1
@@ -271,6 +272,7 @@ def _newest(trainer: Trainer, allow_changes: bool) -> tuple[tuple[Path, checkpoi
     Raises ConfigError where settings have changed, and may not.
     """
     comm, checkpoints = trainer.comm, trainer.checkpoints
+    comm.together(lambda: clean(checkpoints) if comm.rank == 0 else None)  # its lock is held: nobody else saves there
     found = checkpoint.latest_together(comm, checkpoints)
     if found is None:
         if comm.rank == 0:

@@ -60,10 +60,8 @@ class Results:
         report = yield
         check = item.nodeid.partition("[")[0]
         if report.failed:
-            case = (
-                f" ({item.callspec.id.replace(str(self._file), self._file.name)})" if hasattr(item, "callspec") else ""
-            )
-            self._why.setdefault(check, f"{self._sentence(call.excinfo)}{case}")
+            case = item.name.partition("[")[2].removesuffix("]").replace(str(self._file), self._file.name)
+            self._why.setdefault(check, self._sentence(call.excinfo) + f" ({case})" * bool(case))
         if report.when == "teardown":
             self._left[check] -= 1
             if not self._left[check]:
@@ -94,9 +92,7 @@ class Results:
 
 
 def _last_line(text: str) -> str:
-    return next(
-        (line.removeprefix("E ").strip() for line in reversed(text.splitlines()) if line.startswith("E ")), text
-    )
+    return next((line[2:].strip() for line in reversed(text.splitlines()) if line.startswith("E ")), text)
 
 
 def check(spec: str, files: tuple[str, ...]) -> tuple[int, int]:

@@ -131,8 +131,8 @@ class Catalogue:
             if origin.where == f"{self.package}.{name}":
                 raise
             raise ConfigError(
-                f"{self.setting} must be in a file that can be imported; got {type(error).__name__}: {error}"
-                f"{_place(error)}, from {origin.where}. Mend it."
+                f"{self.setting} must be in a file that can be imported; got {type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]}{_place(error)}, from {origin.where}. Mend it."
             ) from error
 
 
@@ -163,8 +163,8 @@ def _place(error: Exception) -> str:
     """Name the file and line where an import failed."""
     if isinstance(error, SyntaxError):  # its text names them
         return ""
-    frames = traceback.extract_tb(error.__traceback__)
-    last = [frame for frame in frames if not frame.filename.startswith("<frozen")][-1]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    last = [frame for frame in frames if "site-packages" not in frame.filename or frame is frames[0]][-1]
     return f" ({last.filename}:{last.lineno})"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -94,6 +95,34 @@ def test_a_launcher_shows_a_live_line_on_a_terminal_only(tmp_path):
         )
         line = os.read(shown, 1000).decode()
     assert line.startswith("\rallreduce ██") and line.split("░ ")[1].strip() == "50%  epoch 1/1  step 7"
+
+
+def test_in_a_cell_of_a_notebook_one_line_is_rewritten_with_loss_and_accuracy(tmp_path):
+    """Jupyter's kernels give commands a variable; `%%bash` reads them by pipes."""
+    settings = ["data.path=tiny.h5", "epochs=2", "log_every=5", "strategy=gossip_pull"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "hpcdist", "train", str(Path(__file__).parent / "train" / "tiny.py"), *words]
+    environ = os.environ | IMPORTS | {"JPY_PARENT_PID": "1"}
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, check=True)
+    *_, last, result, _ = done.stdout.decode().replace("\r", "\n").split("\n")
+    assert done.stdout.count(b"\r") > 5 and done.stdout.count(b"\n") == 2 and len(last) == 79
+    assert re.search(r"gossip_pull █+ +100%  .*test accuracy 0\.\d{4}  loss \d\.\d{4}", last) and "records in" in result
+    with open(tmp_path / "file", "wb") as file:
+        subprocess.run(command, env=environ, cwd=tmp_path, stdout=file, check=True)
+    assert b"\r" not in (tmp_path / "file").read_bytes()
+
+
+def test_figures_that_find_no_room_are_left_out_the_least_important_first(capsys, monkeypatch):
+    for columns, line in {
+        160: " 50%  epoch 2/4  20 s, 20 s left  test accuracy 0.9877  loss 0.5000  step 50  25 samples/s",
+        95: " 50%  epoch 2/4  20 s, 20 s left  test accuracy 0.9877  loss 0.5000",
+        80: " 50%  20 s, 20 s left  test accuracy 0.9877  loss 0.5000",
+        60: " 50%  test accuracy 0.9877  loss 0.5000",
+    }.items():
+        monkeypatch.setenv("COLUMNS", str(columns))
+        console.progress(ProgressMode.live)("allreduce", progress(500))
+        found = capsys.readouterr().out
+        assert re.sub(r"^\rallreduce █+░+ ", "", found).rstrip() == line, columns
 
 
 def test_a_live_line_ends_with_the_last_evaluation(capsys):

@@ -51,33 +51,70 @@ def test_the_strategy_in_contributing_averages_parameters(averaging, period):
         assert equal == ((step + 1) % period == 0)
 
 
-# What every strategy is asked for: loops as users write them, uneven data, checkpoints, another number of ranks.
-ASKED = (
-    "strategies/test_every_strategy.py", "session/test_session.py", "session/test_habits.py",
-    "session/test_habits_checkpoints.py", "train/test_loop.py", "train/test_finite.py", "test_jobs.py",
-    "slurm/test_check.py",
-)  # fmt: skip
-BESIDE = """
-from hpcdist import strategies
+def _checked(spec: str, status: int = 0) -> tuple[str, str]:
+    """What `hpcdist strategies test` writes about a strategy."""
+    command = [sys.executable, "-m", "hpcdist", "strategies", "test", spec]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    folder = Path(spec).parent if ":" in spec else None
+    done = subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout, done.stderr
 
-found = ["allreduce", "hardsync", {name!r}]
-strategies.available = lambda: found
+
+TUTORIAL = [block.code for block in blocks((ROOT / "docs" / "tutorials" / "new-strategy.md").read_text())]
+SHOWN = {  # strategies by the pages that show them
+    name: "\n".join(code for code in TUTORIAL if re.search(rf"^class ({name}|RingGossip)\b", code, re.M))
+    for name in ("RingGossip", "MeanSign", "SlowRing")
+}
+
+
+@pytest.mark.extended
+@pytest.mark.time_limit(900)
+@pytest.mark.parametrize("name", ["Averaging", *SHOWN])
+def test_strategies_that_the_pages_show_do_all_that_is_asked_of_every_strategy(averaging, tmp_path, name):
+    """From a file, by the tests that hold for our own."""
+    spec = averaging
+    if name in SHOWN:
+        (tmp_path / "shown.py").write_text(SHOWN[name])
+        spec = f"{tmp_path / 'shown.py'}:{name}"
+    out, _ = _checked(spec)
+    assert "passed  it learns\n" in out and "passed  a strategy takes the same steps on real and on virtual" in out
+    assert int(re.search(r"^(\d+) checks passed, 0 failed$", out, re.M)[1]) > 15
+
+
+FAILS = """
+from hpcdist.strategies.base import Contract, Strategy
+
+class OnOneRank(Strategy):
+    \"\"\"Local steps, with an error on one rank.\"\"\"
+
+    contract = Contract(averages="nothing", meets="never")
+
+    def advance(self, update):
+        return self.gradients.step_alone(update, **{"speling": 1} if self.comm.rank == 1 else {})
+
+class Unbuilt(OnOneRank):
+    def __init__(self, config, comm, model):
+        super().__init__(config, comm, model)
 """
 
 
 @pytest.mark.extended
-def test_the_strategy_in_contributing_does_all_that_is_asked_of_every_strategy(averaging, tmp_path):
-    """As it stands on the page, from a file, by the tests that hold for our own."""
-    (tmp_path / "beside.py").write_text(BESIDE.format(name=averaging))
-    files = [f"tests/{name}" for name in ASKED]
-    options = ["-q", "-p", "beside", "-p", "no:cacheprovider", "-k", "averaging.py", "--basetemp", str(tmp_path / "a")]
-    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    environ = {**os.environ, **path}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *files], cwd=ROOT, env=environ, capture_output=True, text=True
-    )
-    passed = re.search(r"^(\d+) passed, \d+ deselected in", done.stdout, re.M)
-    assert done.returncode == 0 and passed and int(passed[1]) > 30, done.stdout[-4000:] + done.stderr[-1000:]
+@pytest.mark.time_limit(900)
+def test_checks_that_fail_are_named_with_the_reason(tmp_path):
+    (tmp_path / "mine.py").write_text(FAILS)
+    out, _ = _checked(f"{tmp_path}/mine.py:OnOneRank", status=1)
+    assert "passed  an unknown option is refused\n" in out
+    assert re.search(r"^FAILED  it learns\n +TypeError: .*'speling' \[mine.py:10\] \(n4\)$", out, re.M), out
+
+
+def test_a_strategy_that_can_not_be_built_is_named_before_any_check(tmp_path):
+    (tmp_path / "mine.py").write_text(FAILS)
+    out, err = _checked(f"{tmp_path}/mine.py:Unbuilt", status=1)
+    assert out == "" and "hpcdist: __init__ of " in err and "must take the arguments of Strategy's" in err
+    assert "Traceback" not in err
+    _, err = _checked("allreduce", status=1)
+    assert "hpcdist strategies test must be given the file and the class of a strategy; got 'allreduce'. Write" in err
 
 
 # --- the tutorial on two models ---------------------------------------------------------------------------------------

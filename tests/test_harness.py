@@ -221,6 +221,27 @@ while True:
     assert Path("SIGTERM").exists()
 
 
+def test_k_selects_tests_with_a_value_and_they_run_with_that_alone(write):
+    write("""
+from harness.cases import each
+
+@each("name", ["ring_gossip", "Tree"])
+def test_of_names(name):
+    raise ValueError(name)
+
+@each("case", [("tree", {}), ("path/mine.py:Tree", {"a": 1}), ("ring", {})])
+def test_of_cases(case):
+    raise ValueError(case[0])
+
+@each("name", ["ring"])
+def test_of_others(name):
+    raise ValueError(name)
+""")
+    for word, told in {"gossip": ["ring_gossip"], "mine.py:Tree": ["path/mine.py:Tree"], "others": ["ring"]}.items():
+        done = run(0, "-k", word)
+        assert re.findall(r"^E +ValueError: (.*)", done.stdout, re.M) == told, done.stdout
+
+
 def test_plain_runs_virtual_ranks_only_and_each_names_the_value_that_fails(write):
     write("""
 from harness.cases import each

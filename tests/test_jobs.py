@@ -53,7 +53,7 @@ def run(name: str, folder: Path, size: int, *overrides: str) -> Summary:
 
 @pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_a_job_learns_and_its_summary_is_whole(name, strategy, tmp_path, capsys):
-    summary = run(name, tmp_path, 4, f"strategy={strategy}", "seed=3")
+    summary = run(name, tmp_path, 4, f"strategy={strategy}", "seed=3", *problem.settings(strategy))
     workers = len(strategies.load(strategy).Config().workers(4))
     records = read_records(tmp_path / "run")
     steps = [record for of_rank in records.values() for record in of_rank if record.samples]

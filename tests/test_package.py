@@ -124,8 +124,9 @@ def test_the_wheel_has_the_licence_the_types_and_the_templates(built):
 
 
 def test_the_commands_of_a_checkout_say_what_they_need(installed):
-    for words in ["bench"], ["horovod", "build"]:
-        assert f"hpcdist {words[0]} must run in a checkout of hpcdist" in run(installed, *words, status=1)
+    for name, words in ("bench", []), ("horovod", ["build"]), ("strategies test", ["a.py:A"]):
+        said = run(installed, *name.split(), *words, status=1)
+        assert f"hpcdist {name} must run in a checkout of hpcdist" in said
 
 
 def test_the_console_script_runs_and_the_shell_completes_once_it_is_told(installed):

@@ -325,6 +325,7 @@ def test_a_file_holds_a_plugin_of_each_kind(folder, name):
         ("mine.py:Strategy", "mine.py:Strategy must be a subclass of Strategy; got <class"),
         ("mine.py:_Shared", "mine.py:_Shared must define what Strategy leaves open; got no advance. Add it."),
         ("wrong.py:Alone", r"strategy must be in a file that can be imported; got SyntaxError: .*wrong.py, line 1\)"),
+        ("untyped.py:Alone", r"got PydanticUserError: .*: `interval = 1`.* type annotation.*untyped.py:11\), from"),
         ("alone", "strategy must be one of adpsgd, .*zero_one_adam; got 'alone'"),
     ],
 )
@@ -332,6 +333,8 @@ def test_a_file_that_holds_none(folder, case):
     reference, message = case
     (folder / "mine.py").write_text(ALONE)
     (folder / "wrong.py").write_text("class:\n")
+    option = "class Alone(_Shared):\n    class Config(Strategy.Config):\n        interval = 1\n"
+    (folder / "untyped.py").write_text(ALONE.replace("class Alone(_Shared):\n", option))
     with pytest.raises(ConfigError, match=message):
         strategies.load(reference)
 

@@ -14,7 +14,7 @@ from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import begin_run, end_run, load_run, locked
-from hpcdist.tools import cli
+from hpcdist.tools import cli, console
 from hpcdist.tools.cli.runs import rm, tag
 from hpcdist.tools.runs.listing import read_listed, read_tags
 from hpcdist.train import runs
@@ -91,6 +91,34 @@ def test_a_run_is_shown_with_its_commands_and_settings_and_others_beside_it(hpcd
     assert "no result: was interrupted at" in hpcdist("runs", "show", "runs/compare-tiny/runs/a")[1]
     status, out, _ = hpcdist("runs", "compare", "tiny-allreduce-1-1", "runs/tiny-allreduce-2-1")
     assert status == 0 and "allreduce" in out, "in the table of reports"
+
+
+def test_names_are_whole_in_a_narrow_terminal_and_interrupted_runs_have_a_metric(hpcdist, made, monkeypatch):
+    name = "tiny-allreduce-1-1-with-a-long-name"
+    Path("runs/tiny-allreduce-1-1").rename(Path("runs") / name)
+    assert hpcdist("runs", "tag", name, "good-" * 9, "old")[0] == 0
+    monkeypatch.setattr(console, "_is_shown", lambda: True)
+    for columns in (40, 70, 150):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        out = hpcdist("runs")[1]
+        assert name in out and (columns < 150 or "good-" * 9 in out), columns
+    found = {(one["state"], one["ranks"]): one["metrics"] for one in listed(hpcdist)}
+    assert found["interrupted", 1] == found["ended", 1] and list(found["interrupted", 1]) == ["accuracy", "loss"]
+    assert "interrupted accuracy 0." in hpcdist("runs")[1]
+
+
+def test_the_number_of_a_run_that_was_removed_is_not_used_again(hpcdist, made):
+    def train() -> str:
+        return run_virtual(lambda comm: runs.train(comm, JOB, None, ["data.path=tiny.h5", "epochs=1"])[0].name, 2)[0]
+
+    assert train() == "tiny-allreduce-2-2" and train() == "tiny-allreduce-2-3"
+    assert hpcdist("runs", "rm", "tiny-allreduce-2-1", "tiny-allreduce-2-3", "--yes")[0] == 0
+    assert train() == "tiny-allreduce-2-4"
+    assert [path.name for path in Path("runs/.numbers").glob("*-2-*")] == ["tiny-allreduce-2-4"]
+    with pytest.raises(ConfigError):  # no run has begun
+        run_virtual(lambda comm: runs.train(comm, JOB, None, ["data.path=tiny.h5", "parallel.stages=7"]), 2)
+    assert train() == "tiny-allreduce-2-5"
+    assert len(listed(hpcdist)) == 5
 
 
 def test_tags_are_added_listed_and_taken_away(hpcdist, made):

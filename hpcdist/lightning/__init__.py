@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # for editors and checkers of types; see __getattr__
 #   Trainer._accelerator_connector.use_distributed_sampler, a Trainer's argument that is the user's;
 #   Strategy._layer_sync, what sync_batchnorm=True has chosen;
 #   Trainer._results, _TrainingEpochLoop._results, _ResultMetric._forward_cache, Metric._defaults: what is logged;
+#   MetricCollection._enable_compute_groups, _groups_checked: whether metrics share states;
 #   _TrainingEpochLoop._broadcast_sigterm_tensor, a call of torch.distributed in each step;
 #   _IndexBatchSamplerWrapper, by which a BasePredictionWriter learns of indices;
 #   Fabric: Strategy._set_world_ranks, _backward_sync_control and _BackwardSyncControl, for no_backward_sync.

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from hpcdist import strategies
 from hpcdist.errors import ConfigError
@@ -123,9 +123,15 @@ class AmongRanks:
 
     def _share_metrics(self, model: nn.Module) -> None:
         """Have the metrics of torchmetrics in a model computed over all ranks, by calls of hpcdist."""
-        for metric in self._metrics(model) if current().comm.size > 1 else ():
-            metric.distributed_available_fn = lambda: True
-            metric.dist_sync_fn = self._states
+        if current().comm.size == 1:
+            return
+        for module in model.modules():
+            if isinstance(module, Metric):
+                module.distributed_available_fn = lambda: True
+                module.dist_sync_fn = self._states
+            # Metrics whose states are equal after the first batch share one: by chance on some rank, and not on others.
+            if isinstance(module, MetricCollection) and module._enable_compute_groups is True:
+                module._enable_compute_groups = module._groups_checked
 
     def _states(self, state: Tensor, group: Any = None) -> list[Tensor]:
         """Collective. Return a metric's state on all ranks; some become vectors where there was a batch."""

@@ -19,6 +19,7 @@ from hpcdist.records.files import open_regular
 
 FILE_NAME = ".lock"
 RETRY_S = 0.2
+WRITTEN = ("run.json", "summary.json", "evaluations.jsonl")  # files that only the run's own processes replace
 RELEASED_S, KILLED_S, ELSEWHERE_S = 2.0, 30.0, 300.0  # see is_abandoned
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # the file system has no locks
 _HOLDER = re.compile(r"process (\d+) on host (\S+) since .+")
@@ -46,6 +47,8 @@ def locked(folder: Path, wait_s: float = 0.0, setting: str = "--output") -> Iter
                 f"{setting} must be a folder in which no other run is at work; got {folder}, held by {_read(file)}. "
                 "Wait until that ends, or give another folder."
             )
+        for left in [path for name in WRITTEN for path in folder.glob(f"{name}.tmp-*")]:
+            left.unlink(missing_ok=True)  # of a process that was killed while it replaced the file
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         _write(file, f"process {os.getpid()} on host {platform.node()} since {since}")
         try:

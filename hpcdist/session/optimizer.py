@@ -375,6 +375,11 @@ def DistributedOptimizer(
     vars(optimizer).pop("step", None)  # a learning-rate schedule puts its own there, which would pass by ours
     stages_agree = model.agreement if isinstance(model, PartOfModel) else None
     made = cls(config, outer.split(0), flat, optimizer=optimizer, clip_norm=clip_norm, loss=loss, stages=stages_agree)
+    if not hasattr(made, "steps"):
+        raise ConfigError(
+            f"__init__ of {cls.__name__} must call that of Strategy; got a strategy without state. Write "
+            "super().__init__(config, comm, model, **given) as its first line."
+        )
     require_same_files(session.comm)  # also what it has loaded by now: a topology
     made.gradients.checksums = [] if peers.size > 1 and identical_batches == "warn" else None
     flat.mark()

@@ -382,8 +382,13 @@ def describe_start(
     )
 
 
+def required_versions(comm: Communicator) -> dict[str, str]:
+    """Return the versions that all ranks must have in common: of Python its first two numbers."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"hpcdist": __version__, "torch": torch.__version__, "mpi": comm.platform.library, "python": python}
+
+
 def versions(comm: Communicator) -> dict[str, str | None]:
     """Return the versions of hpcdist, Python and the libraries beneath; MPI's is None on virtual ranks."""
-    libraries = {"hpcdist": __version__, "torch": torch.__version__, "numpy": np.__version__}
     mpi = None if comm.mpi is None else comm.platform.library
-    return {**libraries, "python": platform.python_version(), "mpi": mpi}
+    return {**required_versions(comm), "numpy": np.__version__, "python": platform.python_version(), "mpi": mpi}

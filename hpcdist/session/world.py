@@ -6,7 +6,6 @@ import atexit
 import logging
 import multiprocessing
 import os
-import platform
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 from weakref import WeakSet
 
-import torch
 import torch.distributed as dist
 
 from hpcdist import registry
@@ -32,8 +30,7 @@ from hpcdist.log import set_up as set_up_messages
 from hpcdist.parallel.grid import Grid
 from hpcdist.session import arguments, rules  # noqa: F401  (from here on DistributedDataParallel's models are noted)
 from hpcdist.session.curves import first_living
-from hpcdist.session.run import LoopRun, next_run
-from hpcdist.version import __version__
+from hpcdist.session.run import LoopRun, next_run, required_versions
 
 if TYPE_CHECKING:  # it starts MPI, which importing this must not
     from hpcdist.comm.mpi.communicator import MpiCommunicator
@@ -252,10 +249,7 @@ def _join_world(
             check_world(comm.size, comm.platform.library, os.environ)
             if comm.size > 1:
                 excepthook.install(comm.rank, comm.abort, _advice)
-            mpi = comm.platform.library
-            versions: dict[str, Any] = {"hpcdist": __version__, "torch": torch.__version__, "mpi": mpi}
-            versions["python"] = ".".join(platform.python_version_tuple()[:2])
-            versions["plug-ins"] = registry.installed()
+            versions: dict[str, Any] = {**required_versions(comm), "plug-ins": registry.installed()}
             versions["hpcdist's source files"] = package_checksum()
             if not dist.is_available() or dist.is_initialized():
                 backend = False

@@ -21,10 +21,11 @@ def load(name: str) -> type[Strategy]:
 
     Raises:
         UnknownNameError: there is none of that name; lists the known ones.
-        ConfigError: there are two of that name; or it can't be imported, is no strategy, or declares no contract.
+        ConfigError: there are two of that name; or it can't be imported, is no strategy, or lacks a contract,
+            options or arguments that the library needs.
     """
     cls: type[Strategy] = catalogue("strategies").load(name)
-    cls.require_contract(name)
+    cls.require_complete(name)
     return cls
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal
@@ -122,14 +123,27 @@ class Strategy(abc.ABC):
     contract: Contract
 
     @classmethod
-    def require_contract(cls, name: str) -> None:
-        """Raise ConfigError where the class declares no contract."""
+    def require_complete(cls, name: str) -> None:
+        """Raise ConfigError where the class lacks what the library reads of it: contract, options, arguments."""
         if not isinstance(getattr(cls, "contract", None), Contract):
             raise ConfigError(
                 f"{name} must declare a contract, which says how it deals with training loops; got "
                 f"{getattr(cls, 'contract', None)!r}. Write contract = Contract(averages=..., meets=...) in the class, "
                 "of hpcdist.strategies.Contract."
             )
+        if not issubclass(cls.Config, Strategy.Config):
+            raise ConfigError(
+                f"Config of {name} must be a subclass of Strategy.Config; got one of {cls.Config.__base__!r}. Write "
+                "class Config(Strategy.Config)."
+            )
+        own = inspect.signature(cls.__init__)
+        try:
+            own.bind(*(None,) * 4, **{key: None for key, one in _ARGUMENTS.items() if one.kind is one.KEYWORD_ONLY})
+        except TypeError as error:
+            raise ConfigError(
+                f"__init__ of {name} must take the arguments of Strategy's; got {own}: {error}. Write def __init__("
+                "self, config, comm, model, **given), which calls super().__init__(config, comm, model, **given)."
+            ) from None
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
@@ -147,7 +161,7 @@ class Strategy(abc.ABC):
         loss: Literal["mean", "sum"] = "mean",
         stages: Agreement | None = None,
     ):
-        self.require_contract(type(self).__name__)
+        self.require_complete(type(self).__name__)
         self.config, self.comm, self.model = config, comm, model
         self.optimizer, self.stages = optimizer, stages
         self.contract = config.narrow(type(self).contract, comm.size)
@@ -279,6 +293,9 @@ class Strategy(abc.ABC):
             return False
         self._meetings += 1
         return self._meetings & (self._meetings - 1) == 0 or self._meetings % 64 == 0
+
+
+_ARGUMENTS = inspect.signature(Strategy.__init__).parameters
 
 
 def _sum(tensor: Tensor) -> str:

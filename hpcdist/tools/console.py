@@ -7,10 +7,11 @@ import inspect
 import os
 import re
 import shutil
+import stat
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # they import torch, which takes seconds
 T = TypeVar("T")
 TEXT_COLUMNS = 100  # longer lines are hard to read
 LEAST_BAR = 8  # columns; figures that leave it fewer are left out
+LEFT_OUT = ("rate", "step", "epoch", "time")  # figures that a narrow terminal leaves out first, in this order
 LEAST_TEXT = 20  # columns of a terminal for texts in a table
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -87,19 +89,22 @@ class ProgressMode(str, enum.Enum):
     off = "off"
 
 
-def progress(mode: ProgressMode) -> Callable[[str, Progress], None] | None:
+def progress(mode: ProgressMode, in_notebook: bool = False) -> Callable[[str, Progress], None] | None:
     """Return what shows a run's progress: one line that is rewritten (live), a line per report, or nothing.
 
-    `auto` is live where a terminal shows it, also through Open MPI's launcher. MPICH's and Slurm's give ranks a pipe,
-    whatever becomes of their own output: lines.
+    `auto` is live where a terminal shows it, also through Open MPI's launcher, and `in_notebook`, whose cells read a
+    pipe. MPICH's and Slurm's launchers give ranks a pipe, whatever becomes of their own output: lines.
     """
     if mode is ProgressMode.off:
         return None
-    return _show_live if mode is ProgressMode.live or (mode is ProgressMode.auto and _is_shown()) else _show_line
+    is_live = mode is ProgressMode.live or (
+        mode is ProgressMode.auto and (_is_shown() or (in_notebook and not _is_file()))
+    )
+    return _show_live if is_live else _show_line
 
 
 def _show_line(name: str, now: Progress) -> None:
-    print("  ".join([f"{name:<16} {_share(now)}", *_figures(now)]), flush=True)
+    print("  ".join([f"{name:<16} {_share(now)}", *_figures(now).values()]), flush=True)
 
 
 def _show_live(name: str, now: Progress) -> None:
@@ -109,9 +114,10 @@ def _show_live(name: str, now: Progress) -> None:
     ASCII only, it fails on its own ellipsis.
     """
     columns = shutil.get_terminal_size().columns - 1  # writing the last one may begin a new line
-    figures = [_share(now), *_figures(now)]
-    while len("  ".join([name, *figures])) + 1 + LEAST_BAR > columns and len(figures) > 1:
-        figures.pop()
+    parts = {"share": _share(now), **_figures(now)}
+    while len("  ".join([name, *parts.values()])) + 1 + LEAST_BAR > columns and len(parts) > 1:
+        parts.pop(next(key for key in (*LEFT_OUT, *reversed(parts)) if key in parts))
+    figures = list(parts.values())
     ascii_only = "utf" not in (sys.stdout.encoding or "").lower()
     width = max(0, columns - len("  ".join([name, *figures])) - 1)
     done = bar(now.samples / now.total_samples, width, ascii_only=ascii_only)
@@ -124,16 +130,15 @@ def _share(now: Progress) -> str:
     return f"{now.samples / now.total_samples:4.0%}"
 
 
-def _figures(now: Progress) -> list[str]:
-    """Write what matters most first: a narrow terminal leaves out the rest."""
+def _figures(now: Progress) -> dict[str, str]:
     epoch = max(1, -(-now.samples // now.epoch_samples))  # the one under way, or that has just ended
     left = "" if now.left_s is None else f", {duration(now.left_s)} left"
-    parts = [f"epoch {epoch}" if now.epochs is None else f"epoch {epoch:>{len(str(now.epochs))}}/{now.epochs}"]
-    parts += [f"{duration(now.seconds)}{left}"] if now.seconds > 0 else []
-    parts += [f"test {name} {value:.4f}" for name, value in now.metrics.items() if name != "loss"]
-    parts += [] if now.loss is None else [f"loss {now.loss:.4f}"]
-    parts += [f"step {now.step:,}"] if now.step else []
-    parts += [f"{now.samples / now.seconds:,.0f} samples/s"] if now.seconds > 0 else []
+    parts = {"epoch": f"epoch {epoch}" if now.epochs is None else f"epoch {epoch:>{len(str(now.epochs))}}/{now.epochs}"}
+    parts |= {"time": f"{duration(now.seconds)}{left}"} if now.seconds > 0 else {}
+    parts |= {f"of {name}": f"test {name} {value:.4f}" for name, value in now.metrics.items() if name != "loss"}
+    parts |= {} if now.loss is None else {"loss": f"loss {now.loss:.4f}"}
+    parts |= {"step": f"step {now.step:,}"} if now.step else {}
+    parts |= {"rate": f"{now.samples / now.seconds:,.0f} samples/s"} if now.seconds > 0 else {}
     return parts
 
 
@@ -160,6 +165,7 @@ def rows(
     *,
     heads: Mapping[str, str] | None = None,
     left: Sequence[str] | None = None,
+    typed: Collection[str] = (),
     option: str | None = None,
 ) -> None:
     """Show measurements as a table: one column per key of the first row.
@@ -170,6 +176,7 @@ def rows(
     Args:
         heads: what stands above the columns, if that is not the key.
         left: the columns with texts; None: those that begin with one.
+        typed: those of them whose words, such as names, users type again: no word goes on in the next line.
         option: of the command, which chooses columns, for that line.
     """
     heads = {key: visible((heads or {}).get(key, key)) for key in found[0]}
@@ -177,7 +184,7 @@ def rows(
     if left is None:
         left = [key for key, value in found[0].items() if isinstance(value, str)]
     columns = shutil.get_terminal_size().columns if _is_shown() else None
-    widths = dict.fromkeys(texts, sys.maxsize) if columns is None else _fitting(heads, texts, left, columns)
+    widths = dict.fromkeys(texts, sys.maxsize) if columns is None else _fitting(heads, texts, left, typed, columns)
     shown = {key: [_folded(text, widths[key]) if key in left else text for text in texts[key]] for key in widths}
     widths = {key: max(map(_width, [heads[key], *cells])) for key, cells in shown.items()}
     if title is not None:
@@ -192,7 +199,11 @@ def rows(
 
 
 def _fitting(
-    heads: Mapping[str, str], texts: Mapping[str, Sequence[str]], left: Sequence[str], columns: int
+    heads: Mapping[str, str],
+    texts: Mapping[str, Sequence[str]],
+    left: Sequence[str],
+    typed: Collection[str],
+    columns: int,
 ) -> dict[str, int]:
     """Return the columns for which there is room, the first ones first, with their widths.
 
@@ -204,7 +215,8 @@ def _fitting(
     for key, of_key in texts.items():
         wanted[key] = width = max(map(_width, (heads[key], *of_key)))
         if key in left:
-            width = min(width, max(LEAST_TEXT, columns // 3))
+            words = [word for text in of_key for word in text.split()] if key in typed else []
+            width = min(width, max(LEAST_TEXT, columns // 3, *map(_width, words)))
         if width < room or not widths:
             widths[key] = width
             room -= 1 + width
@@ -261,6 +273,12 @@ def _is_shown() -> bool:
         return os.get_terminal_size(sys.stdout.fileno()).columns > 0
     except (OSError, ValueError):
         return False
+
+
+def _is_file() -> bool:
+    with suppress(OSError, ValueError):
+        return stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
+    return True
 
 
 def line(text: str, before: str = "") -> None:

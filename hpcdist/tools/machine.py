@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpcdist.tools.doctor.base import counted, listed
-
-SLACK = 0.5  # of a load average, which nobody notices
+from hpcdist.tools.doctor.base import SLACK, counted, listed
 
 
 def cores_of_ranks(masks: Sequence[Sequence[int]]) -> str:

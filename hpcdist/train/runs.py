@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import inspect
 import logging
 import shutil
@@ -13,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from hpcdist import checkpoint, strategies
+from hpcdist.checkpoint.folder import clean
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.traced import begin_timeline, end_timeline
 from hpcdist.config import JobConfig, describe_changes, load
@@ -46,6 +48,7 @@ from hpcdist.train.resume import saved_cut
 from hpcdist.train.standing import Standing
 
 ENDING_S = 5.0  # that a killed run may still hold its folder when the next one resumes
+NUMBERS = ".numbers"  # beside runs: a file of the name of the last run of each job, strategy and number of ranks
 _logger = logging.getLogger(__name__)
 
 
@@ -106,6 +109,8 @@ def train(
         newest, changed = _newest(trainer, allow_changes) if resume else (None, {})
         write_down(trainer, job_path, command, newest, changed)
         leads = comm.rank == comm.failures.living[0]
+        if leads and output is None:
+            _keep_number(folder)
         pids = getattr(comm, "pids", None)
         processes = {rank: pids[rank] for rank in comm.memory.local_ranks} if pids else {}
         interruption = Interruption(folder, trainer.checkpoints, command, environment, comm.size, processes)
@@ -220,14 +225,32 @@ def _choose(
 
 
 def _new_folder(parent: Path, name: str) -> Path:
+    """Make `parent`/`name`-N, of a number above those of all runs of the name, also of runs that were removed since."""
     parent.mkdir(parents=True, exist_ok=True)
-    number = 1
+    number = max([0, *_numbers(parent, name), *_numbers(parent / NUMBERS, name)])
     while True:
-        try:
+        number += 1
+        with suppress(FileExistsError):  # perhaps of another job that starts at this moment
             (folder := parent / f"{name}-{number}").mkdir()
             return folder
-        except FileExistsError:  # perhaps of another job that starts at this moment
-            number += 1
+
+
+def _keep_number(folder: Path) -> None:
+    """Keep the number of a run that has begun: an empty file of its name stays where its folder is removed."""
+    name, number = folder.name.rsplit("-", 1)
+    kept = folder.parent / NUMBERS
+    with suppress(OSError):  # as where the disk is full: then the folder alone tells the number
+        kept.mkdir(exist_ok=True)
+        (kept / folder.name).touch()
+        for lower in _numbers(kept, name):
+            if lower < int(number):
+                (kept / f"{name}-{lower}").unlink(missing_ok=True)
+
+
+def _numbers(folder: Path, name: str) -> list[int]:
+    """List the numbers of the runs of this name in a folder."""
+    found = [path.name.removeprefix(f"{name}-") for path in folder.glob(f"{glob.escape(name)}-*")]
+    return [int(text) for text in found if text.isdecimal()]
 
 
 def _remove_unused(folder: Path) -> None:
@@ -249,6 +272,7 @@ def _newest(trainer: Trainer, allow_changes: bool) -> tuple[tuple[Path, checkpoi
     Raises ConfigError where settings have changed, and may not.
     """
     comm, checkpoints = trainer.comm, trainer.checkpoints
+    comm.together(lambda: clean(checkpoints) if comm.rank == 0 else None)  # its lock is held: nobody else saves there
     found = checkpoint.latest_together(comm, checkpoints)
     if found is None:
         if comm.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 
@@ -13,9 +14,11 @@ from hpcdist.tools.doctor.base import (
     find_nodes,
     gather,
     host_name,
+    introduced_loads,
     introduced_nodes,
     introduction,
     listed,
+    overload,
 )
 
 SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -75,7 +78,15 @@ def test_without_slurm_no_nodes_are_expected(monkeypatch, tmp_path):
 
 
 def test_ranks_that_introduce_themselves_are_sorted_by_node():
-    said = {0: "a\nx", 1: "b\ny", 2: "a\nx", 3: "a\nz"}
+    said = {0: "a\nx\n1.0", 1: "b\ny\n2.5", 2: "a\nx\n1.0", 3: "a\nz\n1.0"}
+    assert introduced_loads(said) == [1.0, 2.5, 1.0, 1.0]
     assert introduced_nodes(said) == Nodes(("a#0", "b", "a#2"), (0, 1, 0, 2))
-    name, place = introduction({}).split("\n")
-    assert name == platform.node() and place
+    name, place, load = introduction({}).split("\n")
+    assert name == platform.node() and place and float(load) >= 1
+
+
+def test_a_node_whose_load_is_above_its_processors_is_busy(monkeypatch):
+    for load, expected in ((0.0, 1.0), (4.4, 1.0), (6.0, 1.5)):
+        monkeypatch.setattr(os, "cpu_count", lambda: 4)
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert overload() == expected

@@ -27,9 +27,18 @@ PATIENT = ("--limit-s", "100")  # tests share the machine
 
 pytestmark = [pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed"), pytest.mark.time_limit(150)]
 
-# Runs the command after a statement of its own on each rank.
+# Runs the command on nodes without other work, though tests share the machine.
+IDLE = """
+import os
+os.getloadavg = lambda: (0.5 * os.cpu_count(),) * 3
+from hpcdist.tools import cli
+cli.main()
+"""
+
+# Runs the command on nodes with this load, after a statement of its own on each rank.
 SCRIPT = """
 import os, signal, sys, time
+os.getloadavg = lambda: ({load} * os.cpu_count(),) * 3
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 from hpcdist.tools import cli
 from mpi4py import MPI
@@ -44,9 +53,9 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def doctor(size: int, *options: str, before: str | None = None) -> subprocess.CompletedProcess[str]:
-    """The finished command. Raises TimeoutExpired if it does not end."""
-    program = ["-m", "hpcdist"] if before is None else ["-c", SCRIPT.format(text=before)]
+def doctor(size: int, *options: str, before: str = "", load: float = 0.5) -> subprocess.CompletedProcess[str]:
+    """The finished command, on nodes with this load per processor. Raises TimeoutExpired if it does not end."""
+    program = ["-c", SCRIPT.format(text=before, load=load)]
     return launch(size, [*program, "doctor", *options], env={**ENV, "HOME": os.getcwd()}, timeout_s=120)
 
 
@@ -141,6 +150,31 @@ def test_a_rank_that_stops_is_named():
         assert found[2] == f"rank {rank} did not answer within {seconds} s. All must answer at 'files'"
 
 
+SLOW = """
+from hpcdist.tools.doctor import examination
+from hpcdist.tools.doctor.checks import files
+examination.WAIT_S = 2.0
+measure = files.measure
+def slow(*arguments):
+    time.sleep(rank * 4)
+    return measure(*arguments)
+files.measure = slow
+"""
+
+
+def test_what_other_work_makes_slow_is_waited_for_and_errors_say_the_load():
+    stops = SLOW.replace("rank * 4", "rank * 600")
+    slow, stopped = at_once(*(partial(doctor, 2, *PATIENT, before=text, load=3.5) for text in (SLOW, stops)))
+    assert slow.returncode == 0, slow.stdout
+    found = lines(slow)
+    assert [row[:2] for row in found if row[0] == "error"] == [] and found[0][:2] == ["warning", "world"]
+    load = r"Other work is running: \S+'s load is 3.5 times its processors"
+    assert re.fullmatch(rf"{load}\. Times below may be those of other work, and waits are longer", found[0][2])
+    assert stopped.returncode != 0
+    (error,) = [row[2] for row in lines(stopped) if row[:2] == ["error", "files"]]
+    assert re.fullmatch(rf"rank 1 did not answer within 7 s\. All must answer at 'files'\. {load}", error)
+
+
 SOONER = """
 import time
 from hpcdist.tools.doctor.examination import TimeLimit
@@ -190,7 +224,9 @@ def test_the_host_behind_a_slow_cable_is_named_and_a_folder_that_is_not_shared(m
     made = make_hosts(3)
     made.shape(Cable(50), "n2")
     options = ("--folder", "/dev/shm", "--spare", "1", "--exclude-file", "out", "--json", "told.json", *PATIENT)
-    job = made.launch(["-m", "hpcdist", "doctor", *options], env={**ENV, "HOME": os.getcwd()}, timeout_s=120)
+    job = made.launch(
+        ["-c", SCRIPT.format(text="", load=0.5), "doctor", *options], env={**ENV, "HOME": os.getcwd()}, timeout_s=120
+    )
     found = [line.split(maxsplit=2) for line in job.stdout.splitlines()]
     said = [(status, text) for status, check, text in found if check == "links" and "is slow" in text]
     assert "n2" in [text.split()[0] for _, text in said], job.stdout + job.stderr
@@ -219,7 +255,7 @@ def test_two_hosts_that_pass_each_other_nothing_are_named(make_hosts):
     made = make_hosts(4)
     words = [word.format(f"{NET}.2") for word in LOSE]
     subprocess.run([*made.inside("n4"), "ip", *words], check=True)
-    found, said = on_hosts(made, ["-m", "hpcdist"])
+    found, said = on_hosts(made, ["-c", IDLE])
     assert [row[:2] for row in found] == [["error", "links"], ["ok", "spare"], ["error", "all"]], said
     assert found[0][2].startswith(
         "the link n2-n4 passes nothing: MPI's first message did not come within 2.5 s, though all reach n1. Leave one"
@@ -242,7 +278,7 @@ links._pair = breaking
 
 def test_a_link_that_breaks_while_it_is_measured_is_named(make_hosts):
     before = BREAKS.format(command=" ".join(LOSE).format(f"{NET}.3"))
-    found, said = on_hosts(make_hosts(3), ["-c", SCRIPT.format(text=before)])
+    found, said = on_hosts(make_hosts(3), ["-c", SCRIPT.format(text=before, load=0.5)])
     (link,) = [row for row in found if row[0] == "error" and row[1] == "links"]
     assert link[2].startswith("the link n2-n3 passes nothing: its measurement did not end within 3 s, though"), said
     assert Path("out").read_text() == "n3\n"

@@ -75,7 +75,7 @@ class Scripted:
         self.calls.append((text, limit_s, [*members]))
         return self.replies.pop(0)
 
-    def unreachable(self, pairs, texts):
+    def unreachable(self, pairs):
         return [pair for pair in pairs if pair in self.failed]
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from harness import cases
 from harness.console import Console
 from harness.ranks import RealRanks, VirtualRanks
 from harness.time_limit import TimeLimit
@@ -73,6 +74,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
+    cases.chosen = config.option.keyword.lower()
     console = Console()
     job = _join(config, console) if declared_size(os.environ) else None
     config.stash[JOB] = job

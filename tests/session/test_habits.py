@@ -16,6 +16,7 @@ from harness.cases import each
 from harness.ranks import VirtualRanks
 from hpcdist import strategies
 from hpcdist.errors import ConfigError, MismatchError
+from hpcdist.strategies.base import name_of
 from strategies import problem
 
 ROOT = Path(__file__).parents[2]
@@ -120,7 +121,8 @@ def examine(ranks, way, name, strategy):
         pytest.importorskip(habit.needs)
     plain = strategy.split()[0]
     message = habit.refusal(plain, contract(way, strategy, ranks.size), ranks.size)
-    other_optimizer = rf"optimiser (of {plain} )?must be"  # its rule goes with others than this habit's
+    title = name_of(strategies.load(plain))
+    other_optimizer = rf"optimiser (of {title} )?must be"  # its rule goes with others than this habit's
     if message is not None:
         message = message if problem.suited(plain, None) is None else f"{message}|{other_optimizer}"
         with pytest.raises((ConfigError, MismatchError), match=message):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from harness.cases import each
 from hpcdist import strategies
-from hpcdist.tools.slurm import check, limits
+from hpcdist.tools.slurm import check
 from hpcdist.tools.slurm.check import Problem, _directives, examine
 from hpcdist.tools.slurm.limits import minutes, misfits, nodes, unknown_pmi
 from hpcdist.tools.slurm.spec import Directives, JobSpec, Site
@@ -27,7 +29,8 @@ def folder(tmp_path, monkeypatch) -> Path:
     """A working directory with a job, on a host without Slurm, outside of what nodes have of their own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(check, "NODE_LOCAL", ("/dev/shm",))
-    monkeypatch.setattr(limits.shutil, "which", lambda name: None)
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, **where: None if name == "sbatch" else which(name, **where))
     Path("it.py").write_text("from train.tiny import job\n")
     Path("digits.h5").touch()
     return tmp_path
@@ -176,6 +179,49 @@ def test_the_runs_file_the_environment_and_a_template_of_ones_own_are_read():
     Path("mine.sh").write_text("#: Why.\nif true\n")
     (finding,) = found(template="mine.sh")
     assert finding.startswith("error: the script must be valid bash; got bash: line 2: syntax error")
+
+
+PYTHON = str(Path(sys.executable).name)
+COMMANDS = [
+    (["nonsense", "it.py"], {}, "error: command must begin with a program; got nonsense, not on PATH. Name one"),
+    (["nonsense"], {"modules": ["gcc"]}, "warning: command must begin with a program; got nonsense, not on PATH"),
+    (
+        ["./none.sh"],
+        {"modules": ["gcc"]},
+        "error: command must begin with a program; got ./none.sh, no such file. Name",
+    ),
+    (["./it.py"], {}, "error: .*; got ./it.py, a file that is not executable. Write python ./it.py."),
+    (["it.py"], {}, "error: .*; got it.py, a file that is not executable. Write python it.py."),
+    (
+        [PYTHON, "-u", "-W", "ignore", "train.py", "it.py"],
+        {},
+        "error: command must name a script .*; got train.py, and",
+    ),
+    (["bash", "-e", "run.sh"], {}, "error: command must name a script that exists; got run.sh, and none in /.*Write"),
+    (["plain/bin/python3", "it.py"], {}, "warning: command must begin with a Python that has hpcdist; got plain/bin/p"),
+    (
+        ["python3", "it.py"],
+        {"venv": "plain"},
+        "warning: .* got python3, which is plain/bin/python3. Set the site's venv",
+    ),
+    ([PYTHON, "-u", "it.py", "--epochs", "3"], {}, None),
+    ([PYTHON, "-um", "hpcdist", "none.py"], {}, None),
+    ([PYTHON, "-c", "print(1)"], {}, None),
+    (["bash", "-lc", "none.sh"], {}, None),
+    (["nonsense", "it.py"], {"container": ["apptainer", "exec", "it.sif"]}, None),
+]
+
+
+@each("case", COMMANDS)
+def test_a_command_is_looked_for(case):
+    command, site, message = case
+    plain = Path("plain/bin/python3")
+    plain.parent.mkdir(parents=True, exist_ok=True)
+    plain.write_text("#!/bin/sh\nexit 1\n")  # a Python without hpcdist
+    plain.chmod(0o755)
+    (plain.parent / "activate").touch()
+    told = found(Site(**site), job=None, command=command)
+    assert len(told) == (message is not None) and all(re.match(message, text) for text in told), told
 
 
 def test_errors_come_first():

@@ -67,6 +67,11 @@ def suited(name: str, usual: type[torch.optim.Optimizer] = torch.optim.SGD) -> t
     return of_word[strategies.load(name).contract.optimizer]
 
 
+def settings(name: str) -> list[str]:
+    """The settings without which a job's optimiser, Adam's, does not suit a strategy."""
+    return ["optimizer.name=SGD", "optimizer.lr=0.01"] if suited(name, torch.optim.Adam) is torch.optim.SGD else []
+
+
 def local(name: str, parameters: Any, lr: float, momentum: float = 0.0) -> torch.optim.Optimizer:
     """An optimiser that a strategy goes with: SGD, with momentum unless the strategy has its own; or AdamW."""
     cls = suited(name)

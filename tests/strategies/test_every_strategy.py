@@ -28,10 +28,15 @@ def test_an_unknown_strategy_is_refused_with_the_known_ones():
         strategies.load("gosip")
 
 
-@every
-def test_it_says_what_it_does_and_where_it_comes_from(name):
+@each("name", [name for name in strategies.available() if ":" not in name])
+def test_it_says_where_it_comes_from(name):
     text = inspect.getdoc(strategies.load(name))
     assert "Reference: " in text and any(year in text for year in map(str, range(1990, 2030)))
+
+
+@every
+def test_it_says_what_it_does_and_what_its_options_mean(name):
+    assert inspect.getdoc(strategies.load(name)), f"{name} has no docstring"
     for key, field in strategies.load(name).Config.model_fields.items():
         assert field.description, f"option {key} of {name} has no description"
 

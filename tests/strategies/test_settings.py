@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+import hpcdist as hd
 from harness.cases import each
 from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.errors import ConfigError
-from hpcdist.model.flat import FlatModel
+from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.strategies.base import Contract, Strategy
 from strategies import mixed, problem
 
@@ -237,27 +237,66 @@ def test_settings_like_those_that_are_refused_are_not():
     problem.virtual({"compression": QSGD, "compress_answers": False}, 2, "hardsync", epochs=1)
 
 
-@each("mistake", ["no contract", "no outcome"])
+class Whole(Strategy):
+    """A strategy of a user's, which lacks nothing."""
+
+    contract = Contract(averages="nothing", meets="never")
+
+    def advance(self, update):
+        return self.gradients.step_alone(update)
+
+
+class NoOutcome(Whole):
+    def advance(self, update):
+        self.gradients.step_alone(update)
+
+
+class FewArguments(Whole):
+    def __init__(self, config, comm, model):
+        super().__init__(config, comm, model)
+
+
+class NotInitialised(Whole):
+    def __init__(self, config, comm, model, **given):
+        self.config = config
+
+
+class OtherConfig(Whole):
+    class Config:
+        interval = 1
+
+
+class NoContract(Strategy):
+    def advance(self, update):
+        return self.gradients.step_alone(update)
+
+
+MISTAKES = {
+    "NoContract": "NoContract must declare a contract",
+    "NoOutcome": r"advance\(\) of NoOutcome must return the outcome",
+    "FewArguments": r"__init__ of \S*FewArguments must take the arguments of Strategy's; got \(.*'optimizer'. Write",
+    "NotInitialised": r"__init__ of NotInitialised must call that of Strategy; got .*Write super\(\)",
+    "OtherConfig": "Config of .*OtherConfig must be a subclass of Strategy.Config; got .*object'>. Write class",
+}
+
+
+@each("mistake", MISTAKES)
 def test_what_an_author_forgot_is_said(mistake):
-    class Mine(Strategy):
-        class Config(Strategy.Config):
-            """Has no options."""
-
-        def advance(self, update):
-            self.gradients.step_alone(update)
-
-    if mistake == "no outcome":
-        Mine.contract = Contract(averages="nothing", meets="never")
-
     def body(comm):
+        hd.init(comm=comm)
         model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        strategy = Mine(Mine.Config(), comm, FlatModel(model))
+        local = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hd.DistributedOptimizer(local, model, strategy=f"{__file__}:{mistake}")
         model(torch.ones(1, 2)).sum().backward()
-        strategy.step(optimizer.step)
+        optimizer.step()
 
-    told = (
-        "Mine must declare a contract" if mistake == "no contract" else r"advance\(\) of Mine must return the outcome"
-    )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=MISTAKES[mistake]):
         run_virtual(body, 2)
+
+
+def test_a_word_that_a_contract_does_not_know_is_refused():
+    message = r"averages of a Contract must be one of gradients, nothing, parameters; got 'gradient'\. Did you mean"
+    with pytest.raises(UnknownNameError, match=message):
+        Contract(averages="gradient", meets="never")
+    with pytest.raises(UnknownNameError, match="deaths of a Contract must be one of end all, others go on; got 'None'"):
+        Contract(averages="gradients", meets="never", deaths=None)

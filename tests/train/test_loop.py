@@ -22,7 +22,7 @@ from train import tiny
 # step of sandblaster is of a large batch.
 SUITED = {
     **{name: ["strategy.period=5"] for name in problem.LONG_PERIODS},
-    "demo": ["optimizer.name=SGD", "optimizer.lr=0.01"], "dion": ["strategy.rate=5", "optimizer.lr=0.03"],
+    "dion": ["strategy.rate=5", "optimizer.lr=0.03"],
     "qg_dsgd": ["optimizer.name=SGD", "optimizer.lr=0.1", "optimizer.momentum=0.9"],
     "sparse_loco": ["strategy.period=5", "strategy.compression.ratio=0.2"],
     "strom": ["strategy.compression.density=0.1"], "sandblaster": ["batch_size=90", "checkpoint.every_steps=3"],
@@ -127,7 +127,7 @@ EVERY = [(name, *[(4, 2), (2, 5)][n % 2]) for n, name in enumerate(strategies.av
 
 @pytest.mark.parametrize(("name", "before", "after"), EVERY)
 def test_every_strategy_resumes_on_other_ranks_and_its_summary_tells_what_the_run_was(tmp_path, name, before, after):
-    options = (f"strategy={name}", "checkpoint.every_steps=5", *SUITED.get(name, []))
+    options = (f"strategy={name}", "checkpoint.every_steps=5", *SUITED.get(name, problem.settings(name)))
 
     def fitting(size):
         return [f"strategy.{key}={value}" for key, value in problem.fitting(name, size).items()]

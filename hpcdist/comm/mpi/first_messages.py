@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from mpi4py import MPI
 
@@ -47,7 +47,7 @@ class FirstMessages:
         MPI.Request.Waitall([_send(json.dumps(texts), rank, FROM_FIRST) for rank in texts if rank > 0])
         return texts
 
-    def unreachable(self, pairs: Sequence[tuple[int, int]], texts: Mapping[int, str]) -> list[tuple[int, int]]:
+    def unreachable(self, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Send a message each way between the ranks of each pair, all at the same time.
 
         Return the pairs of this rank whose message did not come in time.

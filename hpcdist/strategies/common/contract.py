@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
+
+from hpcdist.errors import UnknownNameError
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class Contract:
     ranks: Literal["all work", "some serve"] = "all work"
     memory: Literal["private", "read by others"] = "private"
     deaths: Literal["end all", "others go on"] = "end all"
+
+    def __post_init__(self) -> None:
+        for name, words in get_type_hints(type(self)).items():
+            if getattr(self, name) not in get_args(words):
+                raise UnknownNameError(f"{name} of a Contract", str(getattr(self, name)), get_args(words))
 
     @property
     def synchronous(self) -> bool:

@@ -55,11 +55,7 @@ def of_checkout(name: str, folder: str, meaning: str) -> typer.Typer:
         def _import(self) -> None:
             if self.commands:
                 return
-            if not (ROOT / folder / "cli.py").is_file():
-                raise ConfigError(
-                    f"hpcdist {name} must run in a checkout of hpcdist, whose folder {folder} it needs; got none at "
-                    f"{ROOT / folder}. Clone the project, and install it with `pip install -e .`."
-                )
+            require_checkout(name, f"{folder}/cli.py")
             sys.path.insert(0, str(ROOT))
             found: Any = typer.main.get_command(import_module(f"{folder.replace('/', '.')}.cli").app)
             prepare_help(found)
@@ -68,6 +64,17 @@ def of_checkout(name: str, folder: str, meaning: str) -> typer.Typer:
     app = typer.Typer(name=name, cls=Commands, no_args_is_help=True, help=meaning)
     app.callback()(lambda: None)  # typer makes no group of an app without commands
     return app
+
+
+def require_checkout(command: str, file: str) -> Path:
+    """Return the path of a file beside the package in a checkout; raise ConfigError where there is none."""
+    if not (ROOT / file).is_file():
+        folder = Path(file).parent
+        raise ConfigError(
+            f"hpcdist {command} must run in a checkout of hpcdist, whose folder {folder} it needs; got none at "
+            f"{ROOT / folder}. Clone the project, and install it with `pip install -e .`."
+        )
+    return ROOT / file
 
 
 def writable(parameter: typer.CallbackParam, path: Path | None) -> Path | None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from hpcdist.errors import require_packages
 from hpcdist.registry import catalogue
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import whole_number, writable
+from hpcdist.tools.cli.base import require_checkout, whole_number, writable
 from hpcdist.tools.options import Overrides
 
 app = typer.Typer()
@@ -23,11 +25,24 @@ def _name(complete: completion.Completer) -> Any:
 
 
 @app.command()
-def strategies(name: Annotated[str | None, _name(completion.names("strategies"))] = None) -> None:
+def strategies(
+    name: Annotated[str | None, _name(completion.names("strategies"))] = None,
+    checked: Annotated[
+        str | None, typer.Argument(metavar="FILE:CLASS", help="After `test`: the strategy to check, of your own.")
+    ] = None,
+) -> None:
     """List the distribution strategies; or show one in full: what it does, its options, its source.
+
+    `hpcdist strategies test FILE:CLASS` runs the tests that hold for every strategy on one of your own: it learns,
+    records every gradient, resumes from checkpoints, takes the same steps on real ranks as on virtual ones... They
+    take a minute or two, and need a checkout of hpcdist, and pytest. The exit status is 1 if one fails.
 
     Example: hpcdist strategies softsync
     """
+    if name == "test":
+        script = require_checkout("strategies test", "tests/check_strategy.py")
+        require_packages("hpcdist strategies test", "test", "pytest", "hypothesis")
+        raise typer.Exit(subprocess.run([sys.executable, str(script), *filter(None, [checked])]).returncode)
     _list_or_show("strategies", name, "strategy")
 
 

@@ -78,7 +78,8 @@ def runs(
         console.note(f"no such runs in {folder}")
     for comparison, group in groupby(sorted(found, key=lambda one: one.comparison or ""), lambda one: one.comparison):
         above = Path(comparison or folder)
-        console.rows(comparison, [_row(one, above) for one in group], left=("run", "state", "metric", "tags"))
+        table = [_row(one, above) for one in group]
+        console.rows(comparison, table, left=("run", "state", "metric", "tags"), typed=("run", "tags"))
     for one in found:
         if one.damage is not None:
             console.note(f"{one.folder} is damaged: {one.damage}")
@@ -198,7 +199,7 @@ def _has(one: ListedRun, key: str, value: str) -> bool:
 
 
 def _metric(one: ListedRun) -> tuple[str, float] | None:
-    """Return the name and value of the first metric of a run's end, the loss if there is no other."""
+    """Return the name and value of a run's first metric, the loss if there is no other."""
     return next(iter(one.metrics.items()), None)
 
 

@@ -51,7 +51,7 @@ def train(
     from hpcdist.train import runs
 
     comm = session.init(bind=bind, run=False)
-    show = console.progress(progress)
+    show = console.progress(progress, in_notebook="JPY_PARENT_PID" in os.environ)  # which Jupyter's kernels get
     ends_at = job_end(os.environ) if comm.rank == 0 else None
     folder, summary = runs.train(
         comm,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import threading
@@ -16,12 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from hpcdist.comm import network
 from hpcdist.comm.launch import task
 from hpcdist.errors import DeadlineError
+from hpcdist.records import load_average
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from hpcdist.comm.communicator import Communicator, Envelope, Request
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 ARRIVED, GO_ON = 30_001, 30_002  # tags
+SLACK = 0.5  # of a load average, which nobody notices
 SLURM_S = 5.0  # how long Slurm may take to expand a list of nodes
 Result = TypeVar("Result")
 
@@ -92,13 +95,24 @@ def name_nodes(hosts: Sequence[str], places: Sequence[Hashable]) -> Nodes:
 
 def introduction(environ: Mapping[str, str]) -> str:
     """Write down this rank's node: its name, and the network stack, which only ranks of that node share."""
-    return f"{host_name(environ)}\n{network.here()}"
+    return f"{host_name(environ)}\n{network.here()}\n{overload()}"
 
 
 def introduced_nodes(introductions: Mapping[int, str]) -> Nodes:
     """Read the nodes from the introductions of all ranks."""
-    hosts, places = zip(*(introductions[rank].split("\n") for rank in range(len(introductions))))
+    hosts, places, _ = zip(*(introductions[rank].split("\n") for rank in range(len(introductions))))
     return name_nodes(hosts, places)
+
+
+def introduced_loads(introductions: Mapping[int, str]) -> list[float]:
+    """Read each rank's `overload` from the introductions of all ranks."""
+    return [float(introductions[rank].split("\n")[2]) for rank in range(len(introductions))]
+
+
+def overload() -> float:
+    """Return how many times its processors this node's load average is; 1 where it is not above them."""
+    processors = os.cpu_count() or 1
+    return max([1.0, *(round(load / processors, 1) for load in load_average() if load > processors + SLACK)])
 
 
 def host_name(environ: Mapping[str, str]) -> str:

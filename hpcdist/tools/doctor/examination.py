@@ -51,7 +51,8 @@ def examine(required: Requirements, options: ExaminationOptions) -> int:
         if not _is_right_world(messages.size, required, report):
             return 1
         _check_ranks(messages, required, report)
-        return _examine(_join(), required, report)
+        limit.stretch(report.patience)
+        return _examine(_join(WAIT_S * report.patience), required, report)
     except Unanswered as error:
         _end(report, required, startup.unanswered(error, report.nodes, report.stage))
     finally:
@@ -123,7 +124,10 @@ def _check_ranks(messages: FirstMessages, required: Requirements, report: Report
         """List the pairs of the nodes' first ranks; none where a rank is absent, for then all ends."""
         if len(introductions) < messages.size:
             return []
-        first = base.introduced_nodes(introductions).leaders
+        report.nodes = base.introduced_nodes(introductions)
+        report.warn_of_loads(base.introduced_loads(introductions))
+        messages.reach_s *= report.patience
+        first = report.nodes.leaders
         return [(first[a], first[b]) for a, b in startup.pairs_to_try(len(first))]
 
     found = startup.check(messages, base.introduction(required.environ), pairs)
@@ -132,19 +136,19 @@ def _check_ranks(messages: FirstMessages, required: Requirements, report: Report
         report.nodes = Nodes(tuple(expected), ())
         hosts = {rank: text.split("\n")[0] for rank, text in found.introductions.items()}
         _end(report, required, startup.absent_ranks(hosts, found.absent, expected, messages.answer_s))
-    report.nodes = nodes = base.introduced_nodes(found.introductions)
+    nodes = report.nodes
     if found.unreachable:  # the first call that is collective would wait for ever
         report.stage, why = "links", f"MPI's first message did not come within {messages.reach_s:g} s"
         unreachable = [(nodes.of[a], nodes.of[b]) for a, b in found.unreachable]
         _end(report, required, startup.unreachable_pairs(unreachable, nodes, why))
 
 
-def _join() -> Communicator:
+def _join(deadline_s: float) -> Communicator:
     """Collective. Make the communicator of all ranks."""
     from hpcdist import session  # imports torch, which takes seconds
 
     try:
-        return session.init(deadline_s=WAIT_S, run=False)
+        return session.init(deadline_s=deadline_s, run=False)
     except MismatchError:  # of versions, whose check tells more
         from hpcdist.comm.mpi.world import world as all_ranks
 
@@ -156,7 +160,7 @@ def _examine(comm: Communicator, required: Requirements, report: Report) -> int:
     """Collective. Run every check; return the exit status."""
     from hpcdist.session import world as session
 
-    comm.failures.deadline_s = WAIT_S
+    comm.failures.deadline_s = WAIT_S * report.patience
     report.nodes = nodes = base.find_nodes(comm, base.host_name(required.environ))
     choose_exclusion(nodes.names, [], report.options.spare or 0)  # is refused before anything is measured
     report.speaks = comm.rank == 0
@@ -205,11 +209,18 @@ class TimeLimit:
     """
 
     def __init__(self, seconds: float, expire: Callable[[], None]):
+        self._expire, self._start, self._seconds = expire, time.monotonic(), seconds
         self._timer = threading.Timer(seconds, expire)
+        self.stretch(1.0)
+
+    def stretch(self, times: float) -> None:
+        """Make the limit so many times as long."""
+        self._timer.cancel()
+        self._seconds *= times
+        self._timer = threading.Timer(self.left_s(), self._expire)
         self._timer.name, self._timer.daemon = "hpcdist-doctor-limit", True
         self._timer.start()
-        self._until = time.monotonic() + seconds
-        self._set_backstop(seconds)
+        self._set_backstop(self.left_s())
 
     @contextmanager
     def sooner(self, seconds: float) -> Iterator[None]:
@@ -227,7 +238,7 @@ class TimeLimit:
 
     def left_s(self) -> float:
         """Return the seconds until then."""
-        return max(self._until - time.monotonic(), 0.0)
+        return max(self._start + self._seconds - time.monotonic(), 0.0)
 
     def cancel(self) -> None:
         self._timer.cancel()

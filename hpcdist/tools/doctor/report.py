@@ -13,6 +13,8 @@ from hpcdist.errors import ConfigError
 from hpcdist.tools import console
 from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, listed
 
+MOST_PATIENCE = 4.0  # times the waits on idle nodes
+
 
 @dataclass(frozen=True)
 class ExaminationOptions:
@@ -31,6 +33,7 @@ class Report:
     def __init__(self, options: ExaminationOptions, speaks: bool):
         self.options, self.speaks = options, speaks
         self.nodes = Nodes((), ())  # as far as they are known
+        self.busy: dict[str, float] = {}  # how many times its processors a node's load is, where it is above them
         self.stage = "world"  # what is being examined
         self.findings: list[Finding] = []
         self._measured: dict[str, Any] = {}
@@ -43,9 +46,28 @@ class Report:
             self._measured[self.stage] = measured
             self._seconds[self.stage] = time.monotonic() - self._start - sum(self._seconds.values())
         for finding in findings:
+            slowed = [name for name in finding.nodes or self.busy if name in self.busy]
+            if finding.status == ERROR and slowed:  # which may be nothing but late
+                finding = replace(finding, text=f"{finding.text}. {self._loads(slowed)}")
             self.findings.append(replace(finding, check=self.stage))
             if self.speaks:
                 self._show(finding.status, finding.text)
+
+    @property
+    def patience(self) -> float:
+        """How many times as long as on idle nodes ranks wait for each other."""
+        return min(MOST_PATIENCE, max(self.busy.values(), default=1.0))
+
+    def warn_of_loads(self, loads: Sequence[float]) -> None:
+        """Note the load of each rank's node, and warn of nodes that other work keeps busy."""
+        self.busy = {self.nodes.name(rank): load for rank, load in enumerate(loads) if load > 1}
+        for name in self.busy:
+            text = f"{self._loads([name])}. Times below may be those of other work, and waits are longer"
+            self.add([Finding(WARNING, text, (name,) * (len(self.nodes.names) > 1))])
+
+    def _loads(self, names: Sequence[str]) -> str:
+        texts = [f"{name}'s load is {self.busy[name]:g} times its processors" for name in names]
+        return f"Other work is running: {listed(texts)}"
 
     def conclude(self, cut_short: bool = False) -> int:
         """Choose the nodes to leave out, write the files; return the exit status, 1 where not all was examined.

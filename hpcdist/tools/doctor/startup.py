@@ -67,7 +67,7 @@ def check(
     wanted = sorted(pairs(came))
     if not wanted:
         return Result(came, absent)
-    own = json.dumps(transport.unreachable(wanted, came))
+    own = json.dumps(transport.unreachable(wanted))
     failed = transport.exchange(own, 2 * transport.reach_s, came)  # those who reach all are there sooner
     return Result(came, absent, tuple(sorted({tuple(pair) for text in failed.values() for pair in json.loads(text)})))
 
@@ -126,9 +126,14 @@ class Tcp:
         self.rank, self.size, self.answer_s, self.reach_s = rank, size, ANSWER_S, REACH_S
         self._listener, self._port = listener, listener.getsockname()[1]
         self._first, self._step = first, step
+        self._texts: dict[int, str] = {}  # of the last exchange; of the first one the nodes' addresses
 
     def exchange(self, text: str, limit_s: float, members: Collection[int]) -> dict[int, str]:
         """Collective. Tell `members` each other's texts through the first node; an empty one becomes its address."""
+        self._texts = self._exchange(text, limit_s, members)
+        return self._texts
+
+    def _exchange(self, text: str, limit_s: float, members: Collection[int]) -> dict[int, str]:
         if self.rank == 0:
             return self._collect(text, limit_s, members)
         try:
@@ -170,11 +175,11 @@ class Tcp:
                     raise
                 time.sleep(PAUSE_S)
 
-    def unreachable(self, pairs: Sequence[Pair], texts: Mapping[int, str]) -> list[Pair]:
+    def unreachable(self, pairs: Sequence[Pair]) -> list[Pair]:
         """Connect from the first node of each pair to the second one; return those of this node where that fails."""
         own = [pair for pair in pairs if pair[0] == self.rank]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            reached = pool.map(lambda pair: self._reaches(texts[pair[1]]), own)
+            reached = pool.map(lambda pair: self._reaches(self._texts[pair[1]]), own)
             return [pair for pair, is_reached in zip(own, reached) if not is_reached]
 
     def _reaches(self, ip: str) -> bool:

@@ -23,7 +23,7 @@ class ListedRun:
     Attributes:
         age_s: seconds since its first start; None if unknown.
         time_s: seconds that its starts took, so far as their ends are known.
-        metrics: at its end; empty before.
+        metrics: at its end, or of its last evaluation so far.
         comparison: the folder of the comparison or sweep that it is a part of.
         settings: of its newest start.
         damage: the reason why a file of it could not be read.
@@ -52,7 +52,7 @@ def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
         return ListedRun(str(folder), "damaged", "", "", 0, None, None, {}, [], above, {}, str(error))
     record, summary = run.record, run.summary
     state: ListedState = run.outcome or "running"
-    known = run.start or summary
+    known, last = run.start or summary, summary or (run.evaluations[-1] if run.evaluations else None)
     return ListedRun(
         folder=str(folder),
         state=state,
@@ -61,7 +61,7 @@ def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
         ranks=0 if known is None else known.ranks,
         age_s=None if record is None else seconds_since(record.started),
         time_s=None if record is None else sum(_taken(one, state) for one in (record, *record.resumed)),
-        metrics={} if summary is None else summary.metrics,
+        metrics={} if last is None else last.metrics,
         tags=tags,
         comparison=above,
         settings=run.settings,

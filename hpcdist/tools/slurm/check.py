@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +93,47 @@ def _paths(spec: JobSpec, site: Site) -> Problems:
             yield error(f"{name} must be a file; got {path}, which is a folder. Name a file in it.")
         elif path and name != "output" and not Path(file).exists():
             yield error(f"{name} must exist; got {path}, without {file}. Run this where the job is submitted.")
+
+
+def _command(spec: JobSpec, site: Site) -> Problems:
+    """Check that the program and its script exist, and that Python has hpcdist; in a container nothing is known."""
+    if not spec.command or site.container:
+        return
+    program, *words = spec.command
+    places = [f"{site.venv}/bin"] * bool(site.venv) + [os.environ.get("PATH", os.defpath)]
+    found = shutil.which(program, path=os.pathsep.join(places))
+    comes_later = bool(site.modules or site.source or site.conda)  # with the site's software
+    if found is None:
+        is_file = Path(program).is_file()
+        what = "a file that is not executable" if is_file else "no such file" if "/" in program else "not on PATH"
+        advice = f"Write python {program}" if program.endswith(".py") else "Name one, or load it by the site's modules"
+        tell = warning if comes_later and "/" not in program else error
+        yield tell(f"command must begin with a program; got {program}, {what}. {advice}.")
+        return
+    is_python = re.fullmatch(r"python[\d.]*", Path(program).name) is not None
+    script = _script(words) if is_python or Path(program).name in ("bash", "sh") else None
+    if script is not None and not Path(script).exists():
+        yield error(f"command must name a script that exists; got {script}, and none in {Path.cwd()}. Write its path.")
+    elif is_python and not comes_later and Path(found).parent != Path(sys.prefix) / "bin":
+        ask = [found, "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('hpcdist') is None)"]
+        if subprocess.run(ask, capture_output=True, timeout=60).returncode:
+            yield warning(
+                f"command must begin with a Python that has hpcdist; got {program}, which is {found}. Set the site's "
+                f"venv, or write {sys.executable}."
+            )
+
+
+def _script(words: Sequence[str]) -> str | None:
+    """Return the file that Python or a shell reads, from its arguments; None where these are a module or code."""
+    left = iter(words)
+    for word in left:
+        if re.fullmatch(r"-|-\w*[cm]", word):
+            return None
+        if word in ("-W", "-X", "-o", "-O"):  # of which these have a value
+            next(left, None)
+        elif not word.startswith("-"):
+            return word
+    return None
 
 
 def _output(spec: JobSpec, site: Site) -> Problems:
@@ -252,7 +295,8 @@ def _files_exist(spec: JobSpec) -> bool:
 
 
 RULES: tuple[Callable[[JobSpec, Site], Problems], ...] = (
-    _time, _directives, _paths, _output, _strategy, _servers, _stages, _gpus, _cores, _going_on, _study, _settings,
+    _time, _directives, _paths, _command, _output, _strategy, _servers, _stages, _gpus, _cores, _going_on,
+    _study, _settings,
 )  # fmt: skip
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import platform
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import hpcdist
 from hpcdist import registry
 from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, counted, gather, listed
 
@@ -22,10 +20,9 @@ OTHERS = ("numpy", "h5py", "mpi4py")
 
 def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     """Collective. Gather each rank's versions, by name."""
-    import torch
+    from hpcdist.session.run import required_versions  # imports torch, which takes seconds
 
-    own = {"hpcdist": hpcdist.__version__, "torch": torch.__version__, "mpi": comm.platform.library}
-    own["python"] = ".".join(platform.python_version_tuple()[:2])
+    own = required_versions(comm)
     own |= {name: importlib.import_module(name).__version__ for name in OTHERS}
     own[PLUGINS] = ", ".join(registry.installed()) or "none"
     return {"versions": gather(comm, own)}

@@ -153,6 +153,20 @@ def test_every_strategy_has_advice_with_what_was_measured():
     assert [name for name, cell in measured.items() if "](studies/" not in cell and "in no study" not in cell] == []
 
 
+VARYING = r"\.\.\.|\d+|'[^']*'|\b(?:tools|get|versions and settings|files of jobs and plug-ins|Fashion-MNIST's)\b"
+
+
+def test_troubleshooting_quotes_messages_that_hpcdist_has():
+    files = "\n".join(path.read_text() for path in (ROOT / "hpcdist").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", files)  # messages are written over several lines
+    first = re.findall(r"^\| (.+?) \|", (DOCS / "troubleshooting.md").read_text(), re.M)
+    quoted = [text for cell in first for text in re.findall(r"`([^`]+)`", cell)]
+    ours = [text for text in quoted if re.search(r"\bmust\b|did not happen|Where the ranks|two launchers", text)]
+    assert len(ours) > 12
+    longest = [max(re.split(VARYING, text), key=len).strip() for text in ours]
+    assert [text for text in longest if text not in source] == []
+
+
 # --- figures and tables -----------------------------------------------------------------------------------------------
 @each("name", NAMES)
 def test_tables_are_those_of_the_data(name, plots):

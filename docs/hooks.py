@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -51,9 +52,10 @@ def on_page_markdown(markdown: str, page, config: MkDocsConfig, files: Files) ->
     folder = Path(COPIED.get(page.file.src_path, f"docs/{page.file.src_path}")).parent
     markdown = re.sub(r"\[([^]\n]+)\]\(([^)#\s]+)\)", lambda found: link(found, folder, page, files), markdown)
     title = Path(page.file.src_path).stem.capitalize()
-    if title in CATALOGUES:  # its tables' first column names what has a page
+    if title in CATALOGUES:  # the first two columns of its tables name what has a page; later ones hold links
         names = "|".join(CATALOGUES[title].available())
-        markdown = re.sub(rf"(?<=[|,] )`({names})`(?=[^\n]*\|)", rf"[`\1`]({title.lower()}/\1.md)", markdown)
+        linked = partial(re.sub, rf"`({names})`", rf"[`\1`]({title.lower()}/\1.md)")
+        markdown = re.sub(r"^\|[^|]*\|[^|]*\|", lambda found: linked(found[0]), markdown, flags=re.M)
     return markdown
 
 

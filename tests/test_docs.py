@@ -210,6 +210,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for folder, catalogue in CATALOGUES.items():
         assert {path.stem for path in (tmp_path / folder).glob("*.html")} == set(catalogue.available())
+    assert "](" not in (tmp_path / "strategies.html").read_text(), "a link inside a link"
     parts = ("cost", "when-to-use-it", "options", "reference")
     for page in (tmp_path / "strategies").glob("*.html"):
         assert [part for part in parts if f'<h2 id="{part}"' not in page.read_text()] == [], page.name

@@ -61,8 +61,13 @@ class Catalogue:
 
         Raises:
             UnknownNameError: no plug-in has this name; the message lists the known ones.
-            ConfigError: several have it, or it names a file that does not exist.
+            ConfigError: several have it, it names a file that does not exist, or it is not text.
         """
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"{self.setting} must be a name or path/to/file.py:{self.member}; got {name!r:.60}. Give the name as "
+                "text, and its options beside it."
+            )
         if ":" in name or name.endswith(".py"):
             return self._in_file(name)
         origins = [*self._installed().get(name, ())]

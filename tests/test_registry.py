@@ -313,6 +313,10 @@ def test_a_file_holds_a_plugin_of_each_kind(folder, name):
 @each(
     "case",
     [
+        (
+            {"name": "gossip_pull"},
+            "strategy must be a name or path/to/file.py:Class; got {'name': 'gossip_pull'}. Give",
+        ),
         ("mine.py", "strategy must be path/to/file.py:Class to be taken from a file; got 'mine.py'. Add a"),
         ("mine.py:", "strategy must be path/to/file.py:Class to be taken from a file; got 'mine.py:'"),
         ("none.py:Alone", "strategy must be in a file that exists; got 'none.py:Alone', and there is no none.py in /"),

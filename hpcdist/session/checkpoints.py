@@ -54,7 +54,7 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
 
     ::
 
-        hpcdist.save("checkpoints", optimizer=optimizer, schedule=schedule, loader=loader, epoch=epoch)
+        hpcdist.save("checkpoints", optimizer=optimizer, schedule=schedule, loader=loader, best=best)
 
     A DistributedOptimizer is saved with its model and its strategy's state. For other objects (schedules, GradScalers,
     other modules, sharded loaders) their `state_dict()` is saved; plain values are saved as they are. The random
@@ -96,7 +96,7 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
     ::
 
         found = hpcdist.load("checkpoints", optimizer=optimizer, schedule=schedule, loader=loader)
-        first = found["epoch"] + 1 if found else 0
+        for epoch in range(loader.next_epoch, 10):  # 0, or where the saved run goes on
 
     On as many ranks as have saved it the run goes on to the bit with synchronous strategies; on another number all
     ranks start from the consensus of the saved ones. A model in stages or shards may be divided in another way, or be

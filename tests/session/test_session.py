@@ -92,13 +92,18 @@ def test_an_epoch_that_is_resumed_has_the_rest_of_its_steps(ranks, drop_last):
         optimizer, model = _optimizer()
         hd.DistributedOptimizer(optimizer, model)
         loader = hd.shard(DataLoader(_data(), batch_size=2, drop_last=drop_last))
-        loader.load_state_dict({"epoch": 0, "consumed": 2 * 2 * comm.size})
+        assert loader.next_epoch == 0
+        loader.load_state_dict({"epoch": 3, "consumed": N})
+        assert loader.next_epoch == 4, "nothing is left of epoch 3"
+        loader.load_state_dict({"epoch": 3, "consumed": 2 * 2 * comm.size})
+        assert loader.next_epoch == 3
         steps = 0
         for x, *_ in loader:
             optimizer.zero_grad()
             model(torch.ones(len(x), 2)).mean().backward()
             optimizer.step()
             steps += 1
+        assert loader.next_epoch == 4
         return steps, len(loader)
 
     assert all(steps == length - 2 for steps, length in ranks(body))

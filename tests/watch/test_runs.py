@@ -173,7 +173,7 @@ def test_reasons_for_no_summary(tmp_path):
     end_run(tmp_path / "begun", "interrupted", "SIGTERM on rank 0")
     run.update()
     assert run.state == "interrupted" and run.failure.startswith("was interrupted at ")
-    assert run.failure.endswith(" (SIGTERM on rank 0); --resume goes on with it")
+    assert run.failure.endswith(" (SIGTERM on rank 0); --resume, or the same script, goes on")
     (tmp_path / "begun" / "failure.txt").write_text("exit status 1\nfirst\nsecond\n\nthird\nRuntimeError: no")
     run.update()
     assert run.failure == "failed:\nfirst\nsecond\nthird\nRuntimeError: no" and run.state == "failed"

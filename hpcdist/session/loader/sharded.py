@@ -114,6 +114,8 @@ class ShardedLoader:
         weight: of the batch that was yielded last: its samples over the workers' mean number; 0 for one that does not
             count.
         workers: the ranks that get batches.
+        next_epoch: the epoch, from 0, of the next iteration. After `hpcdist.load` it is the epoch that goes on, or the
+            one behind it where no sample was left.
         batches: the indices of the samples in each batch of this rank in this epoch, where samples are dealt out.
     """
 
@@ -153,6 +155,10 @@ class ShardedLoader:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
         self._epoch, self._start = epoch - 1, 0
+
+    @property
+    def next_epoch(self) -> int:
+        return self._epoch + 1
 
     def __len__(self) -> int:
         """Count the steps in an epoch: each worker's batches, the same on all ranks, those that only serve included."""

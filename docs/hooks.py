@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -21,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 CATALOGUES = {"Strategies": strategies, "Compressors": compress, "Topologies": topology}
 COPIED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md", "slurm.md": "slurm/README.md"}
 COST = ("Bytes", "Messages", "Memory", "Error")  # first words of paragraphs that say what it costs
+TEXT = 45  # letters of a cell from which a table is one of text, not of numbers
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns):\n((?:    .*\n?)+)")
 
 
@@ -49,10 +52,26 @@ def on_page_markdown(markdown: str, page, config: MkDocsConfig, files: Files) ->
     folder = Path(COPIED.get(page.file.src_path, f"docs/{page.file.src_path}")).parent
     markdown = re.sub(r"\[([^]\n]+)\]\(([^)#\s]+)\)", lambda found: link(found, folder, page, files), markdown)
     title = Path(page.file.src_path).stem.capitalize()
-    if title in CATALOGUES:  # its tables' first column names what has a page
+    if title in CATALOGUES:  # the first two columns of its tables name what has a page; later ones hold links
         names = "|".join(CATALOGUES[title].available())
-        markdown = re.sub(rf"(?<=[|,] )`({names})`(?=[^\n]*\|)", rf"[`\1`]({title.lower()}/\1.md)", markdown)
+        linked = partial(re.sub, rf"`({names})`", rf"[`\1`]({title.lower()}/\1.md)")
+        markdown = re.sub(r"^\|[^|]*\|[^|]*\|", lambda found: linked(found[0]), markdown, flags=re.M)
     return markdown
+
+
+def on_page_content(content: str, page, config: MkDocsConfig, files: Files) -> str:
+    return re.sub(r"<table>.*?</table>", stacked, content, flags=re.S)
+
+
+def stacked(found: re.Match) -> str:
+    """A table of text, whose rows site.css shows below each other on a phone; each cell then has its column's name."""
+    heads = [re.sub(r"<[^>]+>", "", head) for head in re.findall(r"<th[^>]*>(.*?)</th>", found[0], re.S)]
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", found[0], re.S)
+    if max(len(re.sub(r"<[^>]+>", "", cell)) for cell in cells) < TEXT:
+        return found[0]
+    names = cycle(heads)
+    rows = re.sub(r"<td(?=[ >])", lambda _: f'<td data-column="{next(names)}"', found[0])
+    return rows.replace("<table>", "<table data-stacks>", 1)
 
 
 def link(found: re.Match, folder: Path, page, files: Files) -> str:
@@ -102,11 +121,11 @@ def page_of(name: str, algorithm: type, title: str) -> str:
 
 
 def advice(strategy: str) -> str:
-    """What the table of docs/strategies.md says of a strategy."""
-    text = (ROOT / "docs/strategies.md").read_text().split("## When to use which")[1]
-    row = next(row for row in re.findall(r"^\|.*", text, re.M) if f"`{strategy}`" in row.split("|")[1])
-    _, _, when, careful, _ = (cell.strip() for cell in row.split("|"))
-    return f"Use it when {when}." + (f" Be careful when {careful}." if careful else "")
+    """What docs/strategies.md says of a strategy in the table of when to use it."""
+    rows = re.findall(r"^\| (`.+?) \| (.+?) \| (.+?) \| (.+?) \|$", (ROOT / "docs/strategies.md").read_text(), re.M)
+    _, when, careful, measured = next(row for row in rows if f"`{strategy}`" in row[0])
+    told = f"Use it when {when}. Be careful when {careful}.\n\nMeasured: {measured}."
+    return re.sub(r"\]\((?=[a-z]+[./])", "](../", told)  # a page of a strategy lies in a folder
 
 
 def loop(strategy: type[strategies.Strategy]) -> str:

@@ -329,6 +329,31 @@ def way(name: str) -> Figure:
     return made
 
 
+def family(name: str) -> Figure:
+    """Who sends what to whom over time, as docs/families.py has recorded it: a bar for each computation."""
+    _, *rows = table(f"family-{name}")
+    ends = [(int(rank), float(start), float(end)) for rank, to, start, end, _ in rows if not to]
+    ranks = 1 + max(int(row[0]) for row in rows)
+    made, (axes,) = figure(7.4, 2.3)
+    for rank, start, end in ends:
+        axes.barh(rank, end - start - 0.3, 0.36, start, color=COLOURS[0])  # a gap between two steps
+    for source, dest, start, end, n_bytes in rows:
+        if dest:
+            width = 1.4 if int(n_bytes) > 50_000 else 0.7
+            arrow = {"arrowstyle": "-|>", "color": COLOURS[1], "shrinkA": 0, "shrinkB": 0, "linewidth": width}
+            side = 0.18 if int(dest) > int(source) else -0.18
+            at, to = (float(start), int(source) + side), (float(end), int(dest) - side)
+            axes.annotate("", to, at, arrowprops={**arrow, "mutation_scale": 8}, annotation_clip=True)
+    computing = {rank for rank, _, _ in ends}
+    slowest = max(ends, key=lambda one: one[2] - one[1])[0]
+    told = {rank: " (slow)" if rank == slowest else "" if rank in computing else " (server)" for rank in range(ranks)}
+    axes.set_yticks(range(ranks), [f"rank {rank}{told[rank]}" for rank in range(ranks)])
+    axes.set(xlim=(0, 85), ylim=(ranks - 0.6, -0.4), xlabel="virtual milliseconds")
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    return made
+
+
 def folders() -> Figure:
     """The library's folders: what stands above imports what stands below."""
     rows = table("folders")
@@ -360,6 +385,9 @@ FIGURES = {
     "compress": compress,
     "folders": folders,
     **{path.stem: partial(way, path.stem.removeprefix("way-")) for path in sorted(DOCS.glob("data/way-*.csv"))},
+    **{
+        path.stem: partial(family, path.stem.removeprefix("family-")) for path in sorted(DOCS.glob("data/family-*.csv"))
+    },
 }
 
 

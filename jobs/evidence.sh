@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the figures of README.md and docs again: hours on 2 free cores. What is complete is not made again, and what was
+# Makes the figures of the documentation again: hours on 2 free cores. What is complete is not made again, and what was
 # interrupted goes on, so the same command may be given as often as it takes.
 #
 #   bash jobs/evidence.sh                 all parts, into runs/evidence/NAME
@@ -34,7 +34,7 @@ PARTS=( # name; minutes on 2 free cores; tables, or where else the numbers stand
     "labels 15 labels"
     "clusters 45 clusters"
     "memory 6 memory"
-    "digits 5 README.md,docs/simulate.md,docs/studies/benchmarks.md"
+    "digits 5 docs/installing.md,docs/simulate.md,docs/studies/benchmarks.md"
 )
 
 # --- the parts: each prints its commands, one per line ----------------------------------------------------------------

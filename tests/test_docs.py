@@ -29,7 +29,11 @@ NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 @pytest.fixture(scope="module")
 def plots():
-    spec = importlib.util.spec_from_file_location("plots", DOCS / "plots.py")
+    return script("plots")
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -130,10 +134,38 @@ def test_the_catalogues_are_whole(page):
     assert named == set(catalogue.available()) - {"none"}
 
 
-def test_the_readme_is_one_screen_and_names_every_strategy():
+FAMILIES = ("synchronous", "servers", "gossip", "local", "compressed")
+
+
+def test_the_readme_is_short_and_leads_to_every_strategy():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 200
-    assert [name for name in strategies.available() if f"`{name}`" not in text] == []
+    assert len(text.splitlines()) <= 120
+    assert [family for family in FAMILIES if family not in text.lower()] == []
+    assert "(docs/strategies.md)" in text, "whose tables name every strategy"
+    assert f"{len(strategies.available())}\npublished strategies" in text
+
+
+def test_every_strategy_has_advice_with_what_was_measured():
+    """A link to a study, or the words that none has it yet."""
+    text = (DOCS / "strategies.md").read_text()
+    rows = re.findall(r"^\| (`.+?) \| .+? \| .+? \| (.+?) \|$", text, re.M)
+    measured = {name: cell for names, cell in rows for name in re.findall(r"`(\w+)`", names)}
+    assert set(measured) == set(strategies.available())
+    assert [name for name, cell in measured.items() if "](studies/" not in cell and "in no study" not in cell] == []
+
+
+VARYING = r"\.\.\.|\d+|'[^']*'|\b(?:tools|get|versions and settings|files of jobs and plug-ins|Fashion-MNIST's)\b"
+
+
+def test_troubleshooting_quotes_messages_that_hpcdist_has():
+    files = "\n".join(path.read_text() for path in (ROOT / "hpcdist").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", files)  # messages are written over several lines
+    first = re.findall(r"^\| (.+?) \|", (DOCS / "troubleshooting.md").read_text(), re.M)
+    quoted = [text for cell in first for text in re.findall(r"`([^`]+)`", cell)]
+    ours = [text for text in quoted if re.search(r"\bmust\b|did not happen|Where the ranks|two launchers", text)]
+    assert len(ours) > 12
+    longest = [max(re.split(VARYING, text), key=len).strip() for text in ours]
+    assert [text for text in longest if text not in source] == []
 
 
 # --- figures and tables -----------------------------------------------------------------------------------------------
@@ -151,6 +183,13 @@ def test_figures_are_those_of_the_data(tmp_path, plots):
     seen = (lambda text: text) if same else (lambda text: sorted(re.findall(r"<text[^>]*>([^<]*)", text)))
     assert sorted(kept) == sorted(drawn)
     assert [name for name in kept if seen(kept[name]) != seen(drawn[name])] == [], "run python docs/plots.py"
+
+
+@each("family", FAMILIES)
+def test_diagrams_are_those_of_the_strategies(family, plots):
+    """Messages of a run on virtual ranks, which takes the same steps at every call."""
+    recorded = [[str(value) for value in row] for row in script("families").record(family)]
+    assert plots.table(f"family-{family}")[1:] == recorded, "run python docs/families.py, then python docs/plots.py"
 
 
 def test_every_data_file_is_shown_and_every_figure_too():
@@ -172,6 +211,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for folder, catalogue in CATALOGUES.items():
         assert {path.stem for path in (tmp_path / folder).glob("*.html")} == set(catalogue.available())
+    assert "](" not in (tmp_path / "strategies.html").read_text(), "a link inside a link"
     parts = ("cost", "when-to-use-it", "options", "reference")
     for page in (tmp_path / "strategies").glob("*.html"):
         assert [part for part in parts if f'<h2 id="{part}"' not in page.read_text()] == [], page.name
@@ -183,6 +223,26 @@ def test_the_site_builds_without_warnings(tmp_path):
             assert ":" in target or (page.parent / target).exists(), f"{page.relative_to(tmp_path)} names {target}"
     if program := browser.program():
         searched_from_the_file_system(tmp_path / "index.html", program)
+        fits_a_phone(tmp_path, program)
+
+
+def fits_a_phone(site: Path, program: str) -> None:
+    """No page scrolls sideways at 390 px, and tables of text show their cells below each other."""
+    opened = browser.Browser(program)
+    try:
+        for page in [
+            site / "strategies/softsync.html",
+            *sorted(site.glob("*.html")),
+            *sorted(site.glob("studies/*.html")),
+        ]:
+            opened.open(page, 390)
+            assert opened.run("document.documentElement.scrollWidth") <= 390, page.name
+            wide = "[...document.querySelectorAll('table[data-stacks]')].filter(t => t.offsetWidth > 390).length"
+            assert opened.run(wide) == 0, page.name
+        opened.open(site / "strategies.html", 390)
+        assert opened.run("document.querySelectorAll('table[data-stacks]').length") > 10
+    finally:
+        opened.close()
 
 
 def searched_from_the_file_system(page: Path, program: str) -> None:

@@ -21,7 +21,7 @@ from hpcdist.tools import cli
 from study import evidence
 
 ROOT = Path(__file__).parents[2]
-DRAWN = ("folders", "way-")  # diagrams, for which nothing is measured
+DRAWN = ("folders", "way-", "family-")  # diagrams, for which nothing is measured
 FAKE = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >>"$(dirname "$0")/log"
 [[ "$*" != *"${FAILS:-nothing fails}"* ]]

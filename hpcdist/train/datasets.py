@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hpcdist.data.labels import labels_of
@@ -38,7 +37,8 @@ class JobDataset(Dataset[Any]):
     """
 
     def __init__(self, name: str, dataset: Any, seed: int = 0, collate_fn: Collate | None = None, num_workers: int = 0):
-        self._name, self._dataset, self._seed, self._collate = f"data[{name!r}]", dataset, seed, collate_fn
+        self._name, self._dataset, self._seed = f"data[{name!r}]", dataset, seed
+        self._collate: Collate = collate_fn or default_collate or default_collate
         if not hasattr(dataset, "__len__"):
             raise DataError(
                 f"{self._name} must be a Dataset with a length; got {type(dataset).__name__}, which has none. Give it "
@@ -74,47 +74,42 @@ class JobDataset(Dataset[Any]):
         return map(_raised, self._loader)
 
     def __getitem__(self, place: tuple[int, np.ndarray]) -> Batch | DataError:
-        """Read the samples of a batch; return the error, if any, to raise it without the traceback of a process."""
+        """Read a batch of an epoch; return an error, which is to be raised without the traceback of a process."""
+        samples = []
+        for number in place[1].tolist():
+            with drawing((self._seed, place[0]), number):
+                try:
+                    samples.append(self._dataset[number])
+                except IndexError as error:
+                    return self._error(
+                        f"as many samples as its length says, {len(self)}; sample {number} raised an IndexError "
+                        f"({error}). Are there as many labels as samples?"
+                    )
+        if self._collate is default_collate and not (isinstance(samples[0], (tuple, list)) and len(samples[0]) == 2):
+            kind = type(samples[0]).__name__
+            return self._error(
+                f"samples that are pairs (x, y); got {kind}. Return pairs, or give the job a collate_fn."
+            )
         try:
-            return self._joined([self._sample(place[0], number) for number in place[1].tolist()])
-        except DataError as error:
-            return error
-
-    def _sample(self, epoch: int, number: int) -> Any:
-        with drawing((self._seed, epoch), number):
-            try:
-                return self._dataset[number]
-            except IndexError as error:
-                raise DataError(
-                    f"{self._name} must have as many samples as its length says, {len(self)}; sample {number} raised "
-                    f"an IndexError ({error}). Are there as many labels as samples?"
-                ) from error
-
-    def _joined(self, samples: list[Any]) -> Batch:
-        found = self._collate(samples) if self._collate else self._stacked(samples)
-        if not (
-            isinstance(found, (tuple, list))
-            and [isinstance(part, Tensor) and part.ndim and len(part) for part in found] == [len(samples)] * 2
-        ):
-            raise DataError(
-                f"{self._name} must have batches that are pairs of tensors (x, y), each with an entry for each of the "
-                f"{len(samples)} samples; got {_described(found)}. Change the Dataset or the job's collate_fn."
+            found = self._collate(samples)
+        except (RuntimeError, TypeError) as error:
+            if self._collate is not default_collate:
+                raise
+            return self._error(
+                "samples of one shape, or the job a collate_fn, such as one that pads them by "
+                f"torch.nn.utils.rnn.pad_sequence; got {error}."
+            )
+        shapes = [getattr(part, "shape", None) for part in found] if isinstance(found, (tuple, list)) else [found]
+        if [shape[0] if isinstance(shape, torch.Size) and shape else None for shape in shapes] != [len(samples)] * 2:
+            got = ", ".join(str(tuple(shape)) if isinstance(shape, torch.Size) else "no tensor" for shape in shapes)
+            return self._error(
+                f"batches that are pairs of tensors (x, y), each with an entry for each of the {len(samples)} samples; "
+                f"got shapes {got}. Change the Dataset or the job's collate_fn."
             )
         return cast(Batch, tuple(found))
 
-    def _stacked(self, samples: list[Any]) -> Any:
-        if not isinstance(samples[0], (tuple, list)) or len(samples[0]) != 2:
-            raise DataError(
-                f"{self._name} must have samples that are pairs (x, y); got {_described(samples[0])}. Let the Dataset "
-                "return pairs, or give the job a collate_fn."
-            )
-        try:
-            return default_collate(samples)
-        except (RuntimeError, TypeError) as error:
-            raise DataError(
-                f"{self._name} must have samples of one shape, or the job a collate_fn, such as one that pads them by "
-                f"torch.nn.utils.rnn.pad_sequence; got {error}."
-            ) from error
+    def _error(self, rule: str) -> DataError:
+        return DataError(f"{self._name} must have {rule}")
 
     @property
     def checksum(self) -> str:
@@ -135,16 +130,6 @@ class JobDataset(Dataset[Any]):
         self._loader = None
 
 
-def job_datasets(
-    datasets: Mapping[str, Any], seed: int, collate_fn: Collate | None, num_workers: int
-) -> tuple[JobDataset, JobDataset]:
-    """Return the Datasets `train` and `test` of a job; raise DataError where there are others."""
-    if set(datasets) != {"train", "test"}:
-        raise DataError(f"data must be Datasets by the names train and test; got {', '.join(map(repr, datasets))}.")
-    train, test = (JobDataset(name, datasets[name], seed, collate_fn, num_workers) for name in ("train", "test"))
-    return train, test
-
-
 def _raised(batch: Batch | DataError) -> Batch:
     if isinstance(batch, DataError):
         raise batch
@@ -153,9 +138,3 @@ def _raised(batch: Batch | DataError) -> Batch:
 
 def _unchanged(batch: Any) -> Any:
     return batch
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"({', '.join(map(_described, value))})" if isinstance(value, (tuple, list)) else type(value).__name__

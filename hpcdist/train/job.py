@@ -18,10 +18,10 @@ from hpcdist.config.files import load_file
 from hpcdist.data import HDF5Dataset  # first: it names what is missing where h5py is
 from hpcdist.data.hdf5 import COLUMNS
 from hpcdist.data.labels import counts, dirichlet, labels_of
-from hpcdist.errors import NO_SPACE, ConfigError, OutputError, suggestion
+from hpcdist.errors import NO_SPACE, ConfigError, DataError, OutputError, suggestion
 from hpcdist.records import writing
 from hpcdist.session.world import require_equal
-from hpcdist.train.datasets import JobDataset, job_datasets
+from hpcdist.train.datasets import JobDataset
 
 JobData = HDF5Dataset | JobDataset
 
@@ -118,7 +118,11 @@ def open_data(
 def opened(job: Job, config: JobConfig, **options: Any) -> tuple[JobData, JobData]:
     """Open a job's data for training and for testing: the file, by HDF5Dataset's options, or the job's Datasets."""
     if config.data.path is None and isinstance(job.data, Mapping):
-        return job_datasets(job.data, config.seed, job.collate_fn, config.data.num_workers)
+        if set(job.data) != {"train", "test"}:
+            names = ", ".join(map(repr, job.data))
+            raise DataError(f"data must be Datasets by the names train and test; got {names}.")
+        how = config.seed, job.collate_fn, config.data.num_workers
+        return JobDataset("train", job.data["train"], *how), JobDataset("test", job.data["test"], *how)
     path = Path(str(config.data.path))
     return HDF5Dataset(path, "train", **options), HDF5Dataset(path, "test", **options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -14,13 +15,15 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from harness.cases import each
 from harness.launch import launch
 from hpcdist.comm.virtual import run_virtual
+from hpcdist.config import JobConfig
 from hpcdist.data import HDF5Dataset
 from hpcdist.data.loader import Loader
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import load_summary
-from hpcdist.train.datasets import JobDataset, job_datasets
-from hpcdist.train.job import load_job
+from hpcdist.train.datasets import JobDataset
+from hpcdist.train.job import load_job, opened
 from hpcdist.train.runs import train
+from train import tiny
 
 
 class Pairs(Dataset):
@@ -51,6 +54,10 @@ class Stream(IterableDataset):
 def padded(samples):
     tokens, labels = zip(*samples, strict=True)
     return pad_sequence(list(tokens), batch_first=True), torch.tensor(labels)
+
+
+def of_job(data):
+    return opened(dataclasses.replace(tiny.job, data=data), JobConfig())
 
 
 def images(count: int) -> list[tuple[torch.Tensor, int]]:
@@ -89,7 +96,7 @@ def test_samples_are_read_as_they_are(kind):
     given = images(9)
     tensors = TensorDataset(torch.stack([x for x, _ in given]), torch.tensor([y for _, y in given]))
     dataset = {"tensors": tensors, "Pairs": Pairs(given), "Subset": Subset(Pairs(given), range(9))}[kind]
-    train, test = job_datasets({"train": dataset, "test": dataset}, 0, None, 0)
+    train, test = of_job({"train": dataset, "test": dataset})
     x, y = train.batch([8, 0, 3])
     assert x.flatten(1)[:, 0].tolist() == [8, 0, 3] and y.tolist() == [0, 0, 1]
     assert train.labels().tolist() == [number % 2 for number in range(9)]
@@ -113,7 +120,7 @@ REFUSED = {
     "as many samples as its length says, 3; sample 2 raised an IndexError .*as many labels as samples": {
         "train": Pairs(images(2), length=3), "test": Pairs(images(2)),
     },
-    r"pairs of tensors .* for each of the 2 samples; got .a tensor of shape .2, 1, 2, 2., .str, str... Change": {
+    r"pairs of tensors .* for each of the 2 samples; got shapes .2, 1, 2, 2., no tensor. Change": {
         "train": Pairs([(x, str(y)) for x, y in images(2)]), "test": Pairs(images(2)),
     },
 }  # fmt: skip
@@ -123,7 +130,7 @@ REFUSED = {
 def test_other_data_are_refused(message):
     data = REFUSED[message]
     with pytest.raises(DataError, match=message):
-        job_datasets(data, 0, None, 0)
+        of_job(data)
 
 
 def test_an_error_in_a_process_is_told_as_one_of_this_process():

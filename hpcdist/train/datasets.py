@@ -38,7 +38,7 @@ class JobDataset(Dataset[Any]):
 
     def __init__(self, name: str, dataset: Any, seed: int = 0, collate_fn: Collate | None = None, num_workers: int = 0):
         self._name, self._dataset, self._seed = f"data[{name!r}]", dataset, seed
-        self._collate: Collate = collate_fn or default_collate or default_collate
+        self._collate: Collate = default_collate if collate_fn is None else collate_fn
         if not hasattr(dataset, "__len__"):
             raise DataError(
                 f"{self._name} must be a Dataset with a length; got {type(dataset).__name__}, which has none. Give it "

@@ -119,21 +119,37 @@ def test_standardised_in_float64_before_it_is_rounded(tmp_path):
     [
         (
             "a,b\n1,2\n\n3,x\n",
-            "must have finite numbers only; got x in line 4, column b, and 0 more. Fill or remove them.",
+            "must have finite numbers, or words, in a column; got x in line 4, column b, and 0 more. Fill",
         ),
-        ("a,b\n1,2\n3,\n", "must have finite numbers only; got nan in line 3, column b, and 0 more"),
-        ("a,b\n1,2\n3\n", "must have finite numbers only; got nan in line 3, column b"),
-        ("a,b\n#1,2\n4,5\n", "must have finite numbers only; got #1 in line 2, column a"),
-        ('"a","b"\n"1\n",2\n3,4 5\n7,8\n', "must have finite numbers only; got 4 5 in line 4, column b"),
+        (
+            "a,b\n1,2\n3,\n",
+            "must have finite numbers, or words, in a column; got nan in line 3, column b, and 0 more",
+        ),
+        ("a,b\n1,2\n3\n", "must have finite numbers, or words, in a column; got nan in line 3, column b"),
+        ("a,b\n#1,2\n4,5\n", "must have finite numbers, or words, in a column; got #1 in line 2, column a"),
+        (
+            '"a","b"\n"1\n",2\n3,4 5\n7,8\n',
+            "must have finite numbers, or words, in a column; got 4 5 in line 4, column b",
+        ),
         ("a,b\n1,2\n3,4,5\n", "must have as many columns in each line as in the first .*Expected 2 .* line 3, saw 3"),
         ("a,b\n1,2,3\n3,4,5\n", "must have as many columns in each line as in the first .Length of header"),
         ("a,b\n", r"must have at least 1 sample of at least 2 columns; got shape .0, 2."),
         ("", "must have as many columns in each line as in the first .No columns"),
         ("a,b,c\n1,2\n", "got nan in line 2, column c"),
+        (
+            "a,b,c\n1,red,2\n3,,4\n",
+            "must have finite numbers, or words, in a column; got nan in line 3, column b,",
+        ),
         ("a,a\n1,2\n", "must have a name of its own for each column; got a twice"),
         ("a\n1\n", r"must have at least 1 sample of at least 2 columns; got shape \(1, 1\)."),
-        ("a,b\n1,2\nnan,2\n", "must have finite numbers only; got nan in line 3, column a, and 0 more. Fill"),
-        ("a,b\n1,inf\nnan,2\n", "must have finite numbers only; got inf in line 2, column b, and 0 more."),
+        (
+            "a,b\n1,2\nnan,2\n",
+            "must have finite numbers, or words, in a column; got nan in line 3, column a, and 0 more. Fill",
+        ),
+        (
+            "a,b\n1,inf\nnan,2\n",
+            "must have finite numbers, or words, in a column; got inf in line 2, column b, and 1 more.",
+        ),
         (",a,b\n0,1,2\n", r"must have a name for each column; got none for column 0, .*index=False"),
         ("Unnamed: 0,a,b\n0,1,2\n", "must have a name for each column; got none for column 0,"),
         ("a,Unnamed: 0.1,\n0,1,2\n", "must have a name for each column; got none for column 1, 2,"),
@@ -194,7 +210,10 @@ def test_classes_are_one_column_of_whole_numbers(tmp_path, y):
         ({"x": VALUES, "y": VALUES[:9]}, r"must have x of shape .* got \(50, 4\) and \(9, 4\)."),
         ({"x": VALUES[:, 0], "y": VALUES[:, 0]}, r"must have x of shape .* got \(50,\) and \(50, 1\)."),
         ({"x": VALUES, "y": VALUES[:, :0]}, "must have x of shape"),
-        ({"x": VALUES, "y": np.full(50, np.nan)}, "must have finite numbers only; got nan in sample 0, column y0,"),
+        (
+            {"x": VALUES, "y": np.full(50, np.nan)},
+            "must have finite numbers, or words, in a column; got nan in sample 0, column y0,",
+        ),
         ({"a": VALUES[0]}, r"must have at least 1 sample of at least 2 columns; got shape \(4,\)."),
         ({"a": VALUES * 1j}, "must have real numbers; got complex128 in a."),
         ({"a": np.array([["x", "y"]])}, "must have real numbers; got <U1 in a."),
@@ -310,7 +329,10 @@ def test_parquet(tmp_path):
         x, y = dataset.batch(range(3))
         assert (dataset.classes, x.tolist(), y.tolist()) == (("x", "y"), [[1.5, 1], [2, 0], [3, 1]], [0, 1, 0])
     frame.assign(a=[1.0, None, 2.0]).to_parquet(tmp_path / "b.parquet")
-    with pytest.raises(DataError, match="b.parquet must have finite numbers only; got nan in sample 1, column a,"):
+    with pytest.raises(
+        DataError,
+        match="b.parquet must have finite numbers, or words, in a column; got nan in sample 1, column a,",
+    ):
         convert(tmp_path / "b.parquet", tmp_path / "a.h5")
     (tmp_path / "c.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match="c.parquet must be a Parquet file .*. Save it again."):

@@ -116,7 +116,7 @@ def _read(path: Path, target: str, delimiter: str, words: str) -> Table:
     elif path.suffix in (".npy", ".npz"):
         arrays = _read_numpy(path)
         if arrays.keys() == {"x", "y"}:
-            return _from_pair(path, arrays["x"], arrays["y"], target)
+            return _choose_target(path, *_from_pair(path, arrays["x"], arrays["y"], target), delimiter, words)
         if len(arrays) != 1:
             raise DataError(
                 f"{path} must have one array, or two called x and y; got {', '.join(arrays) or 'none'}. The importer "
@@ -159,18 +159,24 @@ def _read_parquet(path: Path) -> pd.DataFrame:
         raise DataError(f"{path} must be a Parquet file ({error}). Save it again.") from error
 
 
-def _numbers(path: Path, frame: pd.DataFrame, delimiter: str) -> np.ndarray:
-    """Return columns as float64; raise DataError where a value is none, or is not finite."""
-    numbers = frame.apply(pd.to_numeric, errors="coerce").to_numpy(np.float64)
-    rows, columns = np.nonzero(~np.isfinite(numbers))
+def _checked(path: Path, frame: pd.DataFrame, delimiter: str) -> tuple[pd.DataFrame, list[str]]:
+    """Return the table with numbers as float64, and the names of its columns of words, which have no number.
+
+    Raises DataError where a value is missing, or is no finite number.
+    """
+    numbers = frame.apply(pd.to_numeric, errors="coerce").astype(np.float64)
+    words = [name for name in frame if frame[name].dtype == object and numbers[name].isna().all()]
+    bad = pd.DataFrame(~np.isfinite(numbers), columns=frame.columns)
+    bad[words] = frame[words].isna()
+    rows, columns = np.nonzero(bad)
     if len(rows):
         place = f"line {_line(path, delimiter, rows[0])}" if path.suffix == ".csv" else f"sample {rows[0]}"
-        got = str(frame.iat[rows[0], columns[0]])
         raise DataError(
-            f"{path} must have finite numbers only; got {got} in {place}, column {frame.columns[columns[0]]}, and "
-            f"{len(rows) - 1} more. Fill or remove them."
+            f"{path} must have finite numbers, or words, in a column; got {frame.iat[rows[0], columns[0]]} in "
+            f"{place}, column {frame.columns[columns[0]]}, and {len(rows) - 1} more. Fill or remove them."
         )
-    return numbers
+    numbers[words] = frame[words]
+    return numbers, words
 
 
 def _line(path: Path, delimiter: str, row: int) -> int:
@@ -216,17 +222,16 @@ def _read_numpy(path: Path) -> dict[str, np.ndarray]:
     return {name: values.astype(np.float64) for name, values in arrays.items()}
 
 
-def _from_pair(path: Path, x: np.ndarray, y: np.ndarray, target: str) -> Table:
+def _from_pair(path: Path, x: np.ndarray, y: np.ndarray, target: str) -> tuple[pd.DataFrame, str]:
+    """Return one table of features x0, x1... and targets y0, y1..., and the targets."""
     if target:
         raise ConfigError(f"target must be left out where {path} has arrays x and y; got {target!r}.")
     y = y[:, np.newaxis] if y.ndim == 1 else y
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y) or 0 in x.shape + y.shape:
         rule = "x of shape (samples, features) and y of shape (samples, targets)"
         raise DataError(f"{path} must have {rule}; got {x.shape} and {y.shape}.")
-    features, targets = ([f"{name}{i}" for i in range(values.shape[1])] for name, values in (("x", x), ("y", y)))
-    _check_finite(path, x, features)
-    _check_finite(path, y, targets)
-    return Table(x, y, features, targets)
+    frames = [pd.DataFrame(values).add_prefix(name) for name, values in (("x", x), ("y", y))]
+    return pd.concat(frames, axis=1), ",".join(frames[1].columns)
 
 
 def _choose_target(path: Path, frame: pd.DataFrame, target: str, delimiter: str, words: str) -> Table:
@@ -234,34 +239,23 @@ def _choose_target(path: Path, frame: pd.DataFrame, target: str, delimiter: str,
     targets = target.split(",") if target else names[-1:]
     if unknown := [name for name in targets if name not in names]:
         raise ConfigError(f"target must be among the columns {', '.join(names)} of {path}; got {', '.join(unknown)}.")
+    frame, worded = _checked(path, frame, delimiter)
     chosen = frame.drop(columns=targets)
-    if worded := [name for name in chosen if _is_worded(chosen[name])]:
-        most = chosen[worded].nunique()
+    if features := [name for name in worded if name not in targets]:
+        most = chosen[features].nunique()
         if not words or (words == "onehot" and most.max() > MOST):
             raise ConfigError(
                 f"words must be onehot, for columns of at most {MOST} different words, or leave_out, where features "
                 f"are words; got {words!r}, and column {most.idxmax()} of {path} has {most.max()} of them. One to be "
-                f"predicted is the target, such as target={worded[0]}."
+                f"predicted is the target, such as target={features[0]}."
             )
         if words == "onehot":
-            chosen = pd.get_dummies(chosen, columns=worded, prefix_sep="=", dtype=float)
+            chosen = pd.get_dummies(chosen, columns=features, prefix_sep="=", dtype=float)
         else:
-            chosen = chosen.drop(columns=worded)
+            chosen = chosen.drop(columns=features)
     if not len(chosen.columns):
         raise ConfigError(f"target must leave at least 1 column of {path} as a feature; got {target or targets[0]}.")
-    predicted = frame[targets]
-    are_words = len(targets) == 1 and _is_worded(predicted[targets[0]])
-    y = predicted.to_numpy(str) if are_words else _numbers(path, predicted, delimiter)
-    return Table(_numbers(path, chosen, delimiter), y, list(map(str, chosen.columns)), targets)
-
-
-def _is_worded(column: pd.Series) -> bool:
-    """Return whether a column has words, and no number among them."""
-    return column.dtype == object and not column.isna().any() and pd.to_numeric(column, errors="coerce").isna().all()
-
-
-def _check_finite(path: Path, values: np.ndarray, names: list[str]) -> None:
-    _numbers(path, pd.DataFrame(values, columns=names), "")
+    return Table(chosen.to_numpy(), frame[targets].to_numpy(), list(map(str, chosen.columns)), targets)
 
 
 def _cast(path: Path, values: np.ndarray, dtype: str) -> np.ndarray:

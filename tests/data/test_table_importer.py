@@ -217,7 +217,7 @@ def test_classes_are_one_column_of_whole_numbers(tmp_path, y):
         ({"a": VALUES[0]}, r"must have at least 1 sample of at least 2 columns; got shape \(4,\)."),
         ({"a": VALUES * 1j}, "must have real numbers; got complex128 in a."),
         ({"a": np.array([["x", "y"]])}, "must have real numbers; got <U1 in a."),
-        ({"a": np.array([[{}]])}, "must be a NumPy file of numbers .*pickle"),
+        ({"a": np.array([[{}]])}, "must be a .np. file of numbers .*pickle"),
     ],
 )
 def test_bad_npz(tmp_path, case):
@@ -232,7 +232,7 @@ def test_truncated_numpy_files(tmp_path, suffix, kept):
     source = tmp_path / f"a.{suffix}"
     {"npy": np.save, "npz": np.savez}[suffix](source, VALUES)
     source.write_bytes(source.read_bytes()[:kept])
-    with pytest.raises(DataError, match="must be a NumPy file of numbers .*Save it again."):
+    with pytest.raises(DataError, match="must be a .np. file of numbers .*Save it again."):
         convert(source, tmp_path / "a.h5")
 
 

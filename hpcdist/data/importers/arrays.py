@@ -213,7 +213,7 @@ def _pairs(source: Path, x: str, y: str, stack: ExitStack) -> dict[str, tuple[Na
 def _arrays(path: Path, stack: ExitStack) -> Iterator[NamedArray]:
     """List the arrays of a file."""
     if path.suffix == ".npz" or (path.suffix == ".mat" and not h5py.is_hdf5(path)):
-        yield from (NamedArray(path, name, values) for name, values in _loaded(path).items() if values.ndim)
+        yield from (NamedArray(path, name, values) for name, values in loaded(path).items() if values.ndim)
         return
     file = stack.enter_context(open_file(path))
     matlab = path.suffix == ".mat"
@@ -228,17 +228,20 @@ def _arrays(path: Path, stack: ExitStack) -> Iterator[NamedArray]:
                 yield NamedArray(path, name, values, reverse=matlab)
 
 
-def _loaded(path: Path) -> dict[str, np.ndarray]:
+def loaded(path: Path) -> dict[str, np.ndarray]:
+    """Load the arrays of a .npz or .mat file by their names; that of a .npy file as `table`."""
     try:
         with open_regular(path) as file:
             if path.suffix == ".mat":
                 from scipy.io import loadmat
 
                 return {name: values for name, values in loadmat(file).items() if not name.startswith("__")}
-            loaded = np.load(file, allow_pickle=False)
-            require_memory(path, sum(member.file_size for member in loaded.zip.infolist()), "arrays")
-            return dict(loaded)
+            found = np.load(file, allow_pickle=False)
+            if isinstance(found, np.ndarray):
+                return {"table": found}
+            require_memory(path, sum(member.file_size for member in found.zip.infolist()), "arrays")
+            return dict(found)
     except DataError:
         raise
-    except Exception as error:  # whatever the readers of archives and of headers raise
+    except Exception as error:  # whatever the readers of archives, of headers and of zlib's streams raise
         raise DataError(f"{path} must be a {path.suffix} file of numbers ({error}). Save it again.") from error

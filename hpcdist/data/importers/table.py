@@ -16,6 +16,7 @@ import pandas as pd
 
 from hpcdist.data.format import require_memory
 from hpcdist.data.importers import as_targets, draw_splits
+from hpcdist.data.importers.arrays import loaded
 from hpcdist.data.writer import Split, create
 from hpcdist.errors import ConfigError, DataError, HpcdistError, require_packages
 from hpcdist.records import open_regular
@@ -206,16 +207,7 @@ def _check_header(path: Path, names: list[str], delimiter: str) -> None:
 
 
 def _read_numpy(path: Path) -> dict[str, np.ndarray]:
-    try:
-        with open_regular(path) as file:
-            loaded = np.load(file, allow_pickle=False)
-            if not isinstance(loaded, np.ndarray):
-                require_memory(path, sum(member.file_size for member in loaded.zip.infolist()), "arrays")
-            arrays = {"table": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
-    except Exception as error:  # whatever the readers of archives, of headers and of zlib's streams raise
-        if isinstance(error, HpcdistError):
-            raise
-        raise DataError(f"{path} must be a NumPy file of numbers ({error}). Save it again.") from error
+    arrays = loaded(path)
     for name, values in arrays.items():
         if values.dtype.kind not in "biuf":
             raise DataError(f"{path} must have real numbers; got {values.dtype} in {name}. Save it again.")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import h5py
@@ -184,3 +187,26 @@ def test_what_is_refused(message):
     with pytest.raises((ConfigError, DataError), match=message):
         convert(name, "out.h5", **options)
     Path(name).unlink(missing_ok=True)
+
+
+def test_options_follow_the_file_on_the_command_line():
+    h5("a.h5", images=X, labels=Y)
+
+    def hpcdist(*words):
+        command = [sys.executable, "-m", "hpcdist", "data", "import", "arrays", "a.h5", "o.h5", *words]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    done = hpcdist("--x", "images", "--y=labels", "--layout", "NHWC", "--test-fraction", "0.5")
+    assert done.returncode == 0, done.stderr
+    assert (
+        describe("o.h5")["splits"]["test"]["samples"] == 20 and describe("o.h5")["splits"]["test"]["x"]["shape"][0] == 3
+    )
+    for words, message in (
+        (
+            ("--overwrite", "--x"),
+            "options of the importer must be --NAME VALUE, behind FILE; got --x. `hpcdist datasets",
+        ),
+        (("--overwrite", "--z", "1"), "setting must be one of classes, .*; got 'z'."),
+    ):
+        done = hpcdist(*words)
+        assert done.returncode == 1 and re.search(message, done.stderr), done.stderr

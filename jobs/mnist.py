@@ -1,7 +1,7 @@
 """The convolutional network of PyTorch's example `mnist` on MNIST or Fashion-MNIST: 60,000 images of 28 by 28 pixels.
 
 mpirun -n 2 hpcdist train jobs/mnist.py                                             # whichever of the two can be had
-mpirun -n 2 hpcdist train jobs/mnist.py --set data.path=data/fashion-mnist.h5       # this one, or data/mnist.h5
+mpirun -n 2 hpcdist train jobs/mnist.py --set data.path=fashion-mnist.h5            # of `hpcdist data import`
 """
 
 from pathlib import Path
@@ -31,9 +31,8 @@ def model(dropout: bool = True) -> nn.Module:
 
 
 def data(path: Path) -> None:
-    """Write the data set that the file is named after; under another name the first one that is there or can be had."""
-    names = [path.stem] if path.stem in RELEASES else ["mnist", "fashion-mnist"]
-    name = fetch_first(names, path.parent)
+    """Write the first data set that is there or can be had."""
+    name = fetch_first(["mnist", "fashion-mnist"], path.parent)
     importers.load(RELEASES[name].importer)(path.parent / name, path)
 
 

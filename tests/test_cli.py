@@ -285,7 +285,7 @@ MISTAKES = {  # what a clumsy user types: a part of the message
     "data info folder": "folder can't be opened (Is a directory).",
     "data info text": "text is not an HDF5 file",
     "data import mnist text it.h5": "text must be a folder; it is a file.",
-    "data import mnits x it.h5": "importer must be one of cifar10, digits, fashion-mnist, images, mnist, table; got 'm",
+    "data import mnits x it.h5": "importer must be one of arrays, cifar10, datasets, digits, fashion-mnist, images",
     "data import digits sklearn it.h5 --set sed=1": "got 'sed'. Did you mean 'seed'?",
     "data import mnist none it.h5": "none must be a folder; it does not exist.",
     "data import digits sklearn folder": "FILE must be a file to write; got folder, but folder is a folder.",

@@ -148,16 +148,10 @@ def test_a_job_learns_from_what_is_there_and_writes_down_what_it_was(job, settin
 
 
 @pytest.mark.usefixtures("small")
-def test_a_files_name_says_which_data_set_it_has():
+def test_the_first_of_both_is_taken():
     data = load_job(MNIST).data
     write("fashion-mnist")
-    with pytest.raises(DataError, match="^MNIST's four files must come from one of these places; none has them"):
-        data(Path("data/mnist.h5"))
     write("mnist")
-    for name, other in (("mnist", "IDX files mnist"), ("fashion-mnist", "IDX files fashion-mnist")):
-        data(path := Path("data", f"{name}.h5"))
-        with HDF5Dataset(path, "train") as train_set, HDF5Dataset(path, "test") as test_set:
-            assert (train_set.source, len(train_set), len(test_set)) == (other, 96, 20)
     data(path := Path("data/either.h5"))
     with HDF5Dataset(path, "train") as train_set:
         assert train_set.source == "IDX files mnist", "the first of both"

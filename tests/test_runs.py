@@ -38,7 +38,7 @@ def hpcdist(capsys):
 def trained(tmp_path_factory) -> Path:
     """A folder `runs` with a finished run on each of 1 and 2 ranks, and one that was interrupted in a comparison."""
     folder = tmp_path_factory.mktemp("trained")
-    settings = ["data.path=tiny.h5", "epochs=1"]
+    settings = ["data.path=digits.h5", "epochs=1"]
     inner = Path("runs/compare-tiny/runs/a")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

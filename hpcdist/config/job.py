@@ -67,7 +67,9 @@ class LeaveConfig(Settings):
 class DataConfig(Settings):
     """The data set and how it is read."""
 
-    path: Annotated[str | None, MayChange] = Field(None, description="HDF5 file of the data set; none is the job's own")
+    path: Annotated[str | None, MayChange] = Field(
+        None, description="HDF5 file of the data set; none: the job's own file or Datasets"
+    )
     parallel: Annotated[bool, MayChange] = Field(
         True, description="read through parallel HDF5 (mpio) where h5py has it"
     )
@@ -78,7 +80,10 @@ class DataConfig(Settings):
     )
     alpha: float = Field(1.0, gt=0, description="of dirichlet: with 0.1 a worker has few labels, with 100 all alike")
     prefetch: Annotated[int, MayChange] = Field(
-        0, ge=0, description="batches that a thread reads ahead; worth it on slow file systems"
+        0, ge=0, description="batches that a thread reads ahead of a file; worth it on slow file systems"
+    )
+    num_workers: Annotated[int, MayChange] = Field(
+        0, ge=0, description="processes of each rank that read samples of the job's torch Datasets ahead"
     )
 
 

@@ -34,10 +34,11 @@ DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "flo
 LOCKING = (True, False, "best-effort", None)
 FAULTS = (OSError, RuntimeError, LookupError, ValueError, TypeError, OverflowError, MemoryError)  # by damaged metadata
 RESERVED = ("format", "format_version", "task", "source", "classes")  # attributes with a fixed meaning
+OTHERS = "`hpcdist data import` makes such a file of other formats; `hpcdist datasets` lists them."
 TARGET_BYTES = 512 << 10  # a chunk has 50 to 100 % of that: parallel file systems prefer few, large reads
 
 
-def damage(path: str | Path, fault: str, advice: str = "Import it again.") -> DataError:
+def damage(path: str | Path, fault: str, advice: str = "Write it again.") -> DataError:
     """Make the error for a file that can't be used."""
     return DataError(f"{path} {fault}. {advice}")
 
@@ -117,7 +118,7 @@ def open_file(path: Path, *, locking: bool | str | None = "best-effort", mpi_com
             path, f"can't be opened ({error.strerror})", "Check the path; `hpcdist data import` makes such a file."
         ) from error
     if not h5py.is_hdf5(path):
-        raise damage(path, f"is not an HDF5 file (it has {path.stat().st_size} bytes and no HDF5 signature)")
+        raise damage(path, f"is not an HDF5 file (it has {path.stat().st_size} bytes and no HDF5 signature)", OTHERS)
     parallel = {} if mpi_comm is None else {"driver": "mpio", "comm": mpi_comm}
     try:
         return h5py.File(path, "r", locking=locking, **parallel)
@@ -146,10 +147,10 @@ def split_names(file: h5py.File) -> list[str]:
 def _read_header(file: h5py.File, path: str, split: str) -> Header:
     attributes = {name: _plain(value) for name, value in file.attrs.items()}
     if attributes.get("format") != FORMAT:
-        raise damage(path, "is HDF5 but not in hpcdist's layout (no attribute format='hpcdist')")
+        raise damage(path, "is HDF5 but not in hpcdist's layout (no attribute format='hpcdist')", OTHERS)
     version = attributes.get("format_version")
     if version != VERSION:
-        advice = "Update hpcdist, or import it again."
+        advice = "Update hpcdist, or write it again."
         raise damage(path, f"has format version {version}, this hpcdist reads {VERSION}", advice)
     task, classes = attributes.get("task"), tuple(attributes.get("classes", ()))
     if task not in TASKS:

@@ -22,7 +22,11 @@ Sample = tuple[Tensor, ...]
 
 
 class BatchSource(Protocol):
-    """A data set for Loader: `HDF5Dataset`, or any other with a length and a method `batch`."""
+    """A data set for Loader: `HDF5Dataset`, or any other with a length and a method `batch`.
+
+    One whose samples differ between epochs has `set_epoch(epoch)`. One that reads ahead by itself has
+    `read_ahead(indices)`, which iterates over all batches of an epoch.
+    """
 
     def __len__(self) -> int: ...
 
@@ -75,12 +79,16 @@ class Loader:
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Go to `epoch`, after its first `start` samples (`plan.position` of the interrupted run)."""
         self._sampler.set_epoch(epoch, start)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Batch]:
         batches = self._sampler.batches()
+        if hasattr(self.dataset, "read_ahead"):
+            return self.dataset.read_ahead(batches)
         return map(self._fetch, batches) if not self.prefetch else self._ahead(batches)
 
     def _fetch(self, indices: np.ndarray) -> Batch:

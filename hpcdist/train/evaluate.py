@@ -6,19 +6,18 @@ import torch
 from torch import nn
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.data.hdf5 import HDF5Dataset
 from hpcdist.data.loader import Loader
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies import Strategy
-from hpcdist.train.job import Job
+from hpcdist.train.job import Job, JobData
 
 BATCH = 1024  # samples evaluated at a time
 ETA = 3  # of IterateAverage: with 3 the second half of the steps has 15/16 of the weight, with more even more
 
 
 def evaluate(
-    job: Job, strategy: Strategy, comm: Communicator, dataset: HDF5Dataset, others: Communicator | None = None
+    job: Job, strategy: Strategy, comm: Communicator, dataset: JobData, others: Communicator | None = None
 ) -> dict[str, float]:
     """Collective. Compute loss and metrics of the strategy's consensus; the replicas share the data set.
 
@@ -33,7 +32,7 @@ def evaluate(
 
 
 def evaluate_replica(
-    job: Job, module: nn.Module, comm: Communicator, dataset: HDF5Dataset, others: Communicator | None = None
+    job: Job, module: nn.Module, comm: Communicator, dataset: JobData, others: Communicator | None = None
 ) -> dict[str, float]:
     """Collective. Do the same for a module that is equal in all replicas.
 

@@ -16,7 +16,7 @@ def model(width: int = 64) -> nn.Module:
     return nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
 
 
-# Samples are pairs (x, y) of one shape. Any Dataset with a length will do, such as torchvision's.
+# Samples are pairs (x, y). Any Dataset with a length will do, such as torchvision's, also with random augmentations.
 def spirals(count: int, seed: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     arm = torch.randint(3, (count,), generator=generator)
@@ -29,7 +29,6 @@ job = Job(
     model=model,
     loss=nn.functional.cross_entropy,  # (outputs, targets) -> the mean over the batch
     metrics={"accuracy": Metric(accuracy)},  # of each sample; the first one is the job's own
-    # Written once into data/FILE.h5, which all ranks read; remove that file when the data change.
     data={"train": spirals(3000, seed=0), "test": spirals(600, seed=1)},
     defaults={  # of the settings, which --set and --config override
         "epochs": 20,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +16,14 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig
 from hpcdist.config.files import load_file
 from hpcdist.data import HDF5Dataset  # first: it names what is missing where h5py is
-from hpcdist.data.datasets import write_datasets
 from hpcdist.data.hdf5 import COLUMNS
 from hpcdist.data.labels import counts, dirichlet, labels_of
-from hpcdist.errors import NO_SPACE, ConfigError, OutputError, suggestion
+from hpcdist.errors import NO_SPACE, ConfigError, DataError, OutputError, suggestion
 from hpcdist.records import writing
 from hpcdist.session.world import require_equal
+from hpcdist.train.datasets import JobDataset
 
-NEAR = 0.8  # difflib's ratio of two names of files, from which one is a slip
+JobData = HDF5Dataset | JobDataset
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,10 @@ class Job:
         model: makes the model from the options under `model` in the configuration; every rank has the same seed.
         loss: (outputs, targets) -> the mean loss over a batch, a scalar to differentiate.
         metrics: by name; the first one is the job's own measure.
-        data: torch Datasets of pairs (x, y) under `train` and `test`, which are written to the HDF5 file; or a function
-            that writes that file at a path. Either only on rank 0, if there is no file.
+        data: torch Datasets of pairs (x, y) under `train` and `test`; or a function that writes an HDF5 file at a path,
+            which rank 0 calls if that file is missing. Another file, by `data.path`, replaces either.
         defaults: configuration that the user's TOML file and `--set` override.
+        collate_fn: makes a batch, a pair of tensors (x, y), of a list of samples of the Datasets, as DataLoader's.
     """
 
     model: Callable[..., nn.Module]
@@ -60,6 +60,7 @@ class Job:
     metrics: Mapping[str, Metric]
     data: Callable[[Path], object] | Mapping[str, Dataset[Any]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    collate_fn: Callable[[list[Any]], tuple[Tensor, Tensor]] | None = None
 
 
 def load_job(path: str | Path) -> Job:
@@ -85,7 +86,7 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def own_samples(
-    config: JobConfig, data: HDF5Dataset, workers: int
+    config: JobConfig, data: JobData, workers: int
 ) -> tuple[tuple[np.ndarray, ...], list[dict[str, int]] | None]:
     """Return the samples of each worker, and their number by label; nothing where workers have none of their own."""
     if config.data.split == "any":
@@ -97,47 +98,51 @@ def own_samples(
 
 def open_data(
     job: Job, config: JobConfig, comm: Communicator, columns: Collection[str] = COLUMNS
-) -> tuple[HDF5Dataset, HDF5Dataset]:
-    """Collective. Open the splits `train` and `test` of a job's data file; rank 0 makes a missing file.
+) -> tuple[JobData, JobData]:
+    """Collective. Open a job's data for training and for testing; rank 0 makes a missing file.
 
     Args:
-        columns: x, y or both, as this rank reads them.
+        columns: x, y or both, as this rank reads them of a file.
 
     Raises:
-        MismatchError: some rank's file has other samples, as where a node has an old copy.
+        MismatchError: some rank has other samples, as where a node has an old copy of the file.
     """
-    path = Path(str(config.data.path))
     if comm.rank == 0:
-        make_data(job, path)
+        prepare_data(job, config)
     comm.barrier()
-    given: dict[str, Any] = {"mpi_comm": comm.mpi if config.data.parallel else None, "columns": columns}
-    train, test = HDF5Dataset(path, "train", **given), HDF5Dataset(path, "test", **given)
-    require_equal(comm, described(train, test), "the data file's content")
+    train, test = opened(job, config, mpi_comm=comm.mpi if config.data.parallel else None, columns=columns)
+    require_equal(comm, described(train, test), "the data's content")
     return train, test
 
 
-def described(train: HDF5Dataset, test: HDF5Dataset) -> dict[str, Any]:
+def opened(job: Job, config: JobConfig, **options: Any) -> tuple[JobData, JobData]:
+    """Open a job's data for training and for testing: the file, by HDF5Dataset's options, or the job's Datasets."""
+    if config.data.path is None and isinstance(job.data, Mapping):
+        if set(job.data) != {"train", "test"}:
+            names = ", ".join(map(repr, job.data))
+            raise DataError(f"data must be Datasets by the names train and test; got {names}.")
+        how = config.seed, job.collate_fn, config.data.num_workers
+        return JobDataset("train", job.data["train"], *how), JobDataset("test", job.data["test"], *how)
+    path = Path(str(config.data.path))
+    return HDF5Dataset(path, "train", **options), HDF5Dataset(path, "test", **options)
+
+
+def described(train: JobData, test: JobData) -> dict[str, Any]:
     """Return what tells a job's data from others, wherever their file lies; among a run's settings, under `data`."""
     return {"source": train.source, "checksums": {"train": train.checksum, "test": test.checksum}}
 
 
-def _without_digits(name: str) -> str:
-    return re.sub(r"\d", "", name)
-
-
-def check_path(job: Job, path: Path) -> None:
-    """Raise ConfigError where a data file is missing, and its name is nearly that of another, or of the job's own."""
-    if path.exists():
+def check_path(job: Job, config: JobConfig) -> None:
+    """Raise ConfigError where a data file is missing that the job does not make: it makes the one of its defaults."""
+    path, makes = Path(config.data.path or ""), not isinstance(job.data, Mapping)
+    own = Path(job.defaults.get("data", {}).get("path") or path)
+    if path.exists() or (makes and path.name == own.name):  # in any folder
         return
-    own = Path(str(job.defaults.get("data", {}).get("path") or ""))
-    there = [own.stem, *(file.stem for file in path.parent.glob("*.h5"))]
-    # Names that differ in digits alone are meant so, such as cifar10 and cifar100.
-    close = suggestion(path.stem, [stem for stem in there if _without_digits(stem) != _without_digits(path.stem)], NEAR)
-    if close and path.name != own.name:
-        raise ConfigError(
-            f"data.path must be the name of a file that exists, or a new name; got {path}, which is neither.{close} "
-            "If it is to be made, take a name that is less alike."
-        )
+    close = suggestion(path.stem, [*([own.stem] if makes else []), *(file.stem for file in path.parent.glob("*.h5"))])
+    raise ConfigError(
+        f"data.path must be a file that exists{f', or {own}, which the job makes' if makes else ''}; got {path}, which "
+        f"does not exist.{close} `hpcdist data import` makes such files of other formats."
+    )
 
 
 def _write_by(write: Callable[[Path], object], path: Path) -> None:
@@ -163,18 +168,25 @@ def _write_by(write: Callable[[Path], object], path: Path) -> None:
         )
 
 
+def prepare_data(job: Job, config: JobConfig) -> None:
+    """Make the job's data file if it is missing.
+
+    Raises:
+        ConfigError: another file is missing, whose name may be misspelt.
+    """
+    check_path(job, config)
+    if config.data.path is not None:
+        make_data(job, Path(config.data.path))
+
+
 def make_data(job: Job, path: Path) -> None:
-    """Make a missing data file, unless `check_path` refuses its name; remove a file that is not whole."""
-    check_path(job, path)
-    if path.exists():
+    """Let the job's function write a missing data file; remove a file that is not whole."""
+    if path.exists() or isinstance(job.data, Mapping):
         return
     try:
         with writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(job.data, Mapping):
-            write_datasets(path, job.data)
-        else:
-            _write_by(job.data, path)
+        _write_by(job.data, path)
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in NO_SPACE:

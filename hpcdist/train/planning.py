@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -12,13 +11,12 @@ from hpcdist import session, strategies
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual import Network, run_virtual
 from hpcdist.config import JobConfig
-from hpcdist.data.hdf5 import HDF5Dataset
 from hpcdist.data.loader import Loader
 from hpcdist.parallel.cost import LayerCost, measure
 from hpcdist.parallel.grid import checked_stages
 from hpcdist.parallel.plan import measured_cut
 from hpcdist.session.optimizer import release
-from hpcdist.train.job import Job, make_data
+from hpcdist.train.job import Job, opened, prepare_data
 
 REPEATS = 15  # passes that measure a layer
 MOST = 256  # virtual ranks in a rehearsal: they are threads, and more take too long
@@ -35,10 +33,9 @@ def measure_layers(job: Job, config: JobConfig, device: torch.device) -> list[La
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng():
-            path = Path(str(config.data.path))
-            make_data(job, path)
-            with HDF5Dataset(path, "train") as data:
-                x, y = next(iter(Loader(data, min(samples, len(data)))))
+            prepare_data(job, config)
+            data, _ = opened(job, config)
+            x, y = next(iter(Loader(data, min(samples, len(data)))))
             torch.manual_seed(config.seed)
             return measure(lambda: job.model(**config.model), x, job.loss, y, repeats=REPEATS, device=device)
     finally:

@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -162,7 +163,10 @@ def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) ->
     """Load a job and its settings, checked as far as one process can."""
     job = load_job(job_path)
     given = load({}, toml_path, overrides)
-    defaults = {"data": {"path": f"data/{job_path.stem}.h5"}, **job.defaults}
+    if not isinstance(job.data, Mapping):
+        own = {"path": f"data/{job_path.stem}.h5", **job.defaults.get("data", {})}
+        job = replace(job, defaults={**job.defaults, "data": own})
+    defaults = dict(job.defaults)
     budget = given.get("budget")
     if "epochs" not in given and isinstance(budget, Mapping) and any(limit != "none" for limit in budget.values()):
         defaults.pop("epochs", None)  # the budget replaces the job's own number of epochs
@@ -173,6 +177,11 @@ def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) ->
     strategies.load(config.strategy.name).Config.from_mapping(config.strategy.options, "strategy")  # before any folder
     loggers.require(config.log)
     Standing(job, config)
+    if config.data.prefetch and config.data.path is None:
+        raise ConfigError(
+            f"data.prefetch must be 0 with torch Datasets, as a thread would draw from the model's random numbers; got "
+            f"{config.data.prefetch}. Set data.num_workers, a number of processes."
+        )
     _check_model(job, config)
     if not config.parallel.whole:
         with _staying(job_path):  # it makes the model's layers

@@ -52,9 +52,9 @@ def change(path, edit):
 
 def test_a_file_that_is_no_whole_hdf5_file_is_refused(path, tmp_path):
     data = path.read_bytes()
-    truncated = "is truncated or corrupt .*Import it again."
+    truncated = "is truncated or corrupt .*Write it again."
     for content, match in (
-        (b"", r"is not an HDF5 file \(it has 0 bytes and no HDF5 signature\). Import it again."),
+        (b"", r"is not an HDF5 file \(it has 0 bytes and no HDF5 signature\). `hpcdist data import`"),
         (b"\0" * 8 + data[8:], f"is not an HDF5 file .it has {len(data)} bytes"),
         (hdf5_bytes(), "is HDF5 but not in hpcdist's layout"),
         *((data[: int(len(data) * kept)], truncated) for kept in (0.01, 0.3, 0.9, 0.999)),
@@ -201,7 +201,7 @@ def test_damaged_compressed_values(tmp_path):
         dataset.batch([0, N - 1])
         with pytest.raises(DataError, match=rf"is corrupt in train/x\[{2 * CHUNK}:{2 * CHUNK + 2}\]"):
             dataset.batch([2 * CHUNK + 1, 0, 2 * CHUNK])
-    with pytest.raises(DataError, match="a.h5 is corrupt .*Import it again."):
+    with pytest.raises(DataError, match="a.h5 is corrupt .*Write it again."):
         describe(path)
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gzip
 import inspect
-import shutil
+import io
+import json
 import struct
+import tarfile
 from pathlib import Path
 from typing import get_type_hints
 
+import datasets
 import numpy as np
+import pandas
 import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
@@ -43,7 +47,7 @@ def test_options_have_a_type_a_default_and_a_description(name):
 
 def test_an_importer_has_its_data_sets_name_and_an_unknown_one_lists_them():
     assert importers.load("fashion-mnist") is importers.load("fashion_mnist")
-    with pytest.raises(UnknownNameError, match="importer must be one of cifar10, digits, .*; got 'cats'."):
+    with pytest.raises(UnknownNameError, match="importer must be one of arrays, cifar10, datasets, .*; got 'cats'."):
         importers.load("cats")
 
 
@@ -137,13 +141,13 @@ MNIST_DAMAGES = [  # a file, what becomes of its bytes (None: it is removed), th
     (IMAGES, lambda data: data[:-7], "is truncated: 7 bytes are missing."),
     (IMAGES, lambda data: data[:9], "is truncated: 7 bytes are missing."),
     (IMAGES, lambda data: idx(np.zeros((5000, 0, 4), np.uint8)), r"least 1 sample, .*4096; got \(5000, 0, 4\)."),
-    (IMAGES, lambda data: HUGE, r"rows and columns in 1\.\.4096; got \(4294967295, 4294967295, 4294967295\)."),
+    (IMAGES, lambda data: HUGE, r"sides of 1\.\.4096; got \(4294967295, 4294967295, 4294967295\)."),
     (IMAGES, lambda data: data + b"\0", "images-idx3-ubyte must end after 5000 samples but goes on."),
     (LABELS, lambda data: data + b"\0", "labels-idx1-ubyte must end after 5000 samples but goes on."),
     (LABELS, lambda data: idx(np.zeros(4999, np.uint8)), "has 5000 images but .* has 4999 labels. Take both from the"),
     (LABELS, lambda data: idx(np.full(5000, 10, np.uint8)), r"one integer in 0\.\.9 per sample; got .* 10 to 10."),
     (IMAGES + ".gz", lambda data: gzip.compress(data)[:-20], "must be a whole gzip file .*. Download it again."),
-    (IMAGES + ".gz", lambda data: gzip.compress(data) + bytes(1 << 20), "-ubyte.gz must end after 5000 samples but"),
+    (IMAGES + ".gz", lambda data: gzip.compress(data + b"\0"), "-ubyte.gz must end after 5000 samples but"),
     (IMAGES + ".gz", lambda data: gzip.compress(data[:4] + b"\xff" * 4 + data[8:]), r"is truncated: \d+ bytes are"),
     (IMAGES + ".gz", lambda data: data, "must be a whole gzip file .*. Download it again."),
     (IMAGES + ".gz", lambda data: flipped(gzip.compress(data)), "must be a whole gzip file .*. Download it again."),
@@ -172,7 +176,7 @@ def test_damaged_mnist(mnist, damage):
 
 def test_source_must_be_a_folder(tmp_path):
     (tmp_path / "file").touch()
-    for name in ("mnist", "cifar10", "images"):
+    for name in ("mnist", "cifar10"):
         for source, what in ((tmp_path / "none", "does not exist"), (tmp_path / "file", "is a file")):
             with pytest.raises(DataError, match=f"{source} must be a folder; it {what}."):
                 importers.load(name)(source, tmp_path / "a.h5")
@@ -255,9 +259,10 @@ def test_images_keep_their_pixels_where_the_size_is_right_and_stand_upright(tmp_
     pixels = RNG.integers(0, 256, (6, 5, 3), np.uint8)
     turned = Image.Exif()
     turned[0x0112] = 6  # by 90 degrees
-    (tmp_path / "in/only").mkdir(parents=True)
-    Image.fromarray(pixels).save(tmp_path / "in/only/0.png")
-    Image.fromarray(np.rot90(pixels).copy()).save(tmp_path / "in/only/1.png", exif=turned)
+    for name in ("upright", "turned"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+    Image.fromarray(pixels).save(tmp_path / "in/upright/0.png")
+    Image.fromarray(np.rot90(pixels).copy()).save(tmp_path / "in/turned/1.png", exif=turned)
     path = importers.load("images")(tmp_path / "in", tmp_path / "a.h5", height=6, width=5, test_fraction=0)
     for found in everything(path, "train")[0]:
         np.testing.assert_allclose(found * 255, pixels.transpose(2, 0, 1), rtol=1e-6)
@@ -281,10 +286,7 @@ def test_images_with_their_own_test_folder_in_grey(images, tmp_path):
         ("a/3.png", lambda path: path.write_bytes(path.read_bytes()[:-30]), "a/3.png can't be read as an image"),
         ("a/0.png", lambda path: path.write_bytes(b"no image"), "a/0.png can't be read as an image .cannot identify"),
         ("a/0.png", lambda path: path.write_bytes(b""), "a/0.png can't be read as an image .*Replace or remove it."),
-        ("a/notes.txt", lambda path: path.write_text("x"), "notes.txt must be an image in a format that Pillow knows."),
         ("a/0.png", lambda path: paint(path, 300, mode="I;16"), "a/0.png can't .*it has mode I;16, more than the 8"),
-        ("readme", lambda path: path.write_text("x"), "must have nothing but the folders a, b; got readme."),
-        ("c", lambda path: path.mkdir(), "images/c must have at least 1 image; got none. Add some, or"),
         ("c/0.png", lambda path: paint(path, 0), "31 samples can't be split .*least populated class"),
     ],
 )
@@ -295,21 +297,99 @@ def test_damaged_images(images, tmp_path, name, edit, match):
     assert not [*tmp_path.glob("out/*"), *tmp_path.glob("out/.*")]
 
 
-def test_folders_that_are_none_of_classes(images, tmp_path):
+@each("others", ["test", "val", "validation", "both"])
+def test_images_with_a_folder_to_train_on_and_one_for_validation(tmp_path, others):
+    source = tmp_path / others
+    for part in ("train", *(("test", "val") if others == "both" else (others,))):
+        for number, name in enumerate("ab"):
+            paint(source / part / name / "x.png", (100 * number, 0, 0))
+    (source / "readme.md").write_text("left out")
+    path = importers.load("images")(source, tmp_path / "a.h5", height=4, width=4)
+    assert list(describe(path)["splits"]) == (
+        ["train", "test", "validation"] if others == "both" else ["train", "test"]
+    )
+    assert everything(path, "test")[1].tolist() == [0, 1]
+
+
+def test_folders_that_are_none_of_classes(tmp_path):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "both").mkdir()
-    images.rename(tmp_path / "both" / "train")
-    for name in ("test", "val"):
-        paint(tmp_path / "both" / name / "a" / "x.png", (0, 0, 0))
+    paint(tmp_path / "one" / "a" / "x.png", (0, 0, 0))
+    paint(tmp_path / "only" / "test" / "a" / "x.png", (0, 0, 0))
     for options, source, error, match in (
-        ({}, "empty", DataError, "must have one folder per class; it has none."),
-        ({}, "both", DataError, "must have no folders beside train and test; got val. Move them."),
-        ({"mode": "CMYK"}, "both", ConfigError, "mode must be one of RGB, L; got 'CMYK'."),
-        ({"height": 0}, "both", ConfigError, "height and width must be at least 1; got 0 and 64."),
+        ({}, "none", DataError, "none must be a file or a folder; there is none. A data set on the Hub is hub:NAME."),
+        ({}, "empty", DataError, "empty must be what Hugging Face's datasets reads; got EmptyDatasetError"),
+        ({}, "one", ConfigError, "x and y must be columns of .*one, image; got label"),
+        ({}, "only", DataError, "only must have a split train; got test. Rename its files or folders."),
+        ({"mode": "CMYK"}, "one", ConfigError, "mode must be one of RGB, L; got 'CMYK'."),
+        ({"height": 0}, "one", ConfigError, "height and width must be at least 1; got 0 and 64."),
     ):
         with pytest.raises(error, match=match):
             importers.load("images")(tmp_path / source, tmp_path / "a.h5", **options)
-    shutil.rmtree(tmp_path / "both" / "val")
-    paint(tmp_path / "both" / "test" / "c" / "x.png", (0, 0, 0))
-    with pytest.raises(DataError, match="test must have nothing but the folders a, b; got c."):
-        importers.load("images")(tmp_path / "both", tmp_path / "a.h5")
+        assert not (tmp_path / "a.h5").exists()
+
+
+# --- what Hugging Face's datasets reads -------------------------------------------------------------------------------
+@pytest.fixture
+def others(tmp_path, monkeypatch):
+    """Files of pandas, of json and of tarfile: twelve samples each."""
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"text": "ab" * (i % 3) or "z", "tokens": list(range(1, 2 + i % 4)), "a": i / 2, "b": i, "label": "xy"[i % 2]}
+        for i in range(12)
+    ]
+    frame = pandas.DataFrame(rows)
+    frame.to_parquet("a.parquet")
+    frame.drop(columns="tokens").to_csv("a.csv", index=False)
+    Path("a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    datasets.Dataset.from_pandas(frame).save_to_disk("saved")
+    Path("shards").mkdir()
+    for part in ("train", "test"):
+        with tarfile.open(Path("shards", f"{part}-0000.tar"), "w") as tar:
+            for i in range(12):
+                Image.new("RGB", (5, 4), (20 * i, 0, 0)).save(png := io.BytesIO(), "PNG")
+                for suffix, content in (("png", png.getvalue()), ("cls", b"%d" % (i % 3)), ("json", b'{"n": %d}' % i)):
+                    (member := tarfile.TarInfo(f"{i:03d}.{suffix}")).size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    return importers.load("datasets")
+
+
+@each("source", ["a.parquet", "a.jsonl", "a.csv", "saved"])
+def test_columns_of_numbers_lists_and_texts(others, source):
+    def read(x, y="label", **options):
+        path = others(source, "out.h5", x=x, y=y, test_fraction=0, **options)
+        return (*everything(path, "train"), describe(path))
+
+    x, y, found = read("a,b")
+    assert x.tolist() == [[i / 2, i] for i in range(12)] and x.dtype == np.float32
+    assert found["classes"] == ["x", "y"] and y.tolist() == [0, 1] * 6
+    x, y, found = read("text", "a")
+    assert x[:3].tolist() == [[122, 0, 0, 0], [97, 98, 0, 0], [97, 98, 97, 98]] and x.dtype == np.int64
+    assert found["task"] == "regression" and y.tolist() == [i / 2 for i in range(12)]
+    if source != "a.csv":
+        assert read("tokens", "b", task="regression")[0][:3].tolist() == [[1, 0, 0, 0], [1, 2, 0, 0], [1, 2, 3, 0]]
+    with pytest.raises(ConfigError, match="x and y must be columns of .*text, .*; got c, d."):
+        read("c,a", "d")
+    with pytest.raises(DataError, match="x must be an image, a text, or numbers .* got .0.0, .z.. in a, text .*Fill"):
+        read("a,text")
+
+
+def test_shards_of_webdataset(others):
+    path = others("shards", "out.h5", x="png", y="cls", height=4, width=5)
+    for split in ("train", "test"):
+        x, y = everything(path, split)
+        np.testing.assert_allclose(x[:, 0, 0, 0] * 255, 20 * np.arange(12), rtol=1e-6)
+        assert x.shape == (12, 3, 4, 5) and y.tolist() == [i % 3 for i in range(12)]
+    path = others("shards/train-0000.tar", "out.h5", x="png", y="json.n", task="regression", test_fraction=0.5)
+    assert len(everything(path, "test")[1]) == 6 and sorted(Path().glob(".import-*")) == []
+
+
+def test_files_that_the_library_does_not_read_and_the_hub_without_a_network(others):
+    Path("a.xyz").write_text("?")
+    Path("b.jsonl").write_text("{no json")
+    for source in ("a.xyz", "b.jsonl"):
+        with pytest.raises(DataError, match=f"{source} must be what Hugging Face's datasets reads; got "):
+            others(source, "out.h5")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        with pytest.raises(DataError, match="hub:nobody/nothing must be what Hugging Face's datasets reads; got "):
+            others("hub:nobody/nothing", "out.h5")

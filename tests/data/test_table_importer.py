@@ -117,22 +117,44 @@ def test_standardised_in_float64_before_it_is_rounded(tmp_path):
 @each(
     "case",
     [
-        ("a,b\n1,2\n3,x\n", "must have numbers only, below one line of names .*'x'"),
-        ("a,b\n1,2\n3,\n", "must have numbers only, below one line of names"),
-        ("a,b\n1,2\n3\n", "must have numbers only, below one line of names .*columns"),
-        ("a,b\n#1,2\n", "must have numbers only, below one line of names .*#1"),
-        ("a,b\n", "must have a sample or more, .* got 0 samples"),
-        ("", "must have a sample or more, .* got 0 samples"),
-        ("a,b,c\n1,2\n", "one name of its own for each column; got 1 samples of 2 columns, named a, b, c."),
-        ("a,a\n1,2\n", "one name of its own for each column"),
+        (
+            "a,b\n1,2\n\n3,x\n",
+            "must have finite numbers, or words, in a column; got x in line 4, column b, and 0 more. Fill",
+        ),
+        (
+            "a,b\n1,2\n3,\n",
+            "must have finite numbers, or words, in a column; got nan in line 3, column b, and 0 more",
+        ),
+        ("a,b\n1,2\n3\n", "must have finite numbers, or words, in a column; got nan in line 3, column b"),
+        ("a,b\n#1,2\n4,5\n", "must have finite numbers, or words, in a column; got #1 in line 2, column a"),
+        (
+            '"a","b"\n"1\n",2\n3,4 5\n7,8\n',
+            "must have finite numbers, or words, in a column; got 4 5 in line 4, column b",
+        ),
+        ("a,b\n1,2\n3,4,5\n", "must have as many columns in each line as in the first .*Expected 2 .* line 3, saw 3"),
+        ("a,b\n1,2,3\n3,4,5\n", "must have as many columns in each line as in the first .Length of header"),
+        ("a,b\n", r"must have at least 1 sample of at least 2 columns; got shape .0, 2."),
+        ("", "must have as many columns in each line as in the first .No columns"),
+        ("a,b,c\n1,2\n", "got nan in line 2, column c"),
+        (
+            "a,b,c\n1,red,2\n3,,4\n",
+            "must have finite numbers, or words, in a column; got nan in line 3, column b,",
+        ),
+        ("a,a\n1,2\n", "must have a name of its own for each column; got a twice"),
         ("a\n1\n", r"must have at least 1 sample of at least 2 columns; got shape \(1, 1\)."),
-        ("a,b\n1,2\nnan,2\n", "must have finite numbers only; got nan in sample 1, column a, and 0 more. Fill"),
-        ("a,b\n1,inf\nnan,2\n", "must have finite numbers only; got inf in sample 0, column b, and 1 more."),
+        (
+            "a,b\n1,2\nnan,2\n",
+            "must have finite numbers, or words, in a column; got nan in line 3, column a, and 0 more. Fill",
+        ),
+        (
+            "a,b\n1,inf\nnan,2\n",
+            "must have finite numbers, or words, in a column; got inf in line 2, column b, and 1 more.",
+        ),
         (",a,b\n0,1,2\n", r"must have a name for each column; got none for column 0, .*index=False"),
         ("Unnamed: 0,a,b\n0,1,2\n", "must have a name for each column; got none for column 0,"),
         ("a,Unnamed: 0.1,\n0,1,2\n", "must have a name for each column; got none for column 1, 2,"),
         ("1.5,2\n3,4\n", "must have one line of names above its numbers; got 1.5, 2 there. Add a line of names."),
-        (b"\xff\xfe\x00", "must have numbers only"),
+        (b"\xff\xfe\x00", "must have as many columns in each line as in the first .*decode"),
         ("a,b\n1,1e39\n2,0\n", r"must have numbers within the range of float32; got 1e\+39."),
     ],
 )
@@ -161,7 +183,7 @@ def test_the_task_is_never_guessed(tmp_path):
     np.save(tmp_path / "a.npy", table)
     np.savetxt(tmp_path / "a.csv", table, fmt="%.17g", delimiter=",", header="a,b,c,d,kind", comments="")
     for source in (tmp_path / "a.npy", tmp_path / "a.csv", save(tmp_path / "a.npz", x=VALUES, y=labels)):
-        with pytest.raises(ConfigError, match="task must be given where targets are whole numbers.* has 3 of them in "):
+        with pytest.raises(ConfigError, match="task must be given where targets are whole numbers.* are 3 of them in "):
             convert(source, tmp_path / "a.h5")
         with HDF5Dataset(convert(source, tmp_path / "a.h5", task="classification", test_fraction=0)) as dataset:
             x, y = dataset.batch(range(50))
@@ -175,7 +197,7 @@ def test_the_task_is_never_guessed(tmp_path):
 @each("y", [VALUES[:, 0], np.ones((50, 2))])
 def test_classes_are_one_column_of_whole_numbers(tmp_path, y):
     source = save(tmp_path / "a.npz", x=VALUES, y=y)
-    with pytest.raises(ConfigError, match="target must be one column of whole numbers for classification; got"):
+    with pytest.raises(ConfigError, match="targets must be a whole number or a word each for classification, .*; got"):
         convert(source, tmp_path / "a.h5", task="classification")
     assert len(everything(convert(source, tmp_path / "a.h5"))[0]) == 40, "no classes: there is nothing to say"
 
@@ -188,11 +210,14 @@ def test_classes_are_one_column_of_whole_numbers(tmp_path, y):
         ({"x": VALUES, "y": VALUES[:9]}, r"must have x of shape .* got \(50, 4\) and \(9, 4\)."),
         ({"x": VALUES[:, 0], "y": VALUES[:, 0]}, r"must have x of shape .* got \(50,\) and \(50, 1\)."),
         ({"x": VALUES, "y": VALUES[:, :0]}, "must have x of shape"),
-        ({"x": VALUES, "y": np.full(50, np.nan)}, "must have finite numbers only; got nan in sample 0, column y0,"),
+        (
+            {"x": VALUES, "y": np.full(50, np.nan)},
+            "must have finite numbers, or words, in a column; got nan in sample 0, column y0,",
+        ),
         ({"a": VALUES[0]}, r"must have at least 1 sample of at least 2 columns; got shape \(4,\)."),
         ({"a": VALUES * 1j}, "must have real numbers; got complex128 in a."),
         ({"a": np.array([["x", "y"]])}, "must have real numbers; got <U1 in a."),
-        ({"a": np.array([[{}]])}, "must be a NumPy file of numbers .*pickle"),
+        ({"a": np.array([[{}]])}, "must be a .np. file of numbers .*pickle"),
     ],
 )
 def test_bad_npz(tmp_path, case):
@@ -207,7 +232,7 @@ def test_truncated_numpy_files(tmp_path, suffix, kept):
     source = tmp_path / f"a.{suffix}"
     {"npy": np.save, "npz": np.savez}[suffix](source, VALUES)
     source.write_bytes(source.read_bytes()[:kept])
-    with pytest.raises(DataError, match="must be a NumPy file of numbers .*Save it again."):
+    with pytest.raises(DataError, match="must be a .np. file of numbers .*Save it again."):
         convert(source, tmp_path / "a.h5")
 
 
@@ -223,8 +248,8 @@ def test_other_files(tmp_path):
     (tmp_path / "large.csv").write_text("a,b\n1,2\n")
     os.truncate(tmp_path / "large.csv", 1 << 43)
     for name, match in (
-        ("none.csv", "must be a .csv, .npy or .npz file; there is no such file."),
-        ("a.xls", "must end in .csv, .npy or .npz; got '.xls'."),
+        ("none.csv", "must be a .csv, .parquet, .npy or .npz file; there is no such file."),
+        ("a.xls", "must end in .csv, .parquet, .npy or .npz; got '.xls'."),
         ("large.csv", "large.csv has 8796093022208 bytes of text, more than this machine's memory of"),
     ):
         with pytest.raises(DataError, match=match):
@@ -252,3 +277,63 @@ def test_bad_options(csv, tmp_path, case):
     arrays, options, match = case
     with pytest.raises(ConfigError, match=match):
         convert(save(tmp_path / "a.npz", **arrays) if arrays else csv, tmp_path / "a.h5", **options)
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+WORDED = "size,colour,kind\n" + "".join(
+    f"{i},{('red', 'blue', 'red')[i % 3]},{('plum', 'fig')[i % 2]}\n" for i in range(12)
+)
+
+
+def test_words_are_classes_where_they_are_the_target(tmp_path):
+    (tmp_path / "a.csv").write_text(WORDED)
+    with HDF5Dataset(convert(tmp_path / "a.csv", tmp_path / "a.h5", words="onehot", test_fraction=0)) as dataset:
+        x, y = dataset.batch(range(12))
+        assert (dataset.task, dataset.classes) == ("classification", ("fig", "plum"))
+        assert [dataset.classes[label] for label in y] == ["plum", "fig"] * 6
+        assert dataset.notes["features"] == ["size", "colour=blue", "colour=red"] and x[:2].tolist() == [
+            [0, 0, 1],
+            [1, 1, 0],
+        ]
+    with HDF5Dataset(convert(tmp_path / "a.csv", tmp_path / "a.h5", words="leave_out", test_fraction=0)) as dataset:
+        assert dataset.notes["features"] == ["size"]
+
+
+def test_words_among_features_are_refused_until_it_is_said_what_becomes_of_them(tmp_path):
+    (tmp_path / "a.csv").write_text(WORDED)
+    match = (
+        r"words must be onehot, .* or leave_out, .*; got '', and column colour of .* has 2 of them. .* target=colour."
+    )
+    with pytest.raises(ConfigError, match=match):
+        convert(tmp_path / "a.csv", tmp_path / "a.h5")
+    (tmp_path / "a.csv").write_text("a,b\n" + "".join(f"w{i},{i / 2}\n" for i in range(1001)))
+    with pytest.raises(ConfigError, match="at most 1000 .* got 'onehot', and column a of .* has 1001 of them"):
+        convert(tmp_path / "a.csv", tmp_path / "a.h5", words="onehot")
+    with pytest.raises(ConfigError, match="target must leave at least 1 column"):
+        convert(tmp_path / "a.csv", tmp_path / "a.h5", words="leave_out")
+    with pytest.raises(ConfigError, match="words must be one of , onehot, leave_out; got 'codes'."):
+        convert(tmp_path / "a.csv", tmp_path / "a.h5", words="codes")
+    (tmp_path / "a.csv").write_text(WORDED)
+    with pytest.raises(
+        ConfigError, match="targets must be .* and numbers for regression; got kind of .* for regression."
+    ):
+        convert(tmp_path / "a.csv", tmp_path / "a.h5", words="leave_out", task="regression")
+
+
+def test_parquet(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    frame = pandas.DataFrame({"a": [1.5, 2, 3], "flag": [True, False, True], "kind": ["x", "y", "x"]})
+    frame.to_parquet(tmp_path / "a.parquet")
+    with HDF5Dataset(convert(tmp_path / "a.parquet", tmp_path / "a.h5", test_fraction=0)) as dataset:
+        x, y = dataset.batch(range(3))
+        assert (dataset.classes, x.tolist(), y.tolist()) == (("x", "y"), [[1.5, 1], [2, 0], [3, 1]], [0, 1, 0])
+    frame.assign(a=[1.0, None, 2.0]).to_parquet(tmp_path / "b.parquet")
+    with pytest.raises(
+        DataError,
+        match="b.parquet must have finite numbers, or words, in a column; got nan in sample 1, column a,",
+    ):
+        convert(tmp_path / "b.parquet", tmp_path / "a.h5")
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(DataError, match="c.parquet must be a Parquet file .*. Save it again."):
+        convert(tmp_path / "c.parquet", tmp_path / "a.h5")

@@ -122,7 +122,7 @@ def test_what_is_found(case):
         (["strategy=softsync", "strategy.splits=99"], "error: strategy.splits must be "),
         (["optimizer=LBFGS", "strategy=gossip_pull", "clip_norm=none"],
          "error: strategy must be allreduce with LBFGS, whose steps"),
-        (["data.path=digts.h5"], "error: data.path must be the name of a file that exists, or a new name; got di"),
+        (["data.path=digts.h5"], "error: data.path must be a file that exists, or data/digits.h5, which .*; got digts"),
         (["schedule=none", "model.widht=3"], "error: model options must suit the job's model, which takes width; got"),
     ],
 )  # fmt: skip

@@ -28,6 +28,7 @@ job = replace(
     tiny.job,
     model=model,
     defaults={
+        "data": tiny.job.defaults["data"],
         "batch_size": 16,
         "optimizer": {"name": "SGD", "lr": 0.1, "momentum": 0.9},
         "seed": 11,

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from harness.cases import each
+from hpcdist.config import JobConfig
 from hpcdist.config.files import imported_beside, load_function, neighbours
 from hpcdist.errors import ConfigError
 from hpcdist.train import accuracy, load_job, squared_error
-from hpcdist.train.job import make_data
+from hpcdist.train.job import make_data, prepare_data
 from train import tiny
 
 
@@ -38,23 +39,28 @@ def test_a_file_that_defines_no_job_is_refused(tmp_path, case):
         load_job(tmp_path / name)
 
 
-@each("given", ["mydta.h5", "tinny.h5"])
-def test_a_misspelt_data_file_is_refused_not_made(tmp_path, given):
+@each("given", ["mydta.h5", "tinny.h5", "tiny2.h5", "another.h5"])
+def test_a_missing_data_file_is_refused_not_made(tmp_path, given):
     job = dataclasses.replace(tiny.job, defaults={"data": {"path": "data/tiny.h5"}})
     (tmp_path / "mydata.h5").touch()
-    with pytest.raises(ConfigError, match=r"data.path must be the name of a file .*Did you mean '(mydata|tiny)'"):
-        make_data(job, tmp_path / given)
-    assert not (tmp_path / given).exists()
-    if given == "mydta.h5":  # a job that has no file of its own
-        with pytest.raises(ConfigError, match="Did you mean 'mydata'"):
-            make_data(tiny.job, tmp_path / given)
+    message = (
+        r"data.path must be a file that exists, or data/tiny.h5, which the job makes; got .*, which does not exist"
+    )
+    for of_job, rule in (
+        (job, message),
+        (dataclasses.replace(job, data={}), "data.path must be a file that exists; got"),
+    ):
+        with pytest.raises(ConfigError, match=rule) as refused:
+            prepare_data(of_job, JobConfig(data={"path": str(tmp_path / given)}))
+        assert not (tmp_path / given).exists()
+        if given == "mydta.h5":
+            assert "Did you mean 'mydata'?" in str(refused.value)
 
 
-@each("given", ["tiny.h5", "other.h5", "tiny10.h5"])
-def test_a_data_file_of_the_jobs_or_a_new_name_is_made(tmp_path, given):
+def test_the_data_file_of_the_job_is_made_in_any_folder(tmp_path):
     made = dataclasses.replace(tiny.job, data=Path.touch, defaults={"data": {"path": "data/tiny.h5"}})
-    make_data(made, tmp_path / "new" / given)
-    assert (tmp_path / "new" / given).exists()
+    prepare_data(made, JobConfig(data={"path": str(tmp_path / "new" / "tiny.h5")}))
+    assert (tmp_path / "new" / "tiny.h5").exists()
 
 
 @each(

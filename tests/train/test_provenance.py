@@ -268,7 +268,7 @@ def test_a_jobs_code_that_ends_the_process_fails(case):
     output = f"{part} {how}"
     Path("jobs/it.py").write_text(ENDS.replace("PART", part).replace("HOW", how))
     with pytest.raises(ConfigError, match=f"it.py must not end the process while its run is under way; got {got}"):
-        train(*(["data.path=other.h5"] if "data" in part else []), output=output)
+        train(*(["data.path=other/digits.h5"] if "data" in part else []), output=output)
     if part == "loss=loss":
         assert load_run(output).outcome == "failed" and not Path(output, "summary.json").exists()
 

@@ -64,7 +64,7 @@ def other_library(path: Path) -> None:
         (WITH_PLUG_IN, MINE, edit, "files of jobs and plug-ins", MINE),
         (WITH_TOPOLOGY, ["graph.py"], edit, "files of jobs and plug-ins", ["graph.py"]),
         (["own.py"], ["mine.py"], edit, "files of jobs and plug-ins", ["mine.py"]),
-        (TRAIN, ["digits.h5"], relabel, "the data file's content", ["checksums.train"]),
+        (TRAIN, ["digits.h5"], relabel, "the data's content", ["checksums.train"]),
         (["own.py"], ["hpcdist"], other_library, "versions and settings", ["hpcdist's source files"]),
     ],
     ids=["job, what it imports, and plug-in", "topology", "plug-in of a loop", "data", "library"],

@@ -106,7 +106,7 @@ SMALL = ("model.width=16", "model.blocks=2", "model.heads=2", "optimizer.lr=0.01
 
 def losses(comm, folder: Path, *settings: str) -> list[float]:
     """Collective. The loss of each step of a run: the mean over its replicas."""
-    overrides = [f"data.path='{folder.parent / 'reference.h5'}'", *SMALL, *settings]
+    overrides = [f"data.path='{folder.parent / 'python-reference.h5'}'", *SMALL, *settings]
     train(comm, JOB, overrides=overrides, output=folder)
     comm.barrier()
     of_ranks = [[record.loss for record in records] for records in read_records(folder).values()]

@@ -23,6 +23,7 @@ job = Job(
     metrics={"accuracy": Metric(accuracy)},
     data=lambda path: importers.load("digits")(None, path, test_fraction=0.8),  # 360 or so to train on
     defaults={
+        "data": {"path": "data/digits.h5"},  # which tests name in folders of their own
         "epochs": 3,
         "batch_size": 16,
         "optimizer": {"name": "AdamW", "lr": 0.01},

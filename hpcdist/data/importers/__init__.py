@@ -6,11 +6,13 @@ options: their types and defaults are in its signature, their meaning in its doc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from hpcdist.data.format import TASKS
 from hpcdist.errors import ConfigError, DataError, UnknownNameError
 from hpcdist.registry import catalogue
 
@@ -55,6 +57,59 @@ def draw_splits(
             "Take another fraction, or 0 for no test split."
         ) from error
     return {"train": np.sort(train), "test": np.sort(test)}
+
+
+def as_targets(task: str, where: str, splits: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[str]]:
+    """Return the targets of each split, as int64 labels of the classes whose names follow; without names: regression.
+
+    Labels are integers or words, one for each sample, or with task "classification" also whole numbers of a
+    floating-point type, or rows of a single 1 among zeros.
+
+    Raises:
+        ConfigError: the task must be said, is unknown, or does not suit the targets.
+    """
+    if task and task not in TASKS:
+        raise ConfigError(f"task must be one of {', '.join(TASKS)}; got {task!r}.")
+    values = np.concatenate(splits)
+    if values.dtype.kind in "OSU":
+        values = np.array([_word(value) for value in values])
+    words, floats = values.dtype.kind == "U", values.dtype.kind == "f"
+    whole = values.ndim == 1 and (words or not floats or bool((values == np.round(values)).all()))
+    if whole and floats and not task:
+        raise ConfigError(
+            f"task must be given where targets are whole numbers, classes or not; got none, and there are "
+            f"{len(np.unique(values))} of them in {where}. Say task=classification, or task=regression."
+        )
+    if not whole and task == "classification" and values.ndim == 2 and ((values != 0).sum(axis=1) == 1).all():
+        values, whole = values.argmax(axis=1), True  # one-hot
+    if (not whole and task == "classification") or (words and task == "regression"):
+        raise ConfigError(
+            f"targets must be a whole number or a word each for classification, or rows of a single 1, and numbers for "
+            f"regression; got {where} for {task}."
+        )
+    if not whole or task == "regression":
+        return [values.astype("float32") if values.ndim == 1 and not floats else values for values in splits], []
+    found, labels = np.unique(values, return_inverse=True)
+    names = [str(name) if words else f"{name:.0f}" for name in found]
+    return np.split(labels.astype(np.int64), np.cumsum([len(split) for split in splits])[:-1]), names
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, np.ndarray):  # a cell of MATLAB's, or of variable length
+        if value.size != 1:
+            raise DataError(
+                "targets must be one number or word, or as many numbers, for each sample; got lists. Pad them."
+            )
+        value = value.reshape(-1)[0]
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def padded(samples: Sequence[np.ndarray], longest: int) -> np.ndarray:
+    """Return samples of different lengths as rows, with zeros behind each."""
+    rows = np.zeros((len(samples), longest, *samples[0].shape[1:]), samples[0].dtype)
+    for row, sample in zip(rows, samples, strict=True):
+        row[: len(sample)] = sample
+    return rows
 
 
 def need_folder(source: str | Path, advice: str) -> Path:

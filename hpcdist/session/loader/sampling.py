@@ -217,10 +217,10 @@ def drawn_alike(loader: DataLoader[Any], inner: Communicator, place: tuple[int, 
     Raises:
         MismatchError: the ranks' first batches differ, for the data set draws from elsewhere, or asks for the rank.
     """
-    with _drawing(place, "begin"):
+    with drawing(place, "begin"):
         batches = iter(loader)
     for step in count():
-        with _drawing(place, step):
+        with drawing(place, step):
             batch = next(batches, _END)
         if step == 0:
             require_same(inner, batch)
@@ -233,7 +233,7 @@ _END = object()
 
 
 @contextmanager
-def _drawing(place: tuple[int, ...], step: int | str) -> Iterator[None]:
+def drawing(place: tuple[int, ...], step: int | str) -> Iterator[None]:
     """Draw the random numbers of Python, NumPy and torch from a seed inside the context; afterwards one's own again."""
     seed = zlib.crc32(repr((place, step)).encode())
     with callers_state_kept():

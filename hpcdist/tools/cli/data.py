@@ -14,8 +14,9 @@ from hpcdist.tools.options import Overrides
 app = typer.Typer(name="data", no_args_is_help=True, help="Data sets in HDF5, the files that jobs train on.")
 
 
-@app.command("import")
+@app.command("import", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def data_import(
+    context: typer.Context,
     name: Annotated[
         str,
         typer.Argument(
@@ -29,14 +30,14 @@ def data_import(
 ) -> None:
     """Write a data set as an HDF5 file.
 
-    The options of NAME, which `hpcdist datasets NAME` lists, are given by --set.
+    The options of NAME, which `hpcdist datasets NAME` lists, follow FILE, or are given by --set.
 
-    Example: hpcdist data import digits sklearn digits.h5 --set test_fraction=0.1
+    Example: hpcdist data import digits sklearn digits.h5 --test_fraction 0.1
     """
     from hpcdist.config import checked_options, load
     from hpcdist.data import describe, importers
 
-    convert = importers.load(name)
+    convert, options = importers.load(name), [*(overrides or []), *_as_overrides(context.args)]
     above = next(folder for folder in destination.absolute().parents if folder.exists())
     if destination.is_dir() or not above.is_dir():
         place = destination if destination.is_dir() else above
@@ -44,8 +45,18 @@ def data_import(
         raise ConfigError(f"FILE must be a file to write; got {destination}, but {place} is {what}. Give another name.")
     if destination.exists() and not overwrite:
         raise ConfigError(f"FILE must be a new file; got {destination}, which exists. Add --overwrite to it.")
-    options = checked_options(convert, load({}, None, overrides or []))
-    console.facts(describe(convert(source, destination, **options)))
+    console.facts(describe(convert(source, destination, **checked_options(convert, load({}, None, options)))))
+
+
+def _as_overrides(words: list[str]) -> list[str]:
+    """Return `--name value` and `--name=value` as --set takes them."""
+    parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    if len(parts) % 2 or not all(name.startswith("--") for name in parts[::2]):
+        raise ConfigError(
+            f"options of the importer must be --NAME VALUE, behind FILE; got {' '.join(words)}. `hpcdist datasets "
+            "NAME` lists them."
+        )
+    return [f"{name[2:].replace('-', '_')}={value}" for name, value in zip(parts[::2], parts[1::2])]
 
 
 @app.command("fetch")

@@ -24,7 +24,7 @@ from hpcdist.tools.compare.launchers import Launcher
 from hpcdist.tools.compare.plan import PlannedRun, higher_is_better
 from hpcdist.tools.report.wording import count
 from hpcdist.tools.runs import COMPARISON, FAILURE, Run, is_done
-from hpcdist.train.job import make_data
+from hpcdist.train.job import prepare_data
 from hpcdist.train.runs import specify
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class MadeRuns(abc.ABC):
     def make_data(self) -> None:
         """Make the job's data file if it isn't there, because runs side by side can't share that."""
         with neighbours(self._job_path):
-            make_data(self._job, Path(self._config.data.path))
+            prepare_data(self._job, self._config)
 
     def show(self, failed: Sequence[PlannedRun]) -> None:
         """Show the table, name the runs that failed, and write the report."""

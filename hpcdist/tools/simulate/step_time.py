@@ -12,13 +12,12 @@ import torch
 
 from hpcdist.config import JobConfig
 from hpcdist.config.files import neighbours
-from hpcdist.data.hdf5 import HDF5Dataset
 from hpcdist.data.loader import Loader
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.folder import read
 from hpcdist.tools.simulate.cluster import MEASURED, ClusterConfig
 from hpcdist.train import Job
-from hpcdist.train.job import make_data
+from hpcdist.train.job import opened, prepare_data
 from hpcdist.train.loop import own_device
 from hpcdist.train.runs import specify
 
@@ -45,8 +44,8 @@ def _median_s(job: Job, config: JobConfig, samples: int) -> float:
     torch.manual_seed(config.seed)
     module = job.model(**config.model).to(device)
     optimizer = config.optimizer.build(module.parameters())
-    with HDF5Dataset(Path(config.data.path), "train") as data:
-        x, y = (tensor.to(device) for tensor in next(iter(Loader(data, min(samples, len(data))))))
+    data, _ = opened(job, config)
+    x, y = (tensor.to(device) for tensor in next(iter(Loader(data, min(samples, len(data))))))
     parts = list(zip(x.split(config.batch_size), y.split(config.batch_size), strict=True))
 
     def evaluate() -> torch.Tensor:
@@ -77,7 +76,7 @@ def on_cluster(experiment: E, cluster: ClusterConfig, output: Path) -> E:
     job_path = Path(experiment.job)
     with neighbours(job_path):
         job, config = specify(job_path, None, experiment.settings)
-        make_data(job, Path(config.data.path))
+        prepare_data(job, config)
         own = config.batch_size * config.accumulation
         cluster.steps(lambda given_s: given_s or 1.0).check(experiment.most_ranks)
         described = {**cluster.model_dump(), "samples": own}

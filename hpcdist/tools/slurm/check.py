@@ -277,7 +277,7 @@ def _refusals(spec: JobSpec, case: list[str]) -> Problems:
         job, config = specify(
             Path(str(spec.job)), Path(spec.config) if spec.config else None, [*spec.run_settings, *case]
         )
-        check_path(job, Path(str(config.data.path)))
+        check_path(job, config)
         if spec.shape != "parameter_server" or spec.size > spec.servers:  # `_servers` reports the opposite
             rehearse(config, spec.size, spec.ranks_per_node)
     except HpcdistError as failure:

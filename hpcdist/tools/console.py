@@ -196,7 +196,7 @@ def _fitting(
 ) -> dict[str, int]:
     """Return the columns for which there is room, the first ones first, with their widths.
 
-    A text can do with a third of the room, and takes what is left over.
+    A text can do with a quarter of the room, and takes what is left over.
     """
     widths: dict[str, int] = {}
     wanted: dict[str, int] = {}
@@ -204,7 +204,7 @@ def _fitting(
     for key, of_key in texts.items():
         wanted[key] = width = max(map(_width, (heads[key], *of_key)))
         if key in left:
-            width = min(width, max(LEAST_TEXT, columns // 3))
+            width = min(width, max(LEAST_TEXT, columns // 4))
         if width < room or not widths:
             widths[key] = width
             room -= 1 + width

@@ -524,7 +524,7 @@ def test_figures_are_alike_for_all_users_and_nothing_is_warned_of(tmp_path, recw
     assert page.read_text().count("精度") > 5 and not recwarn.list and "font" not in caplog.text
     figures = sorted((tmp_path / "one" / "figures").iterdir())
     assert all(figure.read_bytes() == (tmp_path / "two" / "figures" / figure.name).read_bytes() for figure in figures)
-    assert taken == [("reading steps", 1), ("drawing", len(figures) // 2)]
+    assert taken == [("reading steps", 1), ("drawing", len(figures) // 3)]
 
 
 def test_matplotlib_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -86,6 +86,11 @@ class Section:
     figures: Mapping[int | None, Sequence[ReportFigure]]
     tables: Sequence[ReportTable]
     remarks: Sequence[str]
+
+    def prefixed(self, prefix: str) -> Section:
+        """Return the section with a prefix before its name and those of its figures."""
+        figures = {ranks: [replace(one, name=prefix + one.name) for one in of] for ranks, of in self.figures.items()}
+        return replace(self, name=prefix + self.name, figures=figures)
 
 
 class Look(NamedTuple):

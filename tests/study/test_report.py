@@ -527,6 +527,15 @@ def test_figures_are_alike_for_all_users_and_nothing_is_warned_of(tmp_path, recw
     assert taken == [("reading steps", 1), ("drawing", len(figures) // 3)]
 
 
+def test_long_names_fit_into_figures(tmp_path, recwarn):
+    """Else matplotlib warns that its layout was not applied."""
+    for i in range(8):
+        options = {f"setting_number_{j}_of_the_strategy": f"a value that is long, {i}" for j in range(3)}
+        evidence.write_run(tmp_path / str(i), "softsync", staleness=1, **options)
+    page = write(tmp_path)
+    assert not [str(one.message) for one in recwarn.list] and "constrained_layout" not in page.read_text()
+
+
 def test_matplotlib_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match="a report must have the packages of the extra plots; got no"):

@@ -328,6 +328,8 @@ def _contrast(cell: Cell, reference: Cell) -> Contrast:
         why = "it is a control of what is learnt; its time is in the section on scaling"
     elif cell.seconds and reference.seconds:
         sooner = ratio_of(reference.seconds, cell.seconds)
+        if max(sooner.high, 1 / sooner.low) - 1 < ROUNDING:
+            sooner = replace(sooner, mean=1.0, low=1.0, high=1.0, p=1.0)
     elif cell.job.target is None:
         why = "a side has no run that ended"
     else:

@@ -278,7 +278,7 @@ MISTAKES = {  # what a clumsy user types: a part of the message
     "compare job.py --slurm generik": "got 'generik'. Did you mean 'generic'?",
     "simulate job.py --network fast": "network must be LATENCY,BANDWIDTH; got 'fast'.",
     "simulate job.py --cluster none.toml": "configuration file must exist; got none.toml.",
-    "report none": "got none in none.",
+    "report none": "FOLDER must be a folder with runs in it; got none, which is no folder.",
     "watch none --once": "got none, which is no folder.",
     "watch text --once": "got text, which is no folder.",
     "data info none.h5": "none.h5 can't be opened (No such file or directory). Check the path; `hpcdist data import`",
@@ -608,8 +608,8 @@ def _write_summary(folder: str, **changes: object) -> None:
 
 
 def test_a_report_of_several_runs(hpcdist):
-    status, out, err = hpcdist("report", "none", ".")
-    assert (status, out) == (1, "") and "folders must hold a run that has ended; got none in none, ." in err
+    status, out, err = hpcdist("report", ".")
+    assert (status, out) == (1, "") and "folders must hold a run that has ended; got none in ." in err
     _write_summary("runs/a")
     _write_summary("runs/deep/b", strategy="gossip_pull", metrics={"accuracy": 0.5, "rmse": 1.5})
     status, out, err = hpcdist("report", "runs", "runs/a")
@@ -661,7 +661,7 @@ def test_a_report_as_json_and_csv_has_the_numbers_of_the_page(hpcdist):
     assert float(line["wall_s"]) == mean == row["wall_s"]["mean"]
     assert float(line["wall_s.low"]) == row["wall_s"]["low"] < 11 and line["job"] == "digits"
     assert hpcdist("report", "it", "--csv", "--columns", "name,runs")[1] == "job,name,runs\ndigits,one,3\n"
-    both = "--json must be given without --csv; got both. Give one of the two."
+    both = "--json, --csv and --latex must be given one at a time; got several. Give one of them."
     assert both in hpcdist("report", "it", "--json", "--csv")[2]
 
 

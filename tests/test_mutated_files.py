@@ -40,7 +40,8 @@ from hpcdist.tools.compare.sweep import SweptRuns
 from hpcdist.tools.compare.trials import Trials
 from hpcdist.tools.report.analysis import analyse
 from hpcdist.tools.report.results import read_jobs
-from hpcdist.tools.report.sweep import judge_sweep, read_sweep, sections_of_sweep
+from hpcdist.tools.report.sweep import judge_sweep, read_sweep
+from hpcdist.tools.report.sweep_page import sections_of_sweep
 from hpcdist.tools.report.verdict import judge
 from hpcdist.topology.graph import read_edges
 from study import evidence

@@ -207,7 +207,7 @@ def _fitting(
 ) -> dict[str, int]:
     """Return the columns for which there is room, the first ones first, with their widths.
 
-    A text can do with a third of the room, and takes what is left over.
+    A text can do with a quarter of the room, and takes what is left over.
     """
     widths: dict[str, int] = {}
     wanted: dict[str, int] = {}
@@ -216,7 +216,7 @@ def _fitting(
         wanted[key] = width = max(map(_width, (heads[key], *of_key)))
         if key in left:
             words = [word for text in of_key for word in text.split()] if key in typed else []
-            width = min(width, max(LEAST_TEXT, columns // 3, *map(_width, words)))
+            width = min(width, max(LEAST_TEXT, columns // 4, *map(_width, words)))
         if width < room or not widths:
             widths[key] = width
             room -= 1 + width

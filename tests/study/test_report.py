@@ -524,7 +524,16 @@ def test_figures_are_alike_for_all_users_and_nothing_is_warned_of(tmp_path, recw
     assert page.read_text().count("精度") > 5 and not recwarn.list and "font" not in caplog.text
     figures = sorted((tmp_path / "one" / "figures").iterdir())
     assert all(figure.read_bytes() == (tmp_path / "two" / "figures" / figure.name).read_bytes() for figure in figures)
-    assert taken == [("reading steps", 1), ("drawing", len(figures) // 2)]
+    assert taken == [("reading steps", 1), ("drawing", len(figures) // 3)]
+
+
+def test_long_names_fit_into_figures(tmp_path, recwarn):
+    """Else matplotlib warns that its layout was not applied."""
+    for i in range(8):
+        options = {f"setting_number_{j}_of_the_strategy": f"a value that is long, {i}" for j in range(3)}
+        evidence.write_run(tmp_path / str(i), "softsync", staleness=1, **options)
+    page = write(tmp_path)
+    assert not [str(one.message) for one in recwarn.list] and "constrained_layout" not in page.read_text()
 
 
 def test_matplotlib_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):

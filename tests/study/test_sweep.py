@@ -226,10 +226,12 @@ def test_the_page_says_which_settings_are_best_and_which_matter(tmp_path):
     assert "<h1>Which settings? digits.py</h1>" in page and "fastest" not in page and "held against" not in page
     assert "The best settings: <code>optimizer.lr</code> 0.008, <code>batch_size</code> 16, with accuracy 90 %." in page
     assert "15 of 16 trials had the whole budget; 1 failed." in page and "each ran with one seed" in page
-    found = json.loads((tmp_path / "report" / SWEEP).read_text())
+    found = json.loads((tmp_path / "report" / "runs.json").read_text())["jobs"][0]["sweep"]
     assert found["importance"]["optimizer.lr"] > 0.9 and sum(found["importance"].values()) == pytest.approx(1)
     made = {path.name for path in (tmp_path / "report" / "figures").iterdir()}
-    assert made == {f"{name}.{kind}" for name in ("setting-1", "setting-2", "parallel") for kind in ("svg", "png")}
+    assert made == {
+        f"{name}.{kind}" for name in ("setting-1", "setting-2", "parallel") for kind in ("svg", "pdf", "png")
+    }
 
 
 @each("case", [("0.0011", "lower"), ("0.01", None), ("0.098", "upper")])

@@ -208,6 +208,15 @@ def test_the_headline_of(tmp_path, capsys, name):
         assert accuracy is None or math.isnan(accuracy.low) == (len(cell["metric.accuracy"]) < LEAST_SEEDS)
 
 
+def test_times_that_only_rounding_tells_apart_are_the_same(tmp_path):
+    runs = even(kind("allreduce", (0.98, 0.981, 0.979)), 0.3) + even(kind("softsync", (0.98, 0.979, 0.979)), 0.1 + 0.2)
+    evidence.write_comparison(tmp_path, runs)
+    (job,) = read_jobs([tmp_path])
+    (contrast,) = (found := analyse(job)).contrasts
+    assert (contrast.sooner.mean, contrast.sooner.p) == (1.0, 1.0) and contrast.standing() == "alike"
+    assert judge(found).reasons[-1].startswith("`softsync` reached 97 % in the same time as `allreduce`; final")
+
+
 def test_the_page_and_its_numbers_say_the_headline(tmp_path):
     said = judge(judged(tmp_path, "one rank beats eight")).headline
     page = write(tmp_path)

@@ -10,6 +10,7 @@ import typer
 
 from hpcdist.errors import ConfigError
 from hpcdist.tools import completion, console
+from hpcdist.tools.cli.runs import Tag, Where, chosen
 from hpcdist.tools.options import Target, read_target
 
 app = typer.Typer()
@@ -30,17 +31,21 @@ def report(
         str | None, typer.Option(metavar="COLUMN", help="Column that the rows are sorted by, the best first.")
     ] = None,
     target: Target = None,
+    where: Where = None,
+    tag: Tag = None,
     html: Annotated[
         bool, typer.Option("--html", help="Also write a web page with figures and tables, in FOLDER/report.")
     ] = False,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the web page into this folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all columns, numbers not rounded.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV: all columns, numbers not rounded.")] = False,
+    as_latex: Annotated[bool, typer.Option("--latex", help="Print the tables, and the methods, for LaTeX.")] = False,
 ) -> None:
     """Compare runs in a table, job by job: their metrics, their time, and what they sent.
 
-    Runs that differ only in their seeds share a row, with means and 95 % intervals. A terminal shows as many columns as
-    it has room for, a file all of them.
+    Each comparison and each sweep has a table of its own, and so have the single runs of each job. Runs that differ
+    only in their seeds share a row, with means and 95 % intervals. A terminal shows as many columns as it has room for,
+    a file all of them.
 
     Example: hpcdist report runs --target accuracy=0.97 --sort time_to_target_s
     """
@@ -50,16 +55,21 @@ def report(
     from hpcdist.tools.report.analysis import analyse
     from hpcdist.tools.report.results import read_jobs
 
-    if as_json and as_csv:
-        raise ConfigError("--json must be given without --csv; got both. Give one of the two.")
+    if (as_json, as_csv, as_latex).count(True) > 1:
+        raise ConfigError("--json, --csv and --latex must be given one at a time; got several. Give one of them.")
     wanted = None if target is None else read_target(target)
-    jobs = read_jobs(folders, wanted, progress=console.tracked)
+    only = {Path(one.folder) for one in chosen(folders, where, tag)} if where or tag else None
+    if only is not None and not only:
+        raise ConfigError(f"--where and --tag must choose a run; got none in {', '.join(map(str, folders))}.")
+    jobs = read_jobs(folders, wanted, only=only, progress=console.tracked)
     names = None if columns is None else [name.strip() for name in columns.split(",")]
     found = table.tables([analyse(job) for job in jobs], names, sort, every=as_json or as_csv)
     if as_json:
         print(to_json(table.as_data(found), indent=1, inf_nan_mode="null").decode())
     elif as_csv:
         table.write_csv(found, sys.stdout)
+    elif as_latex:
+        print(table.as_latex(found))
     else:
         table.show(found)
         for run in (one.run for job in jobs for one in job.runs):
@@ -70,7 +80,7 @@ def report(
     if html or output is not None:
         from hpcdist.tools.report import write
 
-        console.note(f"written: {write(folders, output, target=wanted, progress=console.tracked)}")
+        console.note(f"written: {write(folders, output, target=wanted, only=only, progress=console.tracked)}")
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import groupby
@@ -23,6 +24,14 @@ app = typer.Typer(name="runs", invoke_without_command=True)
 HOME = Path("runs")  # where `hpcdist train` makes folders
 KEYS = ("job", "strategy", "ranks", "comparison")  # of --where
 ORDERS = ("folder", "state", "job", "strategy", "ranks", "age", "time", "metric")
+Where = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="Only runs with this job, strategy, ranks, comparison or setting: optimizer.lr=0.1. Repeatable.",
+    ),
+]
+Tag = Annotated[list[str] | None, typer.Option(metavar="WORD", help="Only runs with this tag. Repeatable.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Run.", autocompletion=completion.runs)]
 Names = Annotated[
     list[str],
@@ -34,17 +43,11 @@ Names = Annotated[
 def runs(
     context: typer.Context,
     folder: Annotated[Path, typer.Option("--in", metavar="FOLDER", help="Folder with runs in it.")] = HOME,
-    where: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="Only runs with this job, strategy, ranks, comparison or setting: optimizer.lr=0.1. Repeatable.",
-        ),
-    ] = None,
+    where: Where = None,
     state: Annotated[
         str | None, typer.Option(help="Only running, ended, interrupted, failed, dead or damaged ones.")
     ] = None,
-    tag: Annotated[list[str] | None, typer.Option(metavar="WORD", help="Only runs with this tag. Repeatable.")] = None,
+    tag: Tag = None,
     sort: Annotated[str, typer.Option(metavar="COLUMN", help="Column that the rows are sorted by.")] = "age",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with numbers that are not rounded.")] = False,
 ) -> None:
@@ -62,14 +65,9 @@ def runs(
         raise UnknownNameError("--state", state, get_args(ListedState))
     if sort not in ORDERS:
         raise UnknownNameError("--sort", sort, ORDERS)
-    wanted = dict(_condition(text) for text in where or [])
-    found = [
-        one
-        for one in _listed(folder)
-        if state in (None, one.state)
-        and set(tag or []) <= set(one.tags)
-        and all(_has(one, key, value) for key, value in wanted.items())
-    ]
+    if not folder.is_dir():
+        raise ConfigError(f"--in must be a folder with runs in it; got {folder}. `hpcdist train` makes {HOME}.")
+    found = [one for one in chosen([folder], where, tag) if state in (None, one.state)]
     found.sort(key=lambda one: _place(one, sort))
     if as_json:
         print(to_json([asdict(one) for one in found], indent=1, inf_nan_mode="null").decode())
@@ -169,14 +167,21 @@ def _find(name: str) -> Path:
     raise ConfigError(f"NAME must be the folder of a run, or its name in {HOME}; got {name}. `hpcdist runs` lists all.")
 
 
-def _listed(folder: Path) -> list[ListedRun]:
-    """Read all runs in a folder."""
+def chosen(folders: Sequence[Path], where: Iterable[str] | None, tags: Iterable[str] | None) -> list[ListedRun]:
+    """Read the runs in folders that --where and --tag choose.
+
+    Raises:
+        ConfigError: a condition is not KEY=VALUE.
+    """
     from hpcdist.tools.runs import find_runs
     from hpcdist.tools.runs.listing import read_listed
 
-    if not folder.is_dir():
-        raise ConfigError(f"--in must be a folder with runs in it; got {folder}. `hpcdist train` makes {HOME}.")
-    return [read_listed(run, comparison) for run, comparison in find_runs([folder]).items()]
+    wanted = [_condition(text) for text in where or ()]
+    return [
+        one
+        for one in (read_listed(run, comparison) for run, comparison in find_runs(folders).items())
+        if set(tags or ()) <= set(one.tags) and all(_has(one, key, value) for key, value in wanted)
+    ]
 
 
 def _condition(text: str) -> tuple[str, str]:

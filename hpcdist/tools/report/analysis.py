@@ -63,10 +63,13 @@ class Cell:
         return self.frame[column].tolist() if column in self.frame else [None] * len(self.frame)
 
     def mean(self, column: str) -> Interval | None:
-        """Return the mean of such numbers and its interval; None without any."""
+        """Return the mean of such numbers and its interval, which has no impossible ones; None without any."""
         values = list(self[column].values())
-        if not values or not is_share(column):
-            return interval(values) if values else None
+        if not values:
+            return None
+        if not is_share(column):
+            found = interval(values)
+            return found if column.startswith("metric.") else found.clipped(0.0, math.inf)
         least = binomial_variance(fmean(values), self.tested) if self.tested else 0.0
         return interval(values, least_variance=least).clipped(0.0, 1.0)
 
@@ -159,7 +162,7 @@ class Cell:
     @property
     def samples_per_s(self) -> Interval | None:
         rates = [1 / seconds for seconds in self.seconds_per_sample.values()]
-        return interval(rates) if rates else None
+        return interval(rates).clipped(0.0, math.inf) if rates else None
 
     @property
     def times(self) -> DataFrame:
@@ -170,7 +173,7 @@ class Cell:
     def spent_to_target(self, what: str) -> Interval | None:
         """Return the mean `bytes` or `joules` at the target; None where a run has not met it, or they are unknown."""
         values = self[f"{what}_to_target"].values()
-        return interval(list(values)) if 0 < len(values) == self.tried else None
+        return self.mean(f"{what}_to_target") if 0 < len(values) == self.tried else None
 
     @property
     def total_batch(self) -> int | None:
@@ -325,6 +328,8 @@ def _contrast(cell: Cell, reference: Cell) -> Contrast:
         why = "it is a control of what is learnt; its time is in the section on scaling"
     elif cell.seconds and reference.seconds:
         sooner = ratio_of(reference.seconds, cell.seconds)
+        if max(sooner.high, 1 / sooner.low) - 1 < ROUNDING:
+            sooner = replace(sooner, mean=1.0, low=1.0, high=1.0, p=1.0)
     elif cell.job.target is None:
         why = "a side has no run that ended"
     else:

@@ -1,17 +1,16 @@
-"""Write a report: a page that needs nothing beside it, every figure as SVG and PNG, every number as CSV and JSON."""
+"""Write a report: a page that needs nothing beside it; figures as SVG, PDF and PNG; every number as CSV and JSON."""
 
 from __future__ import annotations
 
 import csv
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from html import escape
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jinja2
 from markupsafe import Markup
@@ -23,10 +22,10 @@ from hpcdist.records import now, own_cores, writing
 from hpcdist.registry import catalogue
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.analysis import Analysis, analyse
+from hpcdist.tools.report.methods import methods
 from hpcdist.tools.report.results import JobRuns, Progress, read_jobs
 from hpcdist.tools.report.table import as_value, asked_of
 from hpcdist.tools.report.verdict import Verdict, judge
-from hpcdist.tools.runs import SWEEP
 from hpcdist.version import __version__
 
 if TYPE_CHECKING:
@@ -42,7 +41,8 @@ STANDALONE = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{col
 def read_runs(folder: str | Path) -> DataFrame:
     """Read all runs of a folder into a pandas frame, a row each: those that failed, too.
 
-    Columns are the run's `job` and cell (`name`, `kind`, `ranks`, `virtual`), `seed`, `folder` and `failure`; its cost
+    Columns are the run's `job` and `comparison` (or sweep; the folder), its cell (`name`, `kind`, `ranks`, `virtual`),
+    `seed`, `folder` and `failure`; its cost
     (`wall_s`, `samples`, `bytes_per_step`, ...); `metric.NAME` at the end; `time_to_target_s` and the like where a
     comparison has a target; and `setting.KEY` for the settings in which runs differ.
 
@@ -58,13 +58,15 @@ def write(
     output: Path | None = None,
     *,
     target: tuple[str, float] | None = None,
+    only: Collection[Path] | None = None,
     progress: Progress = lambda items, title: items,
 ) -> Path:
-    """Write the report on a comparison's folder, a sweep's, or any folders of runs; return the page.
+    """Write the report on a comparison's folder, a sweep's, or any folders with these and single runs; return the page.
 
     Args:
         output: folder for `index.html`, `figures`, `runs.csv` and `runs.json`; None is `report` in the first folder.
         target: a metric and the value to be reached, where no comparison names them.
+        only: the runs' folders, see `read_jobs`; None: all.
         progress: is given what takes a while, see `read_jobs`.
 
     Raises:
@@ -81,59 +83,64 @@ def write(
     output = folders[0] / "report" if output is None else output
     page = output / "index.html"
     with warnings.catch_warnings(), matplotlib.style.context(["default", STYLE]), writing(page):
-        # In names. A browser has them; only in the PNG files there is a box.
+        # In names. A browser has them; only in the PNG and PDF files there is a box.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        if len(folders) == 1 and (folders[0] / SWEEP).exists():
-            text = _page_of_sweep(folders[0], output)
-        else:
-            text = _page_of_jobs(list(map(analyse, read_jobs(folders, target))), output, progress)
-        page.write_text(text, "utf-8")
+        jobs = list(map(analyse, read_jobs(folders, target, only=only)))
+        page.write_text(_page(jobs, ", ".join(map(str, folders)), output, progress), "utf-8")
     return page
 
 
-def _page_of_jobs(jobs: Sequence[Analysis], output: Path, progress: Progress) -> str:
+def _page(jobs: Sequence[Analysis], title: str, output: Path, progress: Progress) -> str:
     """Write the figures and the numbers of jobs; return the page on them."""
     runs = [one for analysis in jobs for one in analysis.job.runs]
     for one in progress(runs, "reading steps"):
         one.curves  # noqa: B018 - they are read on first use
-    sections = [sections_of(analysis, f"job-{number}-" * (number > 1)) for number, analysis in enumerate(jobs, 1)]
-    drawn = _write_figures(output, [section for of_job in sections for section in of_job], progress)
+    parts = [_part(analysis, f"part-{number}-" * (number > 1)) for number, analysis in enumerate(jobs, 1)]
+    drawn = _write_figures(output, [section for part in parts for section in part["sections"]], progress)
     rows = [row for analysis in jobs for row in analysis.rows]
     with open(output / "runs.csv", "w", newline="", encoding="utf-8") as lines:
         writer = csv.DictWriter(lines, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
         writer.writerows(rows)
-    verdicts = list(map(judge, jobs))
-    content = {"version": VERSION, "jobs": list(map(numbers, jobs, verdicts))}
+    of_jobs = [numbers(analysis, part["verdict"]) | part["numbers"] for analysis, part in zip(jobs, parts)]
+    content = {"version": VERSION, "jobs": of_jobs}
     (output / "runs.json").write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
-    told = [
-        {"name": analysis.job.name or "jobs that are not written down", "facts": _facts(analysis.job)}
-        | {"verdict": verdict, "sections": of_job, "runs": len(analysis.job.runs)}
-        for analysis, verdict, of_job in zip(jobs, verdicts, sections, strict=True)
-    ]
-    virtual = {one.virtual for one in runs}
-    some = "" if virtual == {False} else "all" if virtual == {True} else "some"
-    return _render("Which strategy?", jobs[0].job.title, told, drawn, ["runs.csv", "runs.json"], virtual=some)
+    own = jobs[0].job.title
+    own = Path(own).name if own.endswith(".py") else own
+    return _render(
+        f"{parts[0]['question']} {own}" if len(jobs) == 1 else f"Runs in {title}",
+        parts=parts,
+        drawn=drawn,
+    )
 
 
-def _page_of_sweep(folder: Path, output: Path) -> str:
-    """Write the figures and the numbers of a sweep; return the page on it."""
-    from hpcdist.tools.report.sweep import judge_sweep, read_sweep, sections_of_sweep
+def _part(analysis: Analysis, prefix: str) -> dict[str, Any]:
+    """Draw the part of the page on a job.
 
-    found = read_sweep(folder)
-    sections = sections_of_sweep(found)
-    drawn = _write_figures(output, sections, lambda items, title: items)
-    content = {"version": VERSION, **found.model_dump()}
-    (output / SWEEP).write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
-    facts = {
-        "metric": f"{found.metric} ({'higher' if found.higher_is_better else 'lower'} is better)",
-        "strategy": f"`{found.strategy}` on {wording.count(found.ranks, 'rank')}",
-        "sampler": found.sampler,
-        "pruner": found.pruner,
-        "trials": f"{len(found.complete)} of {len(found.trials)} with the whole budget",
-    }
-    job = {"name": found.job, "facts": facts, "verdict": judge_sweep(found), "sections": sections}
-    return _render("Which settings?", found.job, [job | {"runs": len(found.trials)}], drawn, [SWEEP])
+    Args:
+        prefix: of the names of sections and figures, which are unique in a page with several parts.
+    """
+    job = analysis.job
+    if job.is_sweep:
+        from hpcdist.tools.report.sweep import judge_sweep, read_sweep
+        from hpcdist.tools.report.sweep_page import facts_of_sweep, sections_of_sweep
+
+        found = read_sweep(cast(Path, job.comparison))
+        part: dict[str, Any] = {
+            "question": "Which settings?",
+            "facts": facts_of_sweep(found),
+            "verdict": judge_sweep(found),
+        }
+        part |= {"sections": sections_of_sweep(found), "numbers": {"sweep": found}}
+    else:
+        part = {"question": "Which strategy?", "facts": _facts(job), "verdict": judge(analysis)}
+        part |= {"sections": sections_of(analysis), "numbers": {}}
+    part["sections"] = [one.prefixed(prefix) for one in part["sections"]]
+    part["methods"] = text = methods(analysis)
+    part["numbers"] |= {"methods": text}
+    virtual = {one.virtual for one in job.runs}
+    part["virtual"] = "" if True not in virtual else "some" if False in virtual else "all"
+    return part | {"name": job.section, "runs": len(job.runs), "prefix": prefix}
 
 
 def _write_figures(output: Path, sections: Sequence[Section], progress: Progress) -> dict[str, str]:
@@ -153,7 +160,9 @@ _drawn: list[ReportFigure] = []  # by a process of `_write_figures`
 
 
 def _write_figure(number: int, folder: Path) -> str:
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_pdf import FigureCanvasPdf
 
     from hpcdist.tools.report.figures.base import svg
 
@@ -161,18 +170,16 @@ def _write_figure(number: int, folder: Path) -> str:
     text = svg(figure)
     head, title, rest = text.partition("<title")
     (folder / f"{figure.name}.svg").write_text(head + STANDALONE + title + rest, "utf-8")
+    with rc_context({"pdf.fonttype": 42}):  # TrueType, which journals ask for
+        FigureCanvasPdf(figure.figure).print_pdf(folder / f"{figure.name}.pdf", metadata={"CreationDate": None})
     figure.figure.set(dpi=150, facecolor="white")
     FigureCanvasAgg(figure.figure).print_png(folder / f"{figure.name}.png")  # savefig would draw it twice
     return text
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
-def sections_of(analysis: Analysis, prefix: str = "") -> list[Section]:
-    """Draw all sections that have something to show, in their order; those of other packages last.
-
-    Args:
-        prefix: of the names of sections and figures, which are unique in a page with several jobs.
-    """
+def sections_of(analysis: Analysis) -> list[Section]:
+    """Draw all sections that have something to show, in their order; those of other packages last."""
     from hpcdist.tools.report.figures.base import ReportFigure, ReportTable, Section
 
     sections = []
@@ -183,29 +190,20 @@ def sections_of(analysis: Analysis, prefix: str = "") -> list[Section]:
         figures: dict[int | None, list[ReportFigure]] = {}
         for part in parts:
             if isinstance(part, ReportFigure):
-                figures.setdefault(part.ranks, []).append(replace(part, name=prefix + part.name))
+                figures.setdefault(part.ranks, []).append(part)
         tables = [part for part in parts if isinstance(part, ReportTable)]
         remarks = [part for part in parts if isinstance(part, str)]
         if parts:
-            sections.append(Section(prefix + name, getattr(plugin, "TITLE", name), figures, tables, remarks))
+            sections.append(Section(name, getattr(plugin, "TITLE", name), figures, tables, remarks))
     return sections
 
 
-def _render(
-    question: str,
-    title: str,
-    jobs: Sequence[Mapping[str, Any]],
-    drawn: Mapping[str, str],
-    files: Sequence[str],
-    virtual: str = "",
-) -> str:
+def _render(title: str, *, parts: Sequence[Mapping[str, Any]], drawn: Mapping[str, str]) -> str:
     """Render the page.
 
     Args:
-        jobs: each with `name`, `facts`, `verdict`, `sections` and the number of its `runs`.
-        drawn: its figures, by their names.
-        files: beside it, with its numbers.
-        virtual: whether `all` or `some` runs were on virtual ranks.
+        parts: as `_part` returns them.
+        drawn: their figures, by their names.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -218,14 +216,11 @@ def _render(
     environment.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
     environment.tests["number"] = lambda text: re.match(r"[−+<\d–]", text) is not None
     return environment.get_template(TEMPLATE).render(
-        question=question,
-        title=Path(title).name if title.endswith(".py") else title,
-        jobs=jobs,
+        title=title,
+        parts=parts,
         drawn=drawn,
-        files=files,
         shown_reasons=SHOWN_REASONS,
         shown_rows=SHOWN_ROWS,
-        virtual=virtual,
         written=now(),
         version=__version__,
     )

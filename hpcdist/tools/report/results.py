@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from pandas import DataFrame, Index
 from hpcdist.config import differing
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import Evaluation
-from hpcdist.tools.runs import COMPARISON, Run, Steps, find_runs, read_comparison
+from hpcdist.tools.runs import COMPARISON, SWEEP, Run, Steps, find_runs, read_comparison
 from hpcdist.tools.statistics import first_reaching
 
 POINTS = 60  # of a curve of losses
@@ -70,7 +70,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class JobRuns:
-    """All runs of one job in a report, and the question they answer.
+    """All runs of a comparison, of a sweep, or all single runs of one job, and the question they answer.
 
     Attributes:
         name: of the job; None where no run has it written down.
@@ -78,6 +78,7 @@ class JobRuns:
         target: of the metric; None where nobody set one.
         reference: the name that others are compared with.
         settings: in which runs differ: by dotted key, the values of the runs' folders.
+        comparison: the folder of the comparison or sweep; None for single runs.
     """
 
     name: str | None
@@ -90,6 +91,17 @@ class JobRuns:
     budget: Mapping[str, float] = field(default_factory=dict)
     tuning: Mapping[str, Any] | None = None
     settings: Mapping[str, Mapping[Path, str]] = field(default_factory=dict)
+    comparison: Path | None = None
+
+    @property
+    def section(self) -> str:
+        """Return the name of these runs' part of a report that has several parts."""
+        name = self.name or "jobs that are not written down"
+        return name if self.comparison is None else f"{self.comparison} ({name})"
+
+    @cached_property
+    def is_sweep(self) -> bool:
+        return self.comparison is not None and (self.comparison / SWEEP).exists()
 
     @cached_property
     def has_several_ranks(self) -> bool:
@@ -109,7 +121,7 @@ class JobRuns:
     def row(self, one: RunResult) -> dict[str, Any]:
         """Return all numbers of a run but those of its curves."""
         summary, start = one.run.summary, one.run.start
-        row: dict[str, Any] = {"job": self.name}
+        row: dict[str, Any] = {"job": self.name, "comparison": self.comparison and str(self.comparison)}
         row |= {key: getattr(one, key) for key in ("name", "kind", "ranks", "virtual", "seed")}
         row |= {"folder": str(one.run.folder), "failure": one.run.failure, "changes": "; ".join(one.run.changes)}
         if start is not None:
@@ -132,24 +144,49 @@ class JobRuns:
 
 
 def read_jobs(
-    folders: Sequence[Path], target: tuple[str, float] | None = None, *, progress: Progress = lambda items, title: items
+    folders: Sequence[Path],
+    target: tuple[str, float] | None = None,
+    *,
+    only: Collection[Path] | None = None,
+    progress: Progress = lambda items, title: items,
 ) -> list[JobRuns]:
-    """Read a comparison's folder, or any folders with runs at any depth: the evidence on each job for itself.
+    """Read the runs in folders, at any depth, as `hpcdist runs` groups them: single runs by their jobs, by their names,
+    then each comparison and each sweep.
 
-    Jobs answer different questions, so that each has its own metric, reference and names: runs are named by the
-    settings that differ between those of the same job. Jobs come in the order of their names.
+    Each of these answers a question of its own, with its own metric and reference, and names runs by the settings that
+    differ in it.
 
     Args:
         target: a metric and the value of it to be reached, for the jobs with that metric, before the one that a
             comparison names.
+        only: the runs' folders; None: all.
         progress: is given the runs, and yields each when it is to be read, such as `console.tracked`.
 
     Raises:
-        ConfigError: there is no run, or none has the target's metric.
+        ConfigError: there is no such folder, no run, or none has the target's metric.
         DataError: a file is damaged.
     """
-    plan = read_comparison(folders[0]) if len(folders) == 1 else None
-    found = _loose(folders, progress) if plan is None else [_comparison(folders[0], plan, progress)]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"FOLDER must be a folder with runs in it; got {folder}, which is no folder.")
+    groups: dict[Path | None, list[Path]] = {folder: [] for folder in folders if (folder / COMPARISON).exists()}
+    for run, comparison in find_runs(folders).items():
+        if only is None or run in only:
+            groups.setdefault(comparison, []).append(run)
+    found: list[JobRuns] = []
+    for comparison in sorted(groups, key=lambda folder: str(folder or "")):
+        plan = None if comparison is None else read_comparison(comparison)
+        if comparison is None or plan is None:
+            found += _loose(groups[comparison], ", ".join(map(str, folders)), progress)
+        elif only is None or groups[comparison]:
+            found.append(_comparison(comparison, plan, only, progress))
+    if not any(one.run.ended or job.comparison for job in found for one in job.runs):
+        if damages := [one.run.damage for job in found for one in job.runs if one.run.damage]:
+            raise DataError(damages[0])
+        raise ConfigError(
+            f"folders must hold a run that has ended; got none in {', '.join(map(str, folders))}. A run writes "
+            "summary.json at its end."
+        )
     if target is None:
         return found
     name, value = target
@@ -170,10 +207,11 @@ def is_higher_better(metric: str) -> bool:
     return not any(part in metric.lower() for part in LOWER_IS_BETTER)
 
 
-def _comparison(folder: Path, plan: Mapping[str, Any], progress: Progress) -> JobRuns:
+def _comparison(folder: Path, plan: Mapping[str, Any], only: Collection[Path] | None, progress: Progress) -> JobRuns:
     try:
         metric, is_virtual = plan["metric"], bool(plan.get("virtual"))
-        runs = [_run(folder / run["folder"], run, is_virtual) for run in progress(plan["runs"], READING)]
+        wanted = [run for run in plan["runs"] if only is None or folder / run["folder"] in only]
+        runs = [_run(folder / run["folder"], run, is_virtual) for run in progress(wanted, READING)]
         return JobRuns(
             name=Path(plan["job"]).stem,
             title=plan["job"],
@@ -185,6 +223,7 @@ def _comparison(folder: Path, plan: Mapping[str, Any], progress: Progress) -> Jo
             reference=plan["reference"],
             runs=runs,
             settings=_settings(runs),
+            comparison=folder,
         )
     except KeyError as error:
         raise DataError(
@@ -193,15 +232,8 @@ def _comparison(folder: Path, plan: Mapping[str, Any], progress: Progress) -> Jo
         ) from None
 
 
-def _loose(folders: Sequence[Path], progress: Progress) -> list[JobRuns]:
-    found = [_run(folder) for folder in progress(list(find_runs(folders)), READING)]
-    title = ", ".join(map(str, folders))
-    if not any(one.run.ended for one in found):
-        if damages := [one.run.damage for one in found if one.run.damage]:
-            raise DataError(damages[0])
-        raise ConfigError(
-            f"folders must hold a run that has ended; got none in {title}. A run writes summary.json at its end."
-        )
+def _loose(folders: Sequence[Path], title: str, progress: Progress) -> list[JobRuns]:
+    found = [_run(folder) for folder in progress(folders, READING)]
     return [_of_job(job, title, runs) for job, runs in _by_job(found).items()]
 
 
@@ -230,13 +262,14 @@ def _of_job(job: str | None, title: str, found: Sequence[RunResult]) -> JobRuns:
     runs = [replace(one, name=_name(one, settings)) for one in found]
     metrics = [name for one in runs if one.run.summary for name in one.run.summary.metrics]
     metric = next((name for name in metrics if name != "loss"), "loss")
-    names = list(dict.fromkeys(one.name for one in sorted(runs, key=lambda one: not one.run.ended)))
+    beside = Counter(one.ranks for one in runs)  # a reference on as many ranks as most others
+    ordered = sorted(runs, key=lambda one: (not one.run.ended, one.run.strategy != REFERENCE, -beside[one.ranks]))
     return JobRuns(
         name=job,
         title=title,
         metric=metric,
         higher_is_better=is_higher_better(metric),
-        reference=next((name for name in names if name.split()[0] == REFERENCE), names[0]),
+        reference=ordered[0].name,
         runs=runs,
         settings=settings,
     )
@@ -251,7 +284,7 @@ def _name(one: RunResult, settings: Mapping[str, Mapping[Path, str]]) -> str:
     """Name a run by its strategy and the settings in which it differs from others of its job."""
     values = []
     for key, of in settings.items():
-        if one.run.folder in of:  # `splits`, or `compression` of `strategy.compression.name`
+        if of.get(one.run.folder, "null") != "null":  # `splits`, or `compression` of `strategy.compression.name`
             parts = key.split(".")
             values.append(f"{parts[-2] if parts[-1] == 'name' and len(parts) > 1 else parts[-1]} {of[one.run.folder]}")
     return one.name + (f" ({', '.join(values)})" if values else "")

@@ -8,14 +8,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from pandas import DataFrame
 
 from hpcdist.errors import UnknownNameError
 from hpcdist.tools import console
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.analysis import Analysis, Cell
+from hpcdist.tools.report.methods import methods
 from hpcdist.tools.report.results import JobRuns, is_higher_better
-from hpcdist.tools.report.verdict import judge
+from hpcdist.tools.report.verdict import Verdict, judge
 from hpcdist.tools.statistics import LEAST_SEEDS, Interval, ratio_of
 
 # Columns that are shown without --columns if they say anything, the most important ones first: those before the metric,
@@ -24,9 +28,14 @@ BEFORE = ("name", "ranks", "stages", "runs")
 AFTER = ("time_to_target_s", "samples_per_s", "speedup", "wall_s")
 LAST = ("staleness_mean", "staleness_max", "bytes_per_step", "waiting_s", "bubble", "joules", "skipped", "dropped")
 HIGHER_IS_BETTER = ("samples_per_s", "speedup", "samples")
-LEFT_OUT = ("job", "failure")  # of what a run has in `runs.csv`: the table's title tells them
+LEFT_OUT = ("job", "comparison", "failure")  # of what a run has in `runs.csv`: the table's title tells them
 LISTED = 3  # different texts of the runs of a kind; more are counted
 SEPARATORS, LEAST_CUT = "/(=, ", 4  # behind which texts are cut, and by how many characters at least
+LATEX = str.maketrans(
+    {mark: f"\\{mark}" for mark in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\N{NO-BREAK SPACE}": "~"}
+    | {"−": "$-$", "±": r"$\pm$", "≥": r"$\ge$", "≤": r"$\le$", "→": r"$\to$", "µ": r"$\mu$"}
+)
 Entry = tuple[Interval | float | str | None, str]  # a value, for JSON and CSV, and what a terminal shows of it
 
 
@@ -45,7 +54,8 @@ def tables(
 
     Args:
         names: of the columns, without `metric.` and `setting.`, too; None: those that matter most, or all if `every`.
-        sort: the column that rows are sorted by, the best first; None: by ranks, kind and name.
+        sort: the column that rows are sorted by, the best first; None: by ranks, kind and name,
+            or a sweep's by the metric.
 
     Raises:
         UnknownNameError: no job has such a column.
@@ -64,8 +74,9 @@ def tables(
     for analysis, rows in zip(jobs, of_jobs, strict=True):
         columns = list(rows[0]) if rows else []
         shown = wanted or [name for name in columns if every or _is_shown(name, rows, analysis.job)]
-        if key in columns:
-            rows.sort(key=partial(_place, key, analysis.job))
+        first = key or (f"metric.{analysis.job.metric}" if analysis.job.is_sweep else None)
+        if first in columns:
+            rows.sort(key=partial(_place, first, analysis.job))
         found.append(JobTable(analysis, [{name: row[name] for name in shown if name in row} for row in rows]))
     return found
 
@@ -73,27 +84,48 @@ def tables(
 def show(found: Sequence[JobTable]) -> None:
     """Show tables on the terminal, or write them to the file that standard output is."""
     for table in found:
-        job, cells = table.analysis.job, table.analysis.cells
-        heads = {name: _head(name) for name in table.rows[0]}
-        if job.target is not None:
-            several = ",\ngeometric mean" if any(len(cell.seconds_to_target) > 1 for cell in cells) else ""
-            heads["time_to_target_s"] = f"seconds\nto {job.target:g}{several}"
+        heads = _heads(table)
         texts = {name: [row[name][1] for row in table.rows] for name in table.rows[0]}
         left = [name for name, (value, _) in table.rows[0].items() if isinstance(value, (str, bool))]
         for name in left:
             common, texts[name] = _cut(texts[name])
             heads[name] += f"\n{common}" if common else ""
         rows = [dict(zip(texts, row)) for row in zip(*texts.values())]
-        console.rows(_title(table.analysis), rows, heads=heads, left=left, option="--columns")
-        if len(cells) > 1:
-            console.line(f"{judge(table.analysis).headline}\n")
+        title = f"{table.analysis.job.comparison}: " if table.analysis.job.comparison and len(found) > 1 else ""
+        console.rows(title + _title(table.analysis), rows, heads=heads, left=left, option="--columns")
+        if len(table.analysis.cells) > 1:
+            console.line(answer(table.analysis).headline)
+            console.line("")
+
+
+def answer(analysis: Analysis) -> Verdict:
+    """Judge the runs of a job, or of a sweep."""
+    if not analysis.job.is_sweep:
+        return judge(analysis)
+    from hpcdist.tools.report.sweep import judge_sweep, read_sweep
+
+    return judge_sweep(read_sweep(cast(Path, analysis.job.comparison), importance=False))
+
+
+def as_latex(found: Sequence[JobTable]) -> str:
+    """Write tables for LaTeX with its package booktabs, each with its paragraph of methods."""
+    texts = [r"% \usepackage{booktabs}"]
+    for table in found:
+        heads = [_heads(table)[name].replace("\n", " ").translate(LATEX) for name in table.rows[0]]
+        rows = [[text.translate(LATEX) for _, text in row.values()] for row in table.rows]
+        columns = "".join("l" if isinstance(value, (str, bool)) else "r" for value, _ in table.rows[0].values())
+        caption = f"{_title(table.analysis)}.".translate(LATEX)
+        frame = DataFrame(rows, columns=heads)
+        texts.append(frame.to_latex(index=False, column_format=columns, position="htbp", caption=caption))
+        texts.append(f"{methods(table.analysis).translate(LATEX)}\n")
+    return "\n".join(texts)
 
 
 def as_data(found: Sequence[JobTable]) -> list[dict[str, Any]]:
     """Return tables for JSON, with numbers that are not rounded: means have the ends of their 95 % intervals."""
     return [
         asked_of(table.analysis.job)
-        | {"verdict": judge(table.analysis).headline}
+        | {"verdict": answer(table.analysis).headline, "methods": methods(table.analysis)}
         | {"rows": [{name: as_value(value, name) for name, (value, _) in row.items()} for row in table.rows]}
         for table in found
     ]
@@ -101,8 +133,9 @@ def as_data(found: Sequence[JobTable]) -> list[dict[str, Any]]:
 
 def asked_of(job: JobRuns) -> dict[str, Any]:
     """Return the question that a job's runs answer, for JSON."""
+    comparison = job.comparison and str(job.comparison)
     keys = ("title", "metric", "higher_is_better", "target", "reference")
-    return {"job": job.name} | {key: getattr(job, key) for key in keys}
+    return {"job": job.name, "comparison": comparison} | {key: getattr(job, key) for key in keys}
 
 
 def as_value(value: object, name: str = "") -> object:
@@ -135,6 +168,15 @@ def mean_of(value: Any) -> Any:
 def _head(name: str) -> str:
     """Write a column's name in several lines, but for names of metrics and settings, which are the user's."""
     return _short(name) if "." in name else name.replace("_per_", "\n/").replace("_", "\n")
+
+
+def _heads(table: JobTable) -> dict[str, str]:
+    """Return what stands above each column."""
+    job, heads = table.analysis.job, {name: _head(name) for name in table.rows[0]}
+    if job.target is not None:
+        several = ",\ngeometric mean" if any(len(cell.seconds_to_target) > 1 for cell in table.analysis.cells) else ""
+        heads["time_to_target_s"] = f"seconds\nto {job.target:g}{several}"
+    return heads
 
 
 def _title(analysis: Analysis) -> str:
@@ -174,7 +216,7 @@ def _row(cell: Cell, columns: Iterable[str], numbers: Sequence[str], alone: Cell
         "ranks": (cell.ranks, str(cell.ranks)),
         "runs": (runs, f"{runs}" if ended == runs else f"{ended} of {runs}"),
         "ended": (ended, str(ended)),
-        "samples_per_s": (rate := cell.samples_per_s, wording.NONE if rate is None else f"{rate:.0f}"),
+        "samples_per_s": (rate := cell.samples_per_s, wording.estimate(rate, "{:.0f}".format)),
         "speedup": (faster, wording.times(faster)),
     }
     if cell.job.target is not None:

@@ -100,6 +100,8 @@ def _compared(contrast: Contrast) -> str:
         return f"{capital(_on(lost[0]))} has no run that ended: nothing can be compared."
     if cell.kind == "serial":
         text = f"One process with the same total batch, `{cell.shown}`, against {_on(other)}"
+    elif contrast.sooner is not None and contrast.sooner.low == contrast.sooner.high == 1:
+        text = f"{_on(cell)} {_done(job)} in the same time as {_of(other)}"
     elif contrast.sooner is not None:
         text = f"{_on(cell)} {_done(job)} {_sooner(contrast.sooner, contrast.p_sooner)} than {_of(other)}"
     else:

@@ -7,7 +7,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ INK = "#010203"  # of text and axes: replaced by the page's own colour
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c9579b", "#8a6fe0", "#7d828a")
 MARKERS = "osD^vPX*"
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
-LABEL_COLUMNS = 18
+LABEL_COLUMNS, LEGEND_COLUMNS = 18, 44
 WIDTH = 4.0  # inches: as wide as a phone, so that text stays readable there
 STYLE: Any = {
     "font.size": 10,
@@ -87,6 +87,11 @@ class Section:
     tables: Sequence[ReportTable]
     remarks: Sequence[str]
 
+    def prefixed(self, prefix: str) -> Section:
+        """Return the section with a prefix before its name and those of its figures."""
+        figures = {ranks: [replace(one, name=prefix + one.name) for one in of] for ranks, of in self.figures.items()}
+        return replace(self, name=prefix + self.name, figures=figures)
+
 
 class Look(NamedTuple):
     """How a strategy is drawn, the same in all figures."""
@@ -143,10 +148,12 @@ def svg(shown: ReportFigure) -> str:
 
 def legend(figure: Figure, axes: Axes) -> None:
     """Put the legend below, in as many columns as its texts leave room for."""
-    handles, labels = axes.get_legend_handles_labels()
-    longest = max(map(len, labels), default=0)
+    handles, names = axes.get_legend_handles_labels()
+    labels = [textwrap.fill(name, LEGEND_COLUMNS, break_long_words=False, break_on_hyphens=False) for name in names]
+    longest = max(map(len, names), default=0)
     columns = 1 if longest > 22 else 2 if longest > 13 else 3
-    figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(labels) // columns))
+    lines = sum(label.count("\n") for label in labels)
+    figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(labels) // columns) + 0.15 * lines)
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, handlelength=2.4)
 
 

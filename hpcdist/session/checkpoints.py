@@ -73,6 +73,8 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
     """
     begin_collective("a checkpoint")
     session, objects = current(), _Objects(state)
+    if session.planned is not None:
+        session.planned.require_own(path)
     taken = max((optimizer.strategy.steps for optimizer in objects.trained.values()), default=0)
     steps = max(each for each in session.comm.gather(taken) if each is not None)
     saved: dict[str, Any] = {name: capture(optimizer) for name, optimizer in objects.trained.items()}
@@ -115,6 +117,8 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
     """
     begin_collective("a checkpoint")
     session = current()
+    if session.planned is not None:
+        session.planned.require_own(path)
     found = checkpoint.latest_together(session.comm, path)
     if found is None:
         return None

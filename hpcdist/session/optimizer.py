@@ -77,6 +77,7 @@ class Attachment:
     others: Sequence[str] = ()  # modules that were not in the model's mode at the first of these steps
     running: bool = False  # the optimiser's own step, or another method of its own, is running
     write: Callable[[StepRecord], None] | None = None  # takes the records of a loop that is a run
+    compute: Callable[[], object] | None = None  # lets a step's time go by, for a script on virtual ranks
     seen: list[int | bytes] | None = None  # the model's `changes` after the last step, where it `looks`
 
     @contextmanager
@@ -156,6 +157,8 @@ class _Distributed:
         own.modes |= 1 << module.training
         if torch._C._current_graph_task_id() != -1:
             rules.refuse("an optimiser steps inside the backward pass", strategy)
+        if own.compute is not None:
+            own.compute()
         if strategy.model.is_swapped:
             raise rules.error("a step is taken in an evaluation")
         if own.counts != [len(group["params"]) for group in self.param_groups]:  # type: ignore[attr-defined]
@@ -286,7 +289,7 @@ class _Usual(_Distributed, torch.optim.Optimizer):
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     model: nn.Module | None = None,
-    strategy: str = "allreduce",
+    strategy: str | None = None,
     *,
     clip_norm: float | None = None,
     bucket_bytes: int = 25 << 20,
@@ -308,7 +311,8 @@ def DistributedOptimizer(
     not finite in one stage, they count as not finite in all stages of the replica.
 
     Args:
-        strategy: a name of `hpcdist.strategies.available()`, or `path/to/file.py:Class`.
+        strategy: a name of `hpcdist.strategies.available()`, or `path/to/file.py:Class`. None: allreduce, or the one
+            that `hpcdist compare` or `sweep` has planned for this run.
         clip_norm: largest 2-norm of all gradients together: with allreduce and hardsync (on several servers too) that
             of the mean gradient of an update; else that of each rank's own gradient, before it is sent or used. For a
             model in stages it is the norm over all stages.
@@ -329,6 +333,9 @@ def DistributedOptimizer(
         MismatchError: ranks differ in strategy, options, optimiser or model, or in a plug-in's file.
     """
     session = current()
+    if session.planned is not None:
+        strategy, options = session.planned.chosen(strategy, options)
+    strategy = strategy or "allreduce"
     require_own_names(options)
     if isinstance(optimizer, _Distributed):
         raise rules.error("an optimiser is distributed twice")
@@ -398,6 +405,8 @@ def DistributedOptimizer(
         model.optimizers.append(changed)
     if session.run is not None and session.run.begin(changed, ranks, settings_of(changed)):
         changed.attachment.write = session.run.write
+        if session.planned is not None:  # on real ranks this does nothing
+            changed.attachment.compute = session.comm.compute
     return optimizer
 
 

@@ -11,7 +11,7 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,6 +64,45 @@ LOG_EVERY = 20  # steps between figures for loggers
 NO_ENERGY = Energy(joules=None, not_measured="it is not measured in a loop of one's own")
 
 
+@dataclass(frozen=True)
+class PlannedLoop:
+    """A run of a script that a comparison or a sweep has planned.
+
+    Attributes:
+        script: its file.
+        folder: of the run.
+        strategy: which trains, by these options and those of the script.
+    """
+
+    script: str
+    folder: str
+    strategy: str
+    options: Mapping[str, Any]
+
+    def chosen(self, strategy: str | None, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return the strategy and the options of a DistributedOptimizer that the script gives these.
+
+        Raises:
+            ConfigError: they are others than those of the plan.
+        """
+        given = {"strategy": strategy, **options}
+        for name, value in {"strategy": self.strategy, **self.options}.items():
+            if given.get(name) not in (None, value):
+                raise ConfigError(
+                    f"{name} of DistributedOptimizer must be {value!r} in this run of a comparison or a sweep; got "
+                    f"{given[name]!r}. Leave it out of the script, or let ARGS say it: --strategy {{strategy}}."
+                )
+        return self.strategy, {**options, **self.options}
+
+    def require_own(self, path: str | os.PathLike[str]) -> None:
+        """Raise ConfigError where a folder of checkpoints is not the run's own: other runs would go on from them."""
+        if not Path(path).resolve().is_relative_to(Path(self.folder).resolve()):
+            raise ConfigError(
+                f"checkpoints must be in the folder of a run that a comparison or a sweep has planned, {self.folder}; "
+                f"got {path}. Let ARGS say it: --checkpoints {{run}}/checkpoints."
+            )
+
+
 class LoopRun:
     """Write the run of the first DistributedOptimizer: records of each step, evaluations and, at the end, a summary.
 
@@ -74,6 +113,7 @@ class LoopRun:
         folder: of the run. A run there that has not ended is gone on with.
         of_job: the folder is that of a batch job: the run gets one of its own in it, named after the script.
         log: loggers, as the setting `log` of a job.
+        script: its file, if it is not that of this process.
 
     Attributes:
         wanted: the folder that the user gave.
@@ -86,7 +126,9 @@ class LoopRun:
         ConfigError: a run has ended in the folder, it is another script's, or a process works in it.
     """
 
-    def __init__(self, comm: Communicator, folder: Path, of_job: bool = False, log: tuple[str, ...] = ()):
+    def __init__(
+        self, comm: Communicator, folder: Path, of_job: bool = False, log: tuple[str, ...] = (), script: str = ""
+    ):
         self.wanted = folder
         self.samples = self.of_all = self.epochs = 0
         self.reason = "the script ended before hpcdist.finish"
@@ -95,7 +137,7 @@ class LoopRun:
         self._log = log
         self._curves: Curves | None = None
         self._comm, self._until_the_end = comm, ExitStack()
-        self._script = Path(getattr(sys.modules["__main__"], "__file__", None) or INTERACTIVE)
+        self._script = Path(script or getattr(sys.modules["__main__"], "__file__", None) or INTERACTIVE)
         claim = self._claimed_in_job if of_job else self._claimed
         text = comm.gather(comm.together(lambda: str(claim(folder)) if comm.rank == 0 else ""))[0]
         self.folder = Path(text)

@@ -30,7 +30,7 @@ from hpcdist.log import set_up as set_up_messages
 from hpcdist.parallel.grid import Grid
 from hpcdist.session import arguments, rules  # noqa: F401  (from here on DistributedDataParallel's models are noted)
 from hpcdist.session.curves import first_living
-from hpcdist.session.run import LoopRun, next_run, required_versions
+from hpcdist.session.run import LoopRun, PlannedLoop, next_run, required_versions
 
 if TYPE_CHECKING:  # it starts MPI, which importing this must not
     from hpcdist.comm.mpi.communicator import MpiCommunicator
@@ -59,6 +59,7 @@ class Session:
         self.serves = False  # this rank serves, or has served, others that train
         self.workers: tuple[int, ...] | None = None  # ranks that train, as the last DistributedOptimizer says
         self.run: LoopRun | None = None  # the files that this loop writes
+        self.planned: PlannedLoop | None = None  # by a comparison or a sweep, which runs this script
         self.told_main = False  # `is_main` has been called before that, and taken rank 0 for the first of them
 
     @property
@@ -181,7 +182,8 @@ def init(
         run: folder for what `hpcdist train` writes of a job: settings, a record of each step, what `log_metrics` is
             given, and a summary at `finish`. `hpcdist watch`, `runs` and `report` show it. A run there that has not
             ended is gone on with. None: in a batch job of hpcdist's, which sets HPCDIST_RUN, a folder in the job's
-            own, named after the script; else nothing is written. False: nothing.
+            own, named after the script; else nothing is written. False: nothing. `hpcdist compare` and `sweep` give
+            the scripts that they run folders of their own.
         log: tools that the first rank that trains writes the run's figures for, as a job's setting `log`: tensorboard,
             wandb, mlflow, or a class in a file.
 
@@ -199,7 +201,7 @@ def init(
     if comm is not None:
         if comm is not _thread.joined:
             _thread.begin(comm)
-    elif _process.joined is None:
+    elif _thread.joined is None and _process.joined is None:
         _process.joined = _join_world(deadline_s, gpu_aware_mpi, internode, torch_distributed, bind)
         if _process.joined.size == 1 and multiprocessing.parent_process() is not None:
             _log.warning(
@@ -220,12 +222,18 @@ def init(
             atexit.register(end_timeline, session.joined)  # before this package's threads end
     if run not in (None, False) and not (isinstance(run, (str, os.PathLike)) and os.fspath(run).strip()):
         raise ConfigError(f"run must be the path of a folder, None or False; got {run!r}.")
-    if isinstance(log, str) or (log and not run and "HPCDIST_RUN" not in os.environ):
+    if isinstance(log, str) or (log and not run and session.planned is None and "HPCDIST_RUN" not in os.environ):
         raise ConfigError(
             f"log must be a list of names, given with run, whose folder has their files; got {log!r}. Write it as "
             "hpcdist.init(run='runs/mine', log=['tensorboard'])."
         )
-    if run:
+    if (plan := session.planned) is not None:
+        if run is not None and session.comm.rank == 0:
+            _log.info(
+                f"hpcdist.init(run={str(run)!r}) counts for nothing here: the run is one of a comparison or a sweep"
+            )
+        session.run = session.run or LoopRun(session.comm, Path(plan.folder), False, tuple(log), plan.script)
+    elif run:
         session.run = next_run(session.run, session.comm, Path(run), tuple(log))
     elif run is None and comm is None and session.run is None and (of_job := os.environ.get("HPCDIST_RUN")):
         session.run = LoopRun(session.comm, Path(of_job), True, tuple(log))
@@ -343,6 +351,18 @@ def _give_device_memory(comm: Communicator, wanted: bool) -> None:
             )
     if comm.mpi is not None:
         cast("MpiCommunicator", comm).staging.device_aware = wanted
+
+
+def start_planned(comm: Communicator | None, plan: PlannedLoop) -> None:
+    """Let a script's `init` begin a planned run, and on a virtual rank, a thread, return `comm`."""
+    session = _process if comm is None else _thread
+    session.begin(comm)
+    session.planned = plan
+
+
+def planned() -> PlannedLoop | None:
+    """Return the run of a comparison or a sweep that this process, or thread, makes; None without one."""
+    return _current().planned
 
 
 def joined() -> Communicator | None:

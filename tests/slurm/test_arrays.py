@@ -95,7 +95,7 @@ def test_runs_are_submitted_looked_at_and_submitted_again(tmp_path, monkeypatch,
     monkeypatch.setattr(run_all, "find_spec", lambda name: None)  # no report: it takes seconds
     Path("it.py").write_text(JOB)
     cluster, made = PretendedSlurm(monkeypatch), PretendedRuns()
-    wanted = ["--strategies", "allreduce,gossip_pull", "--ranks", "1,2", "--seeds", "1", "--no-controls"]
+    wanted = ["--strategies", "allreduce,gossip_pull", "--ranks", "2,3", "--seeds", "1", "--no-controls"]
     wanted += ["--output", "out", "--slurm", "generic"]
     assert hpcdist("compare", "it.py", *wanted, "--slurm-set", "warn_s=9999") == 1
     assert "error: warn_s must be less than the time limit" in capsys.readouterr().err and not Path("out").exists()

@@ -31,7 +31,7 @@ from hpcdist.tools.compare.launchers import MpiLauncher
 from hpcdist.tools.compare.plan import PlannedRun
 from hpcdist.tools.compare.run_all import Runner, missing
 from hpcdist.tools.compare.sweep import SweptRuns
-from hpcdist.tools.report import wording
+from hpcdist.tools.report import read_runs, wording
 from hpcdist.tools.runs import COMPARISON, FAILURE
 from study import evidence
 from study.pretended import PretendedRuns
@@ -96,7 +96,23 @@ def test_the_same_strategy_with_other_options_is_another(tmp_path):
     two = ComparedRuns(
         replace(DECLARED, strategies=("softsync:splits=1", "softsync:splits=1,modulation=none")), tmp_path
     )
-    assert len({run.folder for run in two.plan}) == len(two.plan) == 8
+    assert len(two.plan) == 8 and len({run.folder for run in two.plan if run.ranks == 2}) == 4
+
+
+def test_strategies_that_do_the_same_on_one_rank_share_its_runs(tmp_path):
+    strategies = ("allreduce", "gossip_pull", "dion", "softsync:on_nonfinite=skip")
+    found = ComparedRuns(replace(DECLARED, strategies=strategies, seeds=1, rates={"dion": 0.1}), tmp_path)
+    folders = {run.name: (Path(run.folder).name, run.overrides) for run in found.plan if run.ranks == 1}
+    assert folders["gossip_pull"] == folders["allreduce"] and len(set(folders.values())) == 3
+    assert found.left_out == [
+        "on one rank allreduce, gossip_pull all take the optimiser's own steps, in runs that they share"
+    ]
+    launcher = PretendedRuns()
+    found.make(Runner(tmp_path, launcher))
+    assert len(launcher.made) == 7 == len(set(launcher.made)) and not missing(found.plan, tmp_path)
+    assert len(read_runs(tmp_path)) == 8
+    rated = ComparedRuns(replace(DECLARED, rates={"gossip_pull": 0.1}), tmp_path / "rated")
+    assert len({run.folder for run in rated.plan}) == 8 and not rated.left_out
 
 
 def test_what_cannot_run_is_left_out_with_a_sentence(tmp_path, monkeypatch):
@@ -174,7 +190,7 @@ def test_the_reference_is_the_first_where_allreduce_is_none(tmp_path):
 
 # --- runs are made once, and a failure does not end the others --------------------------------------------------------
 def test_runs_that_are_there_are_not_made_again_and_failed_ones_are(tmp_path):
-    planned, first = written(tmp_path).plan, PretendedRuns("gossip_pull")
+    planned, first = written(tmp_path, ranks=(2, 3)).plan, PretendedRuns("gossip_pull")
     failed = Runner(tmp_path, first).run_all(planned)
     assert first.made == [run.folder for run in planned] and {run.name for run in failed} == {"gossip_pull"}
     assert "a rank has died" in (tmp_path / failed[0].folder / FAILURE).read_text()
@@ -195,13 +211,13 @@ def test_an_interrupted_run_is_made_anew_or_goes_on_from_its_checkpoints(tmp_pat
 
 
 def test_the_table(tmp_path, capsys):
-    comparison = written(tmp_path)
+    comparison = written(tmp_path, ranks=(2, 3))
     Runner(tmp_path, PretendedRuns("gossip_pull")).run_all(comparison.plan)
     comparison.show_table()
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[0] == "digits: 8 runs, 4 without a result; means over the seeds".split()
-    assert ["allreduce", "1", "2", "0.9050", "4", "50"] in [row[:6] for row in rows]
-    assert ["gossip_pull", "1", "0", "of", "2", *[wording.NONE] * 5] in [row[:10] for row in rows]
+    assert ["allreduce", "3", "2", "0.9050", "4", "50"] in [row[:6] for row in rows]
+    assert ["gossip_pull", "3", "0", "of", "2", *[wording.NONE] * 5] in [row[:10] for row in rows]
 
 
 def test_seconds_to_the_target_are_one_number_on_the_terminal_the_page_in_csv_and_json(tmp_path, capsys):
@@ -278,14 +294,14 @@ def test_runs_that_are_left_repeat_the_best_and_its_neighbours():
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
 def test_without_a_terminal_each_run_has_a_line(tmp_path, capsys):
-    planned = written(tmp_path).plan
+    planned = written(tmp_path, ranks=(2, 3)).plan
     making = Runner(tmp_path, PretendedRuns("gossip_pull"))
     with making.shown("runs", len(planned)):
         making.run_all(planned)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 8 and all(f"{number} of 8  " in line for number, line in enumerate(lines, 1))
     assert any("allreduce, 2 ranks, seed 1: accuracy 0.9100, loss 0.0900" in line for line in lines)
-    assert any("gossip_pull, 1 rank, seed 0: FAILED: error: a rank has died" in line for line in lines)
+    assert any("gossip_pull, 3 ranks, seed 0: FAILED: error: a rank has died" in line for line in lines)
     assert re.search(r"about \d+ s left", lines[0]) and "left" not in lines[-1]
 
 

@@ -101,7 +101,7 @@ def test_the_plan_as_a_table(experiment, table):
     """
     lines = []
     for run in plan(experiment, cells(experiment, 1)):
-        assert run.overrides[-1] == f"seed={run.seed}" and run.judged == isinstance(experiment, Sweep)
+        assert run.overrides[-1] == f"seed={run.seed}" and run.by_folder == isinstance(experiment, Sweep)
         lines.append(f"{run.folder.removeprefix('runs/')}: {run.name}: {' '.join(run.overrides[:-1])}".strip())
     assert lines == table.split("\n")[1:-1]
 

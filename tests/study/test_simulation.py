@@ -102,7 +102,11 @@ def test_a_cluster_is_read_from_a_file_and_from_flags():
         (None, "jitter:20ms,much", "the CV of compute must be a number; got 'much'."),
         (None, "slow:2,4,20ms", "probability must be a number from 0 to 1; got 2.0"),
         (None, "slow:few,4,20ms", "the part of slow steps must be a number; got 'few'."),
-        (None, "replay:nowhere", "compute must be measured, SECONDS"),
+        (
+            None,
+            "replay:nowhere",
+            "compute must be replay:RUN with a run's folder; got 'replay:nowhere', and there is no",
+        ),
         (None, "20 minutes", "compute must be a time in ns, us, ms or s; got '20 minutes'."),
     ],
 )
@@ -130,6 +134,7 @@ def test_a_step_of_more_samples_takes_longer():
     measured = Simulation("tiny_job.py", ClusterConfig(), 16, {16: 0.002, 64: 0.004})
     assert given._step_s(0.02, 64) == pytest.approx(0.08)
     assert [measured._step_s(None, samples) for samples in (16, 64, 128)] == [0.002, 0.004, 0.008]
+    assert "steps: 5 (5 s), for 16 samples" in str(Simulation("tiny_job.py", ClusterConfig(compute="5"), 16, {}))
     assert "16 samples" in str(given) and "4 ms for 64 samples, as measured here" in str(measured)
 
 
@@ -149,7 +154,7 @@ def test_a_job_is_simulated_and_goes_on(monkeypatch, capsys):
     monkeypatch.setattr(run_all, "find_spec", lambda name: None)  # no report: it takes seconds
     assert hpcdist("simulate", *ARGUMENTS, *CLUSTER, "--workers", "1") == 0
     out, said = capsys.readouterr()
-    assert "steps: straggler:3,2,10ms, for 16 samples" in said and "5 of 5" in said
+    assert "steps: straggler:3,2,10ms (0.01 s), for 16 samples" in said and "5 of 5" in said
     names = [line.split("  ")[0].strip() for line in out.splitlines()]
     assert {"allreduce", "parameter_server", "one rank", "serial, batch 64"} <= set(names)
     assert "speedup" in out and "to 0.3" in out and "on virtual ranks" in out and "staleness" in out

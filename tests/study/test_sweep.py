@@ -344,7 +344,7 @@ def test_an_interruption_ends_all_runs_that_are_under_way(tmp_path):
     script = tmp_path / "launch.py"
     script.write_text("import sys, time\nopen(sys.argv[-1] + '/begun', 'w')\ntime.sleep(600)")
     launcher = MpiLauncher("job.py", [sys.executable, str(script)], os.environ, shares=share_cores(2, 1))
-    runs = [PlannedRun(str(n), "strategy", 1, n, (), f"runs/{n}", judged=True) for n in range(3)]
+    runs = [PlannedRun(str(n), "strategy", 1, n, (), f"runs/{n}", by_folder=True) for n in range(3)]
     making = Runner(tmp_path, launcher, 2)
 
     class Done(Exception):

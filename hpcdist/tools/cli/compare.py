@@ -20,7 +20,7 @@ from annotated_types import Interval
 
 from hpcdist.errors import LEFT
 from hpcdist.tools import console
-from hpcdist.tools.cli.base import on_all_ranks
+from hpcdist.tools.cli.base import on_all_ranks, whole_number
 from hpcdist.tools.compare.experiment import Comparison, Execution, Experiment, Sweep
 from hpcdist.tools.options import Config, Overrides, Target
 
@@ -33,7 +33,11 @@ class _Sources:
 
     job: Annotated[
         Path | None,
-        typer.Argument(metavar="JOB", help="Python file that defines `job`. Not needed to go on with --output."),
+        typer.Argument(metavar="JOB", help="File that defines `job`, or a script; not needed to go on with --output."),
+    ] = None
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGS", help="Arguments of a script, after --; {seed} stands for the run's seed."),
     ] = None
     target: Target = None
     config: Config = None
@@ -56,7 +60,7 @@ class _Sources:
     cluster: Annotated[
         Path | None, typer.Option(metavar="TOML", help="File with network, intra_network, ranks_per_node, compute.")
     ] = None
-    workers: Annotated[int | None, typer.Option(min=1, help="Runs at the same time. Default: one on each core.")] = None
+    workers: Annotated[int | None, whole_number("Runs at the same time. Default: one on each core.")] = None
 
 
 def _experiment(kind: type[Experiment], names: str, **defaults: Any) -> Callable[[Callable[[], None]], None]:
@@ -100,9 +104,10 @@ def _experiment(kind: type[Experiment], names: str, **defaults: Any) -> Callable
 
 @_experiment(
     Comparison,
-    "job strategies ranks seeds budget target baselines tune rates controls evaluations config settings output "
-    "launcher threads slurm slurm_set",
+    "job arguments strategies ranks seeds budget target baselines tune rates controls evaluations config settings "
+    "output launcher threads slurm slurm_set",
     ranks=["1,2"],
+    seeds=None,
 )
 def compare() -> None:
     """Compare strategies on a job: make all runs, one after the other, then show a table and write a report.
@@ -120,8 +125,8 @@ def compare() -> None:
 
 @_experiment(
     Comparison,
-    "job strategies ranks seeds network compute cluster budget target tune rates controls evaluations config settings "
-    "output workers",
+    "job arguments strategies ranks seeds network compute cluster budget target tune rates controls evaluations config "
+    "settings output workers",
     ranks=["16"],
     seeds=1,
 )
@@ -140,8 +145,8 @@ def simulate() -> None:
 
 @_experiment(
     Sweep,
-    "job over trials sampler pruner strategy ranks seeds jobs budget target evaluations config settings output "
-    "launcher threads virtual network compute cluster slurm slurm_set",
+    "job arguments over trials sampler pruner strategy ranks seeds jobs budget target evaluations config settings "
+    "output launcher threads virtual network compute cluster slurm slurm_set",
 )
 def sweep() -> None:
     """Search for good settings of a job: make runs with combinations of values, and show the best first.
@@ -159,11 +164,19 @@ def sweep() -> None:
 def trial(
     output: Annotated[Path, typer.Option(envvar="HPCDIST_RUN", help="Folder of the run.")],
 ) -> None:
-    """Make a run of a sweep on the ranks that mpirun or srun started. Collective. `hpcdist sweep` calls it."""
+    """Make a run of a sweep, or of a script, on the ranks that mpirun or srun started. Collective."""
     from hpcdist import session
     from hpcdist.comm.launch import job_end
-    from hpcdist.tools.compare.trials import train
+    from hpcdist.tools.compare.trials import script_of, train
+    from hpcdist.tools.simulate.launcher import Simulation
 
+    if (found := script_of(output)) is not None:
+        experiment, run, call = found
+        if experiment.virtual is None:
+            call()
+        else:
+            Simulation.of(experiment).train(run, output, call)
+        return
     comm = session.init(run=False)
     folder, summary = train(comm, output, job_end(os.environ) if comm.rank == 0 else None, sys.argv)
     if summary is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import math
 from collections.abc import Callable, Sequence
@@ -14,15 +13,13 @@ from typing import Any, TypeVar
 import pandas as pd
 from pandas import DataFrame
 
-from hpcdist.config import JobConfig, load, optimizers
-from hpcdist.config.files import neighbours
-from hpcdist.config.optimizer import OWN_RATES
+from hpcdist.config import load
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import Summary, load_summary
 from hpcdist.tools import baselines, console, report
 from hpcdist.tools.compare.experiment import Comparison
 from hpcdist.tools.compare.folder import require_same, write
-from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, cells, mean_metric, plan
+from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, mean_metric, plan
 from hpcdist.tools.compare.run_all import MadeRuns, Runner, missing
 from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.page import sections_of
@@ -30,8 +27,6 @@ from hpcdist.tools.report.results import read_jobs
 from hpcdist.tools.report.table import show, tables, write_csv
 from hpcdist.tools.report.verdict import judge
 from hpcdist.tools.report.wording import count
-from hpcdist.train.planning import rehearse
-from hpcdist.train.runs import specify
 
 T = TypeVar("T")
 FIRST_SEED = 1000  # of those that rates are chosen on: no result may come from them
@@ -72,16 +67,9 @@ class ComparedRuns(MadeRuns):
     def __init__(self, experiment: Comparison, folder: Path):
         _require_whole(experiment)
         super().__init__(experiment, folder)
-        config = self._config
-        with neighbours(self._job_path):
-            every = cells(experiment, config.batch_size, config.accumulation, config.parallel.stages)
-            self.cells, self.left_out = self._possible(every)
-        self._first_rate = _first_rate(config)
-        if experiment.tune and self._first_rate is None:
-            raise ConfigError(
-                f"--tune must be left out with {config.schedule.name or config.optimizer.name}, whose rates are not "
-                "optimizer.lr; got it. Set its own options."
-            )
+        kept, out = self._possible(self.trained.cells())
+        self.left_out = [*out, *self.trained.unknown]
+        self.cells = self._sharing(kept)
         require_same(folder, experiment)  # after the settings, as a wrong one should be named first
         self._choose(())
 
@@ -92,7 +80,7 @@ class ComparedRuns(MadeRuns):
             ConfigError: a setting is wrong, or a strategy is left out on every number of ranks.
         """
         firsts = [cell.run(self.experiment, seed=0) for cell in every]
-        reasons = [(cell, self._refusal(run)) for cell, run in zip(every, firsts, strict=True)]
+        reasons = [(cell, self.trained.refusal(run)) for cell, run in zip(every, firsts, strict=True)]
         kept = [cell for cell, reason in reasons if reason is None]
         for cell, reason in reasons:
             if cell.kind == "strategy" and cell.name not in {other.name for other in kept}:
@@ -100,18 +88,23 @@ class ComparedRuns(MadeRuns):
         left_out = [(f"{cell.name} is left out on {count(cell.ranks, 'rank')}", why) for cell, why in reasons if why]
         return kept, [f"{which}: {why}" for which, why in left_out]
 
-    def _refusal(self, run: PlannedRun) -> str | None:
-        """Check a run's settings, which are wrong on any number of ranks; return why it can't run on its own."""
-        _, config = specify(self._job_path, None, run.overrides)
-        if run.kind == "baseline":
-            if not config.parallel.whole:
-                return "its ranks hold whole models, and parallel.stages is more than 1."
-            return baselines.load(run.name).why_not()
-        try:
-            rehearse(config, run.ranks)
-        except ConfigError as error:
-            return str(error)
-        return None
+    def _sharing(self, kept: Sequence[ComparedCell]) -> list[ComparedCell]:
+        """Let strategies that do the same on one rank, the plain optimiser's steps, share the runs of the first one."""
+        firsts: dict[float | None, ComparedCell] = {}  # by the learning rate that the user has given
+        found, alike = [], []
+        for cell in kept:
+            if cell.kind == "strategy" and cell.ranks == 1 and self.trained.is_plain(cell):
+                first = firsts.setdefault(self.experiment.rates.get(cell.rate_key), cell)
+                alike += [cell.name] * (cell is not first)
+                cell = replace(first, name=cell.name)
+            found.append(cell)
+        if alike:
+            told = ", ".join([*(first.name for first in firsts.values()), *alike])
+            self.left_out = [
+                *self.left_out,
+                f"on one rank {told} all take the optimiser's own steps, in runs that they share",
+            ]
+        return found
 
     def _choose(self, chosen: Sequence[ChosenRate]) -> None:
         """Plan all runs, at the rates that the user or a search has chosen."""
@@ -127,10 +120,10 @@ class ComparedRuns(MadeRuns):
         if self.experiment.tune:
             self.tune(runner)
         left = missing(self.plan, self.folder)
-        if len(left) < len(self.plan):
-            console.note(f"{len(self.plan) - len(left)} of {len(self.plan)} runs are there already")
+        if len(left) < (total := len({run.folder for run in self.plan})):
+            console.note(f"{total - len(left)} of {total} runs are there already")
         with runner.shown("runs", len(left)):
-            return runner.run_all(self.plan)
+            return runner.run_all(left)
 
     def write(self) -> None:
         """Write `comparison.json`."""
@@ -160,7 +153,7 @@ class ComparedRuns(MadeRuns):
         return self._chosen
 
     def _search(self, cell: ComparedCell, runner: Runner) -> ChosenRate:
-        first = self._first_rate or 0.0
+        first = self.trained.first_rate or 0.0
 
         def measure(power: int, repeated: int) -> Summary | None:
             rate = first * 2.0**power
@@ -257,12 +250,3 @@ def _require_whole(experiment: Comparison) -> None:
         raise ConfigError(
             "--rate must be left out with --tune, which chooses all rates; got both. Take one of the two."
         )
-
-
-def _first_rate(config: JobConfig) -> float | None:
-    """Return the learning rate that a search begins at; None where `optimizer.lr` has no effect."""
-    if config.schedule.name in OWN_RATES:
-        return None
-    default = inspect.signature(optimizers()[config.optimizer.name]).parameters["lr"].default
-    rate = default if config.optimizer.lr is None else config.optimizer.lr
-    return float(rate) if isinstance(rate, (int, float)) and rate > 0 else None

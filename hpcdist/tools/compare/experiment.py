@@ -102,9 +102,10 @@ class Experiment:
     """What all runs of a comparison, a sweep or a study share. Another one is refused in the same folder.
 
     Attributes:
-        job: the job's file.
+        job: the job's file; or that of a script with its own training loop, or a function, as path/to/file.py:name.
         job_sha256: of its content.
-        metric: of the job, by which runs are judged.
+        arguments: of the script; None for a job.
+        metric: of the job, by which runs are judged; empty for a script's first one.
         target: the metric's value to reach; None for none.
         settings: of every run, as `--set` takes them.
         virtual: cluster of virtual ranks; None for real ones.
@@ -112,6 +113,7 @@ class Experiment:
 
     job: str
     job_sha256: str = ""
+    arguments: tuple[str, ...] | None = None
     metric: str
     target: float | None = None
     budget: Annotated[
@@ -132,9 +134,10 @@ class Experiment:
     @classmethod
     def of(
         cls: type[E],
-        job: str | Path,
+        job: str | Path | Callable[..., Any],
         *,
         target: str | tuple[str, float] | None = None,
+        arguments: Sequence[str] | None = None,
         config: str | Path | None = None,
         settings: Sequence[str] | None = None,
         **given: Any,
@@ -142,8 +145,10 @@ class Experiment:
         """Read an experiment as users give it: the texts of options, or values in Python.
 
         Args:
-            job: path of a Python file that defines `job`.
+            job: path of a Python file that defines `job`, or of a script with its own training loop; or a function with
+                such a loop, which is imported from its file.
             target: a metric and its value to reach; without one the metric is the job's first.
+            arguments: of a script.
             config: TOML file of settings.
             settings: of all runs, each KEY=VALUE; they win over the file.
             given: all other fields; those that are None or empty have their defaults.
@@ -153,22 +158,32 @@ class Experiment:
         """
         from hpcdist.config.merge import as_flags, load
         from hpcdist.records.files import checked
+        from hpcdist.tools.compare.script import asks_for, file_of, is_script, reference
         from hpcdist.train import load_job
 
-        if not isinstance(job, (str, Path)):
+        job = reference(job)
+        file, hints = file_of(job), get_type_hints(cls, include_extras=True)
+        if is_script(job):
+            arguments = tuple(arguments or ())
+            if given.get("seeds") is None and "seed" not in asks_for(job, arguments):
+                given["seeds"] = 1
+        elif arguments:
             raise ConfigError(
-                f"job must be the path of a Python file that defines `job`; got a {type(job).__name__}. The ranks are "
-                "other processes, which read the file: write the job to one."
+                f"ARGS must be left out with a job's file, which is no script; got {' '.join(arguments)}. A job's "
+                "settings are given by --set."
             )
-        file, hints = Path(job), get_type_hints(cls, include_extras=True)
         given = {name: value for name, value in given.items() if value is not None and value != []}
         for name in given.keys() & hints.keys():
             for reader in (one for one in get_args(hints[name]) if isinstance(one, Reader)):
                 given[name] = reader.read(given[name])
         target = read_target(target) if isinstance(target, str) else target
-        metric, value = (next(iter(load_job(file).metrics), "loss"), None) if target is None else target
+        if target is not None:
+            metric, value = target
+        else:
+            metric, value = "" if is_script(job) else next(iter(load_job(file).metrics), "loss"), None
         made = cls(
-            job=str(job),
+            job=job,
+            arguments=None if arguments is None else tuple(arguments),
             job_sha256=hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "",
             metric=metric,
             target=value,
@@ -186,7 +201,15 @@ class Experiment:
 class Comparison(Experiment):
     """A comparison of strategies, each on several numbers of ranks, on real or virtual ones."""
 
-    seeds: Annotated[int, Option(help="Runs of each strategy on each number of ranks, with other seeds."), COUNT] = 5
+    seeds: Annotated[
+        int,
+        Option(
+            metavar="N",
+            help="Runs of each strategy on each number of ranks, with other seeds. Default: 5; 1 on virtual ranks, and "
+            "for a script without {seed}.",
+        ),
+        COUNT,
+    ] = 5
     strategies: Annotated[
         tuple[str, ...],
         Option(
@@ -298,7 +321,7 @@ class Execution:
         ),
     ] = None
     jobs: Annotated[
-        int | None, Option(min=1, help="Runs at the same time. Default: as many as have cores of their own.")
+        int | None, Option(min=1, metavar="N", help="Runs at the same time. Default: as many as have their own cores.")
     ] = None
 
     def __post_init__(self) -> None:

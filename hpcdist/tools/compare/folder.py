@@ -32,6 +32,8 @@ def read(output: Path) -> dict[str, Any] | None:
             f"{output / COMPARISON} must hold a declaration of version {VERSION}; got version {found.get('version')}. "
             "Give another folder."
         )
+    if found is not None:
+        found["declared"].setdefault("arguments", None)  # of older versions, which had jobs alone
     return found
 
 

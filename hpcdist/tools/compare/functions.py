@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from hpcdist.errors import ConfigError
+from hpcdist.session import world
 from hpcdist.tools import console
 from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.comparison import ComparedRuns
@@ -29,10 +30,10 @@ NOUNS = {"compare": "comparison", "simulate": "simulation", "sweep": "sweep"}
 
 
 def compare(
-    job: str | Path,
+    job: str | Path | Callable[..., Any],
     strategies: Sequence[str] = ("allreduce",),
     ranks: Sequence[int] = (1, 2),
-    seeds: int = 5,
+    seeds: int | None = None,
     *,
     output: str | Path | None = None,
     launcher: str | None = None,
@@ -41,10 +42,12 @@ def compare(
     """Compare strategies on a job, as `hpcdist compare` does; only runs that are missing in the folder are made.
 
     Args:
-        job: path of a Python file that defines `job`.
+        job: path of a Python file that defines `job`, or of a script with its own training loop; or a function with
+            such a loop, which ranks import from its file. Parameters called `seed`, `strategy` and `run` (a folder) get
+            the run's.
         strategies: each `NAME` or `NAME:KEY=VALUE,KEY=VALUE`.
         ranks: numbers of ranks to run on.
-        seeds: runs of each strategy on each number of ranks.
+        seeds: runs of each strategy on each number of ranks; None: 5, or 1 where a script is given no seed.
         output: folder for all files; None: runs/compare-JOB, or -2 and so on if that holds other settings.
         launcher: command that starts ranks, such as `srun --mpi=pmix -n`; None: mpirun.
         options: of the command, under the names of the fields of `Comparison` and `Execution`, and `config`. A budget
@@ -59,7 +62,7 @@ def compare(
 
 
 def simulate(
-    job: str | Path,
+    job: str | Path | Callable[..., Any],
     strategies: Sequence[str] = ("allreduce",),
     ranks: Sequence[int] = (16,),
     seeds: int = 1,
@@ -90,7 +93,7 @@ def simulate(
 
 
 def sweep(
-    job: str | Path,
+    job: str | Path | Callable[..., Any],
     over: Mapping[str, str | Sequence[object]],
     runs: int = 20,
     *,
@@ -102,6 +105,7 @@ def sweep(
     """Search for good settings of a job, as `hpcdist sweep` does; only runs that are missing in the folder are made.
 
     Args:
+        job: see `compare`; the settings of a function are its parameters.
         over: settings with their values: a list, or a text as `--over` takes it, such as `0.001..0.1:log`.
         runs: number of combinations to try; the sampler `grid` tries all.
         jobs: runs at the same time; None: as many as have cores of their own.
@@ -118,7 +122,7 @@ def sweep(
 
 def run(
     command: str,
-    job: str | Path | None,
+    job: str | Path | Callable[..., Any] | None,
     *,
     virtual: bool = False,
     network: str | None = None,
@@ -141,6 +145,11 @@ def run(
     Raises:
         ConfigError: a setting is wrong, or the folder holds another experiment, or none to go on with.
     """
+    if world.planned() is not None:
+        raise ConfigError(
+            f"hpcdist.{command} must not be called by what it trains; got a call while that file runs. Put it under "
+            '`if __name__ == "__main__":`, or into another file.'
+        )
     how = Execution(**{f.name: given.pop(f.name) for f in fields(Execution) if f.name in given})
     kind: type[Any]  # of Experiment
     kind, made = (Sweep, SweptRuns) if command == "sweep" else (Comparison, ComparedRuns)
@@ -155,7 +164,7 @@ def run(
         if command == "sweep" and not given["over"]:
             raise ConfigError("--over must be given to begin a sweep; got none. Such as --over batch_size=16,32.")
         experiment = kind.of(job, virtual=None if described is None else described.model_dump(), **given)
-        output = Path(how.output or folder.default(Path("runs") / f"{command}-{Path(job).stem}", experiment))
+        output = Path(how.output or folder.default(Path("runs") / f"{command}-{Path(experiment.job).stem}", experiment))
         experiment = experiment if described is None else on_cluster(experiment, described, output)
     if experiment.virtual is not None and (how.slurm is not None or how.launcher is not None):
         raise ConfigError("--slurm and --launcher must be left out with virtual ranks; got one of them. Remove it.")
@@ -194,16 +203,17 @@ def _make_here(runs: MadeRuns, launcher: str | None, jobs: int | None) -> bool:
             elsewhere; else as many as have cores of their own.
     """
     experiment = runs.experiment
-    is_real = experiment.virtual is None
+    is_real, is_job = experiment.virtual is None, experiment.arguments is None
     alone = launcher is not None or (is_real and experiment.command != "sweep")
     each = experiment.most_ranks * experiment.threads if is_real else 1
     shares = share_cores(jobs or (1 if alone else None), each)[: len(runs.plan)]
     if len(shares) > 1 and launcher is None and experiment.command == "sweep":
         console.note(f"{len(shares)} runs at the same time, each on {len(shares[0])} of {os.cpu_count()} cores")
-    if is_real:
-        with mpi_launcher(experiment, launcher, os.environ, shares) as on_real:
-            return run_all(runs, on_real, len(shares))
-    simulation = Simulation.of(experiment, sys.argv)
-    console.note(str(simulation))
+    simulation = None if is_real else Simulation.of(experiment, sys.argv)
+    if simulation is not None:
+        console.note(str(simulation))
+    if simulation is None or not is_job:  # a process of its own for each run, on virtual ranks too
+        with mpi_launcher(experiment, launcher, os.environ, shares) as in_processes:
+            return run_all(runs, in_processes, len(shares))
     with VirtualLauncher(simulation, len(shares)) as on_virtual:
         return run_all(runs, on_virtual, len(shares))

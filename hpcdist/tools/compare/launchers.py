@@ -23,7 +23,7 @@ from hpcdist.tools import console
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.plan import PlannedRun
 from hpcdist.tools.mpirun import find_launcher, ranks_environment
-from hpcdist.tools.runs import last_lines
+from hpcdist.tools.runs import is_done, last_lines
 
 LOG = "output.log"  # in a run's folder: what its processes wrote
 LAST_LINES = 12  # of them are shown where a run fails
@@ -48,7 +48,7 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
 
     Args:
         job: the job's file.
-        launcher: words up to the number of ranks.
+        launcher: words up to the number of ranks; none for virtual ones, of one process.
         variables: of the ranks' environment, but for the variables of a launcher that has started this process.
         shares: cores of each of the runs that are made at the same time, by as many threads; empty: all have all.
     """
@@ -70,14 +70,17 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
 
     def make(self, run: PlannedRun, folder: Path) -> None:
         """Make a run; on an interruption end its processes first."""
-        words = [*TRIAL, str(folder)] if run.judged else self._words(run, folder)
-        command = [*self._launcher, str(run.ranks), sys.executable, *words]
+        words = [*TRIAL, str(folder)] if run.by_folder else self._words(run, folder)
+        command = [*self._launcher, *[str(run.ranks)] * bool(self._launcher), sys.executable, *words]
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / LOG, "ab") as log, self._share():
             status = self._run(command, log)
         if status == LEFT or self._ended:  # a signal has reached the ranks, or the batch job's time limit is near
             raise KeyboardInterrupt
-        if status or not (folder / "summary.json").exists():
+        if not status and not is_done(folder):  # a script's
+            lacks = "hpcdist.finish(model)" if (folder / "run.json").exists() else "hpcdist.init() and its optimiser"
+            raise RunError(f"{self._job} must call {lacks} to be a run; got an end without it, and no result.")
+        if status:
             said = "\n".join(last_lines(folder / LOG, LAST_LINES)) or "(none)"
             raise RunError(f"exit status {status} of `{shlex.join(command)}`; its last lines:\n{said}")
 
@@ -187,10 +190,10 @@ def mpi_launcher(
         variables: of the ranks' environment.
         shares: cores of each of the runs that are made at the same time, see `share_cores`.
     """
-    words = find_launcher(launcher, variables.get("PATH", ""))
+    words = find_launcher(launcher, variables.get("PATH", "")) if experiment.virtual is None else ()
     most_ranks, threads = experiment.most_ranks, experiment.threads
     cores = len(shares[0]) if launcher is None else most_ranks * threads  # the user's may have nodes
-    if most_ranks * threads > cores:
+    if most_ranks * threads > cores and words:
         console.note(f"{most_ranks} ranks share {cores} cores: such times are not those of ranks with their own")
     environment = ranks_environment(variables, threads, crowded=most_ranks > cores, bound=len(shares) < 2)
     return MpiLauncher(experiment.job, words, environment, shares if launcher is None else ())

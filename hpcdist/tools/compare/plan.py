@@ -35,7 +35,8 @@ class PlannedRun:
         loop: function that trains instead of the job's own training, as path/to/file.py:name. It is called with the
             run's settings, as one table, and its folder; it returns a function of a rank's communicator, collective,
             which leaves in the folder what `hpcdist train` would.
-        judged: it is a sweep's, whose settings are drawn when it begins, and which a pruner may end early.
+        by_folder: `hpcdist trial` makes it, which finds its settings by its folder: a script's, or a sweep's, whose
+            settings are drawn when it begins, and which a pruner may end early.
     """
 
     name: str
@@ -46,7 +47,7 @@ class PlannedRun:
     folder: str
     cluster: tuple[str, ...] = ()
     loop: str = ""
-    judged: bool = False
+    by_folder: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class ComparedCell:
         lr = () if rate is None else (f"optimizer.lr={rate!r}",)
         overrides = (*self._budget(experiment), *experiment.settings, *self.settings, *lr, f"seed={seed}")
         folder = f"{parent}/{self.stem}-r{self.ranks}-s{seed}"
-        judged = isinstance(experiment, Sweep)
-        return PlannedRun(self.name, self.kind, self.ranks, seed, overrides, folder, self.cluster, self.loop, judged)
+        found = isinstance(experiment, Sweep) or experiment.arguments is not None
+        return PlannedRun(self.name, self.kind, self.ranks, seed, overrides, folder, self.cluster, self.loop, found)
 
     def _budget(self, experiment: Experiment) -> Iterator[str]:
         """Yield the settings that end a run, in place of the job's number of epochs, and those of its curve."""
@@ -138,9 +139,8 @@ def cells(
     if experiment.virtual is not None and experiment.controls and 1 not in experiment.ranks:  # what speed-ups are over
         samples, settings = batch_size * accumulation, ("strategy=allreduce", *whole)
         found.append(ComparedCell("one rank", "serial", 1, samples, settings, "serial", "serial"))
-    for replicas in sorted(
-        {max(1, ranks // stages) for ranks in experiment.ranks if ranks > 1 and experiment.controls}
-    ):
+    controlled = experiment.controls and experiment.arguments is None  # nobody else knows a script's batch
+    for replicas in sorted({max(1, ranks // stages) for ranks in experiment.ranks if ranks > 1 and controlled}):
         batch, samples = batch_size * replicas, batch_size * accumulation * replicas
         settings, stem = ("strategy=allreduce", f"batch_size={batch}", *whole), f"serial-batch={batch}"
         key = f"serial, batch {batch}"
@@ -185,8 +185,8 @@ def plan(
         of_seed = [cell.run(experiment, seed, chosen.get((cell.rate_key, cell.ranks))) for cell in kept]
         shuffled.shuffle(of_seed)
         order += of_seed
-    folders = [run.folder for run in order]
-    if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
+    told = [(run.folder, run.name) for run in order]  # on one rank strategies may share runs
+    if twice := next((folder for folder, name in told if told.count((folder, name)) > 1), None):
         raise ConfigError(f"--strategies must differ from each other; got two for {twice}. Remove one of them.")
     return tuple(order)
 
@@ -202,7 +202,7 @@ def higher_is_better(metrics: Mapping[str, Any], metric: str) -> bool:
 
 def mean_metric(found: Sequence[Summary | None], metric: str) -> float | None:
     """Average a metric over runs; None where one failed, or ended with a NaN."""
-    values = [math.nan if one is None else one.metrics[metric] for one in found]
+    values = [math.nan if one is None else one.metrics.get(metric, math.nan) for one in found]
     return fmean(values) if all(map(math.isfinite, values)) else None
 
 

@@ -15,17 +15,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcdist.config.files import neighbours
 from hpcdist.errors import RunError
 from hpcdist.records import claimed, load_summary
 from hpcdist.tools import console, report
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.launchers import Launcher
-from hpcdist.tools.compare.plan import PlannedRun, higher_is_better
+from hpcdist.tools.compare.plan import PlannedRun
+from hpcdist.tools.compare.trained import TrainedJob, TrainedScript
 from hpcdist.tools.report.wording import count
 from hpcdist.tools.runs import COMPARISON, FAILURE, Run, is_done
-from hpcdist.train.job import prepare_data
-from hpcdist.train.runs import specify
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -98,8 +96,9 @@ class Runner:
 
 
 def missing(runs: Sequence[PlannedRun], output: Path) -> list[PlannedRun]:
-    """List the runs that have not ended well yet."""
-    return [run for run in runs if not is_done(output / run.folder)]
+    """List the runs that have not ended well yet; of those that share a folder the first."""
+    firsts = {run.folder: run for run in reversed(runs)}.values()
+    return [run for run in reversed(firsts) if not is_done(output / run.folder)]
 
 
 def prepare(run: PlannedRun, output: Path) -> Path:
@@ -133,11 +132,10 @@ class MadeRuns(abc.ABC):
     failed = False
 
     def __init__(self, experiment: Comparison | Sweep, folder: Path):
-        """Read the job's file and the settings that all runs share; check them and the metric."""
-        self.experiment, self.folder, self._job_path = experiment, folder, Path(experiment.job)
-        with neighbours(self._job_path):
-            self._job, self._config = specify(self._job_path, None, experiment.settings)
-        self.higher_is_better = higher_is_better(self._job.metrics, experiment.metric)
+        """Read what is trained and the settings that all runs share; check them and the metric."""
+        self.experiment, self.folder = experiment, folder
+        self.trained = TrainedJob(experiment) if experiment.arguments is None else TrainedScript(experiment)
+        self.higher_is_better = self.trained.higher_is_better
 
     @property
     @abc.abstractmethod
@@ -156,20 +154,27 @@ class MadeRuns(abc.ABC):
     def show_table(self) -> None:
         """Show what the runs that have ended have measured."""
 
-    def make_data(self) -> None:
-        """Make the job's data file if it isn't there, because runs side by side can't share that."""
-        with neighbours(self._job_path):
-            prepare_data(self._job, self._config)
-
     def show(self, failed: Sequence[PlannedRun]) -> None:
         """Show the table, name the runs that failed, and write the report."""
         self.show_table()
+        if sentence := self._unlogged():
+            console.note(sentence)
         for run in failed:
             console.error(f"{self.folder / run.folder} failed: see {FAILURE} there. The same command makes it again.")
         if find_spec("matplotlib") is None:
             console.note(f"all runs are in {self.folder}; a report needs matplotlib: pip install 'hpcdist[plots]'")
             return
         console.note(f"all runs are in {self.folder}; the report is {self.report()}")
+
+    def _unlogged(self) -> str | None:
+        """Return a sentence where no run of a script has logged the metric by which runs are judged."""
+        folders = [self.folder / run.folder for run in self.plan]
+        found = [load_summary(folder).metrics for folder in folders if is_done(folder)]
+        names, wanted = sorted({name for metrics in found for name in metrics}), self.experiment.metric
+        if not found or (names and wanted in ("", *names)):
+            return None
+        logged = f"no {wanted}, but {', '.join(names)}" if names else "no metric"
+        return f"{self.experiment.job} logs {logged} (hpcdist.log_metrics): runs can't be judged by their results"
 
     def report(self, output: str | Path | None = None) -> Path:
         """Write the report to a folder, None: `report` in that of the runs; return its page."""
@@ -244,7 +249,8 @@ class RunsDisplay:
             said = _figures(summary.metrics) + (f" ({summary.stopped_early})" if summary.stopped_early else "")
         else:
             lines = [line for line in failure.splitlines() if line.strip()] or [""]
-            said = f"FAILED: {next((line for line in reversed(lines) if 'error' in line.lower()), lines[-1])}"
+            named = (line for line in reversed(lines) if "error" in line.lower() or line.startswith("hpcdist: rank"))
+            said = f"FAILED: {next(named, lines[-1])}"
         with self._lock:
             del self._running[folder]
             self._done += 1

@@ -11,8 +11,6 @@ from typing import Any
 
 from pandas import DataFrame
 
-from hpcdist.config import JobConfig
-from hpcdist.config.files import neighbours
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import load_summary, replace_durably
 from hpcdist.tools import console
@@ -22,8 +20,6 @@ from hpcdist.tools.compare.plan import PlannedRun, cells, plan
 from hpcdist.tools.compare.run_all import MadeRuns, Runner, missing
 from hpcdist.tools.compare.trials import ETA, SweepTrial, Trials
 from hpcdist.tools.runs import SWEEP, is_done
-from hpcdist.train.planning import rehearse
-from hpcdist.train.runs import specify
 
 VERSION = 1
 SAMPLERS = ("tpe", "random", "grid")
@@ -49,7 +45,7 @@ class SweptRuns(MadeRuns):
         self._trials = Trials(folder, experiment)
         self.plan = plan(experiment, cells(experiment))  # trials that have not begun have no settings of their own yet
         super().__init__(experiment, folder)
-        self._evaluations = _count_evaluations(self._config, experiment)
+        self.left_out, self._evaluations = self.trained.unknown, self.trained.evaluations
         self._planned: dict[tuple[int, int], PlannedRun] = {}  # of trials that have begun
         self._trained: dict[str, int] = {}  # samples of runs that have ended
         self._require_prunable()
@@ -78,15 +74,14 @@ class SweptRuns(MadeRuns):
         points = [[*first[:at], value, *first[at + 1 :]] for at, values in enumerate(ends) for value in values]
         for point in dict.fromkeys(map(tuple, points)):
             settings = tuple(f"{axis.key}={value}" for axis, value in zip(self._trials.axes, point, strict=True))
-            run = self._trials.run(0, 0, settings)
-            with neighbours(self._job_path):
-                rehearse(specify(self._job_path, None, run.overrides)[1], self.experiment.ranks)
+            if reason := self.trained.refusal(self._trials.run(0, 0, settings)):
+                raise ConfigError(reason)
 
     # --- runs ---------------------------------------------------------------------------------------------------------
     def make(self, runner: Runner) -> list[PlannedRun]:
         """Make the runs that are missing, each with the settings that are best to try when it begins."""
         self.write()
-        self.make_data()
+        self.trained.make_data()
         left = missing(self.plan, self.folder)
         with runner.shown("runs", len(left)):
             failed = runner.run_all(self._begun(left))
@@ -181,10 +176,3 @@ class SweptRuns(MadeRuns):
             row["state"] = trial.state
             rows.append(((order.index(trial.state), -trial.evaluations if trial.state == "cut" else 0, merit), row))
         return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
-
-
-def _count_evaluations(config: JobConfig, experiment: Sweep) -> int:
-    """Count the evaluations of a run with the whole budget, the last one included."""
-    if experiment.budget.keys() & {"samples", "steps"} and experiment.evaluations:
-        return experiment.evaluations
-    return 0 if experiment.budget or config.epochs is None else config.epochs // config.eval_every

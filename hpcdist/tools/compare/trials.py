@@ -25,8 +25,9 @@ from hpcdist.config.files import neighbours
 from hpcdist.errors import ConfigError, require_packages
 from hpcdist.records import Summary, drop_partial_line, load_summary, locked, making, read_evaluations
 from hpcdist.tools.compare import folder
-from hpcdist.tools.compare.experiment import Sweep
+from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.plan import PlannedRun, mean_metric, plan, trial_cell
+from hpcdist.tools.compare.script import ScriptCall
 from hpcdist.tools.compare.space import Axis, points, read_axis
 from hpcdist.tools.compare.study import JOURNAL, LOCK, STUDY, named_faults, open_journal
 from hpcdist.tools.runs import FAILURE, is_done
@@ -110,6 +111,8 @@ class Trials:
     def run(self, number: int, seed: int, settings: tuple[str, ...]) -> PlannedRun:
         """Plan a run of a trial with these settings."""
         cell, job = trial_cell(self.sweep, number, settings), Path(self.sweep.job)
+        if self.sweep.arguments is not None:
+            return cell.run(self.sweep, seed)
         with neighbours(job):
             _, config = runs.specify(job, None, (*self.sweep.settings, *cell.settings))
         return replace(cell, samples=step_samples(config, self.sweep.ranks)).run(self.sweep, seed)
@@ -235,6 +238,26 @@ def train(
     job, overrides, resume, pruned = comm.gather(comm.together(lambda: begin() if comm.rank == 0 else None))[0]
     judged = judge if pruned else None
     return runs.train(comm, Path(job), None, overrides, run, resume, None, ends_at, command, judge=judged)
+
+
+def script_of(run: Path) -> tuple[Comparison | Sweep, PlannedRun, ScriptCall] | None:
+    """Return the experiment, the plan and the call of a script's run that has this folder; None where it is a job's.
+
+    Each rank asks; a sweep's settings are drawn by the first one that does.
+    """
+    output = run.parent.parent
+    found = folder.read(output) or {"declared": {}}
+    if found["declared"].get("arguments") is None:
+        return None
+    experiment: Comparison | Sweep
+    if "over" in found["declared"]:
+        trials, number, seed = of_folder(run)
+        experiment, planned = trials.sweep, trials.run(number, seed, trials.begin(number))
+    else:
+        experiment = folder.read_experiment(output, Comparison)
+        one = next(one for one in found["runs"] if output / one["folder"] == run)
+        planned = PlannedRun(*(one[key] for key in ("name", "kind", "ranks", "seed", "set", "folder")))
+    return experiment, planned, ScriptCall(experiment.job, experiment.arguments or (), planned.overrides, run)
 
 
 def of_folder(run: Path) -> tuple[Trials, int, int]:

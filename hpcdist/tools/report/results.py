@@ -209,14 +209,16 @@ def is_higher_better(metric: str) -> bool:
 
 def _comparison(folder: Path, plan: Mapping[str, Any], only: Collection[Path] | None, progress: Progress) -> JobRuns:
     try:
-        metric, is_virtual = plan["metric"], bool(plan.get("virtual"))
+        is_virtual = bool(plan.get("virtual"))
         wanted = [run for run in plan["runs"] if only is None or folder / run["folder"] in only]
         runs = [_run(folder / run["folder"], run, is_virtual) for run in progress(wanted, READING)]
+        metric = plan["metric"] or _first_metric(runs)  # a script says none before it has run
+        known = is_higher_better(metric)
         return JobRuns(
             name=Path(plan["job"]).stem,
             title=plan["job"],
             metric=metric,
-            higher_is_better=plan.get("higher_is_better", is_higher_better(metric)),
+            higher_is_better=plan.get("higher_is_better", known) if plan["metric"] else known,
             target=plan.get("target"),
             budget=plan.get("budget") or {},
             tuning=plan.get("tuning"),
@@ -260,8 +262,7 @@ def _of_job(job: str | None, title: str, found: Sequence[RunResult]) -> JobRuns:
     """Name a job's runs: one cell are those that have the same settings, but for the seed."""
     settings = _settings(found)
     runs = [replace(one, name=_name(one, settings)) for one in found]
-    metrics = [name for one in runs if one.run.summary for name in one.run.summary.metrics]
-    metric = next((name for name in metrics if name != "loss"), "loss")
+    metric = _first_metric(runs)
     beside = Counter(one.ranks for one in runs)  # a reference on as many ranks as most others
     ordered = sorted(runs, key=lambda one: (not one.run.ended, one.run.strategy != REFERENCE, -beside[one.ranks]))
     return JobRuns(
@@ -273,6 +274,11 @@ def _of_job(job: str | None, title: str, found: Sequence[RunResult]) -> JobRuns:
         runs=runs,
         settings=settings,
     )
+
+
+def _first_metric(runs: Sequence[RunResult]) -> str:
+    metrics = [name for one in runs if one.run.summary for name in one.run.summary.metrics]
+    return next((name for name in metrics if name != "loss"), "loss")
 
 
 def _settings(runs: Sequence[RunResult]) -> dict[str, dict[Path, str]]:

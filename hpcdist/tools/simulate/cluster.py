@@ -44,6 +44,12 @@ class ClusterConfig(Settings):
         inside = (None, None) if self.intra_network is None else _link(self.intra_network, "intra_network")
         return Network(*_link(self.network, "network"), self.ranks_per_node, *inside)
 
+    def described(self) -> str:
+        """Describe the steps as the user does, with the times that were read, in seconds."""
+        read: list[float] = []
+        self.steps(lambda given_s: read.append(given_s or 0.0) or 1.0)  # type: ignore[func-returns-value]
+        return f"{self.compute} ({read[0]:g} s)" if read and read[0] else self.compute
+
     def steps(self, step_s: StepSeconds) -> ComputeModel:
         """Make the model of step times.
 
@@ -96,7 +102,11 @@ def _model(text: str, step_s: StepSeconds) -> ComputeModel:
         part, factor, base = rest.split(",", 2)
         what = "the part of slow steps", "the factor of compute"
         return SlowSteps(_model(base, step_s), number(part, what[0]), number(factor, what[1]))
-    if name == "replay" and Path(rest).is_dir():
+    if name == "replay":
+        if not Path(rest).is_dir():
+            raise ConfigError(
+                f"compute must be replay:RUN with a run's folder; got {text!r}, and there is no such folder."
+            )
         records = read_records(rest)
         return Replay(rest, [[record.computing_s for record in records[rank]] for rank in sorted(records)])
     raise ConfigError(f"compute must be {MEASURED}, {MODELS}; got {text!r}.")

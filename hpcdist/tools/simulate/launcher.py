@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -57,16 +57,20 @@ class Simulation:
     def __str__(self) -> str:
         measured = ", ".join(f"{seconds * 1e3:.3g} ms for {size} samples" for size, seconds in self.step_s.items())
         steps = f"{measured}, as measured here with one thread" if measured else f"for {self.samples} samples"
-        return f"virtual ranks, joined by {self.cluster.network}; steps: {self.cluster.compute}, {steps}"
+        steps = steps if self.samples else "whatever their batch"  # a script's
+        return f"virtual ranks, joined by {self.cluster.network}; steps: {self.cluster.described()}, {steps}"
 
-    def train(self, run: PlannedRun, folder: Path) -> None:
+    def train(self, run: PlannedRun, folder: Path, script: Callable[..., None] | None = None) -> None:
         """Train a job on virtual ranks, as `hpcdist train` does on real ones; go on with a run that has checkpoints.
+
+        Args:
+            script: called with each rank's communicator, instead of the job's training.
 
         Raises:
             HpcdistError: as that does.
         """
         cluster = ClusterConfig.from_mapping(load(self.cluster.model_dump(), None, run.cluster), "cluster")
-        own = self._samples(run)
+        own = self._samples(run) if script is None else 0
         compute = cluster.steps(lambda given_s: self._step_s(given_s, own))
         if isinstance(compute, Straggler) and compute.rank >= run.ranks:  # a control on fewer ranks
             compute = compute.base
@@ -74,13 +78,13 @@ class Simulation:
         resume = (folder / "checkpoints").exists()
 
         def body(comm):
-            if run.judged:
+            if run.by_folder:
                 return trials.train(comm, folder, command=self.command)
             return runs.train(comm, Path(self.job), None, run.overrides, folder, resume, command=self.command)
 
         if run.loop:
             body = load_function(run.loop, "loop")(load({}, None, run.overrides), folder)
-        run_virtual(body, run.ranks, seed=run.seed, network=cluster.links(), compute=compute)
+        run_virtual(script or body, run.ranks, seed=run.seed, network=cluster.links(), compute=compute)
 
     def _samples(self, run: PlannedRun) -> int:
         """Return the samples of a step of one rank; of one that says how long its steps take, those of the cluster."""
@@ -92,7 +96,7 @@ class Simulation:
     def _step_s(self, given_s: float | None, samples: int) -> float:
         """Return the seconds of a step with so many samples."""
         if given_s is not None:
-            return given_s * samples / self.samples
+            return given_s * samples / self.samples if self.samples else given_s
         nearest = min(self.step_s, key=lambda known: abs(known - samples))
         return self.step_s[nearest] * samples / nearest
 

@@ -13,6 +13,7 @@ import torch
 from hpcdist.config import JobConfig
 from hpcdist.config.files import neighbours
 from hpcdist.data.loader import Loader
+from hpcdist.errors import ConfigError
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.folder import read
 from hpcdist.tools.simulate.cluster import MEASURED, ClusterConfig
@@ -73,6 +74,14 @@ def on_cluster(experiment: E, cluster: ClusterConfig, output: Path) -> E:
     Raises:
         ConfigError: a setting breaks its rule.
     """
+    if experiment.arguments is not None:
+        if MEASURED in cluster.compute:
+            raise ConfigError(
+                f"--compute must be a time with a script, whose step nobody can measure before a run; got "
+                f"{cluster.compute}. Write --compute 20ms, or --compute replay:RUN, a run of the script."
+            )
+        cluster.steps(lambda given_s: given_s or 0.0).check(experiment.most_ranks)
+        return replace(experiment, virtual={**cluster.model_dump(), "samples": 0, "step_s": {}})
     job_path = Path(experiment.job)
     with neighbours(job_path):
         job, config = specify(job_path, None, experiment.settings)

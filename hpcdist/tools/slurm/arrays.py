@@ -63,7 +63,7 @@ def specify(
     for ranks in sorted({run.ranks for run in runs}):
         own = [run for run in runs if run.ranks == ranks]
         payload: dict[str, Any] = {"job": experiment.job, "cases": [list(run.overrides) for run in own]}
-        if own[0].judged:  # a run finds its settings by its folder, when it begins
+        if own[0].by_folder:
             payload = {"command": ["hpcdist", "trial"], "cases": [[] for _ in own]}
         spec = load_spec(
             overrides=overrides,
@@ -104,7 +104,7 @@ def submit_missing(made: MadeRuns, site: str, overrides: Sequence[str], at_once:
         return True
     with claimed(output):
         made.write()
-        made.make_data()
+        made.trained.make_data()
         for run in left:
             prepare(run, output)
         for spec in specs:
@@ -121,8 +121,8 @@ def submit_missing(made: MadeRuns, site: str, overrides: Sequence[str], at_once:
 
 def show(made: MadeRuns, waiting: Mapping[Path, State]) -> bool:
     """Show what runs have measured while others wait or run under Slurm; tell whether one failed."""
-    output, planned = made.folder, made.plan
-    left = missing(planned, output)
+    output, planned = made.folder, {run.folder: run for run in made.plan}.values()
+    left = missing(made.plan, output)
     pending = sum(state.state == "PENDING" for state in waiting.values())
     console.note(
         f"{len(planned) - len(left)} of {len(planned)} runs have ended; of Slurm's tasks {len(waiting) - pending} run, "

@@ -177,7 +177,7 @@ class WatchedFolder:
         if plan is None or not plan["runs"]:
             paths = sorted(path.parent for pattern in BELOW for path in self.folder.glob(pattern))
             return {str(path.relative_to(self.folder)): path for path in paths}
-        self.planned = len(plan["runs"])
+        self.planned = len({run["folder"] for run in plan["runs"]})
         folders = [self.folder / run["folder"] for run in plan["runs"]]
         return {path.name: path for path in folders if path.is_dir()}
 

@@ -1,0 +1,108 @@
+"""Scripts with their own training loop, and functions with one: what tells them from jobs, and how they are run."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import symtable
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.config import load
+from hpcdist.config.files import load_function, neighbours
+from hpcdist.errors import ConfigError, RunError
+from hpcdist.session.run import PlannedLoop
+from hpcdist.session.world import start_planned
+
+PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
+OF_EVERY_RUN = ("seed", "strategy", "run")  # what ARGS, or a function's parameters, may ask for
+
+
+def file_of(job: str) -> Path:
+    """Return the file of a job, a script, or a function `path/to/file.py:name`."""
+    return Path(job.rpartition(":")[0] if ".py:" in job else job)
+
+
+def reference(job: str | Path | Callable[..., Any]) -> str:
+    """Return a job as text: a function as path/to/file.py:name, or raise ConfigError where ranks can't import it."""
+    if isinstance(job, (str, Path)):
+        return str(job)
+    file, name = inspect.getsourcefile(job) if inspect.isfunction(job) else None, getattr(job, "__qualname__", "")
+    if file is None or not Path(file).is_file() or not name.isidentifier():
+        raise ConfigError(
+            "job must be the path of a Python file that defines `job`, or of a script, or a function at the top level "
+            f"of a file; got a {type(job).__name__}. The ranks are other processes, which read the file: write one."
+        )
+    return f"{file}:{name}"
+
+
+def is_script(job: str) -> bool:
+    """Tell a script, or a function, from a job's file, by its text alone.
+
+    A file that binds the name `job` at its top level is a job's. Another one that mentions hpcdist is a script; one
+    that does not is refused by a ConfigError.
+    """
+    path = file_of(job)
+    if ".py:" in job or not path.is_file():
+        return ".py:" in job  # a missing file is named by who loads it
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        symbols = symtable.symtable(text, job, "exec").get_symbols()
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"job must be a file of Python; got {job}: {error}.") from None
+    if any(one.get_name() == "job" and (one.is_assigned() or one.is_imported()) for one in symbols):
+        return False
+    if not re.search(r"\bhpcdist\b", text):
+        raise ConfigError(
+            f"job must be a file that defines `job`, or a script that imports hpcdist; got {job}, which is neither."
+        )
+    return True
+
+
+def asks_for(job: str, arguments: Sequence[str]) -> set[str]:
+    """Return the names of what a script's ARGS have placeholders for, or of a function's parameters."""
+    if ".py:" in job:
+        return set(inspect.signature(load_function(job, "job")).parameters)
+    return {name for word in arguments for name in PLACEHOLDER.findall(word)}
+
+
+class ScriptCall:
+    """A run of a script, or of a function, on one rank: a process, or a thread of a virtual rank.
+
+    Args:
+        job: as `Experiment.job`.
+        settings: of the run, each KEY=VALUE: its strategy, its seed, and those of a sweep.
+        folder: of the run.
+    """
+
+    def __init__(self, job: str, arguments: Sequence[str], settings: Sequence[str], folder: Path):
+        self._job, self._file = job, file_of(job)
+        values = load({"strategy": {"name": "allreduce"}}, None, settings)
+        options = values.pop("strategy")
+        name = options.pop("name")
+        self._planned = PlannedLoop(str(self._file), str(folder), name, options)
+        texts = dict(setting.split("=", 1) for setting in settings) | {"run": str(folder)}
+        self._words = [PLACEHOLDER.sub(lambda found: texts[found[1]], word) for word in arguments]
+        known = {**values, "strategy": name, "run": str(folder)}
+        self._given = {key: known[key] for key in asks_for(job, ()) & known.keys()}
+
+    def __call__(self, comm: Communicator | None = None) -> None:
+        """Run it to its end; its `init` joins the ranks of MPI, or has joined those of `comm`."""
+        start_planned(comm, self._planned)
+        if ".py:" in self._job:
+            with neighbours(self._file):
+                load_function(self._job, "job")(**self._given)
+            return
+        sys.argv, sys.path[0] = [str(self._file), *self._words], str(self._file.resolve().parent)
+        module = types.ModuleType("__main__")  # the globals of each virtual rank are its own
+        module.__file__ = str(self._file)
+        sys.modules["__main__"] = module
+        try:
+            exec(compile(self._file.read_bytes(), self._file, "exec"), module.__dict__)
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise RunError(f"{self._file} must end with status 0; got sys.exit({end.code!r}).") from None

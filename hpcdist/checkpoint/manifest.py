@@ -14,12 +14,13 @@ from torch import Tensor
 from hpcdist.checkpoint.refusal import understood
 from hpcdist.checkpoint.tree import TreeDecoder, encode
 from hpcdist.errors import CheckpointError
-from hpcdist.records import Stamp, open_regular, parse_json, read_bounded, stamp, write_durably
+from hpcdist.records import CHECKSUMS, Stamp, open_regular, parse_json, read_bounded, stamp, write_durably
 from hpcdist.version import __version__
 
 FILE_NAME = "manifest.json"
 FORMAT = "hpcdist checkpoint"
-VERSION = 2
+VERSION = 3
+SHA256 = 2  # version whose files have a sha256
 NO_TENSORS: dict[str, Tensor] = {}
 
 
@@ -83,11 +84,11 @@ def read_manifest(path: str | Path) -> Manifest:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{file} must be the manifest of an {FORMAT}; got other JSON.")
     content = manifest.get("content")
-    if manifest.get("version") != VERSION:
+    if manifest.get("version") not in (SHA256, VERSION):
         writer = content.get("hpcdist") if isinstance(content, dict) else None
         raise CheckpointError(
-            f"{file} must be of version {VERSION}; got {manifest.get('version')!r:.60}. Read it with the version of "
-            f"hpcdist that wrote it, {writer!s:.60}; this is {__version__}."
+            f"{file} must be of version {SHA256} or {VERSION}; got {manifest.get('version')!r:.60}. Read it with the "
+            f"version of hpcdist that wrote it, {writer!s:.60}; this is {__version__}."
         )
     if manifest.get("sha256") != _checksum(content):
         raise CheckpointError(f"{file} must match its checksum; got damaged content.")
@@ -96,12 +97,12 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def _manifest(content: Any, file: Path) -> Manifest:
-    files = {name: Stamp(**stamp) for name, stamp in content["files"].items()}
+    files = {name: _stamp(**given) for name, given in content["files"].items()}
     step, ranks, writer = content["step"], content["ranks"], content["hpcdist"]
     meta = TreeDecoder(NO_TENSORS.__getitem__, {}, file).decode(content["meta"])
     numbers = (step, ranks, *(stamp.bytes for stamp in files.values()))
     named = {name(rank) for rank in range(min(ranks, len(files))) for name in (tree_file, tensor_file)}
-    texts = (writer, *(stamp.sha256 for stamp in files.values()))
+    texts = (writer, *(stamp.checksum for stamp in files.values()))
     known = all(type(n) is int and n >= 0 for n in numbers) and all(isinstance(text, str) for text in texts)
     stages = meta.get("stages", 1)
     if (
@@ -124,11 +125,19 @@ def check_file(path: Path, expected: Stamp) -> None:
             n_bytes = os.fstat(file.fileno()).st_size
             if n_bytes != expected.bytes:
                 raise CheckpointError(f"{path} must be {expected.bytes} bytes long; got {n_bytes}.")
-            sha256 = stamp(file).sha256
+            checksum = stamp(file, expected.checksum.partition(":")[0]).checksum
     except OSError as error:
         raise CheckpointError(f"{path} must be readable; got {error.strerror}.") from None
-    if sha256 != expected.sha256:
-        raise CheckpointError(f"{path} must have sha256 {expected.sha256[:12]}...; got {sha256[:12]}... (damaged).")
+    if checksum != expected.checksum:
+        raise CheckpointError(f"{path} must have {expected.checksum:.24}...; got {checksum:.24}... (damaged).")
+
+
+def _stamp(bytes: int, checksum: str = "", sha256: str = "") -> Stamp:
+    """Return a file's stamp as version 3 writes it, or version 2, which names no checksum."""
+    name, _, digits = (checksum or f"sha256:{sha256}").partition(":")
+    if name not in CHECKSUMS or not digits:
+        raise ValueError(f"a checksum must be {' or '.join(CHECKSUMS)}, a colon and digits; got {checksum!r:.40}")
+    return Stamp(bytes, f"{name}:{digits}")
 
 
 def _checksum(content: Any) -> str:

@@ -15,7 +15,10 @@ from hpcdist.config import Settings
 from hpcdist.errors import refuse_former
 from hpcdist.model.flat import FlatModel
 
-_FORMER = dict.fromkeys(("state", "load_state"), 'remembers = ("start",)')  # methods of before, and what to write
+# Methods of before, and what to write.
+_FORMER = {
+    **dict.fromkeys(("state", "load_state"), 'remembers = ("start",)'), "sent": "count_sent(self, message, counts)"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,13 +124,15 @@ class Compressor(abc.ABC):
         """Decode a message into `out`: shape (count,), float32 or float64, on the CPU."""
         self.add(message, out.zero_())
 
-    def sent(self, message: Tensor) -> Tensor:
-        """Return which elements a message gives: the elements in it, and elements that it shows to be 0.
+    def count_sent(self, message: Tensor, counts: Tensor) -> None:
+        """Add 1 for each element that a message gives: for all, unless the compressor chooses some.
 
-        Returns:
-            Shape (count,), bool. Each element, unless the compressor chooses some.
+        Then it gives the elements in it, and those that it shows to be 0.
+
+        Args:
+            counts: shape (count,), float32 or float64, on the CPU.
         """
-        return torch.ones(self.count, dtype=torch.bool)
+        counts.add_(1)
 
     @final
     def state_dict(self) -> dict[str, Any]:

@@ -108,15 +108,19 @@ class ChunkTopk(Compressor):
             message, self.count, ((np.uint32, 1), (np.uint8, size), (np.float32, _BINS * len(self.spans)))
         )
 
-    def sent(self, message: Tensor) -> Tensor:
-        marks = sparse.marks(self._unpack(message)[0], self.count)
-        for span in self.spans:
+    def count_sent(self, message: Tensor, counts: Tensor) -> None:
+        indices, _ = self._unpack(message)
+        counts.numpy()[indices] += 1
+        for span, place in zip(self.spans, self._places(indices), strict=True):
             if span.stop > span.start:
                 # Zeros are not sent: if there is room for more elements of a chunk, all its others are 0.
-                blocks = Blocks.of(span, self.config.side)
-                in_blocks = blocks.view(marks[span.start : span.stop])
-                in_blocks |= in_blocks.sum(dim=(1, 3), keepdim=True) < _chosen(blocks, self.config)
-        return marks
+                blocks, inside = Blocks.of(span, self.config.side), indices[place] - span.start
+                has_room = blocks.numbers(inside) < _chosen(blocks, self.config)
+                if has_room.any():
+                    all_zero = torch.ones(span.stop - span.start)
+                    all_zero[inside] = 0
+                    of_block = blocks.view(counts[span.start : span.stop])
+                    of_block += blocks.view(all_zero) * torch.from_numpy(has_room)[:, None, :, None]
 
     def _places(self, indices: np.ndarray) -> list[slice]:
         """Return for each parameter where its indices stand among ascending ones."""

@@ -92,5 +92,5 @@ class Threshold(Compressor):
             values, step = out.numpy(), float(tau[0]) * weight
             values[indices] += np.array([-step, step], values.dtype).take(np.unpackbits(bits, count=len(indices)))
 
-    def sent(self, message: Tensor) -> Tensor:
-        return sparse.marks(sparse.unpack(message, self.count, _PAYLOAD)[0], self.count)
+    def count_sent(self, message: Tensor, counts: Tensor) -> None:
+        counts.numpy()[sparse.unpack(message, self.count, _PAYLOAD)[0]] += 1

@@ -52,10 +52,12 @@ class Largest(Compressor):
             values = out.numpy()
             values[indices] += sent.astype(values.dtype) * weight
 
-    def sent(self, message: Tensor) -> Tensor:
+    def count_sent(self, message: Tensor, counts: Tensor) -> None:
         indices, _ = sparse.unpack(message, self.count, ((self._dtype, -1),))
-        # Zeros are not sent: if there is room for more elements, all others are 0.
-        return sparse.marks(indices, self.count, others=len(indices) < self._size(self.config.ratio))
+        if len(indices) < self._size(self.config.ratio):  # zeros are not sent: with room for more, all others are 0
+            counts.add_(1)
+        else:
+            counts.numpy()[indices] += 1
 
     def _size(self, ratio: float) -> int:
         return max(1, round(ratio * self.count))

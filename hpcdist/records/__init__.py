@@ -2,6 +2,7 @@
 
 from hpcdist.records.digest import digest, tensor_bytes
 from hpcdist.records.files import (
+    CHECKSUMS,
     Stamp,
     open_regular,
     parse_json,

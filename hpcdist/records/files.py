@@ -9,20 +9,23 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
+import xxhash
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from hpcdist.errors import DataError, HpcdistError, OutputError
 
 T = TypeVar("T")
 CHUNK_BYTES = 1 << 20
-ASIDE_BYTES = 1 << 16  # smaller pieces are hashed faster here than by another thread
+# Checksums of files, by name; the first one is written. It tells of damage at the speed of memory, and is no proof of
+# who has written a file.
+CHECKSUMS: dict[str, Callable[[], Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+WRITTEN = next(iter(CHECKSUMS))
 
 
 @contextmanager
@@ -57,7 +60,7 @@ class Stamp(NamedTuple):
     """The length and the checksum of a file."""
 
     bytes: int
-    sha256: str
+    checksum: str  # its name in CHECKSUMS, a colon, and its hexadecimal digits
 
 
 def write_durably(path: Path, pieces: Iterable[bytes | np.ndarray]) -> Stamp:
@@ -68,26 +71,25 @@ def write_durably(path: Path, pieces: Iterable[bytes | np.ndarray]) -> Stamp:
     Raises:
         OSError: the file exists, or can't be written.
     """
-    sha, total = hashlib.sha256(), 0
-    with open(path, "xb") as file, ThreadPoolExecutor(1) as hasher:  # hashing takes as long as writing
+    found, total = CHECKSUMS[WRITTEN](), 0
+    with open(path, "xb") as file:
         for piece in pieces:
             data = piece if isinstance(piece, bytes) else piece.data
-            hashing = hasher.submit(sha.update, data) if len(data) >= ASIDE_BYTES else None
+            found.update(data)
             file.write(data)
-            hashing.result() if hashing else sha.update(data)
             total += len(data)
         file.flush()
         os.fsync(file.fileno())
-    return Stamp(total, sha.hexdigest())
+    return Stamp(total, f"{WRITTEN}:{found.hexdigest()}")
 
 
-def stamp(file: BinaryIO) -> Stamp:
-    """Compute the length and the checksum of what is left of an open file."""
-    sha, total = hashlib.sha256(), 0
-    while chunk := file.read(CHUNK_BYTES):
-        sha.update(chunk)
-        total += len(chunk)
-    return Stamp(total, sha.hexdigest())
+def stamp(file: BinaryIO, checksum: str = WRITTEN) -> Stamp:
+    """Compute the length and a checksum, by its name, of what is left of an open file."""
+    found, total, chunk = CHECKSUMS[checksum](), 0, memoryview(bytearray(CHUNK_BYTES))
+    while count := file.readinto(chunk):  # type: ignore[attr-defined]
+        found.update(chunk[:count])
+        total += count
+    return Stamp(total, f"{checksum}:{found.hexdigest()}")
 
 
 def sync(path: Path) -> None:

@@ -437,8 +437,8 @@ def require_equal(comm: Communicator, mine: Mapping[str, Any], what: str, ranks:
     of_ranks = comm.gather(by_value(mine))
     numbers = range(comm.size) if ranks is None else ranks
     for other, theirs in zip(numbers, of_ranks, strict=True):
-        unequal = differences(of_ranks[0], theirs)  # by text, where a NaN is equal to itself
-        if unequal and theirs != of_ranks[0]:
+        # By text, where a NaN is equal to itself; that takes long with many ranks.
+        if theirs != of_ranks[0] and (unequal := differences(of_ranks[0], theirs)):
             raise MismatchError(
                 f"{what} must be the same on every rank; rank {other} differs from rank {numbers[0]}: "
                 f"{'; '.join(unequal)}. Start every rank from the same files and options."

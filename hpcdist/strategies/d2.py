@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import final
 
 import numpy as np
-import torch
 from pydantic import Field
 
+from hpcdist.comm.pieces import alongside
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Strategy, Update
@@ -73,12 +73,12 @@ class D2(Strategy):
         if self.comm.size == 1:
             return outcome
         self._scale()
-        stepped = [x.clone() for x in self.model.params]
         for x, changed in zip(self.model.params, self._changed, strict=True):
-            x.add_(changed)
+            for mine, c in alongside(x, changed):
+                c.sub_(mine.add_(c))  # −(x + u), so that no copy of the parameters is needed
         self._mixing.mix(self.model.params, self.steps)
-        for x, changed, without in zip(self.model.params, self._changed, stepped, strict=True):
-            torch.sub(x, without, out=changed)
+        for x, changed in zip(self.model.params, self._changed, strict=True):
+            changed.add_(x)
         return outcome
 
     def _scale(self) -> None:

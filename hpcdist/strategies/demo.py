@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import ClassVar, Literal, final
@@ -12,6 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hpcdist.comm.pieces import CACHED
 from hpcdist.compress import CompressionConfig, Reduction, Span, spans
 from hpcdist.compress.coding.blocks import Blocks
 from hpcdist.strategies.synchronous.own_step import OwnStep, rate_of
@@ -66,55 +67,61 @@ class DeMo(OwnStep):
         super().__init__(config, comm, model, **given)
         sent = {"name": "chunk_topk", "keep": config.keep, "side": config.side, "values": config.values}
         chosen = CompressionConfig.from_mapping({**sent, "decay": config.momentum}, "strategy")
-        self._spans = spans(model)
         self._sum = Reduction(
-            self.calls.comm, chosen, model.params, self._spans, over_senders=config.combine == "senders"
+            self.calls.comm, chosen, model.params, spans(model), over_senders=config.combine == "senders"
         )
         self.state.reduction("sent", self._sum)
+        self._components = self.state.scratch([torch.zeros_like(grad) for grad in model.grads])
 
     def move(self, update) -> None:
-        config, flats = self.config, [grad.clone() for grad in self.model.grads]
-        for one in self.trained(flats):
-            one.views[0].mul_(rate_of(one.group))
-        self._transform(flats, back=False)
-        ranks = self._sum(flats, self.model.gradients.present())
-        self._transform(flats, back=True)
-        for one in self.trained(flats):
-            rate, (step,) = rate_of(one.group), one.views
-            if decay := one.group["weight_decay"]:
-                one.parameter.mul_(1 - rate * decay)
-            if config.sign:
-                one.parameter.sub_(step.sign_(), alpha=rate)
-            else:
-                one.parameter.sub_(step, alpha=1 / ranks)
+        stepped = {one.name for one in self.trained()}
+        for slot in self.model.slots:
+            if slot.name not in stepped:
+                slot.view(self._components).zero_()
+        for one in self.trained(self.model.grads, self._components):
+            for gradient, components in self._blocks(*one.views):
+                torch.mul(self._transform(gradient), rate_of(one.group), out=components)
+        ranks = self._sum(self._components, self.model.gradients.present())
+        for one in self.trained(self._components):
+            rate, decay = rate_of(one.group), one.group["weight_decay"]
+            for components, parameter in self._blocks(*one.views, one.parameter.detach()):
+                step = self._transform(components, back=True)
+                if decay:
+                    parameter.mul_(1 - rate * decay)
+                if self.config.sign:
+                    parameter.sub_(step.sign(), alpha=rate)
+                else:
+                    parameter.sub_(step, alpha=1 / ranks)
 
-    def _transform(self, flats: Sequence[Tensor], *, back: bool) -> None:
-        """Replace every parameter's part of the tensors by its cosine components, or these by the parameter's part."""
-        if self.config.transform == "dct":
-            for flat, own in zip(flats, self._spans, strict=True):
-                for span in own:
-                    transform(flat[span.start : span.stop], span, self.config.side, back=back)
+    def _blocks(self, *parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield matching rows of blocks of a parameter and what is like it, so few on the host that caches hold them.
+
+        Their shape is (down, height, across, width).
+        """
+        blocks = Blocks.of(Span(0, parameters[0].numel(), parameters[0].shape), self.config.side)
+        some = max(1, CACHED // max(1, blocks.height * blocks.columns)) if parameters[0].is_cpu else blocks.rows
+        return zip(*(blocks.view(each.view(-1)).split(some) for each in parameters), strict=True)
+
+    def _transform(self, blocks: Tensor, *, back: bool = False) -> Tensor:
+        return blocks if self.config.transform == "none" else transform(blocks, back=back)
 
     def close(self) -> None:
         self._sum.close()
         super().close()
 
 
-def transform(values: Tensor, span: Span, side: int, *, back: bool) -> None:
-    """Replace a parameter's values by the cosine components of its blocks, in place; or with `back` these by values.
+def transform(blocks: Tensor, *, back: bool = False) -> Tensor:
+    """Compute the cosine components of blocks, or with `back` the blocks that have these components.
 
     Args:
-        values: shape (elements,); of half precision it is transformed in float32.
+        blocks: shape (down, height, across, width); of half precision they are transformed in float32.
     """
-    if not values.numel():
-        return
-    blocks = Blocks.of(span, side)
-    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-    down, along = (cosines(n).to(values.device, wide) for n in (blocks.height, blocks.width))
+    height, width = blocks.shape[1], blocks.shape[3]
+    wide = blocks.to(torch.float64 if blocks.dtype == torch.float64 else torch.float32)
+    down, along = (cosines(n).to(wide) for n in (height, width))
     if back:
         down, along = down.T, along.T
-    view = blocks.view(values)
-    view.copy_(torch.einsum("gh,rhcw,vw->rgcv", down, view.to(wide), along))
+    return (down @ (wide @ along.T).flatten(2)).view_as(wide)
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.compress.powersgd import add_product, orthogonalised
+from hpcdist.compress.powersgd import add_product
 from hpcdist.errors import ConfigError, suggestion
 from hpcdist.strategies.base import Update
 from hpcdist.strategies.common.gradients import shorten
@@ -34,9 +34,9 @@ class Dion(OwnStep):
     is of the size of an orthonormal matrix, and Adam's steps are smaller. Replicas are bitwise equal. On one rank it is
     this rule too.
 
-    Bytes per rank and step: of a matrix, in place of mn elements, r(m + n) by all-reduce; of the others their
-    gradients; and 32 of agreement. Memory: M, and Q. The basis is computed on the host, in float64 and the same order
-    on every processor.
+    Bytes per rank and step: of a matrix, in place of mn elements, r(m + n) by all-reduce and rm by all-gather; of the
+    others their gradients; and 40 of agreement. Memory: M, and Q. Each basis is computed by one rank, in float64, so
+    that the ranks share the work and all have the same bits.
 
     Reference: Kwangjun Ahn, Byron Xu et al., "Dion: distributed orthonormalized updates", 2025.
     """
@@ -107,7 +107,7 @@ class Dion(OwnStep):
         factors = [self._basis_of(one, total) for one, total in zip(matrices, sums, strict=True)]
         left = [q @ total.T for q, total in zip(factors, sums, strict=True)]  # transposed: r rows
         self._average(left)
-        left = [orthogonalised(rows.cpu().double()).to(rows) for rows in left]
+        self._orthonormalise(left)
         right = [p @ total for p, total in zip(left, sums, strict=True)]
         self._average(right)
         for one, total, p, r in zip(matrices, sums, left, right, strict=True):
@@ -117,12 +117,22 @@ class Dion(OwnStep):
             rate, x = self.config.rate * rate_of(one.group), one.parameter.detach().view(len(total), -1)
             if decay := one.group.get("weight_decay", 0):
                 x.mul_(1 - rate * decay)
-            step = torch.zeros_like(total)
+            scaled = p * -(rate * (x.shape[0] / x.shape[1]) ** 0.5)
             if x.is_cpu:
-                add_product(step, p, q)  # in the same order on every processor
+                add_product(x, scaled, q)  # with the same bits on every processor
             else:
-                torch.mm(p.T, q, out=step)
-            x.sub_(step, alpha=rate * (x.shape[0] / x.shape[1]) ** 0.5)
+                x.add_(scaled.T @ q)
+
+    def _orthonormalise(self, matrices: Sequence[Tensor]) -> None:
+        """Collective. Replace the rows of each matrix by an orthonormal basis of them; each rank computes a share."""
+        ranks = range(self.comm.size)
+        for of_type in _by_dtype(matrices):
+            shares = [of_type[rank :: len(ranks)] for rank in ranks]
+            own = [torch.linalg.qr(rows.double().T).Q.T.to(rows) for rows in shares[self.comm.rank]]
+            flats = [of_type[0].new_empty(sum(rows.numel() for rows in share)) for share in shares]
+            self.calls.all_gather(flats, torch.cat([of_type[0].new_empty(0), *(basis.reshape(-1) for basis in own)]))
+            for share, flat in zip(shares, flats, strict=True):
+                _copy_apart(flat, share)
 
     def _basis_of(self, one: Trained, total: Tensor) -> Tensor:
         """Return Q of a matrix, transposed; at the start the same random directions on all ranks and machines."""
@@ -134,12 +144,21 @@ class Dion(OwnStep):
 
     def _average(self, tensors: Sequence[Tensor]) -> None:
         """Collective. Replace tensors by their means over the ranks, those of one type in one sum."""
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            own = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1) for tensor in own])
+        for of_type in _by_dtype(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in of_type])
             self.average([flat])
-            for tensor, mean in zip(own, flat.split([tensor.numel() for tensor in own]), strict=True):
-                tensor.copy_(mean.view_as(tensor))
+            _copy_apart(flat, of_type)
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    types = dict.fromkeys(tensor.dtype for tensor in tensors)
+    return [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in types]
+
+
+def _copy_apart(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy a flat tensor's parts into tensors, one after the other."""
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 def _normalised(rows: Tensor) -> Tensor:

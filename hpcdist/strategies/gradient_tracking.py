@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hpcdist.comm.pieces import alongside
 from hpcdist.config import Named
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
@@ -97,12 +98,13 @@ class GradientTracking(Strategy):
             parameter, along, last = slot.tensor, slot.view(self._tracked), slot.view(self._before)
             gradient = parameter.grad
             own.append((parameter, gradient))
-            along.sub_(last)
             if gradient is None:
+                along.sub_(last)
                 last.zero_()
             else:
-                last.copy_(gradient.to_dense())
-                along.add_(last)
+                for y, before, now in alongside(along.view(-1), last.view(-1), gradient.to_dense().reshape(-1)):
+                    y.sub_(before).add_(now)
+                    before.copy_(now)
             parameter.grad = along if steps else None
         update()
         for parameter, gradient in own:

@@ -52,12 +52,15 @@ class QGDSGD(Strategy):
         self._mixing = Mixing(comm, topology, overlap=False)
         like = model.params if comm.size > 1 else []
         self._momentum = self.state.sharded("momentum", like, reshard="mean", resets=True)  # m̂
+        self._before = self.state.scratch([torch.empty_like(x) for x in like])  # x before the step
 
     def advance(self, update: Update) -> Outcome:
         if self.comm.size == 1:
             return self.gradients.step_alone(update)
         local = self._sgd()
-        before = [x.clone() for x in self.model.params]
+        before = self._before
+        for was, x in zip(before, self.model.params, strict=True):
+            was.copy_(x)
         outcome = self.gradients.step_alone(lambda: self._step(local, update))
         self._mixing.mix(self.model.params, self.steps)
         for x, was in zip(self.model.params, before, strict=True):

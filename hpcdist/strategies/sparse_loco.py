@@ -71,7 +71,7 @@ class SparseLoCo(Periodic):
                     "strategy.compression of sparse_loco must be a compressor; got none, with which it is diloco "
                     "without momentum. Take chunk_topk, or strategy = diloco."
                 )
-            if self.combine == "senders" and chosen.sent is Compressor.sent:
+            if self.combine == "senders" and chosen.count_sent is Compressor.count_sent:
                 raise ValueError(
                     "strategy.combine must be ranks unless a rank sends some elements and not others; got senders "
                     f"with {self.compression.name}, of which each message has all. Take chunk_topk or topk, or ranks."

@@ -167,7 +167,7 @@ class StreamingDiLoCo(Periodic):
     def declare_compressed(self, of_fragments: Sequence[Reduction]) -> None:
         compressors = [[feedback.compressor for feedback in reduction.feedbacks] for reduction in of_fragments]
         for reduction in of_fragments:
-            self.state.scratch([*reduction.sums, *(feedback.residual for feedback in reduction.feedbacks)])
+            self.state.scratch([*reduction.working, *(feedback.residual for feedback in reduction.feedbacks)])
 
         def residuals() -> list[Tensor]:
             wide = [torch.float64 if x.dtype == torch.float64 else torch.float32 for x in self.common]

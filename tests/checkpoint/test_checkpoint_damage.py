@@ -106,7 +106,7 @@ def test_a_damaged_file_is_named_with_what_is_wrong_and_an_older_checkpoint(two_
         (b'{"format": "other"}', "must be the manifest of an hpcdist checkpoint; got other JSON"),
         (
             b'{"format": "hpcdist checkpoint", "version": 1, "content": {"hpcdist": "0.1.0"}}',
-            "must be of version 2; got 1. Read it with the version of hpcdist that wrote it, 0.1.0;",
+            "must be of version 2 or 3; got 1. Read it with the version of hpcdist that wrote it, 0.1.0;",
         ),
         (b'{"format": "hpcdist checkpoint", "version": 2}', "must match its checksum; got damaged content"),
     ],
@@ -146,9 +146,9 @@ def test_a_damaged_latest_checkpoint_is_passed_over_only_when_told(folder):
     data = path / "rank-0001.safetensors"
     data.write_bytes(bytes(data.stat().st_size))
     assert latest(folder) == path
-    with pytest.raises(CheckpointError, match=r"rank-0001.safetensors must have sha256 \w{12}...; got .* An older"):
+    with pytest.raises(CheckpointError, match=r"rank-0001.safetensors must have xxh3_128:\w{15}...; got .* An older"):
         verify(path)
-    message = "passed over in favour of step-00000001: .*rank-0001.safetensors must have sha256"
+    message = "passed over in favour of step-00000001: .*rank-0001.safetensors must have xxh3_128:"
     with pytest.warns(UserWarning, match=message):
         assert latest(folder, fallback=True) == folder / "step-00000001"
     cut(folder / "step-00000001" / "rank-0000.json")

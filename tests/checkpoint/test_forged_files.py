@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import random
@@ -25,7 +26,7 @@ from hpcdist.checkpoint.slices import cut, join
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.data import HDF5Dataset, Split, create
 from hpcdist.errors import CheckpointError, DataError, HpcdistError
-from hpcdist.records.files import open_regular, read_bounded
+from hpcdist.records.files import open_regular, read_bounded, stamp
 from hpcdist.tools.slurm import history
 from test_mutated_files import of_bytes, of_json
 
@@ -72,7 +73,7 @@ def _stamped(path):
     manifest = json.loads(file.read_bytes())
     for name in manifest["content"]["files"]:
         data = (path / name).read_bytes()
-        manifest["content"]["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        manifest["content"]["files"][name] = stamp(io.BytesIO(data))._asdict()
     _write_manifest(file, manifest)
 
 
@@ -142,7 +143,8 @@ FORGED = [
       for value in (None, -1, 10**30, 1.5, "x", [], [[]], {}, {"a": 1}, True) if (key, value) != ("meta", {})
       and not (key == "hpcdist" and value == "x") and not (key == "step" and value == 10**30)],
     (_content, lambda content: []), (_content, lambda content: content.pop("files") and None),
-    (_content, _at("files", "rank-0000.json", value={"bytes": 3})),
+    *[(_content, _at("files", "rank-0000.json", value={"bytes": 3} | given)) for given in (
+        {}, {"checksum": ""}, {"checksum": "xxh3_128"}, {"checksum": "md5:00"}, {"checksum": 7}, {"sha256": ""})],
     (_content, _at("files", "../../secret", value={"bytes": 3, "sha256": "0"})),
     (_content, _at("meta", "stages", value=2**40)), (_content, _at("meta", "stages", value="2")),
     (_content, _at("meta", "loop", value=3)), (_content, _at("meta", "kinds", value=[])),

@@ -237,7 +237,7 @@ CHOOSE = {
 
 
 def test_those_that_choose_elements_say_which_they_send():
-    assert {name for name in available() if load(name).sent is not Compressor.sent} == CHOOSE.keys()
+    assert {name for name in available() if load(name).count_sent is not Compressor.count_sent} == CHOOSE.keys()
 
 
 @each("name", CHOOSE)

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import hpcdist as hd
 from harness.cases import each
 from hpcdist import strategies
-from hpcdist.compress import Span
+from hpcdist.compress import Span, spans
+from hpcdist.compress.coding.blocks import Blocks
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.demo import cosines, transform
 from strategies import problem
@@ -37,15 +38,16 @@ def go(comm, options, *, rate, decay):
         strategy.step(local.step)
         values.append(strategy.model.params[0].clone())
         momenta.append(strategy._sum.feedbacks[0].residual.clone())
-    spans = strategy._spans[0]
+    own = spans(strategy.model)[0]
     strategy.close()
-    return values, momenta, gradients, spans
+    return values, momenta, gradients, own
 
 
-def cosine(flat, spans, side, back=False):
+def cosine(flat, own, side, back=False):
     flat = flat.clone()
-    for span in spans:
-        transform(flat[span.start : span.stop], span, side, back=back)
+    for span in own:
+        blocks = Blocks.of(span, side).view(flat[span.start : span.stop])
+        blocks.copy_(transform(blocks, back=back))
     return flat
 
 

@@ -44,7 +44,8 @@ class VirtualRank:
         self.baton.acquire()
         self.awaits: object | None = None  # what it is blocked on; str() says it in words
         self.since_s = 0.0
-        self.waits = 0  # number of the present wait
+        self.expires_s = math.inf  # deadline of the present wait
+        self.timer_s = math.inf  # when the queue holds an effect that looks at it
         self.expired = False
         self.error: BaseException | None = None  # to be raised in the rank when it resumes
         self.polled: set[Hashable] = set()  # fruitless polls since it last did something or time passed
@@ -161,12 +162,14 @@ class VirtualClock:
 
         `awaits` says, by str(), what the rank waits for.
         """
-        me.awaits, me.since_s, me.expired, me.waits = awaits, self.now_s, False, me.waits + 1
-        if deadline_s < math.inf:
-            self.spawn(self._expire(me, me.waits, self.now_s + deadline_s))
+        me.awaits, me.since_s, me.expired, me.expires_s = awaits, self.now_s, False, self.now_s + deadline_s
+        if me.expires_s < me.timer_s:
+            me.timer_s = me.expires_s
+            self.spawn(self._expire(me, me.timer_s))
         if begin is not None:
             begin()
         self._hand_over(me)
+        me.expires_s = math.inf
         if me.error is not None:
             error, me.error = me.error, None
             raise error
@@ -280,11 +283,15 @@ class VirtualClock:
         else:
             rank.baton.release()
 
-    def _expire(self, rank: VirtualRank, wait: int, at_s: float) -> Effect:
-        yield at_s
-        if rank.waits == wait and rank.awaits is not None:
-            rank.expired = True
-            self.wake(rank)
+    def _expire(self, rank: VirtualRank, at_s: float) -> Effect:
+        """End a wait of the rank at its deadline: one effect for all its waits, or they would fill the queue."""
+        while at_s == rank.timer_s < math.inf:  # else there is an earlier one
+            yield at_s
+            if rank.awaits is not None and rank.expires_s <= self.now_s:
+                rank.expired = True
+                self.wake(rank)
+            if at_s == rank.timer_s:
+                at_s = rank.timer_s = math.inf if rank.awaits is None else rank.expires_s
 
     def _look_at_memory(self, me: VirtualRank) -> None:
         # The owner of a window changes its own memory without a call, at its own time, which is now.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from hpcdist.compress.base import Span
@@ -28,6 +29,12 @@ class Blocks(NamedTuple):
     def view(self, values: Tensor) -> Tensor:
         """View the parameter's elements, shape (rows · columns,), as (down, height, across, width)."""
         return values.view(self.rows // self.height, self.height, self.columns // self.width, self.width)
+
+    def numbers(self, indices: np.ndarray) -> np.ndarray:
+        """Count the indices of elements in each block, shape (down, across)."""
+        down, across = self.rows // self.height, self.columns // self.width
+        block = indices // self.columns // self.height * across + indices % self.columns // self.width
+        return np.bincount(block, minlength=down * across).reshape(down, across)
 
 
 def _side(length: int, most: int) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from hpcdist import collectives
 from hpcdist.collectives.base import bounds
 from hpcdist.comm.communicator import Communicator, Envelope, Request
+from hpcdist.comm.pieces import alongside
 from hpcdist.comm.transfer import WIDE
 from hpcdist.compress.base import Linear, Recoded, Span
 from hpcdist.compress.coding.feedback import CompressionConfig, Used, only_used
@@ -34,12 +35,12 @@ class Reduction:
         like: flat tensors of the same lengths and dtypes, on any device. They are encoded on the host.
         spans: the parameters in each of them.
         over_senders: give each element the mean over the ranks whose messages give it, 0 or not, in place of the sum.
-            Compressors must choose elements (`sent`).
+            Compressors must choose elements (`count_sent`).
 
     Attributes:
         feedbacks: of each tensor, with what this rank has not sent.
         calls: how many sums so far.
-        sums: working memory on the host, as long as the tensors.
+        working: memory on the host, as long as the tensors.
     """
 
     def __init__(
@@ -52,8 +53,11 @@ class Reduction:
     ):
         self._comm, self._config, self._over_senders = comm, config, over_senders
         self.feedbacks = config.feedbacks(comm, like, spans)
-        self.sums = [torch.empty_like(feedback.residual) for feedback in self.feedbacks]
+        wide = zip(like, (feedback.residual for feedback in self.feedbacks), strict=True)
+        self._sums = [None if _is_like(flat, residual) else torch.empty_like(residual) for flat, residual in wide]
+        self._counts = [torch.empty_like(feedback.residual) for feedback in self.feedbacks] if over_senders else []
         self._allreduce = collectives.load("auto")(comm)
+        self.working = [tensor for tensor in (*self._sums, *self._counts) if tensor is not None]
         self.calls = 0
 
     def __call__(self, tensors: Sequence[Tensor], used: Used = None) -> int:
@@ -94,35 +98,44 @@ class Reduction:
 
     def _reduce(self, tensors: Sequence[Tensor], senders: int) -> None:
         silent = self._comm.rank >= senders
-        for tensor, feedback, out in zip(tensors, self.feedbacks, self.sums, strict=True):
+        for tensor, feedback, into in zip(tensors, self.feedbacks, self._outs(tensors), strict=True):
             compressor, residual = feedback.compressor, feedback.to_send(tensor.zero_() if silent else tensor)
-            into = tensor if tensor.dtype == out.dtype and tensor.is_cpu else out
             if isinstance(compressor, Linear):
                 compressor.reduce(residual, into, self._comm.size, self._allreduce)
             elif isinstance(compressor, Recoded):
                 recode(self._comm, compressor, residual, into, senders)
-            if into is out:
-                tensor.copy_(out)
+            if into is not tensor:
+                tensor.copy_(into)
 
     def _gather(self, tensors: Sequence[Tensor], senders: int) -> None:
         silent = self._comm.rank >= senders
         messages = [] if silent else [f.encode(tensor) for f, tensor in zip(self.feedbacks, tensors, strict=True)]
-        for out in self.sums:
+        outs = self._outs(tensors)
+        for out in (*outs, *self._counts):
             out.zero_()
-        having = [torch.zeros_like(out, dtype=torch.int32) for out in self.sums] if self._over_senders else []
         for messages_of_rank in gather(self._comm, messages, len(tensors), range(senders)):
             for place, (feedback, message) in enumerate(zip(self.feedbacks, messages_of_rank, strict=True)):
-                feedback.compressor.add(message, self.sums[place])
-                if having:
-                    having[place].add_(feedback.compressor.sent(message))
-        for out, count in zip(self.sums, having):
-            out.div_(count.clamp_(min=1))
-        for tensor, out in zip(tensors, self.sums, strict=True):
-            tensor.copy_(out)
+                feedback.compressor.add(message, outs[place])
+                if self._counts:
+                    feedback.compressor.count_sent(message, self._counts[place])
+        for whole, counts in zip(outs, self._counts):
+            for out, count in alongside(whole, counts):
+                out.div_(count.clamp_(min=1))
+        for tensor, out in zip(tensors, outs, strict=True):
+            if out is not tensor:
+                tensor.copy_(out)
+
+    def _outs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return for each tensor where it is summed: there, or in working memory if it is of another type or device."""
+        return [tensor if out is None else out for tensor, out in zip(tensors, self._sums, strict=True)]
 
     def close(self) -> None:
         """Collective. Release the all-reduce."""
         self._allreduce.close()
+
+
+def _is_like(tensor: Tensor, residual: Tensor) -> bool:
+    return tensor.dtype == residual.dtype and tensor.device == residual.device
 
 
 # --- ways to sum messages ---------------------------------------------------------------------------------------------

@@ -61,13 +61,6 @@ def unpack(message: Tensor, count: int, payload: tuple[tuple[type, int], ...]) -
     return decode_indices(data[at:].copy().view(np.uint32), size, count), arrays
 
 
-def marks(indices: np.ndarray, count: int, others: bool = False) -> Tensor:
-    """Return a bool for each of `count` elements: true at the indices, and elsewhere as `others` says."""
-    marked = torch.full((count,), others)
-    marked[torch.from_numpy(indices)] = True
-    return marked
-
-
 def encode_indices(indices: np.ndarray, count: int) -> np.ndarray:
     """Encode ascending indices, each once and below `count` (at most 2^31), as uint32 words."""
     if not len(indices):

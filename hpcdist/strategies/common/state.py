@@ -296,7 +296,7 @@ class State:
         if owned is not None:
             self.value(f"{name}.calls", 0, owned, "calls", reshard="first", optional=True)
             self.feedbacks(name, owned.feedbacks, "mean")
-            self.scratch(owned.sums)
+            self.scratch(owned.working)
 
     def two_way(self, name: str, owned: TwoWayMean, *, resets: bool = False) -> None:
         """Declare a mean that is compressed both ways: what was not sent stays as much with other ranks."""

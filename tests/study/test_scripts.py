@@ -21,7 +21,7 @@ from hpcdist.session.run import PlannedLoop
 from hpcdist.session.world import start_planned
 from hpcdist.tools import cli
 from hpcdist.tools.compare import run_all
-from hpcdist.tools.compare.script import is_script
+from hpcdist.tools.compare.script import read_job
 from hpcdist.tools.report import read_runs
 from hpcdist.tools.runs import Run
 
@@ -98,7 +98,11 @@ def script(end: str) -> Path:
 def test_a_file_that_defines_job_is_a_jobs_and_another_that_imports_hpcdist_a_script(case, tmp_path):
     text, expected = case
     (tmp_path / "a.py").write_text(text)
-    assert is_script(str(tmp_path / "a.py")) == expected and is_script(f"{tmp_path / 'a.py'}:train")
+    (tmp_path / "f.py").write_text("def train(seed): pass")
+    words = [
+        read_job(job, ["--fast"] if expected else None)[2] for job in (tmp_path / "a.py", f"{tmp_path}/f.py:train")
+    ]
+    assert words == [("--fast",) if expected else None, ("--fast",) if expected else ()]
 
 
 @each(

@@ -67,11 +67,11 @@ class ComparedRuns(MadeRuns):
     def __init__(self, experiment: Comparison, folder: Path):
         _require_whole(experiment)
         super().__init__(experiment, folder)
-        kept, out = self._possible(self.trained.cells())
+        kept, out = self._possible(self.trained.cells)
         self.left_out = [*out, *self.trained.unknown]
         self.cells = self._sharing(kept)
-        require_same(folder, experiment)  # after the settings, as a wrong one should be named first
         self._choose(())
+        require_same(folder, experiment)  # after the settings, as a wrong one should be named first
 
     def _possible(self, every: Sequence[ComparedCell]) -> tuple[list[ComparedCell], list[str]]:
         """Divide cells into those that can run, and a sentence for each of the others.

@@ -158,20 +158,13 @@ class Experiment:
         """
         from hpcdist.config.merge import as_flags, load
         from hpcdist.records.files import checked
-        from hpcdist.tools.compare.script import asks_for, file_of, is_script, reference
+        from hpcdist.tools.compare.script import read_job
         from hpcdist.train import load_job
 
-        job = reference(job)
-        file, hints = file_of(job), get_type_hints(cls, include_extras=True)
-        if is_script(job):
-            arguments = tuple(arguments or ())
-            if given.get("seeds") is None and "seed" not in asks_for(job, arguments):
-                given["seeds"] = 1
-        elif arguments:
-            raise ConfigError(
-                f"ARGS must be left out with a job's file, which is no script; got {' '.join(arguments)}. A job's "
-                "settings are given by --set."
-            )
+        hints = get_type_hints(cls, include_extras=True)
+        reference, file, words, seeded = read_job(job, arguments)
+        if not seeded and given.get("seeds") is None:
+            given["seeds"] = 1
         given = {name: value for name, value in given.items() if value is not None and value != []}
         for name in given.keys() & hints.keys():
             for reader in (one for one in get_args(hints[name]) if isinstance(one, Reader)):
@@ -180,10 +173,10 @@ class Experiment:
         if target is not None:
             metric, value = target
         else:
-            metric, value = "" if is_script(job) else next(iter(load_job(file).metrics), "loss"), None
+            metric, value = next(iter(load_job(file).metrics), "loss") if words is None else "", None
         made = cls(
-            job=job,
-            arguments=None if arguments is None else tuple(arguments),
+            job=reference,
+            arguments=words,
             job_sha256=hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "",
             metric=metric,
             target=value,

@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
-from hpcdist.errors import ConfigError, UnknownNameError
+from hpcdist.errors import ConfigError
 from hpcdist.records import Summary
 from hpcdist.registry import label
 from hpcdist.tools.compare.experiment import COMMAS, Comparison, Experiment, Sweep
@@ -189,15 +188,6 @@ def plan(
     if twice := next((folder for folder, name in told if told.count((folder, name)) > 1), None):
         raise ConfigError(f"--strategies must differ from each other; got two for {twice}. Remove one of them.")
     return tuple(order)
-
-
-def higher_is_better(metrics: Mapping[str, Any], metric: str) -> bool:
-    """Tell whether more of a job's metric is better; raise UnknownNameError where it has none of that name."""
-    if metric == "loss":
-        return False
-    if metric not in metrics:
-        raise UnknownNameError("metric", metric, [*metrics, "loss"])
-    return metrics[metric].higher_is_better
 
 
 def mean_metric(found: Sequence[Summary | None], metric: str) -> float | None:

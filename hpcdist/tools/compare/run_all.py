@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -193,7 +193,10 @@ def run_all(runs: MadeRuns, launcher: Launcher, workers: int = 1) -> bool:
     output = runs.folder
     for sentence in runs.left_out:
         console.note(sentence)
-    with claimed(output), interruptible(f"`hpcdist {runs.experiment.command} --output {output}` goes on with it"):
+    with (
+        claimed(output),
+        interruptible(lambda: f"`hpcdist {runs.experiment.command} --output {output}` goes on with it"),
+    ):
         goes_on = (output / COMPARISON).exists()
         console.note(f"goes on in {output}" if goes_on else f"new folder: {output}")
         failed = runs.make(Runner(output, launcher, workers))
@@ -202,7 +205,7 @@ def run_all(runs: MadeRuns, launcher: Launcher, workers: int = 1) -> bool:
 
 
 @contextmanager
-def interruptible(going_on: str) -> Iterator[None]:
+def interruptible(going_on: Callable[[], str]) -> Iterator[None]:
     """Take SIGTERM and SIGHUP for Ctrl-C, and say how to go on."""
 
     def interrupt(number: int, frame: object) -> None:
@@ -212,7 +215,7 @@ def interruptible(going_on: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        console.note(going_on)
+        console.note(going_on())
         raise
     finally:
         for number, handler in before.items():

@@ -27,7 +27,30 @@ def file_of(job: str) -> Path:
     return Path(job.rpartition(":")[0] if ".py:" in job else job)
 
 
-def reference(job: str | Path | Callable[..., Any]) -> str:
+def read_job(
+    job: str | Path | Callable[..., Any], arguments: Sequence[str] | None
+) -> tuple[str, Path, tuple[str, ...] | None, bool]:
+    """Read what the user wants to train.
+
+    Returns:
+        `Experiment.job`; its file; `Experiment.arguments`; whether its runs may have different seeds.
+
+    Raises:
+        ConfigError: ranks can't import it, it is neither a job nor a script, or a job is given ARGS.
+    """
+    text = _reference(job)
+    if _is_script(text):
+        words = tuple(arguments or ())
+        return text, file_of(text), words, "seed" in asks_for(text, words)
+    if arguments:
+        raise ConfigError(
+            f"ARGS must be left out with a job's file, which is no script; got {' '.join(arguments)}. A job's settings "
+            "are given by --set."
+        )
+    return text, file_of(text), None, True
+
+
+def _reference(job: str | Path | Callable[..., Any]) -> str:
     """Return a job as text: a function as path/to/file.py:name, or raise ConfigError where ranks can't import it."""
     if isinstance(job, (str, Path)):
         return str(job)
@@ -40,7 +63,7 @@ def reference(job: str | Path | Callable[..., Any]) -> str:
     return f"{file}:{name}"
 
 
-def is_script(job: str) -> bool:
+def _is_script(job: str) -> bool:
     """Tell a script, or a function, from a job's file, by its text alone.
 
     A file that binds the name `job` at its top level is a job's. Another one that mentions hpcdist is a script; one

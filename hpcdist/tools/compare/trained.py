@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hpcdist import strategies
 from hpcdist.config import JobConfig, load, optimizers
 from hpcdist.config.files import neighbours
 from hpcdist.config.optimizer import OWN_RATES
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.tools import baselines
 from hpcdist.tools.compare.experiment import Comparison, Sweep
-from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, cells, higher_is_better
+from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, cells
 from hpcdist.tools.compare.script import OF_EVERY_RUN, asks_for
 from hpcdist.tools.compare.space import read_axis
 from hpcdist.tools.report.results import is_higher_better
@@ -26,6 +27,7 @@ class TrainedJob:
     """A job's file.
 
     Attributes:
+        cells: see `plan.cells`.
         higher_is_better: more of the experiment's metric.
         first_rate: at which a search for learning rates begins; None where the experiment has no say in rates.
         evaluations: of a run, the last one included; 0 where they are not known.
@@ -35,10 +37,10 @@ class TrainedJob:
     unknown: Sequence[str] = ()
 
     def __init__(self, experiment: Comparison | Sweep):
-        self._experiment, self._path = experiment, Path(experiment.job)
+        self._path = Path(experiment.job)
         with neighbours(self._path):
             self._job, self.config = specify(self._path, None, experiment.settings)
-        self.higher_is_better = higher_is_better(self._job.metrics, experiment.metric)
+        self.higher_is_better = _higher_is_better(self._job.metrics, experiment.metric)
         self.first_rate = _first_rate(self.config)
         self.evaluations = _count_evaluations(self.config, experiment)
         if isinstance(experiment, Comparison) and experiment.tune and self.first_rate is None:
@@ -46,11 +48,8 @@ class TrainedJob:
                 f"--tune must be left out with {self.config.schedule.name or self.config.optimizer.name}, whose rates "
                 "are not optimizer.lr; got it. Set its own options."
             )
-
-    def cells(self) -> list[ComparedCell]:
-        """List the cells of a comparison, see `plan.cells`."""
         config = self.config
-        return cells(self._experiment, config.batch_size, config.accumulation, config.parallel.stages)
+        self.cells = cells(experiment, config.batch_size, config.accumulation, config.parallel.stages)
 
     def refusal(self, run: PlannedRun) -> str | None:
         """Check a run's settings, which are wrong on any number of ranks; return why it can't run on its own."""
@@ -100,6 +99,7 @@ class TrainedScript:
         self._asked = asks_for(experiment.job, experiment.arguments or ())
         self._require_given(self._asked)
         left_out = ", and there are no serial controls" * controls
+        self.cells = cells(experiment)
         self.unknown = [f"{experiment.job} alone knows its batch and when it ends: runs are not cut{left_out}"]
 
     def _require_given(self, asked: set[str]) -> None:
@@ -116,10 +116,6 @@ class TrainedScript:
             )
         if not by_name and not asked <= {*OF_EVERY_RUN, *swept}:
             raise ConfigError(f"{where} must be of {', '.join([*OF_EVERY_RUN, *swept])}; got {told}. Leave others out.")
-
-    def cells(self) -> list[ComparedCell]:
-        """List the cells of a comparison, see `plan.cells`."""
-        return cells(self._experiment)
 
     def refusal(self, run: PlannedRun) -> str | None:
         """Check the options of a run's strategy; see `TrainedJob`."""
@@ -149,6 +145,15 @@ def _is_plain(cell: ComparedCell) -> bool:
     ours = cls.__module__.startswith("hpcdist.strategies.")  # whose tests say so
     own_rule = cls.contract.step == "the strategy's" or cls.contract.batch == "portions"
     return ours and not own_rule and not {"on_nonfinite", "provider"} & set(options)
+
+
+def _higher_is_better(metrics: Mapping[str, Any], metric: str) -> bool:
+    """Tell whether more of a job's metric is better; raise UnknownNameError where it has none of that name."""
+    if metric == "loss":
+        return False
+    if metric not in metrics:
+        raise UnknownNameError("metric", metric, [*metrics, "loss"])
+    return metrics[metric].higher_is_better
 
 
 def _first_rate(config: JobConfig) -> float | None:

@@ -149,7 +149,7 @@ class CellRuns:
         runner = Runner(self._output, self._launcher, self._workers)
         with (
             claimed(self._output),
-            interruptible("the same command goes on with it"),
+            interruptible(lambda: "the same command goes on with it"),
             runner.shown(title, len(missing(planned, self._output))),
         ):
             if parent == RUNS:

@@ -40,7 +40,7 @@ class TrainedJob:
         self._path = Path(experiment.job)
         with neighbours(self._path):
             self._job, self.config = specify(self._path, None, experiment.settings)
-        self.higher_is_better = _higher_is_better(self._job.metrics, experiment.metric)
+        self.higher_is_better = higher_is_better(self._job.metrics, experiment.metric)
         self.first_rate = _first_rate(self.config)
         self.evaluations = _count_evaluations(self.config, experiment)
         if isinstance(experiment, Comparison) and experiment.tune and self.first_rate is None:
@@ -147,7 +147,7 @@ def _is_plain(cell: ComparedCell) -> bool:
     return ours and not own_rule and not {"on_nonfinite", "provider"} & set(options)
 
 
-def _higher_is_better(metrics: Mapping[str, Any], metric: str) -> bool:
+def higher_is_better(metrics: Mapping[str, Any], metric: str) -> bool:
     """Tell whether more of a job's metric is better; raise UnknownNameError where it has none of that name."""
     if metric == "loss":
         return False

@@ -19,8 +19,9 @@ from hpcdist.tools import console
 from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.experiment import Experiment
 from hpcdist.tools.compare.launchers import Launcher
-from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, file_name, higher_is_better
+from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, file_name
 from hpcdist.tools.compare.run_all import Runner, interruptible, missing
+from hpcdist.tools.compare.trained import higher_is_better
 from hpcdist.tools.runs import FAILURE
 from hpcdist.tools.simulate.cluster import ClusterConfig
 from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher

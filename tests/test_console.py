@@ -99,7 +99,7 @@ def test_a_launcher_shows_a_live_line_on_a_terminal_only(tmp_path):
 
 def test_in_a_cell_of_a_notebook_one_line_is_rewritten_with_loss_and_accuracy(tmp_path):
     """Jupyter's kernels give commands a variable; `%%bash` reads them by pipes."""
-    settings = ["data.path=tiny.h5", "epochs=2", "log_every=5", "strategy=gossip_pull"]
+    settings = ["data.path=digits.h5", "epochs=2", "log_every=5", "strategy=gossip_pull"]
     words = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, "-m", "hpcdist", "train", str(Path(__file__).parent / "train" / "tiny.py"), *words]
     environ = os.environ | IMPORTS | {"JPY_PARENT_PID": "1"}

@@ -109,14 +109,14 @@ def test_names_are_whole_in_a_narrow_terminal_and_interrupted_runs_have_a_metric
 
 def test_the_number_of_a_run_that_was_removed_is_not_used_again(hpcdist, made):
     def train() -> str:
-        return run_virtual(lambda comm: runs.train(comm, JOB, None, ["data.path=tiny.h5", "epochs=1"])[0].name, 2)[0]
+        return run_virtual(lambda comm: runs.train(comm, JOB, None, ["data.path=digits.h5", "epochs=1"])[0].name, 2)[0]
 
     assert train() == "tiny-allreduce-2-2" and train() == "tiny-allreduce-2-3"
     assert hpcdist("runs", "rm", "tiny-allreduce-2-1", "tiny-allreduce-2-3", "--yes")[0] == 0
     assert train() == "tiny-allreduce-2-4"
     assert [path.name for path in Path("runs/.numbers").glob("*-2-*")] == ["tiny-allreduce-2-4"]
     with pytest.raises(ConfigError):  # no run has begun
-        run_virtual(lambda comm: runs.train(comm, JOB, None, ["data.path=tiny.h5", "parallel.stages=7"]), 2)
+        run_virtual(lambda comm: runs.train(comm, JOB, None, ["data.path=digits.h5", "parallel.stages=7"]), 2)
     assert train() == "tiny-allreduce-2-5"
     assert len(listed(hpcdist)) == 5
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -157,9 +157,12 @@ class NoStore(dist.Store):
         reason: what `meet` has raised.
     """
 
+    made: ClassVar[list[NoStore]] = []  # kept, as a process group keeps the part in C++ alone, without these methods
+
     def __init__(self, reason: CommunicationError):
         super().__init__()
         self._reason = reason
+        self.made.append(self)
 
     def _refuse(self, *args: Any) -> Any:
         raise CommunicationError(f"a process group on Gloo or NCCL must meet by TCP: {self._reason}")

@@ -18,7 +18,7 @@ from harness.launch import IMPORTS, launch, launch_environment
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.time_limit(400)
-PRELOADED = ("torch._dynamo", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2")
+PRELOADED = ("torch._dynamo", "transformers.models.gpt2.modeling_gpt2")  # the trainer's pyarrow starts a thread
 EXACT = ["epochs", "accumulated", "max_steps", "by_samples"]
 REFUSED = {
     "two ways of distributing": r"ConfigError: auto_find_batch_size of TrainingArguments must be left out",

@@ -101,7 +101,7 @@ def test_runs_are_submitted_looked_at_and_submitted_again(tmp_path, monkeypatch,
     assert "error: warn_s must be less than the time limit" in capsys.readouterr().err and not Path("out").exists()
 
     assert hpcdist("compare", "it.py", *wanted) == 0
-    assert capsys.readouterr().out == "12\n13\n" and Path("data/it.h5").read_text() == "made"
+    assert capsys.readouterr().out == "12\n13\n" and Path("data/digits.h5").read_text() == "made"
     first, second = history.read(Path("out"))
     assert [path.is_dir() for path in (*first.folders, *second.folders)] == [True] * 4
     runs = {run["folder"]: run for run in json.loads(Path("out/comparison.json").read_text())["runs"]}

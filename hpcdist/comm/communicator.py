@@ -90,12 +90,16 @@ class Communicator(abc.ABC):
     def gather(self, value: Any) -> list[Any]:
         """Collective. Return every rank's `value` in rank order, on every rank; None for the dead.
 
+        Equal values are one object.
+
         Args:
             value: small, and of types that JSON has; or bytes, then on all ranks.
         """
         if isinstance(value, bytes):
             return list(self._gather(value))
-        return [None if data is None else json.loads(data) for data in self._gather(json.dumps(value).encode())]
+        found = self._gather(json.dumps(value).encode())
+        values = {data: None if data is None else json.loads(data) for data in set(found)}
+        return [values[data] for data in found]
 
     @abc.abstractmethod
     def _gather(self, data: bytes) -> Sequence[bytes | None]:

@@ -24,7 +24,8 @@ def test_a_simulation_is_a_table_its_runs_figures_and_a_page(tmp_path, monkeypat
     assert {"allreduce", "gossip_pull"} <= set(found.table["name"]) and len(found.runs) == len(found.table) == 2
     assert found.figures and "<table" in found._repr_html_() and found.verdict
     assert found.report("page") == Path("page/index.html") and "gossip_pull" in Path("page/index.html").read_text()
-    capsys.readouterr()
+    few = "With 1 seed differences in results can't be told from noise; that takes --seeds 3 or more"
+    assert few in capsys.readouterr().err
     hd.simulate(TINY, ["allreduce", "gossip_pull"], **asked)
     assert "2 of 2 runs are there already" in capsys.readouterr().err
 

@@ -27,6 +27,7 @@ from hpcdist.tools.report.results import read_jobs
 from hpcdist.tools.report.table import show, tables, write_csv
 from hpcdist.tools.report.verdict import judge
 from hpcdist.tools.report.wording import count
+from hpcdist.tools.statistics import LEAST_SEEDS
 
 T = TypeVar("T")
 FIRST_SEED = 1000  # of those that rates are chosen on: no result may come from them
@@ -117,6 +118,9 @@ class ComparedRuns(MadeRuns):
     def make(self, runner: Runner) -> list[PlannedRun]:
         """Search the rates that are to be searched, then make all runs that are missing; return those that failed."""
         self.write()
+        if (seeds := self.experiment.seeds) < LEAST_SEEDS:
+            told = f"With {count(seeds, 'seed')} differences in results can't be told from noise"
+            console.note(f"{told}; that takes --seeds {LEAST_SEEDS} or more")
         if self.experiment.tune:
             self.tune(runner)
         left = missing(self.plan, self.folder)

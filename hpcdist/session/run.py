@@ -103,6 +103,19 @@ class PlannedLoop:
             )
 
 
+def _arguments(words: Sequence[str], folder: Path) -> dict[str, str]:
+    """Return a script's arguments by name, so that reports tell runs apart; without paths in the run's folder."""
+    found, name = {}, ""
+    for place, word in enumerate(words, 1):
+        if word.startswith("-") and not word.lstrip("-")[:1].isdigit():
+            name, _, value = word.lstrip("-").partition("=")
+            found[name] = value
+        else:
+            found[name or str(place)], name = word, ""
+    inside = {name for name, value in found.items() if Path(value).resolve().is_relative_to(folder.resolve())}
+    return {name: value for name, value in found.items() if name not in inside}
+
+
 class LoopRun:
     """Write the run of the first DistributedOptimizer: records of each step, evaluations and, at the end, a summary.
 
@@ -236,7 +249,7 @@ class LoopRun:
         comm.together(lambda: self._require_same(settings["strategy"]["name"]) if comm.rank == 0 else None)
         self.strategy, self._workers = optimizer.strategy, workers
         self._seed = torch.initial_seed() % (1 << 53)  # what a file holds exactly
-        settings = {**settings, "seed": self._seed}
+        settings = {**settings, "seed": self._seed, "arguments": _arguments(sys.argv[1:], self.folder)}
         self.strategy.records.write = self.write
         self._curves = Curves(self._log, settings, comm, workers, optimizer, self.folder, ())
         start = describe_start(comm, self.folder, self._script, settings, command=list(sys.argv))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from hpcdist.comm.virtual import Constant, run_virtual
 from hpcdist.errors import ConfigError
 from hpcdist.records import load_run, load_summary, read_evaluations, read_records
 from hpcdist.session.run import LoopRun
+from hpcdist.tools.report.results import read_jobs
 from hpcdist.tools.runs import Run
 
 N, BATCH, EPOCHS = 50, 4, 3
@@ -216,6 +218,20 @@ def test_one_run_follows_another_once_that_has_ended(tmp_path):
 
     run_virtual(body, 2)
     assert [load_summary(tmp_path / name).strategy for name in ("first", "second")] == ["allreduce", "hardsync"]
+
+
+def test_runs_of_a_script_with_other_arguments_have_rows_of_their_own(tmp_path, monkeypatch):
+    for name, words in {"a": "--epochs 6 -v 1e-3", "b": "--epochs=8 -v -0.5", "c": "--epochs 8 -v -0.5"}.items():
+        folder, seed = tmp_path / name, f"--seed={ord(name)}"
+        monkeypatch.setattr(sys, "argv", ["train.py", *words.split(), seed, "--run", str(folder / "checkpoints")])
+        begun(folder, "allreduce")
+    assert load_run(tmp_path / "b").settings["arguments"] == {"epochs": "8", "v": "-0.5", "seed": "98"}
+    (job,) = read_jobs([tmp_path])
+    assert [(one.name, one.run.folder.name) for one in job.runs] == [
+        ("allreduce (epochs 6, v 1e-3)", "a"),
+        ("allreduce (epochs 8, v -0.5)", "b"),
+        ("allreduce (epochs 8, v -0.5)", "c"),
+    ]
 
 
 def test_scripts_of_a_batch_job_have_folders_of_their_own(tmp_path):

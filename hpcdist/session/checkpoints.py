@@ -13,6 +13,8 @@ from hpcdist import checkpoint
 from hpcdist.errors import CheckpointError
 from hpcdist.model.slots import unwrapped
 from hpcdist.session.consensus import begin_collective, normal_tensors
+from hpcdist.session.curves import first_living
+from hpcdist.session.loader.sharded import ShardedLoader
 from hpcdist.session.resharding import SavedWorld
 from hpcdist.session.state import capture, compare_settings, require_same_model, restore, settings_of
 from hpcdist.session.world import current
@@ -80,6 +82,9 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
     saved: dict[str, Any] = {name: capture(optimizer) for name, optimizer in objects.trained.items()}
     for name, value in objects.others.items():
         saved[name] = value.state_dict() if hasattr(value, "state_dict") else value
+        if isinstance(value, ShardedLoader):  # of the first rank that trains: others don't know how far it is
+            first = first_living(session.comm, session.workers or session.comm.failures.living)
+            saved[name] = session.comm.gather(saved[name])[first or 0]
         if isinstance(value, nn.Module):
             saved[name] = dict(unwrapped(value, saved[name].items()))
     if step is not None:

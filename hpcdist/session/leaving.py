@@ -68,6 +68,8 @@ class Leaving:
         self._listens = signals and threading.current_thread() is threading.main_thread()
         self._signals = (*SIGNALS, signal.SIGINT) if ctrl_c else SIGNALS
         self._heard: str | None = None
+        self._told: str | None = None
+        self._stepped = False  # `step_done` has been called since `due`
         self._before: dict[signal.Signals, Any] = {}
         self._left, self._since_s = self.steps, comm.now()
 
@@ -101,16 +103,23 @@ class Leaving:
                 "hd.Leaving must be used as `with hd.Leaving(comm) as leaving:`, which listens to signals; got "
                 "step_done() outside of that block. Put the loop into it."
             )
-        self._left -= 1
+        self._left, self._stepped = self._left - 1, True
         return self.meet(self.steps) if self._left == 0 else None
 
     def due(self) -> str | None:
         """Collective. Return, after the training loop, the reason to leave now, the same on all ranks; None to go on.
 
-        Ranks that serve learn it here, and others the signals that only those got.
+        Ranks that serve learn it here. A signal that nobody has obeyed in a step is obeyed in the next epoch's first
+        steps, so that what ends an epoch (a schedule's step, an evaluation) is done; or now, in a loop that calls no
+        `step_done`.
         """
-        of_all = self.comm.failures.retry_on_failure(lambda: self.comm.gather(self.reason or self._own_signal()))
-        self.reason = next(filter(None, of_all), None)
+        mine = [self.reason, self._heard_signal(), self._stepped]
+        of_all = self.comm.failures.retry_on_failure(lambda: self.comm.gather(mine))
+        reasons, signals, stepped = zip(*(of_all[rank] for rank in self.comm.failures.living))
+        self.reason, self._told = next(filter(None, reasons), None), next(filter(None, signals), None)
+        if not any(stepped):  # nobody meets in steps
+            self.reason = self.reason or self._told
+        self._stepped = False
         note_reason(self.reason)
         return self.reason
 
@@ -122,7 +131,7 @@ class Leaving:
             soon_s: seconds that something else than steps will take before the next meeting.
         """
         now_s, comm = self.comm.now(), loop_ranks(self.comm)
-        mine = [self._own_signal(), (now_s - self._since_s) / steps, self._cost_s() + soon_s, self._clock()]
+        mine = [self._heard_signal(), (now_s - self._since_s) / steps, self._cost_s() + soon_s, self._clock()]
         of_all = comm.failures.retry_on_failure(lambda: comm.gather(mine))
         heard, step_s, cost_s, clock_s = zip(*(of_all[rank] for rank in comm.failures.living))
         self._plan(max(step_s))
@@ -136,8 +145,9 @@ class Leaving:
         self._since_s = self.comm.now()
         return self.reason
 
-    def _own_signal(self) -> str | None:
-        return self._heard and f"{self._heard} on rank {self.comm.rank}"
+    def _heard_signal(self) -> str | None:
+        """Return the signal that this rank got, or that `due` has told of."""
+        return self._told or (self._heard and f"{self._heard} on rank {self.comm.rank}")
 
     def _plan(self, step_s: float) -> None:
         wanted = int(self.every_s / step_s) if step_s > 0 else GROWTH * self.steps

@@ -119,7 +119,8 @@ model = torch.nn.Linear(3, 1)
 optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01, 0.9), model, strategy={strategy!r})
 data = TensorDataset(torch.randn(240, 3), torch.randn(240, 1))
 loader = hd.shard(DataLoader(data, 4, shuffle=True))
-found = hd.load({folder!r}, optimizer=optimizer, loader=loader) if {interrupted} else None
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+found = hd.load({folder!r}, optimizer=optimizer, schedule=schedule, loader=loader) if {interrupted} else None
 steps = 0
 with hd.Leaving(comm, ends_at="slurm", every_s=0.01) as leaving:
     for epoch in range(loader.next_epoch, 3):
@@ -133,8 +134,9 @@ with hd.Leaving(comm, ends_at="slurm", every_s=0.01) as leaving:
             if leaving.step_done():
                 break
         if leaving.due():
-            hd.save({folder!r}, optimizer=optimizer, loader=loader)
+            hd.save({folder!r}, optimizer=optimizer, schedule=schedule, loader=loader)
             sys.exit(75)
+        schedule.step()
 hd.finish(model)
 if hd.is_main():
     print("found", steps, [p.tolist() for p in model.parameters()])
@@ -144,7 +146,14 @@ if hd.is_main():
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
 @pytest.mark.parametrize(
     ("strategy", "step"),
-    [("hardsync", 40), pytest.param("allreduce", 25, marks=pytest.mark.extended), ("allreduce", 40)],
+    [
+        ("hardsync", 40),
+        ("hardsync", 59),
+        pytest.param("hardsync", 60, marks=pytest.mark.extended),
+        pytest.param("allreduce", 25, marks=pytest.mark.extended),
+        ("allreduce", 39),
+        ("allreduce", 40),
+    ],
 )
 def test_a_loop_that_left_goes_on_to_the_same_bits(tmp_path, strategy, step):
     def ended(interrupted: bool, status: int) -> list[str]:

@@ -130,7 +130,7 @@ class ShardedLoader:
         self._loader, self._seed, self._training, self._split = loader, seed, training, split
         self._given = optimizers
         self._iterable = split and isinstance(loader.dataset, IterableDataset)
-        self._epoch, self._start, self._done = -1, 0, 0
+        self._epoch, self._start, self._done, self._ended = -1, 0, 0, True
         self._drawn = -1  # epoch whose order a sampler has drawn last
         self._weight = 1.0
         self._compared = self._told = self._shares = False
@@ -233,6 +233,7 @@ class ShardedLoader:
                 optimizer.strategy.model.mark()
             return
         if session.loader is not None:
+            self._ended = True  # whether it is iterated to its end is up to the other loader
             yield from (weighed.batch for weighed in self._weighed([], workers))
             return
         strategies = [optimizer.strategy for optimizer in optimizers]
@@ -254,6 +255,7 @@ class ShardedLoader:
             yield from period(optimizers, batches, pauses_when_left=True)
             refuse_calls_of_servers(session)  # that have ended all the same, and had no answer
             epoch.check()
+            self._ended = True
             if run is not None:
                 run.end_epoch(self._epoch + 1)
         finally:
@@ -262,7 +264,7 @@ class ShardedLoader:
                 strategy.model.mark()
 
     def _begin_epoch(self) -> None:
-        self._epoch += 1
+        self._epoch, self._ended = self._epoch + 1, False
         if self._split and not self._iterable:
             self._epoch = self._order.epoch(self._epoch)
 
@@ -410,11 +412,13 @@ class ShardedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch, in samples of all ranks, for a loop that is resumed on any number of them.
 
-        An epoch that was left early, by `break`, goes on there once it is loaded; a further iteration without loading
-        begins the next one. Marks of the data set are in it, too: a loop that is resumed on other data says so.
+        An epoch that was left early, by `break`, goes on there once it is loaded, with no batch where it was left
+        after its last one; a further iteration without loading begins the next one. Marks of the data set are in it,
+        too: a loop that is resumed on other data says so.
         """
         data = marks(self._loader.dataset) if self._samples() else {}
-        return {"epoch": self._epoch, "consumed": self._done, "samples": self._samples(), "data": data}
+        position = {"epoch": self._epoch, "consumed": self._done, "ended": self._ended}
+        return {**position, "samples": self._samples(), "data": data}
 
     def _samples(self) -> int:
         """Return the number of samples that are dealt out in an epoch; 0 where nobody knows it."""
@@ -427,8 +431,8 @@ class ShardedLoader:
             _log.warning("data has %d samples here, and %d in the checkpoint: this run's go on.", own, state["samples"])
         for change in changed_marks(self._loader.dataset, state.get("data", {})) if own else ():
             _log.warning("%s: this run's data go on.", change)
-        whole = state["consumed"] < own
-        self._epoch, self._start = (state["epoch"] - 1, state["consumed"]) if whole else (state["epoch"], 0)
+        left = state["consumed"] < own or (own and not state.get("ended", True))
+        self._epoch, self._start = (state["epoch"] - 1, state["consumed"]) if left else (state["epoch"], 0)
 
 
 def _refreshed() -> nn.Module | None:

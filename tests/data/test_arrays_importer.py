@@ -145,6 +145,37 @@ def test_classes_may_have_names():
     assert describe(convert("a.h5", "o.h5", classes="a,b,c,d"))["classes"] == ["a", "b", "c", "d"]
 
 
+def test_words_are_numbered_in_the_order_of_the_classes():
+    np.savez("a.npz", x=X, y=np.array(["cat", "ant", "dog", "ant"])[Y])
+    with HDF5Dataset(convert("a.npz", "o.h5", classes="cat,ant,dog", test_fraction=0)) as dataset:
+        assert dataset.classes == ("cat", "ant", "dog") and dataset.batch(range(4))[1].tolist() == [0, 1, 2, 1]
+    for given in ("cat,ant", "cat,ant,cow"):
+        with pytest.raises(
+            ConfigError, match=f"classes must name each label of y .*; got {', '.join(given.split(','))}"
+        ):
+            convert("a.npz", "p.h5", classes=given)
+
+
+def test_rows_of_a_single_1_are_labels():
+    np.savez("a.npz", x=X, y=np.eye(4, dtype=int)[Y])
+    with HDF5Dataset(convert("a.npz", "o.h5", test_fraction=0)) as dataset:
+        assert dataset.task == "classification" and dataset.batch(range(4))[1].tolist() == [0, 1, 2, 3]
+    np.savez("a.npz", x=X, y=np.eye(4)[Y])
+    with pytest.raises(ConfigError, match="task must be given where targets are whole numbers"):
+        convert("a.npz", "p.h5")
+    assert describe(convert("a.npz", "q.h5", task="regression"))["task"] == "regression"
+
+
+@each("case", [("NHWC", 1 / 65535), ("", None)])
+def test_images_of_16_bits_are_read_as_0_to_1_and_tokens_as_they_are(case):
+    layout, scale = case
+    np.savez("a.npz", x=X.astype(np.uint16) * 257, y=Y)
+    with HDF5Dataset(convert("a.npz", "o.h5", layout=layout, test_fraction=0)) as dataset:
+        x, _ = dataset.batch([5])
+        expected = X[5].transpose(2, 0, 1) * np.float32(257 * scale) if scale else X[5] * np.int32(257)
+        np.testing.assert_allclose(x[0], expected, rtol=1e-6)
+
+
 def damaged(name):
     Path(name).write_bytes(b"PK no archive")
 
@@ -164,6 +195,9 @@ REFUSED = {
     ),
     "task must be given where targets are whole numbers, .* 4 of them in y .40,. float64 of a.h5": (
         "a.h5", lambda n: h5(n, x=X, y=Y * 1.0), {},
+    ),
+    "x must have finite numbers; got another in sample 7 of x .40, 6, 5, 3. float64 of a.h5": (
+        "a.h5", lambda n: h5(n, x=np.where(np.arange(40)[:, None, None, None] == 7, np.nan, X), y=Y), {},
     ),
     "task must be one of classification, regression; got 'labels'": (
         "a.h5", lambda n: h5(n, x=X, y=Y), {"task": "labels"},

@@ -166,6 +166,19 @@ def test_bad_csv(tmp_path, case):
     assert not (tmp_path / "a.h5").exists()
 
 
+def test_decimal_commas_are_named_and_read(tmp_path):
+    (tmp_path / "a.csv").write_text("a;b;c\n1,5;2;red\n-0,25;3;blue\n")
+    given = {"delimiter": ";", "target": "a", "words": "leave_out", "test_fraction": 0}
+    with pytest.raises(
+        ConfigError, match="decimal must be .*; got '.', and column a has numbers such as 1,5. Pass decimal"
+    ):
+        convert(tmp_path / "a.csv", tmp_path / "a.h5", **given)
+    with HDF5Dataset(convert(tmp_path / "a.csv", tmp_path / "a.h5", decimal=",", **given)) as dataset:
+        assert dataset.batch(range(2))[1].flatten().tolist() == [1.5, -0.25]
+    with pytest.raises(ConfigError, match="decimal must be '.' or ',', and not the delimiter; got ','"):
+        convert(tmp_path / "a.csv", tmp_path / "b.h5", decimal=",")
+
+
 @each("used", [";", "\t", "|", " "])
 def test_another_delimiter_is_named_with_the_option(tmp_path, used):
     (tmp_path / "a.csv").write_text(f"a{used}b{used}c\n1{used}2{used}3.5\n")

@@ -59,14 +59,19 @@ def draw_splits(
     return {"train": np.sort(train), "test": np.sort(test)}
 
 
-def as_targets(task: str, where: str, splits: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[str]]:
+def as_targets(
+    task: str, where: str, splits: Sequence[np.ndarray], classes: Sequence[str] = ()
+) -> tuple[list[np.ndarray], list[str]]:
     """Return the targets of each split, as int64 labels of the classes whose names follow; without names: regression.
 
-    Labels are integers or words, one for each sample, or with task "classification" also whole numbers of a
-    floating-point type, or rows of a single 1 among zeros.
+    Labels are integers or words, one for each sample, or integers in rows of a single 1 among zeros; with task
+    "classification" also whole numbers of a floating-point type.
+
+    Args:
+        classes: names in the order of the labels; words are numbered in this order.
 
     Raises:
-        ConfigError: the task must be said, is unknown, or does not suit the targets.
+        ConfigError: the task must be said, is unknown, or does not suit the targets; or classes are not those found.
     """
     if task and task not in TASKS:
         raise ConfigError(f"task must be one of {', '.join(TASKS)}; got {task!r}.")
@@ -74,14 +79,14 @@ def as_targets(task: str, where: str, splits: Sequence[np.ndarray]) -> tuple[lis
     if values.dtype.kind in "OSU":
         values = np.array([_word(value) for value in values])
     words, floats = values.dtype.kind == "U", values.dtype.kind == "f"
+    if values.ndim == 2 and not words and ((values != 0).sum(axis=1) == 1).all() and (values.max(axis=1) == 1).all():
+        values = values.argmax(axis=1).astype(values.dtype)  # one-hot
     whole = values.ndim == 1 and (words or not floats or bool((values == np.round(values)).all()))
     if whole and floats and not task:
         raise ConfigError(
             f"task must be given where targets are whole numbers, classes or not; got none, and there are "
             f"{len(np.unique(values))} of them in {where}. Say task=classification, or task=regression."
         )
-    if not whole and task == "classification" and values.ndim == 2 and ((values != 0).sum(axis=1) == 1).all():
-        values, whole = values.argmax(axis=1), True  # one-hot
     if (not whole and task == "classification") or (words and task == "regression"):
         raise ConfigError(
             f"targets must be a whole number or a word each for classification, or rows of a single 1, and numbers for "
@@ -91,6 +96,15 @@ def as_targets(task: str, where: str, splits: Sequence[np.ndarray]) -> tuple[lis
         return [values.astype("float32") if values.ndim == 1 and not floats else values for values in splits], []
     found, labels = np.unique(values, return_inverse=True)
     names = [str(name) if words else f"{name:.0f}" for name in found]
+    if classes:
+        if len(classes) != len(names) or (words and {*classes} != {*names}):
+            raise ConfigError(
+                f"classes must name each label of {where} once; got {', '.join(classes)}, and there are "
+                f"{', '.join(names[:20])}. Words must be the same."
+            )
+        if words:
+            labels = np.array([classes.index(name) for name in names])[labels]
+        names = [*classes]
     return np.split(labels.astype(np.int64), np.cumsum([len(split) for split in splits])[:-1]), names
 
 

@@ -23,6 +23,7 @@ TRAIN = ("{}_train", "train_{}", "train/{}", "{}/train", "{}")  # what x and y f
 TESTS = ("test", "valid", "val")  # in place of `train`
 WIDER = {"bool": "uint8", "uint16": "int32", "uint32": "int64", "uint64": "int64"}  # of dtypes that files don't have
 FLOATS = ("float32", "float64")
+PIXELS = ("uint16", "uint8")  # the first of images only: others may be tokens
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,10 @@ def convert(
             NCHW. NHW gets one channel. By default all dimensions stay as they are.
         task: "classification" or "regression"; by default integers and words are labels. It must be given where targets
             are whole numbers of a floating-point type.
-        classes: The classes' names in the order of their labels, with commas between; by default the labels.
-        scale: Factor of x when it is read; 0 is 1/255 for unsigned bytes, and none for others.
+        classes: The classes' names in the order of their labels, with commas between; words are numbered in this order.
+            By default the labels.
+        scale: Factor of x when it is read; 0 is 1/255 for unsigned bytes, 1/65535 for images, by their layout, of 16
+            bits, and none for others.
         dtype: "float32" or "float64", for floating-point arrays.
         test_fraction: Part of the samples that is kept for testing, where no arrays are for that.
         seed: Seed of the choice of test samples.
@@ -112,10 +115,10 @@ def convert(
     with ExitStack() as stack:
         pairs = _pairs(Path(source), x, y, stack)
         first, target = pairs["train"]
-        axes = _axes(layout.upper(), first)
+        axes, other = _axes(layout.upper(), first), not {*"HW"} <= {*layout.upper()}
         targets = [_native(values.reshape(-1) if values.size == max(values.shape) else values, dtype)
                    for values in (pair[1].read() for pair in pairs.values())]  # fmt: skip
-        labels, names = as_targets(task, f"{target} of {source}", targets)
+        labels, names = as_targets(task, f"{target} of {source}", targets, classes.split(",") if classes else ())
         for (samples, own), count in zip(pairs.values(), map(len, labels), strict=True):
             if samples.shape[axes[0]] != count:
                 raise DataError(
@@ -140,8 +143,8 @@ def convert(
             splits,
             task="classification" if names else "regression",
             source=f"arrays {Path(source).name}",
-            classes=classes.split(",") if classes else names,
-            scale=scale or (1 / 255 if first.dtype == np.uint8 else None),
+            classes=names,
+            scale=scale or (1 / np.iinfo(first.dtype).max if first.dtype.name in PIXELS[other:] else None),
             notes={"test_fraction": test_fraction, "seed": seed} if len(pairs) == 1 else {},
             compression=compression,
         )
@@ -168,6 +171,11 @@ def _blocks(
         places = own[np.searchsorted(own, start) : np.searchsorted(own, start + size)]
         if len(places):
             block = x.read(axes[0], start, start + size)
+            if block.dtype.kind == "f" and not np.isfinite(block).all():
+                bad = np.nonzero(~np.isfinite(np.moveaxis(block, axes[0], 0)))[0][0]
+                raise DataError(
+                    f"x must have finite numbers; got another in sample {start + bad} of {x} of {x.path}. Remove it."
+                )
             yield (padded(list(block), longest) if longest else block.transpose(axes))[places - start], places
 
 

@@ -27,6 +27,7 @@ WORDS = ("", "onehot", "leave_out")
 MOST = 1000  # different words in a column that becomes as many
 NUMBER = re.compile(r"[-+]?\.?\d[\d.e+-]*", re.IGNORECASE)
 DELIMITERS = ",;\t|: "
+COMMA = r"\s*[-+]?\d*,\d+\s*"  # a number with a decimal comma
 INDEX = re.compile(r"|Unnamed: [\d.]+")  # the name of pandas' index, and once it has been read and written again
 
 
@@ -47,6 +48,7 @@ def convert(
     target: str = "",
     task: str = "",
     delimiter: str = ",",
+    decimal: str = ".",
     words: str = "",
     standardise: str = "none",
     dtype: str = "float32",
@@ -67,6 +69,7 @@ def convert(
         task: "regression" or "classification", to be said where there is one target of whole numbers, which may be
             either. Words are classes; other targets are for regression. Classes are in ascending order.
         delimiter: Separator of the columns of a .csv file.
+        decimal: What stands before the decimal places in a .csv file: "." or ",".
         words: "onehot" makes a feature, 0 or 1, of each word of a column of words; "leave_out" leaves such columns out.
             By default they are refused.
         standardise: "none", "features", or "all" for the targets as well.
@@ -79,10 +82,12 @@ def convert(
     for name, (value, choices) in given.items():
         if value not in choices:
             raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}.")
+    if decimal not in (".", ",") or decimal == delimiter:
+        raise ConfigError(f"decimal must be '.' or ',', and not the delimiter; got {decimal!r}.")
     if len(delimiter) != 1:
         raise ConfigError(f"delimiter must be one character, such as ',' or ';'; got {delimiter!r}.")
     path = Path(source)
-    table = _read(path, target, delimiter, words)
+    table = _read(path, target, delimiter, words, decimal)
     y = table.y[:, 0] if table.y.shape[1] == 1 else table.y
     (labels,), classes = as_targets(task, f"{', '.join(table.targets)} of {path}", [y])
     if classes and standardise == "all":
@@ -108,11 +113,11 @@ def convert(
     )
 
 
-def _read(path: Path, target: str, delimiter: str, words: str) -> Table:
+def _read(path: Path, target: str, delimiter: str, words: str, decimal: str) -> Table:
     if not path.is_file():
         raise DataError(f"{path} must be a .csv, .parquet, .npy or .npz file; there is no such file.")
     if path.suffix in (".csv", ".parquet"):
-        frame = _read_csv(path, delimiter) if path.suffix == ".csv" else _read_parquet(path)
+        frame = _read_csv(path, delimiter, decimal) if path.suffix == ".csv" else _read_parquet(path)
         shape = frame.shape
     elif path.suffix in (".npy", ".npz"):
         arrays = _read_numpy(path)
@@ -132,7 +137,7 @@ def _read(path: Path, target: str, delimiter: str, words: str) -> Table:
     return _choose_target(path, frame, target, delimiter, words)
 
 
-def _read_csv(path: Path, delimiter: str) -> pd.DataFrame:
+def _read_csv(path: Path, delimiter: str, decimal: str) -> pd.DataFrame:
     try:
         require_memory(path, path.stat().st_size, "text")
         with io.TextIOWrapper(open_regular(path), "utf-8-sig", newline="") as file, warnings.catch_warnings():
@@ -142,13 +147,19 @@ def _read_csv(path: Path, delimiter: str) -> pd.DataFrame:
             warnings.simplefilter("error", pd.errors.ParserWarning)  # of a line with more fields than names
             frame = pd.read_csv(
                 file, sep=delimiter, header=0, index_col=False, float_precision="round_trip", keep_default_na=False,
-                na_values=["", "nan", "NaN"], low_memory=False,
+                decimal=decimal, na_values=["", "nan", "NaN"], low_memory=False,
             )  # fmt: skip
     except (ValueError, TypeError, pd.errors.ParserWarning) as error:
         if isinstance(error, HpcdistError):
             raise
         raise DataError(f"{path} must have as many columns in each line as in the first ({error}).") from error
     frame.columns = pd.Index(names)
+    for name in frame.select_dtypes(object) if len(frame) else ():
+        if frame[name].dropna().astype(str).str.fullmatch(COMMA).all():
+            raise ConfigError(
+                f"decimal must be what stands before the decimal places in {path}; got {decimal!r}, and column {name} "
+                f"has numbers such as {frame[name].iloc[0]}. Pass decimal=','."
+            )
     return frame
 
 

@@ -360,7 +360,8 @@ def test_the_page_and_its_state_are_for_those_who_have_the_token(tmp_path):
     with served(tmp_path / "run") as server:
         port = server.server_port
         status, html, headers = get(server.address)
-        assert status == 200 and "<title>hpcdist watch</title>" in html and "http" not in html.split("<script>")[1]
+        assert status == 200 and "<title>hpcdist watch</title>" in html and "Copyright (c) 2022 Leon Sorokin" in html
+        assert "http" not in html.replace("/*! https://github.com/leeoniya/uPlot", "")
         assert "default-src 'none'" in headers["Content-Security-Policy"] and headers["Cache-Control"] == "no-store"
         status, text, _ = get(f"{server.address}state.json")
         state = json.loads(text)
@@ -490,6 +491,28 @@ def test_the_page_in_a_browser(tmp_path):
                 until(page, "/Cores busy/.test(document.body.innerText)")
                 assert page.run("document.querySelector('h1').innerText") == "digits-allreduce-4"
             assert page.complaints == [] and all(server.address in url for url in page.requests if url != "about:blank")
+    finally:
+        page.close()
+
+
+@pytest.mark.skipif(browser.program() is None, reason="there is no Chromium: apt-get install chromium")
+def test_the_page_tells_its_own_failure_from_a_server_that_is_gone(tmp_path):
+    """A state that the page cannot show is no silence of the server; both are said, and go away with the cause."""
+    train(begin(tmp_path / "run"))
+    page = browser.Browser(browser.program())
+    said = "document.getElementById('lost')?.innerText ?? ''"
+    try:
+        with served(tmp_path / "run", every_s=0.2) as server:
+            page.visit(server.address, 1400)
+            until(page, "document.querySelector('#plots canvas')")
+            page.run("usual = detail; detail = () => { throw new Error('no <detail>') }; undefined")
+            until(page, said)
+            wrong = "This page has failed to show the runs, whose state it has: Error: no <detail>"
+            assert page.run(said) == wrong
+            page.run("detail = usual; undefined")
+            until(page, f"!({said})")
+        until(page, f"{said} == 'The server does not answer.'")
+        assert page.run("document.querySelectorAll('#lost').length") == 1
     finally:
         page.close()
 

@@ -25,9 +25,7 @@ from hpcdist.tools.watch.view import AT_WORK, WatchedFolder, view
 MOST_OPEN, LONGEST_S = 32, 10.0  # connections at a time, and the seconds of each
 DRAWN = 8  # runs whose curves are drawn before somebody chooses others: as many as the page has colours
 PAGE = Path(__file__).with_name("page.html")
-UPLOT = PAGE.with_name(
-    "uplot"
-)  # Leon Sorokin's library of charts, version 1.6.32, as it came: the page asks nobody for it
+UPLOT = PAGE.with_name("uplot")  # the library that draws the curves, 1.6.32 from npm, unchanged: it needs no network
 LOCAL = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "Cache-Control": "no-store",

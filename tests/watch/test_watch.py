@@ -436,7 +436,8 @@ def test_the_page_in_a_browser(tmp_path):
       document.getElementById('controls').dispatchEvent(new Event('input'));
     """
     plot = "document.querySelector('.card:not([hidden]) .plot')"
-    legend = f"[...{plot}.querySelectorAll('.u-series:not(.faint)')].map(one => one.innerText.split(/\\s+/).join(' '))"
+    cells = "one => [...one.cells].map(cell => cell.innerText.trim()).join(' ')"
+    legend = f"[...{plot}.querySelectorAll('.u-series:not(.faint)')].map({cells})"
     page = browser.Browser(browser.program())
 
     def mouse(kind: str, part: float, buttons: int = 0) -> None:
@@ -462,10 +463,10 @@ def test_the_page_in_a_browser(tmp_path):
                 )
                 mouse("mouseMoved", 0.99)
                 shown = page.run(legend)
-                assert shown == ["step: 10", "allreduce: 0.4", "gossip_pull: 0.4"], shown
+                assert shown == ["step 10", "allreduce 0.4", "gossip_pull 0.4"], shown
                 page.run(smooth)
                 mouse("mouseMoved", 0.98)
-                assert "allreduce: 0.4" not in page.run(legend) and page.run(
+                assert "allreduce 0.4" not in page.run(legend) and page.run(
                     "!document.getElementById('smoothed').hidden"
                 )
 

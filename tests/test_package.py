@@ -118,6 +118,8 @@ def test_the_wheel_has_the_licence_the_types_and_the_templates(built):
     metadata = zipfile.ZipFile(built[1]).read(next(n for n in names if n.endswith("/METADATA"))).decode()
     assert "License-Expression: Apache-2.0" in metadata and "Classifier: Typing :: Typed" in metadata
     assert {"hpcdist/py.typed", "hpcdist/tools/report/template.html.j2"} <= set(names)
+    for name in ("page.html", "uplot/uPlot.iife.min.js", "uplot/uPlot.min.css", "uplot/LICENSE"):
+        assert f"hpcdist/tools/watch/{name}" in names
     for end in ("licenses/LICENSE", "share/hpcdist/slurm/templates/parts/run.sh"):
         assert any(name.endswith(end) for name in names), end
     assert not any(name.startswith(("tests/", "benchmarks/", "contrib/")) for name in names)

@@ -360,7 +360,8 @@ def test_the_page_and_its_state_are_for_those_who_have_the_token(tmp_path):
     with served(tmp_path / "run") as server:
         port = server.server_port
         status, html, headers = get(server.address)
-        assert status == 200 and "<title>hpcdist watch</title>" in html and "http" not in html.split("<script>")[1]
+        assert status == 200 and "<title>hpcdist watch</title>" in html and "Copyright (c) 2022 Leon Sorokin" in html
+        assert "http" not in html.replace("/*! https://github.com/leeoniya/uPlot", "")
         assert "default-src 'none'" in headers["Content-Security-Policy"] and headers["Cache-Control"] == "no-store"
         status, text, _ = get(f"{server.address}state.json")
         state = json.loads(text)
@@ -423,48 +424,96 @@ def until(page: browser.Browser, condition: str) -> None:
 
 @pytest.mark.skipif(browser.program() is None, reason="there is no Chromium: apt-get install chromium")
 def test_the_page_in_a_browser(tmp_path):
-    """Curves of runs over each other, values under the mouse, smoothing, and no scrolling to the side on a phone."""
+    """Several runs in one chart, values under the mouse, zoom, smoothing, and no scrolling to the side on a phone."""
     for name in ("digits-allreduce-4", "digits-gossip_pull-4"):
         folder = begin(tmp_path / name)
         train(folder)
         append_evaluation(folder, Evaluation(5, 1, 160, 5.0, {"accuracy": 0.25}))
         append_evaluation(folder, Evaluation(10, 2, 320, 10.0, {"accuracy": 0.75}))
         Sampler(resources_path(folder, 1)).close()
-    move = """
-    (() => {
-      const node = document.querySelector('.plot'), box = node.getBoundingClientRect();
-      node.dispatchEvent(new PointerEvent('pointermove', {clientX: box.right - 13, pointerType: 'mouse'}));
-      return node.querySelector('.tip').innerText.split(/\\s+/).join(' ');
-    })()
-    """
     smooth = """
-    (() => {
       document.getElementById('smoothing').value = 0.5;
       document.getElementById('controls').dispatchEvent(new Event('input'));
-      return document.querySelector('.tip').innerText;
-    })()
     """
+    plot = "document.querySelector('.card:not([hidden]) .plot')"
+    cells = "one => [...one.cells].map(cell => cell.innerText.trim()).join(' ')"
+    legend = f"[...{plot}.querySelectorAll('.u-series:not(.faint)')].map({cells})"
     page = browser.Browser(browser.program())
+
+    def mouse(kind: str, part: float, buttons: int = 0) -> None:
+        """Moves or presses the mouse over the first chart, at this part of its width."""
+        page.run(f"{plot}.scrollIntoView({{block: 'center'}})")
+        left, top, width = page.run(
+            f"(box => [box.left, box.top, box.width])({plot}.querySelector('.u-over').getBoundingClientRect())"
+        )
+        button = {"button": "left", "clickCount": 1} if buttons or kind == "mouseReleased" else {}
+        at = {"x": left + part * width, "y": top + 30}
+        page.call("Input.dispatchMouseEvent", type=kind, **at, buttons=buttons, **button)
+
     try:
         with served(tmp_path, every_s=0.2) as server:
             for width, dark in ((1400, False), (390, True)):
                 page.visit(server.address, width, dark=dark)
-                until(page, "document.querySelector('#plots svg')")
+                until(page, "document.querySelector('#plots canvas')")
                 assert page.run("document.documentElement.scrollWidth <= innerWidth"), width
-                plot = "document.querySelectorAll('.card:not([hidden]) .plot')[0]"
-                assert page.run(f"{plot}.querySelectorAll('polyline').length") == 2
                 names = page.run("[...document.querySelectorAll('td a')].map(one => one.innerText)")
                 assert names == ["allreduce", "gossip_pull"]
-                assert page.run(move) == "step 10 allreduce 0.4 gossip_pull 0.4"
-                assert "0.4\n" not in page.run(smooth) and page.run("!document.getElementById('smoothed').hidden")
+                assert page.run(f"{plot}.querySelector('canvas').ariaLabel").startswith(
+                    "training loss. Newest: allreduce"
+                )
+                mouse("mouseMoved", 0.99)
+                shown = page.run(legend)
+                assert shown == ["step 10", "allreduce 0.4", "gossip_pull 0.4"], shown
+                page.run(smooth)
+                mouse("mouseMoved", 0.98)
+                assert "allreduce 0.4" not in page.run(legend) and page.run(
+                    "!document.getElementById('smoothed').hidden"
+                )
+
+                whole = page.run(f"{plot}.chart.scales.x.max - {plot}.chart.scales.x.min")
+                mouse("mousePressed", 0.3, 1)
+                mouse("mouseMoved", 0.6, 1)
+                mouse("mouseReleased", 0.6)
+                zoomed = (
+                    f"Math.abs({plot}.chart.scales.x.max - {plot}.chart.scales.x.min - 0.3 * {whole}) < 0.05 * {whole}"
+                )
+                until(page, zoomed)
+                page.run("show()")  # what is new does not undo it
+                assert page.run(f"new Promise(done => setTimeout(() => done({zoomed}), 500))")
+                page.run(f"{plot}.focus()")
+                page.run(f"{plot}.dispatchEvent(new KeyboardEvent('keydown', {{key: 'Escape'}}))")
+                until(page, f"{plot}.chart.scales.x.max - {plot}.chart.scales.x.min == {whole}")
+
                 page.run("document.querySelector('td input').click()")
-                until(page, "document.querySelectorAll('.tip div').length == 2")
+                until(page, f"{legend}.length == 2")
                 ground = "rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)"
                 assert page.run("getComputedStyle(document.body).backgroundColor") == ground
                 page.run("document.querySelector('td a').click()")
                 until(page, "/Cores busy/.test(document.body.innerText)")
                 assert page.run("document.querySelector('h1').innerText") == "digits-allreduce-4"
             assert page.complaints == [] and all(server.address in url for url in page.requests if url != "about:blank")
+    finally:
+        page.close()
+
+
+@pytest.mark.skipif(browser.program() is None, reason="there is no Chromium: apt-get install chromium")
+def test_the_page_tells_its_own_failure_from_a_server_that_is_gone(tmp_path):
+    """A state that the page cannot show is no silence of the server; both are said, and go away with the cause."""
+    train(begin(tmp_path / "run"))
+    page = browser.Browser(browser.program())
+    said = "document.getElementById('lost')?.innerText ?? ''"
+    try:
+        with served(tmp_path / "run", every_s=0.2) as server:
+            page.visit(server.address, 1400)
+            until(page, "document.querySelector('#plots canvas')")
+            page.run("usual = detail; detail = () => { throw new Error('no <detail>') }; undefined")
+            until(page, said)
+            wrong = "This page has failed to show the runs, whose state it has: Error: no <detail>"
+            assert page.run(said) == wrong
+            page.run("detail = usual; undefined")
+            until(page, f"!({said})")
+        until(page, f"{said} == 'The server does not answer.'")
+        assert page.run("document.querySelectorAll('#lost').length") == 1
     finally:
         page.close()
 

@@ -25,6 +25,7 @@ from hpcdist.tools.watch.view import AT_WORK, WatchedFolder, view
 MOST_OPEN, LONGEST_S = 32, 10.0  # connections at a time, and the seconds of each
 DRAWN = 8  # runs whose curves are drawn before somebody chooses others: as many as the page has colours
 PAGE = Path(__file__).with_name("page.html")
+UPLOT = PAGE.with_name("uplot")  # the library that draws the curves, 1.6.32 from npm, unchanged: it needs no network
 LOCAL = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "Cache-Control": "no-store",
@@ -128,6 +129,14 @@ class PageServer(ThreadingHTTPServer):
             }
 
 
+def _page() -> bytes:
+    """Return the page with uPlot and its licence in it."""
+    text, licence = PAGE.read_text("utf-8"), (UPLOT / "LICENSE").read_text("utf-8")
+    for name in ("uPlot.min.css", "uPlot.iife.min.js"):
+        text = text.replace(f"/* {name} */", f"/*\n{licence}\n*/\n{(UPLOT / name).read_text('utf-8')}")
+    return text.encode()
+
+
 class _Request(BaseHTTPRequestHandler):
     server: PageServer
     server_version, sys_version = "hpcdist", ""
@@ -145,7 +154,7 @@ class _Request(BaseHTTPRequestHandler):
             state = self.server.state(query.get("run", [None])[0], query.get("draw"))
             self._reply(HTTPStatus.OK, "application/json", to_json(state, inf_nan_mode="null"))
         elif url.path == f"/{token}/":
-            self._reply(HTTPStatus.OK, "text/html; charset=utf-8", PAGE.read_bytes())
+            self._reply(HTTPStatus.OK, "text/html; charset=utf-8", _page())
         else:
             self._reply(HTTPStatus.NOT_FOUND, "text/plain", b"There is nothing here.\n")
 

@@ -64,8 +64,7 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
     is whole.
 
     Args:
-        step: orders checkpoints; by default the steps that have been taken. One that is given is a saved value, too:
-            `load` returns it.
+        step: orders checkpoints, and `load` returns it; by default the steps that have been taken.
         keep: number of checkpoints that stay.
         state: objects to save; `load` is given the same names. The optimisers' models need not be named.
 
@@ -75,6 +74,8 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
     """
     begin_collective("a checkpoint")
     session, objects = current(), _Objects(state)
+    if session.run is not None:
+        session.run.flush()
     if session.planned is not None:
         session.planned.require_own(path)
     taken = max((optimizer.strategy.steps for optimizer in objects.trained.values()), default=0)
@@ -87,8 +88,6 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
             saved[name] = session.comm.gather(saved[name])[first or 0]
         if isinstance(value, nn.Module):
             saved[name] = dict(unwrapped(value, saved[name].items()))
-    if step is not None:
-        saved["step"] = step
     meta: dict[str, Any] = {"loop": objects.settings(), "kinds": objects.kinds()}
     if session.stages > 1:
         meta["stages"] = session.stages
@@ -98,7 +97,7 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
 
 @normal_tensors()
 def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
-    """Collective. Load the newest checkpoint in folder `path`; return the plain values, or None if there is none.
+    """Collective. Load the newest checkpoint in folder `path`; return the plain values and `step`, None without one.
 
     ::
 
@@ -135,7 +134,7 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
     for name, optimizer in objects.trained.items():
         restore(optimizer, states[name], together)
     together(lambda: _load_others(objects, states))
-    return plain
+    return {"step": found[1].step, **plain}  # never empty, so that it is true
 
 
 def _read(objects: _Objects, saved: SavedWorld, same: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -225,6 +225,11 @@ class LoopRun:
             self._curves.close()
         self._curves = None
 
+    def flush(self) -> None:
+        """Write the records of all steps to the files, as those of a checkpoint's steps must be there."""
+        if self._writer is not None and not self.has_ended:
+            self._writer.flush()
+
     def _close(self) -> None:
         with suppress(OSError):
             if self._writer is not None:

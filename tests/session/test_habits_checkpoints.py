@@ -94,7 +94,7 @@ def test_on_the_same_ranks_it_goes_on_to_the_bit(ranks, strategy, shared_tmp_pat
         for folder, values in ((between, {"epoch": 0, "best": 7.5}), (within, {})):
             if folder == between or strategy in SERVERLESS:
                 again = Loop(strategy)
-                assert hd.load(folder, **again.objects()) == values
+                assert values.items() <= hd.load(folder, **again.objects()).items()
                 again.epoch()
                 again.epoch()
                 _same(again.finished(), whole)
@@ -192,7 +192,7 @@ def test_strategies_that_are_not_synchronous_go_on_between_epochs(ranks, strateg
         hd.save(shared_tmp_path, **loop.objects(), epoch=0)
         saved = loop.finished()
         again = Loop(strategy)
-        assert hd.load(shared_tmp_path, **again.objects()) == {"epoch": 0}
+        assert hd.load(shared_tmp_path, **again.objects())["epoch"] == 0
         found = copied(again.model), copied(again.ema), again.scaler.state_dict(), again.schedule.state_dict()
         if again.optimizer.strategy.is_worker:
             assert difference(found[0], saved[1]) == 0.0
@@ -254,7 +254,7 @@ def test_a_checkpoint_of_a_wrapped_model_is_one_of_the_plain_one(tmp_path, wrap)
         return found
 
     for i, make in enumerate([wrap, lambda model: model, wrap]):
-        assert run_virtual(lambda comm: loop(comm, make, 0.01), 2) == [{"epoch": 1} if i else None] * 2
+        assert run_virtual(lambda comm: loop(comm, make, 0.01), 2) == [{"step": 4, "epoch": 1} if i else None] * 2
 
 
 def test_the_first_difference_of_another_model_is_named(tmp_path):

@@ -78,7 +78,7 @@ def resumed(folder, size, stages, strategy="allreduce", epochs=2, **options):
 
     def body(comm):
         loop = Loop(comm, stages, strategy, rate=0.3, **options)
-        assert hd.load(folder, **loop.objects()) == {"epoch": 0}
+        assert hd.load(folder, **loop.objects())["epoch"] == 0
         rate = loop.optimizer.param_groups[0]["lr"]
         with hd.consensus(loop.model):
             stood = values(loop.model)

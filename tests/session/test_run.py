@@ -272,7 +272,22 @@ with hd.Leaving(hd.init()) as leaving:
 hd.finish(model)
 """
 LEAVES = "hd.save({saved!r}, optimizer=optimizer, loader=loader, epoch=epoch); sys.exit(75)"
+DIES = "hd.save({saved!r}, optimizer=optimizer, loader=loader, epoch=epoch); os.kill(os.getpid(), 9)"
 FAILS = "raise OSError('no more')"
+
+
+@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
+def test_a_run_that_is_killed_after_a_checkpoint_counts_all_steps_before_it(tmp_path):
+    folder, saved = tmp_path / "mine", str(tmp_path / "saved")
+    first, second = (
+        run(tmp_path, "import os\n" + SCRIPT.format(run=str(folder), saved=saved, then=then.format(saved=saved)), 3)
+        for then in (DIES, "pass")
+    )
+    assert first.returncode != 0 and second.returncode == 0, second.stderr
+    ended = Run(folder)
+    assert ended.summary.samples == 3 * 40 and [one.samples for one in ended.evaluations] == [40, 80, 120]
+    seconds = [one.seconds for one in ended.evaluations]
+    assert seconds == sorted(seconds) and ended.summary.wall_s >= seconds[-1] > 0
 
 
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")

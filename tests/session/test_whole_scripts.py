@@ -30,7 +30,8 @@ def last(output: str) -> float:
 def test_a_script_learns_before_and_after(name):
     alone = subprocess.run([sys.executable, EXAMPLES / f"{name}_plain.py"], capture_output=True, text=True)
     assert alone.returncode == 0 and LIMITS[name](last(alone.stdout)), alone.stdout + alone.stderr
-    strategy = {"cnn": "parameter_server", "tokens": "allreduce", "gan": "gossip_pull"}[name]
+    # The GAN, whose figure moves, by a strategy whose result no load of the machine changes.
+    strategy = {"cnn": "parameter_server", "tokens": "allreduce", "gan": "local_sgd"}[name]
     folder = ["--folder", "run"] if name == "cnn" else []
     done = launch(3, [EXAMPLES / f"{name}.py", "--strategy", strategy, *folder], env=IMPORTS)
     assert done.returncode == 0 and LIMITS[name](last(done.stdout)), done.stdout + done.stderr

@@ -147,6 +147,10 @@ TABLES: dict[str, tuple[list[dict], dict, tuple[str, ...], tuple[str, ...]]] = {
         REFERENCE + kind("softsync", FIVE[:3], 6.0) + [{"name": "softsync", "seed": i, "ends": False} for i in (3, 4)],
         {}, ("`allreduce` reached 97 % in all seeds; `softsync` in 3 of 5 seeds", NO_OTHER), ("2 times",),
     ),
+    "runs that have not begun": (
+        REFERENCE[:3] + [{**run, "made": False} for run in REFERENCE[3:]] + kind("softsync", (0.5,) * 3), {},
+        ("`allreduce` reached 97 % in all runs so far; `softsync` in 0 of 3 seeds",), ("all seeds",),
+    ),
     "no run that ended": ([{"name": "allreduce", "ends": False}], {}, ("No run has ended: there is nothing to",), ()),
     "the reference alone": (REFERENCE, {}, ("There is nothing to compare",), ()),
     "shares of one": (

@@ -271,8 +271,13 @@ class Analysis:
     scaling: Sequence[ScalingRow]
 
     @property
+    def runs(self) -> list[RunResult]:
+        """Return the runs, one that several kinds share once."""
+        return list({one.run.folder: one for one in reversed(self.job.runs)}.values())[::-1]
+
+    @property
     def failures(self) -> list[RunResult]:
-        return [one for one in self.job.runs if one.run.failure]
+        return [one for one in self.runs if one.run.failure]
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:

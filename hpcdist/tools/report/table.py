@@ -181,7 +181,7 @@ def _heads(table: JobTable) -> dict[str, str]:
 
 def _title(analysis: Analysis) -> str:
     job, failed = analysis.job, len(analysis.failures)
-    said = f"{job.name or job.title}: {wording.count(len(job.runs), 'run')}"
+    said = f"{job.name or job.title}: {wording.count(len(analysis.runs), 'run')}"
     said += f", {failed} without a result" if failed else ""
     said += ", on virtual ranks" if all(cell.virtual for cell in analysis.cells) else ""
     most = max(len(cell.ended) for cell in analysis.cells)

@@ -182,7 +182,8 @@ def _who_reached(analysis: Analysis, is_first_named: bool) -> Iterator[str]:
         yield f"No run {_done(analysis.job)}."
         return
     names = joined(list(map(_on, every))) if 0 < len(every) <= NAMED else f"{len(every)} kinds of runs"
-    said = [f"{names} {_done(analysis.job)} in all seeds"] * bool(every)
+    so_far = any(cell.tried < len(cell.runs) for cell in every)
+    said = [f"{names} {_done(analysis.job)} in all {'runs so far' if so_far else 'seeds'}"] * bool(every)
     for cell in others if len(others) <= NAMED else ():
         verb = "" if said else f" {_done(analysis.job)}"
         said.append(f"{_on(cell)}{verb} in {_reached(cell)}" + f" ({_ends(cell)})" * bool(cell.ended))

@@ -50,7 +50,8 @@ class Job:
         loss: (outputs, targets) -> the mean loss over a batch, a scalar to differentiate.
         metrics: by name; the first one is the job's own measure.
         data: torch Datasets of pairs (x, y) under `train` and `test`; or a function that writes an HDF5 file at a path,
-            which rank 0 calls if that file is missing. Another file, by `data.path`, replaces either.
+            which rank 0 calls if that file is missing. Another file, by `data.path`, replaces either; a job that always
+            reads one needs no data here.
         defaults: configuration that the user's TOML file and `--set` override.
         collate_fn: makes a batch, a pair of tensors (x, y), of a list of samples of the Datasets, as DataLoader's.
     """
@@ -58,7 +59,7 @@ class Job:
     model: Callable[..., nn.Module]
     loss: Callable[[Tensor, Tensor], Tensor]
     metrics: Mapping[str, Metric]
-    data: Callable[[Path], object] | Mapping[str, Dataset[Any]]
+    data: Callable[[Path], object] | Mapping[str, Dataset[Any]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     collate_fn: Callable[[list[Any]], tuple[Tensor, Tensor]] | None = None
 
@@ -119,8 +120,8 @@ def opened(job: Job, config: JobConfig, **options: Any) -> tuple[JobData, JobDat
     """Open a job's data for training and for testing: the file, by HDF5Dataset's options, or the job's Datasets."""
     if config.data.path is None and isinstance(job.data, Mapping):
         if set(job.data) != {"train", "test"}:
-            names = ", ".join(map(repr, job.data))
-            raise DataError(f"data must be Datasets by the names train and test; got {names}.")
+            names = ", ".join(map(repr, job.data)) or "none"
+            raise DataError(f"data must be Datasets by the names train and test, or data.path a file; got {names}.")
         how = config.seed, job.collate_fn, config.data.num_workers
         return JobDataset("train", job.data["train"], *how), JobDataset("test", job.data["test"], *how)
     path = Path(str(config.data.path))

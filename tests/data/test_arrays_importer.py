@@ -184,7 +184,7 @@ REFUSED = {
     "x and y must be the names of arrays; got pictures, and there are x .40, 6, 5, 3. uint8; y": (
         "a.h5", lambda n: h5(n, x=X, y=Y), {"x": "pictures"},
     ),
-    "x and y must be the names of arrays; got b.h5:x, and there are": (
+    "b.h5:x must be FILE:ARRAY, a file and its array; got b.h5, and none in /": (
         "a.h5", lambda n: h5(n, x=X, y=Y), {"x": "b.h5:x"},
     ),
     "layout must be one letter for each dimension of x, .*; got 'NHW' for x .40, 6, 5, 3. uint8": (

@@ -81,6 +81,7 @@ ONE_CYCLE = ("schedule.name=OneCycleLR", "schedule.max_lr=0.1", "schedule.total_
         ({"settings": ONE_CYCLE, "tune": 3}, "--tune must be left out with OneCycleLR, whose rates are not"),
         ({"strategies": ("parameter_server:servers=3",), "ranks": (2, 3)},
          "parameter_server .servers 3. must be able to run on one of the numbers of ranks"),
+        ({"strategies": ("gosip_pull",)}, "^strategy must be one of adpsgd, .*; got 'gosip_pull'. Did you"),
         ({"strategies": ("allreduce", "gossip_pull", "allreduce")},
          r"--strategies must differ from each other; got two for runs/allreduce-r1"),
     ],

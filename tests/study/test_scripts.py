@@ -113,7 +113,7 @@ def test_a_file_that_defines_job_is_a_jobs_and_another_that_imports_hpcdist_a_sc
         (("compare", "neither.py"), "or a script that imports hpcdist; got neither.py, which is neither"),
         (("compare", "wrong.py"), "job must be a file of Python; got wrong.py: "),
         (("compare", "train.py:fit"), "job must be a function of train.py; got 'fit'"),
-        (("compare", "train.py", "--seeds", "2"), "ARGS must include seed, as runs with other values would"),
+        (("compare", "train.py", "--seeds", "2"), "ARGS must include seed, without which all runs would be"),
         (("compare", "train.py", "--", "{rate}"), "ARGS must be of seed, strategy, run; got rate"),
         (("compare", "train.py", "--set", "epochs=1"), "--set must be left out with a script, which is no job; got"),
         (("compare", "train.py", "--budget", "steps=1"), "--budget must be left out with a script"),
@@ -122,7 +122,7 @@ def test_a_file_that_defines_job_is_a_jobs_and_another_that_imports_hpcdist_a_sc
         (("compare", "train.py", "--strategies", "softsync:split=1"), "strategy.* splits"),
         (("simulate", "train.py"), "--compute must be a time with a script, whose step nobody can measure before"),
         (("sweep", "train.py", "--over", "lr=1,2", "--", "--lr", "{lr}"), "--target must be given, and --pruner left"),
-        (("sweep", "train.py", "--over", "lr=1,2", "--target", "mse=1"), "ARGS must include lr, as runs with other"),
+        (("sweep", "train.py", "--over", "lr=1,2", "--target", "mse=1"), "ARGS must include lr, without which"),
         (("sweep", "train.py", "--over", "strategy.speling=1,2", "--target", "mse=1"), "speling"),
     ],
 )  # fmt: skip
@@ -212,8 +212,11 @@ def test_a_script_is_simulated_each_step_takes_its_time_and_one_rank_is_the_cont
     [
         ("train(strategy='gossip_pull')", "strategy of DistributedOptimizer must be 'allreduce' in this run of a"),
         ("train(compression='fp16')", "compression of DistributedOptimizer must be 'topk' in this run of a comparison"),
-        ("hd.rank", "other.py must call hpcdist.init() and its optimiser to be a run; got an end without it"),
-        ("hd.finish = id\ntrain()", "other.py must call hpcdist.finish(model) to be a run; got an end without it"),
+        (
+            "hd.rank",
+            "other.py must call hpcdist.init() and hpcdist.DistributedOptimizer(...) to be a run; it has ended without",
+        ),
+        ("hd.finish = id\ntrain()", "other.py must call hpcdist.finish(model) to be a run; it has ended without"),
         ("train(then='sys.exit(3)')", "other.py must end with status 0; got sys.exit(3)"),
         ("train(then='if hd.rank() == 1: sys.exit()')", "no virtual rank can go on"),
         ("train(then='raise ValueError(7)')", "ValueError: 7"),

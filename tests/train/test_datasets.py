@@ -110,7 +110,8 @@ def test_a_collate_fn_pads_samples_of_different_lengths():
 
 
 REFUSED = {
-    "data must be Datasets by the names train and test; got 'train'": {"train": Pairs(images(2))},
+    "data must be Datasets by the names train and test, or data.path a file; got 'train'": {"train": Pairs(images(2))},
+    "data must be Datasets by the names train and test, or data.path a file; got none": {},
     "'train'. must be a Dataset with a length; got Stream, which": {"train": Stream(), "test": Pairs(images(2))},
     "'test'. must have at least 1 sample; got none": {"train": Pairs(images(2)), "test": Pairs([])},
     "must have samples that are pairs .x, y.; got float": {"train": Pairs([1.0]), "test": Pairs(images(2))},

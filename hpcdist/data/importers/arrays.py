@@ -200,6 +200,10 @@ def _pairs(source: Path, x: str, y: str, stack: ExitStack) -> dict[str, tuple[Na
             files[path] = {found.name.lower(): found for found in _arrays(path, stack)}
         return files[path].get(array.strip("/").lower())
 
+    for name in (x, y):
+        file = name.rpartition(":")[0]
+        if file and not Path(file).exists():
+            raise ConfigError(f"{name} must be FILE:ARRAY, a file and its array; got {file}, and none in {Path.cwd()}.")
     for form in TRAIN:
         names = [form.format(name) if ":" not in name else name for name in (x, y)]
         train = [find(name) for name in names]

@@ -78,8 +78,9 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
         if status == LEFT or self._ended:  # a signal has reached the ranks, or the batch job's time limit is near
             raise KeyboardInterrupt
         if not status and not is_done(folder):  # a script's
-            lacks = "hpcdist.finish(model)" if (folder / "run.json").exists() else "hpcdist.init() and its optimiser"
-            raise RunError(f"{self._job} must call {lacks} to be a run; got an end without it, and no result.")
+            begun = (folder / "run.json").exists()
+            lacks = "hpcdist.finish(model)" if begun else "hpcdist.init() and hpcdist.DistributedOptimizer(...)"
+            raise RunError(f"{self._job} must call {lacks} to be a run; it has ended without, and has no result.")
         if status:
             said = "\n".join(last_lines(folder / LOG, LAST_LINES)) or "(none)"
             raise RunError(f"exit status {status} of `{shlex.join(command)}`; its last lines:\n{said}")

@@ -111,7 +111,7 @@ class TrainedScript:
         told = ", ".join(sorted(asked)) or "none"
         if lacking := [name for name in differing if name not in asked]:
             raise ConfigError(
-                f"{where} must include {lacking[0]}, as runs with other values would be the same; got {told}. Write "
+                f"{where} must include {lacking[0]}, without which all runs would be the same one; got {told}. Write "
                 f"-- --{lacking[0]} {{{lacking[0]}}}{', or give --seeds 1' * (lacking[0] == 'seed')}."
             )
         if not by_name and not asked <= {*OF_EVERY_RUN, *swept}:
@@ -133,6 +133,8 @@ class TrainedScript:
 def _rehearsed(config: JobConfig, ranks: int) -> str | None:
     try:
         rehearse(config, ranks)
+    except UnknownNameError:  # on any number of ranks
+        raise
     except ConfigError as error:
         return str(error)
     return None

@@ -15,7 +15,7 @@ TINY = str(HERE.parent / "train" / "tiny.py")
 TRANSFORMER = str(HERE.parents[1] / "jobs" / "transformer.py")
 IN_BLOCKS, DEALT_OUT = ["n1", "n1", "n2", "n2"], ["n1", "n2", "n1", "n2"]
 SERVED = {"shape": "parameter_server", "job": TINY}
-FEW = ["data.path='reference.h5'", "model.width=16", "model.blocks=2", "budget.steps=5"]
+FEW = ["data.path='python-reference.h5'", "model.width=16", "model.blocks=2", "budget.steps=5"]
 
 
 class Submitted(NamedTuple):

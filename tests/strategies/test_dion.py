@@ -138,8 +138,12 @@ def test_it_sends_the_factors_of_matrices(ranks):
     rank = 128 // 16
     expected = 4 * rank * (256 + 128)  # 2n(p − 1)/p
     basis, word = 4 * rank * 128, 8  # from the rank that has computed it; of agreement
-    sent = [sent for _, sent in ranks(lambda comm: moved(comm, deepcopy(module), x, **options))]
-    assert sent == [expected + basis + word, expected + word]
+    found = ranks(lambda comm: (moved(comm, deepcopy(module), x, **options)[1], comm.mpi is None))
+    sent, (is_virtual, *_) = zip(*found, strict=True)
+    if is_virtual:
+        assert sent == (expected + basis + word, expected + word)
+    else:  # in a node the basis is read from shared memory
+        assert all(expected < each <= expected + basis + 5 * word for each in sent), sent
 
 
 @pytest.mark.sizes(2)

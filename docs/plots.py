@@ -330,7 +330,7 @@ def way(name: str) -> Figure:
 
 
 def family(name: str) -> Figure:
-    """Who sends what to whom over time, as docs/families.py has recorded it: a bar for each computation."""
+    """Messages between ranks over time, recorded by docs/families.py: a bar for each computation."""
     _, *rows = table(f"family-{name}")
     ends = [(int(rank), float(start), float(end)) for rank, to, start, end, _ in rows if not to]
     ranks = 1 + max(int(row[0]) for row in rows)

@@ -115,7 +115,7 @@ class ChunkTopk(Compressor):
             if span.stop > span.start:
                 # Zeros are not sent: if there is room for more elements of a chunk, all its others are 0.
                 blocks, inside = Blocks.of(span, self.config.side), indices[place] - span.start
-                has_room = blocks.numbers(inside) < _chosen(blocks, self.config)
+                has_room = blocks.counts(inside) < _chosen(blocks, self.config)
                 if has_room.any():
                     all_zero = torch.ones(span.stop - span.start)
                     all_zero[inside] = 0

@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 
 def first_living(comm: Communicator, workers: tuple[int, ...]) -> int | None:
-    """Return the first of these ranks that lives: it does what one rank that trains does for all."""
+    """Return the first living worker, which prints and logs for all workers."""
     return next((rank for rank in workers if rank in comm.failures.living), None)
 
 

@@ -83,7 +83,7 @@ class PlannedLoop:
         """Return the strategy and the options of a DistributedOptimizer that the script gives these.
 
         Raises:
-            ConfigError: they are others than those of the plan.
+            ConfigError: the strategy, or an option, is another one than in the plan.
         """
         given = {"strategy": strategy, **options}
         for name, value in {"strategy": self.strategy, **self.options}.items():
@@ -126,7 +126,7 @@ class LoopRun:
         folder: of the run. A run there that has not ended is gone on with.
         of_job: the folder is that of a batch job: the run gets one of its own in it, named after the script.
         log: loggers, as the setting `log` of a job.
-        script: its file, if it is not that of this process.
+        script: the file of the script, if this process began with another file.
 
     Attributes:
         wanted: the folder that the user gave.

@@ -176,7 +176,7 @@ def rows(
     Args:
         heads: what stands above the columns, if that is not the key.
         left: the columns with texts; None: those that begin with one.
-        typed: those of them whose words, such as names, users type again: no word goes on in the next line.
+        typed: columns of texts, such as names, that users type again: no word goes on in the next line.
         option: of the command, which chooses columns, for that line.
     """
     heads = {key: visible((heads or {}).get(key, key)) for key in found[0]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hpcdist.config.files import load_file
 from hpcdist.data import HDF5Dataset  # first: it names what is missing where h5py is
 from hpcdist.data.hdf5 import COLUMNS
 from hpcdist.data.labels import counts, dirichlet, labels_of
+from hpcdist.data.loader import Loader
 from hpcdist.errors import NO_SPACE, ConfigError, DataError, OutputError, suggestion
 from hpcdist.records import writing
 from hpcdist.session.world import require_equal
@@ -111,21 +113,27 @@ def open_data(
     if comm.rank == 0:
         prepare_data(job, config)
     comm.barrier()
-    train, test = opened(job, config, mpi_comm=comm.mpi if config.data.parallel else None, columns=columns)
+    mpi = comm.mpi if config.data.parallel else None
+    train, test = (opened(job, config, split, mpi_comm=mpi, columns=columns) for split in ("train", "test"))
     require_equal(comm, described(train, test), "the data's content")
     return train, test
 
 
-def opened(job: Job, config: JobConfig, **options: Any) -> tuple[JobData, JobData]:
-    """Open a job's data for training and for testing: the file, by HDF5Dataset's options, or the job's Datasets."""
+def first_batch(job: Job, config: JobConfig, samples: int) -> tuple[Tensor, Tensor]:
+    """Read a batch of so many training samples, or of all if there are fewer; make the data file if it is missing."""
+    prepare_data(job, config)
+    with closing(opened(job, config, "train")) as data:
+        return next(iter(Loader(data, min(samples, len(data)))))
+
+
+def opened(job: Job, config: JobConfig, split: str, **options: Any) -> JobData:
+    """Open a job's data, "train" or "test": the file, by HDF5Dataset's options, or the job's Dataset."""
     if config.data.path is None and isinstance(job.data, Mapping):
         if set(job.data) != {"train", "test"}:
             names = ", ".join(map(repr, job.data)) or "none"
             raise DataError(f"data must be Datasets by the names train and test, or data.path a file; got {names}.")
-        how = config.seed, job.collate_fn, config.data.num_workers
-        return JobDataset("train", job.data["train"], *how), JobDataset("test", job.data["test"], *how)
-    path = Path(str(config.data.path))
-    return HDF5Dataset(path, "train", **options), HDF5Dataset(path, "test", **options)
+        return JobDataset(split, job.data[split], config.seed, job.collate_fn, config.data.num_workers)
+    return HDF5Dataset(Path(str(config.data.path)), split, **options)
 
 
 def described(train: JobData, test: JobData) -> dict[str, Any]:

@@ -11,12 +11,11 @@ from hpcdist import session, strategies
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual import Network, run_virtual
 from hpcdist.config import JobConfig
-from hpcdist.data.loader import Loader
 from hpcdist.parallel.cost import LayerCost, measure
 from hpcdist.parallel.grid import checked_stages
 from hpcdist.parallel.plan import measured_cut
 from hpcdist.session.optimizer import release
-from hpcdist.train.job import Job, opened, prepare_data
+from hpcdist.train.job import Job, first_batch
 
 REPEATS = 15  # passes that measure a layer
 MOST = 256  # virtual ranks in a rehearsal: they are threads, and more take too long
@@ -33,9 +32,7 @@ def measure_layers(job: Job, config: JobConfig, device: torch.device) -> list[La
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng():
-            prepare_data(job, config)
-            data, _ = opened(job, config)
-            x, y = next(iter(Loader(data, min(samples, len(data)))))
+            x, y = first_batch(job, config, samples)
             torch.manual_seed(config.seed)
             return measure(lambda: job.model(**config.model), x, job.loss, y, repeats=REPEATS, device=device)
     finally:

@@ -57,7 +57,8 @@ def padded(samples):
 
 
 def of_job(data):
-    return opened(dataclasses.replace(tiny.job, data=data), JobConfig())
+    job = dataclasses.replace(tiny.job, data=data)
+    return tuple(opened(job, JobConfig(), split) for split in ("train", "test"))
 
 
 def images(count: int) -> list[tuple[torch.Tensor, int]]:

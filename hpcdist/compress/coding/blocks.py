@@ -30,7 +30,7 @@ class Blocks(NamedTuple):
         """View the parameter's elements, shape (rows · columns,), as (down, height, across, width)."""
         return values.view(self.rows // self.height, self.height, self.columns // self.width, self.width)
 
-    def numbers(self, indices: np.ndarray) -> np.ndarray:
+    def counts(self, indices: np.ndarray) -> np.ndarray:
         """Count the indices of elements in each block, shape (down, across)."""
         down, across = self.rows // self.height, self.columns // self.width
         block = indices // self.columns // self.height * across + indices % self.columns // self.width

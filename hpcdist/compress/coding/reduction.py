@@ -53,9 +53,12 @@ class Reduction:
     ):
         self._comm, self._config, self._over_senders = comm, config, over_senders
         self.feedbacks = config.feedbacks(comm, like, spans)
-        wide = zip(like, (feedback.residual for feedback in self.feedbacks), strict=True)
-        self._sums = [None if _is_like(flat, residual) else torch.empty_like(residual) for flat, residual in wide]
-        self._counts = [torch.empty_like(feedback.residual) for feedback in self.feedbacks] if over_senders else []
+        residuals = [feedback.residual for feedback in self.feedbacks]
+        self._sums = [
+            None if (flat.dtype, flat.device) == (residual.dtype, residual.device) else torch.empty_like(residual)
+            for flat, residual in zip(like, residuals, strict=True)
+        ]
+        self._counts = [torch.empty_like(residual) for residual in residuals] if over_senders else []
         self._allreduce = collectives.load("auto")(comm)
         self.working = [tensor for tensor in (*self._sums, *self._counts) if tensor is not None]
         self.calls = 0
@@ -132,10 +135,6 @@ class Reduction:
     def close(self) -> None:
         """Collective. Release the all-reduce."""
         self._allreduce.close()
-
-
-def _is_like(tensor: Tensor, residual: Tensor) -> bool:
-    return tensor.dtype == residual.dtype and tensor.device == residual.device
 
 
 # --- ways to sum messages ---------------------------------------------------------------------------------------------

@@ -12,13 +12,12 @@ import torch
 
 from hpcdist.config import JobConfig
 from hpcdist.config.files import neighbours
-from hpcdist.data.loader import Loader
 from hpcdist.errors import ConfigError
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.folder import read
 from hpcdist.tools.simulate.cluster import MEASURED, ClusterConfig
 from hpcdist.train import Job
-from hpcdist.train.job import opened, prepare_data
+from hpcdist.train.job import first_batch, prepare_data
 from hpcdist.train.loop import own_device
 from hpcdist.train.runs import specify
 
@@ -45,8 +44,7 @@ def _median_s(job: Job, config: JobConfig, samples: int) -> float:
     torch.manual_seed(config.seed)
     module = job.model(**config.model).to(device)
     optimizer = config.optimizer.build(module.parameters())
-    data, _ = opened(job, config)
-    x, y = (tensor.to(device) for tensor in next(iter(Loader(data, min(samples, len(data))))))
+    x, y = (tensor.to(device) for tensor in first_batch(job, config, samples))
     parts = list(zip(x.split(config.batch_size), y.split(config.batch_size), strict=True))
 
     def evaluate() -> torch.Tensor:

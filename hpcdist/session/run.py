@@ -112,8 +112,13 @@ def _arguments(words: Sequence[str], folder: Path) -> dict[str, str]:
             found[name] = value
         else:
             found[name or str(place)], name = word, ""
-    inside = {name for name, value in found.items() if Path(value).resolve().is_relative_to(folder.resolve())}
-    return {name: value for name, value in found.items() if name not in inside}
+    home = folder.resolve()
+
+    def is_path_inside(value: str) -> bool:  # a bare word is no path, unless it is the folder's own
+        path = Path(value).resolve()
+        return bool(value) and (path == home or (os.sep in value and path.is_relative_to(home)))
+
+    return {name: value for name, value in found.items() if not is_path_inside(value)}
 
 
 class LoopRun:

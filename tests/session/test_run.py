@@ -234,6 +234,13 @@ def test_runs_of_a_script_with_other_arguments_have_rows_of_their_own(tmp_path, 
     ]
 
 
+def test_arguments_are_told_from_paths_where_the_run_s_folder_is_the_current_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "6", "--fast", "--run", ".", "--saved", "./checkpoints"])
+    begun(Path("."), "allreduce")
+    assert load_run(tmp_path).settings["arguments"] == {"epochs": "6", "fast": ""}
+
+
 def test_scripts_of_a_batch_job_have_folders_of_their_own(tmp_path):
     def claimed(comm):
         return LoopRun(comm, tmp_path, of_job=True).folder

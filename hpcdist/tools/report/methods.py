@@ -15,6 +15,15 @@ from hpcdist.tools.report.analysis import Analysis
 from hpcdist.tools.statistics import LEAST_SEEDS
 from hpcdist.version import __version__
 
+STEPS = {  # by the class of a compute model
+    "Constant": "{seconds:.3g} s each",
+    "Jitter": "{mean_s:.3g} s on average, gamma-distributed with a coefficient of variation of {cv:g}",
+    "Exponential": "{mean_s:.3g} s on average, exponentially distributed",
+    "Straggler": "{base}, {factor:g} times as long on rank {rank}",
+    "SlowSteps": "{base}, of which a share of {probability:g} takes {factor:g} times as long",
+    "Replay": "the times that were recorded in the run {source}",
+}
+
 
 def methods(analysis: Analysis) -> str:
     """Write the paragraph: strategies, ranks, seeds, budget, network, statistics, versions, citation."""
@@ -47,11 +56,7 @@ def methods(analysis: Analysis) -> str:
         tuning=job.tuning,
         hosts={host for start in starts if not start.virtual for host in start.hosts},
         links=[one for number, one in enumerate(links) if one not in links[:number]],
-        steps=list(
-            dict.fromkeys(
-                ", ".join(f"{key} {of}" for key, of in one.items()) for one in steps if isinstance(one, Mapping)
-            )
-        ),
+        steps=list(dict.fromkeys(_steps(one) for one in steps if isinstance(one, Mapping))),
         target="" if job.target is None else f"{sign} {wording.value(job.metric, job.target)}",
         has_intervals=any(len(cell.ended) >= LEAST_SEEDS for cell in cells),
         has_tests=any(one.better is not None and not math.isnan(one.better.p) for one in analysis.contrasts),
@@ -59,3 +64,10 @@ def methods(analysis: Analysis) -> str:
         versions=[text if name == "mpi" else f"{name} {text}" for name, text in versions.items()],
     )
     return re.sub("[ \n]+", " ", text).strip()
+
+
+def _steps(compute: Mapping[str, Any]) -> str:
+    """Say how long the steps of virtual ranks take, as `compute.describe` has written it."""
+    given = {key: _steps(value) if isinstance(value, Mapping) else value for key, value in compute.items()}
+    form = STEPS.get(str(given.get("model")))
+    return "the times of a model of this run's own" if form is None else form.format_map(given)

@@ -6,9 +6,11 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +19,8 @@ from hpcdist.errors import ConfigError
 
 AS_ROOT = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")  # else Open MPI refuses it
 # Options by what `mpirun --version` prints: hosts, and the rank before each line of output.
+EXPLAINED = re.compile(rb"hpcdist: (error: |rank \d)|\[rank \d+\] |Traceback \(most recent call last\)")
+BLOCK = re.compile(rb"prterun (detected that .* exited with non-zero status|has exited due to process rank .* calling)")
 OPTIONS = {"Open MPI": ("--host", "--tag-output"), "HYDRA|Intel": ("-hosts", "-prepend-rank")}
 
 
@@ -53,7 +57,45 @@ def start_script(
     environment = ranks_environment(unlaunched(variables), threads, crowded=crowded, bound=False)  # hd.init() binds
     command += [str(ranks), *_program(script, variables.get("PATH", ""))]
     sys.stdout.flush()
+    _filter_standard_error()
     os.execvpe(command[0], command, environment)
+
+
+def without_block(said: Iterable[bytes]) -> Iterator[bytes]:
+    """Leave out Open MPI's block about a rank that has failed, of lines, where the rank's own message is before it."""
+    explained, block = False, list[bytes]()
+    for line in said:
+        explained = explained or EXPLAINED.search(line) is not None
+        is_rule = line.startswith(60 * b"-")
+        block += [line] if block or is_rule else []
+        if not block:
+            yield line
+        elif len(block) > 1 and (is_rule or not block[1].startswith(b"prterun ")):
+            if not (explained and BLOCK.match(block[1])):
+                yield from block
+            block.clear()
+    yield from block
+
+
+def _filter_standard_error() -> None:
+    """Let a process of its own pass on what this one writes to standard error from here on, `without_block`."""
+    source, sink = os.pipe()
+    if os.fork():
+        os.dup2(sink, 2)
+        os.close(source)
+        os.close(sink)
+        return
+    os.close(sink)
+    try:
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(signum, signal.SIG_IGN)  # it ends when everything is said
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+        chunks = iter(partial(os.read, source, 1 << 16), b"")
+        for line in without_block(line for chunk in chunks for line in chunk.splitlines(keepends=True)):
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+    finally:
+        os._exit(0)
 
 
 def _program(script: Sequence[str], path: str) -> list[str]:

@@ -25,6 +25,7 @@ from hpcdist.records import (
     open_regular,
     read_evaluations,
 )
+from hpcdist.tools.mpirun import without_block
 from hpcdist.tools.runs.steps import Steps
 
 if TYPE_CHECKING:
@@ -233,7 +234,8 @@ def last_lines(log: Path, count: int) -> list[str]:
     """Read the last lines of a log that say something; none where it can't be read."""
     with suppress(OSError), open_regular(log) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
-        lines = file.read(LAST_BYTES).decode(errors="replace").splitlines()
+        said = without_block(file.read(LAST_BYTES).splitlines(keepends=True))
+        lines = b"".join(said).decode(errors="replace").splitlines()
         return [line for line in lines if line.strip()][-count:]
     return []
 

@@ -205,7 +205,9 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
     found = [*sharing, *_room(measured), *locking, *([] if sharing else _samples(measured))]
     yield from found
     if not any(finding.status == ERROR for finding in found):
-        yield Finding(OK, _summary(measured, nodes, holds=not locking and not _off(required.environ)))
+        wanted = str(required.folder.absolute())
+        missing = f" ({wanted} does not exist: a run makes it there)" if wanted != measured["folder"] else ""
+        yield Finding(OK, _summary(measured, nodes, missing, holds=not locking and not _off(required.environ)))
 
 
 def _sharing(measured: dict, nodes: Nodes) -> Iterator[Finding]:
@@ -265,9 +267,9 @@ def _samples(measured: dict) -> Iterator[Finding]:
             yield Finding(ERROR, f"{measured['folder']} must allow to {what} a file; got {measured[what]['error']}")
 
 
-def _summary(measured: dict, nodes: Nodes, holds: bool) -> str:
+def _summary(measured: dict, nodes: Nodes, missing: str, *, holds: bool) -> str:
     rows = measured["nodes"].values()
-    text = f"{measured['folder']}: {amount(min(row['free_bytes'] for row in rows))} free"
+    text = f"{measured['folder']}{missing}: {amount(min(row['free_bytes'] for row in rows))} free"
     if len(nodes.names) > 1:
         text += f", seen by all nodes within {1e3 * max(row['seen_s'] for row in rows):.0f} ms"
     text += ", locks hold" if holds else ""

@@ -155,7 +155,7 @@ def _other(
             raise failure
         return found
 
-    return comm.gather(comm.together(known))[0]
+    return comm.gather(comm.raise_on_all_ranks(known))[0]
 
 
 def _run(

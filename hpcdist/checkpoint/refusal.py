@@ -12,7 +12,7 @@ from hpcdist.errors import CheckpointError, CommunicationError, HpcdistError
 T = TypeVar("T")
 
 
-def together(comm: Communicator, work: Callable[[], T], rule: str = "") -> T:
+def raise_on_all_ranks(comm: Communicator, work: Callable[[], T], rule: str = "") -> T:
     """Collective. Run `work` on every rank, and return its result here, once it has succeeded on all ranks.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcdist.checkpoint import folder as folders
 from hpcdist.checkpoint.manifest import tensor_file, tree_file, write_manifest
-from hpcdist.checkpoint.refusal import together
+from hpcdist.checkpoint.refusal import raise_on_all_ranks
 from hpcdist.checkpoint.tensors import write_tensors
 from hpcdist.checkpoint.tree import encode
 from hpcdist.comm.communicator import Communicator
@@ -53,7 +53,7 @@ def save(
     step, folder, living = int(step), Path(folder), comm.failures.living
     first = living[0]
     leads = comm.rank == first
-    agreed = partial(together, comm, rule=f"The checkpoint of step {step} must be saved by all ranks; got ")
+    agreed = partial(raise_on_all_ranks, comm, rule=f"The checkpoint of step {step} must be saved by all ranks; got ")
     name = agreed(lambda: _prepare(folder, step, keep) if leads else None)
     proposals = comm.gather([step, name])
     steps = [proposals[rank][0] for rank in living]

@@ -41,7 +41,7 @@ def begin_timeline(comm: Communicator, path: Path, most: int | None = None) -> C
     if comm.trace.timeline is not None:
         raise ConfigError(f"timeline must be begun once; got one already, {comm.trace.timeline.path}. End it first.")
     most = min(MOST, MOST_OF_ALL // comm.size) if most is None else most
-    timeline = comm.together(lambda: Timeline(path, comm.rank, comm.now, most))
+    timeline = comm.raise_on_all_ranks(lambda: Timeline(path, comm.rank, comm.now, most))
     _look_at_clock(comm, timeline)
     return TracedCommunicator(comm, timeline)
 
@@ -65,7 +65,7 @@ def end_timeline(comm: Communicator) -> None:
     found = [RankTimeline(**one) for one in comm.gather(own.model_dump()) if one is not None]
     seconds = "real" if comm.platform.virtual is None else "virtual"
     first = comm.rank == comm.failures.living[0]
-    comm.together(lambda: merge_timelines(timeline.path, found, seconds=seconds) if first else None)
+    comm.raise_on_all_ranks(lambda: merge_timelines(timeline.path, found, seconds=seconds) if first else None)
 
 
 def _look_at_clock(comm: Communicator, timeline: Timeline) -> None:

@@ -66,7 +66,7 @@ class NamedCall(abc.ABC):
         self.over, self.told_s = False, 0.0
 
     @property
-    def together(self) -> Any:
+    def fusion_key(self) -> Any:
         """What requests that are made by one call have in common; None where each is made by its own."""
         return None
 
@@ -79,8 +79,8 @@ class NamedCall(abc.ABC):
     def make(self, calls: Collectives) -> None:
         """Collective. Make the call; leave the result in `found`."""
 
-    def make_together(self, calls: Collectives, requests: Sequence[Any], buffer: FusionBuffer) -> None:
-        """Collective. Make these calls, of which this is the first, by one; for kinds that have `together`."""
+    def run_fused(self, calls: Collectives, requests: Sequence[Any], buffer: FusionBuffer) -> None:
+        """Collective. Make these calls, of which this is the first, by one; for kinds that have `fusion_key`."""
         raise NotImplementedError
 
 
@@ -398,7 +398,7 @@ class Matcher:
         self._end([request])
 
     def _make(self, requests: Sequence[NamedCall]) -> None:
-        for goes_with, several in _together(requests):
+        for goes_with, several in _grouped_by_fusion(requests):
             first = several[0]
             if self.watcher is not None:
                 for one in several:
@@ -408,7 +408,7 @@ class Matcher:
                     if goes_with is None:
                         first.make(self.calls)
                     else:
-                        first.make_together(self.calls, several, self._buffer)
+                        first.run_fused(self.calls, several, self._buffer)
             except CommunicationError:
                 raise
             except (RuntimeError, ValueError) as error:
@@ -428,11 +428,11 @@ class Matcher:
             request.over = True
 
 
-def _together(requests: Sequence[NamedCall]) -> Iterator[tuple[Any, list[NamedCall]]]:
+def _grouped_by_fusion(requests: Sequence[NamedCall]) -> Iterator[tuple[Any, list[NamedCall]]]:
     """Yield requests, several at a time where these go together, with what they have in common."""
     groups: dict[Any, list[NamedCall]] = {}
     for request in requests:
-        goes_with = request.together
+        goes_with = request.fusion_key
         if goes_with is None:
             yield None, [request]
         else:

@@ -62,7 +62,7 @@ class Allreduce(NamedCall):
         self._tensors, self._outs, self._op, self._prescale, self._postscale = tensors, outs, op, prescale, postscale
 
     @property
-    def together(self) -> Any:
+    def fusion_key(self) -> Any:
         return _fused_with(*self.like)
 
     def make(self, calls: Collectives) -> None:
@@ -72,7 +72,7 @@ class Allreduce(NamedCall):
             self._combine(calls, out)
         self.found = self._outs
 
-    def make_together(self, calls: Collectives, requests: Sequence[Allreduce], buffer: FusionBuffer) -> None:
+    def run_fused(self, calls: Collectives, requests: Sequence[Allreduce], buffer: FusionBuffer) -> None:
         given = [one for request in requests for one in request._tensors]
         if len(given) == 1:
             self.make(calls)

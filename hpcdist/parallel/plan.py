@@ -158,7 +158,7 @@ def measured_cut(comm: Communicator, costs: Callable[[], Sequence[LayerCost]], r
         costs: measures; called on rank 0 only.
         ranks, settings: as for `predict`.
     """
-    sizes = comm.together(lambda: predict(costs(), ranks, **settings).cut.sizes if comm.rank == 0 else ())
+    sizes = comm.raise_on_all_ranks(lambda: predict(costs(), ranks, **settings).cut.sizes if comm.rank == 0 else ())
     agreed = comm.gather(list(sizes))[0]
     return by_hand(agreed, sum(agreed))
 

@@ -123,17 +123,17 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
     session = current()
     if session.planned is not None:
         session.planned.require_own(path)
-    found = checkpoint.latest_together(session.comm, path)
+    found = checkpoint.latest_on_all_ranks(session.comm, path)
     if found is None:
         return None
     objects, saved = _Objects(state), SavedWorld(*found)
-    together = partial(saved.together, session)
-    together(lambda: _require_same(objects, saved))
+    raise_on_all_ranks = partial(saved.raise_on_all_ranks, session)
+    raise_on_all_ranks(lambda: _require_same(objects, saved))
     same = saved.is_same(session, {name: (each, ("state", name)) for name, each in objects.trained.items()})
-    states, plain = together(lambda: _read(objects, saved, same))
+    states, plain = raise_on_all_ranks(lambda: _read(objects, saved, same))
     for name, optimizer in objects.trained.items():
-        restore(optimizer, states[name], together)
-    together(lambda: _load_others(objects, states))
+        restore(optimizer, states[name], raise_on_all_ranks)
+    raise_on_all_ranks(lambda: _load_others(objects, states))
     return {"step": found[1].step, **plain}  # never empty, so that it is true
 
 

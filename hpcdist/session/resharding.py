@@ -65,10 +65,12 @@ class SavedWorld:
         """
         if (self.stages, self.replicas) != (session.stages, session.outer.size):
             return False
-        has_same = self.together(session, lambda: all(self._has_same(session, *state) for state in states.values()))
+        has_same = self.raise_on_all_ranks(
+            session, lambda: all(self._has_same(session, *state) for state in states.values())
+        )
         return all(session.comm.gather(has_same))
 
-    def together(self, session: Session, work: Callable[[], T]) -> T:
+    def raise_on_all_ranks(self, session: Session, work: Callable[[], T]) -> T:
         """Collective. Return the result of `work`, which depends on what was saved.
 
         Raises:
@@ -79,7 +81,7 @@ class SavedWorld:
             with checkpoint.understood(self.path, "the state of such a run"):
                 return work()
 
-        return checkpoint.together(session.comm, understood)
+        return checkpoint.raise_on_all_ranks(session.comm, understood)
 
     def _has_same(self, session: Session, optimizer: Any, keys: tuple[str, ...]) -> bool:
         saved, own = _Below(self.rank(session.comm.rank), keys), capture(optimizer)

@@ -157,7 +157,7 @@ class LoopRun:
         self._comm, self._until_the_end = comm, ExitStack()
         self._script = Path(script or getattr(sys.modules["__main__"], "__file__", None) or INTERACTIVE)
         claim = self._claimed_in_job if of_job else self._claimed
-        text = comm.gather(comm.together(lambda: str(claim(folder)) if comm.rank == 0 else ""))[0]
+        text = comm.gather(comm.raise_on_all_ranks(lambda: str(claim(folder)) if comm.rank == 0 else ""))[0]
         self.folder = Path(text)
         self._writer: RecordWriter | None = None
         self._sampler: Sampler | None = None
@@ -256,7 +256,7 @@ class LoopRun:
         if self.strategy is not None:
             return False
         comm = self._comm
-        comm.together(lambda: self._require_same(settings["strategy"]["name"]) if comm.rank == 0 else None)
+        comm.raise_on_all_ranks(lambda: self._require_same(settings["strategy"]["name"]) if comm.rank == 0 else None)
         self.strategy, self._workers = optimizer.strategy, workers
         self._seed = torch.initial_seed() % (1 << 53)  # what a file holds exactly
         settings = {**settings, "seed": self._seed, "arguments": _arguments(sys.argv[1:], self.folder)}

@@ -30,7 +30,7 @@ _log = logging.getLogger("hpcdist")
 _NOTHING = object()
 KINDS = ("params", "frozen", "buffers")
 Named = dict[str, Slice]
-Together = Callable[[Callable[[], Any]], Any]
+OnAllRanks = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -216,11 +216,12 @@ def places_of(state: Callable[..., Any]) -> list[SlicePlace]:
 
 
 # --- restore ----------------------------------------------------------------------------------------------------------
-def restore(optimizer: Any, state: Mapping[str, Any], together: Together) -> None:
+def restore(optimizer: Any, state: Mapping[str, Any], raise_on_all_ranks: OnAllRanks) -> None:
     """Collective. Restore the result of `capture`, or of `SavedState.reshard`.
 
     Args:
-        together: Collective. Runs a function on all ranks, and raises an error on all of them if it fails on one.
+        raise_on_all_ranks: Collective. Runs a function on all ranks, and raises an error on all of them if it fails on
+            one.
     """
     model = optimizer.strategy.model
     layout = ParameterLayout(model)
@@ -230,19 +231,21 @@ def restore(optimizer: Any, state: Mapping[str, Any], together: Together) -> Non
             layout.fill(kind, own, state[kind])
         optimizer.load_state_dict(_numbered(optimizer, layout, state["optimizer"]))
 
-    together(restore_here)
-    restore_strategy(optimizer.strategy, state["strategy"], together)
+    raise_on_all_ranks(restore_here)
+    restore_strategy(optimizer.strategy, state["strategy"], raise_on_all_ranks)
     model.mark()
     optimizer.attachment.look()
 
 
-def restore_strategy(strategy: Strategy, saved: Mapping[str, Any], together: Together | None = None) -> None:
+def restore_strategy(
+    strategy: Strategy, saved: Mapping[str, Any], raise_on_all_ranks: OnAllRanks | None = None
+) -> None:
     """Collective. Restore what a strategy declares, after the model's parameters.
 
     Args:
-        together: as of `restore`; by default the strategy's ranks'.
+        raise_on_all_ranks: as of `restore`; by default the strategy's ranks'.
     """
-    together = together or strategy.comm.together
+    raise_on_all_ranks = raise_on_all_ranks or strategy.comm.raise_on_all_ranks
 
     def joined() -> dict[str, Any]:
         layout, values = ParameterLayout(strategy.model), dict(saved)
@@ -251,8 +254,8 @@ def restore_strategy(strategy: Strategy, saved: Mapping[str, Any], together: Tog
                 values[name] = layout.join(values[name], entry.ranges)
         return values
 
-    values = together(joined)  # before ranks tell each other what they load
-    together(lambda: strategy.state.load(values))
+    values = raise_on_all_ranks(joined)  # before ranks tell each other what they load
+    raise_on_all_ranks(lambda: strategy.state.load(values))
 
 
 def _numbered(optimizer: Any, layout: ParameterLayout, saved: Mapping[str, Any]) -> dict[str, Any]:

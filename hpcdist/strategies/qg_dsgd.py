@@ -18,12 +18,12 @@ from hpcdist.strategies.decentralised.mixing import Mixing, conserving, rates
 class QGDSGD(Strategy):
     """Train by decentralised SGD with quasi-global momentum, all ranks together: x ← W(x − ηs), s the step of SGD.
 
-    SGD steps as it always does, m = βm̂ + g, and s = m, or g + βm with Nesterov's momentum; but m̂ is not its last m: it
-    follows what became of the parameters, m̂ ← μm̂ + (1 − μ)(xₜ − xₜ₊₁)/η, with μ = `memory`. So it has the neighbours'
-    part, and ranks whose data differ are not driven apart by momentum of their own gradients alone. β, Nesterov, η and
-    the weight decay are the local optimiser's, which must be torch's SGD. Without momentum this is `dpsgd` in the form
-    that steps before it averages, to the bit. A step whose rate is 0 leaves m̂ as it is. The mean of all x follows the
-    mean of the steps, to rounding.
+    SGD steps as it always does, m = βm̂ + g, and s = m, or g + βm with Nesterov's momentum; but m̂ is not its last m:
+    it follows what became of the parameters, m̂ ← μm̂ + (1 − μ)(xₜ − xₜ₊₁)/η, with μ = `memory`. So it has the
+    neighbours' part, and ranks whose data differ are not driven apart by momentum of their own gradients alone. β,
+    Nesterov, η and the weight decay are the local optimiser's, which must be torch's SGD. Without momentum this is
+    `dpsgd` in the form that steps before it averages, to the bit. A step whose rate is 0 leaves m̂ as it is. The mean
+    of all x follows the mean of the steps, to rounding.
 
     W must be doubly stochastic; it may be directed, and change from step to step. On one rank SGD runs alone, with
     momentum of its own.

@@ -256,8 +256,8 @@ def _folded(text: str, width: int) -> str:
     """Divide a text into lines: behind commas and before brackets, if that suffices, so that `lr 0.1` stays whole."""
     if len(text) <= width and "\n" not in text:
         return text
-    together = re.sub(r"(?<!,) (?!\()", "\N{NO-BREAK SPACE}", text)
-    lines = textwrap.wrap(together, width, break_on_hyphens=False, break_long_words=False)
+    joined = re.sub(r"(?<!,) (?!\()", "\N{NO-BREAK SPACE}", text)
+    lines = textwrap.wrap(joined, width, break_on_hyphens=False, break_long_words=False)
     if any(len(line) > width for line in lines):
         lines = textwrap.wrap(text, width, break_on_hyphens=False)
     return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")

@@ -273,7 +273,9 @@ class Trainer:
 
     def _judged(self) -> str | None:
         judge, leader = cast(Callable[[], str | None], self._judge), self.comm.failures.living[0]
-        return self.comm.gather(self.comm.together(lambda: judge() if self.comm.rank == leader else None))[leader]
+        return self.comm.gather(self.comm.raise_on_all_ranks(lambda: judge() if self.comm.rank == leader else None))[
+            leader
+        ]
 
     def _evaluate(self) -> None:
         self._require_finite()

@@ -96,7 +96,7 @@ def train(
         raise ConfigError("--resume must be given with --allow-changes; got none. It goes on with a run that is there.")
     with _staying(job_path), ExitStack() as until_the_end:
         until_the_end.enter_context(neighbours(job_path))  # the job's functions may import them later
-        job, config = comm.together(lambda: specify(job_path, toml_path, overrides))
+        job, config = comm.raise_on_all_ranks(lambda: specify(job_path, toml_path, overrides))
         require_same_files(comm)
         folder = cast(Path, _decided(comm, lambda: _choose(job_path, config, comm.size, output, resume, until_the_end)))
         if timeline:
@@ -154,7 +154,7 @@ def _outcome(error: BaseException) -> tuple[Outcome, str]:
 
 def _decided(comm: Communicator, work: Callable[[], Path | None]) -> Path | None:
     """Collective. Run `work` on rank 0, as other nodes may see a shared folder later; return its result on all."""
-    path = comm.together(lambda: work() if comm.rank == 0 else None)
+    path = comm.raise_on_all_ranks(lambda: work() if comm.rank == 0 else None)
     text = comm.gather(str(path or ""))[0]
     return Path(text) if text else None
 
@@ -270,7 +270,7 @@ def _remove_unused(folder: Path) -> None:
 
 def _with_saved_cut(comm: Communicator, config: JobConfig, checkpoints: Path) -> JobConfig:
     """Collective. Return the settings with the cut of the newest checkpoint, if that has as many stages."""
-    sizes = comm.gather(comm.together(lambda: saved_cut(checkpoints) if comm.rank == 0 else None))[0]
+    sizes = comm.gather(comm.raise_on_all_ranks(lambda: saved_cut(checkpoints) if comm.rank == 0 else None))[0]
     stages = config.parallel.stages * config.parallel.chunks
     return config.with_cut(tuple(sizes)) if sizes and len(sizes) == stages else config
 
@@ -281,8 +281,10 @@ def _newest(trainer: Trainer, allow_changes: bool) -> tuple[tuple[Path, checkpoi
     Raises ConfigError where settings have changed, and may not.
     """
     comm, checkpoints = trainer.comm, trainer.checkpoints
-    comm.together(lambda: clean(checkpoints) if comm.rank == 0 else None)  # its lock is held: nobody else saves there
-    found = checkpoint.latest_together(comm, checkpoints)
+    comm.raise_on_all_ranks(
+        lambda: clean(checkpoints) if comm.rank == 0 else None
+    )  # its lock is held: nobody else saves there
+    found = checkpoint.latest_on_all_ranks(comm, checkpoints)
     if found is None:
         if comm.rank == 0:
             _logger.info(f"no checkpoint in {checkpoints} yet: starting anew")

@@ -80,8 +80,10 @@ def test_split_is_exact_and_drawn_from_the_seed(csv, tmp_path):
 
     train, test = rows(0)
     assert len(test) == 15
-    together = np.concatenate([train, test])
-    np.testing.assert_array_equal(together[np.argsort(together[:, 0])], VALUES[np.argsort(VALUES[:, 0])])
+    raise_on_all_ranks = np.concatenate([train, test])
+    np.testing.assert_array_equal(
+        raise_on_all_ranks[np.argsort(raise_on_all_ranks[:, 0])], VALUES[np.argsort(VALUES[:, 0])]
+    )
     np.testing.assert_array_equal(rows(0)[1], test)
     assert (rows(1)[1] != test).any()
 

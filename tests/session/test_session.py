@@ -62,8 +62,8 @@ def _loop(comm, name, epochs=3, loader=None, **options):
 def test_the_same_loop_runs_every_strategy_and_sees_each_sample_once(ranks, name):
     found = ranks(lambda comm: _loop(comm, name))
     for epoch in range(3):
-        together = sorted(i for seen, *_ in found for i in seen[epoch])
-        assert together == list(range(N)), "not every sample exactly once"
+        raise_on_all_ranks = sorted(i for seen, *_ in found for i in seen[epoch])
+        assert raise_on_all_ranks == list(range(N)), "not every sample exactly once"
     orders = [[i for seen, *_ in found for i in seen[epoch]] for epoch in range(3)]
     assert orders[0] != orders[1] != orders[2], "epochs are shuffled alike"
     assert all(torch.equal(params, found[0][1]) for _, params, *_ in found)

@@ -29,7 +29,7 @@ class Owner:
 
     def __init__(self, steps=0, size=1):
         self.model = FlatModel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
-        self.comm = SimpleNamespace(size=size, together=lambda body: body())
+        self.comm = SimpleNamespace(size=size, raise_on_all_ranks=lambda body: body())
         self.state = State(self.comm, self.model)
         self.steps = self.state.value("steps", 0, self, reshard="first")
         self.fresh = self.state.value("fresh", "new", self)

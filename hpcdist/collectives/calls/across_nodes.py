@@ -146,8 +146,8 @@ class _Round(NamedTuple):
 
 def _some(ranks: list[int]) -> Ranks:
     """Return what indexes these rows, as a slice where that does."""
-    together = ranks == list(range(ranks[0], ranks[0] + len(ranks))) if ranks else False
-    return slice(ranks[0], ranks[-1] + 1) if together else ranks
+    joined = ranks == list(range(ranks[0], ranks[0] + len(ranks))) if ranks else False
+    return slice(ranks[0], ranks[-1] + 1) if joined else ranks
 
 
 def _rows_in(box: Tensor, count: int, n_bytes: int) -> np.ndarray:

@@ -182,19 +182,19 @@ class Calls:
         count, call = self.count, self.current  # in this order: a call that begins meanwhile has a higher number
         if call is None or call.what == EXIT or (call.by and call.peer == EVERYONE):
             return None  # of some ranks alone no count of calls tells who is late
-        together = self.inside > 0 or call.peer == EVERYONE or call.what == BROADCAST
-        by = () if together else call.by or ((call.peer,) if call.peer >= 0 and call.what in RECEIVES else ())
-        if not together and not by:
+        everyone = self.inside > 0 or call.peer == EVERYONE or call.what == BROADCAST
+        by = () if everyone else call.by or ((call.peer,) if call.peer >= 0 and call.what in RECEIVES else ())
+        if not everyone and not by:
             return None  # what is sent may be on its way into memory that the other rank has offered
         waited_s = clock() - call.since
-        if waited_s < (patience_s if together or call.by else max(patience_s, MESSAGE_S)):
+        if waited_s < (patience_s if everyone or call.by else max(patience_s, MESSAGE_S)):
             return None
-        if call.by and not together:
+        if call.by and not everyone:
             with self._memory:  # which is there as long as this rank waits
                 if self.current is not call or call.ready():
                     return None
         what = "all-reduce" if self.inside and call.peer != EVERYONE else call.what
-        ranks = None if together else tuple(self.world_ranks[rank] for rank in by)
+        ranks = None if everyone else tuple(self.world_ranks[rank] for rank in by)
         whom = self.peer_name(call.peer) if ranks is None else " or ".join(f"rank {rank}" for rank in ranks[:SHOWN])
         whom += f" or {len(by) - SHOWN} more" * (len(by) > SHOWN)
         return Wait(self.name, what, count, ranks, f"for {whom} {self.place(call)}", call.since, waited_s)

@@ -110,11 +110,11 @@ def map_parts(comm, n_bytes: int) -> list[mmap.mmap | memoryview]:
     Raises:
         CommunicationError: a rank can't make its memory, or map another's.
     """
-    own = comm.together(lambda: _made(n_bytes))
+    own = comm.raise_on_all_ranks(lambda: _made(n_bytes))
     try:
         files = comm.gather([own, n_bytes])
         ranks = comm.memory.local_ranks
-        return comm.together(lambda: [_mapped(comm, rank, files[rank] or [0, 0], own) for rank in ranks])
+        return comm.raise_on_all_ranks(lambda: [_mapped(comm, rank, files[rank] or [0, 0], own) for rank in ranks])
     finally:
         os.close(own)
 

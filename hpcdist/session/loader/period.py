@@ -13,7 +13,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.data.sharding import EpochPlan
 from hpcdist.session import rules
 from hpcdist.strategies.lbfgs.portions import JointBatch
-from hpcdist.strategies.server.strategy import serve_together
+from hpcdist.strategies.server.strategy import serve_jointly
 
 
 class Weighed(NamedTuple):
@@ -56,7 +56,7 @@ def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when
     for strategy in strategies if len(strategies) > 1 else ():
         rules.refuse("several optimisers share a loop", strategy, count=len(strategies))
     if not strategies[0].is_worker:
-        serve_together([(optimizer.strategy, optimizer.attachment.local_step) for optimizer in optimizers])
+        serve_jointly([(optimizer.strategy, optimizer.attachment.local_step) for optimizer in optimizers])
         return
     pauses = pauses_when_left
     for optimizer in optimizers:

@@ -83,7 +83,9 @@ class Order:
     def take(self, group: Communicator) -> None:
         """Collective in `group` where there is a sampler. Draw an epoch on the first worker, and share it with all."""
         if self._sampler is not None and not self._ahead:
-            self._items = broadcast_in(group, group.together(lambda: self._draw() if group.rank == 0 else None))
+            self._items = broadcast_in(
+                group, group.raise_on_all_ranks(lambda: self._draw() if group.rank == 0 else None)
+            )
         self._ahead = False
 
     def _draw(self) -> list[Any]:
@@ -121,7 +123,7 @@ class Order:
                     set_random_state({name: value for name, value in state.items() if name != "cuda"})
                 return self._draw()
 
-        own = group.together(draw)
+        own = group.raise_on_all_ranks(draw)
         self._items, self._ahead = broadcast_in(group, own if here else None, first), True
         mine, theirs = ({*map(repr, self._singly(items))} for items in (own, self._items or ()))
         apart = len(mine & theirs) < max(2, min(len(mine), len(theirs)) / 4) and mine != theirs

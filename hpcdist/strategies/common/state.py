@@ -319,7 +319,7 @@ class State:
         """
         for clear in self._before_load:
             clear()
-        self._comm.together(lambda: self._load(saved))  # before messages of a strategy
+        self._comm.raise_on_all_ranks(lambda: self._load(saved))  # before messages of a strategy
         for follow in self._after_load:
             follow()
 

@@ -303,7 +303,7 @@ class Worker(abc.ABC):
 TURN_S = 0.001  # how long a rank that serves several strategies waits for requests of one
 
 
-def serve_together(served: Sequence[tuple[ServerStrategy, Update]]) -> None:
+def serve_jointly(served: Sequence[tuple[ServerStrategy, Update]]) -> None:
     """Serve the workers of several strategies until all of them have paused: by turns, where there are several."""
     if len(served) == 1:
         strategy, update = served[0]

@@ -235,7 +235,9 @@ def train(
         trials, number, _ = of_folder(folder)
         return trials.judge(number, folder)
 
-    job, overrides, resume, pruned = comm.gather(comm.together(lambda: begin() if comm.rank == 0 else None))[0]
+    job, overrides, resume, pruned = comm.gather(comm.raise_on_all_ranks(lambda: begin() if comm.rank == 0 else None))[
+        0
+    ]
     judged = judge if pruned else None
     return runs.train(comm, Path(job), None, overrides, run, resume, None, ends_at, command, judge=judged)
 

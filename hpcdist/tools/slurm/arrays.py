@@ -162,8 +162,8 @@ def under_way(output: Path) -> dict[Path, State]:
 
 def _state_of(task: str, states: Sequence[State]) -> State:
     """Find the state of a task; tasks that wait together are one entry, such as 7_[2-3]."""
-    together = (one for one in states if "[" in one.job and not one.ended)
-    return next((one for one in states if one.job == task), next(together, State(task, FORGOTTEN)))
+    listed = (one for one in states if "[" in one.job and not one.ended)
+    return next((one for one in states if one.job == task), next(listed, State(task, FORGOTTEN)))
 
 
 def _write_failure(folder: Path, state: State, log: Path) -> None:

@@ -154,7 +154,7 @@ class Repeated(Dataset):
 
 
 class Run:
-    """What is common to `Alone` and `Together`."""
+    """What is common to `Alone` and `OnAllRanks`."""
 
     rank, size, workers = 0, 1, 1
 
@@ -199,7 +199,7 @@ class Alone(Run):
         return models[0]
 
 
-class Together(Run):
+class OnAllRanks(Run):
     """Ranks."""
 
     def __init__(self, comm, way: str, workers: int, strategy: str, **options):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import runner
-from benchmarks.runner import Row, Side, beside, check, meet_asleep, table, timed, warm_up
+from benchmarks.runner import Row, Side, barrier_asleep, beside, check, table, timed, warm_up
 from hpcdist.collectives.calls import Collectives
 from hpcdist.collectives.tuning.timing import calls_within
 from hpcdist.comm.launch import unlaunched
@@ -148,7 +148,7 @@ def _other(
             failure = error
         finally:
             os.sched_setaffinity(0, own)
-    meet_asleep(comm)
+    barrier_asleep(comm)
 
     def known() -> Mapping[str, Mapping[str, float]]:
         if failure is not None:

@@ -88,7 +88,7 @@ from hpcdist.strategies.base import Contract, Strategy
 class OnOneRank(Strategy):
     \"\"\"Local steps, with an error on one rank.\"\"\"
 
-    contract = Contract(averages="nothing", meets="never")
+    contract = Contract(averages="nothing", synchronizes="never")
 
     def advance(self, update):
         return self.gradients.step_alone(update, **{"speling": 1} if self.comm.rank == 1 else {})

@@ -91,7 +91,8 @@ class Places:
 class Slots(abc.ABC):
     """Memory in which each rank shows the others what it brings to a collective call.
 
-    A call goes like this: fill the own row of the next place, `meet`, and read the others' rows of that place, until
+    A call goes like this: fill the own row of the next place, `synchronize`, and read the others' rows of that place,
+        until
     the next call: what a rank has shown stays as it is until it has met the others once more.
 
     Args:
@@ -130,7 +131,7 @@ class Slots(abc.ABC):
         return places
 
     @abc.abstractmethod
-    def meet(self, note: int, shown: Shown | None = None) -> bool:
+    def synchronize(self, note: int, shown: Shown | None = None) -> bool:
         """Collective. Show the own row of this call, and wait until all ranks have shown theirs.
 
         Returns:

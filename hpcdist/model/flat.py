@@ -279,7 +279,7 @@ class FlatModel:
         unfrozen = [slot.tensor for slot in self.frozen_slots if slot.tensor.requires_grad]
         check_flattenable(self._named(), [])
         self._lay_out()
-        for tensor in unfrozen if self.gradients.weighs else ():
+        for tensor in unfrozen if self.gradients.weights_batches else ():
             if tensor.grad is not None:
                 tensor.grad = tensor.grad * self.gradients.weight
         if self._has_grads:

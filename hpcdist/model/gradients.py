@@ -43,8 +43,8 @@ class Gradients:
     A hook on each parameter copies a gradient that autograd has made elsewhere into its flat slice.
 
     A backward pass has the weight of its batch. Gradients of a batch of weight 0 leave no trace, not even NaN, and
-    those that only such batches have made count as none. With `weighs` the gradients of other batches are multiplied
-    by the weight as they arrive, before autograd adds them to earlier ones.
+    those that only such batches have made count as none. With `weights_batches` the gradients of other batches are
+    multiplied by the weight as they arrive, before autograd adds them to earlier ones.
 
     A bucket is announced when all its gradients have come, on autograd's thread, with the stream that the last one was
     written on. It waits for incomplete buckets before it, because collectives need the same order on every rank, and
@@ -56,7 +56,7 @@ class Gradients:
         on_begin: is called at the first gradient of each pass.
         on_end: is called at the end of each pass, on the thread of `backward()`, which raises its errors. With
             reentrant checkpointing inner passes end too, and it is called more than once.
-        weighs: gradients are multiplied by the weight. Set it before the first batch.
+        weights_batches: gradients are multiplied by the weight. Set it before the first batch.
         weight: of the latest batch; 1 if no loop announces batches.
         weights: of the passes since the last step; none where there was no pass.
         weighed_by_loop: the loop says what its batches weigh.
@@ -84,7 +84,7 @@ class Gradients:
         self.on_begin: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
         # batches
-        self.weighs, self.weight, self.counts = False, 1.0, True
+        self.weights_batches, self.weight, self.counts = False, 1.0, True
         self._even: float | None = None  # the weight of each batch that counts; None: by its samples
         self.batch = self.batches_used = self._used_last = 0
         self.ends_epoch = self.more_follow = False
@@ -180,7 +180,7 @@ class Gradients:
 
     @property
     def _needs_hooks(self) -> bool:
-        return self.weight == 0.0 or (self.weighs and self.weight != 1.0)
+        return self.weight == 0.0 or (self.weights_batches and self.weight != 1.0)
 
     def _make_weigh_hook(self, parameter: Tensor) -> RemovableHandle:
         """Register a hook, which stays while the parameter is frozen, as a critic is in its generator's steps."""
@@ -376,7 +376,7 @@ class Gradients:
         """
         counts = self.mean_weight > 0.0
         # Gradients of earlier passes, or of the last step, may be the mean of all ranks.
-        stays = counts or (self.weighs and (bool(self.weights) or self._are_of_last_step()))
+        stays = counts or (self.weights_batches and (bool(self.weights) or self._are_of_last_step()))
         if not stays or any(self._blank):
             self._hide(stays)
         used = torch.tensor([slot.tensor.grad is not None for slot in self._slots], dtype=torch.bool)
@@ -390,7 +390,7 @@ class Gradients:
                 self._view(position).zero_()
             else:
                 self._move_in(position, self._plain(position, grad))
-        if not self._weighed and self.weighs and self.weight not in (0.0, 1.0):
+        if not self._weighed and self.weights_batches and self.weight not in (0.0, 1.0):
             self._weighed = True  # gradients that the loop has assigned itself, so that no hook has weighed them
             for grad in self._flats or [slot.tensor.grad for slot in self._slots if slot.tensor.grad is not None]:
                 grad.mul_(self.weight)

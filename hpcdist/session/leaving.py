@@ -26,7 +26,7 @@ GROWTH = 4  # the next meeting is at most so many times as many steps away as th
 
 
 class Leaving:
-    """Collective, as are `meet`, `step_done` and `due`. Decide when all ranks save their state and leave.
+    """Collective, as are `agree`, `step_done` and `due`. Decide when all ranks save their state and leave.
 
     Inside `with Leaving(comm) as leaving:` the signals are noted and do nothing else. The ranks that train meet about
     every `every_s` seconds, which costs one small exchange, and share there the signals that any of them got.
@@ -104,7 +104,7 @@ class Leaving:
                 "step_done() outside of that block. Put the loop into it."
             )
         self._left, self._stepped = self._left - 1, True
-        return self.meet(self.steps) if self._left == 0 else None
+        return self.agree(self.steps) if self._left == 0 else None
 
     def due(self) -> str | None:
         """Collective. Return, after the training loop, the reason to leave now, the same on all ranks; None to go on.
@@ -123,7 +123,7 @@ class Leaving:
         note_reason(self.reason)
         return self.reason
 
-    def meet(self, steps: int, soon_s: float = 0.0) -> str | None:
+    def agree(self, steps: int, soon_s: float = 0.0) -> str | None:
         """Collective. Return the reason to leave now, the same on all ranks; None to go on, for `self.steps` steps.
 
         Args:

@@ -198,10 +198,10 @@ class _Distributed:
             raise rules.error("a sum is weighed")
         if isinstance(model.module, Pipeline):
             raise rules.error(_MICRO_BATCHES, found="optimizer.weigh()")
-        if contract.weighs and contract.synchronous:
+        if contract.weights_batches and contract.synchronous:
             peers = self.attachment.peers
             model.gradients.weigh(relative(counts_of(peers, n if model.gradients.counts else 0)[0], peers.rank))
-        elif contract.weighs:
+        elif contract.weights_batches:
             model.gradients.weigh(float(n > 0))
 
     def synchronize(self) -> None:

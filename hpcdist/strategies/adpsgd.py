@@ -53,7 +53,11 @@ class ADPSGD(Strategy):
         topology: Named = Field(Named(name="bipartite"), description="graph of the pairs of ranks that average")
 
     contract = Contract(
-        averages="parameters", meets="never", consensus="elsewhere", memory="read by others", deaths="others go on"
+        averages="parameters",
+        synchronizes="never",
+        consensus="elsewhere",
+        memory="read by others",
+        deaths="others continue",
     )
 
     def __init__(self, config: Config, comm, model, **given):

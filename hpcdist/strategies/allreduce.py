@@ -112,7 +112,7 @@ class AllReduce(Strategy):
                 )
 
     config: Config
-    contract = Contract(averages="gradients", meets="every step", closure="often", frozen="at any time")
+    contract = Contract(averages="gradients", synchronizes="every step", closure="often", frozen="at any time")
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)

@@ -109,7 +109,7 @@ class Strategy(abc.ABC):
             """Return the contract with these options on `size` ranks."""
             return contract
 
-        def meets(self, step: int) -> bool:
+        def synchronizes(self, step: int) -> bool:
             """Tell whether the ranks of a synchronous strategy communicate in this step; counts from 1."""
             return True
 
@@ -128,7 +128,7 @@ class Strategy(abc.ABC):
         if not isinstance(getattr(cls, "contract", None), Contract):
             raise ConfigError(
                 f"{name} must declare a contract, which says how it deals with training loops; got "
-                f"{getattr(cls, 'contract', None)!r}. Write contract = Contract(averages=..., meets=...) in the class, "
+                f"{getattr(cls, 'contract', None)!r}. Write contract = Contract(averages=..., synchronizes=...) in the class, "
                 "of hpcdist.strategies.Contract."
             )
         if not issubclass(cls.Config, Strategy.Config):
@@ -173,8 +173,8 @@ class Strategy(abc.ABC):
         self.steps = self.state.value("steps", 0, self, reshard="first")
         here = self.contract.synchronous and self.contract.updates == "here" and self.contract.averages != "gradients"
         self._compared = here and comm.size > 1
-        self._meetings = 0  # steps in which ranks might have compared hyper-parameters
-        model.gradients.weighs = self.contract.weighs
+        self._synchronizations = 0  # steps in which ranks might have compared hyper-parameters
+        model.gradients.weights_batches = self.contract.weights_batches
         if comm.size > 1 and not self.contract.uses_changed_gradients:
             model.gradients.looks_at = _sum
         elif comm.size > 1 and self.contract.replicates:  # where a change on all ranks is fine: less will do
@@ -289,10 +289,10 @@ class Strategy(abc.ABC):
         """
         if self.comm.failures.tolerant:  # a rank that dies while ranks compare would end them all
             return False
-        if not self.hyperparameters or not self.config.meets(self.steps + 1):
+        if not self.hyperparameters or not self.config.synchronizes(self.steps + 1):
             return False
-        self._meetings += 1
-        return self._meetings & (self._meetings - 1) == 0 or self._meetings % 64 == 0
+        self._synchronizations += 1
+        return self._synchronizations & (self._synchronizations - 1) == 0 or self._synchronizations % 64 == 0
 
 
 _ARGUMENTS = inspect.signature(Strategy.__init__).parameters

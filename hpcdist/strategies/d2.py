@@ -32,7 +32,7 @@ class D2(Strategy):
     rule diverges even without gradients. With `lazy`, the default, ranks mix by (W + I)/2, which has none; without, the
     ring of an even number of ranks is refused, for example. On one rank the optimiser runs alone.
 
-    Bytes per rank and step: one parameter vector to each neighbour. At meetings 1, 2, 4, 8... and each 64th an
+    Bytes per rank and step: one parameter vector to each neighbour. At synchronizations 1, 2, 4, 8... and each 64th an
     all-reduce of 16 bytes compares settings. Memory: c, and one vector per neighbour.
 
     Reference: Hanlin Tang, Xiangru Lian, Ming Yan, Ce Zhang, Ji Liu, "D²: decentralized training over decentralized
@@ -46,7 +46,7 @@ class D2(Strategy):
         lazy: bool = Field(True, description="mix by (W + I)/2, so that any symmetric graph will do")
 
     config: Config
-    contract = Contract(averages="parameters", meets="every step")
+    contract = Contract(averages="parameters", synchronizes="every step")
 
     def __init__(self, config: Config, comm, model, **given):
         topology = make_topology(config.topology, comm)

@@ -37,8 +37,8 @@ class DPSGD(Strategy):
 
     With `overlap`, a change of parameters between steps (a clamp, say) must be part of the optimiser's step, because at
     other times the parameters are being sent. Bytes per rank and step: one parameter vector to each neighbour; after
-    the last step of a run one more, unused. At meetings 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares
-    settings. Memory: one parameter vector per neighbour.
+    the last step of a run one more, unused. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes
+    compares settings. Memory: one parameter vector per neighbour.
 
     With `compression` a rank sends differences, from which its neighbours keep a copy x̂ of its x, and x ← x + γ(Wx̂ −
     x̂) takes the place of Wx (CHOCO-SGD). The topology must then be the same in every step. Bytes: a message to each
@@ -82,7 +82,7 @@ class DPSGD(Strategy):
             return replace(contract, sends="between steps" if alters else "within steps")
 
     config: Config
-    contract = Contract(averages="parameters", meets="every step")
+    contract = Contract(averages="parameters", synchronizes="every step")
 
     def __init__(self, config: Config, comm, model, **given):
         topology = make_topology(config.topology, comm)

@@ -39,8 +39,8 @@ class GossipPush(Strategy):
     `order = "before"` it first pushes and averages, then runs the local optimiser; the gradient is computed at θᵢ
     before the average.
 
-    Bytes per rank and step that pushes: n(p − 1)/p parameter vectors put on average, n without `draw_self`; half with
-    fp16 or bf16; and two to four words for each. Memory per rank: p parameter vectors, p − 1 slots and a copy. A
+    Bytes per rank and step that pushes: n(p − 1)/p parameter vectors put on average, n without `include_self`; half
+    with fp16 or bf16; and two to four words for each. Memory per rank: p parameter vectors, p − 1 slots and a copy. A
     checkpoint includes messages that are not averaged yet; on another number of ranks they are dropped, because all
     ranks start from the mean.
 
@@ -55,13 +55,13 @@ class GossipPush(Strategy):
         pushes: int = Field(1, ge=1, description="number of ranks that the parameters are sent to at each average")
 
     config: Config
-    contract = Contract(averages="parameters", meets="never", memory="read by others", deaths="others go on")
+    contract = Contract(averages="parameters", synchronizes="never", memory="read by others", deaths="others continue")
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self.peers = Peers(comm, self.records)
         self.draw = Draw(comm, self.peers, self.state, config.seed)
-        check_count(comm, "pushes", config.pushes, oneself=config.draw_self)
+        check_count(comm, "pushes", config.pushes, oneself=config.include_self)
         self._wire = Wire(config.compression, model.params, self.state)
         self._taken = self.state.scratch(self._wire.empty())
         self._slots = [comm.window((comm.size - 1) * t.numel(), t.dtype) for t in self._taken]
@@ -81,7 +81,7 @@ class GossipPush(Strategy):
         """Push where this step does, and average all messages that have arrived."""
         weight = 1
         if (self.steps + 1) % self.config.interval == 0:
-            for peer in self.draw.ranks(self.config.pushes, oneself=self.config.draw_self):
+            for peer in self.draw.ranks(self.config.pushes, oneself=self.config.include_self):
                 if peer == self.comm.rank:
                     weight = 2
                 else:

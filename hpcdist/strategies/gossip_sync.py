@@ -31,8 +31,8 @@ class GossipSync(Strategy):
     the local optimiser; the gradient is computed at θᵢ before the average.
 
     Bytes per rank and step with an average: one parameter vector sent, half with fp16 or bf16; none if π(i) = i, which
-    has probability 1/p. At meetings 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings. Without
-    `draw_self` permutations with π(i) = i are drawn again.
+    has probability 1/p. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings.
+    Without `include_self` permutations with π(i) = i are drawn again.
 
     Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
     2016, synchronous gossiping SGD. Matchings: Stephen Boyd, Arpita Ghosh, Balaji Prabhakar, Devavrat Shah,
@@ -49,18 +49,18 @@ class GossipSync(Strategy):
 
         @model_validator(mode="after")
         def _pairs_are_of_two(self):
-            if self.pairing == "matching" and not self.draw_self:
+            if self.pairing == "matching" and not self.include_self:
                 raise ValueError(
-                    "strategy.draw_self must be true with strategy.pairing 'matching', whose pairs are of two ranks in "
+                    "strategy.include_self must be true with strategy.pairing 'matching', whose pairs are of two ranks in "
                     "any case; got false. Leave it out."
                 )
             return self
 
-        def meets(self, step: int) -> bool:
+        def synchronizes(self, step: int) -> bool:
             return self.mixes(step, self.order)
 
     config: Config
-    contract = Contract(averages="parameters", meets="every step", deaths="others go on")
+    contract = Contract(averages="parameters", synchronizes="every step", deaths="others continue")
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
@@ -106,6 +106,6 @@ def _draw_order(count: int, generator: torch.Generator, config: GossipSync.Confi
         for a, b in zip(order[::2], order[1::2]):
             swapped[a], swapped[b] = b, a
         return swapped
-    while not config.draw_self and count > 1 and any(i == to for i, to in enumerate(order)):
+    while not config.include_self and count > 1 and any(i == to for i, to in enumerate(order)):
         order = torch.randperm(count, generator=generator).tolist()  # e times on average
     return order

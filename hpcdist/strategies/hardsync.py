@@ -49,7 +49,7 @@ class Hardsync(ServerStrategy):
 
         fan_in: FanIn = None
 
-    contract = replace(ServerStrategy.contract, averages="gradients", meets="every step")
+    contract = replace(ServerStrategy.contract, averages="gradients", synchronizes="every step")
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)

@@ -28,7 +28,7 @@ class QGDSGD(Strategy):
     W must be doubly stochastic; it may be directed, and change from step to step. On one rank SGD runs alone, with
     momentum of its own.
 
-    Bytes per rank and step: one parameter vector to each neighbour. At meetings 1, 2, 4, 8... and each 64th an
+    Bytes per rank and step: one parameter vector to each neighbour. At synchronizations 1, 2, 4, 8... and each 64th an
     all-reduce of 16 bytes compares settings. Memory: m̂, x before the step, and one vector per neighbour.
 
     Reference: Tao Lin, Sai Praneeth Karimireddy, Sebastian U. Stich, Martin Jaggi, "Quasi-global momentum: accelerating
@@ -42,7 +42,7 @@ class QGDSGD(Strategy):
         memory: float = Field(0.9, ge=0, lt=1, description="μ: part of the momentum that a step keeps")
 
     config: Config
-    contract = Contract(averages="parameters", meets="every step", optimizer="SGD")
+    contract = Contract(averages="parameters", synchronizes="every step", optimizer="SGD")
 
     def __init__(self, config: Config, comm, model, **given):
         topology = conserving(config.topology, comm, "qg_dsgd")

@@ -117,9 +117,9 @@ class Sandblaster(Strategy):
             return replace(contract, ranks="all work") if len(self.workers(size)) == size else contract
 
     contract = Contract(
-        averages="gradients", meets="never", updates="on servers", batch="portions", ranks="some serve",
+        averages="gradients", synchronizes="never", updates="on servers", batch="portions", ranks="some serve",
         consensus="elsewhere",
-        deaths="others go on",
+        deaths="others continue",
     )  # fmt: skip
 
     config: Config

@@ -31,8 +31,8 @@ class SGP(Strategy):
     with the z before that step. A change of parameters between steps must then be part of the optimiser's step.
 
     Bytes per rank and step: one parameter vector to each rank sent to, half with fp16 or bf16, and 8 bytes for w. At
-    meetings 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings. Memory: one parameter vector per
-    rank received from, and x. With `overlap` one more exchange after the last step of a run, unused.
+    synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings. Memory: one parameter
+    vector per rank received from, and x. With `overlap` one more exchange after the last step of a run, unused.
 
     Reference: Mahmoud Assran, Nicolas Loizou, Nicolas Ballas, Mike Rabbat, "Stochastic gradient push for distributed
     deep learning", 2019, algorithm 1; with `overlap` algorithm 2 for τ = 1.
@@ -55,7 +55,7 @@ class SGP(Strategy):
             )
 
     config: Config
-    contract = Contract(averages="parameters", meets="every step", consensus="elsewhere")
+    contract = Contract(averages="parameters", synchronizes="every step", consensus="elsewhere")
 
     def __init__(self, config: Config, comm, model, **given):
         topology = make_topology(config.topology, comm)

@@ -43,9 +43,9 @@ class SparseLoCo(Periodic):
     the state of its local optimiser. On one rank the optimiser runs alone.
 
     Bytes per rank and exchange: (p − 1)·m for a message of m bytes, about n/200 for n bytes of float32 parameters with
-    the defaults. That is less than an all-reduce of all parameters up to about 400 ranks. At meetings 1, 2, 4, 8... and
-    each 64th an all-reduce of 16 bytes compares settings. Memory per rank: three parameter vectors (x, the means, what
-    was not sent).
+    the defaults. That is less than an all-reduce of all parameters up to about 400 ranks. At synchronizations 1, 2, 4,
+    8... and each 64th an all-reduce of 16 bytes compares settings. Memory per rank: three parameter vectors (x, the
+    means, what was not sent).
 
     Reference: Amir Sarfi, Benjamin Thérien, Joel Lidin, Eugene Belilovsky, "Communication efficient LLM pre-training
     with SparseLoCo", 2025. Its published code applies the outer rate twice; here it applies once.

@@ -41,7 +41,7 @@ class StreamingDiLoCo(Periodic):
 
     Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, as with `diloco`; but at most those of a fragment
     in one step. With `compression` = e3m0, (p − 1)(n/8 + 4F)/H: each rank sends its codes to every other one; and 8/H
-    for each parameter, as with `diloco`. At meetings 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares
+    for each parameter, as with `diloco`. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares
     settings. Memory per rank: four parameter vectors (x, its momentum, the means, δᵢ; three with blend and delayed).
 
     Reference: Arthur Douillard et al., "Streaming DiLoCo with overlapping communication: towards a distributed free

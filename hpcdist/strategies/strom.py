@@ -95,7 +95,7 @@ class Strom(Strategy):
             return self
 
     config: Config
-    contract = Contract(averages="parameters", meets="never", deaths="others go on")
+    contract = Contract(averages="parameters", synchronizes="never", deaths="others continue")
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)

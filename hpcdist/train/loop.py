@@ -217,7 +217,7 @@ class Trainer:
             if self.leaving is not None and not self.milestones.ended:
                 left = plan.steps - done % plan.steps
                 near = min(left, self.milestones.steps_to_evaluation or left) <= self.leaving.steps
-                self.leaving.meet(count, soon_s=self._evaluate_s if near else 0.0)
+                self.leaving.agree(count, soon_s=self._evaluate_s if near else 0.0)
             is_due = self._saving.is_due(
                 position.step, epoch_ends=done == plan.steps, run_ends=self.milestones.ended,
                 improved=self.standing.improved,

@@ -62,7 +62,7 @@ def main(backend: str, results: Path, left_out: set[str]) -> None:
 
     import hpcdist
     import hpcdist.torch_backend
-    from hpcdist.comm.external.torch_distributed import meet
+    from hpcdist.comm.external.torch_distributed import rendezvous
 
     warnings.simplefilter("ignore")
     comm = hpcdist.init(torch_distributed=False, deadline_s=120)
@@ -86,7 +86,7 @@ def main(backend: str, results: Path, left_out: set[str]) -> None:
             with results.open("a") as file:
                 file.write(json.dumps(said) + "\n")
 
-    store = meet(comm).store
+    store = rendezvous(comm).store
     names = sorted(name for name in dir(Suite) if name.startswith("test"))
     assert left_out <= set(names), left_out - set(names)
     for name in names:

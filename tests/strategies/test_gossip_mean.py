@@ -65,7 +65,7 @@ def test_a_reading_that_was_overtaken_leaves_no_trace(overtaken):
     """Parameters are read where they lie, and the own ones come back before the next attempt."""
 
     def body(comm):
-        strategy = problem.make(comm, "gossip_pull", torch.nn.Linear(3, 2), draw_self=False)
+        strategy = problem.make(comm, "gossip_pull", torch.nn.Linear(3, 2), include_self=False)
         (own,) = strategy.model.params
         own.copy_(torch.arange(8.0) + comm.rank)
         strategy.state.load({"steps": 0, "peers": None})

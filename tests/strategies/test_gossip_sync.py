@@ -48,10 +48,10 @@ def test_the_mean_is_conserved_to_rounding_and_pairs_become_equal_to_the_bit(ran
             assert "pairing" not in options or torch.equal(after, after[sources])
 
 
-@each("options", [{}, {"pairing": "matching"}, {"draw_self": False}])
+@each("options", [{}, {"pairing": "matching"}, {"include_self": False}])
 @each("size", [4, 5])
 def test_a_step_averages_along_one_uniform_permutation_or_in_disjoint_pairs(size, options):
-    """A matching leaves one out of an odd number; a permutation leaves nobody alone without `draw_self`."""
+    """A matching leaves one out of an odd number; a permutation leaves nobody alone without `include_self`."""
     steps, met = 120, np.zeros((size, size))
     for sources in mixed.sources(lambda body: run_virtual(body, size), steps, **options):
         assert sorted(sources) == list(range(size))
@@ -59,7 +59,7 @@ def test_a_step_averages_along_one_uniform_permutation_or_in_disjoint_pairs(size
             assert all(sources[source] == rank for rank, source in enumerate(sources))
             assert sum(source == rank for rank, source in enumerate(sources)) == size % 2
         met[np.arange(size), sources] += 1
-    alone = {"pairing": size % 2 == 1, "draw_self": False}[next(iter(options))] if options else True
+    alone = {"pairing": size % 2 == 1, "include_self": False}[next(iter(options))] if options else True
     chance = 1 / (size if alone else size - 1)
     possible = met[~np.eye(size, dtype=bool) | alone]
     assert alone or not met.diagonal().any()

@@ -21,7 +21,7 @@ import hpcdist as hd
 hd.init(timeline="mine.json")
 hd.init(timeline="mine.json")  # safe to call again
 model = torch.nn.Linear(4, 1)
-optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, "gossip_pull", draw_self=False)
+optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, "gossip_pull", include_self=False)
 for x in hd.shard(torch.utils.data.DataLoader(torch.ones(40, 4), batch_size=4)):
     optimizer.zero_grad()
     model(x).sum().backward()

@@ -71,14 +71,14 @@ class SlotsAcrossNodes(Slots):
         self._note, self._heard = (box.numpy()[:HEAD].view(np.int64) for box in (self._outbox, self._inbox))
         self._rounds: dict[tuple[int, int | None], list[_Round]] = {}  # by the length of a row, and its source
 
-    def meet(self, note: int, shown: Shown | None = None) -> bool:
+    def synchronize(self, note: int, shown: Shown | None = None) -> bool:
         self.calls += 1
         with self._node.failures.collective:
-            agree = self._inside is None or self._inside.meet(note)
+            agree = self._inside is None or self._inside.synchronize(note)
             if self._leaders is not None:
                 with self._leaders.failures.collective:
                     agree = self._exchange(self._leaders, note if agree else DIFFER, shown or NOTHING)
-            return agree if self._inside is None else self._inside.meet(int(agree or self._leaders is None))
+            return agree if self._inside is None else self._inside.synchronize(int(agree or self._leaders is None))
 
     def _exchange(self, leaders: Communicator, note: int, shown: Shown) -> bool:
         """Show the other nodes the rows of this one, and get theirs; tell whether all have the same note.

@@ -97,12 +97,12 @@ class SlotExchange(Exchange):
         self.slots = slots
 
     def agree(self, note: int) -> bool:
-        return self.slots.meet(note)
+        return self.slots.synchronize(note)
 
     def show_all(self, own: Tensor) -> list[Tensor]:
         shown = self.slots.places(own.dtype, len(own))[self.slots.calls]
         shown.rows[self.rank].copy_(own)
-        return list(shown.table.clone()) if self.slots.meet(0, shown.shown) else []
+        return list(shown.table.clone()) if self.slots.synchronize(0, shown.shown) else []
 
     def share(self, note: int, own: Tensor, counts: Counts, take: Take, sources: Ranks, takers: Ranks) -> bool:
         slots, step, count = self.slots, self.slots.n_bytes // own.itemsize, max(counts)
@@ -113,7 +113,7 @@ class SlotExchange(Exchange):
             if brings:
                 piece = own[start : start + length]
                 shown.rows[self.rank][: len(piece)].copy_(piece)
-            if not slots.meet(note, shown.shown):
+            if not slots.synchronize(note, shown.shown):
                 return False
             if takes and length:
                 rows = shown.rows
@@ -134,7 +134,7 @@ class SlotExchange(Exchange):
                     piece = own[rank][start : start + length]
                     if rank != self.rank or not in_place:
                         into[: len(piece)].copy_(piece)
-            if not slots.meet(note, shown.shown):
+            if not slots.synchronize(note, shown.shown):
                 return False
             if length:
                 mine = list(shown.parts[:, self.rank])
@@ -163,7 +163,7 @@ class MessageExchange(Exchange):
 
     def agree(self, note: int) -> bool:
         if self._slots is not None:
-            return self._slots.meet(note)
+            return self._slots.synchronize(note)
         self._word[0] = own = note & ((1 << NOTE_BITS) - 1)
         self.comm.allreduce(self._total)
         return int(self._word[0]) == own * self.size

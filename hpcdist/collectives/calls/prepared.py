@@ -82,7 +82,7 @@ class SlotCall(PreparedCall):
     """A call through slots.
 
     Args:
-        note: what stands for the call; see `Slots.meet`.
+        note: what stands for the call; see `Slots.synchronize`.
         views: of each tensor: what views its data.
         segments: what the call does with each piece of the data, along their last axis.
         fetched: bytes that are counted.
@@ -104,7 +104,7 @@ class SlotCall(PreparedCall):
             first, others = bind(slots.calls, *pieces)
             first()
             for shown, step in others:
-                if not slots.meet(self._note, shown):
+                if not slots.synchronize(self._note, shown):
                     return False
                 step()
         self._traffic.bytes_fetched += self._fetched
@@ -118,7 +118,13 @@ class SlotCall(PreparedCall):
         if len(self._segments) > 1 or not self._seen.get(place):
             remember(self._seen, place, True)
             return None
-        slots, note, meet, traffic, fetched = self._slots, self._note, self._slots.meet, self._traffic, self._fetched
+        slots, note, synchronize, traffic, fetched = (
+            self._slots,
+            self._note,
+            self._slots.synchronize,
+            self._traffic,
+            self._fetched,
+        )
         data = [view(_memory_of(tensor)) for view, tensor in zip(self._views, tensors)]
         ((_, bind),) = self._segments
         kept: list[tuple[Step, Sequence[Met]] | None] = [None] * slots.period
@@ -130,7 +136,7 @@ class SlotCall(PreparedCall):
                 steps = kept[at] = bind(slots.calls, *data)
             steps[0]()
             for shown, step in steps[1]:
-                if not meet(note, shown):
+                if not synchronize(note, shown):
                     return False
                 step()
             traffic.bytes_fetched += fetched
@@ -144,7 +150,7 @@ class PreparedCalls:
     """Prepares calls over a communicator's slots, which count in its account of traffic.
 
     Args, of all methods:
-        note: what stands for the call; see `Slots.meet`.
+        note: what stands for the call; see `Slots.synchronize`.
         count: elements that a rank brings, for each rank where it brings parts.
     """
 

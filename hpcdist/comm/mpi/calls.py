@@ -29,7 +29,7 @@ GIVE_WAY_S = 2.0  # how long mpirun may take to end the other ranks of a job
 NEWS_S = 30.0  # how much later than a broken connection MPI may tell of the death behind it
 
 
-def meet(mpi: MPI.Intracomm) -> None:
+def barrier(mpi: MPI.Intracomm) -> None:
     """Collective among the living. Return once all of them are here, whoever has died; a barrier may then hang."""
     while True:
         dead = mpi.Get_failed()
@@ -363,7 +363,9 @@ class FaultTolerance(Failures):
                         raise calls.failure("shrink", EVERYONE, error) from error
             if not agreed & 2:
                 before, self.alive = self.living, cast(MPI.Intracomm, self.all.Shrink())
-                meet(self.all)  # Open MPI 5.0 crashes where a communicator is revoked that another rank is still making
+                barrier(
+                    self.all
+                )  # Open MPI 5.0 crashes where a communicator is revoked that another rank is still making
                 group = self.alive.Get_group()
                 self.living = tuple(MPI.Group.Translate_ranks(group, None, self.all.Get_group()))
                 self.lost += tuple(rank for rank in before if rank not in self.living)

@@ -57,7 +57,7 @@ class NodeSlots(Slots):
         self._lock, self._call = threading.Lock(), call
         comm.barrier()
 
-    def meet(self, note: int, shown: Shown | None = None) -> bool:
+    def synchronize(self, note: int, shown: Shown | None = None) -> bool:
         own, others, at, leave = self._own, self._others, NOTES + (self.calls & 1), os.sched_yield
         self.calls = now = self.calls + 1
         own[at] = note

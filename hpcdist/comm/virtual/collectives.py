@@ -36,7 +36,7 @@ class Gathering:
         self._waiting: dict[int, VirtualRank] = {}  # their threads
         self._taken: list = []  # what each will take away
 
-    def meet(
+    def synchronize(
         self, rank: int, call: str, given: Any, conclude: Callable[[list], tuple[list, float]], deadline_s: float
     ) -> Any:
         """Block until all ranks are here and the call's time is over; return this rank's item of `conclude`'s result.

@@ -287,7 +287,12 @@ class ShardedLoader:
 
     def _look_at_calls(self, gradients: Gradients, before: Mapping[Any, int]) -> None:
         """Say once that a loss may be weighed twice: by its batch's samples, and by a count of all ranks."""
-        if gradients.weighs and not gradients.weighed_by_loop and not self._shares and shared_calls() != before:
+        if (
+            gradients.weights_batches
+            and not gradients.weighed_by_loop
+            and not self._shares
+            and shared_calls() != before
+        ):
             self._shares = True
             _log.warning(
                 "Batches of a step weigh by their numbers of samples, and the loop calls all ranks between a batch and "

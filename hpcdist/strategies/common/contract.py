@@ -1,11 +1,13 @@
-"""Declare how a strategy deals with a training loop, in a few words that everything else follows from."""
+"""The contract of a strategy: a few words that say how it behaves in a training loop."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, get_args, get_type_hints
 
-from hpcdist.errors import UnknownNameError
+from hpcdist.errors import ConfigError, UnknownNameError
+
+_FORMER = {"meets": "synchronizes"}  # words of before, by those of now
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Contract:
     Attributes:
         averages: what an update or an exchange averages: gradients of several workers, weighted by their samples;
             parameters (or changes of them); nothing.
-        meets: when all workers communicate with each other, so that all must take as many steps.
+        synchronizes: when all workers communicate with each other, so that all must take as many steps.
         updates: where the optimiser's step is made: on each worker, or on servers, which then have its state and use
             the numbers (learning rate...) of the workers' param_groups.
         batch: what a step's gradient is of: each worker's own batch, or portions of the joint batch of all workers.
@@ -43,9 +45,9 @@ class Contract:
     """
 
     averages: Literal["gradients", "parameters", "nothing"]
-    meets: Literal["every step", "every period", "never"]
+    synchronizes: Literal["every step", "every period", "never"]
     updates: Literal["here", "on servers"] = "here"
-    batch: Literal["own", "portions"] = "own"
+    batch: Literal["local", "portions"] = "local"
     closure: Literal["once", "often"] = "once"
     optimizer: Literal["any", "SGD", "Adam"] = "any"
     step: Literal["the optimiser's", "the strategy's"] = "the optimiser's"
@@ -55,7 +57,14 @@ class Contract:
     sends: Literal["within steps", "between steps"] = "within steps"
     ranks: Literal["all work", "some serve"] = "all work"
     memory: Literal["private", "read by others"] = "private"
-    deaths: Literal["end all", "others go on"] = "end all"
+    deaths: Literal["end all", "others continue"] = "end all"
+
+    def __new__(cls, *words: str, **named: str) -> Contract:
+        for name in named.keys() & _FORMER.keys():
+            raise ConfigError(
+                f"Contract must not be given {name!r}, which has another name now; write {_FORMER[name]}="
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, words in get_type_hints(type(self)).items():
@@ -65,17 +74,17 @@ class Contract:
     @property
     def synchronous(self) -> bool:
         """Whether all workers must take the same number of steps."""
-        return self.meets != "never"
+        return self.synchronizes != "never"
 
     @property
-    def weighs(self) -> bool:
+    def weights_batches(self) -> bool:
         """Whether the gradient of a batch counts by the number of its samples."""
-        return self.averages == "gradients" and self.batch == "own"
+        return self.averages == "gradients" and self.batch == "local"
 
     @property
     def replicates(self) -> bool:
         """Whether all ranks have the same parameters after every step."""
-        return (self.averages, self.meets, self.updates) == ("gradients", "every step", "here")
+        return (self.averages, self.synchronizes, self.updates) == ("gradients", "every step", "here")
 
     @property
     def uses_changed_gradients(self) -> bool:

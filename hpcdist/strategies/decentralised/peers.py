@@ -9,7 +9,7 @@ Decisions of one rank go by the ranks that are `present`; draws and sums that mu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -70,9 +70,10 @@ class MixingConfig(WireConfig, PeersConfig):
     in D-PSGD; the local optimiser then steps from the mixed ones.
     """
 
+    _former: ClassVar = {"draw_self": "include_self"}
     interval: int = Field(1, ge=1, description="steps between averages")
     order: Literal["after", "before"] = Field("after", description="average after the local step, or before it")
-    draw_self: bool = Field(True, description="a rank may choose itself, as in the paper: then it does not average")
+    include_self: bool = Field(True, description="a rank may choose itself, as in the paper: then it does not average")
 
     def mixes(self, step: int, order: str) -> bool:
         """Tell whether to mix in that step, "before" or "after" the local optimiser's step."""

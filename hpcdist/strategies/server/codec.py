@@ -63,7 +63,7 @@ class Codec:
         except ValueError as error:
             raise ConfigError(
                 "strategy.compression must lose less than there is where differences of parameters are compressed, as "
-                f"with error feedback; got {config.name}: {error} Or set strategy.compress_answers = false, if only "
+                f"with error feedback; got {config.name}: {error} Or set strategy.compress_replies = false, if only "
                 "gradients are to be compressed."
             ) from error
 

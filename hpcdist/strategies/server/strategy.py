@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -37,7 +37,7 @@ class ServerStrategy(Strategy):
     computes with meanwhile.
 
     With `compression` workers send what the compressor makes of their gradients and of what they have not sent before,
-    and servers, unless `compress_answers` is off, what it makes of all that a worker's parameters differ by from their
+    and servers, unless `compress_replies` is off, what it makes of all that a worker's parameters differ by from their
     own. So workers compute with parameters that are somewhat older here and there; records don't count that as
     staleness. Any compressor will do for replies whose error is smaller than what it codes; `threshold` needs a
     density, or a `tau` that suits updates as well as gradients. Memory: two parameter vectors more per worker, and on
@@ -62,6 +62,7 @@ class ServerStrategy(Strategy):
     class Config(Strategy.Config):
         """Options that all strategies with servers have."""
 
+        _former: ClassVar = {"compress_answers": "compress_replies"}
         servers: Servers = Field(
             1, description="ranks that only serve, each a part of the parameters; colocated: all workers also serve"
         )
@@ -69,7 +70,7 @@ class ServerStrategy(Strategy):
             None, gt=0, description="seconds after which servers go on without a silent worker; none: they wait for it"
         )
         compression: CompressionConfig = Field(CompressionConfig(), description="how messages to servers are coded")
-        compress_answers: bool = Field(True, description="also compress what servers send")
+        compress_replies: bool = Field(True, description="also compress what servers send")
         split_parameters: bool = Field(
             False, description="equal parts for all servers; needs an optimiser that treats elements one by one"
         )
@@ -108,8 +109,8 @@ class ServerStrategy(Strategy):
             return contract
 
     contract = Contract(
-        averages="nothing", meets="never", updates="on servers", parameters="replaced", ranks="some serve",
-        deaths="others go on",
+        averages="nothing", synchronizes="never", updates="on servers", parameters="replaced", ranks="some serve",
+        deaths="others continue",
     )  # fmt: skip
     up: Content = "gradients"  # what requests carry, see `Codec`
     down: Content = "values"  # and replies
@@ -193,7 +194,7 @@ class ServerStrategy(Strategy):
             return TensorSlots, TensorSlots
         places = spans(self.model)
         up = partial(CodedSlots, Codec(config, "requests", self.up, places, self.state))
-        if not self.config.compress_answers:
+        if not self.config.compress_replies:
             return up, TensorSlots
         return up, partial(CodedSlots, Codec(config, "replies", self.down, places, self.state))
 

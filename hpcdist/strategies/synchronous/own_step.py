@@ -49,7 +49,7 @@ class OwnStep(Strategy):
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
 
     config: Config
-    contract = Contract(averages="gradients", meets="every step", step="the strategy's")
+    contract = Contract(averages="gradients", synchronizes="every step", step="the strategy's")
     kinds: ClassVar[tuple[type[torch.optim.Optimizer], ...]]  # whose numbers the rule reads; none: any
     plain: ClassVar[Mapping[str, Any]] = {}  # settings that the rule does not have, with the value that is none
     runs_optimizer: bool = False  # a part of the parameters is stepped by it, with its hooks

@@ -60,11 +60,11 @@ class Periodic(Strategy):
             """Steps from sending a fragment to using its mean."""
             return 0
 
-        def meets(self, step: int) -> bool:
+        def synchronizes(self, step: int) -> bool:
             return step % self.period == 0
 
     config: Config
-    contract = Contract(averages="parameters", meets="every period")
+    contract = Contract(averages="parameters", synchronizes="every period")
     momentum: Sequence[Tensor] = ()
     blend: float | None = None
     of_ranks: Reshard = "first"
@@ -122,7 +122,7 @@ class Periodic(Strategy):
 
     def sends(self, step: int) -> list[int]:
         """Return the numbers of the fragments that are sent at the end of a step, which counts from 1."""
-        return [0] if self.config.meets(step) else []
+        return [0] if self.config.synchronizes(step) else []
 
     def inner_step(self, update: Update) -> Outcome:
         """Take a step of the period: of this rank alone, unless a subclass knows better."""

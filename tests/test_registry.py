@@ -393,7 +393,9 @@ def test_a_job_for_slurm_is_checked_with_a_strategy_in_a_file(folder):
     assert error.startswith("error: strategy must be defined in mine.py; got 'Alnoe', which is not. Did you mean 'Al")
     (warning,) = found("mine.py:Alone", shrink=True)
     assert "got 'mine.py:Alone'. It ends when a rank dies." in warning
-    (folder / "mine.py").write_text(ALONE.replace('synchronizes="never"', 'meets="never", deaths="others continue"'))
+    (folder / "mine.py").write_text(
+        ALONE.replace('synchronizes="never"', 'synchronizes="never", deaths="others continue"')
+    )
     assert found("mine.py:Alone", shrink=True) == []
     (folder / "mine.py").write_text("1 / 0\n")
     (error,) = found("mine.py:Alone")

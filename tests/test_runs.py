@@ -13,7 +13,7 @@ import pytest
 from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError, DataError
-from hpcdist.records import begin_run, end_run, load_run, locked
+from hpcdist.records import end_run, load_run, locked, start_run
 from hpcdist.tools import cli, console
 from hpcdist.tools.cli.runs import rm, tag
 from hpcdist.tools.runs.listing import read_listed, read_tags
@@ -173,7 +173,7 @@ def test_a_damaged_run_is_listed_with_the_reason_and_hides_no_other(case, hpcdis
 
 def test_runs_are_removed_but_not_those_at_work(hpcdist, made):
     folder = Path("runs/tiny-allreduce-2-1")
-    begin_run(folder, load_run(folder).last.model_copy(update={"ended": None, "outcome": None}))
+    start_run(folder, load_run(folder).last.model_copy(update={"ended": None, "outcome": None}))
     with locked(folder):
         assert read_listed(folder).state == "running"
         with pytest.raises(ConfigError, match="NAME must be a run that is not at work; got runs/tiny-allreduce-2-1"):

@@ -26,7 +26,7 @@ from hpcdist.records.timeline import MOST, MOST_OF_ALL, Details, Timeline
 MESSAGE, WINDOW, COLLECTIVE, WAIT = "message", "window", "collective", "wait"  # categories
 
 
-def begin_timeline(comm: Communicator, path: Path, most: int | None = None) -> Communicator:
+def start_timeline(comm: Communicator, path: Path, most: int | None = None) -> Communicator:
     """Collective. Return a communicator of the same ranks that notes its calls; measures the ranks' clocks.
 
     Each rank writes a file beside `path`, until `end_timeline` makes one of them.

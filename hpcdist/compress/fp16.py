@@ -40,7 +40,7 @@ class Cast(Recoded):
     def share(self, tensor: Tensor, ranks: int) -> Tensor:
         return self._encode_(tensor, ranks)
 
-    def begin(self, own: Tensor, ranks: int) -> Tensor:
+    def start_sum(self, own: Tensor, ranks: int) -> Tensor:
         return own  # exact: it is rounded with the sum
 
     def combine(self, total: Tensor, ranks: int) -> Tensor:

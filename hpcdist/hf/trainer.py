@@ -146,9 +146,9 @@ class TrainerMixin(_Base):
     # --- steps ----------------------------------------------------------------------------------------------------
     def _run_epoch(self, **given: Any) -> None:
         """Run an epoch, or what a checkpoint has left of it."""
-        begun = given["epoch"] == given["epochs_trained"] and given["resume_from_checkpoint"] is not None
+        started = given["epoch"] == given["epochs_trained"] and given["resume_from_checkpoint"] is not None
         self._epoch, self._skipped, self._steps_in_epoch = given["epoch"], 0, given["steps_in_epoch"]
-        if begun and given["steps_trained_in_current_epoch"]:
+        if started and given["steps_trained_in_current_epoch"]:
             # The Trainer would skip batches in a loader of its own.
             self._skipped = given["steps_trained_in_current_epoch"]
             self._batches.resume(self._skipped)

@@ -117,7 +117,7 @@ class Watcher(abc.ABC):
         """A request has been taken."""
 
     @abc.abstractmethod
-    def begun(self, request: NamedCall) -> None:
+    def started(self, request: NamedCall) -> None:
         """All ranks have been asked for it, and it is made."""
 
     @abc.abstractmethod
@@ -402,7 +402,7 @@ class Matcher:
             first = several[0]
             if self.watcher is not None:
                 for one in several:
-                    self.watcher.begun(one)
+                    self.watcher.started(one)
             try:
                 if first.error is None:
                     if goes_with is None:

@@ -128,7 +128,7 @@ class Gradients:
         self._set_weight(self.weight)
 
     # --- batches --------------------------------------------------------------------------------------------------
-    def begin_batch(self, weight: float = 1.0, *, ends_epoch: bool = False) -> None:
+    def start_batch(self, weight: float = 1.0, *, ends_epoch: bool = False) -> None:
         """Begin a batch, before its forward pass: all passes belong to it until the next one.
 
         Loops that never call this have batches of weight 1.
@@ -214,7 +214,7 @@ class Gradients:
         def hook(parameter: Tensor) -> None:
             task = torch._C._current_graph_task_id()
             if task != self._current:
-                self._begin(task)
+                self._start(task)
             grad = parameter.grad
             if grad is None or grad.requires_grad or grad.layout is not torch.strided:
                 grad = parameter.grad = self._plain(position, grad)
@@ -229,7 +229,7 @@ class Gradients:
 
         return hook
 
-    def _begin(self, task: int) -> None:
+    def _start(self, task: int) -> None:
         """Begin the pass with autograd's number `task`, at its first gradient."""
         with self._lock:
             if task != self._current:

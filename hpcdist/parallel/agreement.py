@@ -135,7 +135,7 @@ class TiedParameters:
     def traffic(self) -> Traffic:
         return sum((group.trace.traffic for group, _ in self._groups), Traffic())
 
-    def begin_gradients(self) -> None:
+    def start_gradients(self) -> None:
         """Keep the sums of earlier batches on the first of the ranks only, before gradients are added to them."""
         for parameter in self.repeated:
             if parameter.grad is not None:

@@ -21,7 +21,6 @@ from hpcdist.records.run import (
     Outcome,
     RunRecord,
     Start,
-    begin_run,
     copy_job,
     cores_by_host,
     end_run,
@@ -30,6 +29,7 @@ from hpcdist.records.run import (
     note_step,
     now,
     own_cores,
+    start_run,
 )
 from hpcdist.records.step import (
     Evaluation,

@@ -50,7 +50,7 @@ class EnergyMeter:
                 self._counters[source] = make()
             except OSError as error:
                 self.missing[source] = str(error)
-        self._begin = self.read()
+        self._start = self.read()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="hpcdist-energy", daemon=True)
         if CPU in self._counters:
@@ -58,7 +58,7 @@ class EnergyMeter:
 
     def joules(self) -> dict[str, float]:
         """Return the joules since the construction, by source."""
-        return {source: now - self._begin[source] for source, now in self.read().items()}
+        return {source: now - self._start[source] for source, now in self.read().items()}
 
     def read(self) -> dict[str, float]:
         """Read the counters, by source."""

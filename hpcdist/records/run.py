@@ -163,7 +163,7 @@ def load_average() -> list[float]:
         return []
 
 
-def begin_run(folder: Path, start: Start) -> None:
+def start_run(folder: Path, start: Start) -> None:
     """Add a start to `run.json`, or create that file.
 
     The summary of an earlier start is kept as `summary-1.json`..., by the start's number: `summary.json` is there only

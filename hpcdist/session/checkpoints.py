@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hpcdist import checkpoint
 from hpcdist.errors import CheckpointError
 from hpcdist.model.slots import unwrapped
-from hpcdist.session.consensus import begin_collective, normal_tensors
+from hpcdist.session.consensus import normal_tensors, start_collective
 from hpcdist.session.curves import first_living
 from hpcdist.session.loader.sharded import ShardedLoader
 from hpcdist.session.resharding import SavedWorld
@@ -72,7 +72,7 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
         CheckpointError: some rank can't save its state. Raised on all ranks.
         ConfigError: ranks that serve can't take part, inside the loop.
     """
-    begin_collective("a checkpoint")
+    start_collective("a checkpoint")
     session, objects = current(), _Objects(state)
     if session.run is not None:
         session.run.flush()
@@ -119,7 +119,7 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
             schedule, or lacks one of the names.
         ConfigError: ranks that serve can't take part, inside the loop.
     """
-    begin_collective("a checkpoint")
+    start_collective("a checkpoint")
     session = current()
     if session.planned is not None:
         session.planned.require_own(path)

@@ -45,7 +45,7 @@ def consensus_of(optimizers: Iterable[Any]) -> Iterator[None]:
     Raises:
         ConfigError: a model's running statistics have changed inside, which are lost.
     """
-    begin_collective("an evaluation")
+    start_collective("an evaluation")
     optimizers = list(optimizers)
     stack = ExitStack()
     try:
@@ -105,7 +105,7 @@ def finish(*models: nn.Module) -> Any:
     Raises:
         ConfigError: no DistributedOptimizer has trained a model; or ranks that serve can't take part, inside the loop.
     """
-    begin_collective("the end of training")
+    start_collective("the end of training")
     for model in models:
         _finish(model)
     return models[0] if len(models) == 1 else models
@@ -141,7 +141,7 @@ def _holders(model: nn.Module) -> list[Any]:
     return optimizers
 
 
-def begin_collective(what: str) -> None:
+def start_collective(what: str) -> None:
     """Collective. Let servers on the workers' ranks answer, so that all ranks can make the call `what`.
 
     Raises:

@@ -32,14 +32,14 @@ _FEW = 64  # data sets, or tensors, that a data set holds in a list
 _ROWS, _ENTRIES = 8, 1024  # of the samples that are compared
 
 
-def begin_epoch(optimizer: Any) -> None:
+def start_epoch(optimizer: Any) -> None:
     """Collective. Let the strategy start again from parameters that the loop has set since the last epoch.
 
     Raises MismatchError where these, or the optimiser's state, must be the same on all ranks and are not, and where a
     rank begins no epoch.
     """
     strategy: Strategy = optimizer.strategy
-    first, optimizer.attachment.begun = not optimizer.attachment.begun, True
+    first, optimizer.attachment.epoch_started = not optimizer.attachment.epoch_started, True
     if strategy.comm.size == 1:
         return
     resets = strategy.state.resets or type(strategy).reset_from_model is not Strategy.reset_from_model

@@ -71,7 +71,7 @@ class Attachment:
     looks: bool  # parameters are replaced in steps, or sent between them: the loop must not change them there
     end_guard: Callable[[], None]  # lets the model run inside DistributedDataParallel again
     record: StepRecord | None = None  # of the last step
-    begun: bool = False  # an epoch has begun
+    epoch_started: bool = False  # an epoch has begun
     loads: int = 0  # how often the loop has loaded the optimiser's state
     modes: int = 0  # of the steps since ranks met last: bit 1 for training mode, bit 0 for evaluation mode
     others: Sequence[str] = ()  # modules that were not in the model's mode at the first of these steps
@@ -403,7 +403,7 @@ def DistributedOptimizer(
     session.serves, session.workers = session.serves or not made.is_worker, ranks
     if isinstance(model, PartOfModel):
         model.optimizers.append(changed)
-    if session.run is not None and session.run.begin(changed, ranks, settings_of(changed)):
+    if session.run is not None and session.run.start(changed, ranks, settings_of(changed)):
         changed.attachment.write = session.run.write
         if session.planned is not None:  # on real ranks this does nothing
             changed.attachment.compute = session.comm.compute

@@ -250,16 +250,16 @@ class SavedState:
         Args:
             groups: of the first worker, one stage after the other.
         """
-        begin = 0
+        start = 0
         for stage in range(self._stages):
             ranks = self._ranks[stage :: self._stages]
             for rank in ranks:
                 if own := rank.at("strategy", "own_numbers", default=()):
                     stepped = rank.at("optimizer", "param_groups")
                     for number, key in own:
-                        groups[begin + number][key] = stepped[number][key]
+                        groups[start + number][key] = stepped[number][key]
                     break
-            begin += len(ranks[self.workers[0]].at("optimizer", "param_groups"))
+            start += len(ranks[self.workers[0]].at("optimizer", "param_groups"))
 
     def _names(self, saved: Sequence[str], order: Sequence[str]) -> list[str]:
         """Return the names that parameters of a saved group have here."""

@@ -31,7 +31,6 @@ from hpcdist.records import (
     Start,
     StepRecord,
     append_evaluation,
-    begin_run,
     copy_job,
     cores_by_host,
     digest,
@@ -47,6 +46,7 @@ from hpcdist.records import (
     read_records,
     record_path,
     resources_path,
+    start_run,
     summarise,
     write_summary,
 )
@@ -124,7 +124,7 @@ def _arguments(words: Sequence[str], folder: Path) -> dict[str, str]:
 class LoopRun:
     """Write the run of the first DistributedOptimizer: records of each step, evaluations and, at the end, a summary.
 
-    Collective, as are `begin` and `finish`. The first rank holds the folder's lock, and writes `run.json`.
+    Collective, as are `start` and `finish`. The first rank holds the folder's lock, and writes `run.json`.
 
     Args:
         comm: all ranks of the job.
@@ -243,7 +243,7 @@ class LoopRun:
                 self._sampler.close()
 
     # --- steps --------------------------------------------------------------------------------------------------------
-    def begin(self, optimizer: Any, workers: tuple[int, ...], settings: Mapping[str, Any]) -> bool:
+    def start(self, optimizer: Any, workers: tuple[int, ...], settings: Mapping[str, Any]) -> bool:
         """Collective. Begin the run with the first DistributedOptimizer; tell whether it is this one.
 
         Args:
@@ -264,7 +264,7 @@ class LoopRun:
         self._curves = Curves(self._log, settings, comm, workers, optimizer, self.folder, ())
         start = describe_start(comm, self.folder, self._script, settings, command=list(sys.argv))
         if start is not None:
-            begin_run(self.folder, start)
+            start_run(self.folder, start)
             _log.info(f"this run is written to {self.folder}")
         comm.barrier()  # the other ranks' files follow
         if comm.platform.virtual is None:

@@ -87,11 +87,11 @@ class ParameterLayout:
                 yield each.group, each.start, each.place
                 continue
             first, last = ranges[each.group]
-            begin, end = max(each.start, first), min(each.stop, last)
-            if (begin, end) == (each.start, each.stop):
-                yield each.group, begin - first, each.place
-            elif begin < end:
-                yield each.group, begin - first, replace(each.place, span=(begin - each.start, end - each.start))
+            start, end = max(each.start, first), min(each.stop, last)
+            if (start, end) == (each.start, each.stop):
+                yield each.group, start - first, each.place
+            elif start < end:
+                yield each.group, start - first, replace(each.place, span=(start - each.start, end - each.start))
 
     def split(self, kind: str, flats: Sequence[Tensor], ranges: Ranges | None = None) -> Named:
         """Return slices of flat tensors, views, by name."""

@@ -146,7 +146,7 @@ class AllReduce(Strategy):
         # Of steps without and with overlap; its `way` is the number of one of these.
         self._trial = Trial(comm, 2, **TRIALS) if config.overlap == "auto" and overlaps else None
         self._merged_s = comm.now()
-        model.gradients.on_bucket = self._averaging.begin
+        model.gradients.on_bucket = self._averaging.start
         model.gradients.on_end = self._backward_ended
         self._arm(overlapped=config.overlap == "on" and overlaps)
 

@@ -128,8 +128,8 @@ class Strategy(abc.ABC):
         if not isinstance(getattr(cls, "contract", None), Contract):
             raise ConfigError(
                 f"{name} must declare a contract, which says how it deals with training loops; got "
-                f"{getattr(cls, 'contract', None)!r}. Write contract = Contract(averages=..., synchronizes=...) in the class, "
-                "of hpcdist.strategies.Contract."
+                f"{getattr(cls, 'contract', None)!r}. Write contract = Contract(averages=..., synchronizes=...) in the "
+                "class, of hpcdist.strategies.Contract."
             )
         if not issubclass(cls.Config, Strategy.Config):
             raise ConfigError(
@@ -259,7 +259,7 @@ class Strategy(abc.ABC):
             self.model.refresh()
             changed = self.model.gradients.changed()
         self.model.flat_buffers.restore()
-        self.gradients.begin(self.steps + 1, skips, changed=changed and unscale is None)
+        self.gradients.start(self.steps + 1, skips, changed=changed and unscale is None)
         if unscale is not None:
             for slot in self.model.slots:
                 if slot.tensor.grad is not None:

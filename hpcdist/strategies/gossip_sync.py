@@ -51,8 +51,8 @@ class GossipSync(Strategy):
         def _pairs_are_of_two(self):
             if self.pairing == "matching" and not self.include_self:
                 raise ValueError(
-                    "strategy.include_self must be true with strategy.pairing 'matching', whose pairs are of two ranks in "
-                    "any case; got false. Leave it out."
+                    "strategy.include_self must be true with strategy.pairing 'matching', whose pairs are of two ranks "
+                    "in any case; got false. Leave it out."
                 )
             return self
 

@@ -228,7 +228,7 @@ class Sandblaster(Strategy):
             )
         self.model.refresh()
         if self.coordinates:  # one rank alone: nobody else begins a period
-            self.coordinator.begin()
+            self.coordinator.start()
         with self.comm.trace.span(type(self).__name__, "strategy"):
             loss = self.worker.step(closure, self.joint)
         if self.coordinates:
@@ -277,7 +277,7 @@ class Sandblaster(Strategy):
     def _coordinate(self) -> None:
         """Give out portions until every worker has paused or died."""
         coordinator, paused = self.coordinator, dict[int, ServerRequest]()
-        coordinator.begin()
+        coordinator.start()
         while not paused.keys() | self._dead >= set(self.roles.workers):
             request = self._next_request(self.work, coordinator.patience_s(self.comm.now()))
             if request is not None and request.kind == GRADIENT:

@@ -170,7 +170,7 @@ class Strom(Strategy):
 
     def _add_arrived(self) -> None:
         """Add messages that have come in full; wait for none."""
-        while self._begin(ANY, block=False):
+        while self._start(ANY, block=False):
             pass
         arriving, self._arriving = self._arriving, []
         for each in arriving:
@@ -180,7 +180,7 @@ class Strom(Strategy):
                 else:
                     self._arriving.append(each)
 
-    def _begin(self, source: int, block: bool) -> bool:
+    def _start(self, source: int, block: bool) -> bool:
         """Begin to receive a message; return False if none has come, or its sender has died."""
         try:
             envelope = self.comm.probe(source, block=block)
@@ -212,7 +212,7 @@ class Strom(Strategy):
         self._send(torch.empty(0, dtype=torch.uint8), peers, _END)
         for peer in peers:
             while peer in self.peers.present and self._ended[peer] < self._period:
-                self._begin(peer, block=True)
+                self._start(peer, block=True)
         for each in self._arriving:
             if self.peers.survives(each.request.wait):
                 self._add(each)

@@ -53,9 +53,9 @@ def runs(ctx: Any, incomplete: str) -> list[str]:
 
 def strategies(ctx: Any, incomplete: str) -> list[str]:
     """Complete the last of several strategies, as in `allreduce,softsync:splits=2`, or an option of it."""
-    begun = re.split(r",(?=[^,=]*$)", incomplete)[-1]
-    before = incomplete[: len(incomplete) - len(begun)]
-    name, colon, option = begun.partition(":")
+    started = re.split(r",(?=[^,=]*$)", incomplete)[-1]
+    before = incomplete[: len(incomplete) - len(started)]
+    name, colon, option = started.partition(":")
     if not colon:
         return [before + name for name in catalogue("strategies").available()]
     options = fields(f"strategies/{name}")

@@ -103,7 +103,7 @@ class RunLog:
 
     def open(self, first_step: int) -> None:
         """Collective. Open this rank's file of records for steps from `first_step` on, and drop such steps in it."""
-        self.energy.begin()
+        self.energy.start()
         self._writer = RecordWriter(record_path(self._folder, self._comm.rank), first_step=first_step)
         if self._leads:
             keep_evaluations(self._folder, self._position.step)

@@ -17,7 +17,7 @@ from typing import Any, cast
 from hpcdist import checkpoint, strategies
 from hpcdist.checkpoint.folder import clean
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.traced import begin_timeline, end_timeline
+from hpcdist.comm.traced import end_timeline, start_timeline
 from hpcdist.config import JobConfig, describe_changes, load
 from hpcdist.config.files import neighbours, not_ending
 from hpcdist.config.merge import Changes
@@ -29,11 +29,11 @@ from hpcdist.parallel.schedules import make as make_schedule
 from hpcdist.records import (
     Outcome,
     Summary,
-    begin_run,
     end_run,
     locked,
     making,
     merged_timeline,
+    start_run,
 )
 from hpcdist.records.timeline import unused
 from hpcdist.registry import label
@@ -101,7 +101,7 @@ def train(
         folder = cast(Path, _decided(comm, lambda: _choose(job_path, config, comm.size, output, resume, until_the_end)))
         if timeline:
             path = _decided(comm, lambda: unused(folder / merged_timeline.FILE_NAME))
-            comm = begin_timeline(comm, cast(Path, path))
+            comm = start_timeline(comm, cast(Path, path))
         report = None if show is None else lambda progress: show(config.strategy.name, progress)
         if resume and config.parallel.measures:
             config = _with_saved_cut(comm, config, Path(config.checkpoint.folder or folder / "checkpoints"))
@@ -326,4 +326,4 @@ def write_down(
         changed={key: list(values) for key, values in changed.items()},
     )
     if start is not None:
-        begin_run(trainer.output, start)
+        start_run(trainer.output, start)

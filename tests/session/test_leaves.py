@@ -134,12 +134,12 @@ hd.finish(model)
     ],
 )
 def test_a_call_of_torch_distributed_that_ranks_which_serve_never_make_is_named(tmp_path, strategy, call):
-    begin = time.monotonic()
+    start = time.monotonic()
     shown = ends(tmp_path, strategy, CALLS.format(call=call), 2)
     assert "calls of torch.distributed must be outside of the training loop where ranks serve" in shown
     assert re.search(r"needs rank 0. Call hpcdist.allreduce, .* dist.new_group\(\[1\]\), made before the loop", shown)
     assert "broadcast" in call or re.search(rf"rank 1 is at .*: {re.escape(call)}\n", shown), shown
-    assert time.monotonic() - begin < 30, "and not after the deadline"
+    assert time.monotonic() - start < 30, "and not after the deadline"
 
 
 # --- loops and scripts that are right ---------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ def epoch(
 
     def backward(step: int) -> None:
         sizes = plan.sizes(step)
-        strategy.model.gradients.begin_batch(sizes[worker] * len(sizes) / sum(sizes))
+        strategy.model.gradients.start_batch(sizes[worker] * len(sizes) / sum(sizes))
         if strategy.contract.batch == "portions":
             joint[:], strategy.joint = joint_batch(plan, step, worker, strategy.config)
             return

@@ -311,7 +311,7 @@ def test_a_terminal_shows_the_current_runs_loss_and_metrics(tmp_path, monkeypatc
     run = PlannedRun("allreduce", "strategy", 2, 0, ("budget.samples=400", "optimizer.lr=0.1"), "runs/a")
     with run_all.shown("runs", 3) as shown:
         assert shown.lines() == []
-        shown.begin(run, tmp_path)
+        shown.start(run, tmp_path)
         assert shown.lines() == ["allreduce, 2 ranks, rate 0.1, seed 0"]
         append_evaluation(tmp_path, Evaluation(1, 0, 100, 2.0, {"accuracy": 0.5, "loss": 9.0}))
         with RecordWriter(record_path(tmp_path, 0)) as records:

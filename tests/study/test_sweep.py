@@ -90,7 +90,7 @@ def test_a_grid_makes_each_run_once_and_shows_the_best_first(tmp_path):
 def test_the_folder_tells_the_space_and_each_trial(tmp_path):
     declared = replace(DECLARED, over=("optimizer.lr=0.001..0.1:log", "batch_size=8,16"), sampler="random", trials=3)
     SweptRuns(declared, tmp_path).write()
-    failing = ", ".join(Trials(tmp_path, declared).begin(0))
+    failing = ", ".join(Trials(tmp_path, declared).start(0))
     SweptRuns(declared, tmp_path).make(Runner(tmp_path, PretendedRuns(failing)))
     found = json.loads((tmp_path / SWEEP).read_text())
     assert (found["sampler"], found["pruner"], found["metric"], found["ranks"]) == ("random", "none", "accuracy", 2)
@@ -118,7 +118,7 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path, monkeypatch):
     (output / study.LOCK).symlink_to(journal)  # as Optuna made it where the path was relative: it leads nowhere
     journal.write_bytes(whole + whole.splitlines()[-1][:20])
     assert len(Trials(output, DECLARED).all()) == 8 and journal.read_bytes() == whole
-    Trials(output, DECLARED).begin(0)
+    Trials(output, DECLARED).start(0)
     assert all(json.loads(line)["worker_id"] for line in journal.read_text().splitlines())
     assert not os.path.lexists(output / study.LOCK)
 
@@ -161,7 +161,7 @@ def test_random_settings_lie_in_their_ranges_and_are_always_the_same(tmp_path):
         sweep = SweptRuns(replace(DECLARED, trials=20, over=over, sampler="random"), tmp_path / name)
         sweep.write()
         own = Trials(tmp_path / name, sweep.experiment)
-        drawn.append([own.begin(number) for number in (range(20) if name == "one" else reversed(range(20)))])
+        drawn.append([own.start(number) for number in (range(20) if name == "one" else reversed(range(20)))])
     assert drawn[0] == drawn[1][::-1] and len(set(drawn[0])) == 20
     found = [load({}, None, settings) for settings in drawn[0]]
     assert {point["batch_size"] for point in found} <= set(range(8, 13))
@@ -195,7 +195,7 @@ def test_processes_draw_a_trials_settings_once(tmp_path):
     declared = replace(DECLARED, over=("optimizer.lr=0.01..1:log",), sampler="tpe", seeds=4)
     SweptRuns(declared, tmp_path).write()
     found = []
-    threads = [threading.Thread(target=lambda: found.append(Trials(tmp_path, declared).begin(2))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(Trials(tmp_path, declared).start(2))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -293,7 +293,7 @@ def test_a_run_that_was_interrupted_is_judged_again(tmp_path):
     open_again.write()
     run = tmp_path / "again" / "runs" / "trial-000-r2-s0"
     own = Trials(tmp_path / "again", declared)
-    own.begin(0)
+    own.start(0)
     run.mkdir(parents=True)
     (run / "evaluations.jsonl").write_bytes((tmp_path / "runs" / "trial-000-r2-s0" / "evaluations.jsonl").read_bytes())
     assert own.judge(0, run) is None and own.judge(0, run) is None

@@ -18,10 +18,10 @@ from hpcdist.records import (
     RecordWriter,
     StepRecord,
     append_evaluation,
-    begin_run,
     end_run,
     load_summary,
     record_path,
+    start_run,
     write_summary,
 )
 from hpcdist.tools.runs import Run, find_runs, is_done, read_comparison, steps
@@ -218,14 +218,14 @@ def test_a_run_that_goes_on_has_not_ended_and_keeps_its_earlier_summary(tmp_path
     followed = Run(tmp_path, follow=True)
     summary = followed.summary
     assert followed.ended
-    begin_run(tmp_path, followed.start.model_copy(update={"ended": None, "outcome": None}))
+    start_run(tmp_path, followed.start.model_copy(update={"ended": None, "outcome": None}))
     followed.update()
     assert (followed.state, Run(tmp_path).state) == ("training", "training") and not is_done(tmp_path)
     assert load_summary(tmp_path / "summary-1.json") == summary and read_listed(tmp_path).state == "running"
     end_run(tmp_path, "interrupted", "SIGTERM")
     followed.update()
     assert followed.state == Run(tmp_path).state == read_listed(tmp_path).state == "interrupted"
-    begin_run(tmp_path, followed.start)
+    start_run(tmp_path, followed.start)
     write_summary(tmp_path, summary.model_copy(update={"samples": 480}))
     end_run(tmp_path)
     followed.update()

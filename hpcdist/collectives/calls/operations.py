@@ -100,7 +100,7 @@ class Collectives:
             function = reduce.mean if op == "mean" else reduce
             return self.queue.make(lambda: [function(flat) for flat in each(tensor)], tensor, async_op=async_op)
         like = () if factor is not None else ("all_reduce", op, tensor)
-        return self._begin(async_op, tensor, lambda: self._all_reduce(tensor, op, factor), *like)
+        return self._start(async_op, tensor, lambda: self._all_reduce(tensor, op, factor), *like)
 
     def _all_reduce(self, tensors: Tensors, op: str, factor: float | None) -> None:
         with by_dtype(self.comm, tensors) as joined:
@@ -154,7 +154,7 @@ class Collectives:
         self, tensor: Tensor, root: int, op: str = "sum", *, factor: float | None = None, async_op: bool = False
     ) -> Work | None:
         """Replace root's tensor by the combination of all ranks' tensors. Others keep theirs; see `all_reduce`."""
-        return self._begin(async_op, tensor, lambda: self._reduce(tensor, root, op, factor))
+        return self._start(async_op, tensor, lambda: self._reduce(tensor, root, op, factor))
 
     def _reduce(self, tensor: Tensor, root: int, op: str, factor: float | None) -> None:
         check_rank(root, self.size, "root")
@@ -177,7 +177,7 @@ class Collectives:
             given: a tensor for each rank, those for one rank alike on all; or one tensor, cut into equal parts.
         """
         like = () if factor is not None else ("reduce_scatter", op, out, given)
-        return self._begin(async_op, out, lambda: self._reduce_scatter(out, given, op, factor), *like)
+        return self._start(async_op, out, lambda: self._reduce_scatter(out, given, op, factor), *like)
 
     def _reduce_scatter(self, out: Tensor, given: Tensors, op: str, factor: float | None) -> None:
         combine = reduction(op, out.dtype)
@@ -202,7 +202,7 @@ class Collectives:
     # --- copies -------------------------------------------------------------------------------------------------------
     def broadcast(self, tensor: Tensors, root: int = 0, *, async_op: bool = False) -> Work | None:
         """Copy root's tensor, or each of several, into everyone's."""
-        return self._begin(async_op, tensor, lambda: self._broadcast(tensor, root), "broadcast", root, tensor)
+        return self._start(async_op, tensor, lambda: self._broadcast(tensor, root), "broadcast", root, tensor)
 
     def _broadcast(self, tensors: Tensors, root: int) -> None:
         check_rank(root, self.size, "root")
@@ -224,7 +224,7 @@ class Collectives:
         Args:
             out: a tensor for each rank, overwritten, alike on all ranks; or one tensor, of equal parts.
         """
-        return self._begin(async_op, out, lambda: self._all_gather(out, tensor), "all_gather", "", out, tensor)
+        return self._start(async_op, out, lambda: self._all_gather(out, tensor), "all_gather", "", out, tensor)
 
     def _all_gather(self, out: Tensors, tensor: Tensor) -> None:
         with (
@@ -251,7 +251,7 @@ class Collectives:
         Args:
             out: on root, a tensor for each rank, overwritten; None elsewhere.
         """
-        return self._begin(async_op, out, lambda: self._gather(out, tensor, root))
+        return self._start(async_op, out, lambda: self._gather(out, tensor, root))
 
     def _gather(self, out: Sequence[Tensor] | None, tensor: Tensor, root: int) -> None:
         check_rank(root, self.size, "root")
@@ -272,7 +272,7 @@ class Collectives:
             out: overwritten.
             given: on root, a tensor for each rank; None elsewhere.
         """
-        return self._begin(async_op, out, lambda: self._scatter(out, given, root))
+        return self._start(async_op, out, lambda: self._scatter(out, given, root))
 
     def _scatter(self, out: Tensor, given: Sequence[Tensor] | None, root: int) -> None:
         check_rank(root, self.size, "root")
@@ -291,7 +291,7 @@ class Collectives:
             out: a tensor for each rank, overwritten, of any lengths; or one tensor, of equal parts.
             given: the same.
         """
-        return self._begin(async_op, out, lambda: self._all_to_all(out, given), "all_to_all", "", out, given)
+        return self._start(async_op, out, lambda: self._all_to_all(out, given), "all_to_all", "", out, given)
 
     def _all_to_all(self, out: Tensors, given: Tensors) -> None:
         """Exchange at once where all parts of all ranks are as long; else tell each other how long they are, first."""
@@ -330,7 +330,7 @@ class Collectives:
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return once all ranks have called it."""
-        return self._begin(async_op, None, self._barrier)
+        return self._start(async_op, None, self._barrier)
 
     def _barrier(self) -> None:
         if not self._exchange.agree(note_of("barrier", torch.uint8)):
@@ -360,7 +360,7 @@ class Collectives:
             self._algorithms[name] = load(name)(self.comm)
         return self._algorithms[name]
 
-    def _begin(self, async_op: bool, out: Any, call: Callable[[], None], *like: Any) -> Work | None:
+    def _start(self, async_op: bool, out: Any, call: Callable[[], None], *like: Any) -> Work | None:
         """Make a call when those before it are over.
 
         Args:

@@ -98,7 +98,7 @@ class Member:
         conclude: Callable[[list], tuple[list, float]] | None = None,
         counted: str = "waiting_s",
     ) -> Any:
-        """Collective. Wait for the other ranks, see Gathering.synchronize; by default without a result, as in a barrier."""
+        """Collective. Wait for the other ranks, see Gathering.synchronize; by default a barrier, without a result."""
         self.enter()
         if conclude is None:
             conclude = self._barrier

@@ -133,7 +133,7 @@ class Feedback:
     def encode_change_(self, new: Tensor, old: Tensor, share: float, whole: bool = False) -> Tensor:
         """Encode `share` times the change from `old` to `new`, and set `new` back to `old`; flat, on any device."""
         if self._adds and new.is_cpu and new.dtype == self.residual.dtype and not whole:
-            self._begin()
+            self._start()
             for residual, changed, before in alongside(self.residual, new, old):
                 residual.add_(changed.sub(before).mul_(share))
                 changed.copy_(before)
@@ -166,10 +166,10 @@ class Feedback:
 
     def _on_host(self, tensor: Tensor) -> Tensor:
         """Copy a tensor that will be added to the residual to its device."""
-        self._begin()
+        self._start()
         return tensor.to(self.residual.device)
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         """Prepare the residual for an addition; without feedback, forget it."""
         if not self._enabled:
             self.residual.zero_()

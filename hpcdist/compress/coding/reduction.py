@@ -160,7 +160,7 @@ def recode(comm: Communicator, compressor: Recoded, tensor: Tensor, out: Tensor,
     ahead = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # not all to the same one at once
     sends = [_send(comm, compressor.share(tensor[pieces[dest]], comm.size), dest) for dest in ahead]
     mine = tensor[own]
-    total = compressor.begin(mine, comm.size)
+    total = compressor.start_sum(mine, comm.size)
     for source in reversed(ahead):
         compressor.add(receive(comm, source), total)
     message = compressor.combine(total, senders)

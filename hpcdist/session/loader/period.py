@@ -65,7 +65,7 @@ def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when
     try:
         for batch, weight, ends_epoch, _ in batches:
             for strategy in strategies:
-                strategy.model.gradients.begin_batch(weight, ends_epoch=ends_epoch)
+                strategy.model.gradients.start_batch(weight, ends_epoch=ends_epoch)
             with strategies[0].comm.trace.span(f"step {strategies[0].steps + 1}", "step"):
                 yield batch
         pauses = True

@@ -20,7 +20,7 @@ from hpcdist.data.sharding import EpochPlan
 from hpcdist.model.gradients import Gradients
 from hpcdist.session import rules
 from hpcdist.session.consensus import consensus_of
-from hpcdist.session.consistency import begin_epoch, changed_marks, marks, require_same_loader
+from hpcdist.session.consistency import changed_marks, marks, require_same_loader, start_epoch
 from hpcdist.session.loader.batches import counted_as, same_everywhere, samples_in
 from hpcdist.session.loader.epoch import Epoch
 from hpcdist.session.loader.period import Weighed, counts_of, joint_batch, period, relative
@@ -222,10 +222,10 @@ class ShardedLoader:
     def _train(self) -> Iterator[Any]:
         session, optimizers, workers = current(), self._optimizers(), self._replicas()
         self._dealt_to = workers
-        self._begin_epoch()
+        self._start_epoch()
         if session.loader is None:  # else beside another loader, which says when steps are taken
             for optimizer in optimizers:
-                begin_epoch(optimizer)
+                start_epoch(optimizer)
             self._compare(session.comm, session.ranks_of(workers)[0])  # with ranks that serve: one worker may be alone
         if session.outer.rank not in workers:
             yield from period(optimizers, ())
@@ -240,7 +240,7 @@ class ShardedLoader:
         session.loader = self
         if len(workers) < session.outer.size:
             session.group, session.peers = optimizers[0].attachment.workers, optimizers[0].attachment.peers
-            session.begun = None if session.comm.mpi is None else shared_calls()
+            session.calls_before = None if session.comm.mpi is None else shared_calls()
         epoch, run = Epoch(strategies), session.run
         if run is not None:
             strategies[0].records.start()  # an evaluation before this epoch is none of its steps
@@ -259,11 +259,11 @@ class ShardedLoader:
             if run is not None:
                 run.end_epoch(self._epoch + 1)
         finally:
-            session.loader = session.group = session.peers = session.begun = None
+            session.loader = session.group = session.peers = session.calls_before = None
             for strategy in strategies:
                 strategy.model.mark()
 
-    def _begin_epoch(self) -> None:
+    def _start_epoch(self) -> None:
         self._epoch, self._ended = self._epoch + 1, False
         if self._split and not self._iterable:
             self._epoch = self._order.epoch(self._epoch)
@@ -402,7 +402,7 @@ class ShardedLoader:
     # --- an evaluation --------------------------------------------------------------------------------------------
     def _evaluate(self) -> Iterator[Any]:
         session = current()
-        self._begin_epoch()
+        self._start_epoch()
         with consensus_of(session.optimizers):
             worker = session.outer.rank
             if not self._split or self._iterable:

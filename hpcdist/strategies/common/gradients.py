@@ -43,12 +43,12 @@ class LocalGradients:
     ):
         self.clip_norm, self.policy = clip_norm, policy
         self._comm, self._model, self._stages = comm, model, stages
-        self.begin(1, False, changed=False)
+        self.start(1, False, changed=False)
         self.checksums: list[int] | None = None
         self.used = torch.zeros(len(model.slots), dtype=torch.bool)
         self._looked: list[int] = []  # checksums of this step's gradients, perhaps bucket by bucket
 
-    def begin(self, step: int, skips: bool, *, changed: bool) -> None:
+    def start(self, step: int, skips: bool, *, changed: bool) -> None:
         """Begin a step; `skips` leaves out its update where gradients are not finite, whatever the policy says."""
         self._step, self._skips, self.changed = step, skips or self.policy == "skip", changed
         self.ignores_nonfinite = self.policy == "ignore" and not skips

@@ -118,13 +118,13 @@ class Peers:
         """
         arriving: list[Request] = []
         leaving: list[Request] = []
-        begun = [self.survives(lambda t=t: arriving.append(self._comm.irecv(t, source))) for t in received]
+        requests = [self.survives(lambda t=t: arriving.append(self._comm.irecv(t, source))) for t in received]
         for tensor in sent:
             self.survives(lambda t=tensor: leaving.append(self._comm.isend(t, dest)))
         come = [self.survives(request.wait) for request in arriving]
         for request in leaving:
             self.survives(request.wait)
-        return all(begun) and all(come)
+        return all(requests) and all(come)
 
 
 class Wire:

@@ -152,7 +152,7 @@ class Coordinator:
         self._under_way = LossEvaluation(steps, division, portions, [0.0] * division.count)
 
     # --- periods of service, checkpoints --------------------------------------------------------------------------
-    def begin(self) -> None:
+    def start(self) -> None:
         """Begin a period of service."""
         self._algorithm.take_up()
 

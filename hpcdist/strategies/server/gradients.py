@@ -218,8 +218,8 @@ class Aggregate:
     def state_dict(self) -> dict[str, Any]:
         """Return the update under way."""
         sums: list[Tensor] = [total.clone() for total in self.sums] if self.weights else []
-        begun = {"clocks": self.clocks, "weights": self.weights, "values": list(self.values.items())}
-        return {"sums": sums, **begun, "used": self.used.tolist()}
+        started = {"clocks": self.clocks, "weights": self.weights, "values": list(self.values.items())}
+        return {"sums": sums, **started, "used": self.used.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""

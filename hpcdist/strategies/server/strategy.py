@@ -311,7 +311,7 @@ def serve_jointly(served: Sequence[tuple[ServerStrategy, Update]]) -> None:
         strategy.serve(update)
         return
     for strategy, update in served:
-        strategy.server.begin(update)
+        strategy.server.start(update)
     servers = [strategy.server for strategy, _ in served]
     waiting = servers
     while waiting:

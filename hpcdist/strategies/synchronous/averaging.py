@@ -105,7 +105,7 @@ class Averaging:
         prepare: called with each bucket before its gradients are averaged.
 
     Attributes:
-        overlaps: `begin` can do so while this rank computes.
+        overlaps: `start` can do so while this rank computes.
         repeats: what is the same on all ranks stays so, and may be averaged again.
     """
 
@@ -135,7 +135,7 @@ class Averaging:
             self.wait()
             self._comm.trace.traffic.communicating_s += self._comm.now() - start
 
-    def begin(self, bucket: Bucket) -> None:
+    def start(self, bucket: Bucket) -> None:
         """Collective. Start to prepare and average one bucket; `wait` waits for it."""
         if self._library is None:
             self._works.append(self._queue.submit(partial(self._average, bucket)))

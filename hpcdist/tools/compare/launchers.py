@@ -78,8 +78,8 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
         if status == LEFT or self._ended:  # a signal has reached the ranks, or the batch job's time limit is near
             raise KeyboardInterrupt
         if not status and not is_done(folder):  # a script's
-            begun = (folder / "run.json").exists()
-            lacks = "hpcdist.finish(model)" if begun else "hpcdist.init() and hpcdist.DistributedOptimizer(...)"
+            started = (folder / "run.json").exists()
+            lacks = "hpcdist.finish(model)" if started else "hpcdist.init() and hpcdist.DistributedOptimizer(...)"
             raise RunError(f"{self._job} must call {lacks} to be a run; it has ended without, and has no result.")
         if status:
             said = "\n".join(last_lines(folder / LOG, LAST_LINES)) or "(none)"

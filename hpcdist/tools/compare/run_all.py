@@ -84,7 +84,7 @@ class Runner:
         """Make a run; tell whether it ended well. If not, its folder says why."""
         folder, failure = prepare(run, self.output), None
         if self._display is not None:
-            self._display.begin(run, folder)
+            self._display.start(run, folder)
         try:
             self._launcher.make(run, folder)
         except RunError as error:
@@ -240,7 +240,7 @@ class RunsDisplay:
         if bar is not None:
             self._task = bar.add_task(title, total=total, left="")
 
-    def begin(self, run: PlannedRun, folder: Path) -> None:
+    def start(self, run: PlannedRun, folder: Path) -> None:
         """Show a run as one under way."""
         with self._lock:
             self._running[folder] = run, Run(folder, follow=True)

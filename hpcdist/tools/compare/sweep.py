@@ -84,17 +84,17 @@ class SweptRuns(MadeRuns):
         self.trained.make_data()
         left = missing(self.plan, self.folder)
         with runner.shown("runs", len(left)):
-            failed = runner.run_all(self._begun(left))
+            failed = runner.run_all(self._started(left))
         self.write()
         return failed
 
-    def _begun(self, left: Sequence[PlannedRun]) -> Iterator[PlannedRun]:
+    def _started(self, left: Sequence[PlannedRun]) -> Iterator[PlannedRun]:
         """Yield runs with their settings, which are drawn when a run is to begin."""
         for at, bare in enumerate(self.plan):
             if bare in left:
                 number, seed = divmod(at, self.experiment.seeds)
-                run = self._plan(number, seed, self._trials.begin(number))
-                self._write_begun()
+                run = self._plan(number, seed, self._trials.start(number))
+                self._write_started()
                 yield run
 
     def _plan(self, number: int, seed: int, settings: tuple[str, ...]) -> PlannedRun:
@@ -107,14 +107,14 @@ class SweptRuns(MadeRuns):
         """Write `comparison.json`, the study and `sweep.json` as they are now."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._trials.create(self.higher_is_better, self._evaluations)
-        self._write_begun()
+        self._write_started()
 
-    def _write_begun(self) -> None:
+    def _write_started(self) -> None:
         """Write which trials have begun, and what those that have ended have measured."""
         trials = self._trials.all()
-        begun = {trial.number: trial.settings for trial in trials if trial.settings is not None}
+        started = {trial.number: trial.settings for trial in trials if trial.settings is not None}
         seeds = range(self.experiment.seeds)
-        runs = [self._plan(number, seed, settings) for number, settings in begun.items() for seed in seeds]
+        runs = [self._plan(number, seed, settings) for number, settings in started.items() for seed in seeds]
         write(self.folder, self.experiment, higher_is_better=self.higher_is_better, cells=(), runs=runs)
         told = ("job", "strategy", "ranks", "seeds", "metric", "sampler", "pruner")
         found = {

@@ -91,7 +91,7 @@ class Trials:
                 study.enqueue_trial(point)
 
     # --- runs ---------------------------------------------------------------------------------------------------------
-    def begin(self, number: int) -> tuple[str, ...]:
+    def start(self, number: int) -> tuple[str, ...]:
         """Draw the settings of a trial that begins, KEY=VALUE; return the same for one that has begun."""
         import optuna
 
@@ -225,17 +225,17 @@ def train(
         ConfigError: the folder is that of no sweep's run, or as for other runs.
     """
 
-    def begin() -> tuple[str, list[str], bool, bool]:
+    def start() -> tuple[str, list[str], bool, bool]:
         trials, number, seed = of_folder(run)
-        overrides = trials.run(number, seed, trials.begin(number)).overrides
-        has_begun = any(run.glob("records-rank*.jsonl"))
-        return trials.sweep.job, list(overrides), has_begun, trials.sweep.pruner != "none"
+        overrides = trials.run(number, seed, trials.start(number)).overrides
+        has_started = any(run.glob("records-rank*.jsonl"))
+        return trials.sweep.job, list(overrides), has_started, trials.sweep.pruner != "none"
 
     def judge(folder: Path) -> str | None:
         trials, number, _ = of_folder(folder)
         return trials.judge(number, folder)
 
-    job, overrides, resume, pruned = comm.gather(comm.raise_on_all_ranks(lambda: begin() if comm.rank == 0 else None))[
+    job, overrides, resume, pruned = comm.gather(comm.raise_on_all_ranks(lambda: start() if comm.rank == 0 else None))[
         0
     ]
     judged = judge if pruned else None
@@ -254,7 +254,7 @@ def script_of(run: Path) -> tuple[Comparison | Sweep, PlannedRun, ScriptCall] | 
     experiment: Comparison | Sweep
     if "over" in found["declared"]:
         trials, number, seed = of_folder(run)
-        experiment, planned = trials.sweep, trials.run(number, seed, trials.begin(number))
+        experiment, planned = trials.sweep, trials.run(number, seed, trials.start(number))
     else:
         experiment = folder.read_experiment(output, Comparison)
         one = next(one for one in found["runs"] if output / one["folder"] == run)

@@ -60,9 +60,9 @@ class SweptSettings(BaseModel):
     def _has_the_settings_of_each_trial(self) -> SweptSettings:
         axes = {axis.key: axis for axis in self.space}
         for trial in self.trials:
-            settings, begun = trial.settings, trial.settings or trial.folders or trial.value is not None
+            settings, started = trial.settings, trial.settings or trial.folders or trial.value is not None
             known = settings.keys() == axes.keys() and all(axes[key].has(text) for key, text in settings.items())
-            if begun and not (known and trial.folders):
+            if started and not (known and trial.folders):
                 raise ValueError(f"trial {trial.number} must have a value of each axis, and folders")
         return self
 

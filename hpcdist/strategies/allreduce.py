@@ -197,9 +197,9 @@ class AllReduce(Strategy):
         self.model.gradients.release(used)
         if self._trial is not None and not self._trial.decided:
             now_s = self.comm.now()
-            self._trial.note(now_s - self._merged_s)
+            self._trial.record(now_s - self._merged_s)
             self._merged_s = now_s
-        overlapped = self._overlapped if self._trial is None else bool(self._trial.way)
+        overlapped = self._overlapped if self._trial is None else bool(self._trial.variant)
         if overlapped or self._overlapped:
             self._arm(overlapped)
 

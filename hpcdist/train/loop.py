@@ -273,9 +273,8 @@ class Trainer:
 
     def _judged(self) -> str | None:
         judge, leader = cast(Callable[[], str | None], self._judge), self.comm.failures.living[0]
-        return self.comm.gather(self.comm.raise_on_all_ranks(lambda: judge() if self.comm.rank == leader else None))[
-            leader
-        ]
+        verdict = self.comm.raise_on_all_ranks(lambda: judge() if self.comm.rank == leader else None)
+        return self.comm.gather(verdict)[leader]
 
     def _evaluate(self) -> None:
         self._require_finite()

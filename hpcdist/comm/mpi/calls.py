@@ -294,9 +294,9 @@ class FaultTolerance(Failures):
             as_launched = "" if rank == number else f" (rank {number} of the job)"
             lines.append((places[number].answers, f"  rank {rank}{as_launched}: {places[number].text}"))
         lines.sort(key=lambda line: line[0])  # first those that say nothing
-        shown = [text for _, text in lines[:SHOWN]]
-        shown += [f"  and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN)
-        return "\n".join(["", "Where the ranks are:", *shown])
+        listed = [text for _, text in lines[:SHOWN]]
+        listed += [f"  and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN)
+        return "\n".join(["", "Where the ranks are:", *listed])
 
     def shrink(self) -> None:
         if self.tolerant:

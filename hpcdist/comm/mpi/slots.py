@@ -20,7 +20,7 @@ import torch
 
 from hpcdist.comm.mpi.calls import EVERYONE
 from hpcdist.comm.mpi.node_memory import Bell, map_parts
-from hpcdist.comm.slots import Shown, Slots
+from hpcdist.comm.slots import GatheredRows, Slots
 from hpcdist.records import own_cores
 
 # Words of a rank, 8 bytes each: calls that it has come to, its notes of two calls in turn, whether it sleeps, and its
@@ -57,10 +57,10 @@ class NodeSlots(Slots):
         self._lock, self._call = threading.Lock(), call
         comm.barrier()
 
-    def synchronize(self, note: int, shown: Shown | None = None) -> bool:
+    def synchronize(self, fingerprint: int, gathered: GatheredRows | None = None) -> bool:
         own, others, at, leave = self._own, self._others, NOTES + (self.calls & 1), os.sched_yield
         self.calls = now = self.calls + 1
-        own[at] = note
+        own[at] = fingerprint
         if not ORDERED:
             self._order()
         own[COUNT] = now
@@ -77,7 +77,7 @@ class NodeSlots(Slots):
                     if spins < -YIELDS:
                         self._wait(now)
                         break
-            if words[at] != note:
+            if words[at] != fingerprint:
                 agree = False
         if not ORDERED:
             self._order()

@@ -235,9 +235,8 @@ def train(
         trials, number, _ = of_folder(folder)
         return trials.judge(number, folder)
 
-    job, overrides, resume, pruned = comm.gather(comm.raise_on_all_ranks(lambda: start() if comm.rank == 0 else None))[
-        0
-    ]
+    started = comm.raise_on_all_ranks(lambda: start() if comm.rank == 0 else None)
+    job, overrides, resume, pruned = comm.gather(started)[0]
     judged = judge if pruned else None
     return runs.train(comm, Path(job), None, overrides, run, resume, None, ends_at, command, judge=judged)
 

@@ -49,7 +49,7 @@ def latest_on_all_ranks(comm: Communicator, folder: str | Path) -> tuple[Path, M
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
     """
-    folder, first = Path(folder), comm.failures.living[0]
+    folder, first = Path(folder), comm.failures.alive[0]
     leads = comm.rank == first  # other ranks may see a shared folder later
     found = raise_on_all_ranks(comm, lambda: [path.name for path in listing(folder)] if leads else [])
     names, alone = comm.gather([found, leads and (folder / FILE_NAME).is_file()])[first]

@@ -31,7 +31,7 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T], rule: str = ""
     elsewhere = isinstance(failure, HpcdistError) and failure.elsewhere
     reasons = dict(enumerate(comm.gather("" if failure is None or elsewhere else _reason(failure))))
     ranks: dict[str, list[int]] = {}
-    for rank in comm.failures.living:
+    for rank in comm.failures.alive:
         ranks.setdefault(reasons[rank], []).append(rank)
     succeeded = ranks.pop("", [])
     if not ranks:

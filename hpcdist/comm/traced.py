@@ -47,7 +47,7 @@ def start_timeline(comm: Communicator, path: Path, most: int | None = None) -> C
 
 
 def end_timeline(comm: Communicator) -> None:
-    """Collective among the living. Merge the timelines of all ranks into one file.
+    """Collective among the surviving ranks. Merge the timelines of all ranks into one file.
 
     Raises:
         OutputError: it can't be written; on all ranks alike.
@@ -64,7 +64,7 @@ def end_timeline(comm: Communicator) -> None:
     )
     found = [RankTimeline(**one) for one in comm.gather(own.model_dump()) if one is not None]
     seconds = "real" if comm.platform.virtual is None else "virtual"
-    first = comm.rank == comm.failures.living[0]
+    first = comm.rank == comm.failures.alive[0]
     comm.raise_on_all_ranks(lambda: merge_timelines(timeline.path, found, seconds=seconds) if first else None)
 
 

@@ -13,7 +13,7 @@ from hpcdist import checkpoint
 from hpcdist.errors import CheckpointError
 from hpcdist.model.slots import unwrapped
 from hpcdist.session.consensus import normal_tensors, start_collective
-from hpcdist.session.curves import first_living
+from hpcdist.session.curves import first_alive
 from hpcdist.session.loader.sharded import ShardedLoader
 from hpcdist.session.resharding import SavedWorld
 from hpcdist.session.state import capture, compare_settings, require_same_model, restore, settings_of
@@ -84,7 +84,7 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
     for name, value in objects.others.items():
         saved[name] = value.state_dict() if hasattr(value, "state_dict") else value
         if isinstance(value, ShardedLoader):  # of the first rank that trains: others don't know how far it is
-            first = first_living(session.comm, session.workers or session.comm.failures.living)
+            first = first_alive(session.comm, session.workers or session.comm.failures.alive)
             saved[name] = session.comm.gather(saved[name])[first or 0]
         if isinstance(value, nn.Module):
             saved[name] = dict(unwrapped(value, saved[name].items()))

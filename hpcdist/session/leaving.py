@@ -55,7 +55,7 @@ class Leaving:
         clock: Callable[[], float] = time.time,
     ):
         if ends_at == "slurm":
-            ends_at = job_end(os.environ) if comm.rank == comm.failures.living[0] else None
+            ends_at = job_end(os.environ) if comm.rank == comm.failures.alive[0] else None
         if isinstance(ends_at, str):
             raise ConfigError(f"ends_at must be seconds since 1970, 'slurm' or None; got {ends_at!r}.")
         self.comm, self.margin_s, self.every_s = comm, margin_s, every_s
@@ -115,7 +115,7 @@ class Leaving:
         """
         mine = [self.reason, self._heard_signal(), self._stepped]
         of_all = self.comm.failures.retry_on_failure(lambda: self.comm.gather(mine))
-        reasons, signals, stepped = zip(*(of_all[rank] for rank in self.comm.failures.living))
+        reasons, signals, stepped = zip(*(of_all[rank] for rank in self.comm.failures.alive))
         self.reason, self._told = next(filter(None, reasons), None), next(filter(None, signals), None)
         if not any(stepped):  # nobody meets in steps
             self.reason = self.reason or self._told
@@ -133,7 +133,7 @@ class Leaving:
         now_s, comm = self.comm.now(), loop_ranks(self.comm)
         mine = [self._heard_signal(), (now_s - self._since_s) / steps, self._cost_s() + soon_s, self._clock()]
         of_all = comm.failures.retry_on_failure(lambda: comm.gather(mine))
-        heard, step_s, cost_s, clock_s = zip(*(of_all[rank] for rank in comm.failures.living))
+        heard, step_s, cost_s, clock_s = zip(*(of_all[rank] for rank in comm.failures.alive))
         self._plan(max(step_s))
         signals = list(filter(None, heard))
         self.clock_s = clock_s[0]  # one for all: ranks' clocks may differ

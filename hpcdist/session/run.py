@@ -53,7 +53,7 @@ from hpcdist.records import (
 from hpcdist.records.energy import Energy
 from hpcdist.records.summary import FILE_NAME as SUMMARY
 from hpcdist.session import loggers
-from hpcdist.session.curves import Curves, first_living
+from hpcdist.session.curves import Curves, first_alive
 from hpcdist.strategies.base import name_of
 from hpcdist.version import __version__
 
@@ -283,7 +283,7 @@ class LoopRun:
 
     @property
     def _is_main(self) -> bool:
-        return self._comm.rank == first_living(self._comm, self._workers)
+        return self._comm.rank == first_alive(self._comm, self._workers)
 
     def write(self, record: StepRecord) -> None:
         """Write the record of a step, with the samples of its batches."""
@@ -424,7 +424,7 @@ def describe_start(
         None but on the first rank, which writes it down.
     """
     found = comm.gather(own_cores())
-    if comm.rank != comm.failures.living[0]:
+    if comm.rank != comm.failures.alive[0]:
         return None
     home = script.resolve().parent
     revision, dirty = git_commit(home)

@@ -29,7 +29,7 @@ from hpcdist.faults import excepthook
 from hpcdist.log import set_up as set_up_messages
 from hpcdist.parallel.grid import Grid
 from hpcdist.session import arguments, rules  # noqa: F401  (from here on DistributedDataParallel's models are noted)
-from hpcdist.session.curves import first_living
+from hpcdist.session.curves import first_alive
 from hpcdist.session.run import LoopRun, PlannedLoop, next_run, required_versions
 
 if TYPE_CHECKING:  # it starts MPI, which importing this must not
@@ -396,7 +396,7 @@ def is_main() -> bool:
     """
     session = current()
     session.told_main = session.told_main or session.workers is None
-    return session.comm.rank == first_living(session.comm, session.workers or tuple(range(session.comm.size)))
+    return session.comm.rank == first_alive(session.comm, session.workers or tuple(range(session.comm.size)))
 
 
 def local_rank() -> int:

@@ -215,14 +215,14 @@ class Strategy(abc.ABC):
         Returns new tensors shaped like `model.params` and `model.buffers`; the model is untouched.
         """
         params = (self.state.parameters() or Flats(self.model.params)).tensors
-        return with_buffers(self, mean_over(self.comm, params, self.comm.failures.living))
+        return with_buffers(self, mean_over(self.comm, params, self.comm.failures.alive))
 
     def reset_from_model(self) -> None:
         """Collective. Start the strategy's copies of the parameters again, which the loop has set on all ranks."""
         self.state.reset()
 
     def shrink(self) -> None:
-        """Collective among the living. Shrink the group to the ranks that live, to go on without the others.
+        """Collective among the surviving ranks. Shrink the group to the ranks that live, to go on without the others.
 
         Raises:
             RankFailedError: a rank that has died is needed.

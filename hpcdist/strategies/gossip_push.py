@@ -130,7 +130,7 @@ class GossipPush(Strategy):
     def _copy_slots(self) -> list[tuple[int, int, list[Tensor]]]:
         """Copy the messages that have arrived: slot, their number, their sums."""
         held = []
-        whole = len(self.comm.failures.living) == self.comm.size  # else those who go on from here have other slots
+        whole = len(self.comm.failures.alive) == self.comm.size  # else those who go on from here have other slots
         for slot, count in enumerate(self._arrived() if whole else ()):
             if count > 0:
                 self._copy(slot)

@@ -21,7 +21,7 @@ class GossipSync(Strategy):
     ranks, without communication), send θᵢ to π(i) and set θᵢ ← (θᵢ + θⱼ)/2 with j = π⁻¹(i). The mean of all θ changes
     by the mean of the local updates and by nothing else, to rounding; in expectation over π the squared distance to the
     mean is halved. If a rank dies, the rank that would receive from it does not average, until all ranks meet and go on
-    with permutations of the living.
+    with permutations of the surviving ranks.
 
     With `pairing = "matching"` the ranks are drawn into disjoint pairs instead, and both ranks of a pair get the mean
     of the two, equal to the bit unless parameters are sent in half precision. With an odd number of ranks one rank, a
@@ -79,7 +79,7 @@ class GossipSync(Strategy):
 
     def _average(self) -> None:
         """Collective. Average with the rank that this step's draw pairs with this one."""
-        ranks, rank = self.comm.failures.living, self.comm.rank
+        ranks, rank = self.comm.failures.alive, self.comm.rank
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.steps)
         order = _draw_order(len(ranks), generator, self.config)  # the same on all ranks, whoever is known to be dead
         place = ranks.index(rank)

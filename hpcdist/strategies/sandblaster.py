@@ -30,7 +30,7 @@ from hpcdist.strategies.server.channel import (
     Reply,
     RequestChannel,
     ServerRequest,
-    require_living,
+    require_alive,
 )
 from hpcdist.strategies.server.placement import Roles, Shard, broadcast_shards
 
@@ -301,7 +301,7 @@ class Sandblaster(Strategy):
             patience_s = CHECK_S if patience_s is None else min(patience_s, CHECK_S)
         request = channel.inbox.next(patience_s)
         if request is None:
-            require_living(self.comm, self.config.needed(self.comm.size))
+            require_alive(self.comm, self.config.needed(self.comm.size))
         return request
 
     def _forget_dead(self) -> None:

@@ -114,11 +114,11 @@ class Strom(Strategy):
             self.state.custom("links", self._save_links, self._load_links, lambda: None)
 
     def _make_links(self) -> list[_Link]:
-        comm, living, choice = self.comm, self.comm.failures.living, self.config.compression
+        comm, alive, choice = self.comm, self.comm.failures.alive, self.config.compression
         if self._floods:
-            groups = [[rank for rank in living if rank != comm.rank]] if len(living) > 1 else []
+            groups = [[rank for rank in alive if rank != comm.rank]] if len(alive) > 1 else []
         else:
-            tree = spanning_tree(make_topology(self.config.topology, comm), living)
+            tree = spanning_tree(make_topology(self.config.topology, comm), alive)
             groups = [[peer] for peer in tree[comm.rank]]
         return [_Link(peers, choice.feedbacks(comm, self.model.params, spans(self.model))) for peers in groups]
 
@@ -138,7 +138,7 @@ class Strom(Strategy):
         warming = self.steps < self.config.compression.warmup_steps
         silent = warming and self.comm.rank >= (self.config.compression.warmup_ranks or self.comm.size)
         whole = warming and self.config.compression.warmup_ranks is None
-        share = 0.0 if silent else 1.0 if self.config.add_up else 1 / len(self.comm.failures.living)
+        share = 0.0 if silent else 1.0 if self.config.add_up else 1 / len(self.comm.failures.alive)
         tag = _WHOLE if whole else _CODED
         if self._floods:
             (link,) = self._links
@@ -221,9 +221,9 @@ class Strom(Strategy):
         self._sending, self._arriving = [], []
 
     def shrink(self) -> None:
-        living = self.comm.failures.living
+        alive = self.comm.failures.alive
         super().shrink()
-        if self.comm.failures.living != living:
+        if self.comm.failures.alive != alive:
             before, self._links = self._links, self._make_links()
             for link in self._links:  # to the same ranks as an old one, or to all that are left: residuals stay
                 same = (old.feedbacks for old in before if self._floods or old.peers == link.peers)

@@ -109,14 +109,14 @@ class RunLog:
             keep_evaluations(self._folder, self._position.step)
         if self._position.step:  # not in a run that begins
             kept = [(one.step, one.metrics) for one in read_evaluations(self._folder)] if self._leads else []
-            self.earlier = self._comm.gather(kept)[self._comm.failures.living[0]]
+            self.earlier = self._comm.gather(kept)[self._comm.failures.alive[0]]
         self._curves.open(first_step)
         if self._comm.platform.virtual is None:
             self._sampler = Sampler(resources_path(self._folder, self._comm.rank), gpu_uuid(self._device))
 
     @property
     def _leads(self) -> bool:
-        return self._comm.rank == self._comm.failures.living[0]
+        return self._comm.rank == self._comm.failures.alive[0]
 
     # --- steps ----------------------------------------------------------------------------------------------------
     @contextmanager
@@ -210,7 +210,7 @@ class RunLog:
             )
             write_summary(self._folder, summary)
         summaries = self._comm.gather(None if summary is None else summary.model_dump_json())
-        return Summary.model_validate_json(summaries[self._comm.failures.living[0]])
+        return Summary.model_validate_json(summaries[self._comm.failures.alive[0]])
 
     def close(self) -> None:
         if self._sampler is not None:

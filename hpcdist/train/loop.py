@@ -250,7 +250,7 @@ class Trainer:
         evaluates = evaluates or self.milestones.ended or self.position.epoch % self.config.eval_every == 0
         if evaluates:
             self._write_evaluation()
-        left = tuple(rank for rank in self.workers if rank in self.replica.others.failures.living)
+        left = tuple(rank for rank in self.workers if rank in self.replica.others.failures.alive)
         if left != self.workers:
             self._deal_samples(left)
         if isinstance(self.schedule, ReduceLROnPlateau):
@@ -272,7 +272,7 @@ class Trainer:
         self._evaluate_s = self.comm.now() - start
 
     def _judged(self) -> str | None:
-        judge, leader = cast(Callable[[], str | None], self._judge), self.comm.failures.living[0]
+        judge, leader = cast(Callable[[], str | None], self._judge), self.comm.failures.alive[0]
         verdict = self.comm.raise_on_all_ranks(lambda: judge() if self.comm.rank == leader else None)
         return self.comm.gather(verdict)[leader]
 

@@ -95,7 +95,7 @@ def _compare(trainer: Trainer, saved: SavedWorld) -> Changes:
     comm, meta = trainer.comm, saved.meta
     changed = changes_since(meta, trainer)
     require_state_fits(changed, saved.path)
-    if changed and comm.rank == comm.failures.living[0]:
+    if changed and comm.rank == comm.failures.alive[0]:
         _logger.info(f"settings have changed since {saved.path}: {describe_changes(changed)}")
     if max(saved.stages, current().stages) == 1:  # models in stages are compared by names
         states.require_same_model(meta.get("model"), trainer.model, saved.path)

@@ -109,7 +109,7 @@ def train(
         trainer = make(job, config, comm, folder, report, ends_at=ends_at, listens=listens, judge=judged)
         newest, changed = _newest(trainer, allow_changes) if resume else (None, {})
         write_down(trainer, job_path, command, newest, changed)
-        leads = comm.rank == comm.failures.living[0]
+        leads = comm.rank == comm.failures.alive[0]
         if leads and output is None:
             _keep_number(folder)
         pids = getattr(comm, "pids", None)
@@ -141,7 +141,7 @@ def _staying(job_path: Path) -> AbstractContextManager[None]:
 
 
 def _end(comm: Communicator, folder: Path, outcome: Outcome, reason: str | None) -> None:
-    if comm.rank == comm.failures.living[0]:
+    if comm.rank == comm.failures.alive[0]:
         end_run(folder, outcome, reason)
 
 

@@ -48,7 +48,7 @@ def test_peers_are_drawn_uniformly_oneself_included_but_not_the_dead(name):
     def body(comm):
         strategy = problem.make(comm, name, torch.nn.Linear(1, 1), seed=3)
         drawn = [peer for _ in range(steps) for peer in strategy.draw.ranks()]
-        strategy.comm.failures.living = (0, 2, 3)
+        strategy.comm.failures.alive = (0, 2, 3)
         left = {peer for _ in range(50) for peer in strategy.draw.ranks()}
         strategy.close()
         return drawn, left

@@ -70,7 +70,7 @@ def test_the_living_go_on_without_a_rank_that_has_died():
     def body(comm):
         strategy = mixed.linear(comm, NAME)
         strategy.model.params[0].fill_(comm.rank)
-        strategy.comm.failures.living = (0, 2, 3)
+        strategy.comm.failures.alive = (0, 2, 3)
         if comm.rank != 1:
             for _ in range(20):
                 strategy.step(lambda: None)

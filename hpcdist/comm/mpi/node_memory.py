@@ -82,7 +82,7 @@ class NodeMemory(abc.ABC):
 
 
 class OwnedMemory(NodeMemory):
-    """Collective among the living. Memory without MPI, which only its owner's threads change atomically.
+    """Collective among the surviving ranks. Memory without MPI, which only its owner's threads change atomically.
 
     Args:
         comm: the MpiCommunicator; what is mapped is the memory of the ranks of this rank's node.
@@ -101,7 +101,8 @@ class OwnedMemory(NodeMemory):
 
 
 def map_parts(comm, n_bytes: int) -> list[mmap.mmap | memoryview]:
-    """Collective among the living. Make zeroed memory, and map that of all ranks of this rank's node, in their order.
+    """Collective among the surviving ranks. Make zeroed memory, and map that of all ranks of this rank's node, in their
+    order.
 
     Args:
         comm: the MpiCommunicator.

@@ -93,13 +93,13 @@ def frozen_consensus(strategy: Any) -> list[Tensor] | None:
     """
     comm = strategy.comm
     found = comm.gather(repr(sums(strategy.model.frozen)))
-    if len({found[rank] for rank in comm.failures.living}) == 1:
+    if len({found[rank] for rank in comm.failures.alive}) == 1:
         return None
     return mean_over(comm, strategy.model.frozen, _workers(strategy))
 
 
 def _workers(strategy: Any) -> list[int]:
-    return [rank for rank in strategy.config.workers(strategy.comm.size) if rank in strategy.comm.failures.living]
+    return [rank for rank in strategy.config.workers(strategy.comm.size) if rank in strategy.comm.failures.alive]
 
 
 def mean_over(comm: Communicator, tensors: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:

@@ -95,8 +95,8 @@ class Peers:
     @property
     def present(self) -> tuple[int, ...]:
         """The ranks that are not known to have died. Never waits."""
-        dead, living = self._comm.failures.failed(), self._comm.failures.living
-        return tuple(rank for rank in living if rank not in dead) if dead else living
+        dead, alive = self._comm.failures.failed(), self._comm.failures.alive
+        return tuple(rank for rank in alive if rank not in dead) if dead else alive
 
     def _name_lost(self) -> list[str]:
         lost = set(range(self._comm.size)).difference(self.present, self._named)

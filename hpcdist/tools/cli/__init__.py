@@ -69,7 +69,7 @@ def _leave_in_turn(comm) -> int:
     """
     from hpcdist.comm.mpi.world import finalise
 
-    first = comm.rank == comm.failures.living[0]
+    first = comm.rank == comm.failures.alive[0]
     finalise()
     if not first:
         sys.stdout.flush()

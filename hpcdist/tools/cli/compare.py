@@ -181,5 +181,5 @@ def trial(
     folder, summary = train(comm, output, job_end(os.environ) if comm.rank == 0 else None, sys.argv)
     if summary is None:
         raise typer.Exit(LEFT)
-    if comm.rank == comm.failures.living[0]:
+    if comm.rank == comm.failures.alive[0]:
         console.result(folder, summary)

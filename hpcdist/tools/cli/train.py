@@ -69,7 +69,7 @@ def train(
     )
     if summary is None:
         raise typer.Exit(LEFT)
-    if comm.rank == comm.failures.living[0]:
+    if comm.rank == comm.failures.alive[0]:
         console.result(folder, summary)
         if summary.stopped_early is not None:
             console.note(summary.stopped_early)

@@ -189,7 +189,7 @@ def test_hooks_stay_where_a_loop_weighs_its_batches():
     for announced, weight in ((1.0, 3.0), (1.0, 1.0), (1.0, None), (0.0, 2.0), (1.0, 0.0)):
         model.gradients.start_batch(announced)
         if weight is not None:
-            model.gradients.weigh(weight)
+            model.gradients.set_batch_weight(weight)
         module.zero_grad()
         module(torch.ones(1, 2)).sum().backward()
         model.gradients.collect()

@@ -174,8 +174,8 @@ class _Distributed:
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self.attachment.loads += 1
 
-    def weigh(self, n: float) -> None:
-        """Weigh this rank's batch by `n`, what its loss is a mean over: samples that are left, tokens that count.
+    def set_batch_weight(self, n: float) -> None:
+        """Weight this rank's batch by `n`, the number of samples or tokens that its loss is a mean over.
 
         Call it in each step on all workers, before the forward pass. It is collective where a strategy averages the
         gradients of workers that take their steps together (allreduce, hardsync): a gradient then counts n over the
@@ -197,12 +197,20 @@ class _Distributed:
         if self.strategy.adds_up:
             raise rules.error("a sum is weighed")
         if isinstance(model.module, Pipeline):
-            raise rules.error(_MICRO_BATCHES, found="optimizer.weigh()")
+            raise rules.error(_MICRO_BATCHES, found="optimizer.set_batch_weight()")
         if contract.weights_batches and contract.synchronous:
             peers = self.attachment.peers
-            model.gradients.weigh(relative(counts_of(peers, n if model.gradients.counts else 0)[0], peers.rank))
+            model.gradients.set_batch_weight(
+                relative(counts_of(peers, n if model.gradients.counts else 0)[0], peers.rank)
+            )
         elif contract.weights_batches:
-            model.gradients.weigh(float(n > 0))
+            model.gradients.set_batch_weight(float(n > 0))
+
+    def weigh(self, *_: object) -> None:
+        """Refused: the name of before."""
+        raise ConfigError(
+            "optimizer.weigh must be called by its name now; got a call. Write optimizer.set_batch_weight(n)."
+        )
 
     def synchronize(self) -> None:
         """Collective where ranks average gradients. Average those that are not averaged yet, before a step uses them.

@@ -93,7 +93,7 @@ RULES = {
         "{found}. Leave that out, and let the loss be such a mean."
     ),
     "a sum is weighed": _always(
-        "optimizer.weigh() must be left out with loss='sum', with which gradients add up as they are; got a call. "
+        "optimizer.set_batch_weight() must be left out with loss='sum', with which gradients add up as they are; got a call. "
         "Leave it out, or let the loss be a mean."
     ),
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ RULES = {
         "first; call update_bn outside of an evaluation."
     ),
     "the weight of a batch is set in the loader": _always(
-        "loader.weight must be left as it is; got {value}. Call optimizer.weigh(n), with the number of samples or "
+        "loader.weight must be left as it is; got {value}. Call optimizer.set_batch_weight(n), with the number of samples or "
         "tokens that this rank's loss is a mean over."
     ),
     "workers read different data": Rule(

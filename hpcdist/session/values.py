@@ -197,7 +197,7 @@ def _same_kind(told: Any) -> list[Any]:
     for rank, kind in zip(comm.failures.alive[1:], others, strict=True):
         if kind != first:
             raise MismatchError(
-                f"value must have the same shape on every rank; got {first} on rank {comm.failures.living[0]} and "
+                f"value must have the same shape on every rank; got {first} on rank {comm.failures.alive[0]} and "
                 f"{kind} on rank {rank}. Use allgather for values of different lengths."
             )
     return all_told

@@ -181,7 +181,7 @@ class Strategy(abc.ABC):
             model.gradients.looks_at = some_values
         self.adds_up = loss == "sum"
         if self.adds_up:  # a mean of p times the gradients is their sum; servers don't divide
-            model.gradients.weigh_alike(comm.size if self.contract.updates == "here" else 1.0)
+            model.gradients.set_equal_weight(comm.size if self.contract.updates == "here" else 1.0)
         if not self.contract.reads_gradients:
             model.keep_gradients(None)
         spread_model(comm, model)

@@ -21,7 +21,7 @@ from hpcdist.records import StepRecord, Summary
 from hpcdist.session import rules
 from hpcdist.session.curves import Curves
 from hpcdist.session.leaving import Leaving
-from hpcdist.session.loader.period import Weighed, joint_batch, period
+from hpcdist.session.loader.period import WeightedBatch, joint_batch, period
 from hpcdist.session.world import current, require_equal
 from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.train import resume
@@ -303,25 +303,25 @@ class Trainer:
         """Take `count` steps of this epoch from step `first` on. Servers serve meanwhile."""
         steps = range(first, first + count)
         portions = self.strategy.contract.batch == "portions"
-        weighed = self._joint(steps) if portions else self._weighed(batches, steps)
+        weighted = self._joint(steps) if portions else self._weighted(batches, steps)
         take = self._step_in_portions if portions else self._step
-        for step, (x, y) in enumerate(period([self.optimizer], weighed), first):
+        for step, (x, y) in enumerate(period([self.optimizer], weighted), first):
             take(x, y)
             if (step + 1) % self.config.log_every == 0:
                 self.log.report(self.loader.plan.position(step + 1))
 
-    def _weighed(self, batches: Iterator[Batch], steps: Iterable[int]) -> Iterator[Weighed]:
+    def _weighted(self, batches: Iterator[Batch], steps: Iterable[int]) -> Iterator[WeightedBatch]:
         """Draw this worker's batches of these steps."""
         plan, worker = self.loader.plan, self.workers.index(self.replica.others.rank)
         for step in steps:
-            yield Weighed(next(batches), plan.weight(step, worker), ends_epoch=step == plan.steps - 1)
+            yield WeightedBatch(next(batches), plan.weight(step, worker), ends_epoch=step == plan.steps - 1)
 
-    def _joint(self, steps: Iterable[int]) -> Iterator[Weighed]:
+    def _joint(self, steps: Iterable[int]) -> Iterator[WeightedBatch]:
         """Draw the joint batches of all workers, as indices: each worker may read any portion."""
         plan, worker = self.loader.plan, self.workers.index(self.replica.others.rank)
         for step in steps:
             indices, self.strategy.joint = joint_batch(plan, step, worker, self.strategy.config)
-            yield Weighed((indices, self.strategy.joint), ends_epoch=step == plan.steps - 1)
+            yield WeightedBatch((indices, self.strategy.joint), ends_epoch=step == plan.steps - 1)
 
     def _step_in_portions(self, indices: np.ndarray, joint: JointBatch) -> None:
         share = self.config.batch_size * self.config.accumulation

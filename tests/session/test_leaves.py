@@ -44,7 +44,9 @@ hd.finish(model)
 """
 BREAK = EXIT.replace("sys.exit(0)", "break")
 HELD = EXIT.replace("enumerate(loader)", "enumerate(batches := iter(loader))")  # so that it makes no pause
-WEIGHS = EXIT.replace("batch == 3:\n            sys.exit(0)", "batch == 3:\n            optimizer.weigh(len(x))")
+WEIGHS = EXIT.replace(
+    "batch == 3:\n            sys.exit(0)", "batch == 3:\n            optimizer.set_batch_weight(len(x))"
+)
 ALL = "every rank in "
 REQUEST = "rank 1 or rank 2 in Window.wait for a request from any worker"
 EITHER = "rank 1 or rank 2 in Window.wait for a request or a reply"
@@ -64,7 +66,7 @@ def ends(tmp_path, strategy, text, size):
         ("allreduce", 3, BREAK, ALL + "allreduce", r"  rank 2: in gather on world.* at .*: "),
         ("local_sgd", 2, EXIT, ALL, SCRIPT_ENDS),
         ("hardsync", 3, HELD, REQUEST, SCRIPT_ENDS),
-        ("hardsync", 3, WEIGHS, REQUEST, r"  rank 2: in allreduce .*: optimizer.weigh\("),
+        ("hardsync", 3, WEIGHS, REQUEST, r"  rank 2: in allreduce .*: optimizer.set_batch_weight\("),
         pytest.param("hardsync colocated", 3, HELD, EITHER, SCRIPT_ENDS, marks=pytest.mark.extended),
     ],
 )

@@ -112,17 +112,20 @@ REFUSED = {
     ),
     **{
         rf"n must be a finite number, at least 0; got {n}\. Count": (
-            lambda model, optimizer, n=n: made(optimizer, model).weigh(n)
+            lambda model, optimizer, n=n: made(optimizer, model).set_batch_weight(n)
         )
         for n in (-1.0, float("nan"))
     },
     "the loss must be a mean over samples with hpcdist.pipeline, .*; got loss='sum'. Leave that out": (
         lambda model, optimizer: piped(loss="sum")
     ),
-    r"the loss must be a mean over samples with hpcdist.pipeline, .*; got optimizer.weigh\(\). Leave that out": (
-        lambda model, optimizer: piped().weigh(2)
+    r"the loss must be a mean over samples with hpcdist.pipeline, .*; got optimizer.set_batch_weight\(\). Leave that out": (
+        lambda model, optimizer: piped().set_batch_weight(2)
     ),
-    "loader.weight must be left as it is; got 2. Call optimizer.weigh": (
+    r"optimizer.weigh must be called by its name now; .* Write optimizer.set_batch_weight\(n\)": (
+        lambda model, optimizer: made(optimizer, model).weigh(2)
+    ),
+    "loader.weight must be left as it is; got 2. Call optimizer.set_batch_weight": (
         lambda model, optimizer: setattr(hd.shard(loader()), "weight", 2)
     ),
     "model must be the torch.nn.Module that optimizer trains; got NoneType. Pass it second": (

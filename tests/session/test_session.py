@@ -210,7 +210,7 @@ def test_sums_add_up_and_weights_hold_in_a_loop_without_a_loader(strategy):
         optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, **options)
         rows = torch.arange(6.0).reshape(6, 1).split([1, 2, 3])[comm.rank]
         if loss == "mean":
-            optimizer.weigh(len(rows))
+            optimizer.set_batch_weight(len(rows))
         getattr(model(rows), loss)().backward()
         optimizer.step()
         return round(model.weight.item(), 5)

@@ -30,7 +30,7 @@ NEWS_S = 30.0  # how much later than a broken connection MPI may tell of the dea
 
 
 def barrier(mpi: MPI.Intracomm) -> None:
-    """Collective among the surviving ranks. Return once all of them are here, whoever has died; a barrier may then hang."""
+    """Collective among the surviving ranks. Wait until all have called it; MPI's barrier may hang after a death."""
     while True:
         dead = mpi.Get_failed()
         mpi.Ack_failed(dead.size)
@@ -347,7 +347,7 @@ class FaultTolerance(Failures):
             os._exit(status)
 
     def _agree(self, done: bool) -> bool:
-        """Collective among the surviving ranks. Tell whether all are `done`, and shrink the group to the surviving ranks."""
+        """Collective among the surviving ranks. Return whether all are `done`; shrink the group to these ranks."""
         calls = self.calls
         calls.count += 1
         with calls.blocked("shrink", EVERYONE, self.deadline_s):

@@ -16,7 +16,7 @@ from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.strategies.server.strategy import serve_jointly
 
 
-class Weighed(NamedTuple):
+class WeightedBatch(NamedTuple):
     """This rank's batch of one step, and its weight.
 
     `weight` is this rank's number of samples in the step over the workers' mean number; 0 for a batch that does not
@@ -43,7 +43,9 @@ def relative(counts: Tensor, rank: int) -> float:
     return float(counts[rank] * len(counts) / counts.sum()) if counts.any() else 1.0
 
 
-def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when_left: bool = False) -> Iterator[Any]:
+def period(
+    optimizers: Sequence[Any], batches: Iterable[WeightedBatch], *, pauses_when_left: bool = False
+) -> Iterator[Any]:
     """Yield a worker's batches, each of which begins with its weight, and pause after the last; serve on a server.
 
     A server yields nothing: it serves until all workers have paused.

@@ -3,7 +3,7 @@
 All ranks are alike, and the others go on without one that dies. That needs a launcher that lets them live, `mpirun
 --with-ft ulfm`. A rank finds out about a death by itself, so different ranks may know of it from different steps on.
 Decisions of one rank go by the ranks that are `present`; draws and sums that must be equal on all ranks go by
-`comm.failures.living`, which changes where all ranks shrink the group together.
+`comm.failures.alive`, which changes where all ranks shrink the group together.
 """
 
 from __future__ import annotations

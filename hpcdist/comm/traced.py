@@ -60,7 +60,7 @@ def end_timeline(comm: Communicator) -> None:
     timeline.close()
     name = f"rank {comm.rank} ({timeline.role + ', ' if timeline.role else ''}host {platform.node()})"
     own = RankTimeline(
-        rank=comm.rank, name=name, clock=timeline.clock, error_s=timeline.error_s, left_out=timeline.left_out
+        rank=comm.rank, name=name, clock=timeline.clock, error_s=timeline.error_s, dropped=timeline.dropped
     )
     found = [RankTimeline(**one) for one in comm.gather(own.model_dump()) if one is not None]
     seconds = "real" if comm.platform.virtual is None else "virtual"

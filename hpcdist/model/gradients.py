@@ -204,7 +204,7 @@ class Gradients:
         return sum(self.weights) / len(self.weights) if self.weights else self.weight
 
     @property
-    def left_out(self) -> int:
+    def skipped(self) -> int:
         """The number of earlier batches that no step has followed."""
         return self.batch - self.batches_used - (self.batch > self._used_last)
 

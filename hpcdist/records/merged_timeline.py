@@ -27,7 +27,7 @@ class RankTimeline(BaseModel):
     name: str = Field(description="as viewers show it")
     clock: list[tuple[float, float]] = Field(description="moments, and how far this clock was ahead of the first's")
     error_s: float = Field(0.0, description="how wrong the latter may be")
-    left_out: int = 0
+    dropped: int = 0
 
     def common_s(self, own_s: float) -> float:
         """Convert a moment of this rank's clock to the first rank's; the clocks drift apart evenly."""
@@ -51,7 +51,7 @@ def merge_timelines(path: Path, ranks: Sequence[RankTimeline], **about: Any) -> 
     for rank in ranks:
         for event in _events(path, rank, zero_s):
             links.note(event)
-    about |= {"ranks": len(ranks), "left out": {rank.rank: rank.left_out for rank in ranks if rank.left_out}}
+    about |= {"ranks": len(ranks), "dropped": {rank.rank: rank.dropped for rank in ranks if rank.dropped}}
     about["clocks"] = {
         rank.rank: {"ahead, s": [ahead for _, ahead in rank.clock], "error, s": rank.error_s} for rank in ranks
     }

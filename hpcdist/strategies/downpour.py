@@ -158,7 +158,7 @@ class _Worker(Worker):
         strategy, config = self.strategy, self._config
         if self._starts_late and strategy.steps == 0:
             return self._start_late()
-        used, skipped = self.model.gradients.collect(), strategy.gradients.left_out()
+        used, skipped = self.model.gradients.collect(), strategy.gradients.skipped()
         if not skipped:
             strategy.gradients.clip()
             for total, grad in zip(self._sum, self.model.grads, strict=True):

@@ -56,8 +56,8 @@ def load(backend: str, folder: str, size: int):
     return module
 
 
-def main(backend: str, results: Path, left_out: set[str]) -> None:
-    """Run all tests but those whose names are in `left_out`."""
+def main(backend: str, results: Path, skipped: set[str]) -> None:
+    """Run all tests but those whose names are in `skipped`."""
     import torch.distributed as dist
 
     import hpcdist
@@ -88,9 +88,9 @@ def main(backend: str, results: Path, left_out: set[str]) -> None:
 
     store = rendezvous(comm).store
     names = sorted(name for name in dir(Suite) if name.startswith("test"))
-    assert left_out <= set(names), left_out - set(names)
+    assert skipped <= set(names), skipped - set(names)
     for name in names:
-        if name in left_out:
+        if name in skipped:
             continue
         say(test=name, state="begun")
         start = time.perf_counter()

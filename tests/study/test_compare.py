@@ -105,7 +105,7 @@ def test_strategies_that_do_the_same_on_one_rank_share_its_runs(tmp_path):
     found = ComparedRuns(replace(DECLARED, strategies=strategies, seeds=1, rates={"dion": 0.1}), tmp_path)
     folders = {run.name: (Path(run.folder).name, run.overrides) for run in found.plan if run.ranks == 1}
     assert folders["gossip_pull"] == folders["allreduce"] and len(set(folders.values())) == 3
-    assert found.left_out == [
+    assert found.skipped == [
         "on one rank allreduce, gossip_pull all take the optimiser's own steps, in runs that they share"
     ]
     launcher = PretendedRuns()
@@ -113,7 +113,7 @@ def test_strategies_that_do_the_same_on_one_rank_share_its_runs(tmp_path):
     assert len(launcher.made) == 7 == len(set(launcher.made)) and not missing(found.plan, tmp_path)
     assert len(read_runs(tmp_path)) == 8
     rated = ComparedRuns(replace(DECLARED, rates={"gossip_pull": 0.1}), tmp_path / "rated")
-    assert len({run.folder for run in rated.plan}) == 8 and not rated.left_out
+    assert len({run.folder for run in rated.plan}) == 8 and not rated.skipped
 
 
 def test_what_cannot_run_is_left_out_with_a_sentence(tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_what_cannot_run_is_left_out_with_a_sentence(tmp_path, monkeypatch):
     strategies = ("allreduce", "parameter_server:servers=3")
     found = ComparedRuns(replace(DECLARED, strategies=strategies, baselines=("horovod",), ranks=(2, 5)), tmp_path)
     assert [cell.name for cell in found.cells] == ["allreduce", "allreduce", "parameter_server (servers 3)"]
-    served, *others = found.left_out
+    served, *others = found.skipped
     assert served.startswith("parameter_server (servers 3) is left out on 2 ranks: strategy.servers must leave ")
     assert others == [f"horovod is left out on {ranks} ranks: It is not there." for ranks in (2, 5)]
 

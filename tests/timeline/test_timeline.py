@@ -204,10 +204,10 @@ def test_beyond_the_limit_the_first_and_the_last_events_stay(tmp_path):
     trace.check()
     kept = [int(event["name"].split()[1]) for event in trace.spans if event["cat"] == "test"]
     assert sorted(kept)[:400] == list(range(400)) and sorted(kept)[-400:] == list(range(2600, 3000))
-    left_out = trace.content["otherData"]["left out"]["0"]
-    assert len(trace.spans) == 1000 and left_out >= 2000
+    dropped = trace.content["otherData"]["dropped"]["0"]
+    assert len(trace.spans) == 1000 and dropped >= 2000
     (note,) = [event for event in trace.events if event["ph"] == "i"]
-    assert note["name"] == f"{left_out:,} events left out before this one"
+    assert note["name"] == f"{dropped:,} events dropped before this one"
 
 
 @pytest.mark.computes

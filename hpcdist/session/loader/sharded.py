@@ -297,7 +297,8 @@ class ShardedLoader:
             _log.warning(
                 "Batches of a step weigh by their numbers of samples, and the loop calls all ranks between a batch and "
                 "its backward pass. A loss must not be divided by a count that ranks have added up (boxes, tokens): it "
-                "would be weighed twice. Divide it by this rank's own count, and call optimizer.set_batch_weight(count)."
+                "would be counted twice. Divide it by this rank's own count, and call "
+                "optimizer.set_batch_weight(count)."
             )
 
     def _dealt(self, worker: int, workers: int) -> Iterator[WeightedBatch]:

@@ -120,14 +120,14 @@ class LocalGradients:
             )
         return f"skipped: {text}"
 
-    def left_out(self) -> str | None:
+    def skipped(self) -> str | None:
         """Collective in the replica. Return the event if its gradients are not finite, so that they are left out."""
         bad = self.nonfinite()
         return self.leave_out({self._comm.rank: bad}) if bad else None
 
-    def staleness(self, left_out: object) -> tuple[int, ...]:
+    def staleness(self, skipped: object) -> tuple[int, ...]:
         """Return the staleness of this rank's own gradient, (0,); () if it was left out, or its batch weighs 0."""
-        return (0,) if not left_out and self._model.gradients.mean_weight else ()
+        return (0,) if not skipped and self._model.gradients.mean_weight else ()
 
     def take_used(self, of: slice | list[int] = slice(None)) -> Tensor:
         """Return which parameters, all or these, have had a gradient since the last call: 1, or else 0."""
@@ -137,7 +137,7 @@ class LocalGradients:
 
     def step_alone(self, update: Callable[[], None]) -> Outcome:
         """Take the local optimiser's step on this rank's own gradient, left out where that is not finite."""
-        used, event = self._model.gradients.collect(), self.left_out()
+        used, event = self._model.gradients.collect(), self.skipped()
         if event is None:
             self.clip()
             if len(used) == len(self.used):  # else a layer was unfrozen, where nobody asks

@@ -93,7 +93,7 @@ class GradientWorker(Worker):
         strategy, gradients = self.strategy, self.model.gradients
         weight = gradients.mean_weight
         contributes, weight = weight > 0, weight if gradients.weights_batches else 1.0
-        used, skipped = gradients.collect(), strategy.gradients.left_out()
+        used, skipped = gradients.collect(), strategy.gradients.skipped()
         if self._clips and not skipped:
             strategy.gradients.clip(weight)
         stamps = self.stamps()
@@ -325,9 +325,9 @@ class GradientServer(Server):
         if not self._synchronous:
             return
         values = self.aggregate.values
-        left_out = {rank: int(numbers[-1]) for rank, numbers in values.items()}
+        skipped = {rank: int(numbers[-1]) for rank, numbers in values.items()}
         found = unequal(self.strategy.hyperparameters, values, "every worker")
-        found = found or unequal_steps(left_out, "batches that were left out")
+        found = found or unequal_steps(skipped, "batches that were left out")
         if found is not None:
             raise found
 

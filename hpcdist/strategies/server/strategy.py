@@ -295,7 +295,7 @@ class Worker(abc.ABC):
         strategy, rank = self.strategy, self.place.rank
         values = strategy.hyperparameters.values() if strategy.sends_hyperparameters else []
         if strategy.synchronous:
-            values.append(float(self.model.gradients.left_out))
+            values.append(float(self.model.gradients.skipped))
         clocks = zip(self.place.parents, self.replica.clocks, strict=True)
         # This rank's own shard in the model is the newest.
         return {"clocks": [[self.replica.clock if p == rank else clock] for p, clock in clocks], "values": values}

@@ -69,7 +69,7 @@ class ComparedRuns(MadeRuns):
         _require_whole(experiment)
         super().__init__(experiment, folder)
         kept, out = self._possible(self.trained.cells)
-        self.left_out = [*out, *self.trained.unknown]
+        self.skipped = [*out, *self.trained.unknown]
         self.cells = self._sharing(kept)
         self._choose(())
         require_same(folder, experiment)  # after the settings, as a wrong one should be named first
@@ -86,8 +86,8 @@ class ComparedRuns(MadeRuns):
         for cell, reason in reasons:
             if cell.kind == "strategy" and cell.name not in {other.name for other in kept}:
                 raise ConfigError(f"{cell.name} must be able to run on one of the numbers of ranks; got: {reason}")
-        left_out = [(f"{cell.name} is left out on {count(cell.ranks, 'rank')}", why) for cell, why in reasons if why]
-        return kept, [f"{which}: {why}" for which, why in left_out]
+        skipped = [(f"{cell.name} is left out on {count(cell.ranks, 'rank')}", why) for cell, why in reasons if why]
+        return kept, [f"{which}: {why}" for which, why in skipped]
 
     def _sharing(self, kept: Sequence[ComparedCell]) -> list[ComparedCell]:
         """Let strategies that do the same on one rank, the plain optimiser's steps, share the runs of the first one."""
@@ -101,8 +101,8 @@ class ComparedRuns(MadeRuns):
             found.append(cell)
         if alike:
             told = ", ".join([*(first.name for first in firsts.values()), *alike])
-            self.left_out = [
-                *self.left_out,
+            self.skipped = [
+                *self.skipped,
                 f"on one rank {told} all take the optimiser's own steps, in runs that they share",
             ]
         return found
@@ -138,7 +138,7 @@ class ComparedRuns(MadeRuns):
             higher_is_better=self.higher_is_better,
             cells=self.cells,
             runs=self.plan,
-            left_out=self.left_out,
+            skipped=self.skipped,
             tuning={"runs": tune, "first_seed": FIRST_SEED, "chosen": chosen} if tune else None,
         )
 

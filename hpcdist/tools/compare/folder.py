@@ -93,14 +93,14 @@ def write(
     higher_is_better: bool,
     cells: Sequence[ComparedCell],
     runs: Sequence[PlannedRun],
-    left_out: Sequence[str] = (),
+    skipped: Sequence[str] = (),
     tuning: Mapping[str, Any] | None = None,
 ) -> None:
     """Write `comparison.json`.
 
     Args:
         cells: in the order in which they were declared, the first of which is the reference unless `allreduce` is.
-        left_out: sentences that say what can't be run, and why.
+        skipped: sentences that say what can't be run, and why.
         tuning: rates that were chosen, and by what.
     """
     names = [cell.name for cell in cells if cell.kind == "strategy"]
@@ -110,7 +110,7 @@ def write(
         "higher_is_better": higher_is_better,
         "reference": "allreduce" if "allreduce" in names else next(iter(names), None),
         "tuning": tuning,
-        "left_out": list(left_out),
+        "left_out": list(skipped),
         "declared": asdict(experiment),
         "runs": [
             {key: getattr(run, key) for key in ("folder", "name", "kind", "ranks", "seed")} | {"set": run.overrides}

@@ -122,13 +122,13 @@ class MadeRuns(abc.ABC):
         experiment: what was asked for.
         folder: of all files.
         plan: the runs that are known so far.
-        left_out: sentences about what can't be run.
+        skipped: sentences about what can't be run.
         failed: a run has failed; its folder says why, and the same call makes it again.
     """
 
     experiment: Comparison | Sweep
     plan: Sequence[PlannedRun]
-    left_out: Sequence[str] = ()
+    skipped: Sequence[str] = ()
     failed = False
 
     def __init__(self, experiment: Comparison | Sweep, folder: Path):
@@ -191,7 +191,7 @@ def run_all(runs: MadeRuns, launcher: Launcher, workers: int = 1) -> bool:
         launcher, workers: see `Runner`.
     """
     output = runs.folder
-    for sentence in runs.left_out:
+    for sentence in runs.skipped:
         console.note(sentence)
     with (
         claimed(output),

@@ -45,7 +45,7 @@ class SweptRuns(MadeRuns):
         self._trials = Trials(folder, experiment)
         self.plan = plan(experiment, cells(experiment))  # trials that have not begun have no settings of their own yet
         super().__init__(experiment, folder)
-        self.left_out, self._evaluations = self.trained.unknown, self.trained.evaluations
+        self.skipped, self._evaluations = self.trained.unknown, self.trained.evaluations
         self._planned: dict[tuple[int, int], PlannedRun] = {}  # of trials that have begun
         self._trained: dict[str, int] = {}  # samples of runs that have ended
         self._require_prunable()

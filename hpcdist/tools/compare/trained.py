@@ -98,9 +98,9 @@ class TrainedScript:
             )
         self._asked = asks_for(experiment.job, experiment.arguments or ())
         self._require_given(self._asked)
-        left_out = ", and there are no serial controls" * controls
+        skipped = ", and there are no serial controls" * controls
         self.cells = cells(experiment)
-        self.unknown = [f"{experiment.job} alone knows its batch and when it ends: runs are not cut{left_out}"]
+        self.unknown = [f"{experiment.job} alone knows its batch and when it ends: runs are not cut{skipped}"]
 
     def _require_given(self, asked: set[str]) -> None:
         """Raise ConfigError where the script asks for what no run has, or does not ask for what differs in runs."""

@@ -98,7 +98,7 @@ def submit_missing(made: MadeRuns, site: str, overrides: Sequence[str], at_once:
     left = [run for run in missing(made.plan, output) if output / run.folder not in waiting]
     specs = specify(made.experiment, left, output, site, overrides, at_once)
     findings = dict.fromkeys(finding for spec in specs for finding in examine(spec, profile))
-    for sentence in (*made.left_out, *map(str, findings)):
+    for sentence in (*made.skipped, *map(str, findings)):
         console.note(sentence)
     if any(finding.level == "error" for finding in findings):
         return True

@@ -652,9 +652,9 @@ def test_a_report_as_json_and_csv_has_the_numbers_of_the_page(hpcdist):
     (page,) = json.loads(Path("page/runs.json").read_text())["jobs"]
     (job,) = json.loads(hpcdist("report", "it", "--json")[1])
     assert (job["job"], job["metric"], job["target"]) == ("digits", "accuracy", 0.97)
-    (row,), (cell,) = job["rows"], page["cells"]
-    assert all(row[key] == cell[key] for key in ("name", "ranks", "virtual", "runs", "ended", "reached"))
-    assert row["metric.accuracy"] == cell["final"] and row["time_to_target_s"] == cell["seconds_to_target"]
+    (row,), (group,) = job["rows"], page["cells"]
+    assert all(row[key] == group[key] for key in ("name", "ranks", "virtual", "runs", "ended", "reached"))
+    assert row["metric.accuracy"] == group["final"] and row["time_to_target_s"] == group["seconds_to_target"]
     (line,) = csv.DictReader(hpcdist("report", "it", "--csv")[1].splitlines())
     with open("page/runs.csv", newline="") as file:
         mean = fmean(float(run["wall_s"]) for run in csv.DictReader(file))

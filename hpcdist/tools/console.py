@@ -186,7 +186,7 @@ def rows(
     columns = shutil.get_terminal_size().columns if _is_shown() else None
     widths = dict.fromkeys(texts, sys.maxsize) if columns is None else _fitting(heads, texts, left, typed, columns)
     shown = {key: [_folded(text, widths[key]) if key in left else text for text in texts[key]] for key in widths}
-    widths = {key: max(map(_width, [heads[key], *cells])) for key, cells in shown.items()}
+    widths = {key: max(map(_width, [heads[key], *groups])) for key, groups in shown.items()}
     if title is not None:
         line(title)
     head = _lines([heads[key] for key in widths], widths, left, above=True)
@@ -231,14 +231,14 @@ def _width(text: str) -> int:
     """Return the columns that a text of several lines takes."""
     if text.isascii() and "\n" not in text:
         return len(text)
-    from rich.cells import cell_len
+    from rich.groups import cell_len
 
     return max(map(cell_len, text.split("\n")))
 
 
-def _lines(cells: Sequence[str], widths: Mapping[str, int], left: Sequence[str], *, above: bool = False) -> list[str]:
+def _lines(groups: Sequence[str], widths: Mapping[str, int], left: Sequence[str], *, above: bool = False) -> list[str]:
     """Write a row of a table; cells with fewer lines than others have empty ones below, or `above`."""
-    parts = [cell.split("\n") for cell in cells]
+    parts = [group.split("\n") for group in groups]
     height = max(map(len, parts))
     parts = [[""] * (height - len(part)) + part if above else part + [""] * (height - len(part)) for part in parts]
     found = []

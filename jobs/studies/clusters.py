@@ -21,11 +21,11 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import typer
+from kit.groups import CellRuns, EndedRun, declare_cell, search
 
 from hpcdist.tools.compare.comparison import FIRST_SEED
-from hpcdist.tools.compare.plan import ComparedCell
+from hpcdist.tools.compare.plan import ComparedGroup
 from hpcdist.tools.statistics import interval
-from kit.cells import CellRuns, EndedRun, declare_cell, search
 from kit.output import Claim, Study, paragraphs, start
 from kit.pairs import difference, excludes
 
@@ -56,7 +56,7 @@ class Scale:
     batches: int = 8_000  # of all workers together: two passes
     seeds: int = 5
 
-    def declare(self, rule: Rule, power: int) -> ComparedCell:
+    def declare(self, rule: Rule, power: int) -> ComparedGroup:
         """Declare the runs of a rule with ν = 10^(power/2)."""
         settings = {
             "strategy": {**dict(rule.strategy), "period": PERIOD, "outer_lr": round(10 ** (power / 2), 4)},
@@ -154,11 +154,11 @@ def claims(results: Results) -> list[Claim]:
 
 
 # --- the study --------------------------------------------------------------------------------------------------------
-def choose(cells: CellRuns, scale: Scale, rule: Rule) -> int:
+def choose(groups: CellRuns, scale: Scale, rule: Rule) -> int:
     """Search the rule's ν, as a power of √10."""
 
     def measure(power: int) -> float:
-        (run,) = cells.measure(scale.declare(rule, power), [FIRST_SEED])
+        (run,) = groups.measure(scale.declare(rule, power), [FIRST_SEED])
         return run.summary.metrics["accuracy"]
 
     return search(measure, lambda accuracy: -accuracy, -1, {})
@@ -172,10 +172,10 @@ def main(
 ) -> None:
     scale = QUICK if quick else Scale(hidden=hidden)
     settings = {"data": {"path": str(output / f"clusters-{scale.points}.h5")}}
-    with CellRuns(JOB, output, workers, settings=settings, cluster={"network": NETWORK}) as cells:
-        cells.make_data()
-        powers = cells.each(lambda rule: choose(cells, scale, rule), RULES, "ν searched")
-        made = cells.make({rule: scale.declare(rule, powers[rule]) for rule in RULES}, range(scale.seeds))
+    with CellRuns(JOB, output, workers, settings=settings, cluster={"network": NETWORK}) as groups:
+        groups.make_data()
+        powers = groups.each(lambda rule: choose(groups, scale, rule), RULES, "ν searched")
+        made = groups.make({rule: scale.declare(rule, powers[rule]) for rule in RULES}, range(scale.seeds))
     results, study = Results(powers, made), Study(output)
     title = f"{scale.hidden} hidden units, {scale.batches:,} batches of {BATCH}, {scale.seeds} seeds"
     study.write_csv("table.csv", study.table(title, results.rows(), "; means with 95 % intervals"))

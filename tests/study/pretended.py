@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from kit.groups import EndedRun
+
 from hpcdist.config import load
 from hpcdist.errors import RunError
 from hpcdist.records import Evaluation, Summary, append_evaluation, write_summary
 from hpcdist.tools.compare.plan import PlannedRun
-from kit.cells import EndedRun
 from study import evidence
 
 

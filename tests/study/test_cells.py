@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from kit.groups import TUNING, CellRuns, at_rate, declare_cell, search
 
 from hpcdist.errors import ConfigError, HpcdistError, RunError
 from hpcdist.records import load_summary
 from hpcdist.tools.runs import FAILURE
-from kit.cells import TUNING, CellRuns, at_rate, declare_cell, search
 from kit.output import start
 from study.pretended import PretendedRuns
 
@@ -46,7 +46,7 @@ def job(tmp_path) -> Path:
     return tmp_path / "job.py"
 
 
-def cells(**settings: object) -> dict:
+def groups(**settings: object) -> dict:
     where = {"strategy": "allreduce", "loop": "job.py:loop", **settings}
     return {
         ranks: declare_cell(f"allreduce on {ranks}", ranks, {**where, "batch": ranks}, loop="job.py:loop")
@@ -57,7 +57,7 @@ def cells(**settings: object) -> dict:
 def test_every_run_is_made_once_and_comes_by_cell(job, tmp_path, capsys):
     launcher = PretendedRuns()
     study = CellRuns(job, tmp_path / "out", launcher=launcher)
-    two, one = cells().values()
+    two, one = groups().values()
     found = study.make({"a": two, "b": one, "as a": two}, [3, 1])
     assert [[run.summary.seed for run in runs] for runs in found.values()] == [[3, 1]] * 3
     assert found["a"] == found["as a"] and [run.summary.ranks for run in found["b"]] == [1, 1]
@@ -75,7 +75,7 @@ def test_a_run_is_another_one_with_other_settings_or_another_job(job, tmp_path):
     launcher = PretendedRuns()
 
     def make(**settings: object) -> int:
-        CellRuns(job, tmp_path / "out", launcher=launcher).make(cells(**settings), [0])
+        CellRuns(job, tmp_path / "out", launcher=launcher).make(groups(**settings), [0])
         return len(launcher.made)
 
     assert [make(), make(x=1), make(x=1), make(x=2)] == [2, 4, 4, 6]
@@ -85,22 +85,22 @@ def test_a_run_is_another_one_with_other_settings_or_another_job(job, tmp_path):
 
 def test_a_run_that_fails_does_not_keep_the_others_from_being_made(job, tmp_path):
     with pytest.raises(RunError, match=rf"1 runs have failed: see {FAILURE} in .*allreduce_on_2.*makes them again"):
-        CellRuns(job, tmp_path, launcher=PretendedRuns("allreduce on 2")).make(cells(), [0])
+        CellRuns(job, tmp_path, launcher=PretendedRuns("allreduce on 2")).make(groups(), [0])
     launcher = PretendedRuns()
     study = CellRuns(job, tmp_path, launcher=launcher)
-    study.make(cells(), [0])
+    study.make(groups(), [0])
     assert [Path(run).name[:14] for run in launcher.made] == ["allreduce_on_2"]
     with pytest.raises(RunError, match=rf"allreduce_on_1.* has failed: see {FAILURE} there"):
         failing = CellRuns(job, tmp_path, launcher=PretendedRuns("allreduce on 1, optimizer.lr=0.5"))
-        failing.measure(at_rate(cells()[1], 0.5), [1000])
+        failing.measure(at_rate(groups()[1], 0.5), [1000])
 
 
 def test_rates_are_chosen_on_runs_that_no_report_shows(job, tmp_path, capsys):
     study = CellRuns(job, tmp_path, launcher=PretendedRuns())
-    found = study.each(lambda rate: study.measure(at_rate(cells()[1], rate), [1000]), [0.008, 0.004], "rates")
+    found = study.each(lambda rate: study.measure(at_rate(groups()[1], rate), [1000]), [0.008, 0.004], "rates")
     better, worse = (found[rate][0].summary.metrics["accuracy"] for rate in (0.008, 0.004))
     assert better > worse and "rates: 2 of 2" in capsys.readouterr().err
-    study.make(cells(), [1000], "one learner", TUNING)
+    study.make(groups(), [1000], "one learner", TUNING)
     assert len(list((tmp_path / TUNING).iterdir())) == 4 and not (tmp_path / "comparison.json").exists()
 
 

@@ -120,7 +120,7 @@ def test_what_cannot_run_is_left_out_with_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(baselines.load("horovod"), "why_not", staticmethod(lambda: "It is not there."))
     strategies = ("allreduce", "parameter_server:servers=3")
     found = ComparedRuns(replace(DECLARED, strategies=strategies, baselines=("horovod",), ranks=(2, 5)), tmp_path)
-    assert [cell.name for cell in found.cells] == ["allreduce", "allreduce", "parameter_server (servers 3)"]
+    assert [group.name for group in found.groups] == ["allreduce", "allreduce", "parameter_server (servers 3)"]
     served, *others = found.skipped
     assert served.startswith("parameter_server (servers 3) is left out on 2 ranks: strategy.servers must leave ")
     assert others == [f"horovod is left out on {ranks} ranks: It is not there." for ranks in (2, 5)]
@@ -161,7 +161,7 @@ def test_without_a_folder_the_same_command_goes_on_and_another_one_has_a_new_fol
 def test_a_simulation_goes_on_whatever_its_steps_were_measured_to_take(tmp_path):
     cluster = {"network": "20us,10Gbit/s", "compute": "measured"}
     measured = replace(DECLARED, virtual={**cluster, "step_s": {"8": 0.01}})
-    folder.write(tmp_path / "simulate", measured, higher_is_better=True, cells=(), runs=())
+    folder.write(tmp_path / "simulate", measured, higher_is_better=True, groups=(), runs=())
     for compute, found in (("measured", "simulate"), ("0.1", "simulate-2")):
         declared = replace(DECLARED, virtual={**cluster, "compute": compute})
         assert folder.default(tmp_path / "simulate", declared) == tmp_path / found
@@ -234,7 +234,7 @@ def test_seconds_to_the_target_are_one_number_on_the_terminal_the_page_in_csv_an
     assert "seconds to 50 %, geometric mean</th>" in page and "seconds of training, geometric mean" in page
     assert f">{shown}<" in page and ">8 at best<" in page
     (content,) = json.loads((tmp_path / "report/runs.json").read_text())["jobs"]
-    found = {cell["name"]: cell["seconds_to_target"] for cell in content["cells"]}
+    found = {group["name"]: group["seconds_to_target"] for group in content["cells"]}
     assert found["allreduce"]["geometric_mean"] == pytest.approx(12) and found["gossip_pull"] is None
     with open(tmp_path / "report/runs.csv", encoding="utf-8") as lines:
         seconds = [row["time_to_target_s"] for row in csv.DictReader(lines)]

@@ -107,7 +107,7 @@ def test_runs_that_nobody_planned_are_grouped_by_what_differs(tmp_path):
     (tmp_path / "study" / "comparison.json").write_text("{}")
     evidence.write_run(tmp_path / "study" / "tuning" / "a", seed=1000)
     findings = analyse(only_job(tmp_path))
-    assert {cell.label: [run.seed for run in cell.runs] for cell in findings.cells} == {
+    assert {group.label: [run.seed for run in group.runs] for group in findings.groups} == {
         "allreduce, 2 ranks": [0, 1, 0],
         "allreduce, 2 ranks, virtual": [0],
         "softsync (splits 1), 2 ranks": [0, 1],
@@ -115,7 +115,7 @@ def test_runs_that_nobody_planned_are_grouped_by_what_differs(tmp_path):
     }
     assert findings.job.reference == "allreduce" and findings.job.metric == "accuracy"
     assert [one.run.failure for one in findings.failures] == ["has begun and not ended"]
-    assert [contrast.cell.virtual for contrast in findings.contrasts] == [False, False], "never against real time"
+    assert [contrast.group.virtual for contrast in findings.contrasts] == [False, False], "never against real time"
 
 
 def test_each_job_has_names_and_a_reference_of_its_own(tmp_path):
@@ -155,7 +155,7 @@ def test_runs_of_one_seed_are_all_counted_and_a_target_may_be_lower_than_the_fir
         evidence.write_run(tmp_path / name)
     findings = analyse(only_job(tmp_path, ("loss", 0.1)))
     assert not findings.job.higher_is_better
-    assert findings.cells[0].seconds_to_target == {(0, 0): 6.0, (0, 1): 6.0}
+    assert findings.groups[0].seconds_to_target == {(0, 0): 6.0, (0, 1): 6.0}
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_the_first_on_several_ranks_is_held_against_one_rank(tmp_path):
             {"name": "softsync", "strategy": "softsync", "ranks": 2, "seed": seed, "seconds": 4.0 + seed},
         ]
     findings = found_in(tmp_path / "a", runs)
-    assert [contrast.cell.label for contrast in findings.contrasts] == ["softsync, 2 ranks"], "none on one rank"
+    assert [contrast.group.label for contrast in findings.contrasts] == ["softsync, 2 ranks"], "none on one rank"
     assert judge(findings).reasons[0] == (
         "`softsync` on 2 ranks was the first of all that reached 97 %: 2.63 times sooner (95 % interval 1.92 to 3.6) "
         "than `allreduce` on 1 rank; final accuracy 98 % against 98 %."

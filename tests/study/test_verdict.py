@@ -200,16 +200,16 @@ def test_the_headline_of(tmp_path, capsys, name):
     shown = table.tables([analysis])
     assert table.as_data(shown)[0]["verdict"] == said
     table.show(shown)
-    assert said in capsys.readouterr().out or len(analysis.cells) == 1
+    assert said in capsys.readouterr().out or len(analysis.groups) == 1
 
     # No claim below three seeds, no share outside of 0 and 1.
     for one in analysis.contrasts:
-        few = min(len(one.cell.ended), len(one.reference.ended)) < LEAST_SEEDS
+        few = min(len(one.group.ended), len(one.reference.ended)) < LEAST_SEEDS
         assert not few or (math.isnan(one.p_sooner) and math.isnan(one.p_better) and one.standing() == "unknown")
-    for cell in analysis.cells:
-        accuracy = cell.mean("metric.accuracy")
+    for group in analysis.groups:
+        accuracy = group.mean("metric.accuracy")
         assert accuracy is None or not (accuracy.low < 0 or accuracy.high > 1)
-        assert accuracy is None or math.isnan(accuracy.low) == (len(cell["metric.accuracy"]) < LEAST_SEEDS)
+        assert accuracy is None or math.isnan(accuracy.low) == (len(group["metric.accuracy"]) < LEAST_SEEDS)
 
 
 def test_times_that_only_rounding_tells_apart_are_the_same(tmp_path):
@@ -239,7 +239,7 @@ def test_equal_differences_are_doubted_where_the_test_set_is_known(tmp_path):
         for one in job.runs:
             one.run.summary.test_samples = tested
         found[tested] = analyse(job)
-    assert found[None].contrasts[0].better.p == 0.0 and found[None].cells[0].final_mean.half == 0
+    assert found[None].contrasts[0].better.p == 0.0 and found[None].groups[0].final_mean.half == 0
     (contrast,) = found[120].contrasts
     assert contrast.better.low < 0 < contrast.better.high and contrast.better.p == pytest.approx(0.41, abs=0.01)
-    assert contrast.standing() == "alike" and found[120].cells[0].final_mean.half > 0.02
+    assert contrast.standing() == "alike" and found[120].groups[0].final_mean.half > 0.02

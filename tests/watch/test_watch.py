@@ -436,8 +436,8 @@ def test_the_page_in_a_browser(tmp_path):
       document.getElementById('controls').dispatchEvent(new Event('input'));
     """
     plot = "document.querySelector('.card:not([hidden]) .plot')"
-    cells = "one => [...one.cells].map(cell => cell.innerText.trim()).join(' ')"
-    legend = f"[...{plot}.querySelectorAll('.u-series:not(.faint)')].map({cells})"
+    groups = "one => [...one.cells].map(cell => cell.innerText.trim()).join(' ')"
+    legend = f"[...{plot}.querySelectorAll('.u-series:not(.faint)')].map({groups})"
     page = browser.Browser(browser.program())
 
     def mouse(kind: str, part: float, buttons: int = 0) -> None:

@@ -19,7 +19,7 @@ from hpcdist.records import Summary, load_summary
 from hpcdist.tools import baselines, console, report
 from hpcdist.tools.compare.experiment import Comparison
 from hpcdist.tools.compare.folder import require_same, write
-from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, mean_metric, plan
+from hpcdist.tools.compare.plan import ComparedGroup, PlannedRun, mean_metric, plan
 from hpcdist.tools.compare.run_all import MadeRuns, Runner, missing
 from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.page import sections_of
@@ -68,37 +68,37 @@ class ComparedRuns(MadeRuns):
     def __init__(self, experiment: Comparison, folder: Path):
         _require_whole(experiment)
         super().__init__(experiment, folder)
-        kept, out = self._possible(self.trained.cells)
+        kept, out = self._possible(self.trained.groups)
         self.skipped = [*out, *self.trained.unknown]
-        self.cells = self._sharing(kept)
+        self.groups = self._sharing(kept)
         self._choose(())
         require_same(folder, experiment)  # after the settings, as a wrong one should be named first
 
-    def _possible(self, every: Sequence[ComparedCell]) -> tuple[list[ComparedCell], list[str]]:
+    def _possible(self, every: Sequence[ComparedGroup]) -> tuple[list[ComparedGroup], list[str]]:
         """Divide cells into those that can run, and a sentence for each of the others.
 
         Raises:
             ConfigError: a setting is wrong, or a strategy is left out on every number of ranks.
         """
-        firsts = [cell.run(self.experiment, seed=0) for cell in every]
-        reasons = [(cell, self.trained.refusal(run)) for cell, run in zip(every, firsts, strict=True)]
-        kept = [cell for cell, reason in reasons if reason is None]
-        for cell, reason in reasons:
-            if cell.kind == "strategy" and cell.name not in {other.name for other in kept}:
-                raise ConfigError(f"{cell.name} must be able to run on one of the numbers of ranks; got: {reason}")
-        skipped = [(f"{cell.name} is left out on {count(cell.ranks, 'rank')}", why) for cell, why in reasons if why]
+        firsts = [group.run(self.experiment, seed=0) for group in every]
+        reasons = [(group, self.trained.refusal(run)) for group, run in zip(every, firsts, strict=True)]
+        kept = [group for group, reason in reasons if reason is None]
+        for group, reason in reasons:
+            if group.kind == "strategy" and group.name not in {other.name for other in kept}:
+                raise ConfigError(f"{group.name} must be able to run on one of the numbers of ranks; got: {reason}")
+        skipped = [(f"{group.name} is left out on {count(group.ranks, 'rank')}", why) for group, why in reasons if why]
         return kept, [f"{which}: {why}" for which, why in skipped]
 
-    def _sharing(self, kept: Sequence[ComparedCell]) -> list[ComparedCell]:
+    def _sharing(self, kept: Sequence[ComparedGroup]) -> list[ComparedGroup]:
         """Let strategies that do the same on one rank, the plain optimiser's steps, share the runs of the first one."""
-        firsts: dict[float | None, ComparedCell] = {}  # by the learning rate that the user has given
+        firsts: dict[float | None, ComparedGroup] = {}  # by the learning rate that the user has given
         found, alike = [], []
-        for cell in kept:
-            if cell.kind == "strategy" and cell.ranks == 1 and self.trained.is_plain(cell):
-                first = firsts.setdefault(self.experiment.rates.get(cell.rate_key), cell)
-                alike += [cell.name] * (cell is not first)
-                cell = replace(first, name=cell.name)
-            found.append(cell)
+        for group in kept:
+            if group.kind == "strategy" and group.ranks == 1 and self.trained.is_plain(group):
+                first = firsts.setdefault(self.experiment.rates.get(group.rate_key), group)
+                alike += [group.name] * (group is not first)
+                group = replace(first, name=group.name)
+            found.append(group)
         if alike:
             told = ", ".join([*(first.name for first in firsts.values()), *alike])
             self.skipped = [
@@ -112,7 +112,7 @@ class ComparedRuns(MadeRuns):
         self._chosen, experiment = chosen, self.experiment
         rates = {(key, ranks): rate for key, rate in experiment.rates.items() for ranks in experiment.ranks}
         rates |= {(one.name, one.ranks): one.rate for one in chosen}
-        self.plan = plan(experiment, self.cells, rates)
+        self.plan = plan(experiment, self.groups, rates)
 
     # --- what the runs are made by ------------------------------------------------------------------------------------
     def make(self, runner: Runner) -> list[PlannedRun]:
@@ -136,7 +136,7 @@ class ComparedRuns(MadeRuns):
             self.folder,
             self.experiment,
             higher_is_better=self.higher_is_better,
-            cells=self.cells,
+            groups=self.groups,
             runs=self.plan,
             skipped=self.skipped,
             tuning={"runs": tune, "first_seed": FIRST_SEED, "chosen": chosen} if tune else None,
@@ -148,27 +148,27 @@ class ComparedRuns(MadeRuns):
 
         A folder that holds the runs of a search, or some of them, goes on with it.
         """
-        firsts = {(cell.rate_key, cell.ranks): cell for cell in reversed(self.cells)}
+        firsts = {(group.rate_key, group.ranks): group for group in reversed(self.groups)}
         with runner.shown("learning rates", len(firsts) * self.experiment.tune):
-            self._choose([self._search(cell, runner) for cell in reversed(firsts.values())])
+            self._choose([self._search(group, runner) for group in reversed(firsts.values())])
         for one in self._chosen:
             print(one)
         self.write()
         return self._chosen
 
-    def _search(self, cell: ComparedCell, runner: Runner) -> ChosenRate:
+    def _search(self, group: ComparedGroup, runner: Runner) -> ChosenRate:
         first = self.trained.first_rate or 0.0
 
         def measure(power: int, repeated: int) -> Summary | None:
             rate = first * 2.0**power
-            at_rate = replace(cell, stem=f"{cell.stem}-lr={rate:g}")
+            at_rate = replace(group, stem=f"{group.stem}-lr={rate:g}")
             run = at_rate.run(self.experiment, FIRST_SEED + repeated, rate, "tuning")
             return None if runner.run_all([run]) else load_summary(self.folder / run.folder)
 
         best, known = search_within(self.experiment.tune, measure, self._merit)
         means = {first * 2.0**power: mean_metric(found, self.experiment.metric) for power, found in known.items()}
         between = best - 1 in known and best + 1 in known
-        return ChosenRate(cell.rate_key, cell.ranks, first * 2.0**best, means, between)
+        return ChosenRate(group.rate_key, group.ranks, first * 2.0**best, means, between)
 
     def _merit(self, found: Sequence[Summary | None]) -> tuple[float, float]:
         """Judge a rate by the metric, and where that is equal by the loss: the less the better."""

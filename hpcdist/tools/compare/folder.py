@@ -13,7 +13,7 @@ from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import replace_durably
 from hpcdist.records.files import checked
 from hpcdist.tools.compare.experiment import Experiment, Sweep
-from hpcdist.tools.compare.plan import ComparedCell, PlannedRun
+from hpcdist.tools.compare.plan import ComparedGroup, PlannedRun
 from hpcdist.tools.runs import COMPARISON, read_comparison
 
 VERSION = 1
@@ -91,7 +91,7 @@ def write(
     experiment: Experiment,
     *,
     higher_is_better: bool,
-    cells: Sequence[ComparedCell],
+    groups: Sequence[ComparedGroup],
     runs: Sequence[PlannedRun],
     skipped: Sequence[str] = (),
     tuning: Mapping[str, Any] | None = None,
@@ -99,11 +99,11 @@ def write(
     """Write `comparison.json`.
 
     Args:
-        cells: in the order in which they were declared, the first of which is the reference unless `allreduce` is.
+        groups: in the order in which they were declared, the first of which is the reference unless `allreduce` is.
         skipped: sentences that say what can't be run, and why.
         tuning: rates that were chosen, and by what.
     """
-    names = [cell.name for cell in cells if cell.kind == "strategy"]
+    names = [group.name for group in groups if group.kind == "strategy"]
     found = {
         "version": VERSION,
         **{key: getattr(experiment, key) for key in ("job", "metric", "target", "budget", "virtual")},

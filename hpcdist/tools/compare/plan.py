@@ -50,7 +50,7 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class ComparedCell:
+class ComparedGroup:
     """The runs of one name on so many ranks, which differ in their seeds.
 
     Attributes:
@@ -108,9 +108,9 @@ def title(strategy: str) -> str:
 
 
 # --- the cells and the runs of an experiment --------------------------------------------------------------------------
-def cells(
+def groups(
     experiment: Comparison | Sweep, batch_size: int = 1, accumulation: int = 1, stages: int = 1
-) -> list[ComparedCell]:
+) -> list[ComparedGroup]:
     """List all cells: each strategy and baseline on each number of ranks, and serial controls for each above 1.
 
     Those of a sweep are its trials, before their settings are drawn.
@@ -124,7 +124,7 @@ def cells(
         stages: ranks of a replica.
     """
     if isinstance(experiment, Sweep):
-        return [trial_cell(experiment, number) for number in range(len(points(experiment)))]
+        return [trial_group(experiment, number) for number in range(len(points(experiment)))]
     found, whole = [], WHOLE if stages > 1 else ()
     for ranks in experiment.ranks:
         samples = batch_size * accumulation * max(1, ranks // stages)
@@ -132,24 +132,26 @@ def cells(
             name, options = read_strategy(strategy)
             settings = (f"strategy={name}", *(f"strategy.{option}" for option in options))
             stem = file_name("-".join([label(name), *options]))
-            found.append(ComparedCell(title(strategy), "strategy", ranks, samples, settings, stem, strategy))
+            found.append(ComparedGroup(title(strategy), "strategy", ranks, samples, settings, stem, strategy))
         for baseline in experiment.baselines:
-            found.append(ComparedCell(baseline, "baseline", ranks, samples, (), baseline, baseline))
+            found.append(ComparedGroup(baseline, "baseline", ranks, samples, (), baseline, baseline))
     if experiment.virtual is not None and experiment.controls and 1 not in experiment.ranks:  # what speed-ups are over
         samples, settings = batch_size * accumulation, ("strategy=allreduce", *whole)
-        found.append(ComparedCell("one rank", "serial", 1, samples, settings, "serial", "serial"))
+        found.append(ComparedGroup("one rank", "serial", 1, samples, settings, "serial", "serial"))
     controlled = experiment.controls and experiment.arguments is None  # nobody else knows a script's batch
     for replicas in sorted({max(1, ranks // stages) for ranks in experiment.ranks if ranks > 1 and controlled}):
         batch, samples = batch_size * replicas, batch_size * accumulation * replicas
         settings, stem = ("strategy=allreduce", f"batch_size={batch}", *whole), f"serial-batch={batch}"
         key = f"serial, batch {batch}"
-        found.append(ComparedCell(key, "serial", 1, samples, settings, stem, key))
+        found.append(ComparedGroup(key, "serial", 1, samples, settings, stem, key))
         averaged = (*settings, "average_iterates=true")
-        found.append(ComparedCell(f"{key}, averaged iterates", "serial", 1, samples, averaged, f"{stem}-averaged", key))
+        found.append(
+            ComparedGroup(f"{key}, averaged iterates", "serial", 1, samples, averaged, f"{stem}-averaged", key)
+        )
     return found
 
 
-def trial_cell(sweep: Sweep, number: int, settings: Sequence[str] = ()) -> ComparedCell:
+def trial_group(sweep: Sweep, number: int, settings: Sequence[str] = ()) -> ComparedGroup:
     """Return the cell of a sweep's trial, with the settings that were drawn for it, each KEY=VALUE; none before that.
 
     The samples of its step are unknown.
@@ -157,11 +159,11 @@ def trial_cell(sweep: Sweep, number: int, settings: Sequence[str] = ()) -> Compa
     name, options = read_strategy(sweep.strategy)
     own = (f"strategy={name}", *(f"strategy.{option}" for option in options), *settings)
     named = ", ".join(settings) or f"trial {number}"
-    return ComparedCell(named, "strategy", sweep.ranks, 0, own, f"trial-{number:03}")
+    return ComparedGroup(named, "strategy", sweep.ranks, 0, own, f"trial-{number:03}")
 
 
 def plan(
-    experiment: Experiment, kept: Sequence[ComparedCell], rates: Mapping[tuple[str, int], float] | None = None
+    experiment: Experiment, kept: Sequence[ComparedGroup], rates: Mapping[tuple[str, int], float] | None = None
 ) -> tuple[PlannedRun, ...]:
     """List the runs in the order in which they are made: those of a sweep trial by trial, others seed by seed.
 
@@ -177,11 +179,11 @@ def plan(
     """
     seeds = range(experiment.seeds)
     if isinstance(experiment, Sweep):
-        return tuple(cell.run(experiment, seed) for cell in kept for seed in seeds)
+        return tuple(group.run(experiment, seed) for group in kept for seed in seeds)
     chosen, shuffled = rates or {}, random.Random(0)
     order: list[PlannedRun] = []
     for seed in seeds:
-        of_seed = [cell.run(experiment, seed, chosen.get((cell.rate_key, cell.ranks))) for cell in kept]
+        of_seed = [group.run(experiment, seed, chosen.get((group.rate_key, group.ranks))) for group in kept]
         shuffled.shuffle(of_seed)
         order += of_seed
     told = [(run.folder, run.name) for run in order]  # on one rank strategies may share runs

@@ -16,7 +16,7 @@ from hpcdist.records import load_summary, replace_durably
 from hpcdist.tools import console
 from hpcdist.tools.compare.experiment import Sweep
 from hpcdist.tools.compare.folder import require_same, write
-from hpcdist.tools.compare.plan import PlannedRun, cells, plan
+from hpcdist.tools.compare.plan import PlannedRun, groups, plan
 from hpcdist.tools.compare.run_all import MadeRuns, Runner, missing
 from hpcdist.tools.compare.trials import ETA, SweepTrial, Trials
 from hpcdist.tools.runs import SWEEP, is_done
@@ -43,7 +43,7 @@ class SweptRuns(MadeRuns):
             if name not in known:
                 raise UnknownNameError(f"--{option}", name, known)
         self._trials = Trials(folder, experiment)
-        self.plan = plan(experiment, cells(experiment))  # trials that have not begun have no settings of their own yet
+        self.plan = plan(experiment, groups(experiment))  # trials that have not begun have no settings of their own yet
         super().__init__(experiment, folder)
         self.skipped, self._evaluations = self.trained.unknown, self.trained.evaluations
         self._planned: dict[tuple[int, int], PlannedRun] = {}  # of trials that have begun
@@ -115,7 +115,7 @@ class SweptRuns(MadeRuns):
         started = {trial.number: trial.settings for trial in trials if trial.settings is not None}
         seeds = range(self.experiment.seeds)
         runs = [self._plan(number, seed, settings) for number, settings in started.items() for seed in seeds]
-        write(self.folder, self.experiment, higher_is_better=self.higher_is_better, cells=(), runs=runs)
+        write(self.folder, self.experiment, higher_is_better=self.higher_is_better, groups=(), runs=runs)
         told = ("job", "strategy", "ranks", "seeds", "metric", "sampler", "pruner")
         found = {
             "version": VERSION,

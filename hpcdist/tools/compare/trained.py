@@ -14,7 +14,7 @@ from hpcdist.config.optimizer import OWN_RATES
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.tools import baselines
 from hpcdist.tools.compare.experiment import Comparison, Sweep
-from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, cells
+from hpcdist.tools.compare.plan import ComparedGroup, PlannedRun, groups
 from hpcdist.tools.compare.script import OF_EVERY_RUN, asks_for
 from hpcdist.tools.compare.space import read_axis
 from hpcdist.tools.report.results import is_higher_better
@@ -27,7 +27,7 @@ class TrainedJob:
     """A job's file.
 
     Attributes:
-        cells: see `plan.cells`.
+        groups: see `plan.cells`.
         higher_is_better: more of the experiment's metric.
         first_rate: at which a search for learning rates begins; None where the experiment has no say in rates.
         evaluations: of a run, the last one included; 0 where they are not known.
@@ -49,7 +49,7 @@ class TrainedJob:
                 "are not optimizer.lr; got it. Set its own options."
             )
         config = self.config
-        self.cells = cells(experiment, config.batch_size, config.accumulation, config.parallel.stages)
+        self.groups = groups(experiment, config.batch_size, config.accumulation, config.parallel.stages)
 
     def refusal(self, run: PlannedRun) -> str | None:
         """Check a run's settings, which are wrong on any number of ranks; return why it can't run on its own."""
@@ -61,9 +61,9 @@ class TrainedJob:
                 return baselines.load(run.name).why_not()
             return _rehearsed(config, run.ranks)
 
-    def is_plain(self, cell: ComparedCell) -> bool:
+    def is_plain(self, group: ComparedGroup) -> bool:
         """Tell whether a cell's strategy takes the optimiser's own steps on one rank, and nothing else differs."""
-        return _is_plain(cell)
+        return _is_plain(group)
 
     def make_data(self) -> None:
         """Make the job's data file if it isn't there, because runs side by side can't share that."""
@@ -99,7 +99,7 @@ class TrainedScript:
         self._asked = asks_for(experiment.job, experiment.arguments or ())
         self._require_given(self._asked)
         skipped = ", and there are no serial controls" * controls
-        self.cells = cells(experiment)
+        self.groups = groups(experiment)
         self.unknown = [f"{experiment.job} alone knows its batch and when it ends: runs are not cut{skipped}"]
 
     def _require_given(self, asked: set[str]) -> None:
@@ -122,9 +122,9 @@ class TrainedScript:
         settings = [text for text in run.overrides if text.startswith("strategy")]
         return _rehearsed(JobConfig.from_mapping(load({}, None, settings)), run.ranks)
 
-    def is_plain(self, cell: ComparedCell) -> bool:
+    def is_plain(self, group: ComparedGroup) -> bool:
         """See `TrainedJob`; a script that is told its strategy may do anything with it."""
-        return _is_plain(cell) and "strategy" not in self._asked
+        return _is_plain(group) and "strategy" not in self._asked
 
     def make_data(self) -> None:
         """Do nothing: the script makes its data."""
@@ -140,8 +140,8 @@ def _rehearsed(config: JobConfig, ranks: int) -> str | None:
     return None
 
 
-def _is_plain(cell: ComparedCell) -> bool:
-    options = load({}, None, cell.settings)["strategy"]
+def _is_plain(group: ComparedGroup) -> bool:
+    options = load({}, None, group.settings)["strategy"]
     name = options if isinstance(options, str) else options["name"]
     cls = strategies.load(name)
     ours = cls.__module__.startswith("hpcdist.strategies.")  # whose tests say so

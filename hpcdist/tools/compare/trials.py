@@ -26,7 +26,7 @@ from hpcdist.errors import ConfigError, require_packages
 from hpcdist.records import Summary, drop_partial_line, load_summary, locked, making, read_evaluations
 from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.experiment import Comparison, Sweep
-from hpcdist.tools.compare.plan import PlannedRun, mean_metric, plan, trial_cell
+from hpcdist.tools.compare.plan import PlannedRun, mean_metric, plan, trial_group
 from hpcdist.tools.compare.script import ScriptCall
 from hpcdist.tools.compare.space import Axis, points, read_axis
 from hpcdist.tools.compare.study import JOURNAL, LOCK, STUDY, named_faults, open_journal
@@ -110,16 +110,16 @@ class Trials:
 
     def run(self, number: int, seed: int, settings: tuple[str, ...]) -> PlannedRun:
         """Plan a run of a trial with these settings."""
-        cell, job = trial_cell(self.sweep, number, settings), Path(self.sweep.job)
+        group, job = trial_group(self.sweep, number, settings), Path(self.sweep.job)
         if self.sweep.arguments is not None:
-            return cell.run(self.sweep, seed)
+            return group.run(self.sweep, seed)
         with neighbours(job):
-            _, config = runs.specify(job, None, (*self.sweep.settings, *cell.settings))
-        return replace(cell, samples=step_samples(config, self.sweep.ranks)).run(self.sweep, seed)
+            _, config = runs.specify(job, None, (*self.sweep.settings, *group.settings))
+        return replace(group, samples=step_samples(config, self.sweep.ranks)).run(self.sweep, seed)
 
     def bare(self, number: int) -> tuple[PlannedRun, ...]:
         """Plan the runs of a trial, by seed, as far as they are known before its settings are drawn."""
-        return plan(self.sweep, [trial_cell(self.sweep, number)])
+        return plan(self.sweep, [trial_group(self.sweep, number)])
 
     def judge(self, number: int, run: Path) -> str | None:
         """Report a run's newest evaluation; return the reason if the pruner ends the run here."""

@@ -34,8 +34,8 @@ Seed = tuple[int, int]  # and a number that tells runs of one seed from each oth
 
 
 @dataclass(frozen=True)
-class Cell:
-    """All runs of one name on as many ranks: they differ in their seeds. `cell["wall_s"]` has a number of each run.
+class RunGroup:
+    """All runs of one name on as many ranks: they differ in their seeds. `group["wall_s"]` has a number of each run.
 
     Attributes:
         frame: a row for each run that has ended.
@@ -201,8 +201,8 @@ class Contrast:
         p_sooner, p_better: corrected for all contrasts of the report; NaN where too few seeds leave them unknown.
     """
 
-    cell: Cell
-    reference: Cell
+    group: RunGroup
+    reference: RunGroup
     sooner: Effect | None
     better: Effect | None
     why: str | None = None
@@ -214,7 +214,7 @@ class Contrast:
         """Tell whether the metric at the end is the same in every seed, but for rounding."""
         if self.better is None:
             return False
-        ours, theirs = self.cell.final, self.reference.final
+        ours, theirs = self.group.final, self.reference.final
         pairs = ((ours[seed], theirs[seed]) for seed in ours)
         values = pairs if self.better.paired else product(ours.values(), theirs.values())
         return all(math.isclose(*pair, rel_tol=ROUNDING) for pair in values)
@@ -225,13 +225,13 @@ class Contrast:
         Args:
             least_ratio: of times, below which they count as alike.
         """
-        sides, signs = (self.cell, self.reference), set()
+        sides, signs = (self.group, self.reference), set()
         if self.sooner is not None and self.p_sooner < SIGNIFICANT:
             signs |= {self.sooner.mean > 1} if max(self.sooner.mean, 1 / self.sooner.mean) >= least_ratio else set()
         if self.better is not None and self.p_better < SIGNIFICANT:
-            signs.add((self.better.mean > 0) == self.cell.job.higher_is_better)
+            signs.add((self.better.mean > 0) == self.group.job.higher_is_better)
         if all(side.tried >= LEAST_SEEDS for side in sides) and not all(side.seconds_to_target for side in sides):
-            signs |= {side is self.cell for side in sides if side.all_reached}  # the other has not, in any seed
+            signs |= {side is self.group for side in sides if side.all_reached}  # the other has not, in any seed
         if signs:
             return "mixed" if len(signs) == 2 else "wins" if True in signs else "loses"
         return "unknown" if math.isnan(self.p_sooner) and math.isnan(self.p_better) else "alike"
@@ -247,13 +247,13 @@ class ScalingRow:
     """
 
     kind: str
-    cell: Cell
-    base: Cell
+    group: RunGroup
+    base: RunGroup
     speedup: Effect
 
     @property
     def efficiency(self) -> float:
-        return self.speedup.mean / self.cell.ranks
+        return self.speedup.mean / self.group.ranks
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class Analysis:
 
     job: JobRuns
     frame: DataFrame
-    cells: Sequence[Cell]
+    groups: Sequence[RunGroup]
     contrasts: Sequence[Contrast]
     scaling: Sequence[ScalingRow]
 
@@ -282,7 +282,7 @@ class Analysis:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows with what had been sent at the target, for which the records of all steps are read."""
-        frame, runs = self.frame, [one for cell in self.cells for one in cell.runs]
+        frame, runs = self.frame, [one for group in self.groups for one in group.runs]
         if self.job.target is not None:
             sent = [self.job.bytes_to_target(one) if one.run.ended else None for one in runs]
             frame = frame.assign(bytes_to_target=Series(sent, frame.index, dtype=object))
@@ -298,80 +298,80 @@ def analyse(job: JobRuns) -> Analysis:
     rows = [job.row(one) for one in runs]
     keys = dict.fromkeys(key for row in rows for key in row)
     frame = DataFrame([[row.get(key) for key in keys] for row in rows], columns=list(keys), dtype=object)
-    cells = []
-    for _, of_cell in frame.groupby(CELL, sort=False):
-        members, ended = [runs[number] for number in of_cell.index], of_cell[of_cell["failure"].isna()]
+    groups = []
+    for _, of_group in frame.groupby(CELL, sort=False):
+        members, ended = [runs[number] for number in of_group.index], of_group[of_group["failure"].isna()]
         one = members[0]
-        cells.append(Cell(one.name, one.kind, one.ranks, one.virtual, job, members, ended))
-    return Analysis(job, frame, cells, _contrasts(job, cells), _scaling(cells))
+        groups.append(RunGroup(one.name, one.kind, one.ranks, one.virtual, job, members, ended))
+    return Analysis(job, frame, groups, _contrasts(job, groups), _scaling(groups))
 
 
 # --- against the reference --------------------------------------------------------------------------------------------
-def _contrasts(job: JobRuns, cells: Sequence[Cell]) -> list[Contrast]:
-    pairs = [(cell, other) for cell in cells for other in cells if _are_compared(cell, other)]
-    if any(cell.ranks > 1 for cell, _ in pairs):  # on one rank nothing is communicated
-        pairs = [(cell, other) for cell, other in pairs if other.ranks > 1]
+def _contrasts(job: JobRuns, groups: Sequence[RunGroup]) -> list[Contrast]:
+    pairs = [(group, other) for group in groups for other in groups if _are_compared(group, other)]
+    if any(group.ranks > 1 for group, _ in pairs):  # on one rank nothing is communicated
+        pairs = [(group, other) for group, other in pairs if other.ranks > 1]
     pairs.sort(key=lambda pair: (pair[0].kind == "serial", -pair[1].ranks))
-    found = [_contrast(cell, reference) for cell, reference in pairs]
+    found = [_contrast(group, reference) for group, reference in pairs]
     made = [side for contrast in found for side in (contrast.sooner, contrast.better)]
     corrected = holm([math.nan if side is None else side.p for side in made])
     return [replace(one, p_sooner=corrected[2 * i], p_better=corrected[2 * i + 1]) for i, one in enumerate(found)]
 
 
-def _are_compared(cell: Cell, other: Cell) -> bool:
-    """Tell whether `other` is the reference for `cell`: on as many ranks, or of one process with as large a batch."""
-    if other.name != cell.job.reference or cell.name == other.name or cell.virtual != other.virtual:
+def _are_compared(group: RunGroup, other: RunGroup) -> bool:
+    """Tell whether `other` is the reference for `group`: on as many ranks, or of one process with as large a batch."""
+    if other.name != group.job.reference or group.name == other.name or group.virtual != other.virtual:
         return False
-    if cell.kind == "serial":
-        return other.ranks > 1 and cell.total_batch is not None and cell.total_batch == other.total_batch
-    return cell.ranks == other.ranks
+    if group.kind == "serial":
+        return other.ranks > 1 and group.total_batch is not None and group.total_batch == other.total_batch
+    return group.ranks == other.ranks
 
 
-def _contrast(cell: Cell, reference: Cell) -> Contrast:
+def _contrast(group: RunGroup, reference: RunGroup) -> Contrast:
     why, sooner, better = None, None, None
-    if cell.kind == "serial":
+    if group.kind == "serial":
         why = "it is a control of what is learnt; its time is in the section on scaling"
-    elif cell.seconds and reference.seconds:
-        sooner = ratio_of(reference.seconds, cell.seconds)
+    elif group.seconds and reference.seconds:
+        sooner = ratio_of(reference.seconds, group.seconds)
         if max(sooner.high, 1 / sooner.low) - 1 < ROUNDING:
             sooner = replace(sooner, mean=1.0, low=1.0, high=1.0, p=1.0)
-    elif cell.job.target is None:
+    elif group.job.target is None:
         why = "a side has no run that ended"
     else:
         why = "not every run reached the target, and a ratio would leave those out that did not"
-    if cell.final and reference.final and not cell.diverged and not reference.diverged:
-        better = _difference(cell, reference)
-    return Contrast(cell, reference, sooner, better, why)
+    if group.final and reference.final and not group.diverged and not reference.diverged:
+        better = _difference(group, reference)
+    return Contrast(group, reference, sooner, better, why)
 
 
-def _difference(cell: Cell, reference: Cell) -> Effect:
+def _difference(group: RunGroup, reference: RunGroup) -> Effect:
     """Estimate by how much the metric at the end is above the reference's."""
-    found = effect(cell.final, reference.final)
-    if not is_share(cell.job.metric):
+    found = effect(group.final, reference.final)
+    if not is_share(group.job.metric):
         return found
-    if cell.tested and cell.tested == reference.tested:
-        least = binomial_variance(abs(found.mean), cell.tested)
-        found = effect(cell.final, reference.final, least_variance=least)
+    if group.tested and group.tested == reference.tested:
+        least = binomial_variance(abs(found.mean), group.tested)
+        found = effect(group.final, reference.final, least_variance=least)
     return found.clipped(-1.0, 1.0)
 
 
 # --- over numbers of ranks --------------------------------------------------------------------------------------------
-def _scaling(cells: Iterable[Cell]) -> list[ScalingRow]:
+def _scaling(groups: Iterable[RunGroup]) -> list[ScalingRow]:
     rows = []
-    for cell in cells:
-        if cell.ranks == 1 or cell.total_batch is None or not cell.seconds_per_sample:
+    for group in groups:
+        if group.ranks == 1 or group.total_batch is None or not group.seconds_per_sample:
             continue
-        workers = cell.values("workers")[0]
-        for kind, batch in (("weak", cell.total_batch // workers), ("strong", cell.total_batch)):
+        workers = group.values("workers")[0]
+        for kind, batch in (("weak", group.total_batch // workers), ("strong", group.total_batch)):
             # Runs of one rank with this batch: of the same name, or else of one process without extras.
-            alone = [other for other in cells if _is_alone(other, cell, batch) and other.seconds_per_sample]
+            alone = [other for other in groups if _is_alone(other, group, batch) and other.seconds_per_sample]
             if alone:
-                base = min(alone, key=lambda other: (other.name != cell.name, other.kind != "serial", len(other.name)))
-                rows.append(ScalingRow(kind, cell, base, ratio_of(base.seconds_per_sample, cell.seconds_per_sample)))
+                base = min(alone, key=lambda other: (other.name != group.name, other.kind != "serial", len(other.name)))
+                rows.append(ScalingRow(kind, group, base, ratio_of(base.seconds_per_sample, group.seconds_per_sample)))
     return rows
 
 
-def _is_alone(other: Cell, cell: Cell, batch: int) -> bool:
-    """Tell whether a cell is of one rank with this batch, and of the same kind of time as `cell`."""
-    same = other.virtual == cell.virtual and other.total_batch == batch
+def _is_alone(other: RunGroup, group: RunGroup, batch: int) -> bool:
+    """Tell whether a cell is of one rank with this batch, and of the same kind of time as `group`."""
+    same = other.virtual == group.virtual and other.total_batch == batch
     return same and other.ranks == 1 and other.kind != "baseline"

@@ -18,12 +18,12 @@ from hpcdist.version import __version__
 
 def methods(analysis: Analysis) -> str:
     """Write the paragraph: strategies, ranks, seeds, budget, network, statistics, versions, citation."""
-    job, cells = analysis.job, [cell for cell in analysis.cells if cell.ended]
-    runs = [one.run for cell in cells for one in cell.ended]
+    job, groups = analysis.job, [group for group in analysis.groups if group.ended]
+    runs = [one.run for group in groups for one in group.ended]
     starts = [run.start for run in runs if run.start]
     versions = {name: text for start in starts for name, text in start.versions.items() if text}
-    seeds = {tuple(sorted({one.seed for one in cell.ended})) for cell in cells}
-    tested = {cell.tested for cell in cells}
+    seeds = {tuple(sorted({one.seed for one in group.ended})) for group in groups}
+    tested = {group.tested for group in groups}
     budgets: list[Mapping[str, Any]] = [
         job.budget or {"epochs": one.settings.get("epochs"), **(one.settings.get("budget") or {})} for one in runs
     ]
@@ -38,8 +38,8 @@ def methods(analysis: Analysis) -> str:
     text = environment.get_template("methods.txt.j2").render(
         job=job.name or "of these runs",
         is_sweep=job.is_sweep,
-        kinds=list(dict.fromkeys(f"“{cell.name}”" if "," in cell.name else cell.name for cell in cells)),
-        ranks=[str(ranks) for ranks in sorted({cell.ranks for cell in cells})] or ["1"],
+        kinds=list(dict.fromkeys(f"“{group.name}”" if "," in group.name else group.name for group in groups)),
+        ranks=[str(ranks) for ranks in sorted({group.ranks for group in groups})] or ["1"],
         seeds=list(map(str, seeds.pop())) if len(seeds) == 1 else [],
         budget=[f"{wording.number(most)} {unit}" for unit, most in budget.items() if most is not None],
         metric=job.metric,
@@ -53,7 +53,7 @@ def methods(analysis: Analysis) -> str:
             )
         ),
         target="" if job.target is None else f"{sign} {wording.value(job.metric, job.target)}",
-        has_intervals=any(len(cell.ended) >= LEAST_SEEDS for cell in cells),
+        has_intervals=any(len(group.ended) >= LEAST_SEEDS for group in groups),
         has_tests=any(one.better is not None and not math.isnan(one.better.p) for one in analysis.contrasts),
         version=versions.pop("hpcdist", __version__),
         versions=[text if name == "mpi" else f"{name} {text}" for name, text in versions.items()],

@@ -248,16 +248,16 @@ def numbers(analysis: Analysis, verdict: Verdict) -> dict[str, Any]:
         "budget": analysis.job.budget,
         "verdict": verdict,
         "cells": [
-            {key: getattr(cell, key) for key in ("label", "name", "kind", "ranks", "virtual", "staleness")}
-            | {"runs": len(cell.runs), "ended": len(cell.ended), "reached": len(cell.seconds_to_target)}
-            | {"final": as_value(cell.final_mean)}
-            | {"seconds_to_target": as_value(cell.mean_seconds_to_target, "seconds_to_target")}
-            | {"seconds_by_rank": cell.times.to_dict("index")}
-            for cell in analysis.cells
+            {key: getattr(group, key) for key in ("label", "name", "kind", "ranks", "virtual", "staleness")}
+            | {"runs": len(group.runs), "ended": len(group.ended), "reached": len(group.seconds_to_target)}
+            | {"final": as_value(group.final_mean)}
+            | {"seconds_to_target": as_value(group.mean_seconds_to_target, "seconds_to_target")}
+            | {"seconds_by_rank": group.times.to_dict("index")}
+            for group in analysis.groups
         ],
         "contrasts": [
             {
-                "cell": contrast.cell.label,
+                "cell": contrast.group.label,
                 "reference": contrast.reference.label,
                 "times_sooner": contrast.sooner,
                 "times_sooner_p_corrected": contrast.p_sooner,
@@ -269,7 +269,7 @@ def numbers(analysis: Analysis, verdict: Verdict) -> dict[str, Any]:
         ],
         "scaling": [
             {"kind": row.kind, "speedup": row.speedup, "efficiency": row.efficiency}
-            | {"cell": row.cell.label, "base": row.base.label}
+            | {"cell": row.group.label, "base": row.base.label}
             for row in analysis.scaling
         ],
         "runs": analysis.rows,

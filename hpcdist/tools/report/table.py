@@ -16,7 +16,7 @@ from pandas import DataFrame
 from hpcdist.errors import UnknownNameError
 from hpcdist.tools import console
 from hpcdist.tools.report import wording
-from hpcdist.tools.report.analysis import Analysis, Cell
+from hpcdist.tools.report.analysis import Analysis, RunGroup
 from hpcdist.tools.report.methods import methods
 from hpcdist.tools.report.results import JobRuns, is_higher_better
 from hpcdist.tools.report.verdict import Verdict, judge
@@ -93,7 +93,7 @@ def show(found: Sequence[JobTable]) -> None:
         rows = [dict(zip(texts, row)) for row in zip(*texts.values())]
         title = f"{table.analysis.job.comparison}: " if table.analysis.job.comparison and len(found) > 1 else ""
         console.rows(title + _title(table.analysis), rows, heads=heads, left=left, option="--columns")
-        if len(table.analysis.cells) > 1:
+        if len(table.analysis.groups) > 1:
             console.line(answer(table.analysis).headline)
             console.line("")
 
@@ -174,7 +174,9 @@ def _heads(table: JobTable) -> dict[str, str]:
     """Return what stands above each column."""
     job, heads = table.analysis.job, {name: _head(name) for name in table.rows[0]}
     if job.target is not None:
-        several = ",\ngeometric mean" if any(len(cell.seconds_to_target) > 1 for cell in table.analysis.cells) else ""
+        several = (
+            ",\ngeometric mean" if any(len(group.seconds_to_target) > 1 for group in table.analysis.groups) else ""
+        )
         heads["time_to_target_s"] = f"seconds\nto {job.target:g}{several}"
     return heads
 
@@ -183,8 +185,8 @@ def _title(analysis: Analysis) -> str:
     job, failed = analysis.job, len(analysis.failures)
     said = f"{job.name or job.title}: {wording.count(len(analysis.runs), 'run')}"
     said += f", {failed} without a result" if failed else ""
-    said += ", on virtual ranks" if all(cell.virtual for cell in analysis.cells) else ""
-    most = max(len(cell.ended) for cell in analysis.cells)
+    said += ", on virtual ranks" if all(group.virtual for group in analysis.groups) else ""
+    most = max(len(group.ended) for group in analysis.groups)
     means = "means and 95 % intervals" if most >= LEAST_SEEDS else "means"
     return f"{said}; {f'{means} over the seeds' if most > 1 else 'one run of each kind'}"
 
@@ -192,10 +194,10 @@ def _title(analysis: Analysis) -> str:
 # --- the columns of a job ---------------------------------------------------------------------------------------------
 def _rows(analysis: Analysis) -> list[dict[str, Entry]]:
     """List all columns of a job, the most important ones first, for each of its kinds of runs."""
-    cells, frame = analysis.cells, analysis.frame[analysis.frame["failure"].isna()]
+    groups, frame = analysis.groups, analysis.frame[analysis.frame["failure"].isna()]
     numbers = [key for key in frame if key != "seed" and frame[key].dropna().map(type).isin((int, float)).all()]
-    alone = _alone(cells)
-    rows = [_row(cell, frame if len(frame) else (), numbers, alone) for cell in cells]
+    alone = _alone(groups)
+    rows = [_row(group, frame if len(frame) else (), numbers, alone) for group in groups]
     columns = list(rows[0]) if rows else []
     metrics = [name for name in columns if name.startswith("metric.") and name != "metric.loss"]
     metrics.sort(key=lambda name: name != f"metric.{analysis.job.metric}")
@@ -204,55 +206,57 @@ def _rows(analysis: Analysis) -> list[dict[str, Entry]]:
     return [{name: row[name] for name in names} for row in rows]
 
 
-def _row(cell: Cell, columns: Iterable[str], numbers: Sequence[str], alone: Cell | None) -> dict[str, Entry]:
+def _row(group: RunGroup, columns: Iterable[str], numbers: Sequence[str], alone: RunGroup | None) -> dict[str, Entry]:
     """Describe a kind of run: by counts, by rates, and by what its runs have in these columns of `runs.csv`."""
-    runs, ended, reached = len(cell.runs), len(cell.ended), cell.seconds_to_target
-    has_times = alone is not None and cell.virtual == alone.virtual and alone.seconds and cell.seconds
-    faster = ratio_of(alone.seconds, cell.seconds) if alone is not None and has_times else None
+    runs, ended, reached = len(group.runs), len(group.ended), group.seconds_to_target
+    has_times = alone is not None and group.virtual == alone.virtual and alone.seconds and group.seconds
+    faster = ratio_of(alone.seconds, group.seconds) if alone is not None and has_times else None
     row: dict[str, Entry] = {
-        "name": (cell.name, cell.shown + " [baseline]" * (cell.kind == "baseline")),
-        "kind": (cell.kind, cell.kind),
-        "virtual": (cell.virtual, str(cell.virtual).lower()),
-        "ranks": (cell.ranks, str(cell.ranks)),
+        "name": (group.name, group.shown + " [baseline]" * (group.kind == "baseline")),
+        "kind": (group.kind, group.kind),
+        "virtual": (group.virtual, str(group.virtual).lower()),
+        "ranks": (group.ranks, str(group.ranks)),
         "runs": (runs, f"{runs}" if ended == runs else f"{ended} of {runs}"),
         "ended": (ended, str(ended)),
-        "samples_per_s": (rate := cell.samples_per_s, wording.estimate(rate, "{:.0f}".format)),
+        "samples_per_s": (rate := group.samples_per_s, wording.estimate(rate, "{:.0f}".format)),
         "speedup": (faster, wording.times(faster)),
     }
-    if cell.job.target is not None:
-        some = f" ({len(reached)} of {cell.tried})" if 0 < len(reached) < cell.tried else ""
-        text = wording.seconds_to_target(reached.values(), cell.tried) + some if cell.tried else wording.NONE
-        row |= {"time_to_target_s": (cell.mean_seconds_to_target, text), "reached": (len(reached), str(len(reached)))}
+    if group.job.target is not None:
+        some = f" ({len(reached)} of {group.tried})" if 0 < len(reached) < group.tried else ""
+        text = wording.seconds_to_target(reached.values(), group.tried) + some if group.tried else wording.NONE
+        row |= {"time_to_target_s": (group.mean_seconds_to_target, text), "reached": (len(reached), str(len(reached)))}
     for key in columns:
         if key not in row and key not in LEFT_OUT:
-            row[key] = _number(cell, key) if key in numbers else _listed(cell, key)
+            row[key] = _number(group, key) if key in numbers else _listed(group, key)
     return row
 
 
-def _number(cell: Cell, key: str) -> Entry:
+def _number(group: RunGroup, key: str) -> Entry:
     """Describe what was measured: by its mean, or by the largest staleness; say where a metric is not finite."""
-    mean, finite = cell.mean(key), len(cell[key])
+    mean, finite = group.mean(key), len(group[key])
     if key == "staleness_max" and finite:
-        return (largest := max(cell[key].values())), wording.number(largest)
+        return (largest := max(group[key].values())), wording.number(largest)
     if key.startswith("metric."):
-        known = sum(value is not None for value in cell.values(key))
+        known = sum(value is not None for value in group.values(key))
         some = f" ({finite} of {known} finite)" if finite < known else ""
         return mean, f"{mean:.4f}{some}" if finite else "not finite" if known else wording.NONE
     write = wording.amount if key.startswith("bytes") else wording.number
     return mean, wording.NONE if mean is None else write(mean.mean)
 
 
-def _listed(cell: Cell, key: str) -> Entry:
+def _listed(group: RunGroup, key: str) -> Entry:
     """Describe what is no measurement: by the different texts of the runs."""
-    found = list(dict.fromkeys(str(value) for value in cell.values(key) if value is not None))
+    found = list(dict.fromkeys(str(value) for value in group.values(key) if value is not None))
     return ", ".join(found), ", ".join(found) if len(found) <= LISTED else f"{len(found)} different"
 
 
-def _alone(cells: Sequence[Cell]) -> Cell | None:
+def _alone(groups: Sequence[RunGroup]) -> RunGroup | None:
     """Return what speed-ups are over: one rank with the batch of one rank, which is the smallest."""
-    found = [cell for cell in cells if cell.ranks == 1 and cell.kind != "baseline" and cell.total_batch is not None]
-    several = any(cell.ranks > 1 for cell in cells)
-    return min(found, key=lambda cell: cell.total_batch or 0) if found and several else None
+    found = [
+        group for group in groups if group.ranks == 1 and group.kind != "baseline" and group.total_batch is not None
+    ]
+    several = any(group.ranks > 1 for group in groups)
+    return min(found, key=lambda group: group.total_batch or 0) if found and several else None
 
 
 # --- columns and rows that are chosen ---------------------------------------------------------------------------------

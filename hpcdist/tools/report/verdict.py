@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from hpcdist.tools.machine import remarks
-from hpcdist.tools.report.analysis import SIGNIFICANT, Analysis, Cell, Contrast
+from hpcdist.tools.report.analysis import SIGNIFICANT, Analysis, Contrast, RunGroup
 from hpcdist.tools.report.results import JobRuns
 from hpcdist.tools.report.wording import capital, count, gap, gap_span, joined, mean, seconds_to_target, value
 from hpcdist.tools.statistics import LEAST_SEEDS, Effect, ratio_of
@@ -30,19 +30,21 @@ class Verdict:
 
 def judge(analysis: Analysis) -> Verdict:
     """Judge all contrasts, and say so."""
-    compared = list(map(_compared, analysis.contrasts)) or [_described(cell) for cell in analysis.cells if cell.ended]
+    compared = list(map(_compared, analysis.contrasts)) or [
+        _described(group) for group in analysis.groups if group.ended
+    ]
     first = [text for _, text in _first_to_reach(analysis)]
     return Verdict(_headline(analysis), [*_does_not_pay(analysis), *first, *compared], list(_caveats(analysis)))
 
 
 # --- parts of sentences -----------------------------------------------------------------------------------------------
-def _of(cell: Cell) -> str:
-    return f"{'the baseline ' * (cell.kind == 'baseline')}`{cell.shown}`"
+def _of(group: RunGroup) -> str:
+    return f"{'the baseline ' * (group.kind == 'baseline')}`{group.shown}`"
 
 
-def _on(cell: Cell, *, always: bool = False) -> str:
+def _on(group: RunGroup, *, always: bool = False) -> str:
     """Name a cell, and its number of ranks where the report has several."""
-    return _of(cell) + (f" on {count(cell.ranks, 'rank')}" if always or cell.job.has_several_ranks else "")
+    return _of(group) + (f" on {count(group.ranks, 'rank')}" if always or group.job.has_several_ranks else "")
 
 
 def _done(job: JobRuns) -> str:
@@ -50,20 +52,20 @@ def _done(job: JobRuns) -> str:
     return "trained on as many samples" if job.target is None else f"reached {value(job.metric, job.target)}"
 
 
-def _reached(cell: Cell) -> str:
-    return f"{len(cell.seconds_to_target)} of {count(cell.tried, 'seed')}"
+def _reached(group: RunGroup) -> str:
+    return f"{len(group.seconds_to_target)} of {count(group.tried, 'seed')}"
 
 
-def _ends(*cells: Cell) -> str:
+def _ends(*groups: RunGroup) -> str:
     """Write the mean of the metric at the end of each of these cells."""
-    metric, finals = cells[0].job.metric, [cell.final_mean for cell in cells]
+    metric, finals = groups[0].job.metric, [group.final_mean for group in groups]
     ends = ["no finite value" if one is None else value(metric, one.mean) for one in finals]
     return f"final {metric} {' against '.join(ends)}"
 
 
-def _with_ends(cells: Iterable[Cell]) -> str:
+def _with_ends(groups: Iterable[RunGroup]) -> str:
     """Name cells, each with its metric at the end."""
-    return joined([f"{_on(cell)} ({_ends(cell)})" for cell in cells])
+    return joined([f"{_on(group)} ({_ends(group)})" for group in groups])
 
 
 def _noise(found: Effect, span: str, corrected: float | None = None) -> str:
@@ -83,34 +85,34 @@ def _sooner(found: Effect, corrected: float | None = None) -> str:
 
 
 # --- one cell, or two -------------------------------------------------------------------------------------------------
-def _described(cell: Cell) -> str:
+def _described(group: RunGroup) -> str:
     """Describe a cell that nothing is compared with."""
-    text = f"{_on(cell)}: final {cell.job.metric} {mean(cell.job.metric, cell.final_mean)}"
-    if cell.job.target is not None:
-        text += f"; {_reached(cell)} {_done(cell.job)}"
-    if cell.seconds_to_target:
-        text += f", seconds to it: {seconds_to_target(cell.seconds_to_target.values(), cell.tried)}"
-    return f"{text} ({count(len(cell.ended), 'run')})."
+    text = f"{_on(group)}: final {group.job.metric} {mean(group.job.metric, group.final_mean)}"
+    if group.job.target is not None:
+        text += f"; {_reached(group)} {_done(group.job)}"
+    if group.seconds_to_target:
+        text += f", seconds to it: {seconds_to_target(group.seconds_to_target.values(), group.tried)}"
+    return f"{text} ({count(len(group.ended), 'run')})."
 
 
 def _compared(contrast: Contrast) -> str:
     """Say how a cell compares with the reference: time and metric, never one without the other."""
-    cell, other, job = contrast.cell, contrast.reference, contrast.cell.job
-    if lost := [side for side in (cell, other) if not side.ended]:
+    group, other, job = contrast.group, contrast.reference, contrast.group.job
+    if lost := [side for side in (group, other) if not side.ended]:
         return f"{capital(_on(lost[0]))} has no run that ended: nothing can be compared."
-    if cell.kind == "serial":
-        text = f"One process with the same total batch, `{cell.shown}`, against {_on(other)}"
+    if group.kind == "serial":
+        text = f"One process with the same total batch, `{group.shown}`, against {_on(other)}"
     elif contrast.sooner is not None and contrast.sooner.low == contrast.sooner.high == 1:
-        text = f"{_on(cell)} {_done(job)} in the same time as {_of(other)}"
+        text = f"{_on(group)} {_done(job)} in the same time as {_of(other)}"
     elif contrast.sooner is not None:
-        text = f"{_on(cell)} {_done(job)} {_sooner(contrast.sooner, contrast.p_sooner)} than {_of(other)}"
+        text = f"{_on(group)} {_done(job)} {_sooner(contrast.sooner, contrast.p_sooner)} than {_of(other)}"
     else:
-        text = f"{_on(cell)} {_done(job)} in {_reached(cell)}, {_of(other)} in {_reached(other)}"
+        text = f"{_on(group)} {_done(job)} in {_reached(group)}, {_of(other)} in {_reached(other)}"
     return f"{capital(text)}; {_compared_metrics(contrast)}."
 
 
 def _compared_metrics(contrast: Contrast) -> str:
-    sides, found, metric = (contrast.cell, contrast.reference), contrast.better, contrast.cell.job.metric
+    sides, found, metric = (contrast.group, contrast.reference), contrast.better, contrast.group.job.metric
     if found is None:
         bad = [f"{_not_finite(side)} of {_of(side)}" for side in sides if side.diverged]
         return f"the final {metric} can't be compared: no finite value in {joined(bad or ['any run of a side'])}"
@@ -120,8 +122,8 @@ def _compared_metrics(contrast: Contrast) -> str:
     return f"{_ends(*sides)}, a difference of {gap(metric, found.mean)}{noise}"
 
 
-def _not_finite(cell: Cell) -> str:
-    return f"{cell.diverged} of {count(len(cell.ended), 'run')}"
+def _not_finite(group: RunGroup) -> str:
+    return f"{group.diverged} of {count(len(group.ended), 'run')}"
 
 
 # --- one rank or several ----------------------------------------------------------------------------------------------
@@ -131,23 +133,23 @@ def _does_not_pay(analysis: Analysis) -> Iterator[str]:
         if row.kind == "strong" and row.speedup.high < 1:
             yield (
                 "Distributing did not pay against one process with the same batch: "
-                f"{_on(row.cell, always=True)} trained on as many samples {_sooner(row.speedup)} than {_of(row.base)}; "
-                f"{_ends(row.cell, row.base)}."
+                f"{_on(row.group, always=True)} trained on as many samples {_sooner(row.speedup)} than "
+                f"{_of(row.base)}; {_ends(row.group, row.base)}."
             )
 
 
-def _first_to_reach(analysis: Analysis, least_ratio: float = 0.0) -> Iterator[tuple[Cell, str]]:
+def _first_to_reach(analysis: Analysis, least_ratio: float = 0.0) -> Iterator[tuple[RunGroup, str]]:
     """Yield the cell that was the first of all to reach the target, by each clock, and hold several ranks against one.
 
     Args:
         least_ratio: by how many times it was sooner, at least.
     """
-    for virtual in dict.fromkeys(cell.virtual for cell in analysis.cells):
-        cells = [cell for cell in analysis.cells if cell.virtual == virtual and cell.tried]
-        first = min(cells, key=lambda cell: cell.mean_seconds, default=None)
+    for virtual in dict.fromkeys(group.virtual for group in analysis.groups):
+        groups = [group for group in analysis.groups if group.virtual == virtual and group.tried]
+        first = min(groups, key=lambda group: group.mean_seconds, default=None)
         if first is None or not first.all_reached:
             continue
-        others = [cell for cell in cells if (cell.ranks > 1) != (first.ranks > 1)]
+        others = [group for group in groups if (group.ranks > 1) != (first.ranks > 1)]
         other = min(others, key=lambda one: (one.mean_seconds, -len(one.seconds_to_target) / one.tried), default=None)
         text = f"{capital(_on(first, always=True))} was the first of all that {_done(analysis.job)}"
         if other is not None and not other.all_reached:
@@ -160,13 +162,13 @@ def _first_to_reach(analysis: Analysis, least_ratio: float = 0.0) -> Iterator[tu
 # --- the headline -----------------------------------------------------------------------------------------------------
 def _headline(analysis: Analysis) -> str:
     """Say who was first if that was one rank, who reached the target and who did not, and who wins if anyone does."""
-    if not any(cell.ended for cell in analysis.cells):
+    if not any(group.ended for group in analysis.groups):
         return "No run has ended: there is nothing to judge yet."
     said = [text for first, text in _first_to_reach(analysis, LEAST_RATIO) if first.ranks == 1]
     said += _who_reached(analysis, bool(said))
-    contenders = [contrast for contrast in analysis.contrasts if contrast.cell.kind != "serial"]
+    contenders = [contrast for contrast in analysis.contrasts if contrast.group.kind != "serial"]
     if contenders:
-        differ = analysis.job.target is None or any(cell.seconds_to_target for cell in analysis.cells)
+        differ = analysis.job.target is None or any(group.seconds_to_target for group in analysis.groups)
         said += _winners_or_none(analysis, contenders, differ and bool(said))
     reference = f"`{analysis.job.reference}`"
     return " ".join(said) or f"There is nothing to compare: no runs beside those of {reference} on as many ranks."
@@ -174,19 +176,19 @@ def _headline(analysis: Analysis) -> str:
 
 def _who_reached(analysis: Analysis, is_first_named: bool) -> Iterator[str]:
     """Say who reached the target and who did not, where that differs."""
-    cells = [cell for cell in analysis.cells if cell.tried]
-    every, others = ([cell for cell in cells if cell.all_reached is all_of_them] for all_of_them in (True, False))
-    if analysis.job.target is None or not others or (is_first_named and len(cells) == 2):
+    groups = [group for group in analysis.groups if group.tried]
+    every, others = ([group for group in groups if group.all_reached is all_of_them] for all_of_them in (True, False))
+    if analysis.job.target is None or not others or (is_first_named and len(groups) == 2):
         return
-    if not any(cell.seconds_to_target for cell in cells):
+    if not any(group.seconds_to_target for group in groups):
         yield f"No run {_done(analysis.job)}."
         return
     names = joined(list(map(_on, every))) if 0 < len(every) <= NAMED else f"{len(every)} kinds of runs"
-    so_far = any(cell.tried < len(cell.runs) for cell in every)
+    so_far = any(group.tried < len(group.runs) for group in every)
     said = [f"{names} {_done(analysis.job)} in all {'runs so far' if so_far else 'seeds'}"] * bool(every)
-    for cell in others if len(others) <= NAMED else ():
+    for group in others if len(others) <= NAMED else ():
         verb = "" if said else f" {_done(analysis.job)}"
-        said.append(f"{_on(cell)}{verb} in {_reached(cell)}" + f" ({_ends(cell)})" * bool(cell.ended))
+        said.append(f"{_on(group)}{verb} in {_reached(group)}" + f" ({_ends(group)})" * bool(group.ended))
     if len(others) > NAMED:
         said.append(f"{len(others)} kinds of runs did not{' in all seeds' * (not every)}")
     yield f"{capital('; '.join(said))}."
@@ -200,9 +202,9 @@ def _winners_or_none(analysis: Analysis, contenders: Sequence[Contrast], follows
     )
     job, reference = analysis.job, f"`{analysis.job.reference}`"
     if wins:
-        best = max(wins, key=lambda c: (c.cell.ranks, c.p_sooner < SIGNIFICANT, c.sooner.mean if c.sooner else 0.0))
-        yield "A baseline wins. " * (best.cell.kind == "baseline") + _compared(best)
-        if others := {one.cell.name: one.cell for one in reversed(wins) if one.cell.name != best.cell.name}:
+        best = max(wins, key=lambda c: (c.group.ranks, c.p_sooner < SIGNIFICANT, c.sooner.mean if c.sooner else 0.0))
+        yield "A baseline wins. " * (best.group.kind == "baseline") + _compared(best)
+        if others := {one.group.name: one.group for one in reversed(wins) if one.group.name != best.group.name}:
             beat = f"beat{'s' * (len(others) == 1)} {reference}, too"
             yield f"{capital(_with_ends(others.values()))} {beat}; winners were not tested against each other."
     if mixed:
@@ -223,7 +225,7 @@ def _winners_or_none(analysis: Analysis, contenders: Sequence[Contrast], follows
             yield f"Nothing {_done(job)} {LEAST_RATIO:g} times sooner or later than {reference}."
         tested = ["time"] * any(not math.isnan(one.p_sooner) for one in alike)
         tested += [job.metric] * any(not math.isnan(one.p_better) for one in alike)
-        seeds = sorted({len(side.ended) for one in alike for side in (one.cell, one.reference)})
+        seeds = sorted({len(side.ended) for one in alike for side in (one.group, one.reference)})
         several = " to ".join(dict.fromkeys(map(str, (seeds[0], seeds[-1]))))
         none = f"no {'other ' * (follows or small)}difference from {reference} can be told from noise"
         yield f"With {several} seeds {none}, in {' or in '.join(tested)}."
@@ -232,19 +234,19 @@ def _winners_or_none(analysis: Analysis, contenders: Sequence[Contrast], follows
 
 
 def _untested(analysis: Analysis, contenders: Sequence[Contrast]) -> str:
-    most = max(min(len(contrast.cell.ended), len(contrast.reference.ended)) for contrast in contenders)
+    most = max(min(len(contrast.group.ended), len(contrast.reference.ended)) for contrast in contenders)
     if not most:
         return f"There is nothing to compare: no run beside those of `{analysis.job.reference}` has ended."
     if most >= LEAST_SEEDS:
         return "The runs that ended do not suffice to test anything."
     few, these = (ONE_SEED, "this seed") if most == 1 else (FEW_SEEDS, "these seeds")
     text = f"Each comparison has {few}, so that nothing here is a result."
-    virtual = contenders[0].cell.virtual  # seconds of other clocks can't be compared with theirs
-    cells = [cell for cell in analysis.cells if cell.virtual == virtual and cell.final]
-    fastest = min(cells, key=lambda cell: cell.mean_seconds, default=None)
+    virtual = contenders[0].group.virtual  # seconds of other clocks can't be compared with theirs
+    groups = [group for group in analysis.groups if group.virtual == virtual and group.final]
+    fastest = min(groups, key=lambda group: group.mean_seconds, default=None)
     if fastest is None or math.isinf(fastest.mean_seconds):
         return text
-    best = max(cells, key=lambda cell: fmean(cell.final.values()) * (1 if cell.job.higher_is_better else -1))
+    best = max(groups, key=lambda group: fmean(group.final.values()) * (1 if group.job.higher_is_better else -1))
     text += f" In {these} {_on(fastest)} was the fastest ({_ends(fastest)})"
     if fmean(best.final.values()) != fmean(fastest.final.values()):
         text += f", {_on(best)} the best in {best.job.metric} ({_ends(best)})"
@@ -254,19 +256,21 @@ def _untested(analysis: Analysis, contenders: Sequence[Contrast]) -> str:
 # --- what to bear in mind ---------------------------------------------------------------------------------------------
 def _caveats(analysis: Analysis) -> Iterator[str]:
     """Yield all that limits the verdict."""
-    cells, job, failed = analysis.cells, analysis.job, len(analysis.failures)
-    if virtual := sum(cell.virtual for cell in cells):
-        which = "All runs" if virtual == len(cells) else f"{virtual} of {len(cells)} kinds of runs"
+    groups, job, failed = analysis.groups, analysis.job, len(analysis.failures)
+    if virtual := sum(group.virtual for group in groups):
+        which = "All runs" if virtual == len(groups) else f"{virtual} of {len(groups)} kinds of runs"
         yield f"{which} are of virtual ranks: their seconds are virtual, and none was measured by a clock."
     yield from _machine(job)
-    if few := [len(cell.ended) for cell in cells if 0 < len(cell.ended) < LEAST_SEEDS]:
-        which = "Every kind of run has" if len(few) == len(cells) else f"{len(few)} of {len(cells)} kinds of runs have"
+    if few := [len(group.ended) for group in groups if 0 < len(group.ended) < LEAST_SEEDS]:
+        which = (
+            "Every kind of run has" if len(few) == len(groups) else f"{len(few)} of {len(groups)} kinds of runs have"
+        )
         yield f"{which} {ONE_SEED if max(few) == 1 else FEW_SEEDS}: there is no interval."
-    for cell in cells:
-        if job.target is not None and cell.ended and not cell.all_reached:
-            yield f"{capital(_on(cell))}: {_reached(cell)} {_done(job)}."
-        if cell.diverged:
-            yield f"{capital(_on(cell))}: {_not_finite(cell)} ended with no finite {job.metric}."
+    for group in groups:
+        if job.target is not None and group.ended and not group.all_reached:
+            yield f"{capital(_on(group))}: {_reached(group)} {_done(job)}."
+        if group.diverged:
+            yield f"{capital(_on(group))}: {_not_finite(group)} ended with no finite {job.metric}."
     for one in job.runs:
         if one.run.ended and one.run.changes:
             yield f"`{one.run.folder}` was resumed with other settings, and stands alone: {'; '.join(one.run.changes)}."
@@ -305,7 +309,7 @@ def _machine(job: JobRuns) -> Iterator[str]:
 
 def _room(analysis: Analysis) -> Iterator[str]:
     """Say how large differences may be that were called noise."""
-    metric, contrasts = analysis.job.metric, [one for one in analysis.contrasts if one.cell.kind != "serial"]
+    metric, contrasts = analysis.job.metric, [one for one in analysis.contrasts if one.group.kind != "serial"]
     times = [one.sooner for one in contrasts if one.sooner is not None and not one.p_sooner < SIGNIFICANT]
     gaps = [one.better for one in contrasts if one.better is not None and not one.p_better < SIGNIFICANT]
     factor = max((max(one.high, 1 / one.low) for one in times if one.low < one.high), default=0.0)

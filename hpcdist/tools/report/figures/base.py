@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from hpcdist.tools.report import wording
-from hpcdist.tools.report.analysis import Analysis, Cell
+from hpcdist.tools.report.analysis import Analysis, RunGroup
 from hpcdist.tools.statistics import Interval
 
 INK = "#010203"  # of text and axes: replaced by the page's own colour
@@ -103,7 +103,7 @@ class Look(NamedTuple):
 
 def looks(analysis: Analysis) -> dict[str, Look]:
     """Give each name a look; the reference has the colour of the text."""
-    kinds = {cell.name: cell.kind == "serial" for cell in analysis.cells if cell.name != analysis.job.reference}
+    kinds = {group.name: group.kind == "serial" for group in analysis.groups if group.name != analysis.job.reference}
     names = sorted(kinds, key=lambda name: (kinds[name], name))  # strategies first, so that their colours differ
     found = {analysis.job.reference: Look(INK, "o", "-")}
     for i, name in enumerate(names):
@@ -157,11 +157,11 @@ def legend(figure: Figure, axes: Axes) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, handlelength=2.4)
 
 
-def by_ranks(analysis: Analysis) -> Iterator[tuple[int, list[Cell], str]]:
+def by_ranks(analysis: Analysis) -> Iterator[tuple[int, list[RunGroup], str]]:
     """Yield each number of ranks with its cells that have a result, and with its text for titles."""
-    for ranks, group in groupby((cell for cell in analysis.cells if cell.ended), key=lambda cell: cell.ranks):
-        cells = list(group)
-        yield ranks, cells, wording.count(ranks, "rank") + " (virtual)" * any(cell.virtual for cell in cells)
+    for ranks, block in groupby((group for group in analysis.groups if group.ended), key=lambda group: group.ranks):
+        groups = list(block)
+        yield ranks, groups, wording.count(ranks, "rank") + " (virtual)" * any(group.virtual for group in groups)
 
 
 def dots(
@@ -169,7 +169,7 @@ def dots(
     name: str,
     title: str,
     unit: str,
-    found: Sequence[tuple[Cell, Collection[float], Interval | None, str]],
+    found: Sequence[tuple[RunGroup, Collection[float], Interval | None, str]],
     write: Callable[[float], str],
     *,
     least: float | None = None,
@@ -184,13 +184,13 @@ def dots(
     """
     if not any(values for _, values, _, _ in found):
         return []
-    labels = ["\n".join(textwrap.wrap(cell.label, LABEL_COLUMNS, break_long_words=False, break_on_hyphens=False))
-              for cell, *_ in found]  # fmt: skip
+    labels = ["\n".join(textwrap.wrap(group.label, LABEL_COLUMNS, break_long_words=False, break_on_hyphens=False))
+              for group, *_ in found]  # fmt: skip
     lines = max(label.count("\n") for label in labels) + 1
     figure, axes = axes_of(0.9 + (0.26 + 0.14 * lines) * len(found))
     said, look = [], looks(analysis)
-    for row, (cell, values, mean, remark) in enumerate(found):
-        color, marker, _ = look[cell.name]
+    for row, (group, values, mean, remark) in enumerate(found):
+        color, marker, _ = look[group.name]
         text = remark
         if values:
             axes.plot(list(values), [row] * len(values), marker, color=color, alpha=0.35, markersize=4)
@@ -202,7 +202,7 @@ def dots(
             axes.errorbar(mean.mean, row, xerr=reach, fmt=marker, color=color, capsize=3, linewidth=1.6)
             within = f" ({write(mean.low)} to {write(mean.high)})" if known else ""
             text = f"{write(mean.mean)}{within}{remark and f', {remark}'}"
-        said.append(f"{cell.label}: {text}")
+        said.append(f"{group.label}: {text}")
         if remark:
             axes.annotate(remark, (1, row), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=9)
     axes.set_yticks(range(len(found)), labels, fontsize=9)

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from hpcdist.tools.report import wording
-from hpcdist.tools.report.analysis import Analysis, Cell
+from hpcdist.tools.report.analysis import Analysis, RunGroup
 from hpcdist.tools.report.figures.base import INK, Part, ReportFigure, axes_of, by_ranks, legend, looks
 
 TITLE, ORDER = "How they got there", 2
@@ -19,11 +19,13 @@ GRID = 80  # points of a mean curve
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
-    for ranks, cells, text in reversed(list(by_ranks(analysis))):
+    for ranks, groups, text in reversed(list(by_ranks(analysis))):
         for value in (analysis.job.metric, None):
             for axis in AXES:
-                yield from _curve(analysis, ranks, cells, text, value, axis)
-    missing = [cell.label for cell in analysis.cells if cell.ended and all(r.curves.losses.empty for r in cell.ended)]
+                yield from _curve(analysis, ranks, groups, text, value, axis)
+    missing = [
+        group.label for group in analysis.groups if group.ended and all(r.curves.losses.empty for r in group.ended)
+    ]
     if missing:
         yield f"Training loss: not measured for {'; '.join(missing)}, whose steps were not recorded."
     if all(one.curves.evaluations.empty for one in analysis.job.runs):
@@ -31,7 +33,7 @@ def draw(analysis: Analysis) -> Iterator[Part]:
 
 
 def _curve(
-    analysis: Analysis, ranks: int, cells: Sequence[Cell], text: str, metric: str | None, axis: str
+    analysis: Analysis, ranks: int, groups: Sequence[RunGroup], text: str, metric: str | None, axis: str
 ) -> Iterator[ReportFigure]:
     """Draw a metric, or the training loss, as the mean over seeds, and a band between the lowest and the highest.
 
@@ -40,23 +42,23 @@ def _curve(
     what = "training loss" if metric is None else f"test {metric}"
     figure, axes = axes_of(2.7)
     said = []
-    for cell in cells:
+    for group in groups:
         runs = [(one.curves.losses, "loss") if metric is None else (one.curves.evaluations, f"metric.{metric}")
-                for one in cell.ended]  # fmt: skip
+                for one in group.ended]  # fmt: skip
         curves = [curve for frame, value in runs if (curve := _series(frame, axis, value))]
         if not curves:
             continue
         x, low, mean, high, count = _band(curves)
-        look, last = looks(analysis)[cell.name], np.flatnonzero(count == len(curves))[-1]  # where all seeds are there
+        look, last = looks(analysis)[group.name], np.flatnonzero(count == len(curves))[-1]  # where all seeds are there
         for part, pale in ((slice(last + 1), 1.0), (slice(last, None), 0.4)):
             shown: dict[str, Any] = (
-                {"label": cell.shown, "markevery": (0.1, 0.25)} if pale == 1.0 else {"marker": "", "linestyle": ":"}
+                {"label": group.shown, "markevery": (0.1, 0.25)} if pale == 1.0 else {"marker": "", "linestyle": ":"}
             )
             axes.plot(x[part], mean[part], **{**look._asdict(), **shown}, alpha=pale)
             if len(curves) > 1:
                 axes.fill_between(x[part], low[part], high[part], color=look.color, alpha=0.18 * pale, linewidth=0)
         ends = f"{wording.number(x[0])} to {wording.number(x[last])} {axis}"
-        said.append(f"{cell.shown} goes from {mean[0]:.4g} to {mean[last]:.4g} over {ends}")
+        said.append(f"{group.shown} goes from {mean[0]:.4g} to {mean[last]:.4g} over {ends}")
         if last + 1 < len(x):
             said[-1] += f", and with fewer seeds to {mean[-1]:.4g} at {wording.number(x[-1])}"
     if not said:
@@ -77,7 +79,7 @@ def _curve(
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(lambda number, _: _short(number, axis == "bytes"))
     legend(figure, axes)
-    several = any(len(cell.ended) > 1 for cell in cells)
+    several = any(len(group.ended) > 1 for group in groups)
     seeds = ["The band spans the seeds; where it is pale and the line dotted, some seeds have ended"] * several
     name = f"{metric or 'loss'}-against-{axis}-{ranks}-ranks"
     yield ReportFigure(name, f"{wording.capital(what)} against {axis}, {text}", [*seeds, *said], figure, ranks)

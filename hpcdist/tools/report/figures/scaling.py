@@ -38,9 +38,9 @@ def draw(analysis: Analysis) -> Iterator[Part]:
 
 
 def _row(row: ScalingRow, metric: str) -> list[str]:
-    finals = [wording.mean(metric, one.final_mean) for one in (row.cell, row.base)]
-    ranks, share = row.cell.ranks, wording.estimate(row.speedup.scaled(100 / row.cell.ranks), unit=" %")
-    return [row.cell.title, row.base.name, wording.times(row.speedup), str(ranks), share, *finals]
+    finals = [wording.mean(metric, one.final_mean) for one in (row.group, row.base)]
+    ranks, share = row.group.ranks, wording.estimate(row.speedup.scaled(100 / row.group.ranks), unit=" %")
+    return [row.group.title, row.base.name, wording.times(row.speedup), str(ranks), share, *finals]
 
 
 def _figure(
@@ -48,18 +48,18 @@ def _figure(
 ) -> ReportFigure:
     """Draw measured beside ideal speed-up (power 1), or the efficiency, which is that over the ranks (power 0)."""
     figure, axes = axes_of(2.7)
-    ranks = sorted({1, *(row.cell.ranks for row in rows)})
+    ranks = sorted({1, *(row.group.ranks for row in rows)})
     axes.plot(ranks, [p**power for p in ranks], color=INK, linewidth=0.9, linestyle=":", label="ideal")
     said = ["The dotted line is the ideal"]
-    names = sorted({row.cell.shown for row in rows})
+    names = sorted({row.group.shown for row in rows})
     for number, of_name in enumerate(names):
-        points = sorted((row for row in rows if row.cell.shown == of_name), key=lambda row: row.cell.ranks)
-        p = np.array([row.cell.ranks for row in points])
+        points = sorted((row for row in rows if row.group.shown == of_name), key=lambda row: row.group.ranks)
+        p = np.array([row.group.ranks for row in points])
         beside = number - (len(names) - 1) / 2  # so that intervals do not hide each other
         x = p * 2 ** (0.06 * beside) if ranks[-1] > 8 else p + 0.02 * (ranks[-1] - 1) * beside
         found = [(row.speedup.mean, row.speedup.low, row.speedup.high) for row in points]
         mean, low, high = np.transpose(found) / p ** (1 - power)
-        last = points[-1].cell  # no speed-up without what was learnt
+        last = points[-1].group  # no speed-up without what was learnt
         ending = f" ({wording.mean(analysis.job.metric, last.final_mean)})" if last.final else ""
         look = looks(analysis)[last.name]
         axes.plot([1, *x], [1, *mean], label=f"{of_name}{ending}", **look._asdict())
@@ -73,7 +73,7 @@ def _figure(
             axes.yaxis.set_major_formatter(lambda number, _: f"{number:g}")
     axes.set_xticks(ranks, list(map(str, ranks)))
     axes.minorticks_off()
-    top = max([p**power for p in ranks] + [row.speedup.mean / row.cell.ranks ** (1 - power) for row in rows])
+    top = max([p**power for p in ranks] + [row.speedup.mean / row.group.ranks ** (1 - power) for row in rows])
     axes.set_ylim(0 if axes.get_yscale() == "linear" else None, 1.25 * top)  # an interval may go on, of a few seeds
     legend(figure, axes)
-    return ReportFigure(name, title + " (virtual)" * any(row.cell.virtual for row in rows), said, figure)
+    return ReportFigure(name, title + " (virtual)" * any(row.group.virtual for row in rows), said, figure)

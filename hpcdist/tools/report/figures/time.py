@@ -18,18 +18,18 @@ MANY_RANKS = 16  # beyond them, one bar shows the mean rank
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
-    for ranks, cells, text in by_ranks(analysis):
+    for ranks, groups, text in by_ranks(analysis):
         heads: list[tuple[int, str]] = []  # a line of its own for each cell, then one for each rank
         bars: list[tuple[int, str, np.ndarray]] = []
         said = []
-        for cell in cells:
-            times = cell.times.rename(lambda rank: f"rank {rank}")
+        for group in groups:
+            times = group.times.rename(lambda rank: f"rank {rank}")
             if len(times) > MANY_RANKS:
                 times = DataFrame({f"mean of {len(times)}": times.mean()}).T
-            heads += [(len(heads) + len(bars), cell.shown)] * (len(times) > 0)
+            heads += [(len(heads) + len(bars), group.shown)] * (len(times) > 0)
             for rank, of in times.iterrows():
                 bars.append((len(heads) + len(bars), str(rank), of[list(PARTS)].to_numpy()))
-                said.append(f"{cell.shown}, {rank}: " + ", ".join(f"{p} {wording.seconds(of[p])}" for p in PARTS))
+                said.append(f"{group.shown}, {rank}: " + ", ".join(f"{p} {wording.seconds(of[p])}" for p in PARTS))
         if not bars:
             continue
         figure, axes = axes_of(1.0 + 0.27 * (len(heads) + len(bars)))
@@ -46,7 +46,9 @@ def draw(analysis: Analysis) -> Iterator[Part]:
         legend(figure, axes)
         yield ReportFigure(f"time-of-{ranks}-ranks", f"Where each rank's time went, {text}", said, figure)
     columns = (*(f"{part}_s" for part in PARTS), "wall_s")
-    rows_of = [[cell.title, *(wording.plain(cell.mean(c)) for c in columns)] for cell in analysis.cells if cell.ended]
+    rows_of = [
+        [group.title, *(wording.plain(group.mean(c)) for c in columns)] for group in analysis.groups if group.ended
+    ]
     heads_of = ["runs of one kind", *PARTS, "seconds of the run"]
     yield ReportTable("Seconds of an average worker, by what it did", heads_of, rows_of)
     yield "The rest of a rank's time is what no step records, such as reading data."

@@ -207,7 +207,7 @@ class Pipeline(PartOfModel):
         if trains:
             steps = self.optimizers[0].strategy.steps if self.optimizers else 0
             weights = [optimizer.strategy.model.gradients.weight for optimizer in self.optimizers]
-            drawn = routing.draw(steps, (weights, batch.keys), self.n_stages - 1, batch.parts)
+            drawn = routing.sample(steps, (weights, batch.keys), self.n_stages - 1, batch.parts)
         stages = self.grid.stages
         for before, boundary in self._boundaries.items():
             behind = before in self.stages

@@ -22,7 +22,7 @@ from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Flats, copy_all
-from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, Peers
+from hpcdist.strategies.decentralised.peers import Peers, PeerSampler, SamplingConfig
 from hpcdist.topology import Topology, make_topology
 
 _FREE = 0  # in place of who holds it
@@ -47,7 +47,7 @@ class ADPSGD(Strategy):
     descent", 2018, algorithm 1 and section 3.3.
     """
 
-    class Config(DrawConfig):
+    class Config(SamplingConfig):
         """Options of adpsgd."""
 
         topology: Named = Field(Named(name="bipartite"), description="graph of the pairs of ranks that average")
@@ -70,7 +70,7 @@ class ADPSGD(Strategy):
         _, passive = two_sides(topology)
         super().__init__(config, comm, model, **given)
         self.peers = Peers(comm, self.records)
-        self.draw = Draw(comm, self.peers, self.state, config.seed)
+        self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)
         self._passive = comm.rank in passive
         self._neighbours = [rank for rank in topology.in_neighbours(comm.rank, 0) if rank != comm.rank]
         self._shared = [comm.window(p.numel() if self._passive else 0, p.dtype) for p in model.params]
@@ -97,7 +97,7 @@ class ADPSGD(Strategy):
     # --- an active rank -------------------------------------------------------------------------------------------
     def _average(self) -> None:
         """Average with the first neighbour, in random order, that is alive and free."""
-        for i in torch.randperm(len(self._neighbours), generator=self.draw.generator).tolist():
+        for i in torch.randperm(len(self._neighbours), generator=self.sampler.generator).tolist():
             if self._neighbours[i] in self.peers.present and self._average_with(self._neighbours[i]):
                 return
 

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, MixingConfig, Peers, Wire, average_in, check_count
+from hpcdist.strategies.decentralised.peers import (
+    MixingConfig,
+    Peers,
+    PeerSampler,
+    SamplingConfig,
+    Wire,
+    average_in,
+    check_count,
+)
 
 _WRITING = -1  # in place of a count
 
@@ -49,7 +57,7 @@ class GossipPush(Strategy):
     "Gossip training for deep learning", 2016, where a rank pushes with a probability, 1/interval on average.
     """
 
-    class Config(DrawConfig, MixingConfig):
+    class Config(SamplingConfig, MixingConfig):
         """Options of gossip_push."""
 
         pushes: int = Field(1, ge=1, description="number of ranks that the parameters are sent to at each average")
@@ -60,8 +68,8 @@ class GossipPush(Strategy):
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self.peers = Peers(comm, self.records)
-        self.draw = Draw(comm, self.peers, self.state, config.seed)
-        check_count(comm, "pushes", config.pushes, oneself=config.include_self)
+        self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)
+        check_count(comm, "pushes", config.pushes, include_self=config.include_self)
         self._wire = Wire(config.compression, model.params, self.state)
         self._taken = self.state.scratch(self._wire.empty())
         self._slots = [comm.window((comm.size - 1) * t.numel(), t.dtype) for t in self._taken]
@@ -81,7 +89,7 @@ class GossipPush(Strategy):
         """Push where this step does, and average all messages that have arrived."""
         weight = 1
         if (self.steps + 1) % self.config.interval == 0:
-            for peer in self.draw.ranks(self.config.pushes, oneself=self.config.include_self):
+            for peer in self.sampler.sample(self.config.pushes, include_self=self.config.include_self):
                 if peer == self.comm.rank:
                     weight = 2
                 else:

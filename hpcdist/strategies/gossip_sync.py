@@ -81,7 +81,7 @@ class GossipSync(Strategy):
         """Collective. Average with the rank that this step's draw pairs with this one."""
         ranks, rank = self.comm.failures.alive, self.comm.rank
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.steps)
-        order = _draw_order(len(ranks), generator, self.config)  # the same on all ranks, whoever is known to be dead
+        order = _random_order(len(ranks), generator, self.config)  # the same on all ranks, whoever is known to be dead
         place = ranks.index(rank)
         dest, source = ranks[order[place]], ranks[order.index(place)]
         if dest == rank:
@@ -98,7 +98,7 @@ class GossipSync(Strategy):
                         mine.sub_(sent_part, alpha=0.5).add_(theirs, alpha=0.5)
 
 
-def _draw_order(count: int, generator: torch.Generator, config: GossipSync.Config) -> list[int]:
+def _random_order(count: int, generator: torch.Generator, config: GossipSync.Config) -> list[int]:
     """Draw each rank's destination: a permutation of `count` ranks, or one that swaps the two of every pair."""
     order = torch.randperm(count, generator=generator).tolist()
     if config.pairing == "matching":

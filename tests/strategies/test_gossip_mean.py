@@ -47,9 +47,9 @@ def test_peers_are_drawn_uniformly_oneself_included_but_not_the_dead(name):
 
     def body(comm):
         strategy = problem.make(comm, name, torch.nn.Linear(1, 1), seed=3)
-        drawn = [peer for _ in range(steps) for peer in strategy.draw.ranks()]
+        drawn = [peer for _ in range(steps) for peer in strategy.sampler.sample()]
         strategy.comm.failures.alive = (0, 2, 3)
-        left = {peer for _ in range(50) for peer in strategy.draw.ranks()}
+        left = {peer for _ in range(50) for peer in strategy.sampler.sample()}
         strategy.close()
         return drawn, left
 

@@ -27,13 +27,13 @@ class _Peers:
     """Notes what each rank has drawn, by step."""
 
     def __init__(self, strategy):
-        self.drawn, draw = {}, strategy.draw.ranks
+        self.drawn, draw = {}, strategy.sampler.sample
 
         def noting(*args, **options):
             self.drawn[strategy.steps + 1] = draw(*args, **options)
             return self.drawn[strategy.steps + 1]
 
-        strategy.draw.ranks = noting
+        strategy.sampler.sample = noting
 
 
 def _in_step(comm, strategy, name):
@@ -159,7 +159,7 @@ def test_a_message_pushed_in_between_is_averaged_in_the_next_step_whatever_the_i
     def body(comm):
         strategy = problem.make(comm, "gossip_push", torch.nn.Linear(3, 1, dtype=torch.float64), interval=3)
         strategy.model.params[0].fill_(comm.rank)
-        strategy.draw.ranks = lambda *_, **__: [0]
+        strategy.sampler.sample = lambda *_, **__: [0]
         if comm.rank == 1:
             for _ in range(3):
                 strategy.step(lambda: None)

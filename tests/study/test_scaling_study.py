@@ -110,7 +110,7 @@ def test_what_is_looked_at_is_the_consensus(training, strategy, servers):
 
 def test_a_slow_worker_takes_fewer_gradients_but_where_all_wait(train):
     class OneSlow(ComputeModel):
-        def draw(self, rank, generator):
+        def sample(self, rank, generator):
             return 0.4 if rank == 2 else 0.1
 
     end_s = {name: train(name, compute=OneSlow())[-1][1] for name in ("allreduce", "gossip_pull")}
@@ -155,7 +155,7 @@ def test_the_loss_is_torchs_and_bounded(training):
 
 
 def test_some_steps_are_slow():
-    draws = [SlowSteps(Constant(1.0), 0.25, 4.0).draw(0, np.random.default_rng(seed)) for seed in range(400)]
+    draws = [SlowSteps(Constant(1.0), 0.25, 4.0).sample(0, np.random.default_rng(seed)) for seed in range(400)]
     assert set(draws) == {1.0, 4.0} and 60 < draws.count(4.0) < 140
 
 

@@ -52,7 +52,7 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(ranks, shared_tmp_p
 class Paces(ComputeModel):
     """Every rank has a pace of its own, so that letters arrive in one order only, whenever the clock began."""
 
-    def draw(self, rank, generator):
+    def sample(self, rank, generator):
         return 0.1 * (rank + 2) ** (1 / 3)
 
 

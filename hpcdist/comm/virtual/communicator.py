@@ -173,7 +173,7 @@ class VirtualCommunicator(Communicator):
     def compute(self, share: float = 1.0) -> float:
         self._member.enter()
         world_rank = self._member.me.rank
-        seconds = share * self._cluster.compute.draw(world_rank, self._cluster.generators[world_rank])
+        seconds = share * self._cluster.compute.sample(world_rank, self._cluster.generators[world_rank])
         require(at_least_0(seconds), "seconds drawn by a compute model", "finite and at least 0", seconds)
         self.clock.advance(self._member.me, self.clock.now_s + seconds)
         return seconds

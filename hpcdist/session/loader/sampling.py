@@ -206,7 +206,7 @@ def iter_apart(loader: Any, worker: int) -> Iterator[Any]:
 
 
 # --- equal batches on all ranks of a replica --------------------------------------------------------------------------
-def drawn_alike(loader: DataLoader[Any], inner: Communicator, place: tuple[int, int, int, int]) -> Iterator[Any]:
+def identical_batches(loader: DataLoader[Any], inner: Communicator, place: tuple[int, int, int, int]) -> Iterator[Any]:
     """Collective in the replica. Iterate over batches that are the same on all its ranks.
 
     Whatever is drawn while a batch is loaded follows from its place, so that a resumed epoch goes on alike, and the
@@ -219,10 +219,10 @@ def drawn_alike(loader: DataLoader[Any], inner: Communicator, place: tuple[int, 
     Raises:
         MismatchError: the ranks' first batches differ, for the data set draws from elsewhere, or asks for the rank.
     """
-    with drawing(place, "begin"):
+    with seeded(place, "begin"):
         batches = iter(loader)
     for step in count():
-        with drawing(place, step):
+        with seeded(place, step):
             batch = next(batches, _END)
         if step == 0:
             require_same(inner, batch)
@@ -235,7 +235,7 @@ _END = object()
 
 
 @contextmanager
-def drawing(place: tuple[int, ...], step: int | str) -> Iterator[None]:
+def seeded(place: tuple[int, ...], step: int | str) -> Iterator[None]:
     """Draw the random numbers of Python, NumPy and torch from a seed inside the context; afterwards one's own again."""
     seed = zlib.crc32(repr((place, step)).encode())
     with callers_state_kept():

@@ -24,7 +24,7 @@ from hpcdist.session.consistency import changed_marks, marks, require_same_loade
 from hpcdist.session.loader.batches import counted_as, same_everywhere, samples_in
 from hpcdist.session.loader.epoch import Epoch
 from hpcdist.session.loader.period import WeightedBatch, counts_of, joint_batch, period, relative
-from hpcdist.session.loader.sampling import Order, drawn_alike, iter_apart, order_of
+from hpcdist.session.loader.sampling import Order, identical_batches, iter_apart, order_of
 from hpcdist.session.run import LoopRun
 from hpcdist.session.values import broadcast_in
 from hpcdist.session.world import current, refuse_calls_of_servers, shared_calls
@@ -340,7 +340,7 @@ class ShardedLoader:
         """
         grid = current().grid
         if grid is not None and grid.stages > 1:
-            yield from drawn_alike(loader, grid.inner, (self._seed, self._epoch, worker, start))
+            yield from identical_batches(loader, grid.inner, (self._seed, self._epoch, worker, start))
             return
         state = torch.get_rng_state()  # the number that torch draws for each epoch was drawn when this one began
         batches = iter(loader) if worker == 0 else iter_apart(loader, worker)

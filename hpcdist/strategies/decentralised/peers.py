@@ -34,7 +34,7 @@ class PeersConfig(Strategy.Config):
         return ()
 
 
-class DrawConfig(PeersConfig):
+class SamplingConfig(PeersConfig):
     """Options of random draws of ranks."""
 
     seed: int = Field(0, ge=0, description="seed of the random choice of peers; each rank draws from (seed, rank)")
@@ -163,32 +163,32 @@ def average_in(own: Sequence[Tensor], total: Sequence[Tensor], count: int, weigh
                 mine.copy_(wide.add_(theirs).div_(weight + count))
 
 
-class Draw:
-    """Draw ranks at random, by a generator of each rank's own, which checkpoints hold."""
+class PeerSampler:
+    """Samples peers at random. Each rank has its own generator, which checkpoints save."""
 
     def __init__(self, comm: Communicator, peers: Peers, state: State, seed: int):
         self._rank, self._peers = comm.rank, peers
         self.generator = state.rng("peers", seed * 1_000_003 + comm.rank)
 
-    def ranks(self, count: int = 1, *, oneself: bool = True) -> list[int]:
-        """Draw `count` different ranks of those present, uniformly; all of them where there are fewer.
+    def sample(self, count: int = 1, *, include_self: bool = True) -> list[int]:
+        """Sample `count` distinct ranks uniformly from those present; if there are fewer, return all of them.
 
         Args:
-            oneself: draw from all ranks, this one included.
+            include_self: this rank may be among them.
         """
-        left = [rank for rank in self._peers.present if oneself or rank != self._rank]
+        left = [rank for rank in self._peers.present if include_self or rank != self._rank]
         return [
             left.pop(int(torch.randint(len(left), (), generator=self.generator))) for _ in range(min(count, len(left)))
         ]
 
 
-def check_count(comm: Communicator, name: str, count: int, *, oneself: bool) -> None:
+def check_count(comm: Communicator, name: str, count: int, *, include_self: bool) -> None:
     """Check that there are `count` ranks to draw; on one rank, which mixes with nobody, any count will do.
 
     Raises:
         ConfigError: `count`, the option of that name, is greater.
     """
-    most = comm.size - (not oneself)
+    most = comm.size - (not include_self)
     if comm.size > 1 and count > most:
         raise ConfigError(
             f"strategy.{name} must be at most the number of ranks to draw from, {most}; got {count}. Draw fewer, "

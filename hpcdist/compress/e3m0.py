@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.comm.pieces import CACHED, slices
+from hpcdist.comm.chunks import CACHED, slices
 from hpcdist.compress.base import Compressor
 from hpcdist.compress.coding.elements import add_by_bit, as_scale, largest, views
 

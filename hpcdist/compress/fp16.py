@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.comm.pieces import slices
+from hpcdist.comm.chunks import slices
 from hpcdist.compress.base import Recoded
 
 

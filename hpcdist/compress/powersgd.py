@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.comm.pieces import CACHED, slices
+from hpcdist.comm.chunks import CACHED, slices
 from hpcdist.compress.base import Linear, Span
 
 

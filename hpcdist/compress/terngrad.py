@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.comm.pieces import CACHED, slices
+from hpcdist.comm.chunks import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding.elements import as_scale, largest, mean, views
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from hpcdist.comm.pieces import some_values, sums
+from hpcdist.comm.chunks import some_values, sums
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import check_caps
 from hpcdist.model.flat_buffers import FlatBuffers

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist import collectives
+from hpcdist.comm.chunks import as_real, pieces
 from hpcdist.comm.communicator import Communicator, Traffic
-from hpcdist.comm.pieces import as_real, pieces
 from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.layers import Chain
 

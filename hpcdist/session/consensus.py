@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hpcdist.comm.pieces import sum_and_norm
+from hpcdist.comm.chunks import sum_and_norm
 from hpcdist.session import rules
 from hpcdist.session.consistency import require_same_steps
 from hpcdist.session.optimizer import release

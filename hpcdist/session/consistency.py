@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcdist.comm.chunks import sum_and_norm
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.pieces import sum_and_norm
 from hpcdist.model.hyperparameters import unequal_steps
 from hpcdist.records.digest import tensor_bytes
 from hpcdist.session import rules

@@ -12,8 +12,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hpcdist.comm.chunks import some_values
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.pieces import some_values
 from hpcdist.config import Settings
 from hpcdist.errors import ConfigError, RankFailedError, refuse_former
 from hpcdist.model.flat import FlatModel

@@ -7,7 +7,7 @@ from typing import final
 import numpy as np
 from pydantic import Field
 
-from hpcdist.comm.pieces import alongside
+from hpcdist.comm.chunks import alongside
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Strategy, Update

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.comm.pieces import CACHED
+from hpcdist.comm.chunks import CACHED
 from hpcdist.compress import CompressionConfig, Reduction, Span, spans
 from hpcdist.compress.coding.blocks import Blocks
 from hpcdist.strategies.synchronous.own_step import OwnStep, rate_of

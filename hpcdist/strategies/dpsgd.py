@@ -100,7 +100,7 @@ class DPSGD(Strategy):
         self.state.before_load(self._mixing.drop)  # what was sent is not what is loaded
 
     def advance(self, update: Update) -> Outcome:
-        if not self._mixing.under_way:  # at the first step of an epoch, or without overlap
+        if not self._mixing.in_flight:  # at the first step of an epoch, or without overlap
             self._mixing.start(self.model.params, self.steps)
         self._mixing.finish(self.model.params)
         outcome = self.gradients.step_alone(update)
@@ -166,7 +166,7 @@ class CompressedMixing:
         self._before: list[dict] = []  # the compressors' states before it
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Tell whether an exchange has been started and not finished."""
         return bool(self._sent)
 
@@ -194,7 +194,7 @@ class CompressedMixing:
 
     def drop(self) -> None:
         """Collective. Wait for the exchange under way, if there is one, and drop its result."""
-        if self.under_way:
+        if self.in_flight:
             self._receive()
 
     close = drop
@@ -210,7 +210,7 @@ class CompressedMixing:
     @property
     def coders(self) -> list[dict]:
         """The compressors' states before the exchange in flight. Setting an empty list changes no compressor."""
-        if self.under_way:
+        if self.in_flight:
             return self._before
         return [deepcopy(feedback.compressor.state_dict()) for feedback in self._feedbacks]
 

@@ -7,7 +7,7 @@ from typing import Literal, final
 import torch
 from pydantic import Field, model_validator
 
-from hpcdist.comm.pieces import alongside
+from hpcdist.comm.chunks import alongside
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.decentralised.peers import MixingConfig, Peers, Wire

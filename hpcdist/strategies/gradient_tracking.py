@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.comm.pieces import alongside
+from hpcdist.comm.chunks import alongside
 from hpcdist.config import Named
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract

@@ -86,7 +86,7 @@ class SGP(Strategy):
 
     def _mix(self) -> None:
         """Collective. Mix and debias: x ← Px, w ← Pw, z ← x/w."""
-        if not self._mixing.under_way:  # without overlap, or at the first step
+        if not self._mixing.in_flight:  # without overlap, or at the first step
             self._mixing.start(self._rounded(), self.steps)
         weight = torch.tensor([self._weight], dtype=torch.float64)
         self._mixing.finish((*self._x, weight) if self._biased else self.model.params)

@@ -11,8 +11,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import ANY, Request
-from hpcdist.comm.pieces import alongside
 from hpcdist.compress import CompressionConfig, Feedback, only_used, spans
 from hpcdist.compress.coding.reduction import cut, join
 from hpcdist.config import Named

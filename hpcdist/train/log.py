@@ -29,8 +29,8 @@ from hpcdist.records import (
 )
 from hpcdist.session.curves import Curves
 from hpcdist.train.energy import RunEnergy, gpu_uuid
-from hpcdist.train.milestones import Milestones
 from hpcdist.train.resume import Position
+from hpcdist.train.stop_conditions import StopConditions
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RunLog:
 
     Args:
         folder: of the run.
-        position, milestones: the run's own.
+        position, stop_conditions: the run's own.
         report: called now and then with the progress; may be None.
         curves: figures for other tools.
         device: where this rank computes.
@@ -84,16 +84,16 @@ class RunLog:
         config: JobConfig,
         comm: Communicator,
         position: Position,
-        milestones: Milestones,
+        stop_conditions: StopConditions,
         report: Callable[[Progress], None] | None,
         curves: Curves,
         device: torch.device | None = None,
     ):
-        self.train_s, self.energy, self.n_samples = 0.0, RunEnergy(comm, device), milestones.n_samples
+        self.train_s, self.energy, self.n_samples = 0.0, RunEnergy(comm, device), stop_conditions.n_samples
         self.metrics: dict[str, float] = {}
         self.joules: float | None = None
         self._folder, self._config, self._comm = folder, config, comm
-        self._position, self._milestones, self._report = position, milestones, report
+        self._position, self._milestones, self._report = position, stop_conditions, report
         self._curves, self._device = curves, device
         self._sampler: Sampler | None = None
         self.earlier: list[tuple[int, dict[str, float]]] = []  # evaluations before a resumed run, by step

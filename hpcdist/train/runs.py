@@ -41,12 +41,12 @@ from hpcdist.session import loggers
 from hpcdist.session.run import describe_start
 from hpcdist.session.world import require_same_files
 from hpcdist.train.changes import all_settings, changes_since
+from hpcdist.train.early_stopping import EarlyStopping
 from hpcdist.train.interruption import Interruption
 from hpcdist.train.job import Job, load_job
 from hpcdist.train.log import Progress
 from hpcdist.train.loop import Trainer
 from hpcdist.train.resume import saved_cut
-from hpcdist.train.standing import Standing
 
 ENDING_S = 5.0  # that a killed run may still hold its folder when the next one resumes
 NUMBERS = ".numbers"  # beside runs: a file of the name of the last run of each job, strategy and number of ranks
@@ -176,7 +176,7 @@ def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) ->
     config = JobConfig(**values)
     strategies.load(config.strategy.name).Config.from_mapping(config.strategy.options, "strategy")  # before any folder
     loggers.require(config.log)
-    Standing(job, config)
+    EarlyStopping(job, config)
     if config.data.prefetch and config.data.path is None:
         raise ConfigError(
             f"data.prefetch must be 0 with torch Datasets, as a thread would draw from the model's random numbers; got "

@@ -312,10 +312,10 @@ SERVERS = dict.fromkeys(["hardsync", "easgd", "softsync"], 2)  # others are on t
 @with_each("name", [*(f"{name} {SERVERS.get(name, 'colocated')}" for name in SERVED), *SERVERLESS, *GOSSIPS])
 def test_training_goes_on_from_values_that_the_loop_loads(ranks, name):
     """With a learning rate of 0 they stay, but for what is under way: momentum, changes that are not sent yet."""
-    under_way = (
+    in_flight = (
         "eamsgd", "strom", "diloco", "streaming_diloco", "sparse_loco", "noloco", "slowmo", "async_diloco",
     )  # fmt: skip
-    before = name.split()[0] in under_way  # the first epoch; else between epochs
+    before = name.split()[0] in in_flight  # the first epoch; else between epochs
 
     def body(comm):
         hd.init(comm=comm)

@@ -205,7 +205,7 @@ def test_the_headline_of(tmp_path, capsys, name):
     # No claim below three seeds, no share outside of 0 and 1.
     for one in analysis.contrasts:
         few = min(len(one.group.ended), len(one.reference.ended)) < LEAST_SEEDS
-        assert not few or (math.isnan(one.p_sooner) and math.isnan(one.p_better) and one.standing() == "unknown")
+        assert not few or (math.isnan(one.p_sooner) and math.isnan(one.p_better) and one.outcome() == "unknown")
     for group in analysis.groups:
         accuracy = group.mean("metric.accuracy")
         assert accuracy is None or not (accuracy.low < 0 or accuracy.high > 1)
@@ -217,7 +217,7 @@ def test_times_that_only_rounding_tells_apart_are_the_same(tmp_path):
     evidence.write_comparison(tmp_path, runs)
     (job,) = read_jobs([tmp_path])
     (contrast,) = (found := analyse(job)).contrasts
-    assert (contrast.sooner.mean, contrast.sooner.p) == (1.0, 1.0) and contrast.standing() == "alike"
+    assert (contrast.sooner.mean, contrast.sooner.p) == (1.0, 1.0) and contrast.outcome() == "alike"
     assert judge(found).reasons[-1].startswith("`softsync` reached 97 % in the same time as `allreduce`; final")
 
 
@@ -242,4 +242,4 @@ def test_equal_differences_are_doubted_where_the_test_set_is_known(tmp_path):
     assert found[None].contrasts[0].better.p == 0.0 and found[None].groups[0].final_mean.half == 0
     (contrast,) = found[120].contrasts
     assert contrast.better.low < 0 < contrast.better.high and contrast.better.p == pytest.approx(0.41, abs=0.01)
-    assert contrast.standing() == "alike" and found[120].groups[0].final_mean.half > 0.02
+    assert contrast.outcome() == "alike" and found[120].groups[0].final_mean.half > 0.02

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives.base import TAG, Scratch
+from hpcdist.comm.chunks import slices
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.pieces import slices
 from hpcdist.comm.slots import Slots
 
 SLOT_BYTES = 1 << 21  # two of them per rank

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hpcdist.collectives.calls.reduction import array_reduction, reduction
 from hpcdist.collectives.tuning.timing import Trial
+from hpcdist.comm.chunks import slices
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.pieces import slices
 from hpcdist.comm.slots import GatheredRows, Rows, Slots, array_of
 
 SLICED_BYTES = 1 << 15  # of longer tensors, each of three ranks or more adds up a slice, and they share the slices

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hpcdist.comm.pieces import CACHED, slices
+from hpcdist.comm.chunks import CACHED, slices
 from hpcdist.compress.coding.elements import MOST_SCALE
 from hpcdist.compress.coding.sparse import AnsCoder, Categorical
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.comm.pieces import CACHED, slices
+from hpcdist.comm.chunks import CACHED, slices
 
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # the bits of each byte, as numbers
 LEAST_SCALE = 1e-30  # smaller ones are sent as 0, because their inverse may be infinite, or fractions have fewer bits

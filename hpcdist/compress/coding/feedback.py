@@ -10,8 +10,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.pieces import alongside
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.none import Uncompressed
 from hpcdist.config import Named

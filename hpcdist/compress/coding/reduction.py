@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hpcdist import collectives
 from hpcdist.collectives.base import bounds
+from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator, Envelope, Request
-from hpcdist.comm.pieces import alongside
 from hpcdist.comm.transfer import WIDE
 from hpcdist.compress.base import Linear, Recoded, Span
 from hpcdist.compress.coding.feedback import CompressionConfig, Used, only_used

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpcdist.comm.chunks import PIECE, sums
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.pieces import PIECE, sums
 from hpcdist.errors import MismatchError
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.flat_buffers import FlatBuffers

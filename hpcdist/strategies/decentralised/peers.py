@@ -16,8 +16,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hpcdist import compress
+from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator, Request
-from hpcdist.comm.pieces import alongside
 from hpcdist.comm.transfer import WIDE
 from hpcdist.compress import CompressionConfig
 from hpcdist.compress.fp16 import Cast

@@ -87,7 +87,7 @@ class GradientWorker(Worker):
         workers, first = strategy.roles.workers, self._compression.warmup_ranks
         sits_out = first is not None and workers.index(self.place.rank) >= first
         self._first_step = self._compression.warmup_steps if sits_out else 0  # after a warm-up of which others' are
-        self._under_way = False  # a gradient whose reply has not been taken
+        self._in_flight = False  # a gradient whose reply has not been taken
 
     def step(self, update: Update) -> Outcome:
         strategy, gradients = self.strategy, self.model.gradients
@@ -110,16 +110,16 @@ class GradientWorker(Worker):
             self.client.push(GRADIENT, **stamps)  # weight 0: it arrives, and counts for nothing
         waited_for: dict[int, float] = {}
         if self._overlap:
-            self._under_way = pushes
+            self._in_flight = pushes
         else:
             waited_for = self.replica.pull().waited_for
         event, count = skipped or dropped, int(dropped is not None)
         return Outcome(self.replica.clock, event=event, dropped=count, waited_for=waited_for)
 
     def finish(self) -> None:
-        if self._under_way:
+        if self._in_flight:
             self.replica.pull()
-            self._under_way = False
+            self._in_flight = False
 
 
 class Aggregate:

@@ -171,7 +171,7 @@ def run(
     runs = made(experiment, output)
     if how.slurm is not None:
         runs.failed = arrays.submit_missing(runs, how.slurm, how.slurm_set or (), how.jobs)
-    elif waiting := arrays.under_way(output):
+    elif waiting := arrays.pending(output):
         runs.failed = arrays.show(runs, waiting)
     else:
         runs.failed = _make_here(runs, how.launcher, how.jobs or workers)

@@ -219,7 +219,7 @@ class Contrast:
         values = pairs if self.better.paired else product(ours.values(), theirs.values())
         return all(math.isclose(*pair, rel_tol=ROUNDING) for pair in values)
 
-    def standing(self, least_ratio: float = 1.0) -> str:
+    def outcome(self, least_ratio: float = 1.0) -> str:
         """Tell if the cell `wins`, `loses`, is `mixed` (sooner and worse, or the reverse), `alike` or `unknown`.
 
         Args:

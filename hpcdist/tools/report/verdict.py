@@ -197,8 +197,8 @@ def _who_reached(analysis: Analysis, is_first_named: bool) -> Iterator[str]:
 def _winners_or_none(analysis: Analysis, contenders: Sequence[Contrast], follows: bool) -> Iterator[str]:
     """Say who wins against the reference, or that no one does; it `follows` on who reached the target."""
     wins, mixed, loses, alike, unknown = (
-        [contrast for contrast in contenders if contrast.standing(LEAST_RATIO) == standing]
-        for standing in ("wins", "mixed", "loses", "alike", "unknown")
+        [contrast for contrast in contenders if contrast.outcome(LEAST_RATIO) == outcome]
+        for outcome in ("wins", "mixed", "loses", "alike", "unknown")
     )
     job, reference = analysis.job, f"`{analysis.job.reference}`"
     if wins:
@@ -220,7 +220,7 @@ def _winners_or_none(analysis: Analysis, contenders: Sequence[Contrast], follows
         nothing = "On as many ranks nothing" if follows else "Nothing"
         yield f"{nothing} beats {_with_ends(bests)}: {many} of what was held against it did worse, beyond noise."
     else:
-        small = any(one.standing() != "alike" for one in alike)
+        small = any(one.outcome() != "alike" for one in alike)
         if small:
             yield f"Nothing {_done(job)} {LEAST_RATIO:g} times sooner or later than {reference}."
         tested = ["time"] * any(not math.isnan(one.p_sooner) for one in alike)

@@ -94,7 +94,7 @@ def submit_missing(made: MadeRuns, site: str, overrides: Sequence[str], at_once:
     All is checked, as by `hpcdist slurm check`, before anything is written.
     """
     output, profile = made.folder, load_site(site)
-    waiting = under_way(output)
+    waiting = pending(output)
     left = [run for run in missing(made.plan, output) if output / run.folder not in waiting]
     specs = specify(made.experiment, left, output, site, overrides, at_once)
     findings = dict.fromkeys(finding for spec in specs for finding in examine(spec, profile))
@@ -109,7 +109,7 @@ def submit_missing(made: MadeRuns, site: str, overrides: Sequence[str], at_once:
             prepare(run, output)
         for spec in specs:
             entry = queue.submit(spec, render(spec, profile).text)
-            history.append(entry, output)  # for `under_way`
+            history.append(entry, output)  # for `pending`
             print(entry.job)
             console.note(f"job {entry.job}: runs on {spec.size} ranks: {entry.cases}; their logs go to {entry.log}")
     console.note(
@@ -136,7 +136,7 @@ def show(made: MadeRuns, waiting: Mapping[Path, State]) -> bool:
     return bool(failed)
 
 
-def under_way(output: Path) -> dict[Path, State]:
+def pending(output: Path) -> dict[Path, State]:
     """Return the states of tasks that wait or run, by the folders of their runs.
 
     Tasks that have ended without a result leave the reason in their run's folder, as runs that fail here do.

@@ -12,7 +12,7 @@ from hpcdist.tools.report.wording import NONE
 from hpcdist.tools.statistics import LEAST_SEEDS
 
 TITLE, ORDER = "The answer in numbers", 1
-STANDINGS = {"wins": "better", "loses": "worse", "mixed": "mixed", "alike": "within noise"}
+OUTCOMES = {"wins": "better", "loses": "worse", "mixed": "mixed", "alike": "within noise"}
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
@@ -72,10 +72,8 @@ def _contrasts(analysis: Analysis) -> ReportTable:
     for one in analysis.contrasts:
         sooner, better = wording.times(one.sooner), wording.gap_of(metric, one.better, is_same=one.same)
         several = max(len(one.group.ended), len(one.reference.ended)) >= LEAST_SEEDS
-        standing = STANDINGS.get(one.standing(), "not known" + ": too few seeds" * (not several))
-        rows.append(
-            [one.group.title, one.reference.label, sooner, _p(one.p_sooner), better, _p(one.p_better), standing]
-        )
+        outcome = OUTCOMES.get(one.outcome(), "not known" + ": too few seeds" * (not several))
+        rows.append([one.group.title, one.reference.label, sooner, _p(one.p_sooner), better, _p(one.p_better), outcome])
     caption = f"Held against the reference: p after Holm's correction, significant below {SIGNIFICANT:g}"
     return ReportTable(caption, heads, rows)
 

@@ -11,7 +11,7 @@ GROWTH = 4  # the number of steps between two looks at the clock grows at most b
 SPARE = 0.9  # the next look comes after this part of the seconds left, as later steps may be slower
 
 
-class Milestones:
+class StopConditions:
     """Tells how many steps a run takes until its next evaluation or its end, by epochs or a budget.
 
     Args:

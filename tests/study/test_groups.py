@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from kit.groups import TUNING, CellRuns, at_rate, declare_cell, search
 
 from hpcdist.errors import ConfigError, HpcdistError, RunError
 from hpcdist.records import load_summary
 from hpcdist.tools.runs import FAILURE
+from kit.groups import TUNING, CellRuns, at_rate, declare_cell, search
 from kit.output import start
 from study.pretended import PretendedRuns
 

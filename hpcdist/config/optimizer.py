@@ -197,7 +197,7 @@ class ScheduleConfig(Named):
         warmup = lr_scheduler.LinearLR(optimizer, start_factor=start, total_iters=self.warmup_steps)
         if main is None:
             return warmup
-        return lr_scheduler.SequentialLR(optimizer, [warmup, main], stop_conditions=[self.warmup_steps])
+        return lr_scheduler.SequentialLR(optimizer, [warmup, main], milestones=[self.warmup_steps])
 
 
 def schedules() -> dict[str, type[lr_scheduler.LRScheduler]]:

@@ -76,7 +76,7 @@ class NamedCall(abc.ABC):
         return _place(self.kind, self.name), _number(*self.like)
 
     @abc.abstractmethod
-    def make(self, calls: Collectives) -> None:
+    def run(self, calls: Collectives) -> None:
         """Collective. Make the call; leave the result in `found`."""
 
     def run_fused(self, calls: Collectives, requests: Sequence[Any], buffer: FusionBuffer) -> None:
@@ -93,14 +93,14 @@ class Join(NamedCall):
         super().__init__("")
         self.since_ns = time.time_ns()
 
-    def make(self, calls: Collectives) -> None:
+    def run(self, calls: Collectives) -> None:
         raise NotImplementedError  # it is met otherwise
 
 
 class Refused(NamedCall):
     """What a rank that has joined has of a call that it can't take part in."""
 
-    def make(self, calls: Collectives) -> None:
+    def run(self, calls: Collectives) -> None:
         raise NotImplementedError  # it is ended with an error
 
 
@@ -292,7 +292,7 @@ class Matcher:
                 self._end([joined])
             return True
         if len(present) == len(asked) and all(row == asked[0] for row in asked):
-            self._make(own)
+            self._run_calls(own)
             return True
         by_rank = [dict(zip(row[::WORDS], row[1::WORDS])) for row in asked]
         common = [name for name in by_rank[present[0]] if all(name in by_rank[rank] for rank in present)]
@@ -307,7 +307,7 @@ class Matcher:
         for name in common:
             if name in differ:
                 self._refuse(by_name[name])
-        self._make([by_name[name] for name in common if name not in differ])
+        self._run_calls([by_name[name] for name in common if name not in differ])
         return True
 
     def _is_late(self, requests: Sequence[NamedCall]) -> bool:
@@ -397,7 +397,7 @@ class Matcher:
         )
         self._end([request])
 
-    def _make(self, requests: Sequence[NamedCall]) -> None:
+    def _run_calls(self, requests: Sequence[NamedCall]) -> None:
         for goes_with, several in _grouped_by_fusion(requests):
             first = several[0]
             if self.watcher is not None:
@@ -406,7 +406,7 @@ class Matcher:
             try:
                 if first.error is None:
                     if goes_with is None:
-                        first.make(self.calls)
+                        first.run(self.calls)
                     else:
                         first.run_fused(self.calls, several, self._buffer)
             except CommunicationError:

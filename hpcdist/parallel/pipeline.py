@@ -93,7 +93,7 @@ class Pipeline(PartOfModel):
         self._loss, self._micro_batches, self._chunks, self._recompute = loss, micro_batches, chunks, recompute
         self._schedule = schedule
         self._tables: dict[int, Table] = {}
-        schedules.make(schedule, grid.inner.size, micro_batches, chunks)  # refused before anything is built
+        schedules.create(schedule, grid.inner.size, micro_batches, chunks)  # refused before anything is built
         self.routing = Routing(grid, seed) if routing == "random" and grid.replicas > 1 else None
         self._device = torch.device("cpu") if device is None else torch.device(device)
         self._build((lambda: make) if isinstance(make, (nn.Module, list, tuple)) else cast(Make, make), cut)
@@ -227,7 +227,7 @@ class Pipeline(PartOfModel):
 
     def _operations(self, parts: int) -> list[Operation]:
         if parts not in self._tables:
-            self._tables[parts] = schedules.make(self._schedule, self.grid.inner.size, parts, self._chunks)
+            self._tables[parts] = schedules.create(self._schedule, self.grid.inner.size, parts, self._chunks)
         return self._tables[parts][self.grid.inner.rank]
 
     def _incoming(self, operation: Operation) -> tuple[Callable[[Hashable], None], Callable[[Hashable], Any]]:

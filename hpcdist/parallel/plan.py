@@ -105,7 +105,7 @@ def predict(
     Raises:
         ConfigError: the schedule refuses the numbers, or no cut keeps the limit.
     """
-    table = schedules.make(schedule, ranks, micro_batches, chunks)
+    table = schedules.create(schedule, ranks, micro_batches, chunks)
     if cut is not None and cut.stages != ranks * chunks:
         raise ConfigError(
             f"cut must have {ranks * chunks} stages, {chunks} for each of {ranks} ranks; got {cut.stages}. Change it."

@@ -63,18 +63,18 @@ class Stamp(NamedTuple):
     checksum: str  # its name in CHECKSUMS, a colon, and its hexadecimal digits
 
 
-def write_durably(path: Path, pieces: Iterable[bytes | np.ndarray]) -> Stamp:
+def write_durably(path: Path, chunks: Iterable[bytes | np.ndarray]) -> Stamp:
     """Write pieces (bytes, or flat uint8 arrays) into a new file and fsync it.
 
-    `pieces` may be a generator: each piece is written before the next one is made.
+    `chunks` may be a generator: each piece is written before the next one is made.
 
     Raises:
         OSError: the file exists, or can't be written.
     """
     found, total = CHECKSUMS[WRITTEN](), 0
     with open(path, "xb") as file:
-        for piece in pieces:
-            data = piece if isinstance(piece, bytes) else piece.data
+        for chunk in chunks:
+            data = chunk if isinstance(chunk, bytes) else chunk.data
             found.update(data)
             file.write(data)
             total += len(data)

@@ -105,10 +105,10 @@ class ParameterLayout:
         """Lay slices of the parameters out in flat tensors; an empty list where there are none."""
         if not named:
             return []
-        pieces: list[list[Tensor]] = [[] for _ in self._model.params]
+        chunks: list[list[Tensor]] = [[] for _ in self._model.params]
         for group, _, place in self.parts("params", ranges):
-            pieces[group].append(_same_place(named, place).reshape(-1))
-        return [torch.cat(own) if own else torch.zeros(0) for own in pieces]
+            chunks[group].append(_same_place(named, place).reshape(-1))
+        return [torch.cat(own) if own else torch.zeros(0) for own in chunks]
 
     def fill(self, kind: str, flats: Sequence[Tensor], named: Mapping[str, Slice]) -> None:
         """Copy slices into flat tensors."""

@@ -211,7 +211,7 @@ class MpiGroup(dist.ProcessGroup):
             calls.all_gather(values, own.values())
             tensor.copy_(torch.sparse_coo_tensor(torch.cat(places, 1), torch.cat(values), tensor.shape).coalesce())
 
-        return calls.queue.make(sum_up, async_op=async_op)
+        return calls.queue.run(sum_up, async_op=async_op)
 
     @by_device
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = _BROADCAST) -> Work:

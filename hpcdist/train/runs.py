@@ -25,7 +25,7 @@ from hpcdist.config.optimizer import with_functions_of
 from hpcdist.errors import ConfigError, suggestion
 from hpcdist.parallel.cut import cut_of
 from hpcdist.parallel.layers import outline
-from hpcdist.parallel.schedules import make as make_schedule
+from hpcdist.parallel.schedules import create as create_schedule
 from hpcdist.records import (
     Outcome,
     Summary,
@@ -208,7 +208,7 @@ def _check_model(job: Job, config: JobConfig) -> None:
 def _check_stages(job: Job, config: JobConfig) -> None:
     """Raise ConfigError if the model has too few layers, or the schedule refuses the number of stages."""
     settings = config.parallel
-    make_schedule(settings.schedule, settings.stages, settings.micro_batches * config.accumulation, settings.chunks)
+    create_schedule(settings.schedule, settings.stages, settings.micro_batches * config.accumulation, settings.chunks)
     cut_of(outline(lambda: job.model(**config.model)), settings.stages * settings.chunks, settings.sizes)
 
 

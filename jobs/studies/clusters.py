@@ -21,11 +21,11 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import typer
-from kit.groups import CellRuns, EndedRun, declare_cell, search
 
 from hpcdist.tools.compare.comparison import FIRST_SEED
 from hpcdist.tools.compare.plan import ComparedGroup
 from hpcdist.tools.statistics import interval
+from kit.groups import CellRuns, EndedRun, declare_cell, search
 from kit.output import Claim, Study, paragraphs, start
 from kit.pairs import difference, excludes
 

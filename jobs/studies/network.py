@@ -33,12 +33,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from kit.groups import CellRuns, EndedRun, declare_cell
 from matplotlib.figure import Figure
 
 from hpcdist.tools.compare.plan import ComparedGroup
 from hpcdist.tools.statistics import LEAST_SEEDS, Interval, geometric
 from kit import plots
+from kit.groups import CellRuns, EndedRun, declare_cell
 from kit.hosted import HostedLauncher
 from kit.hosts import Cable, why_not
 from kit.output import Claim, Study, start, verdict, wrap

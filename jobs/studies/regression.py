@@ -20,10 +20,10 @@ from statistics import fmean
 from typing import Annotated
 
 import typer
-from kit.groups import CellRuns, EndedRun, declare_cell
 
 from hpcdist.tools.compare.plan import ComparedGroup
 from hpcdist.tools.statistics import Interval, interval
+from kit.groups import CellRuns, EndedRun, declare_cell
 from kit.output import Study, markdown, start, wrap
 from kit.pairs import difference, excludes
 from regression_job import SAMPLES, job

@@ -49,7 +49,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from kit.groups import CellRuns, EndedRun, at_rate, declare_cell, search
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -57,6 +56,7 @@ from hpcdist.tools.compare.comparison import FIRST_SEED
 from hpcdist.tools.compare.plan import ComparedGroup
 from hpcdist.tools.statistics import Interval, interval
 from kit import plots
+from kit.groups import CellRuns, EndedRun, at_rate, declare_cell, search
 from kit.output import Claim, Study, paragraphs, start
 from kit.pairs import ratio
 from scaling_job import model_bytes

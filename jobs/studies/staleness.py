@@ -35,13 +35,13 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import typer
-from kit.groups import TUNING, CellRuns, EndedRun, declare_cell
 from matplotlib.figure import Figure
 
 from hpcdist.tools.compare.comparison import FIRST_SEED
 from hpcdist.tools.compare.plan import ComparedGroup
 from hpcdist.tools.statistics import Interval, interval
 from kit import plots
+from kit.groups import TUNING, CellRuns, EndedRun, declare_cell
 from kit.output import Claim, Study, paragraphs, start
 from kit.pairs import difference, ratio
 

@@ -108,7 +108,7 @@ def test_runs_are_submitted_looked_at_and_submitted_again(tmp_path, monkeypatch,
 
     def ends_well(folder: Path) -> None:
         run = runs[folder.relative_to("out").as_posix()]
-        made.make(PlannedRun(run["name"], "strategy", run["ranks"], 0, tuple(run["set"]), ""), folder)
+        made.run(PlannedRun(run["name"], "strategy", run["ranks"], 0, tuple(run["set"]), ""), folder)
 
     ends_well(first.folders[0])
     Path(first.log.replace("%a", "1")).write_text("a\nRuntimeError: no memory\n")

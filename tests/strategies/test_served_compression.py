@@ -133,7 +133,7 @@ def _after_five_steps(comm, options):
 
 
 def _flat(named):
-    return torch.cat([piece.tensor.reshape(-1) for piece in named.values()])
+    return torch.cat([chunk.tensor.reshape(-1) for chunk in named.values()])
 
 
 def test_in_a_world_of_another_size_no_gradient_that_was_not_sent_is_lost():

@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from kit.groups import EndedRun
-
 from hpcdist.config import load
 from hpcdist.errors import RunError
 from hpcdist.records import Evaluation, Summary, append_evaluation, write_summary
 from hpcdist.tools.compare.plan import PlannedRun
+from kit.groups import EndedRun
 from study import evidence
 
 
@@ -27,7 +26,7 @@ class PretendedRuns:
     def __exit__(self, *failure: object) -> None:
         pass
 
-    def make(self, run: PlannedRun, folder: Path) -> None:
+    def run(self, run: PlannedRun, folder: Path) -> None:
         self.made.append(run.folder)
         if run.name in self.failing:
             raise RunError("exit status 1\nerror: a rank has died")

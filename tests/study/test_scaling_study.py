@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kit.groups import EndedRun
 from torch import nn
 
 from harness import studies
@@ -20,6 +19,7 @@ from hpcdist.config import load as load_settings
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import Evaluation, read_evaluations
 from hpcdist.tools.simulate.cluster import ClusterConfig
+from kit.groups import EndedRun
 from kit.output import paragraphs
 from study.pretended import ended
 

@@ -256,7 +256,7 @@ def test_a_best_value_at_the_end_of_its_range_is_named(case, tmp_path):
 class VirtualRuns:
     """Makes the runs of a sweep on virtual ranks, in this process."""
 
-    def make(self, run: PlannedRun, folder: Path) -> None:
+    def run(self, run: PlannedRun, folder: Path) -> None:
         run_virtual(lambda comm: trials.train(comm, folder), run.ranks)
 
 

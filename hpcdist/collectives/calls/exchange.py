@@ -111,14 +111,14 @@ class SlotExchange(Exchange):
             length = min(step, count - start)
             gathered = slots.places(own.dtype, length)[slots.calls]
             if brings:
-                piece = own[start : start + length]
-                gathered.rows[self.rank][: len(piece)].copy_(piece)
+                chunk = own[start : start + length]
+                gathered.rows[self.rank][: len(chunk)].copy_(chunk)
             if not slots.synchronize(fingerprint, gathered.gathered):
                 return False
             if takes and length:
                 rows = gathered.rows
-                if brings and self.size == 2 and len(piece) == length:  # read where it lies, which is in the cache
-                    rows = [piece, rows[1]] if self.rank == 0 else [rows[0], piece]
+                if brings and self.size == 2 and len(chunk) == length:  # read where it lies, which is in the cache
+                    rows = [chunk, rows[1]] if self.rank == 0 else [rows[0], chunk]
                 take(start, rows)
         return True
 
@@ -131,9 +131,9 @@ class SlotExchange(Exchange):
             gathered = slots.places(own[0].dtype, size * length)[slots.calls]
             if self.rank in sources:
                 for rank, into in enumerate(gathered.parts[self.rank]):
-                    piece = own[rank][start : start + length]
+                    chunk = own[rank][start : start + length]
                     if rank != self.rank or not in_place:
-                        into[: len(piece)].copy_(piece)
+                        into[: len(chunk)].copy_(chunk)
             if not slots.synchronize(fingerprint, gathered.gathered):
                 return False
             if length:

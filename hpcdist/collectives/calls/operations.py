@@ -98,7 +98,7 @@ class Collectives:
                 )
             reduce = self._algorithms.get(algorithm) or self.algorithm(algorithm)
             function = reduce.mean if op == "mean" else reduce
-            return self.queue.make(lambda: [function(flat) for flat in each(tensor)], tensor, async_op=async_op)
+            return self.queue.run(lambda: [function(flat) for flat in each(tensor)], tensor, async_op=async_op)
         like = () if factor is not None else ("all_reduce", op, tensor)
         return self._start(async_op, tensor, lambda: self._all_reduce(tensor, op, factor), *like)
 
@@ -380,11 +380,11 @@ class Collectives:
                     call()
 
         if not async_op:
-            return self.queue.make(make)
+            return self.queue.run(make)
         if self.comm.platform.virtual is None:
             return self.queue.submit(make, out)
         work = Work(out)
-        work.run(partial(self.queue.make, make))
+        work.run(partial(self.queue.run, make))
         return work
 
     def _set_up(self) -> None:

@@ -100,8 +100,8 @@ class SlotCall(PreparedCall):
         start, before_s, slots = clock(), self._traffic.communicating_s, self._slots
         data = [view(tensor) for view, tensor in zip(self._views, tensors)]
         for cut, bind in self._segments:
-            pieces = data if len(self._segments) == 1 else [one[..., cut] for one in data]
-            first, others = bind(slots.calls, *pieces)
+            chunks = data if len(self._segments) == 1 else [one[..., cut] for one in data]
+            first, others = bind(slots.calls, *chunks)
             first()
             for gathered, step in others:
                 if not slots.synchronize(self._fingerprint, gathered):

@@ -205,7 +205,7 @@ class _SharedLock:
         self._rank, self._place, self._deadline_s = rank, ctypes.c_void_p(address), deadline_s
         self._mine = threading.Lock()  # threads of one process wait for each other here, without a core
 
-    def make(self) -> None:
+    def create(self) -> None:
         kind = ctypes.create_string_buffer(LINE)
         _libc.pthread_mutexattr_init(kind)
         _libc.pthread_mutexattr_setpshared(kind, _SHARED)
@@ -238,7 +238,7 @@ class Bell:
     def __init__(self, semaphore: int, asleep: memoryview):
         self._semaphore, self.asleep = ctypes.c_void_p(semaphore), asleep
 
-    def make(self) -> None:
+    def create(self) -> None:
         """Make it there, before anyone uses it: a call of the rank that is to be woken."""
         _libc.sem_init(self._semaphore, _SHARED, 0)
         self.asleep[0] = 0
@@ -281,8 +281,8 @@ class LockedMemory(NodeMemory):
             parts.append(memory[first + 3 * LINE : first + 3 * LINE + length])
         super().__init__(parts, locks, dtype)
         self._rank = node.Get_rank()
-        locks[self._rank].make()
-        self._bells[self._rank].make()
+        locks[self._rank].create()
+        self._bells[self._rank].create()
         node.Barrier()
 
     def sync(self) -> None:

@@ -52,7 +52,7 @@ class NodeSlots(Slots):
         self._others = [(rank, words) for rank, words in enumerate(self._words) if rank != comm.rank]
         places = (every.data_ptr() + 8 * (rank * WORDS + SEMAPHORE) for rank in range(size))
         self._bells = [Bell(place, words[ASLEEP : ASLEEP + 1]) for place, words in zip(places, self._words)]
-        self._bells[comm.rank].make()
+        self._bells[comm.rank].create()
         self._comm, self._spins = comm, SPINS if _have_cores(comm) else 0
         self._lock, self._call = threading.Lock(), call
         comm.barrier()

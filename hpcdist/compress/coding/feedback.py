@@ -77,7 +77,7 @@ class CompressionConfig(Named):
     def __bool__(self) -> bool:
         return self.name != NONE
 
-    def make(self, count: int, spans: Sequence[Span] = (), stream: int = 0) -> Compressor:
+    def create(self, count: int, spans: Sequence[Span] = (), stream: int = 0) -> Compressor:
         """Make the compressor of a flat tensor of `count` elements; each tensor needs its own `stream`."""
         cls = catalogue("compressors").load(self.name)
         compressor = cls(cls.Config.from_mapping(self.options, "strategy.compression"), count, spans)
@@ -92,7 +92,7 @@ class CompressionConfig(Named):
             spans: the parameters in each of them.
         """
         return [
-            Feedback(self.make(flat.numel(), own, place * comm.size + comm.rank), flat, self.error_feedback)
+            Feedback(self.create(flat.numel(), own, place * comm.size + comm.rank), flat, self.error_feedback)
             for place, (flat, own) in enumerate(zip(like, spans, strict=True))
         ]
 

@@ -155,10 +155,10 @@ def recode(comm: Communicator, compressor: Recoded, tensor: Tensor, out: Tensor,
     "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated compression", 2019.
     """
     cuts = bounds(tensor.numel(), comm.size)
-    pieces = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
-    own = pieces[comm.rank]
+    chunks = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
+    own = chunks[comm.rank]
     ahead = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # not all to the same one at once
-    sends = [_send(comm, compressor.share(tensor[pieces[dest]], comm.size), dest) for dest in ahead]
+    sends = [_send(comm, compressor.share(tensor[chunks[dest]], comm.size), dest) for dest in ahead]
     mine = tensor[own]
     total = compressor.start_sum(mine, comm.size)
     for source in reversed(ahead):
@@ -169,7 +169,7 @@ def recode(comm: Communicator, compressor: Recoded, tensor: Tensor, out: Tensor,
     sends += [_send(comm, message, dest) for dest in ahead]
     compressor.decode(message, out[own])
     for source in reversed(ahead):
-        compressor.decode(receive(comm, source), out[pieces[source]])
+        compressor.decode(receive(comm, source), out[chunks[source]])
     for request, _ in sends:
         request.wait()
 

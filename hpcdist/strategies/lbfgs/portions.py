@@ -124,14 +124,14 @@ class Division:
 def divide(batch: JointBatch, count: int) -> Division:
     """Cut a batch into about `count` portions of about equal size; none is empty, or crosses an end of head or tail."""
     ends = [batch.head, batch.samples - batch.tail, batch.samples]
-    bounds, pieces = [0], []
+    bounds, chunks = [0], []
     for end in ends:
         start = bounds[-1]
         length = end - start
         most = min(length, max(1, length // LEAST))
-        pieces.append(min(most, max(1, round(count * length / batch.samples))))
-        bounds += [start + length * (i + 1) // pieces[-1] for i in range(pieces[-1])]
-    return Division(tuple(bounds), heads=pieces[0], tails=pieces[2])
+        chunks.append(min(most, max(1, round(count * length / batch.samples))))
+        bounds += [start + length * (i + 1) // chunks[-1] for i in range(chunks[-1])]
+    return Division(tuple(bounds), heads=chunks[0], tails=chunks[2])
 
 
 class Portions:

@@ -70,7 +70,7 @@ class Codec:
     def compressors(self, shard: Shard, stream: int = 0) -> list[Compressor]:
         """Make one compressor for each flat tensor's part."""
         parts = zip(shard.ranges, shard.spans(self.spans), strict=True)
-        return [self.config.make(stop - start, own, stream) for (start, stop), own in parts]
+        return [self.config.create(stop - start, own, stream) for (start, stop), own in parts]
 
 
 def _buffers(like: Sequence[Tensor]) -> list[Tensor]:

@@ -57,7 +57,7 @@ class ProviderConfig(Named):
         """Tell whether the result is the mean, to rounding in the gradients' own type."""
         return self.op == "average" and self.compression == "none"
 
-    def make(self, comm: Communicator, grads: Sequence[Tensor]) -> OtherLibrary:
+    def create(self, comm: Communicator, grads: Sequence[Tensor]) -> OtherLibrary:
         """Collective. Make the library's sum over the ranks of `comm`, or its other reduction as `op` says.
 
         Args:
@@ -115,7 +115,7 @@ class Averaging:
     ):  # fmt: skip
         comm = calls.comm
         self._comm, self._queue, self._prepare = comm, calls.queue, prepare
-        self._library = provider.make(comm, model.grads) if provider else None
+        self._library = provider.create(comm, model.grads) if provider else None
         self.overlaps = comm.size > 1 and comm.platform.concurrent if self._library is None else True
         self.repeats = provider.op == "average"
         self._divisor = comm.size if self.repeats else 1

@@ -165,7 +165,7 @@ class Periodic(Strategy):
                 self.average([used])
 
         self.in_flight[number] = step
-        work = self.calls.queue.make(average, [*values, used], async_op=self._delay > 0)
+        work = self.calls.queue.run(average, [*values, used], async_op=self._delay > 0)
         self._works[number] = work or Work([*values, used])
 
     def complete(self, number: int | None = None) -> None:

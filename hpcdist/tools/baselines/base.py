@@ -125,11 +125,11 @@ class BaselineTrainer:
             self._train, config.batch_size * config.accumulation, fill=True, worker=comm.rank, workers=comm.size,
             seed=config.seed, prefetch=config.data.prefetch, parts=parts,
         )  # fmt: skip
-        self._milestones = StopConditions(config, comm, self.position, len(self._train))
-        self._milestones.global_batch = self._loader.plan.global_batch
+        self._stop_conditions = StopConditions(config, comm, self.position, len(self._train))
+        self._stop_conditions.global_batch = self._loader.plan.global_batch
         settings, everyone = self.config.model_dump(), tuple(range(comm.size))
         curves = Curves(self.config.log, settings, comm, everyone, self._optimizer, output, tuple(job.metrics))
-        self.log = RunLog(output, self.config, comm, self.position, self._milestones, report, curves, self.device)
+        self.log = RunLog(output, self.config, comm, self.position, self._stop_conditions, report, curves, self.device)
 
     def _make_model(self) -> None:
         """Make model and optimiser as a Trainer does, with the same random numbers, and give them to the library."""
@@ -148,10 +148,10 @@ class BaselineTrainer:
     # --- the run --------------------------------------------------------------------------------------------------
     def run(self, resume_from: Path | None = None) -> Summary:
         """Collective. Train to the end, evaluate and write the summary; return it, the same on every rank."""
-        self._milestones.look(0.0)
+        self._stop_conditions.look(0.0)
         self.log.open(first_step=1)
         try:
-            while not self._milestones.ended:
+            while not self._stop_conditions.ended:
                 self._epoch()
             return self._summarise()
         finally:
@@ -159,7 +159,7 @@ class BaselineTrainer:
 
     def _epoch(self) -> None:
         """Train an epoch, or its steps until a budget is spent."""
-        position, stop_conditions = self.position, self._milestones
+        position, stop_conditions = self.position, self._stop_conditions
         self._loader.set_epoch(position.epoch)
         plan, batches, done = self._loader.plan, iter(self._loader), 0
         while done < plan.steps and not stop_conditions.ended:

@@ -110,7 +110,7 @@ def schedules(
 
     for each in known.available() if name is None else [name]:
         console.algorithm(each, known.load(each))
-        table = known.make(each, ranks, micro_batches, chunks=2 if each == "interleaved" else 1)
+        table = known.create(each, ranks, micro_batches, chunks=2 if each == "interleaved" else 1)
         timing = known.simulate(table, EQUAL)
         pass_columns = max(1, int((console.columns() - MARGIN) // timing.makespan_s))  # so that all are as wide
         print(*gantt(table, timing, int(timing.makespan_s) * pass_columns), "", sep="\n")

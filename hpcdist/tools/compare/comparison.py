@@ -115,7 +115,7 @@ class ComparedRuns(MadeRuns):
         self.plan = plan(experiment, self.groups, rates)
 
     # --- what the runs are made by ------------------------------------------------------------------------------------
-    def make(self, runner: Runner) -> list[PlannedRun]:
+    def run(self, runner: Runner) -> list[PlannedRun]:
         """Search the rates that are to be searched, then make all runs that are missing; return those that failed."""
         self.write()
         if (seeds := self.experiment.seeds) < LEAST_SEEDS:

@@ -35,7 +35,7 @@ TRIAL = ("-m", "hpcdist", "trial", "--output")
 class Launcher(Protocol):
     """Make runs. A study may bring its own."""
 
-    def make(self, run: PlannedRun, folder: Path) -> None:
+    def run(self, run: PlannedRun, folder: Path) -> None:
         """Make a run in a folder, which has its `summary.json` then.
 
         Raises:
@@ -68,7 +68,7 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
         self._is_shared = bool(shares)
         self._starting, self._running, self._ended = threading.Lock(), set[subprocess.Popen](), False
 
-    def make(self, run: PlannedRun, folder: Path) -> None:
+    def run(self, run: PlannedRun, folder: Path) -> None:
         """Make a run; on an interruption end its processes first."""
         words = [*TRIAL, str(folder)] if run.by_folder else self._words(run, folder)
         command = [*self._launcher, *[str(run.ranks)] * bool(self._launcher), sys.executable, *words]

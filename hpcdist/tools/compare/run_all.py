@@ -86,7 +86,7 @@ class Runner:
         if self._display is not None:
             self._display.start(run, folder)
         try:
-            self._launcher.make(run, folder)
+            self._launcher.run(run, folder)
         except RunError as error:
             failure = str(error)
             (folder / FAILURE).write_text(failure + "\n")
@@ -147,7 +147,7 @@ class MadeRuns(abc.ABC):
         """Write the plan down in the folder."""
 
     @abc.abstractmethod
-    def make(self, runner: Runner) -> list[PlannedRun]:
+    def run(self, runner: Runner) -> list[PlannedRun]:
         """Make all runs that are missing; return those that failed."""
 
     @abc.abstractmethod
@@ -199,7 +199,7 @@ def run_all(runs: MadeRuns, launcher: Launcher, workers: int = 1) -> bool:
     ):
         goes_on = (output / COMPARISON).exists()
         console.note(f"goes on in {output}" if goes_on else f"new folder: {output}")
-        failed = runs.make(Runner(output, launcher, workers))
+        failed = runs.run(Runner(output, launcher, workers))
         runs.show(failed)
     return bool(failed)
 

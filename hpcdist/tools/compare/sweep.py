@@ -78,7 +78,7 @@ class SweptRuns(MadeRuns):
                 raise ConfigError(reason)
 
     # --- runs ---------------------------------------------------------------------------------------------------------
-    def make(self, runner: Runner) -> list[PlannedRun]:
+    def run(self, runner: Runner) -> list[PlannedRun]:
         """Make the runs that are missing, each with the settings that are best to try when it begins."""
         self.write()
         self.trained.make_data()

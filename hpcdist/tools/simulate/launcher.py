@@ -116,7 +116,7 @@ class VirtualLauncher:
             context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads and locks
             self._pool = ProcessPoolExecutor(workers, context, initializer=_start)
 
-    def make(self, run: PlannedRun, folder: Path) -> None:
+    def run(self, run: PlannedRun, folder: Path) -> None:
         """Make a run.
 
         Raises:

@@ -62,8 +62,8 @@ def refuses(row: str, contract: Contract, size: int) -> bool:
 
 def message(row: str, **facts: object) -> str:
     """A pattern of a rule's message, whatever is filled in but for these facts."""
-    pieces = re.split(r"{(\w+)(?:!r)?}", rules.RULES[row].message)
-    return "".join(re.escape(str(facts.get(p, ""))) or ".*" if i % 2 else re.escape(p) for i, p in enumerate(pieces))
+    chunks = re.split(r"{(\w+)(?:!r)?}", rules.RULES[row].message)
+    return "".join(re.escape(str(facts.get(p, ""))) or ".*" if i % 2 else re.escape(p) for i, p in enumerate(chunks))
 
 
 def habit(**given):

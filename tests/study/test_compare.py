@@ -264,7 +264,7 @@ def test_rates_are_searched_on_seeds_of_their_own(tmp_path):
 
 def test_a_rate_whose_runs_fail_is_not_chosen(tmp_path):
     class Diverging(PretendedRuns):
-        def make(self, run, folder):
+        def run(self, run, folder):
             if "-lr=0.002-" in run.folder:
                 raise RunError("NaN")
             super().make(run, folder)

@@ -170,7 +170,7 @@ def test_random_settings_lie_in_their_ranges_and_are_always_the_same(tmp_path):
 
 def test_tpe_learns_from_the_runs_before_also_after_an_interruption(tmp_path):
     class Interrupted(PretendedRuns):
-        def make(self, run, folder):
+        def run(self, run, folder):
             if len(self.made) == 15:
                 (folder / "checkpoints").mkdir()
                 raise KeyboardInterrupt
@@ -205,7 +205,7 @@ def test_processes_draw_a_trials_settings_once(tmp_path):
 
 def test_a_run_without_a_number_as_its_result_has_failed_and_is_not_made_again(tmp_path):
     class Diverging(PretendedRuns):
-        def make(self, run, folder):
+        def run(self, run, folder):
             super().make(run, folder)
             path = folder / "summary.json"
             path.write_text(json.dumps({**json.loads(path.read_text()), "metrics": {"accuracy": math.nan}}))
@@ -369,7 +369,7 @@ def test_an_interruption_ends_all_runs_that_are_under_way(tmp_path):
 
 def test_a_failing_run_does_not_stop_the_others(tmp_path):
     class Failing(PretendedRuns):
-        def make(self, run, folder):
+        def run(self, run, folder):
             if run.seed % 2:
                 raise RunError("error: a rank has died")
             super().make(run, folder)

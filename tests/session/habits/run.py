@@ -154,7 +154,7 @@ class Repeated(Dataset):
 
 
 class Run:
-    """What is common to `Alone` and `OnAllRanks`."""
+    """What is common to `Alone` and `Together`."""
 
     rank, size, workers = 0, 1, 1
 
@@ -199,7 +199,7 @@ class Alone(Run):
         return models[0]
 
 
-class OnAllRanks(Run):
+class Together(Run):
     """Ranks."""
 
     def __init__(self, comm, way: str, workers: int, strategy: str, **options):

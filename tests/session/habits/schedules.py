@@ -52,7 +52,7 @@ def _per_step(name, schedule, **given):
 def _sequence(optimizer, steps):
     warm_up = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=3)
     cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
-    return lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], stop_conditions=[3])
+    return lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], milestones=[3])
 
 
 def _one_cycle(optimizer, steps):

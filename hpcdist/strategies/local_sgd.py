@@ -28,6 +28,9 @@ class LocalSGD(Periodic):
     mean squares, but not its count of steps) is averaged together with the parameters; otherwise each rank keeps its
     own.
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "local_sgd", period=16)
+
     Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters; averaging SGD's momentum doubles
     these bytes, and Adam's state triples them. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16
     bytes compares settings. Memory per rank: two parameter vectors, with `overlap` three.

@@ -30,10 +30,9 @@ def examples() -> Iterator[tuple[str, str]]:
     """Yield the name and the docstring of each class and function that has an example."""
     for path in sorted((ROOT / "hpcdist").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.Module) and (text := ast.get_docstring(node)):
-                if ">>>" in text:
-                    name = path.relative_to(ROOT / "hpcdist").with_suffix("").as_posix()
-                    yield f"{name}:{getattr(node, 'name', '')}", text
+            text = ast.get_docstring(node) if isinstance(node, ast.ClassDef | ast.FunctionDef) else None
+            if text and ">>>" in text:
+                yield f"{path.relative_to(ROOT / 'hpcdist').with_suffix('').as_posix()}:{node.name}", text
 
 
 FOUND = dict(examples())

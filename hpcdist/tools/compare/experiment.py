@@ -1,8 +1,9 @@
-"""Experiments as values: a comparison of strategies, or a sweep over settings; and how their runs are made.
+"""Experiments as values: a comparison of strategies, or a sweep over settings; and options for how to run them.
 
-A field is an option of `hpcdist compare|simulate|sweep`, an argument of the functions of the same names, and a key of
-`declared` in `comparison.json`. Its annotation says how: an `Option` describes it to users, a `Reader` reads what they
-give. The command line reads these annotations, so this module must not load pydantic, which checks them in files.
+Each field is an option of `hpcdist compare|simulate|sweep`, an argument of the Python function of the same name, and a
+key of `declared` in `comparison.json`. The field's annotation holds an `Option` (help text) and a `Reader` (parser).
+The command line reads these annotations at start, so this module must not import pydantic, which is slow; pydantic
+checks the types when a file is read.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from hpcdist.tools import completion
 from hpcdist.tools.options import Launcher, read_counts, read_number, read_target
 
 E = TypeVar("E", bound="Experiment")
-COUNT = Interval(ge=1, le=100_000)  # of what a file may ask for
+COUNT = Interval(ge=1, le=100_000)  # limit for values read from files
 ANY = Interval(ge=0)
 BUDGETS = ("samples", "steps", "seconds")
-COMMAS = re.compile(r",(?![^\[{]*[\]}])")  # that are in no brackets
+COMMAS = re.compile(r",(?![^\[{]*[\]}])")  # commas outside of brackets
 _OPTION = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*=")
 
 
-# --- what users give --------------------------------------------------------------------------------------------------
+# --- parsers of options -----------------------------------------------------------------------------------------------
 class Reader(NamedTuple):
-    """Reads a field as it is given: the texts of its option, or a value in Python."""
+    """Parser of a field: from the option's texts, or from a Python value."""
 
     read: Callable[[Any], Any]
 
 
 def read_budget(given: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
-    """Read a budget: numbers by unit, or items UNIT=NUMBER, or several with commas between them.
+    """Parse a budget: a dict of numbers by unit, or texts such as `samples=20000,seconds=60`.
 
     Raises:
-        ConfigError: a unit is unknown, or a number is none or not above 0.
+        ConfigError: unknown unit, or the number is not above 0.
     """
     items = [f"{unit}={limit}" for unit, limit in given.items()] if isinstance(given, Mapping) else given
     budget: dict[str, float] = {}
@@ -57,7 +58,8 @@ def read_budget(given: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
 
 
 def read_strategies(given: Sequence[str]) -> tuple[str, ...]:
-    """Split `a,b:key=value,key=value,c` at the commas between strategies: an item `key=value` is the former one's.
+    """Split `a,b:key=value,key=value,c` at the commas between strategies; an item `key=value` belongs to the strategy
+    before it.
 
     Raises:
         ConfigError: an option stands before any strategy, or a name is empty.
@@ -99,16 +101,16 @@ def _read_over(given: Mapping[str, str | Sequence[object]] | Sequence[str]) -> t
 # --- experiments ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What all runs of a comparison, a sweep or a study share. Another one is refused in the same folder.
+    """Settings that all runs of a comparison, a sweep or a study share. One folder holds one experiment.
 
     Attributes:
-        job: the job's file; or that of a script with its own training loop, or a function, as path/to/file.py:name.
-        job_sha256: of its content.
-        arguments: of the script; None for a job.
-        metric: of the job, by which runs are judged; empty for a script's first one.
-        target: the metric's value to reach; None for none.
-        settings: of every run, as `--set` takes them.
-        virtual: cluster of virtual ranks; None for real ones.
+        job: path of the job's file or of a script with its own training loop; or a function, as path/to/file.py:name.
+        job_sha256: hash of the file.
+        arguments: command-line arguments of the script; None for a job.
+        metric: metric of the job that ranks the runs; empty: the first metric that a script logs.
+        target: value of the metric to reach; None: no target.
+        settings: KEY=VALUE settings of every run, as for `--set`.
+        virtual: cluster description for virtual ranks; None: real ranks.
     """
 
     job: str
@@ -142,19 +144,19 @@ class Experiment:
         settings: Sequence[str] | None = None,
         **given: Any,
     ) -> E:
-        """Read an experiment as users give it: the texts of options, or values in Python.
+        """Create an experiment from options as users give them: texts of the command line, or Python values.
 
         Args:
             job: path of a Python file that defines `job`, or of a script with its own training loop; or a function with
-                such a loop, which is imported from its file.
-            target: a metric and its value to reach; without one the metric is the job's first.
-            arguments: of a script.
+                such a loop, which the ranks import from its file.
+            target: a metric and the value to reach; None: the job's first metric, without a target.
+            arguments: command-line arguments of a script.
             config: TOML file of settings.
-            settings: of all runs, each KEY=VALUE; they win over the file.
-            given: all other fields; those that are None or empty have their defaults.
+            settings: KEY=VALUE settings of all runs; they override the file.
+            options: the other fields; None or an empty list means the default.
 
         Raises:
-            ConfigError: the job is no path, or a setting is wrong, of another type or out of bounds.
+            ConfigError: `job` is no path or function, or a setting is unknown, of a wrong type or out of bounds.
         """
         from hpcdist.config.merge import as_flags, load
         from hpcdist.records.files import checked
@@ -192,14 +194,14 @@ class Experiment:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Experiment):
-    """A comparison of strategies, each on several numbers of ranks, on real or virtual ones."""
+    """A comparison of strategies, each on several numbers of real or virtual ranks."""
 
     seeds: Annotated[
         int,
         Option(
             metavar="N",
-            help="Runs of each strategy on each number of ranks, with other seeds. Default: 5; 1 on virtual ranks, and "
-            "for a script without {seed}.",
+            help="Runs of each strategy on each number of ranks, with different seeds. Default: 5; 1 on virtual ranks, "
+            "and for a script without {seed}.",
         ),
         COUNT,
     ] = 5
@@ -222,12 +224,12 @@ class Comparison(Experiment):
     ] = ()
     rates: Annotated[
         Mapping[str, float],
-        Option("--rate", metavar="STRATEGY=RATE", help="Learning rate of one of the --strategies. May be repeated."),
+        Option("--rate", metavar="STRATEGY=RATE", help="Learning rate of one strategy. May be repeated."),
         Reader(_read_rates),
     ] = field(default_factory=dict)
     tune: Annotated[
         int,
-        Option(metavar="RUNS", help="First search a learning rate for each strategy, in so many runs."),
+        Option(metavar="N", help="First search a learning rate for each strategy, with N runs."),
         ANY,
     ] = 0
     controls: Annotated[
@@ -237,12 +239,12 @@ class Comparison(Experiment):
 
     @property
     def command(self) -> str:
-        """Return the command of hpcdist that makes its runs."""
+        """Return the command that runs it: `hpcdist compare` or `hpcdist simulate`."""
         return "compare" if self.virtual is None else "simulate"
 
     @property
     def most_ranks(self) -> int:
-        """Return the ranks of its largest run."""
+        """Return the number of ranks of the largest run."""
         return max(self.ranks)
 
 
@@ -265,32 +267,30 @@ class Sweep(Experiment):
     ranks: Annotated[int, Option(help="Ranks of each run."), COUNT] = 1
     sampler: Annotated[
         str,
-        Option(
-            metavar="NAME", help="How combinations are chosen: tpe (near those that were good), random, or grid (all)."
-        ),
+        Option(metavar="NAME", help="How combinations are chosen: tpe (near good ones), random, or grid (all)."),
     ] = "tpe"
     pruner: Annotated[
         str,
         Option(
             metavar="NAME",
-            help="Which runs end early: asha (all but the best third, after 1/9 and 1/3 of the evaluations), median "
-            "(those worse than the median), or none.",
+            help="Which runs end early: asha (after 1/9 and 1/3 of the evaluations all but the best third), median "
+            "(runs worse than the median), or none.",
         ),
     ] = "none"
 
     @property
     def most_ranks(self) -> int:
-        """Return the ranks of each run."""
+        """Return the number of ranks of each run."""
         return self.ranks
 
 
-# --- how runs are made ------------------------------------------------------------------------------------------------
+# --- how to run -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How and where the runs of an experiment are made, which changes nothing of what they are.
+    """How and where to run an experiment; these options do not change its results.
 
     Raises:
-        ConfigError: options of Slurm's jobs do not fit together.
+        ConfigError: `launcher` and Slurm's options exclude each other.
     """
 
     output: Annotated[
@@ -314,7 +314,7 @@ class Execution:
         ),
     ] = None
     jobs: Annotated[
-        int | None, Option(min=1, metavar="N", help="Runs at the same time. Default: as many as have their own cores.")
+        int | None, Option(min=1, metavar="N", help="Concurrent runs. Default: as many as fit on the cores.")
     ] = None
 
     def __post_init__(self) -> None:

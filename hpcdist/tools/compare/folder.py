@@ -1,4 +1,4 @@
-"""Write an experiment down in its folder, `comparison.json`, and refuse another one there."""
+"""Write an experiment to `comparison.json` in its folder, and refuse a different one there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ E = TypeVar("E", bound=Experiment)
 
 
 def read(output: Path) -> dict[str, Any] | None:
-    """Read `comparison.json`; None where there is none.
+    """Read `comparison.json`; None if it is missing.
 
     Raises:
         DataError: it is damaged, or of another version.
@@ -29,16 +29,16 @@ def read(output: Path) -> dict[str, Any] | None:
     found = read_comparison(output)
     if found is not None and (found.get("version") != VERSION or not isinstance(found.get("declared"), dict)):
         raise DataError(
-            f"{output / COMPARISON} must hold a declaration of version {VERSION}; got version {found.get('version')}. "
+            f"{output / COMPARISON} must hold an experiment of version {VERSION}; got version {found.get('version')}. "
             "Give another folder."
         )
     if found is not None:
-        found["declared"].setdefault("arguments", None)  # of older versions, which had jobs alone
+        found["declared"].setdefault("arguments", None)  # older versions had jobs only
     return found
 
 
 def read_experiment(output: Path, kind: type[E]) -> E:
-    """Read the comparison, or the sweep, that a folder holds.
+    """Read the comparison or sweep that a folder holds.
 
     Raises:
         ConfigError: the folder holds none of that kind.
@@ -46,19 +46,20 @@ def read_experiment(output: Path, kind: type[E]) -> E:
     names, given = [f.name for f in fields(kind)], (read(output) or {}).get("declared", {})
     if not set(names) <= given.keys():
         noun, other = ("sweep", "compare") if kind is Sweep else ("comparison", "sweep")
-        there = f"another thing: `hpcdist {other} --output {output}` goes on with it" if given else "none"
+        there = f"another: `hpcdist {other} --output {output}` resumes it" if given else "none"
         raise ConfigError(
-            f"JOB must be given where there is no {noun} to go on with; got none, and {output / COMPARISON} holds "
-            f"{there}."
+            f"JOB must be given where there is no {noun} to resume; got none, and {output / COMPARISON} holds {there}."
         )
     own = {name: given[name] for name in names}
-    return checked(own, kind, output / COMPARISON, "hold a declaration", "Give JOB, or another folder.")
+    return checked(own, kind, output / COMPARISON, "hold an experiment", "Give JOB, or another folder.")
 
 
 def default(wanted: Path, experiment: Experiment) -> Path:
-    """Choose a folder where the user has named none: the one that holds this comparison or sweep, else a free one.
+    """Choose a folder if the user named none: the one with this experiment, or the first free one of `base`,
+    `base-2`...
 
-    These are `wanted`, `wanted-2`, `wanted-3`... What a simulation measures once for each folder is not compared.
+    Only the settings of a virtual cluster are compared, not the step times that a simulation has measured for the
+    folder.
     """
     given, number, folder = as_json(experiment), 1, wanted
     while (found := read(folder)) is not None:
@@ -73,16 +74,12 @@ def default(wanted: Path, experiment: Experiment) -> Path:
 
 
 def require_same(output: Path, experiment: Experiment) -> None:
-    """Check that the folder holds this comparison or sweep, or none.
-
-    Raises:
-        ConfigError: it holds another one; names the settings that differ.
-    """
+    """Raise ConfigError, with the differences, if the folder holds another experiment."""
     found = read(output)
     if found is not None and (different := differences(found["declared"], as_json(experiment))):
         raise ConfigError(
-            f"--output must be a new folder, or one of this comparison; got {output}, which holds another: "
-            f"{'; '.join(different)} now. Give another folder, or the settings of that one."
+            f"--output must be a new folder, or one with the same settings; got {output}, where others are: "
+            f"{'; '.join(different)} now. Give another folder, or those settings."
         )
 
 
@@ -99,9 +96,9 @@ def write(
     """Write `comparison.json`.
 
     Args:
-        groups: in the order in which they were declared, the first of which is the reference unless `allreduce` is.
-        skipped: sentences that say what can't be run, and why.
-        tuning: rates that were chosen, and by what.
+        groups: in the user's order; the reference is `allreduce`, or the first one.
+        skipped: one sentence for each group that can't run.
+        tuning: chosen learning rates, and how they were chosen.
     """
     names = [group.name for group in groups if group.kind == "strategy"]
     found = {
@@ -122,5 +119,5 @@ def write(
 
 
 def as_json(experiment: Experiment) -> dict[str, Any]:
-    """Return an experiment in JSON's types."""
+    """Return an experiment as plain JSON types."""
     return json.loads(json.dumps(asdict(experiment)))

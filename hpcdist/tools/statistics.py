@@ -12,13 +12,13 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)  # a seed
 I = TypeVar("I", bound="Interval")  # noqa: E741
 
-LEAST_SEEDS = 3  # for an interval and a p: two values that happen to be equal would show no noise at all
+MIN_SEEDS = 3  # for an interval and a p: two values that happen to be equal would show no noise at all
 SYMMETRIC = 1e-6  # relative difference of an interval's halves, which rounding leaves
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its confidence interval, whose ends are NaN where fewer than LEAST_SEEDS values leave it unknown."""
+    """A mean and its confidence interval, whose ends are NaN where fewer than MIN_SEEDS values leave it unknown."""
 
     mean: float
     low: float = math.nan
@@ -54,7 +54,7 @@ class Effect(Interval):
 
     Attributes:
         p: the probability that values which do not differ look at least as different; NaN, like the interval, where
-            fewer than LEAST_SEEDS values leave the noise unknown.
+            fewer than MIN_SEEDS values leave the noise unknown.
         paired: whether values were compared with those of the same seed.
     """
 
@@ -121,8 +121,8 @@ def ratio_of(values: Mapping[K, float], others: Mapping[K, float]) -> Effect:
 
 
 def _variance(values: Sequence[float], least: float) -> float:
-    """Estimate the variance of the mean of independent values; NaN for fewer than LEAST_SEEDS."""
-    return max(variance(values), least) / len(values) if len(values) >= LEAST_SEEDS else math.nan
+    """Estimate the variance of the mean of independent values; NaN for fewer than MIN_SEEDS."""
+    return max(variance(values), least) / len(values) if len(values) >= MIN_SEEDS else math.nan
 
 
 def _students(mean: float, error: float, degrees: float, confidence: float) -> tuple[float, float, float]:

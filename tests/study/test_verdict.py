@@ -13,7 +13,7 @@ from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.page import numbers
 from hpcdist.tools.report.results import read_jobs
 from hpcdist.tools.report.verdict import judge
-from hpcdist.tools.statistics import LEAST_SEEDS
+from hpcdist.tools.statistics import MIN_SEEDS
 from study import evidence
 
 NOISE = (1.0, 1.01, 0.99, 1.02, 1.0)
@@ -204,12 +204,12 @@ def test_the_headline_of(tmp_path, capsys, name):
 
     # No claim below three seeds, no share outside of 0 and 1.
     for one in analysis.contrasts:
-        few = min(len(one.group.ended), len(one.reference.ended)) < LEAST_SEEDS
+        few = min(len(one.group.ended), len(one.reference.ended)) < MIN_SEEDS
         assert not few or (math.isnan(one.p_sooner) and math.isnan(one.p_better) and one.outcome() == "unknown")
     for group in analysis.groups:
         accuracy = group.mean("metric.accuracy")
         assert accuracy is None or not (accuracy.low < 0 or accuracy.high > 1)
-        assert accuracy is None or math.isnan(accuracy.low) == (len(group["metric.accuracy"]) < LEAST_SEEDS)
+        assert accuracy is None or math.isnan(accuracy.low) == (len(group["metric.accuracy"]) < MIN_SEEDS)
 
 
 def test_times_that_only_rounding_tells_apart_are_the_same(tmp_path):

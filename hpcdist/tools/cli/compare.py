@@ -167,10 +167,10 @@ def trial(
     """Make a run of a sweep, or of a script, on the ranks that mpirun or srun started. Collective."""
     from hpcdist import session
     from hpcdist.comm.launch import job_end
-    from hpcdist.tools.compare.trials import script_of, train
+    from hpcdist.tools.compare.trials import find_script, train
     from hpcdist.tools.simulate.launcher import Simulation
 
-    if (found := script_of(output)) is not None:
+    if (found := find_script(output)) is not None:
         experiment, run, call = found
         if experiment.virtual is None:
             call()

@@ -20,14 +20,14 @@ from hpcdist.tools import baselines, console, report
 from hpcdist.tools.compare.experiment import Comparison
 from hpcdist.tools.compare.folder import require_same, write
 from hpcdist.tools.compare.plan import ComparedGroup, PlannedRun, mean_metric, plan
-from hpcdist.tools.compare.run_all import MadeRuns, Runner, missing
+from hpcdist.tools.compare.run_all import ExperimentRuns, Runner, missing
 from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.page import sections_of
 from hpcdist.tools.report.results import read_jobs
 from hpcdist.tools.report.table import show, tables, write_csv
 from hpcdist.tools.report.verdict import judge
 from hpcdist.tools.report.wording import count
-from hpcdist.tools.statistics import LEAST_SEEDS
+from hpcdist.tools.statistics import MIN_SEEDS
 
 T = TypeVar("T")
 FIRST_SEED = 1000  # of the search for learning rates, apart from the seeds of results
@@ -53,7 +53,7 @@ class ChosenRate:
         return f"{self.name} on {count(self.ranks, 'rank')}: learning rate {self.rate:g}{edge}"
 
 
-class ComparedRuns(MadeRuns):
+class ComparedRuns(ExperimentRuns):
     """The runs of a comparison; see `ExperimentRuns`. The constructor checks all settings and starts nothing.
 
     Args:
@@ -66,15 +66,15 @@ class ComparedRuns(MadeRuns):
     experiment: Comparison
 
     def __init__(self, experiment: Comparison, folder: Path):
-        _require_whole(experiment)
+        _check_options(experiment)
         super().__init__(experiment, folder)
-        kept, out = self._possible(self.trained.groups)
+        kept, out = self._split_runnable(self.trained.groups)
         self.skipped = [*out, *self.trained.unknown]
-        self.groups = self._sharing(kept)
-        self._choose(())
+        self.groups = self._share_runs(kept)
+        self._plan_runs(())
         require_same(folder, experiment)  # last: the error should name a wrong setting first
 
-    def _possible(self, every: Sequence[ComparedGroup]) -> tuple[list[ComparedGroup], list[str]]:
+    def _split_runnable(self, every: Sequence[ComparedGroup]) -> tuple[list[ComparedGroup], list[str]]:
         """Split groups into those that can run, and one message for each of the others.
 
         Raises:
@@ -87,27 +87,27 @@ class ComparedRuns(MadeRuns):
             if group.kind == "strategy" and group.name not in {other.name for other in kept}:
                 raise ConfigError(f"{group.name} must be able to run on one of the numbers of ranks; got: {reason}")
         skipped = [(f"{group.name} is left out on {count(group.ranks, 'rank')}", why) for group, why in reasons if why]
-        return kept, [f"{which}: {why}" for which, why in skipped]
+        return kept, [f"{group_text}: {why}" for group_text, why in skipped]
 
-    def _sharing(self, kept: Sequence[ComparedGroup]) -> list[ComparedGroup]:
+    def _share_runs(self, kept: Sequence[ComparedGroup]) -> list[ComparedGroup]:
         """Share runs on one rank: all strategies that equal the plain optimizer there use the runs of the first."""
         firsts: dict[float | None, ComparedGroup] = {}  # by the user's learning rate
-        found, alike = [], []
+        shared, identical = [], []
         for group in kept:
             if group.kind == "strategy" and group.ranks == 1 and self.trained.is_plain(group):
                 first = firsts.setdefault(self.experiment.rates.get(group.rate_key), group)
-                alike += [group.name] * (group is not first)
+                identical += [group.name] * (group is not first)
                 group = replace(first, name=group.name)
-            found.append(group)
-        if alike:
-            told = ", ".join([*(first.name for first in firsts.values()), *alike])
+            shared.append(group)
+        if identical:
+            names = ", ".join([*(first.name for first in firsts.values()), *identical])
             self.skipped = [
                 *self.skipped,
-                f"on one rank {told} all take the optimiser's own steps, in runs that they share",
+                f"on one rank {names} all take the optimiser's own steps, in runs that they share",
             ]
-        return found
+        return shared
 
-    def _choose(self, chosen: Sequence[ChosenRate]) -> None:
+    def _plan_runs(self, chosen: Sequence[ChosenRate]) -> None:
         """Plan all runs, at the rates that the user or a search has chosen."""
         self._chosen, experiment = chosen, self.experiment
         rates = {(key, ranks): rate for key, rate in experiment.rates.items() for ranks in experiment.ranks}
@@ -118,16 +118,16 @@ class ComparedRuns(MadeRuns):
     def run(self, runner: Runner) -> list[PlannedRun]:
         """Search learning rates if asked, then run everything that is missing; return the failed runs."""
         self.write()
-        if (seeds := self.experiment.seeds) < LEAST_SEEDS:
-            told = f"With {count(seeds, 'seed')} differences in results can't be told from noise"
-            console.note(f"{told}; that takes --seeds {LEAST_SEEDS} or more")
+        if (seeds := self.experiment.seeds) < MIN_SEEDS:
+            warning = f"With {count(seeds, 'seed')} differences in results can't be told from noise"
+            console.note(f"{warning}; that takes --seeds {MIN_SEEDS} or more")
         if self.experiment.tune:
             self.tune(runner)
-        left = missing(self.plan, self.folder)
-        if len(left) < (total := len({run.folder for run in self.plan})):
-            console.note(f"{total - len(left)} of {total} runs are there already")
-        with runner.shown("runs", len(left)):
-            return runner.run_all(left)
+        remaining = missing(self.plan, self.folder)
+        if len(remaining) < (total := len({run.folder for run in self.plan})):
+            console.note(f"{total - len(remaining)} of {total} runs are there already")
+        with runner.display("runs", len(remaining)):
+            return runner.run_all(remaining)
 
     def write(self) -> None:
         """Write `comparison.json`."""
@@ -147,8 +147,8 @@ class ComparedRuns(MadeRuns):
         """Search a learning rate for each `rate_key` and number of ranks, on separate seeds. Existing runs of the
         search are reused."""
         firsts = {(group.rate_key, group.ranks): group for group in reversed(self.groups)}
-        with runner.shown("learning rates", len(firsts) * self.experiment.tune):
-            self._choose([self._search(group, runner) for group in reversed(firsts.values())])
+        with runner.display("learning rates", len(firsts) * self.experiment.tune):
+            self._plan_runs([self._search(group, runner) for group in reversed(firsts.values())])
         for one in self._chosen:
             print(one)
         self.write()
@@ -164,13 +164,15 @@ class ComparedRuns(MadeRuns):
             return None if runner.run_all([run]) else load_summary(self.folder / run.folder)
 
         best, known = search_within(self.experiment.tune, measure, self._merit)
-        means = {first * 2.0**power: mean_metric(found, self.experiment.metric) for power, found in known.items()}
+        means = {
+            first * 2.0**power: mean_metric(summaries, self.experiment.metric) for power, summaries in known.items()
+        }
         between = best - 1 in known and best + 1 in known
         return ChosenRate(group.rate_key, group.ranks, first * 2.0**best, means, between)
 
-    def _merit(self, found: Sequence[Summary | None]) -> tuple[float, float]:
+    def _merit(self, summaries: Sequence[Summary | None]) -> tuple[float, float]:
         """Return the sort key of a rate, lower is better: the metric, then the loss."""
-        metric, loss = mean_metric(found, self.experiment.metric), mean_metric(found, "loss")
+        metric, loss = mean_metric(summaries, self.experiment.metric), mean_metric(summaries, "loss")
         if metric is None or loss is None:
             return math.inf, math.inf
         return -metric if self.higher_is_better else metric, loss
@@ -200,8 +202,10 @@ class ComparedRuns(MadeRuns):
     @cached_property
     def figures(self) -> dict[str, Any]:
         """Return the report's matplotlib figures by name."""
-        found = [drawn for section in sections_of(self._analysis) for of in section.figures.values() for drawn in of]
-        return {drawn.name: drawn.figure for drawn in found}
+        all_figures = [
+            drawn for section in sections_of(self._analysis) for listed in section.figures.values() for drawn in listed
+        ]
+        return {drawn.name: drawn.figure for drawn in all_figures}
 
     @cached_property
     def _analysis(self) -> Analysis:
@@ -245,7 +249,7 @@ def search_within(
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
-def _require_whole(experiment: Comparison) -> None:
+def _check_options(experiment: Comparison) -> None:
     for key in ("strategy", "seed"):
         if key in load({}, None, experiment.settings):
             option = "--strategies NAME:KEY=VALUE" if key == "strategy" else "--seeds"

@@ -25,7 +25,7 @@ from hpcdist.tools.options import Launcher, read_counts, read_number, read_targe
 E = TypeVar("E", bound="Experiment")
 COUNT = Interval(ge=1, le=100_000)  # limit for values read from files
 ANY = Interval(ge=0)
-BUDGETS = ("samples", "steps", "seconds")
+UNITS = ("samples", "steps", "seconds")
 COMMAS = re.compile(r",(?![^\[{]*[\]}])")  # commas outside of brackets
 _OPTION = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*=")
 
@@ -37,13 +37,13 @@ class Reader(NamedTuple):
     read: Callable[[Any], Any]
 
 
-def read_budget(given: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
+def read_budget(value: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
     """Parse a budget: a dict of numbers by unit, or texts such as `samples=20000,seconds=60`.
 
     Raises:
         ConfigError: unknown unit, or the number is not above 0.
     """
-    items = [f"{unit}={limit}" for unit, limit in given.items()] if isinstance(given, Mapping) else given
+    items = [f"{unit}={limit}" for unit, limit in value.items()] if isinstance(value, Mapping) else value
     budget: dict[str, float] = {}
     for item in ",".join(items).split(",") if items else ():
         unit, _, number = item.strip().partition("=")
@@ -51,51 +51,51 @@ def read_budget(given: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
             limit = float(number)
         except ValueError:
             limit = 0.0
-        if unit not in BUDGETS or not 0 < limit < float("inf"):
+        if unit not in UNITS or not 0 < limit < float("inf"):
             raise ConfigError(f"--budget must be samples=N, steps=N or seconds=N, with N above 0; got {item!r}.")
         budget[unit] = limit if unit == "seconds" else int(limit)
     return budget
 
 
-def read_strategies(given: Sequence[str]) -> tuple[str, ...]:
+def read_strategies(texts: Sequence[str]) -> tuple[str, ...]:
     """Split `a,b:key=value,key=value,c` at the commas between strategies; an item `key=value` belongs to the strategy
     before it.
 
     Raises:
         ConfigError: an option stands before any strategy, or a name is empty.
     """
-    found: list[str] = []
-    for item in map(str.strip, COMMAS.split(text := ",".join(given))):
+    names: list[str] = []
+    for item in map(str.strip, COMMAS.split(text := ",".join(texts))):
         if _OPTION.match(item):
-            if not found or "=" not in found[-1]:
+            if not names or "=" not in names[-1]:
                 raise ConfigError(
                     f"--strategies must be names, each with options as NAME:KEY=VALUE,KEY=VALUE; got {item!r} "
-                    f"{f'after {found[-1]}' if found else 'first'}. Put a colon between a name and its first option."
+                    f"{f'after {names[-1]}' if names else 'first'}. Put a colon between a name and its first option."
                 )
-            found[-1] += f",{item}"
+            names[-1] += f",{item}"
         elif not item:
             raise ConfigError(f"--strategies must be names between commas; got {text!r}. Remove the empty one.")
         else:
-            found.append(item)
-    return tuple(found)
+            names.append(item)
+    return tuple(names)
 
 
-def _read_ranks(given: Sequence[object]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(read_counts("--ranks", ",".join(map(str, given)))))
+def _read_ranks(values: Sequence[object]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(read_counts("--ranks", ",".join(map(str, values)))))
 
 
-def _read_rates(given: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
+def _read_rates(value: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
     return dict(
-        given.items()
-        if isinstance(given, Mapping)
-        else (read_number("--rate", "STRATEGY=RATE", "allreduce=0.01", item) for item in given)
+        value.items()
+        if isinstance(value, Mapping)
+        else (read_number("--rate", "STRATEGY=RATE", "allreduce=0.01", item) for item in value)
     )
 
 
-def _read_over(given: Mapping[str, str | Sequence[object]] | Sequence[str]) -> tuple[str, ...]:
-    if not isinstance(given, Mapping):
-        return tuple(given)
-    return tuple(f"{key}={v if isinstance(v, str) else ','.join(map(str, v))}" for key, v in given.items())
+def _read_over(value: Mapping[str, str | Sequence[object]] | Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(value, Mapping):
+        return tuple(value)
+    return tuple(f"{key}={v if isinstance(v, str) else ','.join(map(str, v))}" for key, v in value.items())
 
 
 # --- experiments ------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Experiment:
         arguments: Sequence[str] | None = None,
         config: str | Path | None = None,
         settings: Sequence[str] | None = None,
-        **given: Any,
+        **options: Any,
     ) -> E:
         """Create an experiment from options as users give them: texts of the command line, or Python values.
 
@@ -164,32 +164,32 @@ class Experiment:
         from hpcdist.train import load_job
 
         hints = get_type_hints(cls, include_extras=True)
-        reference, file, words, seeded = read_job(job, arguments)
-        if not seeded and given.get("seeds") is None:
-            given["seeds"] = 1
-        given = {name: value for name, value in given.items() if value is not None and value != []}
-        for name in given.keys() & hints.keys():
-            for reader in (one for one in get_args(hints[name]) if isinstance(one, Reader)):
-                given[name] = reader.read(given[name])
+        reference, file, script_arguments, seeded = read_job(job, arguments)
+        if not seeded and options.get("seeds") is None:
+            options["seeds"] = 1
+        options = {name: value for name, value in options.items() if value is not None and value != []}
+        for name in options.keys() & hints.keys():
+            for reader in (item for item in get_args(hints[name]) if isinstance(item, Reader)):
+                options[name] = reader.read(options[name])
         target = read_target(target) if isinstance(target, str) else target
         if target is not None:
             metric, value = target
         else:
-            metric, value = next(iter(load_job(file).metrics), "loss") if words is None else "", None
-        made = cls(
+            metric, value = next(iter(load_job(file).metrics), "loss") if script_arguments is None else "", None
+        experiment = cls(
             job=reference,
-            arguments=words,
+            arguments=script_arguments,
             job_sha256=hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "",
             metric=metric,
             target=value,
             settings=tuple(as_flags(load({}, None if config is None else Path(config), settings or ()))),
-            **given,
+            **options,
         )
         try:
-            checked(asdict(made), cls, f"options of {cls.__name__}", "be of their types, within bounds")
+            checked(asdict(experiment), cls, f"options of {cls.__name__}", "be of their types, within bounds")
         except DataError as error:
             raise ConfigError(str(error)) from None
-        return made
+        return experiment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ class Comparison(Experiment):
         return "compare" if self.virtual is None else "simulate"
 
     @property
-    def most_ranks(self) -> int:
+    def max_ranks(self) -> int:
         """Return the number of ranks of the largest run."""
         return max(self.ranks)
 
@@ -279,7 +279,7 @@ class Sweep(Experiment):
     ] = "none"
 
     @property
-    def most_ranks(self) -> int:
+    def max_ranks(self) -> int:
         """Return the number of ranks of each run."""
         return self.ranks
 

@@ -26,15 +26,15 @@ def read(output: Path) -> dict[str, Any] | None:
     Raises:
         DataError: it is damaged, or of another version.
     """
-    found = read_comparison(output)
-    if found is not None and (found.get("version") != VERSION or not isinstance(found.get("declared"), dict)):
+    content = read_comparison(output)
+    if content is not None and (content.get("version") != VERSION or not isinstance(content.get("declared"), dict)):
         raise DataError(
-            f"{output / COMPARISON} must hold an experiment of version {VERSION}; got version {found.get('version')}. "
-            "Give another folder."
+            f"{output / COMPARISON} must hold an experiment of version {VERSION}; got version "
+            f"{content.get('version')}. Give another folder."
         )
-    if found is not None:
-        found["declared"].setdefault("arguments", None)  # older versions had jobs only
-    return found
+    if content is not None:
+        content["declared"].setdefault("arguments", None)  # older versions had jobs only
+    return content
 
 
 def read_experiment(output: Path, kind: type[E]) -> E:
@@ -43,40 +43,40 @@ def read_experiment(output: Path, kind: type[E]) -> E:
     Raises:
         ConfigError: the folder holds none of that kind.
     """
-    names, given = [f.name for f in fields(kind)], (read(output) or {}).get("declared", {})
-    if not set(names) <= given.keys():
+    names, declared = [f.name for f in fields(kind)], (read(output) or {}).get("declared", {})
+    if not set(names) <= declared.keys():
         noun, other = ("sweep", "compare") if kind is Sweep else ("comparison", "sweep")
-        there = f"another: `hpcdist {other} --output {output}` resumes it" if given else "none"
+        held = f"another: `hpcdist {other} --output {output}` resumes it" if declared else "none"
         raise ConfigError(
-            f"JOB must be given where there is no {noun} to resume; got none, and {output / COMPARISON} holds {there}."
+            f"JOB must be given where there is no {noun} to resume; got none, and {output / COMPARISON} holds {held}."
         )
-    own = {name: given[name] for name in names}
-    return checked(own, kind, output / COMPARISON, "hold an experiment", "Give JOB, or another folder.")
+    values = {name: declared[name] for name in names}
+    return checked(values, kind, output / COMPARISON, "hold an experiment", "Give JOB, or another folder.")
 
 
-def default(wanted: Path, experiment: Experiment) -> Path:
+def default(base: Path, experiment: Experiment) -> Path:
     """Choose a folder if the user named none: the one with this experiment, or the first free one of `base`,
     `base-2`...
 
     Only the settings of a virtual cluster are compared, not the step times that a simulation has measured for the
     folder.
     """
-    given, number, folder = as_json(experiment), 1, wanted
-    while (found := read(folder)) is not None:
-        there = dict(found["declared"])
-        if given["virtual"] and there.get("virtual"):
-            there["virtual"] = {key: there["virtual"].get(key) for key in given["virtual"]}
-        if not differences(there, given):
+    declared, number, folder = as_json(experiment), 1, base
+    while (content := read(folder)) is not None:
+        held = dict(content["declared"])
+        if declared["virtual"] and held.get("virtual"):
+            held["virtual"] = {key: held["virtual"].get(key) for key in declared["virtual"]}
+        if not differences(held, declared):
             break
         number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
+        folder = base.with_name(f"{base.name}-{number}")
     return folder
 
 
 def require_same(output: Path, experiment: Experiment) -> None:
     """Raise ConfigError, with the differences, if the folder holds another experiment."""
-    found = read(output)
-    if found is not None and (different := differences(found["declared"], as_json(experiment))):
+    content = read(output)
+    if content is not None and (different := differences(content["declared"], as_json(experiment))):
         raise ConfigError(
             f"--output must be a new folder, or one with the same settings; got {output}, where others are: "
             f"{'; '.join(different)} now. Give another folder, or those settings."
@@ -101,7 +101,7 @@ def write(
         tuning: chosen learning rates, and how they were chosen.
     """
     names = [group.name for group in groups if group.kind == "strategy"]
-    found = {
+    content = {
         "version": VERSION,
         **{key: getattr(experiment, key) for key in ("job", "metric", "target", "budget", "virtual")},
         "higher_is_better": higher_is_better,
@@ -115,7 +115,7 @@ def write(
         ],
     }
     output.mkdir(parents=True, exist_ok=True)
-    replace_durably(output / COMPARISON, (json.dumps(found, indent=1, ensure_ascii=False) + "\n").encode())
+    replace_durably(output / COMPARISON, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def as_json(experiment: Experiment) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.comparison import ComparedRuns
 from hpcdist.tools.compare.experiment import Comparison, Execution, Sweep
 from hpcdist.tools.compare.launchers import mpi_launcher, share_cores
-from hpcdist.tools.compare.run_all import MadeRuns, run_all
+from hpcdist.tools.compare.run_all import ExperimentRuns, run_all
 from hpcdist.tools.compare.sweep import SweptRuns
 from hpcdist.tools.simulate.cluster import read_cluster
 from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
@@ -129,7 +129,7 @@ def run(
     compute: str | None = None,
     cluster: str | Path | None = None,
     workers: int | None = None,
-    **given: Any,
+    **options: Any,
 ) -> Any:
     """Run what is missing of an experiment, here or as Slurm jobs; if its Slurm jobs are still queued, show them
     instead.
@@ -151,52 +151,58 @@ def run(
             f"hpcdist.{command} must not be called by the file that it trains; got a call from there. Put it under "
             '`if __name__ == "__main__":`, or into another file.'
         )
-    how = Execution(**{f.name: given.pop(f.name) for f in fields(Execution) if f.name in given})
+    execution = Execution(**{f.name: options.pop(f.name) for f in fields(Execution) if f.name in options})
     kind: type[Any]  # of Experiment
-    kind, made = (Sweep, SweptRuns) if command == "sweep" else (Comparison, ComparedRuns)
-    described = None
+    kind, runs_class = (Sweep, SweptRuns) if command == "sweep" else (Comparison, ComparedRuns)
+    described_cluster = None
     if virtual or command == "simulate":
-        described = read_cluster(None if cluster is None else Path(cluster), network, compute)
+        described_cluster = read_cluster(None if cluster is None else Path(cluster), network, compute)
     elif (cluster, network, compute) != (None, None, None):
         raise ConfigError("--virtual must be given with --network, --compute and --cluster; got none. Add it.")
     if job is None:
-        output, experiment = _in_folder(command, kind, how.output, given)
+        output, experiment = _in_folder(command, kind, execution.output, options)
     else:
-        if command == "sweep" and not given["over"]:
+        if command == "sweep" and not options["over"]:
             raise ConfigError("--over must be given to start a sweep; got none. Such as --over batch_size=16,32.")
-        experiment = kind.of(job, virtual=None if described is None else described.model_dump(), **given)
-        output = Path(how.output or folder.default(Path("runs") / f"{command}-{Path(experiment.job).stem}", experiment))
-        experiment = experiment if described is None else on_cluster(experiment, described, output)
-    if experiment.virtual is not None and (how.slurm is not None or how.launcher is not None):
+        experiment = kind.of(
+            job, virtual=None if described_cluster is None else described_cluster.model_dump(), **options
+        )
+        output = Path(
+            execution.output or folder.default(Path("runs") / f"{command}-{Path(experiment.job).stem}", experiment)
+        )
+        experiment = experiment if described_cluster is None else on_cluster(experiment, described_cluster, output)
+    if experiment.virtual is not None and (execution.slurm is not None or execution.launcher is not None):
         raise ConfigError("--slurm and --launcher must be omitted with virtual ranks; got one of them. Remove it.")
-    runs = made(experiment, output)
-    if how.slurm is not None:
-        runs.failed = arrays.submit_missing(runs, how.slurm, how.slurm_set or (), how.jobs)
+    runs = runs_class(experiment, output)
+    if execution.slurm is not None:
+        runs.failed = arrays.submit_missing(runs, execution.slurm, execution.slurm_set or (), execution.jobs)
     elif waiting := arrays.pending(output):
         runs.failed = arrays.show(runs, waiting)
     else:
-        runs.failed = _make_here(runs, how.launcher, how.jobs or workers)
+        runs.failed = _run_here(runs, execution.launcher, execution.jobs or workers)
     return runs
 
 
-def _in_folder(command: str, kind: type[Any], output: str | Path | None, given: Mapping[str, Any]) -> tuple[Path, Any]:
+def _in_folder(
+    command: str, kind: type[Any], output: str | Path | None, options: Mapping[str, Any]
+) -> tuple[Path, Any]:
     """Read the experiment that a command without a job resumes; return its folder and the experiment."""
-    if output is None or given.get("over" if command == "sweep" else "strategies"):
+    if output is None or options.get("over" if command == "sweep" else "strategies"):
         raise ConfigError(
             f"JOB must be given to start a {NOUNS[command]}; got none. It is a file such as jobs/digits.py."
         )
     output = Path(output)
-    found = folder.read_experiment(output, kind)
-    if found.command != command:
-        wanted, there = ("real", "virtual") if command == "compare" else ("virtual", "real")
+    experiment = folder.read_experiment(output, kind)
+    if experiment.command != command:
+        expected, held = ("real", "virtual") if command == "compare" else ("virtual", "real")
         raise ConfigError(
-            f"--output must hold a comparison on {wanted} ranks; got {output}, on {there} ones. Resume it with "
-            f"`hpcdist {found.command} --output {output}`."
+            f"--output must hold a comparison on {expected} ranks; got {output}, on {held} ones. Resume it with "
+            f"`hpcdist {experiment.command} --output {output}`."
         )
-    return output, found
+    return output, experiment
 
 
-def _make_here(runs: MadeRuns, launcher: str | None, jobs: int | None) -> bool:
+def _run_here(runs: ExperimentRuns, launcher: str | None, jobs: int | None) -> bool:
     """Run what is missing on this machine, on real or virtual ranks; return whether a run failed.
 
     Args:
@@ -204,13 +210,13 @@ def _make_here(runs: MadeRuns, launcher: str | None, jobs: int | None) -> bool:
             other machines; otherwise as many as fit on the cores.
     """
     experiment = runs.experiment
-    is_real, is_job = experiment.virtual is None, experiment.arguments is None
-    alone = launcher is not None or (is_real and experiment.command != "sweep")
-    each = experiment.most_ranks * experiment.threads if is_real else 1
-    shares = share_cores(jobs or (1 if alone else None), each)[: len(runs.plan)]
+    on_real_ranks, is_job = experiment.virtual is None, experiment.arguments is None
+    one_at_a_time = launcher is not None or (on_real_ranks and experiment.command != "sweep")
+    cores_per_run = experiment.max_ranks * experiment.threads if on_real_ranks else 1
+    shares = share_cores(jobs or (1 if one_at_a_time else None), cores_per_run)[: len(runs.plan)]
     if len(shares) > 1 and launcher is None and experiment.command == "sweep":
         console.note(f"{len(shares)} concurrent runs, each on {len(shares[0])} of {os.cpu_count()} cores")
-    simulation = None if is_real else Simulation.of(experiment, sys.argv)
+    simulation = None if on_real_ranks else Simulation.of(experiment, sys.argv)
     if simulation is not None:
         console.note(str(simulation))
     if simulation is None or not is_job:  # a separate process per run, on virtual ranks too

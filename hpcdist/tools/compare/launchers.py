@@ -70,8 +70,8 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
 
     def run(self, run: PlannedRun, folder: Path) -> None:
         """Execute a run; on an interruption end its processes first."""
-        words = [*TRIAL, str(folder)] if run.by_folder else self._words(run, folder)
-        command = [*self._launcher, *[str(run.ranks)] * bool(self._launcher), sys.executable, *words]
+        arguments = [*TRIAL, str(folder)] if run.by_folder else self._arguments(run, folder)
+        command = [*self._launcher, *[str(run.ranks)] * bool(self._launcher), sys.executable, *arguments]
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / LOG, "ab") as log, self._share():
             status = self._run(command, log)
@@ -79,20 +79,22 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
             raise KeyboardInterrupt
         if not status and not is_done(folder):  # of a script
             started = (folder / "run.json").exists()
-            lacks = "hpcdist.finish(model)" if started else "hpcdist.init() and hpcdist.DistributedOptimizer(...)"
-            raise RunError(f"{self._job} must call {lacks} to be a run; it ended without that call and has no result.")
+            lacking = "hpcdist.finish(model)" if started else "hpcdist.init() and hpcdist.DistributedOptimizer(...)"
+            raise RunError(
+                f"{self._job} must call {lacking} to be a run; it ended without that call and has no result."
+            )
         if status:
-            said = "\n".join(last_lines(folder / LOG, LAST_LINES)) or "(none)"
-            raise RunError(f"exit status {status} of `{shlex.join(command)}`; its last lines:\n{said}")
+            tail = "\n".join(last_lines(folder / LOG, LAST_LINES)) or "(none)"
+            raise RunError(f"exit status {status} of `{shlex.join(command)}`; its last lines:\n{tail}")
 
-    def _words(self, run: PlannedRun, folder: Path) -> list[str]:
-        trains = run.kind != "baseline"  # baselines are other programs
-        program = TRAIN if trains else ("-m", f"hpcdist.tools.baselines.{run.name}")
-        words = [*program, self._job, "--output", str(folder)]
-        words += [word for setting in run.overrides for word in ("--set", setting)]
-        if trains:
-            words += ["--progress", "off", *(["--resume"] if (folder / "checkpoints").exists() else [])]
-        return words
+    def _arguments(self, run: PlannedRun, folder: Path) -> list[str]:
+        is_training = run.kind != "baseline"  # baselines are other programs
+        program = TRAIN if is_training else ("-m", f"hpcdist.tools.baselines.{run.name}")
+        arguments = [*program, self._job, "--output", str(folder)]
+        arguments += [word for setting in run.overrides for word in ("--set", setting)]
+        if is_training:
+            arguments += ["--progress", "off", *(["--resume"] if (folder / "checkpoints").exists() else [])]
+        return arguments
 
     @contextmanager
     def _share(self) -> Iterator[None]:
@@ -153,12 +155,12 @@ def end(launcher: psutil.Process) -> None:
 
 def _processes_of(session: int) -> list[psutil.Process]:
     """List the processes of a session: a launcher puts each rank into a process group, but all into one session."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
             if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def _signal(session: int, number: signal.Signals) -> None:
@@ -191,10 +193,10 @@ def mpi_launcher(
         variables: environment of the ranks.
         shares: cores of each concurrent run, see `share_cores`.
     """
-    words = find_launcher(launcher, variables.get("PATH", "")) if experiment.virtual is None else ()
-    most_ranks, threads = experiment.most_ranks, experiment.threads
-    cores = len(shares[0]) if launcher is None else most_ranks * threads  # the user's launcher may use other nodes
-    if most_ranks * threads > cores and words:
-        console.note(f"{most_ranks} ranks share {cores} cores: times will differ from those of one core per rank")
-    environment = ranks_environment(variables, threads, crowded=most_ranks > cores, bound=len(shares) < 2)
-    return MpiLauncher(experiment.job, words, environment, shares if launcher is None else ())
+    command = find_launcher(launcher, variables.get("PATH", "")) if experiment.virtual is None else ()
+    max_ranks, threads = experiment.max_ranks, experiment.threads
+    cores = len(shares[0]) if launcher is None else max_ranks * threads  # the user's launcher may use other nodes
+    if max_ranks * threads > cores and command:
+        console.note(f"{max_ranks} ranks share {cores} cores: times will differ from those of one core per rank")
+    environment = ranks_environment(variables, threads, crowded=max_ranks > cores, bound=len(shares) < 2)
+    return MpiLauncher(experiment.job, command, environment, shares if launcher is None else ())

@@ -80,8 +80,8 @@ class ComparedGroup:
         lr = () if rate is None else (f"optimizer.lr={rate!r}",)
         overrides = (*self._budget(experiment), *experiment.settings, *self.settings, *lr, f"seed={seed}")
         folder = f"{parent}/{self.stem}-r{self.ranks}-s{seed}"
-        found = isinstance(experiment, Sweep) or experiment.arguments is not None
-        return PlannedRun(self.name, self.kind, self.ranks, seed, overrides, folder, self.cluster, self.loop, found)
+        by_folder = isinstance(experiment, Sweep) or experiment.arguments is not None
+        return PlannedRun(self.name, self.kind, self.ranks, seed, overrides, folder, self.cluster, self.loop, by_folder)
 
     def _budget(self, experiment: Experiment) -> Iterator[str]:
         """Yield the settings that end a run by its budget, and the interval between evaluations."""
@@ -113,8 +113,8 @@ def read_strategy(text: str) -> tuple[str, tuple[str, ...]]:
 def title(strategy: str) -> str:
     """Format a strategy for people: `softsync (splits 4)`."""
     name, options = read_strategy(strategy)
-    told = ", ".join(option.replace("=", " ", 1) for option in options)
-    return f"{label(name)} ({told})" if told else label(name)
+    text = ", ".join(option.replace("=", " ", 1) for option in options)
+    return f"{label(name)} ({text})" if text else label(name)
 
 
 # --- groups and runs of an experiment ---------------------------------------------------------------------------------
@@ -134,38 +134,38 @@ def groups(
     """
     if isinstance(experiment, Sweep):
         return [trial_group(experiment, number) for number in range(len(points(experiment)))]
-    found, whole = [], WHOLE if stages > 1 else ()
+    listed, whole = [], WHOLE if stages > 1 else ()
     for ranks in experiment.ranks:
         samples = batch_size * accumulation * max(1, ranks // stages)
         for strategy in experiment.strategies:
             name, options = read_strategy(strategy)
             settings = (f"strategy={name}", *(f"strategy.{option}" for option in options))
             stem = file_name("-".join([label(name), *options]))
-            found.append(ComparedGroup(title(strategy), "strategy", ranks, samples, settings, stem, strategy))
+            listed.append(ComparedGroup(title(strategy), "strategy", ranks, samples, settings, stem, strategy))
         for baseline in experiment.baselines:
-            found.append(ComparedGroup(baseline, "baseline", ranks, samples, (), baseline, baseline))
+            listed.append(ComparedGroup(baseline, "baseline", ranks, samples, (), baseline, baseline))
     if experiment.virtual is not None and experiment.controls and 1 not in experiment.ranks:  # reference for speedups
         samples, settings = batch_size * accumulation, ("strategy=allreduce", *whole)
-        found.append(ComparedGroup("one rank", "serial", 1, samples, settings, "serial", "serial"))
+        listed.append(ComparedGroup("one rank", "serial", 1, samples, settings, "serial", "serial"))
     controlled = experiment.controls and experiment.arguments is None  # the batch of a script is unknown
     for replicas in sorted({max(1, ranks // stages) for ranks in experiment.ranks if ranks > 1 and controlled}):
         batch, samples = batch_size * replicas, batch_size * accumulation * replicas
         settings, stem = ("strategy=allreduce", f"batch_size={batch}", *whole), f"serial-batch={batch}"
         key = f"serial, batch {batch}"
-        found.append(ComparedGroup(key, "serial", 1, samples, settings, stem, key))
+        listed.append(ComparedGroup(key, "serial", 1, samples, settings, stem, key))
         averaged = (*settings, "average_iterates=true")
-        found.append(
+        listed.append(
             ComparedGroup(f"{key}, averaged iterates", "serial", 1, samples, averaged, f"{stem}-averaged", key)
         )
-    return found
+    return listed
 
 
 def trial_group(sweep: Sweep, number: int, settings: Sequence[str] = ()) -> ComparedGroup:
     """Return the group of a sweep's trial; `settings` are the sampled KEY=VALUE, empty before they are sampled."""
     name, options = read_strategy(sweep.strategy)
-    own = (f"strategy={name}", *(f"strategy.{option}" for option in options), *settings)
-    named = ", ".join(settings) or f"trial {number}"
-    return ComparedGroup(named, "strategy", sweep.ranks, 0, own, f"trial-{number:03}")
+    all_settings = (f"strategy={name}", *(f"strategy.{option}" for option in options), *settings)
+    group_name = ", ".join(settings) or f"trial {number}"
+    return ComparedGroup(group_name, "strategy", sweep.ranks, 0, all_settings, f"trial-{number:03}")
 
 
 def plan(
@@ -192,15 +192,15 @@ def plan(
         of_seed = [group.run(experiment, seed, chosen.get((group.rate_key, group.ranks))) for group in kept]
         shuffled.shuffle(of_seed)
         order += of_seed
-    told = [(run.folder, run.name) for run in order]  # on one rank strategies may share runs
-    if twice := next((folder for folder, name in told if told.count((folder, name)) > 1), None):
+    names = [(run.folder, run.name) for run in order]  # on one rank strategies may share runs
+    if twice := next((folder for folder, name in names if names.count((folder, name)) > 1), None):
         raise ConfigError(f"--strategies must differ from each other; got two for {twice}. Remove one of them.")
     return tuple(order)
 
 
-def mean_metric(found: Sequence[Summary | None], metric: str) -> float | None:
+def mean_metric(summaries: Sequence[Summary | None], metric: str) -> float | None:
     """Average a metric over runs; None if a run failed (None) or its metric is NaN or infinite."""
-    values = [math.nan if one is None else one.metrics.get(metric, math.nan) for one in found]
+    values = [math.nan if summary is None else summary.metrics.get(metric, math.nan) for summary in summaries]
     return fmean(values) if all(map(math.isfinite, values)) else None
 
 

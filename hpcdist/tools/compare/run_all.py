@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 REFRESHES_S = 1.0  # between two reads of the running runs' files
-MOST_LINES = 8  # shown of concurrent runs; the others are counted
+MAX_LINES = 8  # shown of concurrent runs; the others are counted
 
 
 class Runner:
@@ -46,9 +46,9 @@ class Runner:
         self._display: RunsDisplay | None = None
 
     @contextmanager
-    def shown(self, title: str, total: int) -> Iterator[None]:
+    def display(self, title: str, total: int) -> Iterator[None]:
         """Show the progress of `total` runs while the context is open."""
-        with shown(title, total) as self._display:
+        with display_runs(title, total) as self._display:
             yield
         self._display = None
 
@@ -58,12 +58,12 @@ class Runner:
         Args:
             runs: an iterator; its next run is taken only when that run can start.
         """
-        left, turn, failed = (run for run in runs if not is_done(self.output / run.folder)), threading.Lock(), []
+        remaining, lock, failed = (run for run in runs if not is_done(self.output / run.folder)), threading.Lock(), []
 
         def work() -> None:
             while True:
-                with turn:
-                    run = next(left, None)
+                with lock:
+                    run = next(remaining, None)
                 if run is None:
                     return
                 if not self._run(run):
@@ -112,7 +112,7 @@ def prepare(run: PlannedRun, output: Path) -> Path:
 
 
 # --- runs of an experiment --------------------------------------------------------------------------------------------
-class MadeRuns(abc.ABC):
+class ExperimentRuns(abc.ABC):
     """The runs of an experiment, in its folder. A notebook shows their table.
 
     Attributes:
@@ -166,11 +166,11 @@ class MadeRuns(abc.ABC):
     def _unlogged(self) -> str | None:
         """Return a warning if no run of a script has logged the experiment's metric."""
         folders = [self.folder / run.folder for run in self.plan]
-        found = [load_summary(folder).metrics for folder in folders if is_done(folder)]
-        names, wanted = sorted({name for metrics in found for name in metrics}), self.experiment.metric
-        if not found or (names and wanted in ("", *names)):
+        results = [load_summary(folder).metrics for folder in folders if is_done(folder)]
+        names, metric = sorted({name for metrics in results for name in metrics}), self.experiment.metric
+        if not results or (names and metric in ("", *names)):
             return None
-        logged = f"no {wanted}, but {', '.join(names)}" if names else "no metric"
+        logged = f"no {metric}, but {', '.join(names)}" if names else "no metric"
         return f"{self.experiment.job} logs {logged} (hpcdist.log_metrics): runs can't be judged by their results"
 
     def report(self, output: str | Path | None = None) -> Path:
@@ -181,7 +181,7 @@ class MadeRuns(abc.ABC):
         return self.table.to_html(index=False, na_rep="")
 
 
-def run_all(runs: MadeRuns, launcher: Launcher, workers: int = 1) -> bool:
+def run_all(runs: ExperimentRuns, launcher: Launcher, workers: int = 1) -> bool:
     """Execute all runs that are missing and show the results; return whether one failed.
 
     Args:
@@ -202,7 +202,7 @@ def run_all(runs: MadeRuns, launcher: Launcher, workers: int = 1) -> bool:
 
 
 @contextmanager
-def interruptible(going_on: Callable[[], str]) -> Iterator[None]:
+def interruptible(resume_hint: Callable[[], str]) -> Iterator[None]:
     """Treat SIGTERM and SIGHUP like Ctrl-C, and print how to resume."""
 
     def interrupt(number: int, frame: object) -> None:
@@ -212,7 +212,7 @@ def interruptible(going_on: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        console.note(going_on())
+        console.note(resume_hint())
         raise
     finally:
         for number, handler in before.items():
@@ -246,18 +246,18 @@ class RunsDisplay:
         """Remove a run from the display, and print its result."""
         if failure is None:
             summary = load_summary(folder)
-            said = _figures(summary.metrics) + (f" ({summary.stopped_early})" if summary.stopped_early else "")
+            text = _figures(summary.metrics) + (f" ({summary.stopped_early})" if summary.stopped_early else "")
         else:
             lines = [line for line in failure.splitlines() if line.strip()] or [""]
             named = (line for line in reversed(lines) if "error" in line.lower() or line.startswith("hpcdist: rank"))
-            said = f"FAILED: {next(named, lines[-1])}"
+            text = f"FAILED: {next(named, lines[-1])}"
         with self._lock:
             del self._running[folder]
             self._done += 1
             left, others = "", self._total - self._done
             if others > 0:  # estimated from the finished runs: their order is random
                 left = f"about {console.duration((time.monotonic() - self._started_s) / self._done * others)} left"
-            line = f"{self._done} of {self._total}  {describe(run)}: {said}"
+            line = f"{self._done} of {self._total}  {describe(run)}: {text}"
             if self._bar is None:
                 console.note(f"{line}; {left}" if left else line)
                 return
@@ -267,11 +267,11 @@ class RunsDisplay:
     def lines(self) -> list[str]:
         """Read the files of the running runs; return a line for each with its metrics and loss."""
         with self._lock:
-            running, found = list(self._running.items()), []
-            for _, (run, read) in running[:MOST_LINES]:
+            running, lines = list(self._running.items()), []
+            for _, (run, read) in running[:MAX_LINES]:
                 read.update()
-                found.append(_state(run, read))
-        return found + [f"and {len(running) - MOST_LINES} more"] * (len(running) > MOST_LINES)
+                lines.append(_state(run, read))
+        return lines + [f"and {len(running) - MAX_LINES} more"] * (len(running) > MAX_LINES)
 
     def __rich__(self) -> Any:
         from rich.console import Group
@@ -294,7 +294,7 @@ def _state(run: PlannedRun, read: Run) -> str:
 
 
 @contextmanager
-def shown(title: str, total: int) -> Iterator[RunsDisplay]:
+def display_runs(title: str, total: int) -> Iterator[RunsDisplay]:
     """Show the progress of `total` runs: live if standard error is a terminal."""
     if not sys.stderr.isatty():
         yield RunsDisplay(title, total)

@@ -42,7 +42,7 @@ def read_job(
     text = _reference(job)
     if _is_script(text):
         words = tuple(arguments or ())
-        return text, file_of(text), words, "seed" in asks_for(text, words)
+        return text, file_of(text), words, "seed" in placeholders(text, words)
     if arguments:
         raise ConfigError(
             f"ARGS must be omitted with a file that defines a job; got {' '.join(arguments)}. A job's settings "
@@ -79,7 +79,7 @@ def _is_script(job: str) -> bool:
         symbols = symtable.symtable(text, job, "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"job must be a file of Python; got {job}: {error}.") from None
-    if any(one.get_name() == "job" and (one.is_assigned() or one.is_imported()) for one in symbols):
+    if any(symbol.get_name() == "job" and (symbol.is_assigned() or symbol.is_imported()) for symbol in symbols):
         return False
     if not re.search(r"\bhpcdist\b", text):
         raise ConfigError(
@@ -88,11 +88,11 @@ def _is_script(job: str) -> bool:
     return True
 
 
-def asks_for(job: str, arguments: Sequence[str]) -> set[str]:
+def placeholders(job: str, arguments: Sequence[str]) -> set[str]:
     """Return the names that a script's ARGS have placeholders for, or that a function has parameters for."""
     if ".py:" in job:
         return set(inspect.signature(load_function(job, "job")).parameters)
-    return {name for word in arguments for name in PLACEHOLDER.findall(word)}
+    return {name for argument in arguments for name in PLACEHOLDER.findall(argument)}
 
 
 class ScriptCall:
@@ -111,18 +111,18 @@ class ScriptCall:
         name = options.pop("name")
         self._planned = PlannedLoop(str(self._file), str(folder), name, options)
         texts = dict(setting.split("=", 1) for setting in settings) | {"run": str(folder)}
-        self._words = [PLACEHOLDER.sub(lambda found: texts[found[1]], word) for word in arguments]
+        self._arguments = [PLACEHOLDER.sub(lambda match: texts[match[1]], argument) for argument in arguments]
         known = {**values, "strategy": name, "run": str(folder)}
-        self._given = {key: known[key] for key in asks_for(job, ()) & known.keys()}
+        self._kwargs = {key: known[key] for key in placeholders(job, ()) & known.keys()}
 
     def __call__(self, comm: Communicator | None = None) -> None:
         """Run the script to its end, on the ranks of MPI or of `comm`."""
         start_planned(comm, self._planned)
         if ".py:" in self._job:
             with neighbours(self._file):
-                load_function(self._job, "job")(**self._given)
+                load_function(self._job, "job")(**self._kwargs)
             return
-        sys.argv, sys.path[0] = [str(self._file), *self._words], str(self._file.resolve().parent)
+        sys.argv, sys.path[0] = [str(self._file), *self._arguments], str(self._file.resolve().parent)
         module = types.ModuleType("__main__")  # separate globals for each virtual rank
         module.__file__ = str(self._file)
         sys.modules["__main__"] = module

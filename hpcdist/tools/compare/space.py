@@ -33,15 +33,17 @@ class Axis:
     log: bool = False
     whole: bool = False
 
-    def has(self, text: str) -> bool:
+    def contains(self, text: str) -> bool:
         """Return whether a value, written as for `--set`, lies on the axis."""
-        return text in self.values if self.values else math.isfinite(self.place(text))
+        return text in self.values if self.values else math.isfinite(self.position(text))
 
-    def place(self, text: str) -> float:
-        """Return a value's position between 0 and 1, by list index or in the range; NaN if the range is a single point."""
+    def position(self, text: str) -> float:
+        """Return a value's position between 0 and 1, by list index or in the range; NaN if the range is one point."""
         if self.values:
             return self.values.index(text) / max(1, len(self.values) - 1)
-        value, low, high = (math.log(float(one)) if self.log else float(one) for one in (text, self.low, self.high))
+        value, low, high = (
+            math.log(float(number)) if self.log else float(number) for number in (text, self.low, self.high)
+        )
         return (value - low) / (high - low) if low < high else math.nan
 
     def text(self, value: object) -> str:

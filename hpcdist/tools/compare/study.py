@@ -40,7 +40,7 @@ class _Line(BaseModel):
 
 
 @contextmanager
-def named_faults(folder: Path) -> Iterator[None]:
+def journal_errors(folder: Path) -> Iterator[None]:
     """Turn the errors that Optuna raises on a damaged journal into DataError."""
     try:
         yield
@@ -65,7 +65,7 @@ def open_journal(folder: Path) -> optuna.storages.JournalStorage:
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     path = (folder / JOURNAL).absolute()  # absolute: Optuna's lock is a symbolic link to it
-    with named_faults(folder):
+    with journal_errors(folder):
         for line in read_bounded(path).split(b"\n")[:-1] if path.exists() else ():
             _Line.model_validate_json(line)
         return optuna.storages.JournalStorage(JournalFileBackend(str(path)))

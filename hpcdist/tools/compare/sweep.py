@@ -17,7 +17,7 @@ from hpcdist.tools import console
 from hpcdist.tools.compare.experiment import Sweep
 from hpcdist.tools.compare.folder import require_same, write
 from hpcdist.tools.compare.plan import PlannedRun, groups, plan
-from hpcdist.tools.compare.run_all import MadeRuns, Runner, missing
+from hpcdist.tools.compare.run_all import ExperimentRuns, Runner, missing
 from hpcdist.tools.compare.trials import ETA, SweepTrial, Trials
 from hpcdist.tools.runs import SWEEP, is_done
 
@@ -26,7 +26,7 @@ SAMPLERS = ("tpe", "random", "grid")
 PRUNERS = ("asha", "median", "none")
 
 
-class SweptRuns(MadeRuns):
+class SweptRuns(ExperimentRuns):
     """The runs of a sweep; see `ExperimentRuns`. The constructor checks all settings and starts nothing.
 
     Args:
@@ -71,7 +71,7 @@ class SweptRuns(MadeRuns):
         """Check each value of each setting, together with the first value of the other settings."""
         ends = [axis.ends for axis in self._trials.axes]
         first = [values[0] for values in ends]
-        points = [[*first[:at], value, *first[at + 1 :]] for at, values in enumerate(ends) for value in values]
+        points = [[*first[:index], value, *first[index + 1 :]] for index, values in enumerate(ends) for value in values]
         for point in dict.fromkeys(map(tuple, points)):
             settings = tuple(f"{axis.key}={value}" for axis, value in zip(self._trials.axes, point, strict=True))
             if reason := self.trained.refusal(self._trials.run(0, 0, settings)):
@@ -82,17 +82,17 @@ class SweptRuns(MadeRuns):
         """Execute the runs that are missing, each with settings sampled when it starts."""
         self.write()
         self.trained.make_data()
-        left = missing(self.plan, self.folder)
-        with runner.shown("runs", len(left)):
-            failed = runner.run_all(self._started(left))
+        remaining = missing(self.plan, self.folder)
+        with runner.display("runs", len(remaining)):
+            failed = runner.run_all(self._started(remaining))
         self.write()
         return failed
 
-    def _started(self, left: Sequence[PlannedRun]) -> Iterator[PlannedRun]:
+    def _started(self, remaining: Sequence[PlannedRun]) -> Iterator[PlannedRun]:
         """Yield the remaining runs; a run's settings are sampled when it is taken from this iterator."""
-        for at, bare in enumerate(self.plan):
-            if bare in left:
-                number, seed = divmod(at, self.experiment.seeds)
+        for index, planned in enumerate(self.plan):
+            if planned in remaining:
+                number, seed = divmod(index, self.experiment.seeds)
                 run = self._plan(number, seed, self._trials.start(number))
                 self._write_started()
                 yield run
@@ -116,20 +116,20 @@ class SweptRuns(MadeRuns):
         seeds = range(self.experiment.seeds)
         runs = [self._plan(number, seed, settings) for number, settings in started.items() for seed in seeds]
         write(self.folder, self.experiment, higher_is_better=self.higher_is_better, groups=(), runs=runs)
-        told = ("job", "strategy", "ranks", "seeds", "metric", "sampler", "pruner")
-        found = {
+        keys = ("job", "strategy", "ranks", "seeds", "metric", "sampler", "pruner")
+        content = {
             "version": VERSION,
-            **{key: getattr(self.experiment, key) for key in told},
+            **{key: getattr(self.experiment, key) for key in keys},
             "higher_is_better": self.higher_is_better,
             "space": [asdict(axis) for axis in self._trials.axes],
             "trials": [self._entry(trial) for trial in trials],
         }
-        text = json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         replace_durably(self.folder / SWEEP, text.encode())
 
     def _entry(self, trial: SweepTrial) -> dict[str, Any]:
         settings = dict(setting.split("=", 1) for setting in trial.settings or ())
-        folders = [run.folder for run in self._trials.bare(trial.number)] if settings else []
+        folders = [run.folder for run in self._trials.planned_runs(trial.number)] if settings else []
         value = trial.value if trial.value is not None and math.isfinite(trial.value) else None
         return {
             "number": trial.number,

@@ -15,7 +15,7 @@ from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.tools import baselines
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.plan import ComparedGroup, PlannedRun, groups
-from hpcdist.tools.compare.script import OF_EVERY_RUN, asks_for
+from hpcdist.tools.compare.script import OF_EVERY_RUN, placeholders
 from hpcdist.tools.compare.space import read_axis
 from hpcdist.tools.report.results import is_higher_better
 from hpcdist.train.job import prepare_data
@@ -97,27 +97,29 @@ class TrainedScript:
                 f"before it runs; got {experiment.metric or 'no target'}, {experiment.pruner}. Write --target "
                 "loss=0.1, say."
             )
-        self._asked = asks_for(experiment.job, experiment.arguments or ())
-        self._require_given(self._asked)
+        self._placeholders = placeholders(experiment.job, experiment.arguments or ())
+        self._check_placeholders(self._placeholders)
         skipped = ", and there are no serial controls" * controls
         self.groups = groups(experiment)
         self.unknown = [f"{experiment.job} sets its batch size and its end: runs are not cut{skipped}"]
 
-    def _require_given(self, asked: set[str]) -> None:
+    def _check_placeholders(self, names: set[str]) -> None:
         """Raise ConfigError if the script has a placeholder without a value, or none for a setting that differs between
         runs."""
         experiment, by_name = self._experiment, ".py:" in self._experiment.job
         where = "the function's parameters" if by_name else "the {NAME} in ARGS"
         swept = [read_axis(text).key for text in experiment.over] if isinstance(experiment, Sweep) else []
         differing = [*(key for key in swept if key.partition(".")[0] != "strategy"), *["seed"] * (experiment.seeds > 1)]
-        told = ", ".join(sorted(asked)) or "none"
-        if lacking := [name for name in differing if name not in asked]:
+        requested = ", ".join(sorted(names)) or "none"
+        if lacking := [name for name in differing if name not in names]:
             raise ConfigError(
-                f"{where} must include {lacking[0]}, otherwise all runs would be identical; got {told}. Write "
+                f"{where} must include {lacking[0]}, otherwise all runs would be identical; got {requested}. Write "
                 f"-- --{lacking[0]} {{{lacking[0]}}}{', or give --seeds 1' * (lacking[0] == 'seed')}."
             )
-        if not by_name and not asked <= {*OF_EVERY_RUN, *swept}:
-            raise ConfigError(f"{where} must be of {', '.join([*OF_EVERY_RUN, *swept])}; got {told}. Remove others.")
+        if not by_name and not names <= {*OF_EVERY_RUN, *swept}:
+            raise ConfigError(
+                f"{where} must be of {', '.join([*OF_EVERY_RUN, *swept])}; got {requested}. Remove others."
+            )
 
     def refusal(self, run: PlannedRun) -> str | None:
         """Check the options of a run's strategy; see `TrainedJob.refusal`."""
@@ -126,7 +128,7 @@ class TrainedScript:
 
     def is_plain(self, group: ComparedGroup) -> bool:
         """See `TrainedJob.is_plain`; a script that is passed the strategy's name may depend on it."""
-        return _is_plain(group) and "strategy" not in self._asked
+        return _is_plain(group) and "strategy" not in self._placeholders
 
     def make_data(self) -> None:
         """Do nothing: the script creates its data."""
@@ -146,9 +148,9 @@ def _is_plain(group: ComparedGroup) -> bool:
     options = load({}, None, group.settings)["strategy"]
     name = options if isinstance(options, str) else options["name"]
     cls = strategies.load(name)
-    ours = cls.__module__.startswith("hpcdist.strategies.")  # our tests check it
-    own_rule = cls.contract.step == "the strategy's" or cls.contract.batch == "portions"
-    return ours and not own_rule and not {"on_nonfinite", "provider"} & set(options)
+    is_builtin = cls.__module__.startswith("hpcdist.strategies.")  # our tests check it
+    has_own_rule = cls.contract.step == "the strategy's" or cls.contract.batch == "portions"
+    return is_builtin and not has_own_rule and not {"on_nonfinite", "provider"} & set(options)
 
 
 def higher_is_better(metrics: Mapping[str, Any], metric: str) -> bool:

@@ -29,7 +29,7 @@ from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.plan import PlannedRun, mean_metric, plan, trial_group
 from hpcdist.tools.compare.script import ScriptCall
 from hpcdist.tools.compare.space import Axis, points, read_axis
-from hpcdist.tools.compare.study import JOURNAL, LOCK, STUDY, named_faults, open_journal
+from hpcdist.tools.compare.study import JOURNAL, LOCK, STUDY, journal_errors, open_journal
 from hpcdist.tools.runs import FAILURE, is_done
 from hpcdist.train import runs
 
@@ -82,7 +82,7 @@ class Trials:
         import optuna
 
         direction = optuna.study.StudyDirection.MAXIMIZE if higher_is_better else optuna.study.StudyDirection.MINIMIZE
-        with self._turn():
+        with self._locked():
             study = optuna.create_study(
                 storage=self._journal, study_name=STUDY, direction=direction, load_if_exists=True
             )
@@ -96,9 +96,9 @@ class Trials:
         settings."""
         import optuna
 
-        with self._turn():
+        with self._locked():
             study = self._study(number)
-            self._tell(study)
+            self._report_finished(study)
             frozen = study.get_trials(deepcopy=False)[number]
             if frozen.state == optuna.trial.TrialState.WAITING:
                 study._storage.set_trial_state_values(frozen._trial_id, optuna.trial.TrialState.RUNNING)
@@ -118,7 +118,7 @@ class Trials:
             _, config = runs.specify(job, None, (*self.sweep.settings, *group.settings))
         return replace(group, samples=step_samples(config, self.sweep.ranks)).run(self.sweep, seed)
 
-    def bare(self, number: int) -> tuple[PlannedRun, ...]:
+    def planned_runs(self, number: int) -> tuple[PlannedRun, ...]:
         """Plan the runs of a trial, one per seed, without its sampled settings."""
         return plan(self.sweep, [trial_group(self.sweep, number)])
 
@@ -126,7 +126,7 @@ class Trials:
         """Report a run's newest evaluation to the study; return the reason if the pruner stops the run here."""
         import optuna
 
-        with self._turn():
+        with self._locked():
             study = self._study(number)
             frozen, evaluations = study.get_trials(deepcopy=False)[number], read_evaluations(run)
             if frozen.state.is_finished():  # the run's summary was deleted, to run it again
@@ -140,12 +140,13 @@ class Trials:
         """List the state of all trials; empty before the study exists."""
         if not (self.output / JOURNAL).exists():
             return []
-        with self._turn():
+        with self._locked():
             study = self._study(0)
-            self._tell(study)
+            self._report_finished(study)
             frozen = study.get_trials(deepcopy=False)
             return [
-                SweepTrial(of.number, self._state(of), self._settings(of), of.value, of.last_step or 0) for of in frozen
+                SweepTrial(trial.number, self._state(trial), self._settings(trial), trial.value, trial.last_step or 0)
+                for trial in frozen
             ]
 
     # --- the study ----------------------------------------------------------------------------------------------------
@@ -154,13 +155,13 @@ class Trials:
         return open_journal(self.output)  # kept open: each use reads only what was appended
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Lock the study against other processes, and clean up after a killed one: half a line at the journal's end,
         Optuna's lock file."""
         turn = self.output / "runs"
         with making(turn):
             turn.mkdir(exist_ok=True)
-        with locked(turn, TURN_S), named_faults(self.output):
+        with locked(turn, TURN_S), journal_errors(self.output):
             (self.output / LOCK).unlink(missing_ok=True)
             drop_partial_line(self.output / JOURNAL)
             yield
@@ -181,7 +182,7 @@ class Trials:
             study.pruner = optuna.pruners.NopPruner()
         return study
 
-    def _tell(self, study: optuna.Study) -> None:
+    def _report_finished(self, study: optuna.Study) -> None:
         """Report finished trials and their results to the study."""
         from optuna.trial import TrialState
 
@@ -189,7 +190,7 @@ class Trials:
             folders = self._folders(frozen.number)
             if not all(map(is_done, folders)):
                 continue
-            summaries = [load_summary(one) for one in folders]
+            summaries = [load_summary(path) for path in folders]
             value = mean_metric(summaries, self.sweep.metric)
             if any(CUT in (summary.stopped_early or "") for summary in summaries):
                 study.tell(frozen.number, state=TrialState.PRUNED)
@@ -199,7 +200,7 @@ class Trials:
                 study.tell(frozen.number, value)
 
     def _folders(self, number: int) -> list[Path]:
-        return [self.output / run.folder for run in self.bare(number)]
+        return [self.output / run.folder for run in self.planned_runs(number)]
 
     def _settings(self, trial: Any) -> tuple[str, ...] | None:
         if any(axis.key not in trial.params for axis in self.axes):
@@ -208,7 +209,7 @@ class Trials:
 
     def _state(self, frozen: optuna.trial.FrozenTrial) -> State:
         if frozen.state.name == "RUNNING":
-            return "failed" if any((one / FAILURE).exists() for one in self._folders(frozen.number)) else "running"
+            return "failed" if any((path / FAILURE).exists() for path in self._folders(frozen.number)) else "running"
         states: dict[str, State] = {"WAITING": "waiting", "COMPLETE": "complete", "PRUNED": "cut", "FAIL": "failed"}
         return states[frozen.state.name]
 
@@ -226,13 +227,13 @@ def train(
     """
 
     def start() -> tuple[str, list[str], bool, bool]:
-        trials, number, seed = of_folder(run)
+        trials, number, seed = find_trial(run)
         overrides = trials.run(number, seed, trials.start(number)).overrides
         has_started = any(run.glob("records-rank*.jsonl"))
         return trials.sweep.job, list(overrides), has_started, trials.sweep.pruner != "none"
 
     def judge(folder: Path) -> str | None:
-        trials, number, _ = of_folder(folder)
+        trials, number, _ = find_trial(folder)
         return trials.judge(number, folder)
 
     started = comm.raise_on_all_ranks(lambda: start() if comm.rank == 0 else None)
@@ -241,27 +242,27 @@ def train(
     return runs.train(comm, Path(job), None, overrides, run, resume, None, ends_at, command, judge=judged)
 
 
-def script_of(run: Path) -> tuple[Comparison | Sweep, PlannedRun, ScriptCall] | None:
+def find_script(run: Path) -> tuple[Comparison | Sweep, PlannedRun, ScriptCall] | None:
     """Return the experiment, the planned run and the call of a script's run in this folder; None if it trains a job.
 
     Called by each rank; the first caller samples the settings of a sweep's trial.
     """
     output = run.parent.parent
-    found = folder.read(output) or {"declared": {}}
-    if found["declared"].get("arguments") is None:
+    written = folder.read(output) or {"declared": {}}
+    if written["declared"].get("arguments") is None:
         return None
     experiment: Comparison | Sweep
-    if "over" in found["declared"]:
-        trials, number, seed = of_folder(run)
+    if "over" in written["declared"]:
+        trials, number, seed = find_trial(run)
         experiment, planned = trials.sweep, trials.run(number, seed, trials.start(number))
     else:
         experiment = folder.read_experiment(output, Comparison)
-        one = next(one for one in found["runs"] if output / one["folder"] == run)
-        planned = PlannedRun(*(one[key] for key in ("name", "kind", "ranks", "seed", "set", "folder")))
+        entry = next(entry for entry in written["runs"] if output / entry["folder"] == run)
+        planned = PlannedRun(*(entry[key] for key in ("name", "kind", "ranks", "seed", "set", "folder")))
     return experiment, planned, ScriptCall(experiment.job, experiment.arguments or (), planned.overrides, run)
 
 
-def of_folder(run: Path) -> tuple[Trials, int, int]:
+def find_trial(run: Path) -> tuple[Trials, int, int]:
     """Return the sweep's trials, the trial's number and the seed for the folder of a run.
 
     Raises:

@@ -16,7 +16,7 @@ from pandas import DataFrame, Series, concat
 from hpcdist.tools.report.results import JobRuns, RunResult
 from hpcdist.tools.report.wording import ROUNDING, is_share
 from hpcdist.tools.statistics import (
-    LEAST_SEEDS,
+    MIN_SEEDS,
     Effect,
     Interval,
     binomial_variance,
@@ -230,7 +230,7 @@ class Contrast:
             signs |= {self.sooner.mean > 1} if max(self.sooner.mean, 1 / self.sooner.mean) >= least_ratio else set()
         if self.better is not None and self.p_better < SIGNIFICANT:
             signs.add((self.better.mean > 0) == self.group.job.higher_is_better)
-        if all(side.tried >= LEAST_SEEDS for side in sides) and not all(side.seconds_to_target for side in sides):
+        if all(side.tried >= MIN_SEEDS for side in sides) and not all(side.seconds_to_target for side in sides):
             signs |= {side is self.group for side in sides if side.all_reached}  # the other has not, in any seed
         if signs:
             return "mixed" if len(signs) == 2 else "wins" if True in signs else "loses"

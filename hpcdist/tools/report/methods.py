@@ -12,7 +12,7 @@ import jinja2
 
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.analysis import Analysis
-from hpcdist.tools.statistics import LEAST_SEEDS
+from hpcdist.tools.statistics import MIN_SEEDS
 from hpcdist.version import __version__
 
 
@@ -53,7 +53,7 @@ def methods(analysis: Analysis) -> str:
             )
         ),
         target="" if job.target is None else f"{sign} {wording.value(job.metric, job.target)}",
-        has_intervals=any(len(group.ended) >= LEAST_SEEDS for group in groups),
+        has_intervals=any(len(group.ended) >= MIN_SEEDS for group in groups),
         has_tests=any(one.better is not None and not math.isnan(one.better.p) for one in analysis.contrasts),
         version=versions.pop("hpcdist", __version__),
         versions=[text if name == "mpi" else f"{name} {text}" for name, text in versions.items()],

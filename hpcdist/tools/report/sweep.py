@@ -13,7 +13,7 @@ from hpcdist.errors import DataError
 from hpcdist.records import read_checked
 from hpcdist.records.files import Count
 from hpcdist.tools.compare.space import Axis
-from hpcdist.tools.compare.study import JOURNAL, STUDY, named_faults, open_journal
+from hpcdist.tools.compare.study import JOURNAL, STUDY, journal_errors, open_journal
 from hpcdist.tools.compare.trials import State
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.verdict import Verdict
@@ -61,7 +61,7 @@ class SweptSettings(BaseModel):
         axes = {axis.key: axis for axis in self.space}
         for trial in self.trials:
             settings, started = trial.settings, trial.settings or trial.folders or trial.value is not None
-            known = settings.keys() == axes.keys() and all(axes[key].has(text) for key, text in settings.items())
+            known = settings.keys() == axes.keys() and all(axes[key].contains(text) for key, text in settings.items())
             if started and not (known and trial.folders):
                 raise ValueError(f"trial {trial.number} must have a value of each axis, and folders")
         return self
@@ -104,7 +104,7 @@ def _importance(folder: Path) -> dict[str, float]:
         return {}
     if not (folder / JOURNAL).exists():
         return {}
-    with named_faults(folder):
+    with journal_errors(folder):
         study = optuna.load_study(study_name=STUDY, storage=open_journal(folder))
         evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
         return dict(optuna.importance.get_param_importances(study, evaluator=evaluator))
@@ -151,5 +151,5 @@ def _end(axis: Axis, text: str) -> str | None:
     """Return at which end of a range a value lies; None for one within, and for values that were listed."""
     if axis.values:
         return None
-    place = axis.place(text)
+    place = axis.position(text)
     return "lower" if place < EDGE else "upper" if place > 1 - EDGE else None

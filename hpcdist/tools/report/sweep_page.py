@@ -98,7 +98,7 @@ def _parallel(found: SweptSettings) -> ReportFigure:
     complete = found.complete
     low, high = sorted((complete[-1].measured, complete[0].measured))
     for rank, trial in reversed(list(enumerate(complete))):
-        y = [axis.place(trial.settings[axis.key]) for axis in found.space]
+        y = [axis.position(trial.settings[axis.key]) for axis in found.space]
         y.append((trial.measured - low) / (high - low) if high > low else 0.5)
         style: Any = {"color": COLOURS[1], "linewidth": 2.4} if rank == 0 else {"color": COLOURS[0], "alpha": 0.45}
         axes.plot(range(len(y)), y, **style)

@@ -20,7 +20,7 @@ from hpcdist.tools.report.analysis import Analysis, RunGroup
 from hpcdist.tools.report.methods import methods
 from hpcdist.tools.report.results import JobRuns, is_higher_better
 from hpcdist.tools.report.verdict import Verdict, judge
-from hpcdist.tools.statistics import LEAST_SEEDS, Interval, ratio_of
+from hpcdist.tools.statistics import MIN_SEEDS, Interval, ratio_of
 
 # Columns that are shown without --columns if they say anything, the most important ones first: those before the metric,
 # those behind it, and those behind all other metrics.
@@ -187,7 +187,7 @@ def _title(analysis: Analysis) -> str:
     said += f", {failed} without a result" if failed else ""
     said += ", on virtual ranks" if all(group.virtual for group in analysis.groups) else ""
     most = max(len(group.ended) for group in analysis.groups)
-    means = "means and 95 % intervals" if most >= LEAST_SEEDS else "means"
+    means = "means and 95 % intervals" if most >= MIN_SEEDS else "means"
     return f"{said}; {f'{means} over the seeds' if most > 1 else 'one run of each kind'}"
 
 

@@ -11,12 +11,12 @@ from hpcdist.tools.machine import remarks
 from hpcdist.tools.report.analysis import SIGNIFICANT, Analysis, Contrast, RunGroup
 from hpcdist.tools.report.results import JobRuns
 from hpcdist.tools.report.wording import capital, count, gap, gap_span, joined, mean, seconds_to_target, value
-from hpcdist.tools.statistics import LEAST_SEEDS, Effect, ratio_of
+from hpcdist.tools.statistics import MIN_SEEDS, Effect, ratio_of
 
 LEAST_RATIO = 1.1  # of times in a headline: who is 1.03 times sooner has not won
 NAMED = 4  # kinds of runs that reached the target in all seeds, in a headline; more are counted
 ONE_SEED = "one seed, which shows nothing about noise"
-FEW_SEEDS = f"fewer than {LEAST_SEEDS} seeds, which show too little of noise"
+FEW_SEEDS = f"fewer than {MIN_SEEDS} seeds, which show too little of noise"
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def _untested(analysis: Analysis, contenders: Sequence[Contrast]) -> str:
     most = max(min(len(contrast.group.ended), len(contrast.reference.ended)) for contrast in contenders)
     if not most:
         return f"There is nothing to compare: no run beside those of `{analysis.job.reference}` has ended."
-    if most >= LEAST_SEEDS:
+    if most >= MIN_SEEDS:
         return "The runs that ended do not suffice to test anything."
     few, these = (ONE_SEED, "this seed") if most == 1 else (FEW_SEEDS, "these seeds")
     text = f"Each comparison has {few}, so that nothing here is a result."
@@ -261,7 +261,7 @@ def _caveats(analysis: Analysis) -> Iterator[str]:
         which = "All runs" if virtual == len(groups) else f"{virtual} of {len(groups)} kinds of runs"
         yield f"{which} are of virtual ranks: their seconds are virtual, and none was measured by a clock."
     yield from _machine(job)
-    if few := [len(group.ended) for group in groups if 0 < len(group.ended) < LEAST_SEEDS]:
+    if few := [len(group.ended) for group in groups if 0 < len(group.ended) < MIN_SEEDS]:
         which = (
             "Every kind of run has" if len(few) == len(groups) else f"{len(few)} of {len(groups)} kinds of runs have"
         )

@@ -9,7 +9,7 @@ from hpcdist.tools.report import wording
 from hpcdist.tools.report.analysis import SIGNIFICANT, Analysis, RunGroup
 from hpcdist.tools.report.figures.base import Part, ReportTable, dots
 from hpcdist.tools.report.wording import NONE
-from hpcdist.tools.statistics import LEAST_SEEDS
+from hpcdist.tools.statistics import MIN_SEEDS
 
 TITLE, ORDER = "The answer in numbers", 1
 OUTCOMES = {"wins": "better", "loses": "worse", "mixed": "mixed", "alike": "within noise"}
@@ -71,7 +71,7 @@ def _contrasts(analysis: Analysis) -> ReportTable:
     rows = []
     for one in analysis.contrasts:
         sooner, better = wording.times(one.sooner), wording.gap_of(metric, one.better, is_same=one.same)
-        several = max(len(one.group.ended), len(one.reference.ended)) >= LEAST_SEEDS
+        several = max(len(one.group.ended), len(one.reference.ended)) >= MIN_SEEDS
         outcome = OUTCOMES.get(one.outcome(), "not known" + ": too few seeds" * (not several))
         rows.append([one.group.title, one.reference.label, sooner, _p(one.p_sooner), better, _p(one.p_better), outcome])
     caption = f"Held against the reference: p after Holm's correction, significant below {SIGNIFICANT:g}"

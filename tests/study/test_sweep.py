@@ -223,7 +223,11 @@ def test_the_page_says_which_settings_are_best_and_which_matter(tmp_path):
     trials = SweptRuns(declared, tmp_path)
     trials.make(Runner(tmp_path, PretendedRuns("optimizer.lr=0.004, batch_size=32")))
     page = write(tmp_path).read_text()
-    assert "<h1>Which settings? digits.py</h1>" in page and "fastest" not in page and "held against" not in page
+    assert (
+        "<h1>Which settings? digits.py</h1>" in page
+        and "fastest" not in page
+        and "Compared with the reference" not in page
+    )
     assert "The best settings: <code>optimizer.lr</code> 0.008, <code>batch_size</code> 16, with accuracy 90 %." in page
     assert "15 of 16 trials had the whole budget; 1 failed." in page and "each ran with one seed" in page
     found = json.loads((tmp_path / "report" / "runs.json").read_text())["jobs"][0]["sweep"]
@@ -248,7 +252,7 @@ def test_a_best_value_at_the_end_of_its_range_is_named(case, tmp_path):
     assert (f"lies at the {end} end of its range" in said) == (end is not None)
     for broken in ({**content, "trials": 3}, {}):
         (tmp_path / SWEEP).write_text(json.dumps(broken))
-        with pytest.raises(DataError, match="sweep.json must be what `hpcdist sweep` writes"):
+        with pytest.raises(DataError, match="sweep.json must be written by `hpcdist sweep`"):
             read_sweep(tmp_path)
 
 

@@ -244,7 +244,7 @@ def test_runs_are_found_at_any_depth_without_those_of_tuning(tmp_path):
     assert read_comparison(tmp_path) is None and read_comparison(tmp_path / "study") == {"runs": []}
     for text in ("[", "[]", "{}", '{"runs": [{}]}', '{"runs": [{"folder": 1}]}'):
         (tmp_path / "study" / "comparison.json").write_text(text)
-        with pytest.raises(DataError, match="must be what `hpcdist compare` writes; got"):
+        with pytest.raises(DataError, match="must be written by `hpcdist compare`; got"):
             read_comparison(tmp_path / "study")
     for name in ("a\0", "é" * 200):
         (tmp_path / "study" / "comparison.json").write_text(json.dumps({"runs": [{"folder": name}]}))

@@ -73,5 +73,5 @@ def read_comparison(folder: Path) -> dict[str, Any] | None:
     Raises:
         DataError: the file is damaged.
     """
-    found = read_checked(folder / COMPARISON, _Comparison, "be what `hpcdist compare` writes", "Make it again.")
+    found = read_checked(folder / COMPARISON, _Comparison, "be written by `hpcdist compare`", "Run it again.")
     return None if found is None else found.model_dump(exclude_unset=True)

@@ -172,7 +172,7 @@ class ScheduleConfig(Named):
             )
         if self.warmup_steps and self.name in (*OWN_RATES, ON_EVALUATIONS):
             raise ConfigError(
-                f"schedule.warmup_steps must be left out with {self.name}; got {self.warmup_steps}. OneCycleLR has a "
+                f"schedule.warmup_steps must be omitted with {self.name}; got {self.warmup_steps}. OneCycleLR has a "
                 "warm-up of its own."
             )
         if self.warmup_from is not None and not self.warmup_steps:

@@ -83,14 +83,14 @@ def _options(program: str, launcher: str | None, hosts: str | None, label: bool)
         return []
     if launcher is not None:
         raise ConfigError(
-            f"{given[0]} must be left out with --launcher, whose command has its own options; got both. Write it as "
+            f"{given[0]} must be omitted with --launcher, whose command has its own options; got both. Write it as "
             "--launcher 'srun --label -n'."
         )
     said = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
     options = next((options for pattern, options in OPTIONS.items() if re.search(pattern, said)), None)
     if options is None:
         raise ConfigError(
-            f"{given[0]} must be left out with {program}, whose options are not known (it is of no Open MPI, MPICH or "
+            f"{given[0]} must be omitted with {program}, whose options are not known (it is of no Open MPI, MPICH or "
             "Intel MPI); got it. Write the options into --launcher, before its -n."
         )
     return [*([] if hosts is None else [options[0], hosts]), *([options[1]] if label else [])]

@@ -77,8 +77,8 @@ ONE_CYCLE = ("schedule.name=OneCycleLR", "schedule.max_lr=0.1", "schedule.total_
         ({"metric": "acuracy"}, "metric must be one of accuracy, loss; got 'acuracy'"),
         ({"baselines": ("dpp",)}, "--baselines must be one of ddp, horovod"),
         ({"rates": {"hardsync": 0.1}}, "--rate must be one of allreduce, gossip_pull"),
-        ({"rates": {"allreduce": 0.1}, "tune": 3}, "--rate must be left out with --tune"),
-        ({"settings": ONE_CYCLE, "tune": 3}, "--tune must be left out with OneCycleLR, whose rates are not"),
+        ({"rates": {"allreduce": 0.1}, "tune": 3}, "--rate must be omitted with --tune"),
+        ({"settings": ONE_CYCLE, "tune": 3}, "--tune must be omitted with OneCycleLR, whose rates are not"),
         ({"strategies": ("parameter_server:servers=3",), "ranks": (2, 3)},
          "parameter_server .servers 3. must be able to run on one of the numbers of ranks"),
         ({"strategies": ("gosip_pull",)}, "^strategy must be one of adpsgd, .*; got 'gosip_pull'. Did you"),
@@ -367,7 +367,7 @@ WHOLE = "--ranks must be whole numbers above 0, with commas between them; got "
         ("compare", [JOB, "--budget", "samples=0"], "--budget must be samples=N"),
         ("compare", ["nosuch.py"], "job must be a Python file; got nosuch.py, which does not exist"),
         ("compare", [JOB, "--slurm", "generic", "--launcher", "env"],
-         "--launcher must be left out with --slurm, .*; got 'env'"),
+         "--launcher must be omitted with --slurm, .*; got 'env'"),
         ("compare", [JOB, "--slurm-set", "time_min=3"],
          "--slurm must be given with --slurm-set; got none. Such as --slurm generic."),
         ("sweep", [], "JOB must be given to begin a sweep; got none"),
@@ -408,7 +408,7 @@ def test_a_sweep_runs_on_virtual_ranks(tmp_path, monkeypatch):
     trials = json.loads((tmp_path / "out" / "sweep.json").read_text())["trials"]
     found = [load_summary(tmp_path / "out" / trial["folders"][0]) for trial in trials]
     assert [summary.wall_s for summary in found] == [pytest.approx(0.1, rel=0.1)] * 2  # as many samples
-    with pytest.raises(ConfigError, match="--slurm and --launcher must be left out with virtual ranks; got one"):
+    with pytest.raises(ConfigError, match="--slurm and --launcher must be omitted with virtual ranks; got one"):
         hpcdist("sweep", "--launcher", "mpirun -n", *out)
 
 

@@ -251,6 +251,4 @@ def _require_whole(experiment: Comparison) -> None:
         if name not in named:
             raise UnknownNameError("--rate", name, named)
     if experiment.rates and experiment.tune:
-        raise ConfigError(
-            "--rate must be left out with --tune, which chooses all rates; got both. Take one of the two."
-        )
+        raise ConfigError("--rate must be omitted with --tune, which chooses all rates; got both. Take one of the two.")

@@ -320,7 +320,7 @@ class Execution:
     def __post_init__(self) -> None:
         if self.slurm is not None and self.launcher is not None:
             raise ConfigError(
-                f"--launcher must be left out with --slurm, whose profile has its own; got {self.launcher!r}."
+                f"--launcher must be omitted with --slurm, whose profile has its own; got {self.launcher!r}."
             )
         if self.slurm is None and self.slurm_set:
             raise ConfigError("--slurm must be given with --slurm-set; got none. Such as --slurm generic.")

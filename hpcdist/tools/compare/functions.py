@@ -167,7 +167,7 @@ def run(
         output = Path(how.output or folder.default(Path("runs") / f"{command}-{Path(experiment.job).stem}", experiment))
         experiment = experiment if described is None else on_cluster(experiment, described, output)
     if experiment.virtual is not None and (how.slurm is not None or how.launcher is not None):
-        raise ConfigError("--slurm and --launcher must be left out with virtual ranks; got one of them. Remove it.")
+        raise ConfigError("--slurm and --launcher must be omitted with virtual ranks; got one of them. Remove it.")
     runs = made(experiment, output)
     if how.slurm is not None:
         runs.failed = arrays.submit_missing(runs, how.slurm, how.slurm_set or (), how.jobs)

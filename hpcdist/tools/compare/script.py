@@ -44,7 +44,7 @@ def read_job(
         return text, file_of(text), words, "seed" in asks_for(text, words)
     if arguments:
         raise ConfigError(
-            f"ARGS must be left out with a job's file, which is no script; got {' '.join(arguments)}. A job's settings "
+            f"ARGS must be omitted with a job's file, which is no script; got {' '.join(arguments)}. A job's settings "
             "are given by --set."
         )
     return text, file_of(text), None, True

@@ -45,7 +45,7 @@ class TrainedJob:
         self.evaluations = _count_evaluations(self.config, experiment)
         if isinstance(experiment, Comparison) and experiment.tune and self.first_rate is None:
             raise ConfigError(
-                f"--tune must be left out with {self.config.schedule.name or self.config.optimizer.name}, whose rates "
+                f"--tune must be omitted with {self.config.schedule.name or self.config.optimizer.name}, whose rates "
                 "are not optimizer.lr; got it. Set its own options."
             )
         config = self.config
@@ -88,7 +88,7 @@ class TrainedScript:
         for option, name in options.items():
             if value := getattr(experiment, name, None):
                 raise ConfigError(
-                    f"--{option} must be left out with a script, which is no job; got {value}. Give the script what it "
+                    f"--{option} must be omitted with a script, which is no job; got {value}. Give the script what it "
                     "needs behind --."
                 )
         if isinstance(experiment, Sweep) and (experiment.pruner != "none" or not experiment.metric):

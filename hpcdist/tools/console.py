@@ -231,7 +231,7 @@ def _width(text: str) -> int:
     """Return the columns that a text of several lines takes."""
     if text.isascii() and "\n" not in text:
         return len(text)
-    from rich.groups import cell_len
+    from rich.cells import cell_len
 
     return max(map(cell_len, text.split("\n")))
 

@@ -28,11 +28,11 @@ def _calls(*more: str) -> Any:
 
 def _run(title: str, measure: Callable[..., list[dict]], path: Path | None, **options: object) -> None:
     """Collective. Measure on all ranks; rank 0 shows the rows."""
-    from hpcdist.records import cores_by_host, load_average, own_cores
+    from hpcdist.records import cores_by_host, load_average, local_cores_of_host
     from hpcdist.tools.machine import placement, remarks
 
     comm, load = hd.init(), load_average()
-    found = comm.gather(own_cores())
+    found = comm.gather(local_cores_of_host())
     rows = measure(comm, **options)
     if comm.rank == 0:
         console.rows(f"{title} on {comm.size} rank{'s' * (comm.size > 1)}", rows)

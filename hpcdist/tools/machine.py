@@ -16,7 +16,7 @@ def cores_of_ranks(masks: Sequence[Sequence[int]]) -> str:
 
 
 def placement(found: Sequence[tuple[str, list[int]]]) -> list[str]:
-    """Say on which cores the ranks are, once for all hosts that are alike, from each rank's `own_cores`."""
+    """Say on which cores the ranks are, once for all hosts that are alike, from each rank's `local_cores_of_host`."""
     hosts: dict[str, list[str]] = {}
     for host in dict.fromkeys(host for host, _ in found):
         hosts.setdefault(cores_of_ranks([own for there, own in found if there == host]), []).append(host)

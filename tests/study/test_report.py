@@ -191,7 +191,7 @@ SAID = {
          "accuracy. More seeds narrow them."],
     ),
     "a loser": (
-        versus(0.5), {}, "Nothing beats `allreduce` (final accuracy 98 %): all groups compared with it did significantly",
+        versus(0.5), {}, "Nothing beats `allreduce` (final accuracy 98 %): all groups compared with it did",
         ["2.01 times later (95 % interval 1.98 to 2.04) than `allreduce`"], [],
     ),
     "another reference": (versus(0.5), {"reference": "softsync"}, "`allreduce` reached", [], []),

@@ -18,7 +18,7 @@ from pandas import DataFrame
 from pydantic_core import to_json
 
 from hpcdist.errors import require_packages
-from hpcdist.records import now, own_cores, writing
+from hpcdist.records import local_cores_of_host, now, writing
 from hpcdist.registry import catalogue
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.analysis import Analysis, analyse
@@ -148,7 +148,7 @@ def _write_figures(output: Path, sections: Sequence[Section], progress: Progress
     figures = [figure for section in sections for listed in section.figures.values() for figure in listed]
     (folder := output / "figures").mkdir(parents=True, exist_ok=True)
     # Forked processes inherit the figures; pickling them would take longer than drawing.
-    context, (_, cores) = get_context("fork"), own_cores()
+    context, (_, cores) = get_context("fork"), local_cores_of_host()
     with warnings.catch_warnings(), ProcessPoolExecutor(min(len(cores), 8), context, _drawn.extend, (figures,)) as pool:
         # The other threads show progress or compute: safe to fork.
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)

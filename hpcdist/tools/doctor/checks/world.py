@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpcdist.comm.launch import Task, check_world, declared_size, task
 from hpcdist.errors import WorldError
-from hpcdist.records import own_cores
+from hpcdist.records import local_cores_of_host
 from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, gather, listed
 from hpcdist.tools.machine import placement
 
@@ -39,7 +39,7 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     """Collective. Gather each rank's cores, torch's number of threads, and its place according to the launcher."""
     import torch
 
-    _, cores = own_cores()
+    _, cores = local_cores_of_host()
     own = {"cores": cores, "threads": torch.get_num_threads(), "task": task(required.environ)}
     return {"ranks": gather(comm, own), "library": comm.platform.library}
 

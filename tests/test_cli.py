@@ -200,7 +200,7 @@ def test_nothing_is_imported_before_it_is_needed_and_packages_add_commands(tmp_p
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.count("hello you\n") == 3, done.stderr
     (broken,) = done.stderr.splitlines()
-    assert "command broken is left out: command must be in a file that can be imported" in broken
+    assert "command broken is skipped: command must be in a file that can be imported" in broken
     assert (tmp_path / "it.svg").exists()
     shown = {name: set(modules) for name, modules in json.loads(done.stdout.splitlines()[-1]).items()}
     assert not {"torch", "mpi4py.MPI"} & shown["command"], done.stderr
@@ -274,7 +274,7 @@ MISTAKES = {  # what a clumsy user types: a part of the message
     "compare folder": "job must be a Python file; got folder, which is a folder.",
     "compare job.py --strategies hardsink": "got 'hardsink'. Did you mean 'hardsync'?",
     "compare job.py --ranks x": "--ranks must be whole numbers above 0, with commas between them; got 'x'.",
-    "compare job.py --launcher nowhere": "--launcher must begin with a program on PATH; got 'nowhere'.",
+    "compare job.py --launcher nowhere": "--launcher must start with a program on PATH; got 'nowhere'.",
     "compare job.py --slurm generik": "got 'generik'. Did you mean 'generic'?",
     "simulate job.py --network fast": "network must be LATENCY,BANDWIDTH; got 'fast'.",
     "simulate job.py --cluster none.toml": "configuration file must exist; got none.toml.",

@@ -22,7 +22,7 @@ from hpcdist import records
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import Evaluation, RecordWriter, StepRecord, append_evaluation, record_path
 from hpcdist.registry import catalogue
-from hpcdist.tools.machine import remarks
+from hpcdist.tools.machine import timing_warnings
 from hpcdist.tools.report import wording, write
 from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.figures.base import COLOURS, ReportTable, line_styles
@@ -114,7 +114,7 @@ def test_runs_that_nobody_planned_are_grouped_by_what_differs(tmp_path):
         "softsync (splits 4), 2 ranks": [0, 1],
     }
     assert findings.job.reference == "allreduce" and findings.job.metric == "accuracy"
-    assert [one.run.failure for one in findings.failures] == ["has begun and not ended"]
+    assert [one.run.failure for one in findings.failures] == ["has started and not ended"]
     assert [contrast.group.virtual for contrast in findings.contrasts] == [False, False], "never against real time"
 
 
@@ -329,10 +329,10 @@ def test_the_first_on_several_ranks_is_held_against_one_rank(tmp_path):
 
 def test_times_of_ranks_that_share_cores_or_a_busy_machine_are_doubted():
     for ranks, cores, load, said in (
-        *((2, 2, 2.4, []), (1, 1, 1.9, []), (4, 2, 4.3, ["4 ranks shared 2 cores: times are"])),
+        *((2, 2, 2.4, []), (1, 1, 1.9, []), (4, 2, 4.3, ["4 ranks shared 2 cores: times would"])),
         *((2, 1, 0.0, ["2 ranks shared 1 core: "]), (1, 2, 2.6, ["The machine was busy: its load average was 2.6"])),
     ):
-        found = remarks(ranks, cores, processors=2, load=load)
+        found = timing_warnings(ranks, cores, processors=2, load=load)
         assert len(found) == len(said) and all(text.startswith(start) for text, start in zip(found, said)), found
 
 
@@ -428,7 +428,7 @@ def test_the_page_says_it_all_by_itself(report):
     text = report.read_text()
     assert "<script" not in text and not re.findall(r'(?:src|href)="(?!#|data:,|runs\.)[^"]*"', text)
     assert "<code>softsync (splits 4)</code> on 4 ranks reached 97 % 1.49 times sooner" in text
-    assert "3 of 6 seeds reached 97 %" in text and "was not made" in text and "has begun and not ended" in text
+    assert "3 of 6 seeds reached 97 %" in text and "was not started" in text and "has started and not ended" in text
     assert "Not measured: an older version of hpcdist made the run." in text
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids))

@@ -72,7 +72,7 @@ class RunGroup:
             estimate = interval(values)
             return estimate if column.startswith("metric.") else estimate.clipped(0.0, math.inf)
         min_variance = binomial_variance(fmean(values), self.tested) if self.tested else 0.0
-        return interval(values, least_variance=min_variance).clipped(0.0, 1.0)
+        return interval(values, min_variance=min_variance).clipped(0.0, 1.0)
 
     @cached_property
     def ended(self) -> list[RunResult]:
@@ -360,7 +360,7 @@ def _difference(group: RunGroup, reference: RunGroup) -> Effect:
         return estimate
     if group.tested and group.tested == reference.tested:
         min_variance = binomial_variance(abs(estimate.mean), group.tested)
-        estimate = effect(group.final, reference.final, least_variance=min_variance)
+        estimate = effect(group.final, reference.final, min_variance=min_variance)
     return estimate.clipped(-1.0, 1.0)
 
 

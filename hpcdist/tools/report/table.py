@@ -91,7 +91,7 @@ def show(tables_: Sequence[JobTable]) -> None:
             heads[name] += f"\n{common}" if common else ""
         rows = [dict(zip(texts, row)) for row in zip(*texts.values())]
         title = f"{table.analysis.job.comparison}: " if table.analysis.job.comparison and len(tables_) > 1 else ""
-        console.rows(title + _title(table.analysis), rows, heads=heads, left=left, option="--columns")
+        console.rows(title + _title(table.analysis), rows, heads=heads, left_aligned=left, option="--columns")
         if len(table.analysis.groups) > 1:
             console.line(answer(table.analysis).headline)
             console.line("")

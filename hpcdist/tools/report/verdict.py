@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from hpcdist.tools.machine import remarks
+from hpcdist.tools.machine import timing_warnings
 from hpcdist.tools.report.analysis import SIGNIFICANT, Analysis, Contrast, RunGroup
 from hpcdist.tools.report.results import JobRuns
 from hpcdist.tools.report.wording import capital, count, gap, gap_span, joined, mean, seconds_to_target, value
@@ -316,7 +316,7 @@ def _machine(job: JobRuns) -> Iterator[str]:
         first = [start for start in here if start.hosts[0] == host]
         load = max((load for start in first for load in start.load), default=0.0)
         processors = max((start.processors or 0 for start in first), default=0)
-        yield from (f"{host}: {text}" for text in remarks(max_ranks, cores, processors, load))
+        yield from (f"{host}: {text}" for text in timing_warnings(max_ranks, cores, processors, load))
 
 
 def _room(analysis: Analysis) -> Iterator[str]:

@@ -93,7 +93,7 @@ RULES = {
         "{found}. Leave that out, and let the loss be such a mean."
     ),
     "a sum is weighed": _always(
-        "optimizer.set_batch_weight() must be left out with loss='sum', with which gradients add up as they are; got a "
+        "optimizer.set_batch_weight() must be omitted with loss='sum', with which gradients add up as they are; got a "
         "call. Leave it out, or let the loss be a mean."
     ),
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ RULES = {
     ),
     # --- transformers' Trainer ----------------------------------------------------------------------------------------
     "the Trainer distributes the model itself": _always(
-        "{name} of TrainingArguments must be left out with hpcdist.hf.Trainer, whose strategy shares samples and "
+        "{name} of TrainingArguments must be omitted with hpcdist.hf.Trainer, whose strategy shares samples and "
         "averages; got {value!r}, by which the Trainer distributes by itself, or one rank goes another way than the "
         "others. Leave it out."
     ),

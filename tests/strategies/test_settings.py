@@ -87,7 +87,7 @@ BY_THEMSELVES = [
         "combine must be ranks .* with powersgd",
     ),
     ("sparse_loco", {"compression": "qsgd", "combine": "senders"}, "senders with qsgd, of which each .* Take chunk"),
-    ("sparse_loco", {"compression": {"error_feedback": False, "decay": 0.9}}, "decay must be left out .*; got 0.9"),
+    ("sparse_loco", {"compression": {"error_feedback": False, "decay": 0.9}}, "decay must be omitted .*; got 0.9"),
     ("sparse_loco", {"outer_lr": float("inf")}, "outer_lr must be a finite number; got inf. Step of the common param"),
     ("streaming_diloco", {"period": 3, "delay": 3}, "delay must be less than strategy.period, 3, .* got 3"),
     *((n, {"take_up": "shift"}, "take_up must be given as strategy.merge, .* got 'shift'") for n in MERGING),

@@ -64,7 +64,7 @@ class CompressionConfig(Named):
                 options.check_without_feedback()
             if self.warmup_ranks is not None and not self.warmup_steps:
                 raise ValueError(
-                    "strategy.compression.warmup_ranks must be left out without warmup_steps, in which so many ranks "
+                    "strategy.compression.warmup_ranks must be omitted without warmup_steps, in which so many ranks "
                     f"send; got {self.warmup_ranks}. Give both, or neither."
                 )
         elif self.options:

@@ -86,7 +86,7 @@ def measure_coding(
 
     sides = [Side("copy", coding(lambda gradient: out.copy_(gradient).view(torch.uint8), None))]
     for name, config in configs.items():
-        feedback = Feedback(JointCompression.from_mapping(config).make(elements, spans), out)
+        feedback = Feedback(JointCompression.from_mapping(config).create(elements, spans), out)
         sides.append(Side(name, coding(feedback.encode, partial(feedback.add, out=out))))
     runner.warm_up(comm, sides, *[1] * SETTLING)
     rows = runner.measure(comm, sides, rounds)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from harness.cases import each
-from hpcdist.comm.pieces import CACHED, alongside
+from hpcdist.comm.chunks import CACHED, alongside
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.slots import describe_difference

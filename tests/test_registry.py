@@ -31,7 +31,7 @@ from typing import final
 from hpcdist.strategies.base import Contract, Strategy
 
 class _Shared(Strategy):
-    contract = Contract(averages="nothing", meets="never")
+    contract = Contract(averages="nothing", synchronizes="never")
 
 @final
 class Alone(_Shared):
@@ -393,7 +393,9 @@ def test_a_job_for_slurm_is_checked_with_a_strategy_in_a_file(folder):
     assert error.startswith("error: strategy must be defined in mine.py; got 'Alnoe', which is not. Did you mean 'Al")
     (warning,) = found("mine.py:Alone", shrink=True)
     assert "got 'mine.py:Alone'. It ends when a rank dies." in warning
-    (folder / "mine.py").write_text(ALONE.replace('meets="never"', 'meets="never", deaths="others go on"'))
+    (folder / "mine.py").write_text(
+        ALONE.replace('synchronizes="never"', 'synchronizes="never", deaths="others continue"')
+    )
     assert found("mine.py:Alone", shrink=True) == []
     (folder / "mine.py").write_text("1 / 0\n")
     (error,) = found("mine.py:Alone")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from hpcdist.checkpoint.folder import listing, step_of
 from hpcdist.checkpoint.manifest import FILE_NAME, Manifest, check_file, read_manifest, tensor_file, tree_file
-from hpcdist.checkpoint.refusal import together, understood
+from hpcdist.checkpoint.refusal import raise_on_all_ranks, understood
 from hpcdist.checkpoint.tensors import TensorFile
 from hpcdist.checkpoint.tree import TreeDecoder
 from hpcdist.comm.communicator import Communicator
@@ -37,11 +37,11 @@ def latest(folder: str | Path, *, fallback: bool = False) -> Path | None:
     return None if found is None else found[0]
 
 
-def latest_together(comm: Communicator, folder: str | Path) -> tuple[Path, Manifest] | None:
+def latest_on_all_ranks(comm: Communicator, folder: str | Path) -> tuple[Path, Manifest] | None:
     """Collective. Find the newest checkpoint in the folder that all ranks can read; None if there is none.
 
-    Files are checked as by `verify_together`. Newer ones that are damaged, or that a rank can't read, are passed over
-    with a warning on rank 0.
+    Files are checked as by `verify_on_all_ranks`. Newer ones that are damaged, or that a rank can't read, are passed
+    over with a warning on rank 0.
 
     Args:
         folder: of checkpoints; or one checkpoint, and then no other one is taken.
@@ -49,13 +49,13 @@ def latest_together(comm: Communicator, folder: str | Path) -> tuple[Path, Manif
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
     """
-    folder, first = Path(folder), comm.failures.living[0]
+    folder, first = Path(folder), comm.failures.alive[0]
     leads = comm.rank == first  # other ranks may see a shared folder later
-    found = together(comm, lambda: [path.name for path in listing(folder)] if leads else [])
+    found = raise_on_all_ranks(comm, lambda: [path.name for path in listing(folder)] if leads else [])
     names, alone = comm.gather([found, leads and (folder / FILE_NAME).is_file()])[first]
     if alone and not names:
-        return folder, verify_together(comm, folder)
-    return _first_whole(folder, [folder / name for name in names], lambda path: _verify_together(comm, path), leads)
+        return folder, verify_on_all_ranks(comm, folder)
+    return _first_whole(folder, [folder / name for name in names], lambda path: _verify_on_all_ranks(comm, path), leads)
 
 
 def _first_whole(
@@ -90,7 +90,7 @@ def verify(path: str | Path) -> Manifest:
     return _or_advise(path, lambda: _verify(path))
 
 
-def verify_together(comm: Communicator, path: str | Path) -> Manifest:
+def verify_on_all_ranks(comm: Communicator, path: str | Path) -> Manifest:
     """Collective. Check a checkpoint's files, each on one rank, and the manifest on all.
 
     Rank r of p checks the files of the saved ranks r, r + p, r + 2p... On as many as saved, each its own.
@@ -99,11 +99,11 @@ def verify_together(comm: Communicator, path: str | Path) -> Manifest:
         CheckpointError: files are missing or damaged; names them, on all ranks.
     """
     path = Path(path)
-    return _or_advise(path, lambda: _verify_together(comm, path))
+    return _or_advise(path, lambda: _verify_on_all_ranks(comm, path))
 
 
-def _verify_together(comm: Communicator, path: Path) -> Manifest:
-    return together(comm, lambda: _verify(path, comm.rank, comm.size))
+def _verify_on_all_ranks(comm: Communicator, path: Path) -> Manifest:
+    return raise_on_all_ranks(comm, lambda: _verify(path, comm.rank, comm.size))
 
 
 def _verify(path: Path, first: int = 0, stride: int = 1) -> Manifest:

@@ -12,7 +12,7 @@ from hpcdist.errors import CheckpointError, CommunicationError, HpcdistError
 T = TypeVar("T")
 
 
-def together(comm: Communicator, work: Callable[[], T], rule: str = "") -> T:
+def raise_on_all_ranks(comm: Communicator, work: Callable[[], T], rule: str = "") -> T:
     """Collective. Run `work` on every rank, and return its result here, once it has succeeded on all ranks.
 
     Args:
@@ -31,7 +31,7 @@ def together(comm: Communicator, work: Callable[[], T], rule: str = "") -> T:
     elsewhere = isinstance(failure, HpcdistError) and failure.elsewhere
     reasons = dict(enumerate(comm.gather("" if failure is None or elsewhere else _reason(failure))))
     ranks: dict[str, list[int]] = {}
-    for rank in comm.failures.living:
+    for rank in comm.failures.alive:
         ranks.setdefault(reasons[rank], []).append(rank)
     succeeded = ranks.pop("", [])
     if not ranks:

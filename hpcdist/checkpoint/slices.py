@@ -74,7 +74,7 @@ class SlicePlace:
         if not isinstance(self.name, str) or any(type(number) is not int or number < 0 for number in numbers):
             return False
         rows = list(zip(self.shape, offset, self.size, self.part, strict=True))
-        inside = self.offset is None or all(begin + size <= whole for whole, begin, size, _ in rows)
+        inside = self.offset is None or all(start + size <= whole for whole, start, size, _ in rows)
         spans = len(span) == 2 and span[0] <= span[1] <= math.prod(self.part)
         return inside and spans and all(size <= part for *_, size, part in rows)
 
@@ -151,4 +151,4 @@ def cut(whole: Tensor, place: SlicePlace, path: Any) -> Tensor:
 
 
 def _box(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(begin, begin + length) for begin, length in zip(offset, size, strict=True))
+    return tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))

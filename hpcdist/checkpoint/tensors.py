@@ -51,10 +51,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     Args:
         metadata: the header's `__metadata__`.
     """
-    return write_durably(path, _pieces(tensors, metadata or {}))
+    return write_durably(path, _chunks(tensors, metadata or {}))
 
 
-def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | np.ndarray]:
+def _chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | np.ndarray]:
     # The widest elements first, so that each tensor begins at a multiple of its element's width.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header: dict[str, Any] = {}

@@ -50,18 +50,18 @@ class SharedMemory(Algorithm):
             key = len(tensor), tensor.dtype
             call = self._known.get(key)
             if call is None:
-                made = self._prepared.all_reduce(_note(tensor), tensor.dtype, len(tensor), "sum")
+                made = self._prepared.all_reduce(_fingerprint(tensor), tensor.dtype, len(tensor), "sum")
                 call = remember(self._known, key, made)
             if not call(tensor):
                 self._refuse(tensor)
             return
         for segment in chunks(tensor, segment_count(tensor.nbytes, SEGMENT_BYTES)):
             sum_in_rank_order(
-                segment, self.comm.rank, self.comm.size, self._shown(segment),
+                segment, self.comm.rank, self.comm.size, self._gathered(segment),
                 lambda: self.inbox.like(segment, segment.numel()),
             )  # fmt: skip
 
-    def _shown(self, segment: Tensor) -> Callable[[int], Tensor]:
+    def _gathered(self, segment: Tensor) -> Callable[[int], Tensor]:
         """Show a segment in a window, where there are no slots; return what reads the others'."""
         window, start, n_bytes = cast(Window, self._window), self._turn % SLOTS * SEGMENT_BYTES, segment.nbytes
         self._turn += 1
@@ -89,5 +89,5 @@ class SharedMemory(Algorithm):
         return Cost(peers.bit_length() + 2 * peers, peers * n_bytes, peers * n_bytes)
 
 
-def _note(tensor: Tensor) -> int:
+def _fingerprint(tensor: Tensor) -> int:
     return hash((tensor.numel(), tensor.itemsize, tensor.is_floating_point()))

@@ -129,20 +129,20 @@ class Failures:
     Attributes:
         deadline_s: a blocking call that takes longer ends the run with a message.
         tolerant: the job goes on when a rank dies.
-        living: the ranks that take part in collectives: all, less those that `shrink` found dead.
+        alive: the ranks that take part in collectives: all, less those that `shrink` found dead.
         lost: the dead, in the order in which they were found.
         collective: a context for a collective call that is made of messages, so that a rank which does not come to it
             is found as with any other one.
     """
 
     deadline_s: float
-    living: tuple[int, ...]
+    alive: tuple[int, ...]
     lost: tuple[int, ...] = ()
     tolerant: bool = False
     collective: AbstractContextManager[None] = _NOTHING
 
     def __init__(self, size: int, deadline_s: float):
-        self.living, self.deadline_s = tuple(range(size)), deadline_s
+        self.alive, self.deadline_s = tuple(range(size)), deadline_s
 
     def failed(self) -> tuple[int, ...]:
         """Return the ranks that are known to have died. Never blocks; empty where a death would end the job anyway."""
@@ -156,15 +156,16 @@ class Failures:
         return ""
 
     def shrink(self) -> None:
-        """Collective among the living. Agree on who has died; collectives are the others' from here on.
+        """Collective among the surviving ranks. Agree on who has died; collectives are the others' from here on.
 
         Ranks keep their numbers; `gather` gives None for the dead.
         """
 
     def retry_on_failure(self, action: Callable[[], T], *others: Failures) -> T:
-        """Collective among the living. Return the result of `action`, which the others repeat where a rank dies in it.
+        """Collective among the surviving ranks. Return the result of `action`, which the others repeat where a rank
+        dies in it.
 
-        They `shrink` to the living before. Where deaths would end the job anyway this is `action()`.
+        They `shrink` to the surviving ranks before. Where deaths would end the job anyway this is `action()`.
 
         Args:
             action: collective on this communicator and on those of `others`; it bears being made in part before, with

@@ -105,7 +105,7 @@ class Communicator(abc.ABC):
     def _gather(self, data: bytes) -> Sequence[bytes | None]:
         """Collective. Return every rank's `data`, of any length, in rank order; None for the dead."""
 
-    def together(self, work: Callable[[], T]) -> T:
+    def raise_on_all_ranks(self, work: Callable[[], T]) -> T:
         """Collective. Run `work` on every rank, and return its result here, once it has succeeded on all ranks.
 
         So an error of one rank alone (a missing file, say) leaves nobody waiting.

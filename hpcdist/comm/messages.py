@@ -52,7 +52,7 @@ class Requests(Request):
 def check_graph(comm: Communicator, sources: Sequence[int], destinations: Sequence[int]) -> None:
     """Collective. Check the lists of a neighbourhood; raise, on all ranks, where they don't match."""
     lists_of = comm.gather([list(sources), list(destinations)])
-    ranks = {rank: lists_of[rank] for rank in comm.failures.living}
+    ranks = {rank: lists_of[rank] for rank in comm.failures.alive}
     for rank, lists in ranks.items():
         for name, peers in zip(("sources", "destinations"), lists, strict=True):
             if len(set(peers)) < len(peers) or not set(peers) <= set(ranks) - {rank}:

@@ -35,7 +35,7 @@ def array_of(tensor: Tensor) -> np.ndarray:
     return array if array.ndim == 1 else array.reshape(-1)
 
 
-class Shown(NamedTuple):
+class GatheredRows(NamedTuple):
     """What ranks show each other: the bytes of their rows, shape (ranks, n), or of the row of one rank, `source`."""
 
     rows: np.ndarray
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
     table: Any  # shape (ranks, count)
     rows: list[Any]
     parts: Any  # shape (ranks, ranks, count / ranks), where it is equal parts: [r, s] is rank r's part for rank s
-    shown: Shown  # all of them
+    gathered: GatheredRows  # all of them
 
 
 class Places:
@@ -83,16 +83,16 @@ class Places:
             if self._count % ranks == 0:
                 parts = table.reshape(ranks, ranks, self._count // ranks)
             width = table.itemsize
-            shown = Shown(self._memory[call & 1][:, start * width : (start + self._count) * width])
-            found = self._rows[call] = Rows(table, list(table), parts, shown)
+            gathered = GatheredRows(self._memory[call & 1][:, start * width : (start + self._count) * width])
+            found = self._rows[call] = Rows(table, list(table), parts, gathered)
         return found
 
 
 class Slots(abc.ABC):
     """Memory in which each rank shows the others what it brings to a collective call.
 
-    A call goes like this: fill the own row of the next place, `meet`, and read the others' rows of that place, until
-    the next call: what a rank has shown stays as it is until it has met the others once more.
+    A call goes like this: fill the own row of the next place, `synchronize`, and read the others' rows of that place,
+    until the next call: what a rank has shown stays as it is until it has met the others once more.
 
     Args:
         tables: the memory of even and of odd calls, shape (ranks, n_bytes) each, of bytes.
@@ -130,15 +130,15 @@ class Slots(abc.ABC):
         return places
 
     @abc.abstractmethod
-    def meet(self, note: int, shown: Shown | None = None) -> bool:
-        """Collective. Show the own row of this call, and wait until all ranks have shown theirs.
+    def synchronize(self, fingerprint: int, gathered: GatheredRows | None = None) -> bool:
+        """Collective. Publish the local row of this call, and wait until all ranks have shown theirs.
 
         Returns:
             The same on all ranks: whether their notes are equal.
 
         Args:
-            note: what must be the same on all ranks: an integer of more than -2^63, and less than 2^63.
-            shown: the rows of this call that others want to see; None where nobody has brought anything. Ranks with
+            fingerprint: what must be the same on all ranks: an integer of more than -2^63, and less than 2^63.
+            gathered: the rows of this call that others want to see; None where nobody has brought anything. Ranks with
                 equal notes give alike.
         """
 

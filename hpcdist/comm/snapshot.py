@@ -2,7 +2,7 @@
 
 Each publishing rank keeps two copies in windows and writes them in turn, so that the last publication stays whole
 while the next one is written. Four words tell where it is: publications begun, publications done, and the clock of
-each copy. A reader takes copy `done % 2` and then looks at `begun`: the copy was whole unless two further
+each copy. A reader takes copy `done % 2` and then looks at `started`: the copy was whole unless two further
 publications have begun meanwhile (the second of them overwrites it), in which case the reader tries again. Writers
 never wait; a reader waits only for writers that are faster than a read.
 

@@ -26,7 +26,7 @@ from hpcdist.records.timeline import MOST, MOST_OF_ALL, Details, Timeline
 MESSAGE, WINDOW, COLLECTIVE, WAIT = "message", "window", "collective", "wait"  # categories
 
 
-def begin_timeline(comm: Communicator, path: Path, most: int | None = None) -> Communicator:
+def start_timeline(comm: Communicator, path: Path, most: int | None = None) -> Communicator:
     """Collective. Return a communicator of the same ranks that notes its calls; measures the ranks' clocks.
 
     Each rank writes a file beside `path`, until `end_timeline` makes one of them.
@@ -41,13 +41,13 @@ def begin_timeline(comm: Communicator, path: Path, most: int | None = None) -> C
     if comm.trace.timeline is not None:
         raise ConfigError(f"timeline must be begun once; got one already, {comm.trace.timeline.path}. End it first.")
     most = min(MOST, MOST_OF_ALL // comm.size) if most is None else most
-    timeline = comm.together(lambda: Timeline(path, comm.rank, comm.now, most))
+    timeline = comm.raise_on_all_ranks(lambda: Timeline(path, comm.rank, comm.now, most))
     _look_at_clock(comm, timeline)
     return TracedCommunicator(comm, timeline)
 
 
 def end_timeline(comm: Communicator) -> None:
-    """Collective among the living. Merge the timelines of all ranks into one file.
+    """Collective among the surviving ranks. Merge the timelines of all ranks into one file.
 
     Raises:
         OutputError: it can't be written; on all ranks alike.
@@ -60,12 +60,12 @@ def end_timeline(comm: Communicator) -> None:
     timeline.close()
     name = f"rank {comm.rank} ({timeline.role + ', ' if timeline.role else ''}host {platform.node()})"
     own = RankTimeline(
-        rank=comm.rank, name=name, clock=timeline.clock, error_s=timeline.error_s, left_out=timeline.left_out
+        rank=comm.rank, name=name, clock=timeline.clock, error_s=timeline.error_s, dropped=timeline.dropped
     )
     found = [RankTimeline(**one) for one in comm.gather(own.model_dump()) if one is not None]
     seconds = "real" if comm.platform.virtual is None else "virtual"
-    first = comm.rank == comm.failures.living[0]
-    comm.together(lambda: merge_timelines(timeline.path, found, seconds=seconds) if first else None)
+    first = comm.rank == comm.failures.alive[0]
+    comm.raise_on_all_ranks(lambda: merge_timelines(timeline.path, found, seconds=seconds) if first else None)
 
 
 def _look_at_clock(comm: Communicator, timeline: Timeline) -> None:

@@ -190,7 +190,7 @@ class CallQueue:
         """Return whether there are calls for whose end nobody waits."""
         return bool(self._in_flight) and not self._closing and not any(work.waited for work in tuple(self._in_flight))
 
-    def make(self, call: Callable[[], object], tensors: Any = None, *, async_op: bool = False) -> Work | None:
+    def run(self, call: Callable[[], object], tensors: Any = None, *, async_op: bool = False) -> Work | None:
         """Make a call, and return once it is over; or with `async_op` return its work at once, see `submit`.
 
         Where no other call comes before it, the caller's thread makes it. A call of the queue's own thread is a part
@@ -236,13 +236,13 @@ class CallQueue:
         while True:
             work, call, over = self._next()
             if work is not None:
-                self._make(work, call)
+                self._execute(work, call)
                 self._in_flight.popleft()
             over.set()
             if work is None:
                 return
 
-    def _make(self, work: Work, call: Callable[[], object] | None) -> None:
+    def _execute(self, work: Work, call: Callable[[], object] | None) -> None:
         last = self._failed[-1] if self._failed else None
         if last is not None and not last.told and not isinstance(last.error, (ConfigError, MismatchError)):
             work.error, call = last.error, None

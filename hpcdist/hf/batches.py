@@ -109,5 +109,5 @@ class UpdateBatches(list[Any]):
     def __iter__(self) -> Iterator[Any]:
         for position, (batch, weight, reported) in enumerate(self._rows, start=1):
             self.reported = reported
-            self._model.gradients.begin_batch(weight, ends_epoch=self._ends_epoch and position == len(self))
+            self._model.gradients.start_batch(weight, ends_epoch=self._ends_epoch and position == len(self))
             yield batch

@@ -146,9 +146,9 @@ class TrainerMixin(_Base):
     # --- steps ----------------------------------------------------------------------------------------------------
     def _run_epoch(self, **given: Any) -> None:
         """Run an epoch, or what a checkpoint has left of it."""
-        begun = given["epoch"] == given["epochs_trained"] and given["resume_from_checkpoint"] is not None
+        started = given["epoch"] == given["epochs_trained"] and given["resume_from_checkpoint"] is not None
         self._epoch, self._skipped, self._steps_in_epoch = given["epoch"], 0, given["steps_in_epoch"]
-        if begun and given["steps_trained_in_current_epoch"]:
+        if started and given["steps_trained_in_current_epoch"]:
             # The Trainer would skip batches in a loader of its own.
             self._skipped = given["steps_trained_in_current_epoch"]
             self._batches.resume(self._skipped)
@@ -182,7 +182,7 @@ class TrainerMixin(_Base):
             own = [batch for batch, count in zip(batches, counts) if count]
             labels, joins = float(draw(iter(own), len(own), device)[1]) if own else 0.0, self._joins_labels()
             divisor, scale = (self._mean(labels) if joins else labels) or 1.0, 1.0
-            if contract.weighs and contract.updates == "on servers" and own:
+            if contract.weights_batches and contract.updates == "on servers" and own:
                 # Servers divide by the weights, each the mean of an update's batches; those that repeat samples have 0.
                 scale = labels / divisor * len(batches) / len(own)
             weights = [count * scale for count in counts]
@@ -195,7 +195,7 @@ class TrainerMixin(_Base):
     def _joins_labels(self) -> bool:
         """Whether a loss is a mean over the labels of all workers' batches."""
         contract = self._distributed.strategy.contract
-        joins = contract.weighs and contract.meets == "every step"
+        joins = contract.weights_batches and contract.synchronizes == "every step"
         return joins and self.args.average_tokens_across_devices
 
     def _mean(self, value: float) -> float:

@@ -66,7 +66,7 @@ class NamedCall(abc.ABC):
         self.over, self.told_s = False, 0.0
 
     @property
-    def together(self) -> Any:
+    def fusion_key(self) -> Any:
         """What requests that are made by one call have in common; None where each is made by its own."""
         return None
 
@@ -76,11 +76,11 @@ class NamedCall(abc.ABC):
         return _place(self.kind, self.name), _number(*self.like)
 
     @abc.abstractmethod
-    def make(self, calls: Collectives) -> None:
+    def run(self, calls: Collectives) -> None:
         """Collective. Make the call; leave the result in `found`."""
 
-    def make_together(self, calls: Collectives, requests: Sequence[Any], buffer: FusionBuffer) -> None:
-        """Collective. Make these calls, of which this is the first, by one; for kinds that have `together`."""
+    def run_fused(self, calls: Collectives, requests: Sequence[Any], buffer: FusionBuffer) -> None:
+        """Collective. Make these calls, of which this is the first, by one; for kinds that have `fusion_key`."""
         raise NotImplementedError
 
 
@@ -93,14 +93,14 @@ class Join(NamedCall):
         super().__init__("")
         self.since_ns = time.time_ns()
 
-    def make(self, calls: Collectives) -> None:
+    def run(self, calls: Collectives) -> None:
         raise NotImplementedError  # it is met otherwise
 
 
 class Refused(NamedCall):
     """What a rank that has joined has of a call that it can't take part in."""
 
-    def make(self, calls: Collectives) -> None:
+    def run(self, calls: Collectives) -> None:
         raise NotImplementedError  # it is ended with an error
 
 
@@ -117,7 +117,7 @@ class Watcher(abc.ABC):
         """A request has been taken."""
 
     @abc.abstractmethod
-    def begun(self, request: NamedCall) -> None:
+    def started(self, request: NamedCall) -> None:
         """All ranks have been asked for it, and it is made."""
 
     @abc.abstractmethod
@@ -292,7 +292,7 @@ class Matcher:
                 self._end([joined])
             return True
         if len(present) == len(asked) and all(row == asked[0] for row in asked):
-            self._make(own)
+            self._run_calls(own)
             return True
         by_rank = [dict(zip(row[::WORDS], row[1::WORDS])) for row in asked]
         common = [name for name in by_rank[present[0]] if all(name in by_rank[rank] for rank in present)]
@@ -307,7 +307,7 @@ class Matcher:
         for name in common:
             if name in differ:
                 self._refuse(by_name[name])
-        self._make([by_name[name] for name in common if name not in differ])
+        self._run_calls([by_name[name] for name in common if name not in differ])
         return True
 
     def _is_late(self, requests: Sequence[NamedCall]) -> bool:
@@ -397,18 +397,18 @@ class Matcher:
         )
         self._end([request])
 
-    def _make(self, requests: Sequence[NamedCall]) -> None:
-        for goes_with, several in _together(requests):
+    def _run_calls(self, requests: Sequence[NamedCall]) -> None:
+        for goes_with, several in _grouped_by_fusion(requests):
             first = several[0]
             if self.watcher is not None:
                 for one in several:
-                    self.watcher.begun(one)
+                    self.watcher.started(one)
             try:
                 if first.error is None:
                     if goes_with is None:
-                        first.make(self.calls)
+                        first.run(self.calls)
                     else:
-                        first.make_together(self.calls, several, self._buffer)
+                        first.run_fused(self.calls, several, self._buffer)
             except CommunicationError:
                 raise
             except (RuntimeError, ValueError) as error:
@@ -428,11 +428,11 @@ class Matcher:
             request.over = True
 
 
-def _together(requests: Sequence[NamedCall]) -> Iterator[tuple[Any, list[NamedCall]]]:
+def _grouped_by_fusion(requests: Sequence[NamedCall]) -> Iterator[tuple[Any, list[NamedCall]]]:
     """Yield requests, several at a time where these go together, with what they have in common."""
     groups: dict[Any, list[NamedCall]] = {}
     for request in requests:
-        goes_with = request.together
+        goes_with = request.fusion_key
         if goes_with is None:
             yield None, [request]
         else:

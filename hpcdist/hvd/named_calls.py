@@ -62,20 +62,20 @@ class Allreduce(NamedCall):
         self._tensors, self._outs, self._op, self._prescale, self._postscale = tensors, outs, op, prescale, postscale
 
     @property
-    def together(self) -> Any:
+    def fusion_key(self) -> Any:
         return _fused_with(*self.like)
 
-    def make(self, calls: Collectives) -> None:
+    def run(self, calls: Collectives) -> None:
         for one, out in zip(self._tensors, self._outs, strict=True):
             if self._prescale != 1.0 or one.data_ptr() != out.data_ptr():
                 out.copy_(scaled(one, self._prescale))
             self._combine(calls, out)
         self.found = self._outs
 
-    def make_together(self, calls: Collectives, requests: Sequence[Allreduce], buffer: FusionBuffer) -> None:
+    def run_fused(self, calls: Collectives, requests: Sequence[Allreduce], buffer: FusionBuffer) -> None:
         given = [one for request in requests for one in request._tensors]
         if len(given) == 1:
-            self.make(calls)
+            self.run(calls)
             return
         flat, parts = buffer.take(given)
         # A call of torch's for each tensor would wait for the script's thread as often.
@@ -120,7 +120,7 @@ class CompressedAllreduce(NamedCall):
         super().__init__(name, (_dtypes(tensors), _shapes(tensors), op, repr(compression.config)))
         self._tensors, self._op, self._compression = tensors, op, compression
 
-    def make(self, calls: Collectives) -> None:
+    def run(self, calls: Collectives) -> None:
         flat = [one.reshape(-1) for one in self._tensors]
         reduction = self._compression.sum_of(self.name, calls.comm, flat, _shapes(self._tensors))
         (reduction.mean if self._op == Average else reduction)(flat)
@@ -140,7 +140,7 @@ class Allgather(NamedCall):
         super().__init__(name, (_dtypes(tensors), tuple([one.shape[1:] for one in tensors])))
         self._tensors = tensors
 
-    def make(self, calls: Collectives) -> None:
+    def run(self, calls: Collectives) -> None:
         rows = torch.empty(calls.size, len(self._tensors), dtype=torch.int64)
         calls.all_gather(rows, torch.tensor([one.shape[0] for one in self._tensors]))
         self.found = []
@@ -160,7 +160,7 @@ class Broadcast(NamedCall):
         super().__init__(name, (tensor.dtype, tensor.shape, global_root))
         self._tensor, self._out, self._root = tensor, out, root
 
-    def make(self, calls: Collectives) -> None:
+    def run(self, calls: Collectives) -> None:
         if self._out.data_ptr() != self._tensor.data_ptr() and calls.rank == self._root:
             self._out.copy_(self._tensor)
         calls.broadcast(self._out, self._root)
@@ -177,7 +177,7 @@ class Alltoall(NamedCall):
         super().__init__(name, (tensor.dtype, tensor.shape[1:]))
         self._tensor, self._splits = tensor, splits
 
-    def make(self, calls: Collectives) -> None:
+    def run(self, calls: Collectives) -> None:
         received = torch.empty(calls.size, dtype=torch.int64)
         calls.all_to_all(received, torch.tensor(self._splits))
         out = self._tensor.new_empty(int(received.sum()), *self._tensor.shape[1:])
@@ -195,7 +195,7 @@ class Reducescatter(NamedCall):
         super().__init__(name, (_dtypes(tensors), _shapes(tensors), op, float(prescale), float(postscale)))
         self._tensors, self._op, self._prescale, self._postscale = tensors, op, prescale, postscale
 
-    def make(self, calls: Collectives) -> None:
+    def run(self, calls: Collectives) -> None:
         self.found = []
         for tensor in self._tensors:
             each, more = divmod(tensor.shape[0], calls.size)
@@ -213,7 +213,7 @@ class Reducescatter(NamedCall):
 class Barrier(NamedCall):
     kind = "barrier"
 
-    def make(self, calls: Collectives) -> None:
+    def run(self, calls: Collectives) -> None:
         calls.barrier()
 
 

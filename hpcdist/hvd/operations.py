@@ -37,7 +37,7 @@ _handles: dict[int, tuple[Any, NamedCall, Callable[[Any], Any]]] = {}
 _next = itertools.count()
 
 
-def _begin(
+def _start(
     result: Callable[[Any], Any], process_set: ProcessSet, name: str | None, kind: type[NamedCall], *args: Any
 ) -> int:
     """Hand a request in; return a handle, by which `result`, of what is found, is asked for."""
@@ -91,7 +91,7 @@ def _allreduce(
 ) -> int:  # fmt: skip
     own = _flat(tensors)
     into = own if outs is tensors else _flat(outs)
-    return _begin(result, process_set, name, Allreduce, own, into, op, prescale, postscale)
+    return _start(result, process_set, name, Allreduce, own, into, op, prescale, postscale)
 
 
 def allreduce_async(
@@ -138,7 +138,7 @@ def compressed_allreduce_async_(
     tensors: Sequence[Tensor], name: str, op: str, compression: Compressed, process_set: ProcessSet
 ) -> int:
     """Begin to sum or average several tensors in place, compressed together; return a handle."""
-    return _begin(lambda _: tensors, process_set, name, CompressedAllreduce, _flat(tensors), op, compression)
+    return _start(lambda _: tensors, process_set, name, CompressedAllreduce, _flat(tensors), op, compression)
 
 
 class _AllreduceFunction(torch.autograd.Function):
@@ -214,7 +214,7 @@ def sparse_allreduce_async(
 def _gather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, result: Callable[[Any], Any]) -> int:
     if any(one.dim() == 0 for one in tensors):
         raise ValueError("a tensor that is gathered must have a dimension; got one without. Use tensor.view(1).")
-    return _begin(result, process_set, name, Allgather, _flat(tensors))
+    return _start(result, process_set, name, Allgather, _flat(tensors))
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -264,7 +264,7 @@ def _broadcast(
     if root_rank not in process_set.ranks:
         raise ValueError(f"root_rank must be a rank of {process_set!r}; got {root_rank}.")
     place = process_set.ranks.index(root_rank)
-    return _begin(result, process_set, name, Broadcast, tensor.detach(), out.detach(), place, root_rank)
+    return _start(result, process_set, name, Broadcast, tensor.detach(), out.detach(), place, root_rank)
 
 
 def broadcast_async(
@@ -322,14 +322,14 @@ def alltoall_async(
     if splits is None:
         if rows % ranks:
             raise ValueError(f"rows must be as many for each of {ranks} ranks; got {rows}. Give splits.")
-        return _begin(_first, process_set, name, Alltoall, tensor.detach(), [rows // ranks] * ranks)
+        return _start(_first, process_set, name, Alltoall, tensor.detach(), [rows // ranks] * ranks)
     numbers = torch.as_tensor(splits)
     if numbers.is_floating_point() or numbers.dtype == torch.bool or numbers.dim() != 1 or len(numbers) != ranks:
         raise ValueError(f"splits must be an integer for each of {ranks} ranks; got {splits}.")
     if int(numbers.sum()) > rows or int(numbers.min()) < 0:
         raise ValueError(f"splits must be of at most {rows} rows in all, the tensor's; got {numbers.tolist()}.")
     used = tensor.detach()[: int(numbers.sum())]
-    return _begin(tuple, process_set, name, Alltoall, used, numbers.tolist())
+    return _start(tuple, process_set, name, Alltoall, used, numbers.tolist())
 
 
 class _AlltoallFunction(torch.autograd.Function):
@@ -369,7 +369,7 @@ def _reducescatter(
         raise HorovodInternalError(f"op of reducescatter must be Average or Sum; got {op}.")
     if any(one.dim() == 0 for one in tensors):
         raise ValueError("a tensor that is scattered must have a dimension; got one without. Use tensor.view(1).")
-    return _begin(result, process_set, name, Reducescatter, _flat(tensors), op, prescale, postscale)
+    return _start(result, process_set, name, Reducescatter, _flat(tensors), op, prescale, postscale)
 
 
 def reducescatter_async(
@@ -438,4 +438,4 @@ def join(device: int = -1) -> int:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Collective. Return once all ranks have called it."""
-    synchronize(_begin(lambda _: None, process_set, None, Barrier))
+    synchronize(_start(lambda _: None, process_set, None, Barrier))

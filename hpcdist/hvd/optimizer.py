@@ -29,7 +29,7 @@ Wait = Callable[[], None]  # waits for a gradient, and puts it in its place
 class _Combined:
     """What an optimiser has beside its own: it begins to combine each gradient when the backward pass has made it."""
 
-    def begin_combining(
+    def start_combining(
         self, names: dict[Tensor, str], compression: Any, passes: int, op: str, predivide: float,
         groups: Sequence[Sequence[Tensor]], sparse_as_dense: bool, process_set: ProcessSet,
     ) -> None:  # fmt: skip
@@ -61,9 +61,9 @@ class _Combined:
             )
         self._left[param] -= 1
         if self._left[param] == 0:
-            self._begin(param)
+            self._start(param)
 
-    def _begin(self, param: Tensor) -> None:
+    def _start(self, param: Tensor) -> None:
         """Begin to combine a gradient, or those of its group once all are there."""
         group = self._group_of.get(param)
         if group is None:
@@ -132,11 +132,11 @@ class _Combined:
         """Collective. Wait for all gradients; begin to combine those that no backward pass has made."""
         for param in self._left:
             if param.requires_grad and param not in self._waits:
-                self._begin(param)
+                self._start(param)
         for group in {self._group_of[param] for param, wait in self._waits.items() if wait is None}:
             members = [one for one in group if one in self._waits]
-            for one, begun in zip(members, self._combine_group(members)):
-                self._waits[one] = begun
+            for one, started in zip(members, self._combine_group(members)):
+                self._waits[one] = started
         for wait in self._waits.values():
             if wait is not None:
                 wait()
@@ -245,7 +245,7 @@ def DistributedOptimizer(
     kind = _AddsChanges if op == Adasum and process_set.size() > 1 else _Combined
     made: Any = optimizer.__class__.__new__(type(optimizer.__class__.__name__, (kind, optimizer.__class__), {}))
     made.__dict__.update(optimizer.__dict__)
-    made.begin_combining(
+    made.start_combining(
         names, compression, backward_passes_per_step, Average if op == Adasum and kind is _Combined else op,
         gradient_predivide_factor, _groups(wanted, params), sparse_as_dense,
         process_set,

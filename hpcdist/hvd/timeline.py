@@ -33,7 +33,7 @@ class CallTimeline(Watcher):
     def submitted(self, request: NamedCall) -> None:
         self._note(request, "B", f"NEGOTIATE_{request.kind.upper()}")
 
-    def begun(self, request: NamedCall) -> None:
+    def started(self, request: NamedCall) -> None:
         self._note(request, "E")
         self._note(request, "B", request.kind.upper())
 

@@ -61,7 +61,7 @@ class Epochs:
         return self
 
     def __next__(self) -> Any:
-        longest = self._strategy.begin(self)
+        longest = self._strategy.start(self)
         if self._strategy.serves:
             return self._strategy.follow(self)
         if longest is not self and longest._batches is None:
@@ -77,7 +77,7 @@ class Epochs:
             self.ended = True
             raise
         self._drawn += 1
-        self._strategy.begin_batch(self)
+        self._strategy.start_batch(self)
         return batch
 
     def serve(self) -> None:

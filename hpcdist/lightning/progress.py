@@ -23,7 +23,7 @@ class WorkersProgress:
         self._stops = False
 
     # --- on a worker --------------------------------------------------------------------------------------------------
-    def begin_batch(self) -> None:
+    def start_batch(self) -> None:
         self._before.append(self._trainer.global_step)
 
     def report(self) -> dict[str, Any]:

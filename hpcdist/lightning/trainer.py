@@ -164,7 +164,7 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
                 tensor = tensor * weight
         return super().reduce(tensor, group, reduce_op)
 
-    def begin(self, loader: Epochs) -> Epochs:
+    def start(self, loader: Epochs) -> Epochs:
         """Note that a loader is in an epoch, and the longest one before it; return that."""
         if not self.running:
             if current().loader is not None:
@@ -178,9 +178,9 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
             self.running.append(loader)
         return self.running[0]
 
-    def begin_batch(self, loader: Epochs) -> None:
+    def start_batch(self, loader: Epochs) -> None:
         if self._progress is not None and loader is self.running[0]:
-            self._progress.begin_batch()
+            self._progress.start_batch()
 
     def follow(self, loader: Epochs) -> None:
         """Serve, on a rank that does, until the workers pause; then follow their steps, one at each call."""
@@ -221,7 +221,7 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
         if self.idle or current().group is not None:
             self.pause()
 
-    def begin_evaluation(self) -> None:
+    def start_evaluation(self) -> None:
         """Collective. Give the model the parameters that the ranks stand for, until `end_evaluation`."""
         self._pause_for_servers()
         self._evaluation.enter_context(consensus_of(current().optimizers))
@@ -299,7 +299,7 @@ class _EndsEpochs(Callback):
         self._strategy.end_batch()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy.begin_evaluation()
+        self._strategy.start_evaluation()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._strategy.end_evaluation()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from hpcdist.comm.pieces import some_values, sums
+from hpcdist.comm.chunks import some_values, sums
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import check_caps
 from hpcdist.model.flat_buffers import FlatBuffers
@@ -279,7 +279,7 @@ class FlatModel:
         unfrozen = [slot.tensor for slot in self.frozen_slots if slot.tensor.requires_grad]
         check_flattenable(self._named(), [])
         self._lay_out()
-        for tensor in unfrozen if self.gradients.weighs else ():
+        for tensor in unfrozen if self.gradients.weights_batches else ():
             if tensor.grad is not None:
                 tensor.grad = tensor.grad * self.gradients.weight
         if self._has_grads:

@@ -43,8 +43,8 @@ class Gradients:
     A hook on each parameter copies a gradient that autograd has made elsewhere into its flat slice.
 
     A backward pass has the weight of its batch. Gradients of a batch of weight 0 leave no trace, not even NaN, and
-    those that only such batches have made count as none. With `weighs` the gradients of other batches are multiplied
-    by the weight as they arrive, before autograd adds them to earlier ones.
+    those that only such batches have made count as none. With `weights_batches` the gradients of other batches are
+    multiplied by the weight as they arrive, before autograd adds them to earlier ones.
 
     A bucket is announced when all its gradients have come, on autograd's thread, with the stream that the last one was
     written on. It waits for incomplete buckets before it, because collectives need the same order on every rank, and
@@ -56,10 +56,10 @@ class Gradients:
         on_begin: is called at the first gradient of each pass.
         on_end: is called at the end of each pass, on the thread of `backward()`, which raises its errors. With
             reentrant checkpointing inner passes end too, and it is called more than once.
-        weighs: gradients are multiplied by the weight. Set it before the first batch.
+        weights_batches: gradients are multiplied by the weight. Set it before the first batch.
         weight: of the latest batch; 1 if no loop announces batches.
         weights: of the passes since the last step; none where there was no pass.
-        weighed_by_loop: the loop says what its batches weigh.
+        weighted_by_loop: the loop says what its batches weigh.
         counts: the latest batch was announced with a weight other than 0.
         batch: the number of batches so far, by which ranks see that they are at the same one.
         batches_used: the number of batches that a step has followed.
@@ -84,13 +84,13 @@ class Gradients:
         self.on_begin: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
         # batches
-        self.weighs, self.weight, self.counts = False, 1.0, True
+        self.weights_batches, self.weight, self.counts = False, 1.0, True
         self._even: float | None = None  # the weight of each batch that counts; None: by its samples
         self.batch = self.batches_used = self._used_last = 0
         self.ends_epoch = self.more_follow = False
-        self.weighed_by_loop = False  # hooks stay: else there are some only while the weight needs them
-        self._weigh_hooks: list[RemovableHandle] = []
-        self._weighed = False  # some gradient of this batch has been weighed, perhaps one of torch.autograd.grad
+        self.weighted_by_loop = False  # hooks stay: else there are some only while the weight needs them
+        self._weight_hooks: list[RemovableHandle] = []
+        self._weighted = False  # some gradient of this batch has been weighed, perhaps one of torch.autograd.grad
         # passes
         self.weights: list[float] = []
         self._current = _NO_PASS  # autograd's number of the current pass
@@ -107,7 +107,7 @@ class Gradients:
         Args:
             flats: keep the gradients, zeros like the parameters; None leaves gradients where autograd makes them.
         """
-        for hook in (*self._hooks, *self._weigh_hooks):
+        for hook in (*self._hooks, *self._weight_hooks):
             hook.remove()
         self._slots, self._flat, self._flats = slots, flats is not None, tuple(flats or ())
         self._views = [slot.view(self._flats) for slot in slots if self._flat]
@@ -124,11 +124,11 @@ class Gradients:
             slot.tensor.register_post_accumulate_grad_hook(self._make_hook(position))
             for position, slot in enumerate(slots)
         ]
-        self._weigh_hooks = []
+        self._weight_hooks = []
         self._set_weight(self.weight)
 
     # --- batches --------------------------------------------------------------------------------------------------
-    def begin_batch(self, weight: float = 1.0, *, ends_epoch: bool = False) -> None:
+    def start_batch(self, weight: float = 1.0, *, ends_epoch: bool = False) -> None:
         """Begin a batch, before its forward pass: all passes belong to it until the next one.
 
         Loops that never call this have batches of weight 1.
@@ -145,12 +145,12 @@ class Gradients:
         """End the last batch of a loop: later passes weigh 1 and belong to no new batch."""
         self._announce_batch(1.0, False)
 
-    def weigh_alike(self, weight: float) -> None:
+    def set_equal_weight(self, weight: float) -> None:
         """Give each batch that counts this weight, whatever the number of its samples."""
         self._even = weight
         self._announce_batch(1.0, False)
 
-    def weigh(self, weight: float) -> None:
+    def set_batch_weight(self, weight: float) -> None:
         """Give the current batch, before its forward pass, another weight, unless it was announced not to count.
 
         Call it for each batch, if for any.
@@ -158,43 +158,43 @@ class Gradients:
         if self.counts:
             if weight == 0.0:
                 self._buffers.keep()
-            self.weighed_by_loop = True
+            self.weighted_by_loop = True
             self._set_weight(weight)
 
     def _announce_batch(self, weight: float, ends_epoch: bool) -> None:
         self._buffers.restore()
         if weight == 0.0:
             self._buffers.keep()
-        self.ends_epoch, self.counts, self._weighed = ends_epoch, weight != 0.0, False
+        self.ends_epoch, self.counts, self._weighted = ends_epoch, weight != 0.0, False
         self._set_weight(weight if self._even is None or not self.counts else self._even)
 
     def _set_weight(self, weight: float) -> None:
         self.weight = weight
-        self._weighed = self._weighed and bool(self.weights)  # gradients that are there already stay as they are
-        if self._needs_hooks and not self._weigh_hooks:
-            self._weigh_hooks = [self._make_weigh_hook(slot.tensor) for slot in self._slots]
-        elif not self._needs_hooks and not self.weighed_by_loop:
-            for hook in self._weigh_hooks:
+        self._weighted = self._weighted and bool(self.weights)  # gradients that are there already stay as they are
+        if self._needs_hooks and not self._weight_hooks:
+            self._weight_hooks = [self._make_weight_hook(slot.tensor) for slot in self._slots]
+        elif not self._needs_hooks and not self.weighted_by_loop:
+            for hook in self._weight_hooks:
                 hook.remove()
-            self._weigh_hooks = []
+            self._weight_hooks = []
 
     @property
     def _needs_hooks(self) -> bool:
-        return self.weight == 0.0 or (self.weighs and self.weight != 1.0)
+        return self.weight == 0.0 or (self.weights_batches and self.weight != 1.0)
 
-    def _make_weigh_hook(self, parameter: Tensor) -> RemovableHandle:
+    def _make_weight_hook(self, parameter: Tensor) -> RemovableHandle:
         """Register a hook, which stays while the parameter is frozen, as a critic is in its generator's steps."""
         trained = parameter.requires_grad
         try:
-            return parameter.requires_grad_().register_hook(partial(self._weigh, parameter))
+            return parameter.requires_grad_().register_hook(partial(self._apply_weight, parameter))
         finally:
             parameter.requires_grad_(trained)
 
     @uncompiled
-    def _weigh(self, parameter: Tensor, grad: Tensor) -> Tensor | None:
+    def _apply_weight(self, parameter: Tensor, grad: Tensor) -> Tensor | None:
         if not self._needs_hooks:
             return None
-        self._weighed = True
+        self._weighted = True
         (self._first.add if parameter.grad is None else self._first.discard)(id(parameter))
         return grad * self.weight if self.weight else torch.zeros_like(grad)  # zero times infinity is not zero
 
@@ -204,7 +204,7 @@ class Gradients:
         return sum(self.weights) / len(self.weights) if self.weights else self.weight
 
     @property
-    def left_out(self) -> int:
+    def skipped(self) -> int:
         """The number of earlier batches that no step has followed."""
         return self.batch - self.batches_used - (self.batch > self._used_last)
 
@@ -214,7 +214,7 @@ class Gradients:
         def hook(parameter: Tensor) -> None:
             task = torch._C._current_graph_task_id()
             if task != self._current:
-                self._begin(task)
+                self._start(task)
             grad = parameter.grad
             if grad is None or grad.requires_grad or grad.layout is not torch.strided:
                 grad = parameter.grad = self._plain(position, grad)
@@ -229,7 +229,7 @@ class Gradients:
 
         return hook
 
-    def _begin(self, task: int) -> None:
+    def _start(self, task: int) -> None:
         """Begin the pass with autograd's number `task`, at its first gradient."""
         with self._lock:
             if task != self._current:
@@ -376,7 +376,7 @@ class Gradients:
         """
         counts = self.mean_weight > 0.0
         # Gradients of earlier passes, or of the last step, may be the mean of all ranks.
-        stays = counts or (self.weighs and (bool(self.weights) or self._are_of_last_step()))
+        stays = counts or (self.weights_batches and (bool(self.weights) or self._are_of_last_step()))
         if not stays or any(self._blank):
             self._hide(stays)
         used = torch.tensor([slot.tensor.grad is not None for slot in self._slots], dtype=torch.bool)
@@ -390,8 +390,8 @@ class Gradients:
                 self._view(position).zero_()
             else:
                 self._move_in(position, self._plain(position, grad))
-        if not self._weighed and self.weighs and self.weight not in (0.0, 1.0):
-            self._weighed = True  # gradients that the loop has assigned itself, so that no hook has weighed them
+        if not self._weighted and self.weights_batches and self.weight not in (0.0, 1.0):
+            self._weighted = True  # gradients that the loop has assigned itself, so that no hook has weighed them
             for grad in self._flats or [slot.tensor.grad for slot in self._slots if slot.tensor.grad is not None]:
                 grad.mul_(self.weight)
         if last:

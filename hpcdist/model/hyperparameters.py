@@ -129,7 +129,7 @@ def require_equal_values(comm: Communicator, mine: Hyperparameters, step: int, b
     """Collective. Raise MismatchError if ranks have different numbers or are at different batches. Sends 16 bytes."""
     word = torch.tensor(mine.digests(batch), dtype=torch.int64)
     comm.allreduce(word)
-    if not sums_are_of_equals(word.tolist(), len(comm.failures.living)):
+    if not sums_are_of_equals(word.tolist(), len(comm.failures.alive)):
         raise difference(comm, mine, step)
 
 

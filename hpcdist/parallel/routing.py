@@ -57,7 +57,7 @@ class Routing:
         self.agreement = Agreement(self.comm)
         self._batch = (-1, -1)  # steps before the latest batch, and batches since the last step
 
-    def draw(self, steps: int, facts: object, boundaries: int, parts: int) -> list[np.ndarray] | None:
+    def sample(self, steps: int, facts: object, boundaries: int, parts: int) -> list[np.ndarray] | None:
         """Collective. Draw the permutations of a batch; None where replicas differ in `facts`.
 
         Args:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from hpcdist import checkpoint
 from hpcdist.errors import CheckpointError
 from hpcdist.model.slots import unwrapped
-from hpcdist.session.consensus import begin_collective, normal_tensors
-from hpcdist.session.curves import first_living
+from hpcdist.session.consensus import normal_tensors, start_collective
+from hpcdist.session.curves import first_alive
 from hpcdist.session.loader.sharded import ShardedLoader
 from hpcdist.session.resharding import SavedWorld
 from hpcdist.session.state import capture, compare_settings, require_same_model, restore, settings_of
@@ -72,7 +72,7 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
         CheckpointError: some rank can't save its state. Raised on all ranks.
         ConfigError: ranks that serve can't take part, inside the loop.
     """
-    begin_collective("a checkpoint")
+    start_collective("a checkpoint")
     session, objects = current(), _Objects(state)
     if session.run is not None:
         session.run.flush()
@@ -84,7 +84,7 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
     for name, value in objects.others.items():
         saved[name] = value.state_dict() if hasattr(value, "state_dict") else value
         if isinstance(value, ShardedLoader):  # of the first rank that trains: others don't know how far it is
-            first = first_living(session.comm, session.workers or session.comm.failures.living)
+            first = first_alive(session.comm, session.workers or session.comm.failures.alive)
             saved[name] = session.comm.gather(saved[name])[first or 0]
         if isinstance(value, nn.Module):
             saved[name] = dict(unwrapped(value, saved[name].items()))
@@ -119,21 +119,21 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
             schedule, or lacks one of the names.
         ConfigError: ranks that serve can't take part, inside the loop.
     """
-    begin_collective("a checkpoint")
+    start_collective("a checkpoint")
     session = current()
     if session.planned is not None:
         session.planned.require_own(path)
-    found = checkpoint.latest_together(session.comm, path)
+    found = checkpoint.latest_on_all_ranks(session.comm, path)
     if found is None:
         return None
     objects, saved = _Objects(state), SavedWorld(*found)
-    together = partial(saved.together, session)
-    together(lambda: _require_same(objects, saved))
+    raise_on_all_ranks = partial(saved.raise_on_all_ranks, session)
+    raise_on_all_ranks(lambda: _require_same(objects, saved))
     same = saved.is_same(session, {name: (each, ("state", name)) for name, each in objects.trained.items()})
-    states, plain = together(lambda: _read(objects, saved, same))
+    states, plain = raise_on_all_ranks(lambda: _read(objects, saved, same))
     for name, optimizer in objects.trained.items():
-        restore(optimizer, states[name], together)
-    together(lambda: _load_others(objects, states))
+        restore(optimizer, states[name], raise_on_all_ranks)
+    raise_on_all_ranks(lambda: _load_others(objects, states))
     return {"step": found[1].step, **plain}  # never empty, so that it is true
 
 
@@ -199,7 +199,7 @@ def _require_same(objects: _Objects, saved: SavedWorld) -> None:
         if max(saved.stages, session.stages) == 1:
             require_same_model(theirs.get("model"), strategy.model, path)
         if isinstance(options := theirs.get("strategy"), Mapping):
-            theirs = {**theirs, "strategy": strategy.config.by_names_of_now(options)}
+            theirs = {**theirs, "strategy": strategy.config.with_current_names(options)}
         where = "" if name == "optimizer" else f"{name}: "
         compare_settings(theirs, mine, path, told=session.comm.rank == 0, name=where)
 

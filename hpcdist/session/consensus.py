@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hpcdist.comm.pieces import sum_and_norm
+from hpcdist.comm.chunks import sum_and_norm
 from hpcdist.session import rules
 from hpcdist.session.consistency import require_same_steps
 from hpcdist.session.optimizer import release
@@ -45,7 +45,7 @@ def consensus_of(optimizers: Iterable[Any]) -> Iterator[None]:
     Raises:
         ConfigError: a model's running statistics have changed inside, which are lost.
     """
-    begin_collective("an evaluation")
+    start_collective("an evaluation")
     optimizers = list(optimizers)
     stack = ExitStack()
     try:
@@ -105,7 +105,7 @@ def finish(*models: nn.Module) -> Any:
     Raises:
         ConfigError: no DistributedOptimizer has trained a model; or ranks that serve can't take part, inside the loop.
     """
-    begin_collective("the end of training")
+    start_collective("the end of training")
     for model in models:
         _finish(model)
     return models[0] if len(models) == 1 else models
@@ -141,7 +141,7 @@ def _holders(model: nn.Module) -> list[Any]:
     return optimizers
 
 
-def begin_collective(what: str) -> None:
+def start_collective(what: str) -> None:
     """Collective. Let servers on the workers' ranks answer, so that all ranks can make the call `what`.
 
     Raises:
@@ -151,4 +151,4 @@ def begin_collective(what: str) -> None:
     if session.group is not None:
         raise rules.error("a call of all ranks stands inside the loop", call=what)
     for optimizer in session.optimizers if session.loader is not None else ():
-        optimizer.strategy.settle()
+        optimizer.strategy.drain()

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcdist.comm.chunks import sum_and_norm
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.pieces import sum_and_norm
 from hpcdist.model.hyperparameters import unequal_steps
 from hpcdist.records.digest import tensor_bytes
 from hpcdist.session import rules
@@ -32,14 +32,14 @@ _FEW = 64  # data sets, or tensors, that a data set holds in a list
 _ROWS, _ENTRIES = 8, 1024  # of the samples that are compared
 
 
-def begin_epoch(optimizer: Any) -> None:
+def start_epoch(optimizer: Any) -> None:
     """Collective. Let the strategy start again from parameters that the loop has set since the last epoch.
 
     Raises MismatchError where these, or the optimiser's state, must be the same on all ranks and are not, and where a
     rank begins no epoch.
     """
     strategy: Strategy = optimizer.strategy
-    first, optimizer.attachment.begun = not optimizer.attachment.begun, True
+    first, optimizer.attachment.epoch_started = not optimizer.attachment.epoch_started, True
     if strategy.comm.size == 1:
         return
     resets = strategy.state.resets or type(strategy).reset_from_model is not Strategy.reset_from_model
@@ -89,8 +89,8 @@ def require_same_state(optimizer: Any, comm: Communicator, strategy: Any, loads:
     norm = math.sqrt(sum(norm * norm for _, norm in sums))
     mine = [loads or 0, len(held), which, sum(total for total, _ in sums), norm]
     found = comm.failures.retry_on_failure(partial(comm.gather, mine))
-    first, names = comm.failures.living[0], comm.platform.world_ranks
-    for rank in comm.failures.living:
+    first, names = comm.failures.alive[0], comm.platform.world_ranks
+    for rank in comm.failures.alive:
         near = all(_near(one, other, 3e-4 * norm) for one, other in zip(found[first][3:], found[rank][3:], strict=True))
         if found[rank][:3] != found[first][:3] or not near:
             own, theirs = (
@@ -143,8 +143,8 @@ def _gathered(optimizer: Any, place: str, value: Any) -> dict[int, Any]:
     mine = [place, value, strategy.gradients.checksums, [own.modes, own.others]]
     own.modes = 0
     found = comm.failures.retry_on_failure(partial(comm.gather, mine))
-    places = {rank: found[rank][0] for rank in comm.failures.living}
-    first = comm.failures.living[0]
+    places = {rank: found[rank][0] for rank in comm.failures.alive}
+    first = comm.failures.alive[0]
     odd = next((rank for rank in places if places[rank] != places[first]), None)
     if odd is not None:
         habit = "ranks are at different places in the loop"
@@ -156,7 +156,7 @@ def _gathered(optimizer: Any, place: str, value: Any) -> dict[int, Any]:
     if not strategy.contract.synchronous:
         _warn_of_same_batches([found[rank][2] for rank in workers], 1, comm.rank == workers[0])
     _require_one_mode({rank: found[rank][3] for rank in workers if found[rank][3][0]})
-    return {rank: found[rank][1] for rank in comm.failures.living}
+    return {rank: found[rank][1] for rank in comm.failures.alive}
 
 
 def _require_one_mode(modes: Mapping[int, Any]) -> None:
@@ -191,8 +191,8 @@ def compare_first_batches(optimizer: Any) -> None:
         peers = optimizer.attachment.peers
         found = peers.failures.retry_on_failure(partial(peers.gather, sums))
         strategy.gradients.checksums = None
-        living = peers.failures.living
-        _warn_of_same_batches([found[rank] for rank in living], FIRST_STEPS, peers.rank == living[0])
+        alive = peers.failures.alive
+        _warn_of_same_batches([found[rank] for rank in alive], FIRST_STEPS, peers.rank == alive[0])
 
 
 def _warn_of_same_batches(checksums: Sequence[list[int] | None], steps: int, here: bool) -> None:
@@ -242,8 +242,8 @@ def require_same_loader(group: Communicator, settings: Mapping[str, Any], datase
         mine |= {"the data set's length": len(dataset)}
     mine |= marks(dataset)
     found = group.failures.retry_on_failure(partial(group.gather, mine))
-    first, numbers = group.failures.living[0], group.platform.world_ranks
-    for rank in group.failures.living:
+    first, numbers = group.failures.alive[0], group.platform.world_ranks
+    for rank in group.failures.alive:
         for name, value in found[first].items():
             if not _alike(value, found[rank].get(name)):
                 facts = {"name": name, "own": value, "theirs": found[rank].get(name)}

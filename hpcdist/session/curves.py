@@ -23,9 +23,9 @@ PATIENCE_S = 30.0  # longest wait for loggers: at the start, and for what they s
 _logger = logging.getLogger(__name__)
 
 
-def first_living(comm: Communicator, workers: tuple[int, ...]) -> int | None:
+def first_alive(comm: Communicator, workers: tuple[int, ...]) -> int | None:
     """Return the first living worker, which prints and logs for all workers."""
-    return next((rank for rank in workers if rank in comm.failures.living), None)
+    return next((rank for rank in workers if rank in comm.failures.alive), None)
 
 
 class Curves:
@@ -65,7 +65,7 @@ class Curves:
 
     @property
     def _writes(self) -> bool:
-        return self._comm.rank == first_living(self._comm, self._workers)
+        return self._comm.rank == first_alive(self._comm, self._workers)
 
     def _start(self) -> _Loggers:
         settings = dict(_flat(self._settings))
@@ -98,7 +98,7 @@ class Curves:
         losses = [record.loss for record in records if record.loss is not None]
         waiting_s = sum(record.waiting_s for record in records)
         seconds = sum(record.seconds for record in records)
-        living = len(set(self._workers) & set(self._comm.failures.living))
+        alive = len(set(self._workers) & set(self._comm.failures.alive))
         values = {
             "train/learning_rate": float(self._optimizer.param_groups[0]["lr"]),
             "train/bytes_per_step": sum(r.bytes_sent + r.bytes_fetched for r in records) / len(records),
@@ -106,7 +106,7 @@ class Curves:
         if losses:
             values["train/loss"] = sum(losses) / len(losses)
         if seconds > 0:
-            values["train/samples_per_second"] = living * sum(record.samples for record in records) / seconds
+            values["train/samples_per_second"] = alive * sum(record.samples for record in records) / seconds
             values["train/waiting_share"] = waiting_s / seconds
         return values
 

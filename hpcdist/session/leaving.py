@@ -26,7 +26,7 @@ GROWTH = 4  # the next meeting is at most so many times as many steps away as th
 
 
 class Leaving:
-    """Collective, as are `meet`, `step_done` and `due`. Decide when all ranks save their state and leave.
+    """Collective, as are `agree`, `step_done` and `due`. Decide when all ranks save their state and leave.
 
     Inside `with Leaving(comm) as leaving:` the signals are noted and do nothing else. The ranks that train meet about
     every `every_s` seconds, which costs one small exchange, and share there the signals that any of them got.
@@ -55,7 +55,7 @@ class Leaving:
         clock: Callable[[], float] = time.time,
     ):
         if ends_at == "slurm":
-            ends_at = job_end(os.environ) if comm.rank == comm.failures.living[0] else None
+            ends_at = job_end(os.environ) if comm.rank == comm.failures.alive[0] else None
         if isinstance(ends_at, str):
             raise ConfigError(f"ends_at must be seconds since 1970, 'slurm' or None; got {ends_at!r}.")
         self.comm, self.margin_s, self.every_s = comm, margin_s, every_s
@@ -104,7 +104,7 @@ class Leaving:
                 "step_done() outside of that block. Put the loop into it."
             )
         self._left, self._stepped = self._left - 1, True
-        return self.meet(self.steps) if self._left == 0 else None
+        return self.agree(self.steps) if self._left == 0 else None
 
     def due(self) -> str | None:
         """Collective. Return, after the training loop, the reason to leave now, the same on all ranks; None to go on.
@@ -115,7 +115,7 @@ class Leaving:
         """
         mine = [self.reason, self._heard_signal(), self._stepped]
         of_all = self.comm.failures.retry_on_failure(lambda: self.comm.gather(mine))
-        reasons, signals, stepped = zip(*(of_all[rank] for rank in self.comm.failures.living))
+        reasons, signals, stepped = zip(*(of_all[rank] for rank in self.comm.failures.alive))
         self.reason, self._told = next(filter(None, reasons), None), next(filter(None, signals), None)
         if not any(stepped):  # nobody meets in steps
             self.reason = self.reason or self._told
@@ -123,7 +123,7 @@ class Leaving:
         note_reason(self.reason)
         return self.reason
 
-    def meet(self, steps: int, soon_s: float = 0.0) -> str | None:
+    def agree(self, steps: int, soon_s: float = 0.0) -> str | None:
         """Collective. Return the reason to leave now, the same on all ranks; None to go on, for `self.steps` steps.
 
         Args:
@@ -133,7 +133,7 @@ class Leaving:
         now_s, comm = self.comm.now(), loop_ranks(self.comm)
         mine = [self._heard_signal(), (now_s - self._since_s) / steps, self._cost_s() + soon_s, self._clock()]
         of_all = comm.failures.retry_on_failure(lambda: comm.gather(mine))
-        heard, step_s, cost_s, clock_s = zip(*(of_all[rank] for rank in comm.failures.living))
+        heard, step_s, cost_s, clock_s = zip(*(of_all[rank] for rank in comm.failures.alive))
         self._plan(max(step_s))
         signals = list(filter(None, heard))
         self.clock_s = clock_s[0]  # one for all: ranks' clocks may differ

@@ -71,7 +71,7 @@ class Attachment:
     looks: bool  # parameters are replaced in steps, or sent between them: the loop must not change them there
     end_guard: Callable[[], None]  # lets the model run inside DistributedDataParallel again
     record: StepRecord | None = None  # of the last step
-    begun: bool = False  # an epoch has begun
+    epoch_started: bool = False  # an epoch has begun
     loads: int = 0  # how often the loop has loaded the optimiser's state
     modes: int = 0  # of the steps since ranks met last: bit 1 for training mode, bit 0 for evaluation mode
     others: Sequence[str] = ()  # modules that were not in the model's mode at the first of these steps
@@ -174,8 +174,8 @@ class _Distributed:
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self.attachment.loads += 1
 
-    def weigh(self, n: float) -> None:
-        """Weigh this rank's batch by `n`, what its loss is a mean over: samples that are left, tokens that count.
+    def set_batch_weight(self, n: float) -> None:
+        """Weight this rank's batch by `n`, the number of samples or tokens that its loss is a mean over.
 
         Call it in each step on all workers, before the forward pass. It is collective where a strategy averages the
         gradients of workers that take their steps together (allreduce, hardsync): a gradient then counts n over the
@@ -197,12 +197,20 @@ class _Distributed:
         if self.strategy.adds_up:
             raise rules.error("a sum is weighed")
         if isinstance(model.module, Pipeline):
-            raise rules.error(_MICRO_BATCHES, found="optimizer.weigh()")
-        if contract.weighs and contract.synchronous:
+            raise rules.error(_MICRO_BATCHES, found="optimizer.set_batch_weight()")
+        if contract.weights_batches and contract.synchronous:
             peers = self.attachment.peers
-            model.gradients.weigh(relative(counts_of(peers, n if model.gradients.counts else 0)[0], peers.rank))
-        elif contract.weighs:
-            model.gradients.weigh(float(n > 0))
+            model.gradients.set_batch_weight(
+                relative(counts_of(peers, n if model.gradients.counts else 0)[0], peers.rank)
+            )
+        elif contract.weights_batches:
+            model.gradients.set_batch_weight(float(n > 0))
+
+    def weigh(self, *_: object) -> None:
+        """Refused: the name of before."""
+        raise ConfigError(
+            "optimizer.weigh must be called by its name now; got a call. Write optimizer.set_batch_weight(n)."
+        )
 
     def synchronize(self) -> None:
         """Collective where ranks average gradients. Average those that are not averaged yet, before a step uses them.
@@ -385,7 +393,7 @@ def DistributedOptimizer(
     if not hasattr(made, "steps"):
         raise ConfigError(
             f"__init__ of {cls.__name__} must call that of Strategy; got a strategy without state. Write "
-            "super().__init__(config, comm, model, **given) as its first line."
+            "super().__init__(config, comm, model, **kwargs) as its first line."
         )
     require_same_files(session.comm)  # also what it has loaded by now: a topology
     made.gradients.checksums = [] if peers.size > 1 and identical_batches == "warn" else None
@@ -403,7 +411,7 @@ def DistributedOptimizer(
     session.serves, session.workers = session.serves or not made.is_worker, ranks
     if isinstance(model, PartOfModel):
         model.optimizers.append(changed)
-    if session.run is not None and session.run.begin(changed, ranks, settings_of(changed)):
+    if session.run is not None and session.run.start(changed, ranks, settings_of(changed)):
         changed.attachment.write = session.run.write
         if session.planned is not None:  # on real ranks this does nothing
             changed.attachment.compute = session.comm.compute

@@ -84,7 +84,7 @@ def pipeline(
     session = current()
     _check_model(session, model)
     if example is not None and cut is not None:
-        raise ConfigError(f"cut must be left out with an example, by which layers are measured; got {cut}. Give one.")
+        raise ConfigError(f"cut must be omitted with an example, by which layers are measured; got {cut}. Give one.")
     sizes = list(cut.sizes) if isinstance(cut, Cut) else None if cut is None else list(cut)
     how: dict[str, Any] = {"micro_batches": micro_batches, "schedule": schedule, "chunks": chunks}
     how["recompute"] = recompute

@@ -24,7 +24,7 @@ from hpcdist.session.state import Named, ParameterLayout, capture, order_of, pla
 from hpcdist.session.world import Session
 from hpcdist.strategies import Strategy
 from hpcdist.strategies.base import name_of
-from hpcdist.strategies.common.state import Entry, first, mean_of_ranks
+from hpcdist.strategies.common.state import StateSpec, first, mean_of_ranks
 
 Combine = Callable[..., Any]
 T = TypeVar("T")
@@ -65,10 +65,12 @@ class SavedWorld:
         """
         if (self.stages, self.replicas) != (session.stages, session.outer.size):
             return False
-        has_same = self.together(session, lambda: all(self._has_same(session, *state) for state in states.values()))
+        has_same = self.raise_on_all_ranks(
+            session, lambda: all(self._has_same(session, *state) for state in states.values())
+        )
         return all(session.comm.gather(has_same))
 
-    def together(self, session: Session, work: Callable[[], T]) -> T:
+    def raise_on_all_ranks(self, session: Session, work: Callable[[], T]) -> T:
         """Collective. Return the result of `work`, which depends on what was saved.
 
         Raises:
@@ -79,7 +81,7 @@ class SavedWorld:
             with checkpoint.understood(self.path, "the state of such a run"):
                 return work()
 
-        return checkpoint.together(session.comm, understood)
+        return checkpoint.raise_on_all_ranks(session.comm, understood)
 
     def _has_same(self, session: Session, optimizer: Any, keys: tuple[str, ...]) -> bool:
         saved, own = _Below(self.rank(session.comm.rank), keys), capture(optimizer)
@@ -137,9 +139,9 @@ class SavedState:
             found = (rank.at("strategy", name, default=self) for rank in self._ranks)
             return [value for value in found if value is not self]
 
-        def slices(entry: Entry) -> Named:
-            keys, ranks, combine = [("strategy", entry.name)], strategy.comm.size, entry.reshard or first
-            places = (place for _, _, place in layout.parts("params", entry.ranges))
+        def slices(spec: StateSpec) -> Named:
+            keys, ranks, combine = [("strategy", spec.name)], strategy.comm.size, spec.reshard or first
+            places = (place for _, _, place in layout.parts("params", spec.ranges))
             return {place.name: self._slice(place, keys, combine, ranks) for place in places}
 
         return {
@@ -186,7 +188,7 @@ class SavedState:
         found = next(filter(None, (self._index(*keys).get(self._counted(place.name)) for keys in sources)), [])
         if not found and combine not in (first, mean_of_ranks):
             return Slice(place, partial(torch.zeros, place.part if place.span is None else (place.numel,)))
-        shapes = {piece.place.shape for _, piece in found}
+        shapes = {chunk.place.shape for _, chunk in found}
         if shapes != {place.shape}:
             got = "nothing of that name" if not shapes else f"one of {torch.Size(next(iter(shapes))).numel()} elements"
             raise CheckpointError(
@@ -198,11 +200,11 @@ class SavedState:
     def _cut(self, found: Sequence[tuple[int, Slice]], place: SlicePlace, combine: Combine, ranks: int = 1) -> Tensor:
         """Combine the replicas' slices of a tensor, put them together, and cut out this rank's."""
         boxes: dict[SlicePlace, dict[int, Slice]] = {}
-        for replica, piece in found:  # of several ranks of a replica that have the same the first one's counts
-            boxes.setdefault(replace(piece.place, name=place.name), {}).setdefault(replica, piece)
+        for replica, chunk in found:  # of several ranks of a replica that have the same the first one's counts
+            boxes.setdefault(replace(chunk.place, name=place.name), {}).setdefault(replica, chunk)
         combined = {
-            box: combine([piece.tensor for piece in pieces.values()], len(self.workers), ranks)
-            for box, pieces in boxes.items()
+            box: combine([chunk.tensor for chunk in chunks.values()], len(self.workers), ranks)
+            for box, chunks in boxes.items()
         }
         return cut(join(combined, self.path), place, self.path)
 
@@ -219,8 +221,8 @@ class SavedState:
         found: dict[str, list[tuple[int, Slice]]] = {}
         for replica, rank in self._replicas():
             if replica in self.workers or keys[0] not in ("buffers", "frozen", "average"):
-                for name, piece in (rank.at(*keys) or {}).items():
-                    found.setdefault(self._counted(name), []).append((replica, piece))
+                for name, chunk in (rank.at(*keys) or {}).items():
+                    found.setdefault(self._counted(name), []).append((replica, chunk))
         return found
 
     # --- the optimiser --------------------------------------------------------------------------------------------
@@ -237,8 +239,8 @@ class SavedState:
         self._take_own_numbers(groups)
         state = {}
         for name in order:
-            if pieces := [values for _, values in saved.get(self._counted(name), [])]:
-                state[name] = self._state_of(layout.places[name], pieces)
+            if chunks := [values for _, values in saved.get(self._counted(name), [])]:
+                state[name] = self._state_of(layout.places[name], chunks)
         named = [{**group, "params": self._names(group["params"], order)} for group in groups]
         return {"state": state, "param_groups": named}
 
@@ -248,29 +250,29 @@ class SavedState:
         Args:
             groups: of the first worker, one stage after the other.
         """
-        begin = 0
+        start = 0
         for stage in range(self._stages):
             ranks = self._ranks[stage :: self._stages]
             for rank in ranks:
                 if own := rank.at("strategy", "own_numbers", default=()):
                     stepped = rank.at("optimizer", "param_groups")
                     for number, key in own:
-                        groups[begin + number][key] = stepped[number][key]
+                        groups[start + number][key] = stepped[number][key]
                     break
-            begin += len(ranks[self.workers[0]].at("optimizer", "param_groups"))
+            start += len(ranks[self.workers[0]].at("optimizer", "param_groups"))
 
     def _names(self, saved: Sequence[str], order: Sequence[str]) -> list[str]:
         """Return the names that parameters of a saved group have here."""
         counted = set(map(self._counted, saved))
         return [name for name in order if self._counted(name) in counted]
 
-    def _state_of(self, place: SlicePlace, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the optimiser's state of one parameter; `pieces` are those of a replica's ranks."""
-        cut_anew = not place.is_whole or any(not v.place.is_whole for v in pieces[0].values() if isinstance(v, Slice))
+    def _state_of(self, place: SlicePlace, chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the optimiser's state of one parameter; `chunks` are those of a replica's ranks."""
+        cut_anew = not place.is_whole or any(not v.place.is_whole for v in chunks[0].values() if isinstance(v, Slice))
         state = {}
-        for key, value in pieces[0].items():
+        for key, value in chunks[0].items():
             if isinstance(value, Slice):
-                found = [(rank, values[key]) for rank, values in enumerate(pieces) if isinstance(values[key], Slice)]
+                found = [(rank, values[key]) for rank, values in enumerate(chunks) if isinstance(values[key], Slice)]
                 value = Slice(place, partial(self._cut, found, place, first))
             elif cut_anew and isinstance(value, Tensor) and value.numel() > 1:
                 raise CheckpointError(

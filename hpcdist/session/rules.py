@@ -93,8 +93,8 @@ RULES = {
         "{found}. Leave that out, and let the loss be such a mean."
     ),
     "a sum is weighed": _always(
-        "optimizer.weigh() must be left out with loss='sum', with which gradients add up as they are; got a call. "
-        "Leave it out, or let the loss be a mean."
+        "optimizer.set_batch_weight() must be omitted with loss='sum', with which gradients add up as they are; got a "
+        "call. Leave it out, or let the loss be a mean."
     ),
     # --- steps --------------------------------------------------------------------------------------------------------
     "is_main() is called before rank 0 serves": Rule(
@@ -358,8 +358,8 @@ RULES = {
         "first; call update_bn outside of an evaluation."
     ),
     "the weight of a batch is set in the loader": _always(
-        "loader.weight must be left as it is; got {value}. Call optimizer.weigh(n), with the number of samples or "
-        "tokens that this rank's loss is a mean over."
+        "loader.weight must be left as it is; got {value}. Call optimizer.set_batch_weight(n), with the number of "
+        "samples or tokens that this rank's loss is a mean over."
     ),
     "workers read different data": Rule(
         "loader must be the same on all workers, which share its samples; {name} is {own} on rank {first} and {theirs} "
@@ -369,7 +369,7 @@ RULES = {
     ),
     # --- transformers' Trainer ----------------------------------------------------------------------------------------
     "the Trainer distributes the model itself": _always(
-        "{name} of TrainingArguments must be left out with hpcdist.hf.Trainer, whose strategy shares samples and "
+        "{name} of TrainingArguments must be omitted with hpcdist.hf.Trainer, whose strategy shares samples and "
         "averages; got {value!r}, by which the Trainer distributes by itself, or one rank goes another way than the "
         "others. Leave it out."
     ),

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config.files import git_commit, imported_beside
+from hpcdist.config.files import git_commit, imported_from_same_folder
 from hpcdist.errors import ConfigError
 from hpcdist.records import (
     Evaluation,
@@ -31,7 +31,6 @@ from hpcdist.records import (
     Start,
     StepRecord,
     append_evaluation,
-    begin_run,
     copy_job,
     cores_by_host,
     digest,
@@ -39,21 +38,22 @@ from hpcdist.records import (
     keep_evaluations,
     load_average,
     load_run,
+    local_cores_of_host,
     locked,
     making,
     note_step,
     now,
-    own_cores,
     read_records,
     record_path,
     resources_path,
+    start_run,
     summarise,
     write_summary,
 )
 from hpcdist.records.energy import Energy
 from hpcdist.records.summary import FILE_NAME as SUMMARY
 from hpcdist.session import loggers
-from hpcdist.session.curves import Curves, first_living
+from hpcdist.session.curves import Curves, first_alive
 from hpcdist.strategies.base import name_of
 from hpcdist.version import __version__
 
@@ -124,7 +124,7 @@ def _arguments(words: Sequence[str], folder: Path) -> dict[str, str]:
 class LoopRun:
     """Write the run of the first DistributedOptimizer: records of each step, evaluations and, at the end, a summary.
 
-    Collective, as are `begin` and `finish`. The first rank holds the folder's lock, and writes `run.json`.
+    Collective, as are `start` and `finish`. The first rank holds the folder's lock, and writes `run.json`.
 
     Args:
         comm: all ranks of the job.
@@ -157,7 +157,7 @@ class LoopRun:
         self._comm, self._until_the_end = comm, ExitStack()
         self._script = Path(script or getattr(sys.modules["__main__"], "__file__", None) or INTERACTIVE)
         claim = self._claimed_in_job if of_job else self._claimed
-        text = comm.gather(comm.together(lambda: str(claim(folder)) if comm.rank == 0 else ""))[0]
+        text = comm.gather(comm.raise_on_all_ranks(lambda: str(claim(folder)) if comm.rank == 0 else ""))[0]
         self.folder = Path(text)
         self._writer: RecordWriter | None = None
         self._sampler: Sampler | None = None
@@ -243,7 +243,7 @@ class LoopRun:
                 self._sampler.close()
 
     # --- steps --------------------------------------------------------------------------------------------------------
-    def begin(self, optimizer: Any, workers: tuple[int, ...], settings: Mapping[str, Any]) -> bool:
+    def start(self, optimizer: Any, workers: tuple[int, ...], settings: Mapping[str, Any]) -> bool:
         """Collective. Begin the run with the first DistributedOptimizer; tell whether it is this one.
 
         Args:
@@ -256,7 +256,7 @@ class LoopRun:
         if self.strategy is not None:
             return False
         comm = self._comm
-        comm.together(lambda: self._require_same(settings["strategy"]["name"]) if comm.rank == 0 else None)
+        comm.raise_on_all_ranks(lambda: self._require_same(settings["strategy"]["name"]) if comm.rank == 0 else None)
         self.strategy, self._workers = optimizer.strategy, workers
         self._seed = torch.initial_seed() % (1 << 53)  # what a file holds exactly
         settings = {**settings, "seed": self._seed, "arguments": _arguments(sys.argv[1:], self.folder)}
@@ -264,7 +264,7 @@ class LoopRun:
         self._curves = Curves(self._log, settings, comm, workers, optimizer, self.folder, ())
         start = describe_start(comm, self.folder, self._script, settings, command=list(sys.argv))
         if start is not None:
-            begin_run(self.folder, start)
+            start_run(self.folder, start)
             _log.info(f"this run is written to {self.folder}")
         comm.barrier()  # the other ranks' files follow
         if comm.platform.virtual is None:
@@ -283,7 +283,7 @@ class LoopRun:
 
     @property
     def _is_main(self) -> bool:
-        return self._comm.rank == first_living(self._comm, self._workers)
+        return self._comm.rank == first_alive(self._comm, self._workers)
 
     def write(self, record: StepRecord) -> None:
         """Write the record of a step, with the samples of its batches."""
@@ -423,13 +423,13 @@ def describe_start(
     Returns:
         None but on the first rank, which writes it down.
     """
-    found = comm.gather(own_cores())
-    if comm.rank != comm.failures.living[0]:
+    found = comm.gather(local_cores_of_host())
+    if comm.rank != comm.failures.alive[0]:
         return None
     home = script.resolve().parent
     revision, dirty = git_commit(home)
     is_file, installed = script.is_file(), {"site-packages", "dist-packages"} & set(home.parts)
-    beside = [] if installed else imported_beside(script)
+    beside = [] if installed else imported_from_same_folder(script)
     return Start(
         started=now(),
         job=copy_job(folder, script, beside) if is_file else JobFile(path=str(script), sha256="", copies={}),

@@ -30,7 +30,7 @@ _log = logging.getLogger("hpcdist")
 _NOTHING = object()
 KINDS = ("params", "frozen", "buffers")
 Named = dict[str, Slice]
-Together = Callable[[Callable[[], Any]], Any]
+OnAllRanks = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ class ParameterLayout:
                 yield each.group, each.start, each.place
                 continue
             first, last = ranges[each.group]
-            begin, end = max(each.start, first), min(each.stop, last)
-            if (begin, end) == (each.start, each.stop):
-                yield each.group, begin - first, each.place
-            elif begin < end:
-                yield each.group, begin - first, replace(each.place, span=(begin - each.start, end - each.start))
+            start, end = max(each.start, first), min(each.stop, last)
+            if (start, end) == (each.start, each.stop):
+                yield each.group, start - first, each.place
+            elif start < end:
+                yield each.group, start - first, replace(each.place, span=(start - each.start, end - each.start))
 
     def split(self, kind: str, flats: Sequence[Tensor], ranges: Ranges | None = None) -> Named:
         """Return slices of flat tensors, views, by name."""
@@ -105,10 +105,10 @@ class ParameterLayout:
         """Lay slices of the parameters out in flat tensors; an empty list where there are none."""
         if not named:
             return []
-        pieces: list[list[Tensor]] = [[] for _ in self._model.params]
+        chunks: list[list[Tensor]] = [[] for _ in self._model.params]
         for group, _, place in self.parts("params", ranges):
-            pieces[group].append(_same_place(named, place).reshape(-1))
-        return [torch.cat(own) if own else torch.zeros(0) for own in pieces]
+            chunks[group].append(_same_place(named, place).reshape(-1))
+        return [torch.cat(own) if own else torch.zeros(0) for own in chunks]
 
     def fill(self, kind: str, flats: Sequence[Tensor], named: Mapping[str, Slice]) -> None:
         """Copy slices into flat tensors."""
@@ -169,7 +169,7 @@ def capture_strategy(strategy: Strategy) -> dict[str, Any]:
     model.refresh()
     layout, values = ParameterLayout(model), strategy.state.save()
     flats = strategy.state.parameters()
-    for name, entry in strategy.state.entries.items():
+    for name, entry in strategy.state.specs.items():
         if entry.sharded:
             values[name] = layout.split("params", values[name], entry.ranges) if values[name] else {}
     return {
@@ -216,11 +216,12 @@ def places_of(state: Callable[..., Any]) -> list[SlicePlace]:
 
 
 # --- restore ----------------------------------------------------------------------------------------------------------
-def restore(optimizer: Any, state: Mapping[str, Any], together: Together) -> None:
+def restore(optimizer: Any, state: Mapping[str, Any], raise_on_all_ranks: OnAllRanks) -> None:
     """Collective. Restore the result of `capture`, or of `SavedState.reshard`.
 
     Args:
-        together: Collective. Runs a function on all ranks, and raises an error on all of them if it fails on one.
+        raise_on_all_ranks: Collective. Runs a function on all ranks, and raises an error on all of them if it fails on
+            one.
     """
     model = optimizer.strategy.model
     layout = ParameterLayout(model)
@@ -230,29 +231,31 @@ def restore(optimizer: Any, state: Mapping[str, Any], together: Together) -> Non
             layout.fill(kind, own, state[kind])
         optimizer.load_state_dict(_numbered(optimizer, layout, state["optimizer"]))
 
-    together(restore_here)
-    restore_strategy(optimizer.strategy, state["strategy"], together)
+    raise_on_all_ranks(restore_here)
+    restore_strategy(optimizer.strategy, state["strategy"], raise_on_all_ranks)
     model.mark()
     optimizer.attachment.look()
 
 
-def restore_strategy(strategy: Strategy, saved: Mapping[str, Any], together: Together | None = None) -> None:
+def restore_strategy(
+    strategy: Strategy, saved: Mapping[str, Any], raise_on_all_ranks: OnAllRanks | None = None
+) -> None:
     """Collective. Restore what a strategy declares, after the model's parameters.
 
     Args:
-        together: as of `restore`; by default the strategy's ranks'.
+        raise_on_all_ranks: as of `restore`; by default the strategy's ranks'.
     """
-    together = together or strategy.comm.together
+    raise_on_all_ranks = raise_on_all_ranks or strategy.comm.raise_on_all_ranks
 
     def joined() -> dict[str, Any]:
         layout, values = ParameterLayout(strategy.model), dict(saved)
-        for name, entry in strategy.state.entries.items():
+        for name, entry in strategy.state.specs.items():
             if entry.sharded and name in values:
                 values[name] = layout.join(values[name], entry.ranges)
         return values
 
-    values = together(joined)  # before ranks tell each other what they load
-    together(lambda: strategy.state.load(values))
+    values = raise_on_all_ranks(joined)  # before ranks tell each other what they load
+    raise_on_all_ranks(lambda: strategy.state.load(values))
 
 
 def _numbered(optimizer: Any, layout: ParameterLayout, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         comm, gradients = self.ranks.comm, self.ranks.gradients
         if not uses_batch or comm is None or gradients is None or comm.size == 1:
             return self._normalise_alone(input, uses_batch)
-        weight = gradients.weight if gradients.weighs else float(gradients.weight > 0)
+        weight = gradients.weight if gradients.weights_batches else float(gradients.weight > 0)
         how = self.weight, self.bias, self.eps, weight, comm
         output, mean, variance, count = _Normalise.apply(input, *how)  # type: ignore[no-untyped-call]
         if self.training and self.running_mean is not None:

@@ -161,7 +161,7 @@ def _reduce(value: Any, op: Op) -> Any:
     # A mean is rounded once, after the division: of float16 the sum may be beyond the range of the mean.
     total = torch.empty(value.shape, dtype=wide, device=value.device).copy_(value.detach())
     comm.allreduce(total.view(-1))
-    return (total.div_(len(comm.failures.living)) if op == "mean" else total).to(value.dtype)
+    return (total.div_(len(comm.failures.alive)) if op == "mean" else total).to(value.dtype)
 
 
 def _number(value: Any) -> int | float:
@@ -194,10 +194,10 @@ def _same_kind(told: Any) -> list[Any]:
     comm = _ranks()
     all_told = _values_of_all(comm, told)
     first, *others = [one if isinstance(one, str) else "a number" for one in all_told]
-    for rank, kind in zip(comm.failures.living[1:], others, strict=True):
+    for rank, kind in zip(comm.failures.alive[1:], others, strict=True):
         if kind != first:
             raise MismatchError(
-                f"value must have the same shape on every rank; got {first} on rank {comm.failures.living[0]} and "
+                f"value must have the same shape on every rank; got {first} on rank {comm.failures.alive[0]} and "
                 f"{kind} on rank {rank}. Use allgather for values of different lengths."
             )
     return all_told
@@ -205,7 +205,7 @@ def _same_kind(told: Any) -> list[Any]:
 
 def _values_of_all(comm: Communicator, value: Any) -> list[Any]:
     pickles = comm.gather(_pickled(value))
-    return [pickle.loads(pickles[rank]) for rank in comm.failures.living]
+    return [pickle.loads(pickles[rank]) for rank in comm.failures.alive]
 
 
 def allgather(value: Any) -> Any:

@@ -20,7 +20,7 @@ from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch import FINALIZE_ALONE, check_world, contradiction, tolerates_deaths, undisputed_task
 from hpcdist.comm.mpi import library, start
-from hpcdist.comm.traced import begin_timeline, end_timeline
+from hpcdist.comm.traced import end_timeline, start_timeline
 from hpcdist.config import differences
 from hpcdist.config.files import loaded_files, package_checksum
 from hpcdist.config.merge import by_value
@@ -29,7 +29,7 @@ from hpcdist.faults import excepthook
 from hpcdist.log import set_up as set_up_messages
 from hpcdist.parallel.grid import Grid
 from hpcdist.session import arguments, rules  # noqa: F401  (from here on DistributedDataParallel's models are noted)
-from hpcdist.session.curves import first_living
+from hpcdist.session.curves import first_alive
 from hpcdist.session.run import LoopRun, PlannedLoop, next_run, required_versions
 
 if TYPE_CHECKING:  # it starts MPI, which importing this must not
@@ -42,9 +42,9 @@ class Session:
     """The ranks that `init` joined, and the distributed optimisers that `shard`'s loaders serve."""
 
     def __init__(self) -> None:
-        self.begin(None)
+        self.start(None)
 
-    def begin(self, comm: Communicator | None) -> None:
+    def start(self, comm: Communicator | None) -> None:
         """Begin a session with these ranks."""
         self.joined = comm
         self.optimizers: list[Any] = []  # distributed ones, until `finish`
@@ -52,7 +52,9 @@ class Session:
         self.loader: Any = None  # the sharded loader that is being iterated for training
         self.group: Communicator | None = None  # the ranks that iterate it, where others serve them meanwhile
         self.peers: Communicator | None = None  # those of them that have this rank's stage
-        self.begun: Mapping[Any, int] | None = None  # calls of torch.distributed before that loop, by process group
+        self.calls_before: Mapping[Any, int] | None = (
+            None  # calls of torch.distributed before that loop, by process group
+        )
         self.grid: Grid | None = None  # of the pipeline or the device mesh, where there is one
         self.grid_by = ""  # the call whose result DistributedOptimizer is to get there
         self.calls = 0  # of all ranks, that the loop has made
@@ -132,13 +134,13 @@ def refuse_calls_of_servers(session: Session) -> None:
 
     A rank that serves does so until the workers leave the loop, so that no such call is ever answered, whatever it is.
     """
-    before, workers = session.begun, session.group
+    before, workers = session.calls_before, session.group
     if before is None or workers is None:
         return
     own, ranks_of = workers.platform.world_ranks, dist.distributed_c10d._world.pg_group_ranks
     called = [group for group, count in shared_calls().items() if count > before.get(group, -1)]  # -1: made in the loop
     serving = sorted({rank for group in called for rank in ranks_of.get(group, ())}.difference(own))
-    if serving and session.begun is before:  # else the loop has ended meanwhile, and counts are of what follows
+    if serving and session.calls_before is before:  # else the loop has ended meanwhile, and counts are of what follows
         raise rules.error("ranks that serve are called by torch.distributed", serving=serving[0], workers=list(own))
 
 
@@ -203,7 +205,7 @@ def init(
         raise ConfigError(f"torch_distributed must be True, 'gloo', 'nccl' or False; got {torch_distributed!r}.")
     if comm is not None:
         if comm is not _thread.joined:
-            _thread.begin(comm)
+            _thread.start(comm)
     elif _thread.joined is None and _process.joined is None:
         _process.joined = _join_world(deadline_s, gpu_aware_mpi, internode, torch_distributed, bind)
         if _process.joined.size == 1 and multiprocessing.parent_process() is not None:
@@ -220,7 +222,7 @@ def init(
     if gpu_aware_mpi is not None:
         _give_device_memory(session.comm, gpu_aware_mpi)
     if timeline is not None and session.comm.trace.timeline is None:
-        session.joined = begin_timeline(session.comm, Path(timeline))
+        session.joined = start_timeline(session.comm, Path(timeline))
         if comm is None:
             atexit.register(end_timeline, session.joined)  # before this package's threads end
     if run not in (None, False) and not (isinstance(run, (str, os.PathLike)) and os.fspath(run).strip()):
@@ -357,7 +359,7 @@ def _give_device_memory(comm: Communicator, wanted: bool) -> None:
 def start_planned(comm: Communicator | None, plan: PlannedLoop) -> None:
     """Let a script's `init` begin a planned run, and on a virtual rank, a thread, return `comm`."""
     session = _process if comm is None else _thread
-    session.begin(comm)
+    session.start(comm)
     session.planned = plan
 
 
@@ -373,7 +375,7 @@ def joined() -> Communicator | None:
 
 def leave() -> None:
     """Collective. End the session: all ranks end alike from here on, and none has to end the others."""
-    _process.begin(None)
+    _process.start(None)
 
 
 def rank() -> int:
@@ -395,7 +397,7 @@ def is_main() -> bool:
     """
     session = current()
     session.told_main = session.told_main or session.workers is None
-    return session.comm.rank == first_living(session.comm, session.workers or tuple(range(session.comm.size)))
+    return session.comm.rank == first_alive(session.comm, session.workers or tuple(range(session.comm.size)))
 
 
 def local_rank() -> int:

@@ -87,7 +87,7 @@ def uniform(ranks: Iterable[int]) -> dict[int, float]:
 
 
 @lru_cache(maxsize=8)
-def drawn_order(size: int, seed: int, step: int) -> tuple[list[int], list[int]]:
+def random_order(size: int, seed: int, step: int) -> tuple[list[int], list[int]]:
     """Draw an order of the ranks from (seed, step); return it with each rank's position in it."""
     order = np.random.default_rng([seed, step]).permutation(size)
     return order.tolist(), np.argsort(order).tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from hpcdist.errors import ConfigError
-from hpcdist.topology.base import Topology, drawn_order, uniform
+from hpcdist.topology.base import Topology, random_order, uniform
 
 
 @final
@@ -42,6 +42,6 @@ class RandomGroups(Topology):
         self.group, self.seed = group, seed
 
     def in_neighbours(self, rank: int, step: int) -> dict[int, float]:
-        order, place = drawn_order(self.size, self.seed, step)
+        order, place = random_order(self.size, self.seed, step)
         first = place[rank] // self.group * self.group
         return uniform(order[first : first + self.group])

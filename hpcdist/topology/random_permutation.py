@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from hpcdist.errors import ConfigError
-from hpcdist.topology.base import Topology, drawn_order, uniform
+from hpcdist.topology.base import Topology, random_order, uniform
 
 
 @final
@@ -36,9 +36,9 @@ class RandomPermutation(Topology):
         self.seed = seed
 
     def in_neighbours(self, rank: int, step: int) -> dict[int, float]:
-        order, place = drawn_order(self.size, self.seed, step)
+        order, place = random_order(self.size, self.seed, step)
         return uniform((rank, order[place[rank] - 1]))
 
     def out_neighbours(self, rank: int, step: int) -> dict[int, float]:
-        order, place = drawn_order(self.size, self.seed, step)
+        order, place = random_order(self.size, self.seed, step)
         return uniform((rank, order[(place[rank] + 1) % self.size]))

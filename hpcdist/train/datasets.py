@@ -14,7 +14,7 @@ from hpcdist.data.labels import labels_of
 from hpcdist.data.loader import Batch
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.session.consistency import marks
-from hpcdist.session.loader.sampling import drawing
+from hpcdist.session.loader.sampling import seeded
 
 Collate = Callable[[list[Any]], Any]
 
@@ -77,7 +77,7 @@ class JobDataset(Dataset[Any]):
         """Read a batch of an epoch; return an error, which is to be raised without the traceback of a process."""
         samples = []
         for number in place[1].tolist():
-            with drawing((self._seed, place[0]), number):
+            with seeded((self._seed, place[0]), number):
                 try:
                     samples.append(self._dataset[number])
                 except IndexError as error:

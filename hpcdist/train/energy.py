@@ -36,7 +36,7 @@ class RunEnergy:
         self._before: Sums = {}, {}  # in earlier starts of this run
         self._resumed = False
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Collective. Start the measurement."""
         if self._comm.platform.virtual is not None:
             return

@@ -29,8 +29,8 @@ from hpcdist.records import (
 )
 from hpcdist.session.curves import Curves
 from hpcdist.train.energy import RunEnergy, gpu_uuid
-from hpcdist.train.milestones import Milestones
 from hpcdist.train.resume import Position
+from hpcdist.train.stop_conditions import StopConditions
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RunLog:
 
     Args:
         folder: of the run.
-        position, milestones: the run's own.
+        position, stop_conditions: the run's own.
         report: called now and then with the progress; may be None.
         curves: figures for other tools.
         device: where this rank computes.
@@ -84,16 +84,16 @@ class RunLog:
         config: JobConfig,
         comm: Communicator,
         position: Position,
-        milestones: Milestones,
+        stop_conditions: StopConditions,
         report: Callable[[Progress], None] | None,
         curves: Curves,
         device: torch.device | None = None,
     ):
-        self.train_s, self.energy, self.n_samples = 0.0, RunEnergy(comm, device), milestones.n_samples
+        self.train_s, self.energy, self.n_samples = 0.0, RunEnergy(comm, device), stop_conditions.n_samples
         self.metrics: dict[str, float] = {}
         self.joules: float | None = None
         self._folder, self._config, self._comm = folder, config, comm
-        self._position, self._milestones, self._report = position, milestones, report
+        self._position, self._milestones, self._report = position, stop_conditions, report
         self._curves, self._device = curves, device
         self._sampler: Sampler | None = None
         self.earlier: list[tuple[int, dict[str, float]]] = []  # evaluations before a resumed run, by step
@@ -103,20 +103,20 @@ class RunLog:
 
     def open(self, first_step: int) -> None:
         """Collective. Open this rank's file of records for steps from `first_step` on, and drop such steps in it."""
-        self.energy.begin()
+        self.energy.start()
         self._writer = RecordWriter(record_path(self._folder, self._comm.rank), first_step=first_step)
         if self._leads:
             keep_evaluations(self._folder, self._position.step)
         if self._position.step:  # not in a run that begins
             kept = [(one.step, one.metrics) for one in read_evaluations(self._folder)] if self._leads else []
-            self.earlier = self._comm.gather(kept)[self._comm.failures.living[0]]
+            self.earlier = self._comm.gather(kept)[self._comm.failures.alive[0]]
         self._curves.open(first_step)
         if self._comm.platform.virtual is None:
             self._sampler = Sampler(resources_path(self._folder, self._comm.rank), gpu_uuid(self._device))
 
     @property
     def _leads(self) -> bool:
-        return self._comm.rank == self._comm.failures.living[0]
+        return self._comm.rank == self._comm.failures.alive[0]
 
     # --- steps ----------------------------------------------------------------------------------------------------
     @contextmanager
@@ -210,7 +210,7 @@ class RunLog:
             )
             write_summary(self._folder, summary)
         summaries = self._comm.gather(None if summary is None else summary.model_dump_json())
-        return Summary.model_validate_json(summaries[self._comm.failures.living[0]])
+        return Summary.model_validate_json(summaries[self._comm.failures.alive[0]])
 
     def close(self) -> None:
         if self._sampler is not None:

@@ -21,20 +21,20 @@ from hpcdist.records import StepRecord, Summary
 from hpcdist.session import rules
 from hpcdist.session.curves import Curves
 from hpcdist.session.leaving import Leaving
-from hpcdist.session.loader.period import Weighed, joint_batch, period
+from hpcdist.session.loader.period import WeightedBatch, joint_batch, period
 from hpcdist.session.world import current, require_equal
 from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.train import resume
+from hpcdist.train.early_stopping import EarlyStopping
 from hpcdist.train.evaluate import IterateAverage, evaluate
 from hpcdist.train.job import Job, described, open_data, own_samples
 from hpcdist.train.log import Progress, RunLog
-from hpcdist.train.milestones import Milestones
 from hpcdist.train.numerics import Precision, count_skipped, require_finite
 from hpcdist.train.planning import with_measured_cut
 from hpcdist.train.replica import StagedReplica, WholeReplica
 from hpcdist.train.resume import Position
 from hpcdist.train.saving import Saving
-from hpcdist.train.standing import Standing
+from hpcdist.train.stop_conditions import StopConditions
 
 T = TypeVar("T")
 SAVED_BYTES_S = 100e6  # assumed for the first checkpoint: a slow shared file system
@@ -82,16 +82,16 @@ class Trainer:
         self.precision = Precision(config.amp, self.device)
         self._make_model()
         self._train, self._test = open_data(job, config, comm, self.replica.columns)
-        self.milestones = Milestones(config, comm, self.position, len(self._train))
+        self.stop_conditions = StopConditions(config, comm, self.position, len(self._train))
         self._deal_samples(self.strategy.config.workers(self.replica.others.size))
         speakers = tuple(map(self.replica.speaker, self.workers))
         settings = {**config.model_dump(), "strategy": {"name": config.strategy.name, **self.strategy_options}}
         curves = Curves(config.log, settings, comm, speakers, self.optimizer, output, tuple(job.metrics))
-        self.log = RunLog(output, config, comm, self.position, self.milestones, report, curves, self.device)
+        self.log = RunLog(output, config, comm, self.position, self.stop_conditions, report, curves, self.device)
         self._skipped = 0  # steps in a row
         self._save_s = 3 * sum(flat.nbytes for flat in self.model.params) / SAVED_BYTES_S  # with two moments; a guess
         self._evaluate_s = 0.0
-        self.standing = Standing(job, config)
+        self.early_stopping = EarlyStopping(job, config)
         leaves, self.leaving = config.leave.enabled, None
         if listens and (leaves or config.checkpoint.every_s):
             margin_s, every_s, cost_s = config.leave.margin_s, config.leave.every_s, lambda: 1.5 * self._save_s
@@ -151,7 +151,7 @@ class Trainer:
             prefetch=self.config.data.prefetch,
             parts=parts,
         )
-        self.milestones.global_batch = self.loader.plan.global_batch
+        self.stop_conditions.global_batch = self.loader.plan.global_batch
 
     @property
     def strategy_options(self) -> dict[str, Any]:
@@ -166,14 +166,14 @@ class Trainer:
         """
         if resume_from is not None:
             resume.load(self, resume_from)
-        self.milestones.look(self.log.train_s)
+        self.stop_conditions.look(self.log.train_s)
         self.log.open(first_step=self.strategy.steps + 1)
-        self.standing.add(self.log.earlier)
-        self.milestones.stopped = self.standing.reason
+        self.early_stopping.add(self.log.earlier)
+        self.stop_conditions.stopped = self.early_stopping.reason
         self._saving = Saving(self.config, self.leaving)
         try:
             with self.leaving or nullcontext():
-                while not self.milestones.ended:
+                while not self.stop_conditions.ended:
                     self._epoch()
                     if self._leaves:
                         return None
@@ -198,29 +198,29 @@ class Trainer:
         self.loader.set_epoch(position.epoch, position.consumed)
         plan = self.loader.plan
         batches, done = iter(self.loader), 0
-        while done < plan.steps and not self._leaves and not self.milestones.ended:
-            count, before = self._count_steps(plan.steps - done), self.milestones.samples
+        while done < plan.steps and not self._leaves and not self.stop_conditions.ended:
+            count, before = self._count_steps(plan.steps - done), self.stop_conditions.samples
             self.strategy.records.start()
             with self.log.training():
                 self._steps(batches, done, count)
                 self._surviving(self.comm.barrier)
             done, position.step = done + count, position.step + count
             position.consumed = plan.position(done)
-            self.milestones.look(self.log.train_s, count)
-            evaluates = self.milestones.evaluates(before) or self.milestones.ended
-            self.standing.improved = False  # before an evaluation says so
+            self.stop_conditions.look(self.log.train_s, count)
+            evaluates = self.stop_conditions.evaluates(before) or self.stop_conditions.ended
+            self.early_stopping.improved = False  # before an evaluation says so
             if done == plan.steps:
                 self._end_epoch(evaluates)
             elif evaluates:
                 self._write_evaluation()
                 self.log.report(position.consumed)
-            if self.leaving is not None and not self.milestones.ended:
+            if self.leaving is not None and not self.stop_conditions.ended:
                 left = plan.steps - done % plan.steps
-                near = min(left, self.milestones.steps_to_evaluation or left) <= self.leaving.steps
-                self.leaving.meet(count, soon_s=self._evaluate_s if near else 0.0)
+                near = min(left, self.stop_conditions.steps_to_evaluation or left) <= self.leaving.steps
+                self.leaving.agree(count, soon_s=self._evaluate_s if near else 0.0)
             is_due = self._saving.is_due(
-                position.step, epoch_ends=done == plan.steps, run_ends=self.milestones.ended,
-                improved=self.standing.improved,
+                position.step, epoch_ends=done == plan.steps, run_ends=self.stop_conditions.ended,
+                improved=self.early_stopping.improved,
             )  # fmt: skip
             if is_due or self._leaves:
                 with self.comm.trace.span("checkpoint", "run"):
@@ -229,7 +229,7 @@ class Trainer:
     def _count_steps(self, left: int) -> int:
         """Count the steps until all ranks meet again: at most the `left` ones of this epoch."""
         every = self.config.checkpoint.every_steps
-        ahead = [left, self.milestones.steps or left]
+        ahead = [left, self.stop_conditions.steps or left]
         if every:
             ahead.append(every - self.position.step % every)
         if self.leaving is not None:
@@ -240,17 +240,17 @@ class Trainer:
         self.log.flush()  # the records of a checkpoint's steps must be in the files
         start = self.comm.now()
         self._require_finite()  # else this checkpoint might replace the last good one
-        best = self.standing.steps if self.config.checkpoint.best else []
+        best = self.early_stopping.steps if self.config.checkpoint.best else []
         self._surviving(lambda: resume.save(self, self.checkpoints, self.config.checkpoint.keep, best))
         self._save_s = self.comm.now() - start
 
     def _end_epoch(self, evaluates: bool) -> None:
         """Go to the next epoch; `evaluates` asks for an evaluation, whatever `eval_every` says."""
         self.position.epoch, self.position.consumed = self.position.epoch + 1, 0
-        evaluates = evaluates or self.milestones.ended or self.position.epoch % self.config.eval_every == 0
+        evaluates = evaluates or self.stop_conditions.ended or self.position.epoch % self.config.eval_every == 0
         if evaluates:
             self._write_evaluation()
-        left = tuple(rank for rank in self.workers if rank in self.replica.others.failures.living)
+        left = tuple(rank for rank in self.workers if rank in self.replica.others.failures.alive)
         if left != self.workers:
             self._deal_samples(left)
         if isinstance(self.schedule, ReduceLROnPlateau):
@@ -265,15 +265,16 @@ class Trainer:
         with self.comm.trace.span("evaluation", "run"):
             self._evaluate()
         self.log.write_evaluation()
-        self.standing.add([(self.position.step, self.log.metrics)])
-        self.milestones.stopped = self.standing.reason
-        if self._judge is not None and not self.milestones.ended:
-            self.milestones.stopped = self._surviving(self._judged)
+        self.early_stopping.add([(self.position.step, self.log.metrics)])
+        self.stop_conditions.stopped = self.early_stopping.reason
+        if self._judge is not None and not self.stop_conditions.ended:
+            self.stop_conditions.stopped = self._surviving(self._judged)
         self._evaluate_s = self.comm.now() - start
 
     def _judged(self) -> str | None:
-        judge, leader = cast(Callable[[], str | None], self._judge), self.comm.failures.living[0]
-        return self.comm.gather(self.comm.together(lambda: judge() if self.comm.rank == leader else None))[leader]
+        judge, leader = cast(Callable[[], str | None], self._judge), self.comm.failures.alive[0]
+        verdict = self.comm.raise_on_all_ranks(lambda: judge() if self.comm.rank == leader else None)
+        return self.comm.gather(verdict)[leader]
 
     def _evaluate(self) -> None:
         self._require_finite()
@@ -302,25 +303,25 @@ class Trainer:
         """Take `count` steps of this epoch from step `first` on. Servers serve meanwhile."""
         steps = range(first, first + count)
         portions = self.strategy.contract.batch == "portions"
-        weighed = self._joint(steps) if portions else self._weighed(batches, steps)
+        weighted = self._joint(steps) if portions else self._weighted(batches, steps)
         take = self._step_in_portions if portions else self._step
-        for step, (x, y) in enumerate(period([self.optimizer], weighed), first):
+        for step, (x, y) in enumerate(period([self.optimizer], weighted), first):
             take(x, y)
             if (step + 1) % self.config.log_every == 0:
                 self.log.report(self.loader.plan.position(step + 1))
 
-    def _weighed(self, batches: Iterator[Batch], steps: Iterable[int]) -> Iterator[Weighed]:
+    def _weighted(self, batches: Iterator[Batch], steps: Iterable[int]) -> Iterator[WeightedBatch]:
         """Draw this worker's batches of these steps."""
         plan, worker = self.loader.plan, self.workers.index(self.replica.others.rank)
         for step in steps:
-            yield Weighed(next(batches), plan.weight(step, worker), ends_epoch=step == plan.steps - 1)
+            yield WeightedBatch(next(batches), plan.weight(step, worker), ends_epoch=step == plan.steps - 1)
 
-    def _joint(self, steps: Iterable[int]) -> Iterator[Weighed]:
+    def _joint(self, steps: Iterable[int]) -> Iterator[WeightedBatch]:
         """Draw the joint batches of all workers, as indices: each worker may read any portion."""
         plan, worker = self.loader.plan, self.workers.index(self.replica.others.rank)
         for step in steps:
             indices, self.strategy.joint = joint_batch(plan, step, worker, self.strategy.config)
-            yield Weighed((indices, self.strategy.joint), ends_epoch=step == plan.steps - 1)
+            yield WeightedBatch((indices, self.strategy.joint), ends_epoch=step == plan.steps - 1)
 
     def _step_in_portions(self, indices: np.ndarray, joint: JointBatch) -> None:
         share = self.config.batch_size * self.config.accumulation
@@ -367,7 +368,7 @@ class Trainer:
         pending = torch.tensor([self.strategy.records.pending() if self.replica.speaks else 0])
         self.comm.allreduce(pending)
         self.comm.barrier()  # all records are in the files
-        reason = self.milestones.stopped
+        reason = self.stop_conditions.stopped
         stopped = None if reason is None else f"stopped early at step {self.position.step}: {reason}"
         return self.log.summarise(
             sha256, int(pending), workers=len(self.workers), cut=list(self.replica.cut), best=self._best(),
@@ -375,11 +376,11 @@ class Trainer:
         )  # fmt: skip
 
     def _best(self) -> dict[str, Any] | None:
-        if self.standing.best is None:
+        if self.early_stopping.best is None:
             return None
-        path = checkpoint.best_of(self.checkpoints, self.standing.steps)
-        step, value = self.standing.best
-        return {"metric": self.standing.metric, "value": value, "step": step, "checkpoint": path and str(path)}
+        path = checkpoint.best_of(self.checkpoints, self.early_stopping.steps)
+        step, value = self.early_stopping.best
+        return {"metric": self.early_stopping.metric, "value": value, "step": step, "checkpoint": path and str(path)}
 
     def close(self) -> None:
         """Collective. Release windows, threads and files."""

@@ -63,7 +63,7 @@ def count_skipped(in_a_row: int, record: StepRecord, most: int) -> int:
 
 
 def require_finite(strategy: Strategy, comm: Communicator, step: int) -> None:
-    """Collective among the living. Raise NonFiniteError, on all ranks, unless all parameters are finite.
+    """Collective among the surviving ranks. Raise NonFiniteError, on all ranks, unless all parameters are finite.
 
     An update may be infinite although the gradient is finite: 1e37 times a rate of 100.
     """
@@ -73,7 +73,7 @@ def require_finite(strategy: Strategy, comm: Communicator, step: int) -> None:
     if not all(torch.isfinite(params.sum()) for params in strategy.model.params):  # may also have overflowed
         bad = [name for name, p in strategy.model.module.named_parameters() if not torch.isfinite(p).all()]
     bad_of = comm.gather(bad[:1] and [bad[0], len(bad)])
-    for rank in comm.failures.living:
+    for rank in comm.failures.alive:
         if bad_of[rank]:
             name, count = bad_of[rank]
             raise NonFiniteError(

@@ -171,17 +171,17 @@ class StagedReplica(JobReplica):
             sha.update(f"{dtype} ({sum(stop - start for _, _, start, stop, _ in of_group)},);".encode())
             for _, _, start, stop, rank in of_group:
                 for first in range(start, stop, PIECE):
-                    piece = groups[dtype][first : min(first + PIECE, stop)] if inner.rank == rank else None
-                    sha.update(self._brought(piece, rank, min(PIECE, stop - first), dtype))
+                    chunk = groups[dtype][first : min(first + PIECE, stop)] if inner.rank == rank else None
+                    sha.update(self._brought(chunk, rank, min(PIECE, stop - first), dtype))
         return inner.gather(sha.hexdigest())[0]
 
-    def _brought(self, piece: Tensor | None, rank: int, length: int, dtype: str) -> Any:
+    def _brought(self, chunk: Tensor | None, rank: int, length: int, dtype: str) -> Any:
         """Return a piece of a rank's parameters on the first rank of the replica, and nothing on others."""
         inner = self.grid.inner
-        if piece is not None:  # of this rank
+        if chunk is not None:  # of this rank
             if rank == 0:
-                return tensor_bytes(piece)
-            inner.isend(piece, 0).wait()
+                return tensor_bytes(chunk)
+            inner.isend(chunk, 0).wait()
         elif inner.rank == 0:
             received = torch.empty(length, dtype=getattr(torch, dtype.removeprefix("torch.")))
             inner.irecv(received, rank).wait()

@@ -77,23 +77,25 @@ def load(trainer: Trainer, path: Path) -> None:
     Raises:
         CheckpointError: it is damaged, or of another model, or of another class of optimiser or schedule.
     """
-    session, saved = current(), SavedWorld(path, checkpoint.verify_together(trainer.comm, path))
-    together = partial(saved.together, session)
-    changed = together(lambda: _compare(trainer, saved))
+    session, saved = current(), SavedWorld(path, checkpoint.verify_on_all_ranks(trainer.comm, path))
+    raise_on_all_ranks = partial(saved.raise_on_all_ranks, session)
+    changed = raise_on_all_ranks(lambda: _compare(trainer, saved))
     same = saved.is_same(session, {"": (trainer.optimizer, ())})
-    state = together(lambda: saved.rank(trainer.comm.rank).at() if same else _resharded(trainer, saved.of(), saved))
-    together(lambda: _apply(trainer, state, same))
-    states.restore(trainer.optimizer, state, together)
-    factor = together(lambda: trainer.rate_factor / state.get("rate_factor", trainer.rate_factor))
+    state = raise_on_all_ranks(
+        lambda: saved.rank(trainer.comm.rank).at() if same else _resharded(trainer, saved.of(), saved)
+    )
+    raise_on_all_ranks(lambda: _apply(trainer, state, same))
+    states.restore(trainer.optimizer, state, raise_on_all_ranks)
+    factor = raise_on_all_ranks(lambda: trainer.rate_factor / state.get("rate_factor", trainer.rate_factor))
     rescale(trainer.optimizer, trainer.schedule, factor * rate_ratio(trainer.config, changed))
-    together(lambda: take_over(trainer.optimizer, trainer.schedule, changed, path))
+    raise_on_all_ranks(lambda: take_over(trainer.optimizer, trainer.schedule, changed, path))
 
 
 def _compare(trainer: Trainer, saved: SavedWorld) -> Changes:
     comm, meta = trainer.comm, saved.meta
     changed = changes_since(meta, trainer)
     require_state_fits(changed, saved.path)
-    if changed and comm.rank == comm.failures.living[0]:
+    if changed and comm.rank == comm.failures.alive[0]:
         _logger.info(f"settings have changed since {saved.path}: {describe_changes(changed)}")
     if max(saved.stages, current().stages) == 1:  # models in stages are compared by names
         states.require_same_model(meta.get("model"), trainer.model, saved.path)

@@ -17,7 +17,7 @@ from typing import Any, cast
 from hpcdist import checkpoint, strategies
 from hpcdist.checkpoint.folder import clean
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.traced import begin_timeline, end_timeline
+from hpcdist.comm.traced import end_timeline, start_timeline
 from hpcdist.config import JobConfig, describe_changes, load
 from hpcdist.config.files import neighbours, not_ending
 from hpcdist.config.merge import Changes
@@ -25,15 +25,15 @@ from hpcdist.config.optimizer import with_functions_of
 from hpcdist.errors import ConfigError, suggestion
 from hpcdist.parallel.cut import cut_of
 from hpcdist.parallel.layers import outline
-from hpcdist.parallel.schedules import make as make_schedule
+from hpcdist.parallel.schedules import create as create_schedule
 from hpcdist.records import (
     Outcome,
     Summary,
-    begin_run,
     end_run,
     locked,
     making,
     merged_timeline,
+    start_run,
 )
 from hpcdist.records.timeline import unused
 from hpcdist.registry import label
@@ -41,12 +41,12 @@ from hpcdist.session import loggers
 from hpcdist.session.run import describe_start
 from hpcdist.session.world import require_same_files
 from hpcdist.train.changes import all_settings, changes_since
+from hpcdist.train.early_stopping import EarlyStopping
 from hpcdist.train.interruption import Interruption
 from hpcdist.train.job import Job, load_job
 from hpcdist.train.log import Progress
 from hpcdist.train.loop import Trainer
 from hpcdist.train.resume import saved_cut
-from hpcdist.train.standing import Standing
 
 ENDING_S = 5.0  # that a killed run may still hold its folder when the next one resumes
 NUMBERS = ".numbers"  # beside runs: a file of the name of the last run of each job, strategy and number of ranks
@@ -96,12 +96,12 @@ def train(
         raise ConfigError("--resume must be given with --allow-changes; got none. It goes on with a run that is there.")
     with _staying(job_path), ExitStack() as until_the_end:
         until_the_end.enter_context(neighbours(job_path))  # the job's functions may import them later
-        job, config = comm.together(lambda: specify(job_path, toml_path, overrides))
+        job, config = comm.raise_on_all_ranks(lambda: specify(job_path, toml_path, overrides))
         require_same_files(comm)
         folder = cast(Path, _decided(comm, lambda: _choose(job_path, config, comm.size, output, resume, until_the_end)))
         if timeline:
             path = _decided(comm, lambda: unused(folder / merged_timeline.FILE_NAME))
-            comm = begin_timeline(comm, cast(Path, path))
+            comm = start_timeline(comm, cast(Path, path))
         report = None if show is None else lambda progress: show(config.strategy.name, progress)
         if resume and config.parallel.measures:
             config = _with_saved_cut(comm, config, Path(config.checkpoint.folder or folder / "checkpoints"))
@@ -109,7 +109,7 @@ def train(
         trainer = make(job, config, comm, folder, report, ends_at=ends_at, listens=listens, judge=judged)
         newest, changed = _newest(trainer, allow_changes) if resume else (None, {})
         write_down(trainer, job_path, command, newest, changed)
-        leads = comm.rank == comm.failures.living[0]
+        leads = comm.rank == comm.failures.alive[0]
         if leads and output is None:
             _keep_number(folder)
         pids = getattr(comm, "pids", None)
@@ -141,7 +141,7 @@ def _staying(job_path: Path) -> AbstractContextManager[None]:
 
 
 def _end(comm: Communicator, folder: Path, outcome: Outcome, reason: str | None) -> None:
-    if comm.rank == comm.failures.living[0]:
+    if comm.rank == comm.failures.alive[0]:
         end_run(folder, outcome, reason)
 
 
@@ -154,7 +154,7 @@ def _outcome(error: BaseException) -> tuple[Outcome, str]:
 
 def _decided(comm: Communicator, work: Callable[[], Path | None]) -> Path | None:
     """Collective. Run `work` on rank 0, as other nodes may see a shared folder later; return its result on all."""
-    path = comm.together(lambda: work() if comm.rank == 0 else None)
+    path = comm.raise_on_all_ranks(lambda: work() if comm.rank == 0 else None)
     text = comm.gather(str(path or ""))[0]
     return Path(text) if text else None
 
@@ -176,7 +176,7 @@ def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) ->
     config = JobConfig(**values)
     strategies.load(config.strategy.name).Config.from_mapping(config.strategy.options, "strategy")  # before any folder
     loggers.require(config.log)
-    Standing(job, config)
+    EarlyStopping(job, config)
     if config.data.prefetch and config.data.path is None:
         raise ConfigError(
             f"data.prefetch must be 0 with torch Datasets, as a thread would draw from the model's random numbers; got "
@@ -208,7 +208,7 @@ def _check_model(job: Job, config: JobConfig) -> None:
 def _check_stages(job: Job, config: JobConfig) -> None:
     """Raise ConfigError if the model has too few layers, or the schedule refuses the number of stages."""
     settings = config.parallel
-    make_schedule(settings.schedule, settings.stages, settings.micro_batches * config.accumulation, settings.chunks)
+    create_schedule(settings.schedule, settings.stages, settings.micro_batches * config.accumulation, settings.chunks)
     cut_of(outline(lambda: job.model(**config.model)), settings.stages * settings.chunks, settings.sizes)
 
 
@@ -270,7 +270,7 @@ def _remove_unused(folder: Path) -> None:
 
 def _with_saved_cut(comm: Communicator, config: JobConfig, checkpoints: Path) -> JobConfig:
     """Collective. Return the settings with the cut of the newest checkpoint, if that has as many stages."""
-    sizes = comm.gather(comm.together(lambda: saved_cut(checkpoints) if comm.rank == 0 else None))[0]
+    sizes = comm.gather(comm.raise_on_all_ranks(lambda: saved_cut(checkpoints) if comm.rank == 0 else None))[0]
     stages = config.parallel.stages * config.parallel.chunks
     return config.with_cut(tuple(sizes)) if sizes and len(sizes) == stages else config
 
@@ -281,8 +281,10 @@ def _newest(trainer: Trainer, allow_changes: bool) -> tuple[tuple[Path, checkpoi
     Raises ConfigError where settings have changed, and may not.
     """
     comm, checkpoints = trainer.comm, trainer.checkpoints
-    comm.together(lambda: clean(checkpoints) if comm.rank == 0 else None)  # its lock is held: nobody else saves there
-    found = checkpoint.latest_together(comm, checkpoints)
+    comm.raise_on_all_ranks(
+        lambda: clean(checkpoints) if comm.rank == 0 else None
+    )  # its lock is held: nobody else saves there
+    found = checkpoint.latest_on_all_ranks(comm, checkpoints)
     if found is None:
         if comm.rank == 0:
             _logger.info(f"no checkpoint in {checkpoints} yet: starting anew")
@@ -324,4 +326,4 @@ def write_down(
         changed={key: list(values) for key, values in changed.items()},
     )
     if start is not None:
-        begin_run(trainer.output, start)
+        start_run(trainer.output, start)

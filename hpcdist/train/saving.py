@@ -13,11 +13,11 @@ class Saving:
     steps alone count.
 
     Args:
-        meetings: those at which ranks decide whether they leave; None without any.
+        leaving: those at which ranks decide whether they leave; None without any.
     """
 
-    def __init__(self, config: JobConfig, meetings: Leaving | None):
-        self._config, self._waits, self._meetings = config.checkpoint, config.stop.patience is not None, meetings
+    def __init__(self, config: JobConfig, leaving: Leaving | None):
+        self._config, self._waits, self._leaving = config.checkpoint, config.stop.patience is not None, leaving
         self._since: dict[str, float] = {}  # the run's start, the epoch's and the last checkpoint
 
     def is_due(self, step: int, *, epoch_ends: bool, run_ends: bool, improved: bool) -> bool:
@@ -29,14 +29,14 @@ class Saving:
             or (run_ends and "run" in long)
             or (improved and config.best and (self._waits or "run" in long))
         )
-        if self._meetings is not None and self._meetings.clock_s is not None:
-            self._since |= {"checkpoint": self._meetings.clock_s} if is_due else {}
-            self._since |= {"epoch": self._meetings.clock_s} if epoch_ends else {}
+        if self._leaving is not None and self._leaving.clock_s is not None:
+            self._since |= {"checkpoint": self._leaving.clock_s} if is_due else {}
+            self._since |= {"epoch": self._leaving.clock_s} if epoch_ends else {}
         return is_due
 
     def _long(self) -> set[str]:
         """Return what has lasted `checkpoint.every_s`: the time since the last checkpoint, the epoch, the run."""
-        clock_s = None if self._meetings is None else self._meetings.clock_s
+        clock_s = None if self._leaving is None else self._leaving.clock_s
         if clock_s is None or not self._config.every_s:
             return set()
         if not self._since:

@@ -41,7 +41,7 @@ def train(strategy=None):
     return torch.nn.utils.parameters_to_vector(model.parameters())
 
 plain = train()
-names = [name for name in strategies.available() if strategies.load(name).contract.batch == "own"]
+names = [name for name in strategies.available() if strategies.load(name).contract.batch == "local"]
 own = [name for name in names if strategies.load(name).contract.step == "the strategy's"]
 unequal = [name for name in names if torch.equal(train(name), plain) == (name in own)]
 world = hd.init().platform.library, hd.rank(), hd.size(), hd.local_rank()

@@ -465,7 +465,7 @@ def test_where_work_fails_all_fail_alike_and_the_first_is_named(ranks):
     """Also by an error that is made of more than a message: it is told as its kind."""
 
     def body(comm):
-        assert comm.together(lambda: comm.rank + 7) == comm.rank + 7
+        assert comm.raise_on_all_ranks(lambda: comm.rank + 7) == comm.rank + 7
 
         def work():
             if comm.rank > 0:
@@ -476,9 +476,9 @@ def test_where_work_fails_all_fail_alike_and_the_first_is_named(ranks):
                 raise UnknownNameError("colour", "blau", ["blue"])
 
         with pytest.raises(CheckpointError) as caught:
-            comm.together(work)
+            comm.raise_on_all_ranks(work)
         with pytest.raises(ConfigError, match=r"colour must be one of blue; got 'blau'") as kind:
-            comm.together(refused)
+            comm.raise_on_all_ranks(refused)
         return str(caught.value), str(kind.value).startswith("on rank 2: ")
 
     first, *others = ranks(body)

@@ -67,7 +67,7 @@ class Delays(ComputeModel):
     def __init__(self, *seconds):
         self.seconds = seconds
 
-    def draw(self, rank, generator):
+    def sample(self, rank, generator):
         return self.seconds[rank]
 
 

@@ -182,8 +182,8 @@ def test_no_limit_and_no_signal_means_never():
 def test_ranks_meet_about_as_often_as_asked():
     def body(comm):
         leaving, meetings = Leaving(comm, every_s=5.0, clock=comm.now), []
-        meet = leaving.meet
-        leaving.meet = lambda steps: meetings.append(steps) or meet(steps)
+        agree = leaving.agree
+        leaving.agree = lambda steps: meetings.append(steps) or agree(steps)
         _walk(comm, leaving, 1000)
         return meetings
 

@@ -147,7 +147,7 @@ def test_the_next_worker_writes_where_the_first_has_died(tmp_path, notes):
     second.open(first_step=1)
     second.add(StepRecord(1, samples=4, loss=3.0, computing_s=1.0))
     second.report()
-    comm.failures.living = (1,)
+    comm.failures.alive = (1,)
     second.add(StepRecord(2, samples=4, loss=2.0, computing_s=1.0, waiting_s=1.0, staleness=(0, 1)))
     second.report()
     second.close()

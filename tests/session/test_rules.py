@@ -57,7 +57,7 @@ LOOPS = [
     "values_loaded_on_rank_0_only_between_epochs", "gradients_scaled_on_one_rank", "averaged_by_hand_in_the_loop",
     "a_step_inside_backward",
 ]  # fmt: skip
-FREE = Contract(averages="nothing", meets="never", frozen="at any time")
+FREE = Contract(averages="nothing", synchronizes="never", frozen="at any time")
 WORDS = {
     field.name: list(ast.literal_eval(re.sub(r"^Literal", "", field.type))) for field in dataclasses.fields(Contract)
 }

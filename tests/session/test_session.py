@@ -62,8 +62,8 @@ def _loop(comm, name, epochs=3, loader=None, **options):
 def test_the_same_loop_runs_every_strategy_and_sees_each_sample_once(ranks, name):
     found = ranks(lambda comm: _loop(comm, name))
     for epoch in range(3):
-        together = sorted(i for seen, *_ in found for i in seen[epoch])
-        assert together == list(range(N)), "not every sample exactly once"
+        raise_on_all_ranks = sorted(i for seen, *_ in found for i in seen[epoch])
+        assert raise_on_all_ranks == list(range(N)), "not every sample exactly once"
     orders = [[i for seen, *_ in found for i in seen[epoch]] for epoch in range(3)]
     assert orders[0] != orders[1] != orders[2], "epochs are shuffled alike"
     assert all(torch.equal(params, found[0][1]) for _, params, *_ in found)
@@ -210,7 +210,7 @@ def test_sums_add_up_and_weights_hold_in_a_loop_without_a_loader(strategy):
         optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, **options)
         rows = torch.arange(6.0).reshape(6, 1).split([1, 2, 3])[comm.rank]
         if loss == "mean":
-            optimizer.weigh(len(rows))
+            optimizer.set_batch_weight(len(rows))
         getattr(model(rows), loss)().backward()
         optimizer.step()
         return round(model.weight.item(), 5)

@@ -37,7 +37,7 @@ def _linear(comm, strategy="allreduce", model=None, **options):
 COUNTED = "Ranks' batches weigh by their samples"
 
 
-def _on_own_batches(sizes, make, loss, weigh=None):
+def _on_own_batches(sizes, make, loss, set_batch_weight=None):
     """One step on batches of these sizes, each rank's own; returns the parameters, and one process's."""
     cuts = np.cumsum([0, *sizes])
 
@@ -46,8 +46,8 @@ def _on_own_batches(sizes, make, loss, weigh=None):
         model, optimizer = _linear(comm)
         for batch in hd.shard([make(X[cuts[comm.rank] : cuts[comm.rank + 1]])], split=False):
             optimizer.zero_grad()
-            if weigh:
-                optimizer.weigh(weigh(batch))
+            if set_batch_weight:
+                optimizer.set_batch_weight(set_batch_weight(batch))
             loss(model, batch).backward()
             optimizer.step()
         return model.weight.detach().clone()
@@ -86,8 +86,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_how_samples_were_counted_is_told_where_it_matters(told, case):
-    make, loss, weigh, levels = CASES[case]
-    found, alone = _on_own_batches((7, 3, 5), make, loss, weigh)
+    make, loss, set_batch_weight, levels = CASES[case]
+    found, alone = _on_own_batches((7, 3, 5), make, loss, set_batch_weight)
     assert told(COUNTED) == levels
     exact = torch.allclose(found[0], alone, rtol=0, atol=1e-12)
     assert exact == ("WARNING" not in levels)
@@ -116,7 +116,7 @@ def test_a_loss_over_the_count_of_all_ranks_in_an_uneven_step_is_named(told, how
             if how == "all ranks' count":
                 count = hd.allreduce(count)
             if how == "weighed":
-                optimizer.weigh(count)
+                optimizer.set_batch_weight(count)
                 hd.allreduce(count)
             (model(x).square().sum() / count).backward()
             optimizer.step()

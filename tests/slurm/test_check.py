@@ -238,7 +238,7 @@ def test_strategies_say_themselves_what_they_need():
     alone = {"adpsgd", "gossip_pull", "gossip_push", "gossip_sync", "strom"}
     served = {"async_diloco", "downpour", "eamsgd", "easgd", "hardsync", "parameter_server", "softsync", "ssp"}
     contracts = {name: strategies.load(name).contract for name in strategies.available()}
-    assert {n for n, c in contracts.items() if c.deaths == "others go on"} == alone | served | {"sandblaster"}
+    assert {n for n, c in contracts.items() if c.deaths == "others continue"} == alone | served | {"sandblaster"}
     assert {n for n, c in contracts.items() if c.memory == "read by others"} == {"adpsgd", "gossip_pull", "gossip_push"}
 
 

@@ -48,7 +48,7 @@ def loss(module: nn.Module, indices: Any) -> Tensor:
 
 def stepping() -> list[str]:
     """The strategies whose steps go along gradients that the loop has computed; the others evaluate portions."""
-    return [name for name in strategies.available() if strategies.load(name).contract.batch == "own"]
+    return [name for name in strategies.available() if strategies.load(name).contract.batch == "local"]
 
 
 # By strategy: options for runs of a few steps.
@@ -215,7 +215,7 @@ def epoch(
 
     def backward(step: int) -> None:
         sizes = plan.sizes(step)
-        strategy.model.gradients.begin_batch(sizes[worker] * len(sizes) / sum(sizes))
+        strategy.model.gradients.start_batch(sizes[worker] * len(sizes) / sum(sizes))
         if strategy.contract.batch == "portions":
             joint[:], strategy.joint = joint_batch(plan, step, worker, strategy.config)
             return

@@ -166,7 +166,7 @@ def test_the_first_rank_of_a_host_measures_it(ranks, shared_tmp_path):
             Sysfs(root)
         comm.barrier()
         run = RunEnergy(comm, torch.device("cpu"), root)
-        run.begin()
+        run.start()
         comm.barrier()
         if comm.rank == 0:
             Sysfs.set(SimpleNamespace(zones=root / "class" / "powercap"), "intel-rapl:0", 8_000_000)
@@ -183,7 +183,7 @@ def test_a_run_that_goes_on_has_the_energy_of_its_starts(sysfs):
         run = RunEnergy(Alone(), None, sysfs.root)
         if saved is not None:
             run.load_state(saved)
-        run.begin()
+        run.start()
         return run
 
     first = start()

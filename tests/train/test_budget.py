@@ -80,8 +80,8 @@ def test_ranks_look_at_the_clock_seldom(tmp_path):
 
     def body(comm):
         with tiny.training(comm, tmp_path, *WITHOUT_END, "strategy=gossip_pull", "budget.seconds=1.005") as trainer:
-            look = trainer.milestones.look
-            trainer.milestones.look = lambda *args: (looks.append(comm.rank), look(*args))
+            look = trainer.stop_conditions.look
+            trainer.stop_conditions.look = lambda *args: (looks.append(comm.rank), look(*args))
             trainer.run()
             return trainer.position.step, trainer.position.epoch
 
@@ -189,7 +189,7 @@ CLOCKS = """
 import os, signal
 import hpcdist as hd
 from hpcdist.config import JobConfig
-from hpcdist.train.milestones import Milestones
+from hpcdist.train.stop_conditions import Milestones
 from hpcdist.train.resume import Position
 
 comm = hd.init(deadline_s=60).apart()

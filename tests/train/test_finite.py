@@ -58,7 +58,7 @@ def test_parameters_that_are_not_finite_end_the_run_and_no_good_checkpoint_makes
 
 
 def _tensors(path, rank):
-    return [piece.tensor for piece in checkpoint.SavedRank(path, rank).at("params").values()]
+    return [chunk.tensor for chunk in checkpoint.SavedRank(path, rank).at("params").values()]
 
 
 def test_parameters_that_are_not_finite_are_not_evaluated_but_who_looks_away_is_not_told(tmp_path):

@@ -157,7 +157,7 @@ def test_a_second_ctrl_c_ends_the_process():
         leaving.heard = heard.append
         os.kill(os.getpid(), signal.SIGINT)
         assert heard == ["SIGINT"] and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-        assert leaving.meet(1) == "SIGINT on rank 0"
+        assert leaving.agree(1) == "SIGINT on rank 0"
     assert signal.getsignal(signal.SIGINT) is before, "it is as before"
 
 

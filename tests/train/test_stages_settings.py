@@ -16,7 +16,7 @@ from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import load_summary
 from hpcdist.tools.compare.comparison import ComparedRuns
 from hpcdist.tools.compare.experiment import Comparison, Sweep
-from hpcdist.tools.compare.plan import cells, plan
+from hpcdist.tools.compare.plan import groups, plan
 from hpcdist.tools.compare.sweep import SweptRuns
 from hpcdist.tools.compare.trials import Trials
 from hpcdist.tools.simulate.cluster import ClusterConfig
@@ -104,7 +104,7 @@ DECLARED = Comparison(
 
 
 def test_controls_have_the_batch_of_all_replicas_and_a_whole_model():
-    found = {(cell.name, cell.ranks): cell for cell in cells(DECLARED, 16, 2, stages=4)}
+    found = {(cell.name, cell.ranks): cell for cell in groups(DECLARED, 16, 2, stages=4)}
     assert {key: cell.samples for key, cell in found.items() if "averaged" not in key[0]} == {
         ("gossip_pull", 4): 32, ("gossip_pull", 8): 64, ("serial, batch 16", 1): 32, ("serial, batch 32", 1): 64,
     }  # fmt: skip

@@ -11,13 +11,13 @@ from torch import Tensor
 from hpcdist.collectives.base import TAG
 from hpcdist.collectives.calls.prepared import remember
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.slots import LINE, Shown, Slots
+from hpcdist.comm.slots import LINE, GatheredRows, Slots
 
 PACKET_BYTES = 1 << 16  # up to here the other ranks' rows travel with the note
 SLOT_BYTES, ALL_BYTES = 1 << 20, 1 << 23  # of a rank's slot, and of the slots of all ranks, at most
 HEAD = 8  # bytes of a packet before its rows: the note
 DIFFER = -(1 << 63)  # the note of nodes that know that ranks differ
-NOTHING = Shown(np.zeros((0, 0), np.uint8))
+NOTHING = GatheredRows(np.zeros((0, 0), np.uint8))
 Ranks = slice | list[int]
 
 
@@ -68,43 +68,43 @@ class SlotsAcrossNodes(Slots):
         self._leader_of = [order.index(number) for number in nodes]
         self._ranks_of = [[rank for rank in range(comm.size) if nodes[rank] == number] for number in order]
         self._outbox, self._inbox = (torch.zeros(HEAD + PACKET_BYTES, dtype=torch.uint8) for _ in range(2))
-        self._note, self._heard = (box.numpy()[:HEAD].view(np.int64) for box in (self._outbox, self._inbox))
+        self._fingerprint, self._heard = (box.numpy()[:HEAD].view(np.int64) for box in (self._outbox, self._inbox))
         self._rounds: dict[tuple[int, int | None], list[_Round]] = {}  # by the length of a row, and its source
 
-    def meet(self, note: int, shown: Shown | None = None) -> bool:
+    def synchronize(self, fingerprint: int, gathered: GatheredRows | None = None) -> bool:
         self.calls += 1
         with self._node.failures.collective:
-            agree = self._inside is None or self._inside.meet(note)
+            agree = self._inside is None or self._inside.synchronize(fingerprint)
             if self._leaders is not None:
                 with self._leaders.failures.collective:
-                    agree = self._exchange(self._leaders, note if agree else DIFFER, shown or NOTHING)
-            return agree if self._inside is None else self._inside.meet(int(agree or self._leaders is None))
+                    agree = self._exchange(self._leaders, fingerprint if agree else DIFFER, gathered or NOTHING)
+            return agree if self._inside is None else self._inside.synchronize(int(agree or self._leaders is None))
 
-    def _exchange(self, leaders: Communicator, note: int, shown: Shown) -> bool:
+    def _exchange(self, leaders: Communicator, fingerprint: int, gathered: GatheredRows) -> bool:
         """Show the other nodes the rows of this one, and get theirs; tell whether all have the same note.
 
         Who hears of another note says so in the rounds that follow, and so does who hears of that.
         """
-        rows, source = shown
+        rows, source = gathered
         n_bytes = rows.shape[-1]
         if n_bytes * (len(rows) - 1 if source is None else 1) > PACKET_BYTES:
-            if agree := self._exchange(leaders, note, NOTHING):
+            if agree := self._exchange(leaders, fingerprint, NOTHING):
                 for rank in range(self.size) if source is None else [source]:
                     leaders.broadcast(torch.from_numpy(rows[rank]), self._leader_of[rank])
             return agree
         known = self._rounds.get((n_bytes, source))
         if known is None:
             known = remember(self._rounds, (n_bytes, source), self._plan(leaders, n_bytes, source))
-        self._note[0], heard, inbox = note, self._heard, self._inbox
+        self._fingerprint[0], heard, inbox = fingerprint, self._heard, self._inbox
         for one in known:
             if one.sent:
                 one.outgoing[...] = rows[one.sent]
             leaders.sendrecv(one.packet, one.dest, inbox, one.source, TAG)
-            if heard[0] != note:
-                self._note[0] = DIFFER
+            if heard[0] != fingerprint:
+                self._fingerprint[0] = DIFFER
             elif one.received:
                 rows[one.received] = one.incoming
-        return int(self._note[0]) == note != DIFFER
+        return int(self._fingerprint[0]) == fingerprint != DIFFER
 
     def _plan(self, leaders: Communicator, n_bytes: int, source: int | None) -> list[_Round]:
         rounds, me, n_nodes, distance = [], leaders.rank, leaders.size, 1
@@ -146,8 +146,8 @@ class _Round(NamedTuple):
 
 def _some(ranks: list[int]) -> Ranks:
     """Return what indexes these rows, as a slice where that does."""
-    together = ranks == list(range(ranks[0], ranks[0] + len(ranks))) if ranks else False
-    return slice(ranks[0], ranks[-1] + 1) if together else ranks
+    joined = ranks == list(range(ranks[0], ranks[0] + len(ranks))) if ranks else False
+    return slice(ranks[0], ranks[-1] + 1) if joined else ranks
 
 
 def _rows_in(box: Tensor, count: int, n_bytes: int) -> np.ndarray:

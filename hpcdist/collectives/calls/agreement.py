@@ -20,7 +20,7 @@ NONE = -1  # of a length: nothing is sent, or received
 _NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
-def note_of(call: str, dtype: torch.dtype, *more: int) -> int:
+def fingerprint_of(call: str, dtype: torch.dtype, *more: int) -> int:
     """Make the note of a call: a number that stands for all that must be the same on all ranks. Never 0."""
     return hash((CALLS.index(call), _NUMBERS[dtype], *more)) or 1
 

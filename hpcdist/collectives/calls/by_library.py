@@ -31,11 +31,11 @@ class AgreedCall(PreparedCall):
         make: the call, of flat tensors.
     """
 
-    def __init__(self, agree: Agree, note: int, make: Callable[..., None]):
-        self._agree, self._note, self._make = agree, note, make
+    def __init__(self, agree: Agree, fingerprint: int, make: Callable[..., None]):
+        self._agree, self._fingerprint, self._make = agree, fingerprint, make
 
     def __call__(self, *tensors: Tensor) -> bool:
-        if not self._agree(self._note):
+        if not self._agree(self._fingerprint):
             return False
         self._make(*(tensor.detach().view(-1) for tensor in tensors))
         return True
@@ -53,28 +53,28 @@ class CallsByLibrary:
         self.comm, self.size, self.library = comm, comm.size, MpiLibraryCalls(comm)
         self._agree, self._fastest, self._inbox = agree, fastest, Scratch()
 
-    def all_reduce(self, note: int, dtype: torch.dtype, count: int, operation: str) -> AgreedCall | None:
+    def all_reduce(self, fingerprint: int, dtype: torch.dtype, count: int, operation: str) -> AgreedCall | None:
         if operation in ("sum", "mean") and dtype in SUMMED:
-            return self._agreed(note, lambda own: self._fastest(operation)(own))
+            return self._agreed(fingerprint, lambda own: self._fastest(operation)(own))
         return None
 
-    def broadcast(self, note: int, dtype: torch.dtype, count: int, root: int) -> AgreedCall:
-        return self._agreed(note, lambda own: self.comm.broadcast(own, root))
+    def broadcast(self, fingerprint: int, dtype: torch.dtype, count: int, root: int) -> AgreedCall:
+        return self._agreed(fingerprint, lambda own: self.comm.broadcast(own, root))
 
-    def all_gather(self, note: int, dtype: torch.dtype, count: int) -> AgreedCall:
+    def all_gather(self, fingerprint: int, dtype: torch.dtype, count: int) -> AgreedCall:
         def make(out: Tensor, own: Tensor) -> None:
             inside = out.data_ptr() <= own.data_ptr() < out.data_ptr() + out.nbytes
             self.library.all_gather(out, own.clone() if inside else own)
 
-        return self._agreed(note, make)
+        return self._agreed(fingerprint, make)
 
-    def all_to_all(self, note: int, dtype: torch.dtype, count: int) -> AgreedCall:
+    def all_to_all(self, fingerprint: int, dtype: torch.dtype, count: int) -> AgreedCall:
         def make(out: Tensor, given: Tensor) -> None:
             self.library.all_to_all(out, given.clone() if out.data_ptr() == given.data_ptr() else given)
 
-        return self._agreed(note, make)
+        return self._agreed(fingerprint, make)
 
-    def reduce_scatter(self, note: int, dtype: torch.dtype, count: int, operation: str) -> AgreedCall | None:
+    def reduce_scatter(self, fingerprint: int, dtype: torch.dtype, count: int, operation: str) -> AgreedCall | None:
         if self.size * count * dtype.itemsize > MESSAGE_BYTES:  # then messages are combined while others are under way
             return None
         combine = reduction(operation, dtype)
@@ -84,7 +84,7 @@ class CallsByLibrary:
             self.library.all_to_all(found, given)
             combine(list(found.view(self.size, -1)), out)
 
-        return self._agreed(note, make)
+        return self._agreed(fingerprint, make)
 
-    def _agreed(self, note: int, make: Callable[..., None]) -> AgreedCall:
-        return AgreedCall(self._agree, note, make)
+    def _agreed(self, fingerprint: int, make: Callable[..., None]) -> AgreedCall:
+        return AgreedCall(self._agree, fingerprint, make)

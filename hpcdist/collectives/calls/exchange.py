@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives.base import TAG, Scratch
+from hpcdist.comm.chunks import slices
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.pieces import slices
 from hpcdist.comm.slots import Slots
 
 SLOT_BYTES = 1 << 21  # two of them per rank
@@ -48,15 +48,15 @@ class Copies:
 class Exchange(abc.ABC):
     """One way for data between the ranks of a communicator. All methods are Collective.
 
-    Tensors are flat, contiguous and on the host. `note` stands for what is called, and is the same on all ranks; if it
-    is not, the methods return False on all ranks before anything is taken.
+    Tensors are flat, contiguous and on the host. `fingerprint` stands for what is called, and is the same on all ranks;
+    if it is not, the methods return False on all ranks before anything is taken.
     """
 
     def __init__(self, comm: Communicator):
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
 
     @abc.abstractmethod
-    def agree(self, note: int) -> bool:
+    def agree(self, fingerprint: int) -> bool:
         """Wait for all ranks; tell whether all have this note."""
 
     @abc.abstractmethod
@@ -64,7 +64,7 @@ class Exchange(abc.ABC):
         """Return every rank's short tensor, of the same length on all; copies."""
 
     @abc.abstractmethod
-    def share(self, note: int, own: Tensor, counts: Counts, take: Take, sources: Ranks, takers: Ranks) -> bool:
+    def share(self, fingerprint: int, own: Tensor, counts: Counts, take: Take, sources: Ranks, takers: Ranks) -> bool:
         """Let `takers` take what each of `sources` brings.
 
         Args:
@@ -75,7 +75,7 @@ class Exchange(abc.ABC):
         """
 
     @abc.abstractmethod
-    def deal(self, note: int, own: Parts, counts: Counts, longest: int, take: Take, sources: Ranks) -> bool:
+    def deal(self, fingerprint: int, own: Parts, counts: Counts, longest: int, take: Take, sources: Ranks) -> bool:
         """Let every rank take the part that each of `sources` has for it.
 
         Args:
@@ -96,48 +96,48 @@ class SlotExchange(Exchange):
         super().__init__(comm)
         self.slots = slots
 
-    def agree(self, note: int) -> bool:
-        return self.slots.meet(note)
+    def agree(self, fingerprint: int) -> bool:
+        return self.slots.synchronize(fingerprint)
 
     def show_all(self, own: Tensor) -> list[Tensor]:
-        shown = self.slots.places(own.dtype, len(own))[self.slots.calls]
-        shown.rows[self.rank].copy_(own)
-        return list(shown.table.clone()) if self.slots.meet(0, shown.shown) else []
+        gathered = self.slots.places(own.dtype, len(own))[self.slots.calls]
+        gathered.rows[self.rank].copy_(own)
+        return list(gathered.table.clone()) if self.slots.synchronize(0, gathered.gathered) else []
 
-    def share(self, note: int, own: Tensor, counts: Counts, take: Take, sources: Ranks, takers: Ranks) -> bool:
+    def share(self, fingerprint: int, own: Tensor, counts: Counts, take: Take, sources: Ranks, takers: Ranks) -> bool:
         slots, step, count = self.slots, self.slots.n_bytes // own.itemsize, max(counts)
         brings, takes = self.rank in sources, self.rank in takers
         for start in range(0, max(count, 1), step):
             length = min(step, count - start)
-            shown = slots.places(own.dtype, length)[slots.calls]
+            gathered = slots.places(own.dtype, length)[slots.calls]
             if brings:
-                piece = own[start : start + length]
-                shown.rows[self.rank][: len(piece)].copy_(piece)
-            if not slots.meet(note, shown.shown):
+                chunk = own[start : start + length]
+                gathered.rows[self.rank][: len(chunk)].copy_(chunk)
+            if not slots.synchronize(fingerprint, gathered.gathered):
                 return False
             if takes and length:
-                rows = shown.rows
-                if brings and self.size == 2 and len(piece) == length:  # read where it lies, which is in the cache
-                    rows = [piece, rows[1]] if self.rank == 0 else [rows[0], piece]
+                rows = gathered.rows
+                if brings and self.size == 2 and len(chunk) == length:  # read where it lies, which is in the cache
+                    rows = [chunk, rows[1]] if self.rank == 0 else [rows[0], chunk]
                 take(start, rows)
         return True
 
-    def deal(self, note: int, own: Parts, counts: Counts, longest: int, take: Take, sources: Ranks) -> bool:
+    def deal(self, fingerprint: int, own: Parts, counts: Counts, longest: int, take: Take, sources: Ranks) -> bool:
         slots, size = self.slots, self.size
         step = slots.n_bytes // own[0].itemsize // size
         in_place = self.size == 2 or isinstance(take, Copies)  # else the own part may be where the result is built up
         for start in range(0, max(longest, 1), step):
             length = min(step, longest - start)
-            shown = slots.places(own[0].dtype, size * length)[slots.calls]
+            gathered = slots.places(own[0].dtype, size * length)[slots.calls]
             if self.rank in sources:
-                for rank, into in enumerate(shown.parts[self.rank]):
-                    piece = own[rank][start : start + length]
+                for rank, into in enumerate(gathered.parts[self.rank]):
+                    chunk = own[rank][start : start + length]
                     if rank != self.rank or not in_place:
-                        into[: len(piece)].copy_(piece)
-            if not slots.meet(note, shown.shown):
+                        into[: len(chunk)].copy_(chunk)
+            if not slots.synchronize(fingerprint, gathered.gathered):
                 return False
             if length:
-                mine = list(shown.parts[:, self.rank])
+                mine = list(gathered.parts[:, self.rank])
                 if self.rank in sources and in_place:
                     mine[self.rank] = own[self.rank][start : start + length]
                 take(start, mine)
@@ -161,10 +161,10 @@ class MessageExchange(Exchange):
         self._total = torch.zeros(1, dtype=torch.int64)
         self._word = self._total.numpy()
 
-    def agree(self, note: int) -> bool:
+    def agree(self, fingerprint: int) -> bool:
         if self._slots is not None:
-            return self._slots.meet(note)
-        self._word[0] = own = note & ((1 << NOTE_BITS) - 1)
+            return self._slots.synchronize(fingerprint)
+        self._word[0] = own = fingerprint & ((1 << NOTE_BITS) - 1)
         self.comm.allreduce(self._total)
         return int(self._word[0]) == own * self.size
 
@@ -173,16 +173,16 @@ class MessageExchange(Exchange):
         self._pass(dict.fromkeys(range(self.size), own), dict(enumerate(found)))
         return found
 
-    def share(self, note: int, own: Tensor, counts: Counts, take: Take, sources: Ranks, takers: Ranks) -> bool:
-        if not self.agree(note):
+    def share(self, fingerprint: int, own: Tensor, counts: Counts, take: Take, sources: Ranks, takers: Ranks) -> bool:
+        if not self.agree(fingerprint):
             return False
         for at in slices(max(counts), MESSAGE_BYTES // own.itemsize):
             outgoing = dict.fromkeys(takers, own[at]) if self.rank in sources else {}
             self._take(own, at, counts, take, outgoing, sources if self.rank in takers else ())
         return True
 
-    def deal(self, note: int, own: Parts, counts: Counts, longest: int, take: Take, sources: Ranks) -> bool:
-        if not self.agree(note):
+    def deal(self, fingerprint: int, own: Parts, counts: Counts, longest: int, take: Take, sources: Ranks) -> bool:
+        if not self.agree(fingerprint):
             return False
         for at in slices(longest, MESSAGE_BYTES // own[0].itemsize):
             outgoing = {rank: part[at] for rank, part in enumerate(own)} if self.rank in sources else {}

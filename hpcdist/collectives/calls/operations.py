@@ -12,7 +12,7 @@ from torch import Tensor
 from hpcdist.collectives import load
 from hpcdist.collectives.base import AllReduce, chunks
 from hpcdist.collectives.calls.across_nodes import PACKET_BYTES, slots_across_nodes
-from hpcdist.collectives.calls.agreement import NONE, note_of, refuse, shape_numbers, tell_lengths
+from hpcdist.collectives.calls.agreement import NONE, fingerprint_of, refuse, shape_numbers, tell_lengths
 from hpcdist.collectives.calls.by_library import SUMMED, CallsByLibrary
 from hpcdist.collectives.calls.exchange import SLOT_BYTES, Copies, Exchange, MessageExchange, SlotExchange, Take
 from hpcdist.collectives.calls.prepared import PreparedCall, PreparedCalls, TriedCall, remember
@@ -98,34 +98,34 @@ class Collectives:
                 )
             reduce = self._algorithms.get(algorithm) or self.algorithm(algorithm)
             function = reduce.mean if op == "mean" else reduce
-            return self.queue.make(lambda: [function(flat) for flat in each(tensor)], tensor, async_op=async_op)
+            return self.queue.run(lambda: [function(flat) for flat in each(tensor)], tensor, async_op=async_op)
         like = () if factor is not None else ("all_reduce", op, tensor)
-        return self._begin(async_op, tensor, lambda: self._all_reduce(tensor, op, factor), *like)
+        return self._start(async_op, tensor, lambda: self._all_reduce(tensor, op, factor), *like)
 
     def _all_reduce(self, tensors: Tensors, op: str, factor: float | None) -> None:
         with by_dtype(self.comm, tensors) as joined:
             for like, flat in joined:
                 combine = reduction(op, flat.dtype)
                 own = flat if factor is None else flat * factor
-                note = note_of("all_reduce", flat.dtype, OPERATIONS.index(op), *shape_numbers(like))
+                fingerprint = fingerprint_of("all_reduce", flat.dtype, OPERATIONS.index(op), *shape_numbers(like))
                 long = self.size * own.nbytes > WHOLE_BYTES and own.nbytes > LONG_BYTES
                 if long and op in ("sum", "mean") and own.dtype in SUMMED:
-                    taken = self._sum(note, own, op)
-                elif call := self._prepare("all_reduce", note, own.dtype, len(own), op):
+                    taken = self._sum(fingerprint, own, op)
+                elif call := self._prepare("all_reduce", fingerprint, own.dtype, len(own), op):
                     taken = call(own)
                     self._keep("all_reduce", op, call, like)
                 elif self.size * own.nbytes <= WHOLE_BYTES:
-                    taken = self._share(note, own, combine)
+                    taken = self._share(fingerprint, own, combine)
                 else:
-                    taken = self._share_in_slices(note, own, combine)
+                    taken = self._share_in_slices(fingerprint, own, combine)
                 if not taken:
                     refuse(self.comm, "all_reduce", op, *like)
                 if own is not flat:
                     flat.copy_(own)
 
-    def _sum(self, note: int, own: Tensor, op: str) -> bool:
+    def _sum(self, fingerprint: int, own: Tensor, op: str) -> bool:
         """Take the algorithm that is the fastest for long tensors on these ranks."""
-        if not self._exchange.agree(note):
+        if not self._exchange.agree(fingerprint):
             return False
         self._fastest(op)(own)
         return True
@@ -136,34 +136,34 @@ class Collectives:
         reduce = self.algorithm("native" if self.comm.failures.tolerant else "auto")
         return reduce if op == "sum" else reduce.mean
 
-    def _share(self, note: int, own: Tensor, combine: Reduce) -> bool:
+    def _share(self, fingerprint: int, own: Tensor, combine: Reduce) -> bool:
         """Combine all of the tensors on every rank."""
         counts = [len(own)] * self.size
-        return self._exchange.share(note, own, counts, _into(own, combine), self._everyone, self._everyone)
+        return self._exchange.share(fingerprint, own, counts, _into(own, combine), self._everyone, self._everyone)
 
-    def _share_in_slices(self, note: int, own: Tensor, combine: Reduce) -> bool:
+    def _share_in_slices(self, fingerprint: int, own: Tensor, combine: Reduce) -> bool:
         """Combine a slice on each rank, and share the slices."""
         parts = chunks(own, self.size)
         counts, total = [len(part) for part in parts], torch.empty_like(parts[self.rank])
         brought, take = [len(total)] * self.size, _into(total, combine)
-        if not self._exchange.deal(note, parts, brought, max(counts), take, self._everyone):
+        if not self._exchange.deal(fingerprint, parts, brought, max(counts), take, self._everyone):
             return False
-        return self._exchange.share(note, total, counts, Copies(parts), self._everyone, self._everyone)
+        return self._exchange.share(fingerprint, total, counts, Copies(parts), self._everyone, self._everyone)
 
     def reduce(
         self, tensor: Tensor, root: int, op: str = "sum", *, factor: float | None = None, async_op: bool = False
     ) -> Work | None:
         """Replace root's tensor by the combination of all ranks' tensors. Others keep theirs; see `all_reduce`."""
-        return self._begin(async_op, tensor, lambda: self._reduce(tensor, root, op, factor))
+        return self._start(async_op, tensor, lambda: self._reduce(tensor, root, op, factor))
 
     def _reduce(self, tensor: Tensor, root: int, op: str, factor: float | None) -> None:
         check_rank(root, self.size, "root")
         combine = reduction(op, tensor.dtype)
         with flattened(self.comm, tensor, write=self.rank == root) as flat:
             own = flat if factor is None else flat * factor
-            note = note_of("reduce", tensor.dtype, OPERATIONS.index(op), root, *tensor.shape)
+            fingerprint = fingerprint_of("reduce", tensor.dtype, OPERATIONS.index(op), root, *tensor.shape)
             counts = [len(flat)] * self.size
-            taken = self._exchange.share(note, own, counts, _into(flat, combine), self._everyone, [root])
+            taken = self._exchange.share(fingerprint, own, counts, _into(flat, combine), self._everyone, [root])
         if not taken:
             refuse(self.comm, "reduce", f"{op}, root {root}", tensor)
 
@@ -177,7 +177,7 @@ class Collectives:
             given: a tensor for each rank, those for one rank alike on all; or one tensor, cut into equal parts.
         """
         like = () if factor is not None else ("reduce_scatter", op, out, given)
-        return self._begin(async_op, out, lambda: self._reduce_scatter(out, given, op, factor), *like)
+        return self._start(async_op, out, lambda: self._reduce_scatter(out, given, op, factor), *like)
 
     def _reduce_scatter(self, out: Tensor, given: Tensors, op: str, factor: float | None) -> None:
         combine = reduction(op, out.dtype)
@@ -187,34 +187,37 @@ class Collectives:
         ):
             counts = [len(part) for part in parts]
             require_fit("out", out, parts[self.rank])
-            note = note_of("reduce_scatter", out.dtype, OPERATIONS.index(op), *counts)
-            call = self._prepare("reduce_scatter", note, out.dtype, len(flat), op)
+            fingerprint = fingerprint_of("reduce_scatter", out.dtype, OPERATIONS.index(op), *counts)
+            call = self._prepare("reduce_scatter", fingerprint, out.dtype, len(flat), op)
             if call and whole is not None:
                 taken = call(flat, whole if factor is None else whole * factor)
                 self._keep("reduce_scatter", op, call, [out, given])
             else:
                 own = parts if factor is None else [part * factor for part in parts]
                 brought, longest = [len(flat)] * self.size, max(counts)
-                taken = self._exchange.deal(note, own, brought, longest, _into(flat, combine), self._everyone)
+                taken = self._exchange.deal(fingerprint, own, brought, longest, _into(flat, combine), self._everyone)
         if not taken:
             refuse(self.comm, "reduce_scatter", op, *each(given))
 
     # --- copies -------------------------------------------------------------------------------------------------------
     def broadcast(self, tensor: Tensors, root: int = 0, *, async_op: bool = False) -> Work | None:
         """Copy root's tensor, or each of several, into everyone's."""
-        return self._begin(async_op, tensor, lambda: self._broadcast(tensor, root), "broadcast", root, tensor)
+        return self._start(async_op, tensor, lambda: self._broadcast(tensor, root), "broadcast", root, tensor)
 
     def _broadcast(self, tensors: Tensors, root: int) -> None:
         check_rank(root, self.size, "root")
         others = [rank for rank in self._everyone if rank != root]
         with by_dtype(self.comm, tensors, write=self.rank != root) as joined:
             for like, flat in joined:
-                note, counts = note_of("broadcast", flat.dtype, root, *shape_numbers(like)), [len(flat)] * self.size
-                if call := self._prepare("broadcast", note, flat.dtype, len(flat), root):
+                fingerprint, counts = (
+                    fingerprint_of("broadcast", flat.dtype, root, *shape_numbers(like)),
+                    [len(flat)] * self.size,
+                )
+                if call := self._prepare("broadcast", fingerprint, flat.dtype, len(flat), root):
                     taken = call(flat)
                     self._keep("broadcast", root, call, like)
                 else:
-                    taken = self._exchange.share(note, flat, counts, Copies({root: flat}), [root], others)
+                    taken = self._exchange.share(fingerprint, flat, counts, Copies({root: flat}), [root], others)
                 if not taken:
                     refuse(self.comm, "broadcast", root, *like)
 
@@ -224,7 +227,7 @@ class Collectives:
         Args:
             out: a tensor for each rank, overwritten, alike on all ranks; or one tensor, of equal parts.
         """
-        return self._begin(async_op, out, lambda: self._all_gather(out, tensor), "all_gather", "", out, tensor)
+        return self._start(async_op, out, lambda: self._all_gather(out, tensor), "all_gather", "", out, tensor)
 
     def _all_gather(self, out: Tensors, tensor: Tensor) -> None:
         with (
@@ -233,13 +236,13 @@ class Collectives:
         ):
             counts = [len(part) for part in parts]
             require_fit("tensor", tensor, parts[self.rank])
-            note = note_of("all_gather", tensor.dtype, *counts)
-            call = self._prepare("all_gather", note, tensor.dtype, len(own))
+            fingerprint = fingerprint_of("all_gather", tensor.dtype, *counts)
+            call = self._prepare("all_gather", fingerprint, tensor.dtype, len(own))
             if call and whole is not None:
                 taken = call(whole, own)
                 self._keep("all_gather", "", call, [out, tensor])
             else:
-                taken = self._exchange.share(note, own, counts, Copies(parts), self._everyone, self._everyone)
+                taken = self._exchange.share(fingerprint, own, counts, Copies(parts), self._everyone, self._everyone)
         if not taken:
             refuse(self.comm, "all_gather", "", *each(out), tensor)
 
@@ -251,7 +254,7 @@ class Collectives:
         Args:
             out: on root, a tensor for each rank, overwritten; None elsewhere.
         """
-        return self._begin(async_op, out, lambda: self._gather(out, tensor, root))
+        return self._start(async_op, out, lambda: self._gather(out, tensor, root))
 
     def _gather(self, out: Sequence[Tensor] | None, tensor: Tensor, root: int) -> None:
         check_rank(root, self.size, "root")
@@ -272,7 +275,7 @@ class Collectives:
             out: overwritten.
             given: on root, a tensor for each rank; None elsewhere.
         """
-        return self._begin(async_op, out, lambda: self._scatter(out, given, root))
+        return self._start(async_op, out, lambda: self._scatter(out, given, root))
 
     def _scatter(self, out: Tensor, given: Sequence[Tensor] | None, root: int) -> None:
         check_rank(root, self.size, "root")
@@ -291,7 +294,7 @@ class Collectives:
             out: a tensor for each rank, overwritten, of any lengths; or one tensor, of equal parts.
             given: the same.
         """
-        return self._begin(async_op, out, lambda: self._all_to_all(out, given), "all_to_all", "", out, given)
+        return self._start(async_op, out, lambda: self._all_to_all(out, given), "all_to_all", "", out, given)
 
     def _all_to_all(self, out: Tensors, given: Tensors) -> None:
         """Exchange at once where all parts of all ranks are as long; else tell each other how long they are, first."""
@@ -304,8 +307,8 @@ class Collectives:
                 raise ConfigError(
                     f"given must be of out's dtype, {type_of(dtype)}; got {type_of(own[0].dtype)}. Make both alike."
                 )
-            note = note_of("all_to_all", dtype, longest)
-            call = self._prepare("all_to_all", note, dtype, longest)
+            fingerprint = fingerprint_of("all_to_all", dtype, longest)
+            call = self._prepare("all_to_all", fingerprint, dtype, longest)
             if len(lengths) > 1:
                 self._exchange.agree(0)
                 equal = False
@@ -313,7 +316,9 @@ class Collectives:
                 equal = call(whole, brought)
                 self._keep("all_to_all", "", call, [out, given], self._all_to_all_uneven)
             else:
-                equal = self._exchange.deal(note, own, [longest] * self.size, longest, Copies(outs), self._everyone)
+                equal = self._exchange.deal(
+                    fingerprint, own, [longest] * self.size, longest, Copies(outs), self._everyone
+                )
         if not equal:
             self._all_to_all_uneven(out, given)
 
@@ -330,10 +335,10 @@ class Collectives:
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return once all ranks have called it."""
-        return self._begin(async_op, None, self._barrier)
+        return self._start(async_op, None, self._barrier)
 
     def _barrier(self) -> None:
-        if not self._exchange.agree(note_of("barrier", torch.uint8)):
+        if not self._exchange.agree(fingerprint_of("barrier", torch.uint8)):
             refuse(self.comm, "barrier", "")
 
     def close(self) -> None:
@@ -360,7 +365,7 @@ class Collectives:
             self._algorithms[name] = load(name)(self.comm)
         return self._algorithms[name]
 
-    def _begin(self, async_op: bool, out: Any, call: Callable[[], None], *like: Any) -> Work | None:
+    def _start(self, async_op: bool, out: Any, call: Callable[[], None], *like: Any) -> Work | None:
         """Make a call when those before it are over.
 
         Args:
@@ -375,11 +380,11 @@ class Collectives:
                     call()
 
         if not async_op:
-            return self.queue.make(make)
+            return self.queue.run(make)
         if self.comm.platform.virtual is None:
             return self.queue.submit(make, out)
         work = Work(out)
-        work.run(partial(self.queue.make, make))
+        work.run(partial(self.queue.run, make))
         return work
 
     def _set_up(self) -> None:
@@ -423,19 +428,19 @@ class Collectives:
         return True
 
     def _prepare(
-        self, call: str, note: int, dtype: torch.dtype, count: int, *details: str | int
+        self, call: str, fingerprint: int, dtype: torch.dtype, count: int, *details: str | int
     ) -> PreparedCall | None:
         """Return what makes a call, where there is something faster than an exchange and the ranks bring anything."""
         if not self._ways or not count:
             return None
-        if note not in self._ready:
+        if fingerprint not in self._ready:
             n_bytes = count * dtype.itemsize
-            ways = [getattr(of, call)(note, dtype, count, *details) for of in self._choose(call, n_bytes)]
+            ways = [getattr(of, call)(fingerprint, dtype, count, *details) for of in self._choose(call, n_bytes)]
             if len(ways) > 1:
                 trial = self._trials.setdefault((call, n_bytes.bit_length()), Trial(self.comm, len(ways), TRIALS))
                 ways = [TriedCall(ways, trial)]
-            remember(self._ready, note, ways[0])
-        return self._ready[note]
+            remember(self._ready, fingerprint, ways[0])
+        return self._ready[fingerprint]
 
     def _choose(self, call: str, n_bytes: int) -> Sequence[PreparedCalls | CallsByLibrary]:
         """Return the ways that may be the fastest for tensors, or parts, of a length."""

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from hpcdist.collectives.calls.reduction import array_reduction, reduction
 from hpcdist.collectives.tuning.timing import Trial
+from hpcdist.comm.chunks import slices
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.pieces import slices
-from hpcdist.comm.slots import Rows, Shown, Slots, array_of
+from hpcdist.comm.slots import GatheredRows, Rows, Slots, array_of
 
 SLICED_BYTES = 1 << 15  # of longer tensors, each of three ranks or more adds up a slice, and they share the slices
 KNOWN = 512  # values that `remember` keeps
@@ -30,7 +30,7 @@ V = TypeVar("V")
 
 Data = Any  # an array, or a tensor: what is done with them is written alike
 Step = Callable[[], object]
-Met = tuple[Shown, Step]  # what ranks have shown when they meet, and what each does then
+Met = tuple[GatheredRows, Step]  # what ranks have shown when they meet, and what each does then
 Bind = Callable[..., tuple[Step, Sequence[Met]]]  # gets the call's number and its tensors' data; returns its steps
 View = Callable[[Tensor], Data]
 Combine = Callable[[Sequence[Data], Data], Step]  # makes the step that combines the ranks' data
@@ -63,18 +63,18 @@ class TriedCall(PreparedCall):
     """A call that is made in the fastest way, once that is known.
 
     Args:
-        ways: which all do the same.
+        variants: which all do the same.
         trial: of all calls of about this length.
     """
 
-    def __init__(self, ways: Sequence[PreparedCall], trial: Trial):
-        self._ways, self._trial = ways, trial
+    def __init__(self, variants: Sequence[PreparedCall], trial: Trial):
+        self._variants, self._trial = variants, trial
 
     def __call__(self, *tensors: Tensor) -> bool:
         start = clock()
-        if not self._ways[self._trial.way](*tensors):
+        if not self._variants[self._trial.variant](*tensors):
             return False
-        self._trial.note(clock() - start)
+        self._trial.record(clock() - start)
         return True
 
 
@@ -82,17 +82,17 @@ class SlotCall(PreparedCall):
     """A call through slots.
 
     Args:
-        note: what stands for the call; see `Slots.meet`.
+        fingerprint: what stands for the call; see `Slots.synchronize`.
         views: of each tensor: what views its data.
         segments: what the call does with each piece of the data, along their last axis.
         fetched: bytes that are counted.
     """
 
     def __init__(
-        self, slots: Slots, comm: Communicator, note: int, views: Sequence[View],
+        self, slots: Slots, comm: Communicator, fingerprint: int, views: Sequence[View],
         segments: Sequence[tuple[slice, Bind]], fetched: int,
     ):  # fmt: skip
-        self._slots, self._traffic, self._note = slots, comm.trace.traffic, note
+        self._slots, self._traffic, self._fingerprint = slots, comm.trace.traffic, fingerprint
         self._views, self._segments, self._fetched = views, segments, fetched
         self._seen: dict[tuple[int, ...], bool] = {}  # addresses
 
@@ -100,11 +100,11 @@ class SlotCall(PreparedCall):
         start, before_s, slots = clock(), self._traffic.communicating_s, self._slots
         data = [view(tensor) for view, tensor in zip(self._views, tensors)]
         for cut, bind in self._segments:
-            pieces = data if len(self._segments) == 1 else [one[..., cut] for one in data]
-            first, others = bind(slots.calls, *pieces)
+            chunks = data if len(self._segments) == 1 else [one[..., cut] for one in data]
+            first, others = bind(slots.calls, *chunks)
             first()
-            for shown, step in others:
-                if not slots.meet(self._note, shown):
+            for gathered, step in others:
+                if not slots.synchronize(self._fingerprint, gathered):
                     return False
                 step()
         self._traffic.bytes_fetched += self._fetched
@@ -118,7 +118,13 @@ class SlotCall(PreparedCall):
         if len(self._segments) > 1 or not self._seen.get(place):
             remember(self._seen, place, True)
             return None
-        slots, note, meet, traffic, fetched = self._slots, self._note, self._slots.meet, self._traffic, self._fetched
+        slots, fingerprint, synchronize, traffic, fetched = (
+            self._slots,
+            self._fingerprint,
+            self._slots.synchronize,
+            self._traffic,
+            self._fetched,
+        )
         data = [view(_memory_of(tensor)) for view, tensor in zip(self._views, tensors)]
         ((_, bind),) = self._segments
         kept: list[tuple[Step, Sequence[Met]] | None] = [None] * slots.period
@@ -129,8 +135,8 @@ class SlotCall(PreparedCall):
             if steps is None:
                 steps = kept[at] = bind(slots.calls, *data)
             steps[0]()
-            for shown, step in steps[1]:
-                if not meet(note, shown):
+            for gathered, step in steps[1]:
+                if not synchronize(fingerprint, gathered):
                     return False
                 step()
             traffic.bytes_fetched += fetched
@@ -144,14 +150,14 @@ class PreparedCalls:
     """Prepares calls over a communicator's slots, which count in its account of traffic.
 
     Args, of all methods:
-        note: what stands for the call; see `Slots.meet`.
+        fingerprint: what stands for the call; see `Slots.synchronize`.
         count: elements that a rank brings, for each rank where it brings parts.
     """
 
     def __init__(self, slots: Slots, comm: Communicator):
         self.slots, self.comm, self.rank, self.size = slots, comm, slots.rank, slots.size
 
-    def all_reduce(self, note: int, dtype: torch.dtype, count: int, operation: str) -> SlotCall:
+    def all_reduce(self, fingerprint: int, dtype: torch.dtype, count: int, operation: str) -> SlotCall:
         """Prepare the all-reduce of a tensor.
 
         The bytes counted are those of a ring, 2n(p-1)/p, as for MPI's own: reading memory of the node is no traffic,
@@ -163,7 +169,7 @@ class PreparedCalls:
             addends = rows = place.rows
             if len(rows) == 2:  # the own tensor is read where it lies
                 addends = [rows[0], own] if self.rank else [own, rows[1]]
-            return _copy(own, rows[self.rank]), [(place.shown, combine(addends, own))]
+            return _copy(own, rows[self.rank]), [(place.gathered, combine(addends, own))]
 
         def of_length(length: int) -> Bind:
             if self.size > 2 and length * dtype.itemsize > SLICED_BYTES:
@@ -171,7 +177,7 @@ class PreparedCalls:
             return self._in_one_place(whole, dtype, arrays=arrays)(length)
 
         fetched = 2 * (self.size - 1) * count * dtype.itemsize // self.size
-        return self._call(note, dtype, count, of_length, [view], fetched)
+        return self._call(fingerprint, dtype, count, of_length, [view], fetched)
 
     def _sliced(self, dtype: torch.dtype, length: int, combine: Combine, arrays: bool) -> Bind:
         """Combine a slice on each rank, and share the slices; every rank combines what is left over."""
@@ -185,59 +191,59 @@ class PreparedCalls:
             if end < length:
                 combined = _both(combined, combine([row[end:] for row in rows], own[end:]))
             found = _copy(total.table, own[:end].reshape(size, count))
-            return _copy(own, rows[rank]), [(places[number].shown, combined), (total.shown, found)]
+            return _copy(own, rows[rank]), [(places[number].gathered, combined), (total.gathered, found)]
 
         return bind
 
-    def broadcast(self, note: int, dtype: torch.dtype, count: int, root: int) -> SlotCall:
+    def broadcast(self, fingerprint: int, dtype: torch.dtype, count: int, root: int) -> SlotCall:
         leads = self.rank == root
 
         def bind(place: Rows, own: Data) -> tuple[Step, Sequence[Met]]:
-            row, shown = place.rows[root], place.shown._replace(source=root)
-            return (_copy(own, row), [(shown, _nothing)]) if leads else (_nothing, [(shown, _copy(row, own))])
+            row, gathered = place.rows[root], place.gathered._replace(source=root)
+            return (_copy(own, row), [(gathered, _nothing)]) if leads else (_nothing, [(gathered, _copy(row, own))])
 
         fetched = 0 if leads else (self.size - 1) * count * dtype.itemsize
-        return self._call(note, dtype, count, self._in_one_place(bind, dtype), [array_of], fetched)
+        return self._call(fingerprint, dtype, count, self._in_one_place(bind, dtype), [array_of], fetched)
 
-    def all_gather(self, note: int, dtype: torch.dtype, count: int) -> SlotCall:
+    def all_gather(self, fingerprint: int, dtype: torch.dtype, count: int) -> SlotCall:
         """Prepare an all-gather into a tensor of equal parts; its tensors come in the order of the call's."""
 
         def bind(place: Rows, out: Data, own: Data) -> tuple[Step, Sequence[Met]]:
-            return _copy(own, place.rows[self.rank]), [(place.shown, _copy(place.table, out))]
+            return _copy(own, place.rows[self.rank]), [(place.gathered, _copy(place.table, out))]
 
         fetched, views = (self.size - 1) * count * dtype.itemsize, [self._in_parts(array_of), array_of]
-        return self._call(note, dtype, count, self._in_one_place(bind, dtype), views, fetched)
+        return self._call(fingerprint, dtype, count, self._in_one_place(bind, dtype), views, fetched)
 
-    def all_to_all(self, note: int, dtype: torch.dtype, count: int) -> SlotCall:
+    def all_to_all(self, fingerprint: int, dtype: torch.dtype, count: int) -> SlotCall:
         """Prepare an exchange of equal parts between two tensors."""
         rank, size = self.rank, self.size
 
         def bind(place: Rows, out: Data, given: Data) -> tuple[Step, Sequence[Met]]:
-            parts, shown = place.parts, place.shown
+            parts, gathered = place.parts, place.gathered
             if size > 2:
-                return _copy(given, parts[rank]), [(shown, _copy(parts[:, rank], out))]
+                return _copy(given, parts[rank]), [(gathered, _copy(parts[:, rank], out))]
             other = 1 - rank
             found = _both(_copy(parts[other, rank], out[other]), _copy(given[rank], out[rank]))
-            return _copy(given[other], parts[rank, other]), [(shown, found)]
+            return _copy(given[other], parts[rank, other]), [(gathered, found)]
 
         fetched, views = (size - 1) * count * dtype.itemsize, [self._in_parts(array_of)] * 2
-        return self._call(note, dtype, count, self._in_one_place(bind, dtype, size), views, fetched, size)
+        return self._call(fingerprint, dtype, count, self._in_one_place(bind, dtype, size), views, fetched, size)
 
-    def reduce_scatter(self, note: int, dtype: torch.dtype, count: int, operation: str) -> SlotCall:
+    def reduce_scatter(self, fingerprint: int, dtype: torch.dtype, count: int, operation: str) -> SlotCall:
         """Prepare a reduction of equal parts of a tensor."""
         rank, size = self.rank, self.size
         combine, arrays, view = _combining(operation, dtype)
 
         def bind(place: Rows, out: Data, given: Data) -> tuple[Step, Sequence[Met]]:
-            parts, shown = place.parts, place.shown
+            parts, gathered = place.parts, place.gathered
             addends = list(parts[:, rank])
             if size > 2:
-                return _copy(given, parts[rank]), [(shown, combine(addends, out))]
+                return _copy(given, parts[rank]), [(gathered, combine(addends, out))]
             addends[rank] = given[rank]  # of two ranks the own part is read where it lies
-            return _copy(given[1 - rank], parts[rank, 1 - rank]), [(shown, combine(addends, out))]
+            return _copy(given[1 - rank], parts[rank, 1 - rank]), [(gathered, combine(addends, out))]
 
         of_length, fetched = self._in_one_place(bind, dtype, size, arrays), (size - 1) * count * dtype.itemsize
-        return self._call(note, dtype, count, of_length, [view, self._in_parts(view)], fetched, size)
+        return self._call(fingerprint, dtype, count, of_length, [view, self._in_parts(view)], fetched, size)
 
     def _in_one_place(
         self, bind: Callable[..., tuple[Step, Sequence[Met]]], dtype: torch.dtype, parts: int = 1, arrays: bool = True
@@ -254,7 +260,7 @@ class PreparedCalls:
         return lambda tensor: view(tensor).reshape(self.size, -1)
 
     def _call(
-        self, note: int, dtype: torch.dtype, count: int, of_length: Callable[[int], Bind], views: Sequence[View],
+        self, fingerprint: int, dtype: torch.dtype, count: int, of_length: Callable[[int], Bind], views: Sequence[View],
         fetched: int, parts: int = 1,
     ) -> SlotCall:  # fmt: skip
         """Cut so many elements, of each of a rank's parts, into segments that fit into a slot together."""
@@ -262,7 +268,7 @@ class PreparedCalls:
         cuts = list(slices(count, step))
         made = {length: of_length(length) for length in {cut.stop - cut.start for cut in cuts}}
         segments = [(cut, made[cut.stop - cut.start]) for cut in cuts]
-        return SlotCall(self.slots, self.comm, note, views, segments, fetched if self.slots.counted else 0)
+        return SlotCall(self.slots, self.comm, fingerprint, views, segments, fetched if self.slots.counted else 0)
 
 
 def _combining(operation: str, dtype: torch.dtype) -> tuple[Combine, bool, View]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.comm.pieces import slices
+from hpcdist.comm.chunks import slices
 from hpcdist.comm.transfer import SIGNED, WIDE
 from hpcdist.errors import ConfigError, UnknownNameError
 

@@ -48,9 +48,9 @@ def by_dtype(
                 for one in group
             ]
             found.append((group, own, torch.cat(own)))
-        yield [(group, together) for group, _, together in found]
-        for _, own, together in found if write else ():
-            torch._foreach_copy_(own, list(together.split([len(one) for one in own])))
+        yield [(group, joined) for group, _, joined in found]
+        for _, own, joined in found if write else ():
+            torch._foreach_copy_(own, list(joined.split([len(one) for one in own])))
 
 
 @contextmanager

@@ -73,30 +73,30 @@ class Trial:
 
     Args:
         comm: the ranks, which do the same in the same order.
-        ways: their number.
+        variants: their number.
         rounds: timings of each way that count.
         warm_up: timings of each way before these.
         worth: another way than the first must take less than this part of its time: the rest is noise.
 
     Attributes:
-        way: the number of the way to take next.
+        variant: the number of the way to take next.
         decided: it stays so.
     """
 
-    def __init__(self, comm: Communicator, ways: int, rounds: int, warm_up: int = 1, worth: float = 1.0):
+    def __init__(self, comm: Communicator, variants: int, rounds: int, warm_up: int = 1, worth: float = 1.0):
         self._comm, self._rounds, self._warm_up, self._worth = comm, rounds, warm_up, worth
-        self._taken_s = [list[float]() for _ in range(ways)]
-        self.way, self.decided = 0, False
+        self._taken_s = [list[float]() for _ in range(variants)]
+        self.variant, self.decided = 0, False
 
-    def note(self, seconds: float) -> None:
+    def record(self, seconds: float) -> None:
         """Note how long the way took. Collective at the end of the last round."""
         if self.decided:
             return
-        self._taken_s[self.way].append(seconds)
-        self.way = (self.way + 1) % len(self._taken_s)
-        if self.way == 0 and len(self._taken_s[0]) == self._warm_up + self._rounds:
+        self._taken_s[self.variant].append(seconds)
+        self.variant = (self.variant + 1) % len(self._taken_s)
+        if self.variant == 0 and len(self._taken_s[0]) == self._warm_up + self._rounds:
             counted = [lower_quartile(taken_s[self._warm_up :]) for taken_s in self._taken_s]
             first_s, *others_s = slowest(self._comm, counted)
             fastest_s = min(others_s)
-            self.way = 1 + others_s.index(fastest_s) if fastest_s < self._worth * first_s else 0
+            self.variant = 1 + others_s.index(fastest_s) if fastest_s < self._worth * first_s else 0
             self.decided = True

@@ -46,10 +46,10 @@ class ProcessGroup(OtherLibrary):
         self.backend, self.label = backend, {"nccl": "NCCL", "gloo": "Gloo"}[backend]
         if backend == "nccl":
             self._require_gpus()
-        meeting = meet(comm, interface)
+        point = rendezvous(comm, interface)
         self._timeout = timeout_of(comm)
-        self._store: TCPStore | None = meeting.store
-        self._group: Any = (self._gloo if backend == "gloo" else self._nccl)(meeting)
+        self._store: TCPStore | None = point.store
+        self._group: Any = (self._gloo if backend == "gloo" else self._nccl)(point)
 
     def _require_gpus(self) -> None:
         """Collective. Check that every rank has a GPU; raise ConfigError on all ranks otherwise."""
@@ -65,16 +65,16 @@ class ProcessGroup(OtherLibrary):
                     "'hpcdist', 'horovod' or 'gloo' there."
                 )
 
-    def _gloo(self, meeting: Rendezvous) -> Any:
+    def _gloo(self, point: Rendezvous) -> Any:
         options: Any = vars(dist.ProcessGroupGloo)["_Options"]()  # torch's types leave it out
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.address)]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=point.address)]
         options._timeout = self._timeout
-        return dist.ProcessGroupGloo(meeting.store, self.comm.rank, self.comm.size, options)
+        return dist.ProcessGroupGloo(point.store, self.comm.rank, self.comm.size, options)
 
-    def _nccl(self, meeting: Rendezvous) -> Any:
+    def _nccl(self, point: Rendezvous) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        return dist.ProcessGroupNCCL(meeting.store, self.comm.rank, self.comm.size, options)
+        return dist.ProcessGroupNCCL(point.store, self.comm.rank, self.comm.size, options)
 
     def check(self, tensor: Tensor) -> None:
         if self.backend == "nccl" and not tensor.is_cuda:
@@ -111,7 +111,7 @@ class Rendezvous(NamedTuple):
     address: str
 
 
-def meet(comm: Communicator, interface: str = "") -> Rendezvous:
+def rendezvous(comm: Communicator, interface: str = "") -> Rendezvous:
     """Collective. Make torch.distributed's store, at a free port of rank 0, which sends its addresses over MPI.
 
     Whoever reaches the store may read and change it: torch asks for no secret. So it listens on loopback where all

@@ -16,11 +16,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpcdist.comm.chunks import alongside
 from hpcdist.comm.mpi.calls import clock
 from hpcdist.comm.mpi.messages import Staging, memory_at
 from hpcdist.comm.mpi.node_memory import LockedMemory, NodeMemory, OwnedMemory
 from hpcdist.comm.mpi.tcp import TcpTransfers
-from hpcdist.comm.pieces import alongside
 from hpcdist.comm.window import Predicate, Window, check_count
 
 

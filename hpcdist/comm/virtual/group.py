@@ -91,19 +91,19 @@ class Member:
     def path_from(self, rank: int) -> Path:
         return self.group.cluster.wiring.path(self.group.members[rank], self.group.members[self.rank])
 
-    def meet(
+    def synchronize(
         self,
         call: str,
         given: Any = None,
         conclude: Callable[[list], tuple[list, float]] | None = None,
         counted: str = "waiting_s",
     ) -> Any:
-        """Collective. Wait for the other ranks, see Gathering.meet; by default without a result, as in a barrier."""
+        """Collective. Wait for the other ranks, see Gathering.synchronize; by default a barrier, without a result."""
         self.enter()
         if conclude is None:
             conclude = self._barrier
         with self.counted(counted):
-            result = self.group.gathering.meet(self.rank, call, given, conclude, self.failures.deadline_s)
+            result = self.group.gathering.synchronize(self.rank, call, given, conclude, self.failures.deadline_s)
         if counted == "waiting_s":
             self.traffic.sent(0, rounds(self.size))
         return result

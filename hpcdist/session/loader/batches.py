@@ -99,5 +99,5 @@ def counted_as(counts: Tensor, shapes: Tensor) -> tuple[int, str] | None:
     return logging.WARNING if doubtful else logging.INFO, (
         "Ranks' batches weigh by their samples, counted along the first dimension of a batch's first tensor: "
         f"{' and '.join(f'{number:.0f}' for number in numbers)}{why}. Where that is not their number (time comes "
-        "first, say), call optimizer.weigh(n) before backward()."
+        "first, say), call optimizer.set_batch_weight(n) before backward()."
     )

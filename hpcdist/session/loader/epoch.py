@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hpcdist.session import rules
-from hpcdist.session.loader.period import Weighed
+from hpcdist.session.loader.period import WeightedBatch
 from hpcdist.session.world import current
 from hpcdist.strategies import Strategy
 
@@ -30,7 +30,7 @@ class Epoch:
         pairs = zip(self._strategies, self._before, strict=True)
         return any(strategy.steps > before or strategy.model.gradients.weights for strategy, before in pairs)
 
-    def watch(self, batches: Iterator[Weighed]) -> Iterator[Weighed]:
+    def watch(self, batches: Iterator[WeightedBatch]) -> Iterator[WeightedBatch]:
         """Pass the batches on. If the first trains nothing, note whether a model runs on the others.
 
         In an epoch that trains no hook is set, for which torch.compile would compile anew.

@@ -13,10 +13,10 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.data.sharding import EpochPlan
 from hpcdist.session import rules
 from hpcdist.strategies.lbfgs.portions import JointBatch
-from hpcdist.strategies.server.strategy import serve_together
+from hpcdist.strategies.server.strategy import serve_jointly
 
 
-class Weighed(NamedTuple):
+class WeightedBatch(NamedTuple):
     """This rank's batch of one step, and its weight.
 
     `weight` is this rank's number of samples in the step over the workers' mean number; 0 for a batch that does not
@@ -43,7 +43,9 @@ def relative(counts: Tensor, rank: int) -> float:
     return float(counts[rank] * len(counts) / counts.sum()) if counts.any() else 1.0
 
 
-def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when_left: bool = False) -> Iterator[Any]:
+def period(
+    optimizers: Sequence[Any], batches: Iterable[WeightedBatch], *, pauses_when_left: bool = False
+) -> Iterator[Any]:
     """Yield a worker's batches, each of which begins with its weight, and pause after the last; serve on a server.
 
     A server yields nothing: it serves until all workers have paused.
@@ -56,7 +58,7 @@ def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when
     for strategy in strategies if len(strategies) > 1 else ():
         rules.refuse("several optimisers share a loop", strategy, count=len(strategies))
     if not strategies[0].is_worker:
-        serve_together([(optimizer.strategy, optimizer.attachment.local_step) for optimizer in optimizers])
+        serve_jointly([(optimizer.strategy, optimizer.attachment.local_step) for optimizer in optimizers])
         return
     pauses = pauses_when_left
     for optimizer in optimizers:
@@ -65,7 +67,7 @@ def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when
     try:
         for batch, weight, ends_epoch, _ in batches:
             for strategy in strategies:
-                strategy.model.gradients.begin_batch(weight, ends_epoch=ends_epoch)
+                strategy.model.gradients.start_batch(weight, ends_epoch=ends_epoch)
             with strategies[0].comm.trace.span(f"step {strategies[0].steps + 1}", "step"):
                 yield batch
         pauses = True

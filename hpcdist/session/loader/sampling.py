@@ -83,7 +83,9 @@ class Order:
     def take(self, group: Communicator) -> None:
         """Collective in `group` where there is a sampler. Draw an epoch on the first worker, and share it with all."""
         if self._sampler is not None and not self._ahead:
-            self._items = broadcast_in(group, group.together(lambda: self._draw() if group.rank == 0 else None))
+            self._items = broadcast_in(
+                group, group.raise_on_all_ranks(lambda: self._draw() if group.rank == 0 else None)
+            )
         self._ahead = False
 
     def _draw(self) -> list[Any]:
@@ -121,7 +123,7 @@ class Order:
                     set_random_state({name: value for name, value in state.items() if name != "cuda"})
                 return self._draw()
 
-        own = group.together(draw)
+        own = group.raise_on_all_ranks(draw)
         self._items, self._ahead = broadcast_in(group, own if here else None, first), True
         mine, theirs = ({*map(repr, self._singly(items))} for items in (own, self._items or ()))
         apart = len(mine & theirs) < max(2, min(len(mine), len(theirs)) / 4) and mine != theirs
@@ -204,7 +206,7 @@ def iter_apart(loader: Any, worker: int) -> Iterator[Any]:
 
 
 # --- equal batches on all ranks of a replica --------------------------------------------------------------------------
-def drawn_alike(loader: DataLoader[Any], inner: Communicator, place: tuple[int, int, int, int]) -> Iterator[Any]:
+def identical_batches(loader: DataLoader[Any], inner: Communicator, place: tuple[int, int, int, int]) -> Iterator[Any]:
     """Collective in the replica. Iterate over batches that are the same on all its ranks.
 
     Whatever is drawn while a batch is loaded follows from its place, so that a resumed epoch goes on alike, and the
@@ -217,10 +219,10 @@ def drawn_alike(loader: DataLoader[Any], inner: Communicator, place: tuple[int, 
     Raises:
         MismatchError: the ranks' first batches differ, for the data set draws from elsewhere, or asks for the rank.
     """
-    with drawing(place, "begin"):
+    with seeded(place, "begin"):
         batches = iter(loader)
     for step in count():
-        with drawing(place, step):
+        with seeded(place, step):
             batch = next(batches, _END)
         if step == 0:
             require_same(inner, batch)
@@ -233,7 +235,7 @@ _END = object()
 
 
 @contextmanager
-def drawing(place: tuple[int, ...], step: int | str) -> Iterator[None]:
+def seeded(place: tuple[int, ...], step: int | str) -> Iterator[None]:
     """Draw the random numbers of Python, NumPy and torch from a seed inside the context; afterwards one's own again."""
     seed = zlib.crc32(repr((place, step)).encode())
     with callers_state_kept():

@@ -20,11 +20,11 @@ from hpcdist.data.sharding import EpochPlan
 from hpcdist.model.gradients import Gradients
 from hpcdist.session import rules
 from hpcdist.session.consensus import consensus_of
-from hpcdist.session.consistency import begin_epoch, changed_marks, marks, require_same_loader
+from hpcdist.session.consistency import changed_marks, marks, require_same_loader, start_epoch
 from hpcdist.session.loader.batches import counted_as, same_everywhere, samples_in
 from hpcdist.session.loader.epoch import Epoch
-from hpcdist.session.loader.period import Weighed, counts_of, joint_batch, period, relative
-from hpcdist.session.loader.sampling import Order, drawn_alike, iter_apart, order_of
+from hpcdist.session.loader.period import WeightedBatch, counts_of, joint_batch, period, relative
+from hpcdist.session.loader.sampling import Order, identical_batches, iter_apart, order_of
 from hpcdist.session.run import LoopRun
 from hpcdist.session.values import broadcast_in
 from hpcdist.session.world import current, refuse_calls_of_servers, shared_calls
@@ -222,10 +222,10 @@ class ShardedLoader:
     def _train(self) -> Iterator[Any]:
         session, optimizers, workers = current(), self._optimizers(), self._replicas()
         self._dealt_to = workers
-        self._begin_epoch()
+        self._start_epoch()
         if session.loader is None:  # else beside another loader, which says when steps are taken
             for optimizer in optimizers:
-                begin_epoch(optimizer)
+                start_epoch(optimizer)
             self._compare(session.comm, session.ranks_of(workers)[0])  # with ranks that serve: one worker may be alone
         if session.outer.rank not in workers:
             yield from period(optimizers, ())
@@ -234,13 +234,13 @@ class ShardedLoader:
             return
         if session.loader is not None:
             self._ended = True  # whether it is iterated to its end is up to the other loader
-            yield from (weighed.batch for weighed in self._weighed([], workers))
+            yield from (weighted.batch for weighted in self._weighted([], workers))
             return
         strategies = [optimizer.strategy for optimizer in optimizers]
         session.loader = self
         if len(workers) < session.outer.size:
             session.group, session.peers = optimizers[0].attachment.workers, optimizers[0].attachment.peers
-            session.begun = None if session.comm.mpi is None else shared_calls()
+            session.calls_before = None if session.comm.mpi is None else shared_calls()
         epoch, run = Epoch(strategies), session.run
         if run is not None:
             strategies[0].records.start()  # an evaluation before this epoch is none of its steps
@@ -250,8 +250,8 @@ class ShardedLoader:
             if self._split:  # no rank has another's samples
                 strategy.gradients.checksums = None
         try:
-            weighed = self._weighed(strategies, workers)
-            batches = epoch.watch(weighed if run is None else _counted(weighed, run, workers))
+            weighted = self._weighted(strategies, workers)
+            batches = epoch.watch(weighted if run is None else _counted(weighted, run, workers))
             yield from period(optimizers, batches, pauses_when_left=True)
             refuse_calls_of_servers(session)  # that have ended all the same, and had no answer
             epoch.check()
@@ -259,16 +259,16 @@ class ShardedLoader:
             if run is not None:
                 run.end_epoch(self._epoch + 1)
         finally:
-            session.loader = session.group = session.peers = session.begun = None
+            session.loader = session.group = session.peers = session.calls_before = None
             for strategy in strategies:
                 strategy.model.mark()
 
-    def _begin_epoch(self) -> None:
+    def _start_epoch(self) -> None:
         self._epoch, self._ended = self._epoch + 1, False
         if self._split and not self._iterable:
             self._epoch = self._order.epoch(self._epoch)
 
-    def _weighed(self, strategies: Sequence[Strategy], workers: tuple[int, ...]) -> Iterator[Weighed]:
+    def _weighted(self, strategies: Sequence[Strategy], workers: tuple[int, ...]) -> Iterator[WeightedBatch]:
         """Draw this rank's batches of the epoch."""
         worker = workers.index(current().outer.rank)
         own = not self._split or self._iterable
@@ -276,26 +276,32 @@ class ShardedLoader:
             if strategy.contract.batch == "portions":
                 yield from self._joint(strategy, worker, len(workers))
                 return
-        for weighed in self._own(strategies, worker, len(workers)) if own else self._dealt(worker, len(workers)):
-            self._weight = weighed.weight
-            watched = [strategy.model.gradients for strategy in strategies if worker == 0 and weighed.weight != 1.0]
+        for weighted in self._own(strategies, worker, len(workers)) if own else self._dealt(worker, len(workers)):
+            self._weight = weighted.weight
+            watched = [strategy.model.gradients for strategy in strategies if worker == 0 and weighted.weight != 1.0]
             for gradients in watched:
                 gradients.on_begin = partial(self._look_at_calls, gradients, shared_calls())
-            yield weighed
+            yield weighted
             for gradients in watched:
                 gradients.on_begin = None
 
     def _look_at_calls(self, gradients: Gradients, before: Mapping[Any, int]) -> None:
         """Say once that a loss may be weighed twice: by its batch's samples, and by a count of all ranks."""
-        if gradients.weighs and not gradients.weighed_by_loop and not self._shares and shared_calls() != before:
+        if (
+            gradients.weights_batches
+            and not gradients.weighted_by_loop
+            and not self._shares
+            and shared_calls() != before
+        ):
             self._shares = True
             _log.warning(
                 "Batches of a step weigh by their numbers of samples, and the loop calls all ranks between a batch and "
                 "its backward pass. A loss must not be divided by a count that ranks have added up (boxes, tokens): it "
-                "would be weighed twice. Divide it by this rank's own count, and call optimizer.weigh(count)."
+                "would be counted twice. Divide it by this rank's own count, and call "
+                "optimizer.set_batch_weight(count)."
             )
 
-    def _dealt(self, worker: int, workers: int) -> Iterator[Weighed]:
+    def _dealt(self, worker: int, workers: int) -> Iterator[WeightedBatch]:
         """Draw this worker's share of the samples of all."""
         order, plan = self._draw(worker, workers)
         steps = self._steps(plan)
@@ -303,10 +309,10 @@ class ShardedLoader:
         resumes, self._start = plan.start > 0, 0
         for step, batch in zip(range(steps), self._iterate(self._sharded, worker, resumes, plan.start), strict=True):
             self._done = plan.position(step + 1)
-            yield Weighed(batch, order.weight(plan, step, worker), step == steps - 1, partial(plan.sizes, step))
+            yield WeightedBatch(batch, order.weight(plan, step, worker), step == steps - 1, partial(plan.sizes, step))
         self._done = len(order)
 
-    def _joint(self, strategy: Any, worker: int, workers: int) -> Iterator[Weighed]:
+    def _joint(self, strategy: Any, worker: int, workers: int) -> Iterator[WeightedBatch]:
         """Draw the joint batches of all workers, for a strategy that evaluates portions of them."""
         if not self._split or self._iterable or self._order.batch_size is None:
             raise rules.error("the loader draws batches, or reads its own samples")
@@ -321,7 +327,7 @@ class ShardedLoader:
         try:
             for step, batch in zip(range(steps), batches, strict=True):
                 self._done, strategy.joint = plan.position(step + 1), found[step][1]
-                yield Weighed(batch, ends_epoch=step == steps - 1, counts=partial(plan.sizes, step))
+                yield WeightedBatch(batch, ends_epoch=step == steps - 1, counts=partial(plan.sizes, step))
         finally:
             strategy.joint = None
         self._done = len(order)
@@ -334,7 +340,7 @@ class ShardedLoader:
         """
         grid = current().grid
         if grid is not None and grid.stages > 1:
-            yield from drawn_alike(loader, grid.inner, (self._seed, self._epoch, worker, start))
+            yield from identical_batches(loader, grid.inner, (self._seed, self._epoch, worker, start))
             return
         state = torch.get_rng_state()  # the number that torch draws for each epoch was drawn when this one began
         batches = iter(loader) if worker == 0 else iter_apart(loader, worker)
@@ -363,7 +369,7 @@ class ShardedLoader:
         return (plan.n_samples - plan.start) // plan.global_batch if self._order.drop_last else plan.steps
 
     # --- loaders whose ranks read different samples ---------------------------------------------------------------
-    def _own(self, strategies: Sequence[Strategy], worker: int, workers: int) -> Iterator[Weighed]:
+    def _own(self, strategies: Sequence[Strategy], worker: int, workers: int) -> Iterator[WeightedBatch]:
         """Draw the batches of this rank's own loader, and then, while other ranks have some, one that weighs 0."""
         session = current()
         group = session.peers or session.outer
@@ -374,16 +380,18 @@ class ShardedLoader:
             if same_everywhere(group, first):
                 batches = islice(batches, worker, None, workers)
         joined = workers > 1 and any(strategy.contract.synchronous for strategy in strategies)
-        yield from self._joined(strategies, group, batches) if joined else map(Weighed, batches)
+        yield from self._joined(strategies, group, batches) if joined else map(WeightedBatch, batches)
 
-    def _joined(self, strategies: Sequence[Strategy], group: Communicator, batches: Iterator[Any]) -> Iterator[Weighed]:
+    def _joined(
+        self, strategies: Sequence[Strategy], group: Communicator, batches: Iterator[Any]
+    ) -> Iterator[WeightedBatch]:
         """Collective. Draw batches until no rank has one, each weighted by its samples."""
         last, step, counted = None, 0, None
         while True:
             batch = next(batches, None)
             if counted and not self._told:  # after a step, in which the loop may have said what its batches weigh
                 self._told = True
-                if group.rank == 0 and not any(strategy.model.gradients.weighed_by_loop for strategy in strategies):
+                if group.rank == 0 and not any(strategy.model.gradients.weighted_by_loop for strategy in strategies):
                     _log.log(*counted)
             counts, shapes = counts_of(group, *((0, 0) if batch is None else samples_in(batch)))
             counted = counted or counted_as(counts, shapes)
@@ -392,16 +400,16 @@ class ShardedLoader:
             if step == 0 and not counts.all():  # a rank that has none at all goes along with another one's
                 last = broadcast_in(group, batch, int(counts.argmax()))
             last, step = last if batch is None else batch, step + 1
-            yield Weighed(last, relative(counts, group.rank), counts=counts.tolist)
+            yield WeightedBatch(last, relative(counts, group.rank), counts=counts.tolist)
 
     # --- an evaluation --------------------------------------------------------------------------------------------
     def _evaluate(self) -> Iterator[Any]:
         session = current()
-        self._begin_epoch()
+        self._start_epoch()
         with consensus_of(session.optimizers):
             worker = session.outer.rank
             if not self._split or self._iterable:
-                yield from (weighed.batch for weighed in self._own([], worker, session.outer.size))
+                yield from (weighted.batch for weighted in self._own([], worker, session.outer.size))
                 return
             order, plan = self._draw(worker, session.outer.size)
             counted = [step for step in range(self._steps(plan)) if plan.sizes(step)[worker]]
@@ -451,11 +459,11 @@ def _require_averaged(model: nn.Module) -> None:
         raise rules.error("update_bn reads samples of each rank's own", model=type(model).__name__)
 
 
-def _counted(batches: Iterable[Weighed], run: LoopRun, workers: tuple[int, ...]) -> Iterator[Weighed]:
+def _counted(batches: Iterable[WeightedBatch], run: LoopRun, workers: tuple[int, ...]) -> Iterator[WeightedBatch]:
     """Tell the run how many samples each batch has; others' are taken to be as many where each rank reads its own."""
     worker = workers.index(current().outer.rank)
-    for weighed in batches:
-        counts = [samples_in(weighed.batch)[0]] * len(workers) if weighed.counts is None else weighed.counts()
+    for weighted in batches:
+        counts = [samples_in(weighted.batch)[0]] * len(workers) if weighted.counts is None else weighted.counts()
         run.samples += int(counts[worker])
         run.of_all += int(sum(counts))
-        yield weighed
+        yield weighted

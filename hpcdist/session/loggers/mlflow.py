@@ -27,13 +27,13 @@ class MLflow(Logger):
         folder = run.folder.resolve()
         folder.mkdir(exist_ok=True)
         self._client = MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
-        self._id = run.id(lambda: self._begun(run.name, folder))
+        self._id = run.id(lambda: self._started(run.name, folder))
         if run.first_step == 1:
             params = [Param(name, str(value)[:LONGEST]) for name, value in run.settings.items()]
             for first in range(0, len(params), BATCH):
                 self._client.log_batch(self._id, params=params[first : first + BATCH])
 
-    def _begun(self, name: str, folder: Path) -> str:
+    def _started(self, name: str, folder: Path) -> str:
         experiment = self._client.create_experiment("hpcdist", artifact_location=folder.as_uri())
         return self._client.create_run(experiment, run_name=name).info.run_id
 

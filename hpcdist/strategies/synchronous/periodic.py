@@ -60,17 +60,17 @@ class Periodic(Strategy):
             """Steps from sending a fragment to using its mean."""
             return 0
 
-        def meets(self, step: int) -> bool:
+        def synchronizes(self, step: int) -> bool:
             return step % self.period == 0
 
     config: Config
-    contract = Contract(averages="parameters", meets="every period")
+    contract = Contract(averages="parameters", synchronizes="every period")
     momentum: Sequence[Tensor] = ()
     blend: float | None = None
     of_ranks: Reshard = "first"
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self.alone = comm.size == 1
         self.calls = Collectives(comm, Traffic())
         self.records.count(self.calls.comm)
@@ -122,7 +122,7 @@ class Periodic(Strategy):
 
     def sends(self, step: int) -> list[int]:
         """Return the numbers of the fragments that are sent at the end of a step, which counts from 1."""
-        return [0] if self.config.meets(step) else []
+        return [0] if self.config.synchronizes(step) else []
 
     def inner_step(self, update: Update) -> Outcome:
         """Take a step of the period: of this rank alone, unless a subclass knows better."""
@@ -165,7 +165,7 @@ class Periodic(Strategy):
                 self.average([used])
 
         self.in_flight[number] = step
-        work = self.calls.queue.make(average, [*values, used], async_op=self._delay > 0)
+        work = self.calls.queue.run(average, [*values, used], async_op=self._delay > 0)
         self._works[number] = work or Work([*values, used])
 
     def complete(self, number: int | None = None) -> None:

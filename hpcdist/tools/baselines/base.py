@@ -30,9 +30,9 @@ from hpcdist.train.evaluate import evaluate_replica
 from hpcdist.train.job import Job, described, open_data, own_samples
 from hpcdist.train.log import Progress, RunLog
 from hpcdist.train.loop import own_device
-from hpcdist.train.milestones import Milestones
 from hpcdist.train.numerics import Precision
 from hpcdist.train.resume import Position
+from hpcdist.train.stop_conditions import StopConditions
 
 if TYPE_CHECKING:
     from hpcdist.comm.mpi.communicator import MpiCommunicator
@@ -125,11 +125,11 @@ class BaselineTrainer:
             self._train, config.batch_size * config.accumulation, fill=True, worker=comm.rank, workers=comm.size,
             seed=config.seed, prefetch=config.data.prefetch, parts=parts,
         )  # fmt: skip
-        self._milestones = Milestones(config, comm, self.position, len(self._train))
-        self._milestones.global_batch = self._loader.plan.global_batch
+        self._stop_conditions = StopConditions(config, comm, self.position, len(self._train))
+        self._stop_conditions.global_batch = self._loader.plan.global_batch
         settings, everyone = self.config.model_dump(), tuple(range(comm.size))
         curves = Curves(self.config.log, settings, comm, everyone, self._optimizer, output, tuple(job.metrics))
-        self.log = RunLog(output, self.config, comm, self.position, self._milestones, report, curves, self.device)
+        self.log = RunLog(output, self.config, comm, self.position, self._stop_conditions, report, curves, self.device)
 
     def _make_model(self) -> None:
         """Make model and optimiser as a Trainer does, with the same random numbers, and give them to the library."""
@@ -148,10 +148,10 @@ class BaselineTrainer:
     # --- the run --------------------------------------------------------------------------------------------------
     def run(self, resume_from: Path | None = None) -> Summary:
         """Collective. Train to the end, evaluate and write the summary; return it, the same on every rank."""
-        self._milestones.look(0.0)
+        self._stop_conditions.look(0.0)
         self.log.open(first_step=1)
         try:
-            while not self._milestones.ended:
+            while not self._stop_conditions.ended:
                 self._epoch()
             return self._summarise()
         finally:
@@ -159,19 +159,19 @@ class BaselineTrainer:
 
     def _epoch(self) -> None:
         """Train an epoch, or its steps until a budget is spent."""
-        position, milestones = self.position, self._milestones
+        position, stop_conditions = self.position, self._stop_conditions
         self._loader.set_epoch(position.epoch)
         plan, batches, done = self._loader.plan, iter(self._loader), 0
-        while done < plan.steps and not milestones.ended:
-            count, before = min(plan.steps - done, milestones.steps or plan.steps), milestones.samples
+        while done < plan.steps and not stop_conditions.ended:
+            count, before = min(plan.steps - done, stop_conditions.steps or plan.steps), stop_conditions.samples
             self._steps(batches, done, count)
             done, position.step = done + count, position.step + count
             position.consumed = plan.position(done)
-            milestones.look(self.log.train_s, count)
-            evaluates = milestones.evaluates(before) or milestones.ended
+            stop_conditions.look(self.log.train_s, count)
+            evaluates = stop_conditions.evaluates(before) or stop_conditions.ended
             if done == plan.steps:
                 position.epoch, position.consumed = position.epoch + 1, 0
-                evaluates = evaluates or milestones.ended or position.epoch % self.config.eval_every == 0
+                evaluates = evaluates or stop_conditions.ended or position.epoch % self.config.eval_every == 0
             if evaluates:
                 self._evaluate()
             if done == plan.steps:

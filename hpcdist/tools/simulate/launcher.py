@@ -114,9 +114,9 @@ class VirtualLauncher:
         self._pool: ProcessPoolExecutor | None = None
         if workers > 1:
             context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads and locks
-            self._pool = ProcessPoolExecutor(workers, context, initializer=_begin)
+            self._pool = ProcessPoolExecutor(workers, context, initializer=_start)
 
-    def make(self, run: PlannedRun, folder: Path) -> None:
+    def run(self, run: PlannedRun, folder: Path) -> None:
         """Make a run.
 
         Raises:
@@ -163,7 +163,7 @@ def _train(simulation: Simulation, run: PlannedRun, folder: Path) -> str | None:
     return None
 
 
-def _begin() -> None:
+def _start() -> None:
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

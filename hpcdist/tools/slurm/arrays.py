@@ -13,7 +13,7 @@ from hpcdist.tools import console
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.launchers import LAST_LINES
 from hpcdist.tools.compare.plan import PlannedRun
-from hpcdist.tools.compare.run_all import MadeRuns, missing, prepare
+from hpcdist.tools.compare.run_all import ExperimentRuns, missing, prepare
 from hpcdist.tools.runs import FAILURE, is_done, last_lines
 from hpcdist.tools.slurm import history, queue
 from hpcdist.tools.slurm.check import examine
@@ -53,7 +53,7 @@ def specify(
         )
     if isinstance(experiment, Comparison) and experiment.baselines:
         raise ConfigError(
-            f"--baselines must be left out with --slurm, whose jobs run `hpcdist train`; got "
+            f"--baselines must be omitted with --slurm, whose jobs run `hpcdist train`; got "
             f"{','.join(experiment.baselines)}. Compare with them inside one allocation, with --launcher."
         )
     for key in load({}, None, overrides):
@@ -88,17 +88,17 @@ def specify(
     return specs
 
 
-def submit_missing(made: MadeRuns, site: str, overrides: Sequence[str], at_once: int | None = None) -> bool:
+def submit_missing(made: ExperimentRuns, site: str, overrides: Sequence[str], at_once: int | None = None) -> bool:
     """Submit the runs that are missing to Slurm, an array for each number of ranks; tell whether a check refuses.
 
     All is checked, as by `hpcdist slurm check`, before anything is written.
     """
     output, profile = made.folder, load_site(site)
-    waiting = under_way(output)
+    waiting = pending(output)
     left = [run for run in missing(made.plan, output) if output / run.folder not in waiting]
     specs = specify(made.experiment, left, output, site, overrides, at_once)
     findings = dict.fromkeys(finding for spec in specs for finding in examine(spec, profile))
-    for sentence in (*made.left_out, *map(str, findings)):
+    for sentence in (*made.skipped, *map(str, findings)):
         console.note(sentence)
     if any(finding.level == "error" for finding in findings):
         return True
@@ -109,7 +109,7 @@ def submit_missing(made: MadeRuns, site: str, overrides: Sequence[str], at_once:
             prepare(run, output)
         for spec in specs:
             entry = queue.submit(spec, render(spec, profile).text)
-            history.append(entry, output)  # for `under_way`
+            history.append(entry, output)  # for `pending`
             print(entry.job)
             console.note(f"job {entry.job}: runs on {spec.size} ranks: {entry.cases}; their logs go to {entry.log}")
     console.note(
@@ -119,7 +119,7 @@ def submit_missing(made: MadeRuns, site: str, overrides: Sequence[str], at_once:
     return False
 
 
-def show(made: MadeRuns, waiting: Mapping[Path, State]) -> bool:
+def show(made: ExperimentRuns, waiting: Mapping[Path, State]) -> bool:
     """Show what runs have measured while others wait or run under Slurm; tell whether one failed."""
     output, planned = made.folder, {run.folder: run for run in made.plan}.values()
     left = missing(made.plan, output)
@@ -136,7 +136,7 @@ def show(made: MadeRuns, waiting: Mapping[Path, State]) -> bool:
     return bool(failed)
 
 
-def under_way(output: Path) -> dict[Path, State]:
+def pending(output: Path) -> dict[Path, State]:
     """Return the states of tasks that wait or run, by the folders of their runs.
 
     Tasks that have ended without a result leave the reason in their run's folder, as runs that fail here do.
@@ -162,8 +162,8 @@ def under_way(output: Path) -> dict[Path, State]:
 
 def _state_of(task: str, states: Sequence[State]) -> State:
     """Find the state of a task; tasks that wait together are one entry, such as 7_[2-3]."""
-    together = (one for one in states if "[" in one.job and not one.ended)
-    return next((one for one in states if one.job == task), next(together, State(task, FORGOTTEN)))
+    listed = (one for one in states if "[" in one.job and not one.ended)
+    return next((one for one in states if one.job == task), next(listed, State(task, FORGOTTEN)))
 
 
 def _write_failure(folder: Path, state: State, log: Path) -> None:

@@ -242,7 +242,9 @@ def _going_on(spec: JobSpec, site: Site) -> Problems:
         name = _strategy_name(spec)
         contract = _contract(name)
         if not spec.command and contract is not None and contract.deaths == "end all":
-            can = [s for s in catalogue("strategies").available() if (c := _contract(s)) and c.deaths == "others go on"]
+            can = [
+                s for s in catalogue("strategies").available() if (c := _contract(s)) and c.deaths == "others continue"
+            ]
             yield warning(
                 f"shrink must go with a strategy that can go on, {', '.join(can)}; got {name!r}. It ends when a rank "
                 "dies."

@@ -85,8 +85,8 @@ class PageServer(ThreadingHTTPServer):
 
     def service_actions(self) -> None:
         """Hang up on those that have taken too long: called now and then while serving."""
-        begun_before = time.monotonic() - LONGEST_S
-        self._hang_up([request for request, since in list(self._open.items()) if since < begun_before])
+        started_before = time.monotonic() - LONGEST_S
+        self._hang_up([request for request, since in list(self._open.items()) if since < started_before])
 
     def _hang_up(self, requests: list[socket.socket]) -> None:
         for request in requests:

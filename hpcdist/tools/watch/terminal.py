@@ -204,9 +204,9 @@ def _usage(view: RunView, columns: int, braille: bool) -> list[Text]:
     most = max((value for points in ranks.values() for _, value in points), default=0.0)
     rows = [["rank", *(heads[name] for name in shown)]]
     for rank, points in ranks.items():
-        cells = [_used(name, found[-1][1]) if (found := view.usage[name].get(rank)) else "" for name in shown]
+        groups = [_used(name, found[-1][1]) if (found := view.usage[name].get(rank)) else "" for name in shown]
         past = _rising([value for _, value in points], most) if braille else ""
-        rows.append([f"{rank:>6}", " ".join([past, f"{cells[0]:>5}"]).strip(), *cells[1:]])
+        rows.append([f"{rank:>6}", " ".join([past, f"{groups[0]:>5}"]).strip(), *groups[1:]])
     return [Text(), *map(Text, _aligned(rows, columns))] if ranks else []
 
 
@@ -230,7 +230,8 @@ def _aligned(rows: Sequence[Sequence[str]], columns: int, left: int = 0) -> list
         widths.pop()
     return [
         "  ".join(
-            f"{cell:<{width}}" if at < left else f"{cell:>{width}}" for at, (cell, width) in enumerate(zip(row, widths))
+            f"{group:<{width}}" if at < left else f"{group:>{width}}"
+            for at, (group, width) in enumerate(zip(row, widths))
         )
         for row in rows
     ]
@@ -246,7 +247,7 @@ def table(
     title += "" if left_s is None else f", about {duration(left_s)} left for all"
     views = sorted(views, key=lambda view: view.state == "ended")
     metrics = [name for name in dict.fromkeys(name for view in views for name in view.metrics) if name != "loss"]
-    cells = {
+    groups = {
         "run": [shortened(view.label, max(LEAST_NAME, columns // 3), ascii_only=not braille) for view in views],
         "": [bar(view.fraction or 0.0, 8, ascii_only=not braille) for view in views],
         "done": [f"{view.fraction or 0:.0%}" if view.state == "training" else view.state for view in views],
@@ -257,7 +258,7 @@ def table(
         "samples/s": [f"{rate:,.0f}" if (rate := view.rate_now or view.rate_mean) else "" for view in views],
         "slow ranks": [", ".join(_slow(view)) for view in views],
     }
-    filled = [[name, *column] for name, column in cells.items() if any(column)]
+    filled = [[name, *column] for name, column in groups.items() if any(column)]
     head, *lines = _aligned(list(zip(*filled)), columns, left=2)
     return Text("\n").join([Text(title, "bold"), Text(head, "bright_black"), *map(Text, lines)])
 
@@ -289,14 +290,14 @@ def curve(points: Sequence[tuple[float, float]], columns: int, rows: int, *, bra
         return [" " * columns] * (rows + 1)
     width, height = 2 * (columns - LABEL - 1), 4 * rows
     low, high = min(y for _, y in points), max(y for _, y in points)
-    cells = [[0] * (width // 2) for _ in range(rows)]
+    groups = [[0] * (width // 2) for _ in range(rows)]
     before = None
     for column, y in enumerate(_resampled(points, width)):
         dot = height // 2 if high == low else round((high - y) / (high - low) * (height - 1))
         for one in range(min(dot, before or dot), max(dot, before or dot) + 1) if before is not None else (dot,):
-            cells[one // 4][column // 2] |= DOTS[column % 2][one % 4]
+            groups[one // 4][column // 2] |= DOTS[column % 2][one % 4]
         before = dot
-    drawn = ["".join(chr(0x2800 + cell) if braille else " *"[cell > 0] for cell in line) for line in cells]
+    drawn = ["".join(chr(0x2800 + group) if braille else " *"[group > 0] for group in line) for line in groups]
     ends = [text if len(text := f"{value:.3g}") <= LABEL else f"{value:.1e}" for value in (high, low)]
     labels = [ends[0], *[""] * (rows - 2), ends[1]] if high > low else [*[""] * (rows // 2), ends[1]]
     labels += [""] * (rows - len(labels))

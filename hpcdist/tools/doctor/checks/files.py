@@ -47,7 +47,7 @@ _try = partial(attempt, CALL_S, "the file system's answer")
 def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     """Collective. Measure by node the free bytes, the time until it sees a new file, and locks; then the speeds."""
     first, last = comm.rank == 0, nodes.leaders[-1]  # whose memory does not hold what rank 0 wrote
-    made = gather(comm, _try(lambda: _begin(required.folder)) if first else None)[0]
+    made = gather(comm, _try(lambda: _start(required.folder)) if first else None)[0]
     if "error" in made:
         return {"folder": str(required.folder.absolute()), "error": made["error"]}
     folder = Path(made["made"])
@@ -90,7 +90,7 @@ def _locks(comm: Communicator, nodes: Nodes, path: Path) -> dict:
     return {**held, "nodes": {nodes.name(rank): row for rank, row in enumerate(rows) if row}}
 
 
-def _begin(wanted: Path) -> dict:
+def _start(wanted: Path) -> dict:
     """Make a folder in the one that is wanted, or in the nearest one above it that exists."""
     wanted = wanted.absolute()
     folder = next(path for path in (wanted, *wanted.parents) if path.is_dir())

@@ -11,7 +11,7 @@ GROWTH = 4  # the number of steps between two looks at the clock grows at most b
 SPARE = 0.9  # the next look comes after this part of the seconds left, as later steps may be slower
 
 
-class Milestones:
+class StopConditions:
     """Tells how many steps a run takes until its next evaluation or its end, by epochs or a budget.
 
     Args:
@@ -85,7 +85,7 @@ class Milestones:
         if budget_s is None:
             return
         before, self._clocks = self._clocks, self._comm.failures.retry_on_failure(lambda: self._comm.gather(train_s))
-        first = self._comm.failures.living[0]
+        first = self._comm.failures.alive[0]
         now_s = self._clocks[first]
         if steps:
             step_s = (now_s - before[first]) / steps  # by one clock, as that of a dead rank may have been ahead

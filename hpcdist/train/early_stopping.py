@@ -10,7 +10,7 @@ from hpcdist.errors import UnknownNameError
 from hpcdist.train.job import Job
 
 
-class Standing:
+class EarlyStopping:
     """Ranks a run's evaluations by `stop.metric`; the same on all ranks, which have the same evaluations.
 
     Attributes:

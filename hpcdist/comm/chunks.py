@@ -11,7 +11,7 @@ PIECE = 1 << 20  # elements
 CACHED = 1 << 18  # elements; pieces of a few tensors fit into a core's caches, and shorter ones cost more calls
 
 
-def pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def chunks(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield flat parts of at most 2^20 elements; views if the tensors are contiguous."""
     for tensor in tensors:
         yield from tensor.reshape(-1).split(PIECE)
@@ -35,7 +35,7 @@ def alongside(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def sums(tensors: Iterable[Tensor]) -> list[str]:
     """Sum each piece in double precision; as text, in which a NaN equals itself."""
-    return [repr(piece.sum(dtype=torch.float64).item()) for piece in pieces(map(as_real, tensors))]
+    return [repr(chunk.sum(dtype=torch.float64).item()) for chunk in chunks(map(as_real, tensors))]
 
 
 def sum_and_norm(tensor: Tensor) -> tuple[float, float]:
@@ -44,9 +44,9 @@ def sum_and_norm(tensor: Tensor) -> tuple[float, float]:
     The sum of complex numbers is that of their real and imaginary parts together.
     """
     total = squares = 0.0
-    for piece in pieces([as_real(tensor)]):
-        total += piece.sum(dtype=torch.float64).item()
-        squares += piece.double().square().sum().item()
+    for chunk in chunks([as_real(tensor)]):
+        total += chunk.sum(dtype=torch.float64).item()
+        squares += chunk.double().square().sum().item()
     return total, squares**0.5
 
 

@@ -39,13 +39,14 @@ def named_misfits(path: Path | str | None, split: str, module: nn.Module | None,
         of_torch = file.startswith(TORCH) or (type(error) in KINDS[:2] and not raised)
         if type(error) not in KINDS or not of_torch:
             raise
-        part, advice = batch.pop("part", "the loss"), "the model or the loss"
+        part = batch.pop("part", "the loss" if "outputs" in batch else "the model or its loss")
+        advice = "the model or the loss"
         got = ", ".join(f"{key} of {_described(value)}" for key, value in batch.items() if isinstance(value, Tensor))
         names = {id(own): f"layer {name}," for name, own in (() if module is None else module.named_modules())}
         layers = [own for frame, _ in frames if isinstance(own := frame.f_locals.get("self"), nn.Module)]
-        if layers := [own for own in layers if id(own) in names]:
+        if layers := [own for own in layers if id(own) in names or module is None]:
             is_one = next(layers[-1].children(), None) is None
-            where = "the model," if layers[-1] is module else names[id(layers[-1])]
+            where = "the model," if layers[-1] is module else names.get(id(layers[-1]), "a layer,")
             part = f"{where} {layers[-1] if is_one else type(layers[-1]).__name__},"
             advice = "the model"
             if isinstance(layers[-1], nn.Embedding):

@@ -231,15 +231,15 @@ def test_tensors_as_long_as_the_parameters_are_state_or_scratch(case):
 
     for found in run_virtual(body, 4):
         assert not found, (
-            f"{', '.join(found)} must be declared, by self.state.sharded or by self.state.scratch where the content "
-            "does not count: a checkpoint loses what is not"
+            f"{', '.join(found)} must be declared: by self.state.sharded, or by self.state.scratch where a checkpoint "
+            "may lose it"
         )
 
 
 class Keeping(Strategy):
     """Keeps parameters without declaring them."""
 
-    contract = Contract(averages="nothing", meets="never")
+    contract = Contract(averages="nothing", synchronizes="never")
 
     def advance(self, update):
         self.before, self.last_loss = [[params.clone()] for params in self.model.params], torch.zeros(1)

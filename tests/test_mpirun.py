@@ -110,15 +110,13 @@ thus causing the job to be terminated. The first process to do so was:
 
 
 def test_only_a_block_that_tells_nothing_new_is_left_out():
-    def left(*said):
-        return b"".join(without_block(line for text in said for line in text.splitlines(keepends=True)))
-
     rule = 74 * b"-" + b"\n"
     other = rule + b"prterun noticed that process rank 1 exited on\nsignal 9 (Killed).\n" + rule
     for said in (b"hpcdist: error: no\n", b"Traceback (most recent call last):\n", b"[1,0]<stderr>: [rank 0] no\n"):
-        assert left(said, BLOCK_OF_OPEN_MPI, b"more\n", other) == said + b"more\n" + other
-        assert left(said, rule, b"own\n", BLOCK_OF_OPEN_MPI, rule) == said + rule + b"own\n" + rule
-    assert left(b"no\n", BLOCK_OF_OPEN_MPI) == b"no\n" + BLOCK_OF_OPEN_MPI
+        assert without_block(said + BLOCK_OF_OPEN_MPI + b"more\n" + other) == said + b"more\n" + other
+        assert without_block(said + rule + b"own\n" + BLOCK_OF_OPEN_MPI + rule) == said + rule + b"own\n" + rule
+    assert without_block(b"no\n" + BLOCK_OF_OPEN_MPI) == b"no\n" + BLOCK_OF_OPEN_MPI
+    assert without_block(BLOCK_OF_OPEN_MPI, explained=True) == b""
 
 
 @pytest.mark.parametrize(

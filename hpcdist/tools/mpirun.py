@@ -9,16 +9,16 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
 
+# What a rank says about its end, and what Open MPI adds.
 EXPLAINED = re.compile(rb"hpcdist: (error: |rank \d)|\[rank \d+\] |Traceback \(most recent call last\)")
-BLOCK = re.compile(rb"prterun (detected that .* exited with non-zero status|has exited due to process rank .* calling)")
+BLOCK = re.compile(rb"-{60,}\nprterun (detected that one or more|has exited due to process)[^\0]*?\n-{60,}\n")
 AS_ROOT = dict.fromkeys(
     ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"
 )  # Open MPI refuses root otherwise
@@ -64,38 +64,28 @@ def start_script(
     os.execvpe(command[0], command, environment)
 
 
-def without_block(said: Iterable[bytes]) -> Iterator[bytes]:
-    """Leave out Open MPI's block about a rank that has failed, of lines, where the rank's own message is before it."""
-    explained, block = False, list[bytes]()
-    for line in said:
-        explained = explained or EXPLAINED.search(line) is not None
-        is_rule = line.startswith(60 * b"-")
-        block += [line] if block or is_rule else []
-        if not block:
-            yield line
-        elif len(block) > 1 and (is_rule or not block[1].startswith(b"prterun ")):
-            if not (explained and BLOCK.match(block[1])):
-                yield from block
-            block.clear()
-    yield from block
+def without_block(said: bytes, explained: bool = False) -> bytes:
+    """Leave out Open MPI's block about a rank that has failed, where the rank's own message is there."""
+    return BLOCK.sub(b"", said) if explained or EXPLAINED.search(said) else said
 
 
 def _filter_standard_error() -> None:
-    """Let a process of its own pass on what this one writes to standard error from here on, `without_block`."""
+    """Let a process of its own pass on, `without_block`, what this one writes to standard error from here on."""
     source, sink = os.pipe()
     if os.fork():
         os.dup2(sink, 2)
         os.close(source)
         os.close(sink)
         return
-    os.close(sink)
     try:
+        os.close(sink)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(signum, signal.SIG_IGN)  # it ends when everything is said
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-        chunks = iter(partial(os.read, source, 1 << 16), b"")
-        for line in without_block(line for chunk in chunks for line in chunk.splitlines(keepends=True)):
-            sys.stderr.buffer.write(line)
+        explained = False
+        while said := os.read(source, 1 << 16):  # Open MPI writes a block at once
+            explained = explained or EXPLAINED.search(said) is not None
+            sys.stderr.buffer.write(without_block(said, explained))
             sys.stderr.buffer.flush()
     finally:
         os._exit(0)

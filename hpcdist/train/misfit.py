@@ -21,43 +21,38 @@ KINDS = (RuntimeError, IndexError, ValueError)  # these alone: not OutOfMemoryEr
 
 @contextmanager
 def named_misfits(path: Path | str | None, split: str, module: nn.Module | None, **batch: Any) -> Iterator[dict]:
-    """Raise DataError where torch refuses to compute with a batch; what the user's code raises itself stays as it is.
+    """Raise DataError where torch refuses to compute with a batch; errors that the user's code raises stay as they are.
 
     Args:
         path: of the data's file; None: the job's Datasets.
         batch: x and y, None where this rank does not use it. The context adds outputs, and the part that computes.
-
-    Raises:
-        DataError: with shapes, dtypes and values, and the layer.
     """
     try:
         yield batch
     except KINDS as error:
         frames = list(traceback.walk_tb(error.__traceback__))
         file, line = frames[-1][0].f_code.co_filename, frames[-1][1]
-        raised = linecache.getline(file, line).lstrip().startswith("raise ")
-        of_torch = file.startswith(TORCH) or (type(error) in KINDS[:2] and not raised)
-        if type(error) not in KINDS or not of_torch:
+        is_raised = linecache.getline(file, line).lstrip().startswith("raise ")
+        if type(error) not in KINDS or (not file.startswith(TORCH) and (is_raised or type(error) is ValueError)):
             raise
         part = batch.pop("part", "the loss" if "outputs" in batch else "the model or its loss")
         advice = "the model or the loss"
-        got = ", ".join(f"{key} of {_described(value)}" for key, value in batch.items() if isinstance(value, Tensor))
-        names = {id(own): f"layer {name}," for name, own in (() if module is None else module.named_modules())}
+        names = {} if module is None else {own: f"layer {name}," for name, own in module.named_modules()}
         layers = [own for frame, _ in frames if isinstance(own := frame.f_locals.get("self"), nn.Module)]
-        if layers := [own for own in layers if id(own) in names or module is None]:
-            is_one = next(layers[-1].children(), None) is None
-            where = "the model," if layers[-1] is module else names.get(id(layers[-1]), "a layer,")
-            part = f"{where} {layers[-1] if is_one else type(layers[-1]).__name__},"
-            advice = "the model"
-            if isinstance(layers[-1], nn.Embedding):
-                advice = f"the embedding, whose ids are integers from 0 to {layers[-1].num_embeddings - 1}"
+        if layers := [own for own in layers if own in names or module is None]:
+            layer, is_one = layers[-1], next(layers[-1].children(), None) is None
+            where = "the model," if layer is module else names.get(layer, "a layer,")
+            part, advice = f"{where} {layer if is_one else type(layer).__name__},", "the model"
+            if isinstance(layer, nn.Embedding):
+                advice = f"the embedding, whose ids are integers from 0 to {layer.num_embeddings - 1}"
         elif isinstance(outputs := batch.get("outputs"), Tensor) and outputs.dim() > 1:
             shape = f"({', '.join(['samples', *map(str, outputs.shape[2:])])})"
             advice += f"; cross entropy takes y of shape {shape}, int64, from 0 to {outputs.shape[1] - 1}"
-        name = f"data of {path} ({split})" if path else f"data[{split!r}]"
+        got = ", ".join(f"{key} of {_described(value)}" for key, value in batch.items() if isinstance(value, Tensor))
+        name, reason = f"data of {path} ({split})" if path else f"data[{split!r}]", str(error).partition("\n")[0]
         raise DataError(
-            f"{name} must fit the model and its loss; got {got}, and {part} refuses them: "
-            f"{str(error).partition(chr(10))[0].rstrip('.')}{place(error)}. Change the data, or {advice}."
+            f"{name} must fit the model and its loss; got {got}, and {part} refuses them: {reason.rstrip('.')}"
+            f"{place(error)}. Change the data, or {advice}."
         ) from error
 
 

@@ -107,11 +107,8 @@ def _command(spec: JobSpec, site: Site) -> Problems:
         is_file = Path(program).is_file()
         missing = f"and no such file in {Path.cwd()}" if "/" in program else "not on PATH"
         what = "a file that is not executable" if is_file else missing
-        advice = "Name one, or load it by the site's modules"
-        if program.endswith(".py"):
-            advice = f"Write python {program}"
-        elif "/" in program:
-            advice = "Write a path that exists where the job is submitted; programs of the site's venv need no path"
+        advice = "; those of the site's venv need no path" if "/" in program else ", or load it by the site's modules"
+        advice = f"Write python {program}" if program.endswith(".py") else f"Name one{advice}"
         tell = warning if comes_later and "/" not in program else error
         yield tell(f"command must begin with a program; got {program}, {what}. {advice}.")
         return

@@ -19,6 +19,7 @@ from hpcdist.errors import ConfigError
 # What a rank says about its end, and what Open MPI adds.
 EXPLAINED = re.compile(rb"hpcdist: (error: |rank \d)|\[rank \d+\] |Traceback \(most recent call last\)")
 BLOCK = re.compile(rb"-{60,}\nprterun (detected that one or more|has exited due to process)[^\0]*?\n-{60,}\n")
+UNFINISHED = re.compile(rb"^-{3,}(\n(prterun [^\0]*)?)?\Z", re.MULTILINE)
 AS_ROOT = dict.fromkeys(
     ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"
 )  # Open MPI refuses root otherwise
@@ -82,11 +83,16 @@ def _filter_standard_error() -> None:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(signum, signal.SIG_IGN)  # it ends when everything is said
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-        explained = False
-        while said := os.read(source, 1 << 16):  # Open MPI writes a block at once
-            explained = explained or EXPLAINED.search(said) is not None
-            sys.stderr.buffer.write(without_block(said, explained))
+        explained, held, more = False, b"", True
+        while more:
+            said = os.read(source, 1 << 16)
+            explained, more = explained or EXPLAINED.search(held + said) is not None, bool(said)
+            held = without_block(held + said, explained)
+            unfinished = UNFINISHED.search(held) if more else None
+            end = unfinished.start() if unfinished else len(held)
+            sys.stderr.buffer.write(held[:end])
             sys.stderr.buffer.flush()
+            held = held[end:]
     finally:
         os._exit(0)
 

@@ -186,9 +186,10 @@ def test_the_step_times_of_virtual_ranks(tmp_path):
         "exponential:20ms": "take 0.02 s on average, exponentially distributed.",
         "straggler:1,3,5ms": "take 0.005 s each, 3 times as long on rank 1.",
         "slow:0.1,4,5ms": "take 0.005 s each, of which a share of 0.1 takes 4 times as long.",
-        f"replay:{tmp_path}": f"take the times that were recorded in the run {tmp_path}.",
+        f"replay:{tmp_path / 'replayed'}": f"take the times that were recorded in the run {tmp_path / 'replayed'}.",
         "own": "take the times of a model of this run's own.",
     }
+    evidence.write_run(tmp_path / "replayed")
     for number, (text, said) in enumerate(models.items()):
         compute = {"model": "Own"} if text == "own" else describe(_model(text, lambda given: given or 0.0))
         virtual = {"network": {"latency_s": 0.001, "bandwidth_bytes_s": 1e6}, "compute": compute}

@@ -54,6 +54,7 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     try:
         return {
             "folder": made["folder"],
+            "missing": made["missing"],
             "nodes": _share(comm, nodes, folder, made["token"]),
             "locks": _locks(comm, nodes, folder / "lock"),
             "write": gather(comm, _try(lambda: _write(folder / "sample")) if first else None)[0],
@@ -97,7 +98,8 @@ def _start(wanted: Path) -> dict:
     made, token = folder / f".hpcdist-doctor-{secrets.token_hex(4)}", secrets.token_hex(16)
     made.mkdir()
     _write_all(made / "token", token.encode())
-    return {"folder": str(folder), "made": str(made), "token": token}
+    missing = "" if folder == wanted else f" ({wanted} does not exist: a run makes it there)"
+    return {"folder": str(folder), "made": str(made), "token": token, "missing": missing}
 
 
 def _look(folder: Path, token: str, node: int) -> dict:
@@ -205,9 +207,7 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
     found = [*sharing, *_room(measured), *locking, *([] if sharing else _samples(measured))]
     yield from found
     if not any(finding.status == ERROR for finding in found):
-        wanted = str(required.folder.absolute())
-        missing = f" ({wanted} does not exist: a run makes it there)" if wanted != measured["folder"] else ""
-        yield Finding(OK, _summary(measured, nodes, missing, holds=not locking and not _off(required.environ)))
+        yield Finding(OK, _summary(measured, nodes, holds=not locking and not _off(required.environ)))
 
 
 def _sharing(measured: dict, nodes: Nodes) -> Iterator[Finding]:
@@ -267,9 +267,9 @@ def _samples(measured: dict) -> Iterator[Finding]:
             yield Finding(ERROR, f"{measured['folder']} must allow to {what} a file; got {measured[what]['error']}")
 
 
-def _summary(measured: dict, nodes: Nodes, missing: str, *, holds: bool) -> str:
+def _summary(measured: dict, nodes: Nodes, holds: bool) -> str:
     rows = measured["nodes"].values()
-    text = f"{measured['folder']}{missing}: {amount(min(row['free_bytes'] for row in rows))} free"
+    text = f"{measured['folder']}{measured.get('missing', '')}: {amount(min(row['free_bytes'] for row in rows))} free"
     if len(nodes.names) > 1:
         text += f", seen by all nodes within {1e3 * max(row['seen_s'] for row in rows):.0f} ms"
     text += ", locks hold" if holds else ""

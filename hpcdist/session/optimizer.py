@@ -257,7 +257,7 @@ class _Distributed:
         params = param_group["params"]
         params = [params] if isinstance(params, torch.Tensor) else list(params)
         rules.refuse("a group of parameters is added", self.strategy, count=len(params))
-        self.strategy.model.admit(params)
+        self.strategy.model.add(params)
         optimizer: Any = self  # this class is mixed into that of an optimiser
         super().add_param_group({**param_group, "params": params})  # type: ignore[misc]
         self.strategy.hyperparameters = Hyperparameters(optimizer)
@@ -402,7 +402,7 @@ def DistributedOptimizer(
         )
     require_same_files(session.comm)  # again, for files loaded since: a topology
     instance.gradients.checksums = [] if peers.size > 1 and identical_batches == "warn" else None
-    flat.mark()
+    flat.take_snapshot()
     counts = [len(group["params"]) for group in optimizer.param_groups]
     added = _Evaluating if evaluating or cls.contract.batch == "portions" else _Distributed
     changed: Any = optimizer  # gets a class created here, unknown to type checkers

@@ -234,7 +234,7 @@ def restore(optimizer: Any, state: Mapping[str, Any], raise_on_all_ranks: OnAllR
 
     raise_on_all_ranks(restore_here)
     restore_strategy(optimizer.strategy, state["strategy"], raise_on_all_ranks)
-    model.mark()
+    model.take_snapshot()
     optimizer.attachment.take_snapshot()
 
 

@@ -39,7 +39,7 @@ class Mine(Strategy):
 
     def advance(self, update):
         if self.model.unfrozen:
-            self.model.lay_out_again()
+            self.model.relayout()
         return self.gradients.step_alone(update)
 
     def minimise(self, solve, closure):

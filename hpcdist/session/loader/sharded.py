@@ -227,7 +227,7 @@ class ShardedLoader:
         if session.outer.rank not in workers:
             yield from period(optimizers, ())
             for optimizer in optimizers:
-                optimizer.strategy.model.mark()
+                optimizer.strategy.model.take_snapshot()
             return
         if session.loader is not None:
             self._ended = True  # whether it ends is up to the other loader
@@ -243,7 +243,7 @@ class ShardedLoader:
             strategies[0].records.start()  # without the time of an evaluation before this epoch
         for strategy in strategies:
             strategy.model.refresh()
-            strategy.model.mark()
+            strategy.model.take_snapshot()
             if self._split:  # ranks have different samples
                 strategy.gradients.checksums = None
         try:
@@ -258,7 +258,7 @@ class ShardedLoader:
         finally:
             session.loader = session.group = session.peers = session.calls_before = None
             for strategy in strategies:
-                strategy.model.mark()
+                strategy.model.take_snapshot()
 
     def _start_epoch(self) -> None:
         self._epoch, self._ended = self._epoch + 1, False

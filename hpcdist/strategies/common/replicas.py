@@ -70,13 +70,13 @@ def tell_differences(
 ) -> None:
     """Collective. Say once where `ranks`, all but those with counts=False, have different buffers of the kind first."""
     slots = [slot for slot in buffers.slots if buffers.kinds[slot.group] == "first"]
-    if not slots or buffers.told:
+    if not slots or buffers.warned:
         return
     mine = [repr(sums([slot.view(flats).reshape(-1)])) for slot in slots] if counts else []
     found = comm.gather(mine)
     held = [found[rank] for rank in ranks if found[rank]]
     odd = [slot.name for slot, texts in zip(slots, zip(*held)) if len(set(texts)) > 1]
-    buffers.told = bool(odd)
+    buffers.warned = bool(odd)
     if odd and comm.rank == ranks[0]:
         _log.warning(
             "Ranks have changed buffers differently, and the first worker's count: %s. To put together what all ranks "

@@ -187,6 +187,7 @@ class _Distributed:
         Example:
             >>> optimizer = hd.DistributedOptimizer(sgd, model)
             >>> optimizer.set_batch_weight(16 if hd.rank() == 0 else 9)  # this rank's batch has 16, or 9, samples
+
         Raises:
             ConfigError: n is negative or not finite; gradients add up; or the model runs micro-batches in a pipeline.
         """

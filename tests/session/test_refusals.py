@@ -21,7 +21,7 @@ FOREIGN = {
     "backward_passes_per_step": "Use accumulation=N",
     "op": "Gradients are averaged",
     "process_set": r"Pass the ranks to hpcdist.init\(comm=...\)",
-    "find_unused_parameters": "Leave it out",
+    "find_unused_parameters": "Remove it",
     "bucket_cap_mb": "Use bucket_bytes=N",
 }
 

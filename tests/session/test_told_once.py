@@ -100,7 +100,7 @@ def test_equal_batches_are_not_worth_a_word(told):
 
 
 # --- counts that ranks add up -----------------------------------------------------------------------------------------
-WEIGHED = "would be weighed twice"
+WEIGHED = "the weight would count twice"
 
 
 @pytest.mark.parametrize(

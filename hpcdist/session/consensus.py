@@ -156,4 +156,4 @@ def start_collective(what: str) -> None:
     if session.group is not None:
         raise rules.error("a collective call is inside the loop", call=what)
     for optimizer in session.optimizers if session.loader is not None else ():
-        optimizer.strategy.settle()
+        optimizer.strategy.drain()

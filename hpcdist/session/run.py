@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config.files import git_commit, imported_beside
+from hpcdist.config.files import git_commit, imported_from_same_folder
 from hpcdist.errors import ConfigError
 from hpcdist.records import (
     Evaluation,
@@ -38,11 +38,11 @@ from hpcdist.records import (
     keep_evaluations,
     load_average,
     load_run,
+    local_cores_of_host,
     locked,
     making,
     note_step,
     now,
-    own_cores,
     read_records,
     record_path,
     resources_path,
@@ -424,13 +424,13 @@ def describe_start(
     Returns:
         None except on the first rank, which writes it.
     """
-    cores = comm.gather(own_cores())
+    cores = comm.gather(local_cores_of_host())
     if comm.rank != comm.failures.alive[0]:
         return None
     home = script.resolve().parent
     revision, dirty = git_commit(home)
     is_file, installed = script.is_file(), {"site-packages", "dist-packages"} & set(home.parts)
-    imported = [] if installed else imported_beside(script)
+    imported = [] if installed else imported_from_same_folder(script)
     return Start(
         started=now(),
         job=copy_job(folder, script, imported) if is_file else JobFile(path=str(script), sha256="", copies={}),

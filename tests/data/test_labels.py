@@ -118,14 +118,14 @@ def test_labels_are_found_or_given():
     data = TensorDataset(torch.zeros(600, 1), torch.as_tensor(LABELS))
     assert np.array_equal(labels_of(Photos()), LABELS) and np.array_equal(labels_of(data), LABELS)
     assert np.array_equal(labels_of(Subset(data, [0, 599, 61])), [0, 9, 1])
-    assert np.array_equal(labels_of(data, given=(LABELS + 1).tolist()), LABELS + 1)
+    assert np.array_equal(labels_of(data, given_labels=(LABELS + 1).tolist()), LABELS + 1)
     bare = torch.utils.data.ConcatDataset([data])
     with pytest.raises(ConfigError, match="labels must be given where .* a ConcatDataset has none .* Pass labels="):
         labels_of(bare)
     with pytest.raises(ConfigError, match="labels must be one integer for each of 600 samples; got 600 of float32"):
-        labels_of(data, given=torch.zeros(600))
+        labels_of(data, given_labels=torch.zeros(600))
     with pytest.raises(ConfigError, match="labels must be one integer for each of 600 samples; got 3 of int64"):
-        labels_of(data, given=[1, 2, 3])
+        labels_of(data, given_labels=[1, 2, 3])
 
 
 class Stream(IterableDataset):

@@ -61,7 +61,7 @@ def test_there_is_an_array_for_each_number_of_ranks(bash):
     ("change", "overrides", "message"),
     [
         ({"tune": 3}, [], "--tune must be 0 with --slurm, whose runs don't wait for each other; got 3. Search"),
-        ({"baselines": ("ddp",)}, [], "--baselines must be left out with --slurm, .*; got ddp. Compare with them"),
+        ({"baselines": ("ddp",)}, [], "--baselines must be omitted with --slurm, .*; got ddp. Compare with them"),
         ({}, ["nodes=2"], "--slurm-set must leave nodes to the comparison or the sweep; got it there. Remove it."),
         ({}, ["ranks_per_node=3"], "ranks_per_node must divide each of --ranks that is larger; got 3 for 4 ranks"),
         ({}, ["time_min=0"], "time_min must be greater than or equal to 1; got 0"),

@@ -13,7 +13,7 @@ from hpcdist.tools import console
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.launchers import LAST_LINES
 from hpcdist.tools.compare.plan import PlannedRun
-from hpcdist.tools.compare.run_all import MadeRuns, missing, prepare
+from hpcdist.tools.compare.run_all import ExperimentRuns, missing, prepare
 from hpcdist.tools.runs import FAILURE, is_done, last_lines
 from hpcdist.tools.slurm import history, queue
 from hpcdist.tools.slurm.check import examine
@@ -53,7 +53,7 @@ def specify(
         )
     if isinstance(experiment, Comparison) and experiment.baselines:
         raise ConfigError(
-            f"--baselines must be left out with --slurm, whose jobs run `hpcdist train`; got "
+            f"--baselines must be omitted with --slurm, whose jobs run `hpcdist train`; got "
             f"{','.join(experiment.baselines)}. Compare with them inside one allocation, with --launcher."
         )
     for key in load({}, None, overrides):
@@ -88,7 +88,7 @@ def specify(
     return specs
 
 
-def submit_missing(made: MadeRuns, site: str, overrides: Sequence[str], at_once: int | None = None) -> bool:
+def submit_missing(made: ExperimentRuns, site: str, overrides: Sequence[str], at_once: int | None = None) -> bool:
     """Submit the runs that are missing to Slurm, an array for each number of ranks; tell whether a check refuses.
 
     All is checked, as by `hpcdist slurm check`, before anything is written.
@@ -119,7 +119,7 @@ def submit_missing(made: MadeRuns, site: str, overrides: Sequence[str], at_once:
     return False
 
 
-def show(made: MadeRuns, waiting: Mapping[Path, State]) -> bool:
+def show(made: ExperimentRuns, waiting: Mapping[Path, State]) -> bool:
     """Show what runs have measured while others wait or run under Slurm; tell whether one failed."""
     output, planned = made.folder, {run.folder: run for run in made.plan}.values()
     left = missing(made.plan, output)

@@ -77,7 +77,7 @@ class JobSpec(Settings):
     def _fits_together(self) -> JobSpec:
         needs_payload = self.shape != "interactive"
         if self.job and self.command:
-            raise ValueError(f"command must be left out where job is given; got {self.command}. Take one of the two.")
+            raise ValueError(f"command must be omitted where job is given; got {self.command}. Take one of the two.")
         if needs_payload and not (self.job or self.command):
             raise ValueError("job or command must be given; got neither. Name a file such as jobs/digits.py.")
         if self.shape == "study" and not self.cases:
@@ -98,7 +98,7 @@ class JobSpec(Settings):
         if self.shape != "hybrid":
             raise ValueError(f'shape must be hybrid for stages; got {self.shape!r}. Set shape = "hybrid".')
         if self.command:
-            raise ValueError(f"stages must be left out where command is given, which says them; got {self.stages}.")
+            raise ValueError(f"stages must be omitted where command is given, which says them; got {self.stages}.")
         spread = load({}, None, self.settings).get("parallel", {}).get("spread", False) is True  # over several nodes
         ranks, where = (self.size, "the number of ranks") if spread else (self.ranks_per_node, "ranks_per_node")
         if ranks % self.stages:
@@ -187,9 +187,9 @@ class Site(Settings):
     @model_validator(mode="after")
     def _fits_together(self) -> Site:
         if self.venv and self.conda:
-            raise ValueError(f"conda must be left out where venv is given; got {self.conda!r}. Take one of the two.")
+            raise ValueError(f"conda must be omitted where venv is given; got {self.conda!r}. Take one of the two.")
         if self.mpi and self.launcher != "srun":
-            raise ValueError(f"mpi must be left out with the launcher {self.launcher}; got {self.mpi!r}. It is srun's.")
+            raise ValueError(f"mpi must be omitted with the launcher {self.launcher}; got {self.mpi!r}. It is srun's.")
         return self
 
     def gpus_named(self, count: int) -> str:

@@ -43,7 +43,7 @@ else:
         ({"directives": {"add": {"--time": "1"}}}, "must name long options of sbatch without --, such as partition"),
         ({"directives": {"remove": ["a b"]}}, "must name long options of sbatch without --"),
         ({"directives": {"add": {"comment": "a\nb"}}}, "must be one line of printable characters; got 'a\\nb'"),
-        ({"job": None, "command": ["-x"]}, "command must start with a program's name; got '-x'. Launchers would take -x"),
+        ({"job": None, "command": ["-x"]}, "command must start with a program's name; got '-x'. Launchers would"),
         ({"job": None, "command": [""]}, "command must start with a program's name; got ''."),
         ({"command": ["python"]}, "command must be omitted where job is given; got ['python']. Take one of the two."),
         ({"job": None}, "job or command must be given; got neither. Name a file such as jobs/digits.py."),

@@ -28,7 +28,7 @@ class FlatBuffers:
         kinds: of each flat tensor: mean, for those that are averaged over the workers; first, for those that are the
             first worker's on all ranks; own, for those that each rank has by itself while it trains, and of which the
             first worker's count in the end; count, for a normalisation layer's number of batches.
-        told: buffers that ranks have changed differently have been named.
+        warned: a warning about buffers that differ between ranks was logged.
         joint: buffers that may change in a batch of weight 0 too, because they come from all ranks' batches.
     """
 
@@ -36,7 +36,7 @@ class FlatBuffers:
         self._module = module
         self._kept: list[Tensor] = []  # values from before a batch of weight 0
         self.joint: list[Tensor] = []
-        self.told = False
+        self.warned = False
         kinds = _kinds(module, wanted or {})
         self.slots, self._flats = flatten(unwrapped(module, module.named_buffers()), kinds)
         self.kinds = [next(kinds[slot.name] for slot in self.slots if slot.group == i) for i in range(len(self._flats))]

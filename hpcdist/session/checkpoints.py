@@ -199,7 +199,7 @@ def _require_same(objects: _Objects, saved: SavedWorld) -> None:
         if max(saved.stages, session.stages) == 1:
             require_same_model(theirs.get("model"), strategy.model, path)
         if isinstance(options := theirs.get("strategy"), Mapping):
-            theirs = {**theirs, "strategy": strategy.config.by_names_of_now(options)}
+            theirs = {**theirs, "strategy": strategy.config.with_current_names(options)}
         where = "" if name == "optimizer" else f"{name}: "
         compare_settings(theirs, mine, path, told=session.comm.rank == 0, name=where)
 

@@ -151,4 +151,4 @@ def start_collective(what: str) -> None:
     if session.group is not None:
         raise rules.error("a call of all ranks stands inside the loop", call=what)
     for optimizer in session.optimizers if session.loader is not None else ():
-        optimizer.strategy.settle()
+        optimizer.strategy.drain()

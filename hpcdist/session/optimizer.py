@@ -393,7 +393,7 @@ def DistributedOptimizer(
     if not hasattr(made, "steps"):
         raise ConfigError(
             f"__init__ of {cls.__name__} must call that of Strategy; got a strategy without state. Write "
-            "super().__init__(config, comm, model, **given) as its first line."
+            "super().__init__(config, comm, model, **kwargs) as its first line."
         )
     require_same_files(session.comm)  # also what it has loaded by now: a topology
     made.gradients.checksums = [] if peers.size > 1 and identical_batches == "warn" else None

@@ -24,7 +24,7 @@ from hpcdist.session.state import Named, ParameterLayout, capture, order_of, pla
 from hpcdist.session.world import Session
 from hpcdist.strategies import Strategy
 from hpcdist.strategies.base import name_of
-from hpcdist.strategies.common.state import Entry, first, mean_of_ranks
+from hpcdist.strategies.common.state import StateSpec, first, mean_of_ranks
 
 Combine = Callable[..., Any]
 T = TypeVar("T")
@@ -139,9 +139,9 @@ class SavedState:
             found = (rank.at("strategy", name, default=self) for rank in self._ranks)
             return [value for value in found if value is not self]
 
-        def slices(entry: Entry) -> Named:
-            keys, ranks, combine = [("strategy", entry.name)], strategy.comm.size, entry.reshard or first
-            places = (place for _, _, place in layout.parts("params", entry.ranges))
+        def slices(spec: StateSpec) -> Named:
+            keys, ranks, combine = [("strategy", spec.name)], strategy.comm.size, spec.reshard or first
+            places = (place for _, _, place in layout.parts("params", spec.ranges))
             return {place.name: self._slice(place, keys, combine, ranks) for place in places}
 
         return {

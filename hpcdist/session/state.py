@@ -169,7 +169,7 @@ def capture_strategy(strategy: Strategy) -> dict[str, Any]:
     model.refresh()
     layout, values = ParameterLayout(model), strategy.state.save()
     flats = strategy.state.parameters()
-    for name, entry in strategy.state.entries.items():
+    for name, entry in strategy.state.specs.items():
         if entry.sharded:
             values[name] = layout.split("params", values[name], entry.ranges) if values[name] else {}
     return {
@@ -249,7 +249,7 @@ def restore_strategy(
 
     def joined() -> dict[str, Any]:
         layout, values = ParameterLayout(strategy.model), dict(saved)
-        for name, entry in strategy.state.entries.items():
+        for name, entry in strategy.state.specs.items():
             if entry.sharded and name in values:
                 values[name] = layout.join(values[name], entry.ranges)
         return values

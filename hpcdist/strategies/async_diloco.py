@@ -91,8 +91,8 @@ class AsyncDiLoCo(ServerStrategy):
     steps_on_workers = True
     config: Config
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         workers = len(self.roles.workers)
         every = workers if config.every is None else config.every
         if config.spread * every > 1 + 1e-12:

@@ -51,11 +51,11 @@ class NoLoCo(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="every period")
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         groups = make_topology(
             Named(name="random_groups", group=config.group if comm.size > 1 else 1, seed=config.seed), comm
         )
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self._mixing = Mixing(comm, groups, overlap=False)
         like = model.params if comm.size > 1 else []
         self.outer = self.state.sharded("outer", like, start="parameters", reshard="mean", resets=True)  # x

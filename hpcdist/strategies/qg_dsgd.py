@@ -44,9 +44,9 @@ class QGDSGD(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step", optimizer="SGD")
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         topology = conserving(config.topology, comm, "qg_dsgd")
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         if self.optimizer is not None and comm.size > 1:
             self._sgd()
         self._mixing = Mixing(comm, topology, overlap=False)

@@ -107,11 +107,11 @@ class StreamingDiLoCo(Periodic):
 
     config: Config
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         self.eager = config.merge == "eager"  # then each rank has x and momentum of its own
         self.of_ranks = "mean" if self.eager else "first"
         self.blend = None if self.eager or config.merge == "shift" else config.blend
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self.momentum = self.state.sharded("momentum", self.common, reshard=self.of_ranks)
 
     def cut(self) -> list[Fragment]:

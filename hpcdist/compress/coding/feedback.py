@@ -40,12 +40,12 @@ class CompressionConfig(Named):
     @model_validator(mode="before")
     @classmethod
     def _default_feedback(cls, value: Any) -> Any:
-        given = {"name": value} if isinstance(value, str) else value
-        if isinstance(given, Mapping) and "error_feedback" not in given:
-            name = given.get("name", cls.model_fields["name"].default)
+        options = {"name": value} if isinstance(value, str) else value
+        if isinstance(options, Mapping) and "error_feedback" not in options:
+            name = options.get("name", cls.model_fields["name"].default)
             with suppress(UnknownNameError):  # `_check` raises it
                 if isinstance(name, str) and not catalogue("compressors").load(name).feeds_back:
-                    return {**given, "error_feedback": False}
+                    return {**options, "error_feedback": False}
         return value
 
     @model_validator(mode="after")

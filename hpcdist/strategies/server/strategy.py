@@ -120,9 +120,9 @@ class ServerStrategy(Strategy):
     worker: Worker
     server: Server
 
-    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **given: Any):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any):
         self.roles = roles = config.roles(comm.size)
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self.synchronous = self.contract.synchronous
         self.sends_hyperparameters = self.contract.updates == "on servers"
         clips = self.synchronous and self.contract.averages == "gradients"
@@ -217,7 +217,7 @@ class ServerStrategy(Strategy):
         if self.place.colocated:
             self.server.serve_between_steps()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         if self.place.colocated:  # a rank in another call serves nobody
             self.pause()
 

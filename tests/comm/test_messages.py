@@ -201,8 +201,8 @@ REFUSED = [
     (lambda c, t: c.sendrecv(t[::2], 0, t, 0), r"flat .* contiguous"),
     (lambda c, t: c.allreduce(t[::2]), r"flat .* contiguous"),
     (lambda c, t: c.broadcast(t.view(2, 3)), r"flat .* contiguous"),
-    (lambda c, t: c.allreduce(t > 0), r"dtype of a sum must be a number; got torch.bool. Convert the tensor"),
-    (lambda c, t: c.allreduce(t.to(torch.float8_e4m3fn)), r"dtype of a sum must be a number; got torch.float8_e4m3fn"),
+    (lambda c, t: c.allreduce(t > 0), r"dtype of a sum must be numeric; got torch.bool. Convert the tensor"),
+    (lambda c, t: c.allreduce(t.to(torch.float8_e4m3fn)), r"dtype of a sum must be numeric; got torch.float8_e4m3fn"),
     (lambda c, t: c.split(-1), r"color must be an integer of at least 0, or None; got -1"),
     (lambda c, t: c.window(-1), r"count of a window must be at least 0; got -1"),
 ]

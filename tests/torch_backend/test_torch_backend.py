@@ -173,7 +173,7 @@ def refused(call, *texts):
         assert any(text in str(error) for text in texts), error
     else:
         raise AssertionError(call)
-direct = "a process group must not be used once it is destroyed. Use it before that, or make another one."
+direct = "a process group must not be used once it is destroyed. Use it before that, or create another one."
 by_torch = "is not initialized in the world group map"  # in place of the error above, where torch wants to log it
 for call in (
     lambda: dist.all_reduce(word, group=group), lambda: dist.all_reduce(word, group=group, async_op=True),

@@ -205,7 +205,7 @@ class MpiCommunicator(Communicator):
             self.allreduce(wide)
             tensor.detach().copy_(wide)
         else:
-            raise CommunicationError(f"dtype of a sum must be a number; got {tensor.dtype}. Convert the tensor first.")
+            raise CommunicationError(f"dtype of a sum must be numeric; got {tensor.dtype}. Convert the tensor first.")
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         check_flat(tensor)

@@ -95,7 +95,7 @@ def check_tag(tag: int) -> None:
         raise CommunicationError(f"tag must be in 0..{TAG_LIMIT - 1}; got {tag}.")
 
 
-def check_wanted(source: int, tag: int, size: int) -> None:
+def check_source_and_tag(source: int, tag: int, size: int) -> None:
     """Check the source and tag of a receive or probe, both may be ANY; raise CommunicationError otherwise."""
     if source != ANY:
         check_rank(source, size, "source")

@@ -9,8 +9,8 @@ import torch
 
 from comm.dtypes import DTYPES
 from harness.cases import each
-from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import Put
+from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.comm.virtual import Exponential, Network, run_virtual
 from hpcdist.errors import CommunicationError, DeadlineError
 
@@ -39,7 +39,7 @@ def placed(ranks, way):
         if not ranks.real:
             ranks(there)
             if ranks.size == 1:
-                body(Alone(deadline_s=1))
+                body(SingleRankCommunicator(deadline_s=1))
         return ranks(there, **SLOW)
 
     return run

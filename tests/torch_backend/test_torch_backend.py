@@ -93,7 +93,7 @@ def test_under_torchrun_it_says_what_to_do():
             _, shown = rank.communicate(timeout=LIMIT_S)
             assert rank.returncode != 0
             assert "must be the launcher's, 2 (torchrun, accelerate launch or their like); got 1" in shown
-            assert "hpcdist trains over MPI, which that launcher does not start. Type `mpirun -n 2 python " in shown
+            assert "hpcdist needs MPI, which that launcher does not start. Run `mpirun -n 2 python " in shown
 
 
 def test_calls_that_nccl_takes_are_counted_under_the_lock_of_all_calls():

@@ -100,7 +100,7 @@ class SlotExchange(Exchange):
         return self.slots.synchronize(fingerprint)
 
     def show_all(self, own: Tensor) -> list[Tensor]:
-        gathered = self.slots.places(own.dtype, len(own))[self.slots.calls]
+        gathered = self.slots.row_buffers(own.dtype, len(own))[self.slots.calls]
         gathered.rows[self.rank].copy_(own)
         return list(gathered.table.clone()) if self.slots.synchronize(0, gathered.gathered) else []
 
@@ -109,7 +109,7 @@ class SlotExchange(Exchange):
         brings, takes = self.rank in sources, self.rank in takers
         for start in range(0, max(count, 1), step):
             length = min(step, count - start)
-            gathered = slots.places(own.dtype, length)[slots.calls]
+            gathered = slots.row_buffers(own.dtype, length)[slots.calls]
             if brings:
                 chunk = own[start : start + length]
                 gathered.rows[self.rank][: len(chunk)].copy_(chunk)
@@ -128,7 +128,7 @@ class SlotExchange(Exchange):
         in_place = self.size == 2 or isinstance(take, Copies)  # else the own part may be where the result is built up
         for start in range(0, max(longest, 1), step):
             length = min(step, longest - start)
-            gathered = slots.places(own[0].dtype, size * length)[slots.calls]
+            gathered = slots.row_buffers(own[0].dtype, size * length)[slots.calls]
             if self.rank in sources:
                 for rank, into in enumerate(gathered.parts[self.rank]):
                     chunk = own[rank][start : start + length]

@@ -182,7 +182,7 @@ class PreparedCalls:
     def _sliced(self, dtype: torch.dtype, length: int, combine: Combine, arrays: bool) -> Bind:
         """Combine a slice on each rank, and share the slices; every rank combines what is left over."""
         rank, size, count = self.rank, self.size, length // self.size
-        places, totals = self.slots.places(dtype, length, arrays), self.slots.places(dtype, count, arrays)
+        places, totals = self.slots.row_buffers(dtype, length, arrays), self.slots.row_buffers(dtype, count, arrays)
         mine, end = slice(rank * count, (rank + 1) * count), size * count
 
         def bind(number: int, own: Data) -> tuple[Step, Sequence[Met]]:
@@ -251,7 +251,7 @@ class PreparedCalls:
         """Let `bind` get the place of the rows, of so many parts each, instead of the call's number."""
 
         def of_length(length: int) -> Bind:
-            places = self.slots.places(dtype, parts * length, arrays)
+            places = self.slots.row_buffers(dtype, parts * length, arrays)
             return lambda number, *data: bind(places[number], *data)
 
         return of_length

@@ -17,7 +17,7 @@ from torch import Tensor
 from hpcdist.collectives import available, load
 from hpcdist.collectives.base import Algorithm, AllReduce
 from hpcdist.collectives.tuning.timing import between, calls_within, interleaved, lower_quartile
-from hpcdist.comm.cache import cache_file, measured
+from hpcdist.comm.cache import cache_file, load_or_measure
 from hpcdist.comm.communicator import Communicator
 
 # Bytes: 4 KiB to 16 MiB, and one length that no cache holds, whose winner takes the rest.
@@ -247,5 +247,5 @@ def cached_table(comm: Communicator, cache_dir: Path | None = None, *, refresh: 
     def measure() -> str:
         return measure_table(comm, algorithms=names).model_dump_json(indent=1)
 
-    text = measured(comm, path, check, measure, "table of all-reduce times", refresh=refresh)
+    text = load_or_measure(comm, path, check, measure, "table of all-reduce times", refresh=refresh)
     return TimingTable.model_validate_json(text)

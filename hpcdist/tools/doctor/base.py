@@ -95,7 +95,7 @@ def name_nodes(hosts: Sequence[str], places: Sequence[Hashable]) -> Nodes:
 
 def introduction(environ: Mapping[str, str]) -> str:
     """Write down this rank's node: its name, and the network stack, which only ranks of that node share."""
-    return f"{host_name(environ)}\n{network.here()}\n{overload()}"
+    return f"{host_name(environ)}\n{network.stack_id()}\n{overload()}"
 
 
 def introduced_nodes(introductions: Mapping[int, str]) -> Nodes:

@@ -80,7 +80,7 @@ class CallsByLibrary:
         combine = reduction(operation, dtype)
 
         def make(out: Tensor, given: Tensor) -> None:
-            found = self._inbox.like(given, len(given))
+            found = self._inbox.empty_like(given, len(given))
             self.library.all_to_all(found, given)
             combine(list(found.view(self.size, -1)), out)
 

@@ -194,7 +194,7 @@ class MessageExchange(Exchange):
     ) -> None:
         """Send pieces of a segment, and take one of each source."""
         length = at.stop - at.start
-        inbox = self._inbox.like(like, length * self.size).split(length)
+        inbox = self._inbox.empty_like(like, length * self.size).split(length)
         self._pass(outgoing, {source: inbox[source][: max(0, counts[source] - at.start)] for source in sources})
         if sources:
             take(at.start, inbox)

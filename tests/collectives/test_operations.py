@@ -402,7 +402,7 @@ DIFFERENT = [  # calls of which one rank makes another one
     (lambda c: c.all_to_all([torch.ones(2)] * c.size, [torch.ones(2 + (c.rank == 1))] * c.size),
      "all_to_all: .* got 3 elements on rank 1 for rank 0, which expects 2 elements"),
     (lambda c: c.gather([torch.ones(3)] * c.size if c.rank == 0 else None, ONES),
-     "gather: .* got 4 elements on rank 0 for rank 0, which expects 3 elements. Give both the same"),
+     "gather: .* got 4 elements on rank 0 for rank 0, which expects 3 elements. Check the shapes"),
     (lambda c: c.scatter(ONES, [ONES] * c.size if c.rank < 2 else None, min(c.rank, 1)),
      "scatter: float32, root 0 on rank 0; scatter: float32, root 1 on"),
 ]  # fmt: skip
@@ -425,7 +425,7 @@ ODD = [
     (lambda c: c.all_reduce(torch.ones(2), "and"), ConfigError, "'and' must have integers or booleans; got tor"),
     (lambda c: c.all_reduce(torch.ones(2).int(), "mean"), ConfigError, "'mean' must have floating-point or complex"),
     (lambda c: c.all_reduce(torch.ones(2) * 1j, "max"), ConfigError, "'max' must have numbers that have an order"),
-    (lambda c: c.all_gather(torch.ones(3), torch.ones(1)), ConfigError, "out must have as many elements for each"),
+    (lambda c: c.all_gather(torch.ones(3), torch.ones(1)), ConfigError, "out must have the same number of elements for each"),
     (lambda c: c.all_gather([torch.ones(3)], torch.ones(3)), ConfigError,
      "out must be a tensor for each of 2 ranks, all of one dtype; got 1"),
     (lambda c: c.all_gather(torch.ones(4), torch.ones(3)), ConfigError, "tensor must match this rank's part"),

@@ -22,7 +22,7 @@ from hpcdist.collectives.calls import Collectives
 from hpcdist.collectives.tuning.timing import calls_within
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
-from hpcdist.records import own_cores
+from hpcdist.records import local_cores_of_host
 from hpcdist.torch_backend.default_group import default_group
 
 if TYPE_CHECKING:  # it starts MPI
@@ -138,9 +138,9 @@ def _other(
         return {}
 
     found, failure = {}, None
-    cores = {core for host, own in comm.gather(own_cores()) if host == platform.node() for core in own}
+    cores = {core for host, own in comm.gather(local_cores_of_host()) if host == platform.node() for core in own}
     if comm.rank == 0:
-        own = own_cores()[1]
+        own = local_cores_of_host()[1]
         try:
             os.sched_setaffinity(0, cores)  # its ranks begin on those of all, not on this one's share
             found = _run(place, comm.size, calls, sizes, rounds, environment)

@@ -392,7 +392,7 @@ def test_a_job_for_slurm_is_checked_with_a_strategy_in_a_file(folder):
     (error,) = found("mine.py:Alnoe")
     assert error.startswith("error: strategy must be defined in mine.py; got 'Alnoe', which is not. Did you mean 'Al")
     (warning,) = found("mine.py:Alone", shrink=True)
-    assert "got 'mine.py:Alone'. It ends when a rank dies." in warning
+    assert "got 'mine.py:Alone', which ends when a rank dies." in warning
     (folder / "mine.py").write_text(
         ALONE.replace('synchronizes="never"', 'synchronizes="never", deaths="others continue"')
     )

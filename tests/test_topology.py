@@ -260,7 +260,7 @@ def test_a_description_is_read_from_the_matrices(tmp_path):
     assert describe(make("one_peer_exponential", 8))["spectral gap"] == "1.000000 per step, over 3"
     drawn = describe(make("random_permutation", 2))
     assert drawn["spectral gap"] == "1.000000 per step, in the mean square"
-    assert drawn["matrices"] == "drawn at each step"
+    assert drawn["matrices"] == "random at each step"
     assert adjacency(make("one_peer_exponential", 4), 1)[3] == {
         "rank": 3, "own weight": 0.5, "receives from": "1 (0.5)", "sends to": "1 (0.5)",
     }  # fmt: skip

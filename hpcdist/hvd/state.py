@@ -109,7 +109,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 def _survivors(everyone: Communicator, wanted: Any) -> Communicator:
     """Collective, of the ranks that live. Join these."""
     if wanted is not None:
-        raise ConfigError(f"comm must be left out once a rank has died; got {wanted!r}. The ranks are those that live.")
+        raise ConfigError(f"comm must be omitted once a rank has died; got {wanted!r}. The ranks are those that live.")
     return cast("MpiCommunicator", everyone).of_survivors()
 
 

@@ -26,9 +26,9 @@ from hpcdist.records.run import (
     end_run,
     load_average,
     load_run,
+    local_cores_of_host,
     note_step,
     now,
-    own_cores,
     start_run,
 )
 from hpcdist.records.step import (

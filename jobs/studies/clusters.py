@@ -25,7 +25,7 @@ import typer
 from hpcdist.tools.compare.comparison import FIRST_SEED
 from hpcdist.tools.compare.plan import ComparedGroup
 from hpcdist.tools.statistics import interval
-from kit.groups import CellRuns, EndedRun, declare_cell, search
+from kit.groups import EndedRun, GroupRuns, declare_group, search
 from kit.output import Claim, Study, paragraphs, start
 from kit.pairs import difference, excludes
 
@@ -68,7 +68,7 @@ class Scale:
         first = 0 if rule.waits else 1  # rank 0 serves
         slower = [f"straggler:{first + n},{step_s / STEPS_S[0]:.4f}," for n, step_s in enumerate(STEPS_S) if n]
         compute = f"{''.join(slower)}{1000 * STEPS_S[0]:g}ms"
-        return declare_cell(rule.name, first + len(STEPS_S), settings, {"compute": compute}, loop=f"{JOB}:train")
+        return declare_group(rule.name, first + len(STEPS_S), settings, {"compute": compute}, loop=f"{JOB}:train")
 
 
 def _asynchronous(name: str, **options: Any) -> Rule:
@@ -154,7 +154,7 @@ def claims(results: Results) -> list[Claim]:
 
 
 # --- the study --------------------------------------------------------------------------------------------------------
-def choose(groups: CellRuns, scale: Scale, rule: Rule) -> int:
+def choose(groups: GroupRuns, scale: Scale, rule: Rule) -> int:
     """Search the rule's ν, as a power of √10."""
 
     def measure(power: int) -> float:
@@ -172,7 +172,7 @@ def main(
 ) -> None:
     scale = QUICK if quick else Scale(hidden=hidden)
     settings = {"data": {"path": str(output / f"clusters-{scale.points}.h5")}}
-    with CellRuns(JOB, output, workers, settings=settings, cluster={"network": NETWORK}) as groups:
+    with GroupRuns(JOB, output, workers, settings=settings, cluster={"network": NETWORK}) as groups:
         groups.make_data()
         powers = groups.each(lambda rule: choose(groups, scale, rule), RULES, "ν searched")
         made = groups.make({rule: scale.declare(rule, powers[rule]) for rule in RULES}, range(scale.seeds))

@@ -36,9 +36,9 @@ import typer
 from matplotlib.figure import Figure
 
 from hpcdist.tools.compare.plan import ComparedGroup
-from hpcdist.tools.statistics import LEAST_SEEDS, Interval, geometric
+from hpcdist.tools.statistics import MIN_SEEDS, Interval, geometric
 from kit import plots
-from kit.groups import CellRuns, EndedRun, declare_cell
+from kit.groups import EndedRun, GroupRuns, declare_group
 from kit.hosted import HostedLauncher
 from kit.hosts import Cable, why_not
 from kit.output import Claim, Study, start, verdict, wrap
@@ -91,7 +91,7 @@ class Scale:
             cable = {name: value for name, value in vars(network).items() if value}
             for setup in SETUPS:
                 settings = {**self.settings(setup), **end}
-                found[network, setup] = declare_cell(f"{setup}, {network}", hosts, settings, cable, LOOP)
+                found[network, setup] = declare_group(f"{setup}, {network}", hosts, settings, cable, LOOP)
         return found
 
     def predicted(self, network: Cable, setup: str, run: EndedRun) -> ComparedGroup:
@@ -99,7 +99,7 @@ class Scale:
         measured, settings = run.summary.model_extra, {**self.settings(setup), "steps": run.curve[-1].step}
         links = f"{measured['latency_s']!r}s,{measured['bandwidth_bytes_s']!r}B/s"
         cluster = {"network": links, "compute": f"replay:{run.folder}"}
-        return declare_cell(f"{setup}, {network}", run.summary.ranks, settings, cluster, LOOP)
+        return declare_group(f"{setup}, {network}", run.summary.ranks, settings, cluster, LOOP)
 
 
 QUICK = Scale(networks=(Cable(100),), hidden=1000, target=0.8)  # 1.1 million parameters
@@ -184,7 +184,7 @@ class Results:
         """Make the table: one row per setup and network."""
         for outcome in self.outcomes:
             target_s, sooner = outcome.target_s, self.sooner(outcome)
-            known = target_s is not None and len(outcome.runs) >= LEAST_SEEDS
+            known = target_s is not None and len(outcome.runs) >= MIN_SEEDS
             yield {
                 "network": str(outcome.network),
                 "setup": outcome.setup,
@@ -266,9 +266,9 @@ def main(
             sys.exit(f"error: this job must be able to make hosts on this machine; {reason}.")
     output = output.resolve()  # hosts share files, and the ranks' folder may be another
     wanted = scale.groups(size)
-    with CellRuns(JOB, output, target=scale.target, launcher=HostedLauncher()) as groups:
+    with GroupRuns(JOB, output, target=scale.target, launcher=HostedLauncher()) as groups:
         runs = groups.make(wanted, range(seeds))
-    with CellRuns(JOB, output / "virtual", workers) as groups:
+    with GroupRuns(JOB, output / "virtual", workers) as groups:
         again = {key: scale.predicted(*key, of_seeds[0]) for key, of_seeds in runs.items()}
         ahead = groups.make(again, [0], "virtual ranks")
     results, study = Results([Outcome(*key, runs[key], *ahead[key]) for key in runs]), Study(output)

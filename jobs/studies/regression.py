@@ -23,7 +23,7 @@ import typer
 
 from hpcdist.tools.compare.plan import ComparedGroup
 from hpcdist.tools.statistics import Interval, interval
-from kit.groups import CellRuns, EndedRun, declare_cell
+from kit.groups import EndedRun, GroupRuns, declare_group
 from kit.output import Study, markdown, start, wrap
 from kit.pairs import difference, excludes
 from regression_job import SAMPLES, job
@@ -117,7 +117,7 @@ class Setup:
 
     def declare(self, epochs: int) -> ComparedGroup:
         settings = {"strategy": self.strategy, "batch_size": self.batch, "epochs": epochs, "eval_every": epochs}
-        return declare_cell(self.name, self.ranks, settings, cluster(self.batch))
+        return declare_group(self.name, self.ranks, settings, cluster(self.batch))
 
 
 JOB_REFERENCE = Setup("allreduce on 4 ranks", "allreduce", 4, 10)
@@ -164,7 +164,7 @@ class Results:
         ranks = training.workers + (training.workers > 1)
         averaged = ", averaged" * training.averaged
         name = f"{training.workers} of batch {training.batch}, {training.own} samples, rate {training.rate:g}{averaged}"
-        return declare_cell(name, ranks, settings, cluster(training.batch), loop=f"{JOB}:train")
+        return declare_group(name, ranks, settings, cluster(training.batch), loop=f"{JOB}:train")
 
     def rmse(self, protocol: Protocol, budget: Budget) -> list[float]:
         """List the RMSE on the test set of each seed."""
@@ -285,7 +285,7 @@ def main(
     wanted: dict[Protocol | Setup, ComparedGroup] = {**results.groups()}
     wanted |= {setup: setup.declare(epochs) for setup in JOB_SETUPS}
     settings = {"data": {"path": str(output / "friedman1.h5")}}
-    with CellRuns(JOB, output, workers, settings=settings, cluster={"network": NETWORK}) as groups:
+    with GroupRuns(JOB, output, workers, settings=settings, cluster={"network": NETWORK}) as groups:
         found = groups.make(wanted, range(seeds))
     results.runs = {one: of_one for one, of_one in found.items() if isinstance(one, Protocol)}
     of_job = {setup: [run.summary.metrics["rmse"] for run in found[setup]] for setup in JOB_SETUPS}

@@ -29,9 +29,9 @@ that synchronous all-reduce scales better to more (about 100) and converges most
   which the stricter one leaves time to make up for a slow beginning: 0.35, where about 9 % of the test images are
   wrong, and 0.2, where 5 % are.
 
-The 26 cells are run with five seeds, which tuning does not see, with both kinds of steps and each target's rates: about
-330 runs, for most rates are the same, beside about 190 for the rates. The folder holds all of them, those for the rates
-in `tuning`, and `hpcdist report` makes a page of it. A run that is there is not made again.
+The 26 groups are run with five seeds, which tuning does not see, with both kinds of steps and each target's rates:
+about 330 runs, for most rates are the same, beside about 190 for the rates. The folder holds all of them, those for the
+rates in `tuning`, and `hpcdist report` makes a page of it. A run that is there is not made again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from hpcdist.tools.compare.comparison import FIRST_SEED
 from hpcdist.tools.compare.plan import ComparedGroup
 from hpcdist.tools.statistics import Interval, interval
 from kit import plots
-from kit.groups import CellRuns, EndedRun, at_rate, declare_cell, search
+from kit.groups import EndedRun, GroupRuns, at_rate, declare_group, search
 from kit.output import Claim, Study, paragraphs, start
 from kit.pairs import ratio
 from scaling_job import model_bytes
@@ -104,7 +104,7 @@ class RunGroup:
             "eval_every_samples": grid.every * BATCH,
         }
         ranks, cluster = self.workers + self.servers, {"compute": COMPUTE[steps]}
-        return declare_cell(f"{self.name}, {steps}", ranks, settings, cluster, loop=f"{JOB}:train")
+        return declare_group(f"{self.name}, {steps}", ranks, settings, cluster, loop=f"{JOB}:train")
 
     def guess(self) -> int:
         """Guess the power of 2 at which to look for the best rate first.
@@ -142,7 +142,7 @@ QUICK = Grid((2, 4), (STRAGGLERS,), sharded=(4,), gradients=384, every=32, targe
 # --- the runs and their results ---------------------------------------------------------------------------------------
 @dataclass
 class Results:
-    """With one kind of steps and one target: the runs of each cell, in the order of their seeds, and their rates."""
+    """With one kind of steps and one target: the runs of each group, in the order of their seeds, and their rates."""
 
     grid: Grid
     steps: str
@@ -159,7 +159,7 @@ class Results:
         return sorted({group.name for group in self.runs}, key=lambda name: (name.split(",")[0] != SYNCHRONOUS, name))
 
     def of(self, name: str) -> list[RunGroup]:
-        """List a strategy's cells, few workers first."""
+        """List a strategy's groups, few workers first."""
         return sorted((group for group in self.runs if group.name == name), key=lambda group: group.workers)
 
     def group(self, name: str, workers: int) -> RunGroup | None:
@@ -186,7 +186,7 @@ class Results:
         return all(map(math.isfinite, self.times_s(group)))
 
     def ratio(self, group: RunGroup, other: RunGroup) -> Interval | None:
-        """Estimate the time to the target over that of another cell; None where one does not reach it."""
+        """Estimate the time to the target over that of another group; None where one does not reach it."""
         if not (self.reached(group) and self.reached(other)):
             return None
         return ratio(self.times_s(group), self.times_s(other))
@@ -197,7 +197,7 @@ class Results:
         return loss.half / loss.mean
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Make the table: one row per cell."""
+        """Make the table: one row per group."""
         for name in self.names():
             for group in self.of(name):
                 curves, seconds = self.curves(group), self.times_s(group)
@@ -236,8 +236,8 @@ def time_to(curve: Curve, target: float) -> float:
     return math.inf
 
 
-# --- the rate of a cell -----------------------------------------------------------------------------------------------
-def tune(groups: CellRuns, grid: Grid, group: RunGroup) -> dict[str, Any]:
+# --- the rate of a group ----------------------------------------------------------------------------------------------
+def tune(groups: GroupRuns, grid: Grid, group: RunGroup) -> dict[str, Any]:
     """Search the power of 2 that is the best rate for each target, from a guess, on seeds of its own.
 
     Best is the shortest mean time to the target or, where no rate gets there with every seed, the lowest final loss.
@@ -259,7 +259,7 @@ def merit(curves: Sequence[Curve], target: float) -> tuple[float, float]:
 
 
 def rate_rows(group: RunGroup, found: dict) -> list[dict]:
-    """Make a row per target and rate that was tried for a cell."""
+    """Make a row per target and rate that was tried for a group."""
     return [
         {
             "strategy": group.name,
@@ -411,7 +411,7 @@ def target_workers(of_all: Sequence[Results]) -> Figure:
 
 
 # --- the study --------------------------------------------------------------------------------------------------------
-def make_runs(groups: CellRuns, grid: Grid) -> tuple[list[Results], list[dict]]:
+def make_runs(groups: GroupRuns, grid: Grid) -> tuple[list[Results], list[dict]]:
     """Search the rates and make all runs; results by steps and target, and the table of rates."""
     tuned = groups.each(partial(tune, groups, grid), grid.groups(), "rates")
     of_all = [
@@ -435,7 +435,7 @@ def main(
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
 ) -> None:
     grid = QUICK if quick else Grid()
-    with CellRuns(
+    with GroupRuns(
         JOB, output, workers, metric="loss", target=min(grid.targets), cluster={"network": NETWORK}
     ) as groups:
         of_all, rates = make_runs(groups, grid)

@@ -41,7 +41,7 @@ from hpcdist.tools.compare.comparison import FIRST_SEED
 from hpcdist.tools.compare.plan import ComparedGroup
 from hpcdist.tools.statistics import Interval, interval
 from kit import plots
-from kit.groups import TUNING, CellRuns, EndedRun, declare_cell
+from kit.groups import TUNING, EndedRun, GroupRuns, declare_group
 from kit.output import Claim, Study, paragraphs, start
 from kit.pairs import difference, ratio
 
@@ -98,7 +98,7 @@ class RunGroup:
         }
         name = f"{self.protocol}, {self.modulation}, batch {self.batch}, jitter {self.jitter:g}"
         compute = f"jitter:{STEP_MS + SAMPLE_MS * self.batch:g}ms,{self.jitter}"
-        return declare_cell(name, 1 + self.learners, settings, {"compute": compute})
+        return declare_group(name, 1 + self.learners, settings, {"compute": compute})
 
 
 def hardsync(batch: int, learners: int) -> RunGroup:
@@ -106,7 +106,7 @@ def hardsync(batch: int, learners: int) -> RunGroup:
 
 
 def softsync(splits: int, modulation: str, batch: int, learners: int) -> RunGroup:
-    """Make a cell; dividing the rate by n = 1 changes nothing, so that this one is the one without modulation."""
+    """Make a group; dividing the rate by n = 1 changes nothing, so that this one is the one without modulation."""
     return RunGroup(splits, "none" if splits == 1 and modulation == "average" else modulation, batch, learners)
 
 
@@ -119,7 +119,7 @@ def asynchronous(batch: int, learners: int, modulation: str = "average") -> RunG
 
 
 def even(group: RunGroup) -> RunGroup:
-    """Make the same cell on learners whose steps all take equally long."""
+    """Make the same group on learners whose steps all take equally long."""
     return replace(group, jitter=0.0)
 
 
@@ -166,7 +166,7 @@ QUICK = Grid(batches=(32, 64), learners=(2, 4), probe=(32, 4), passes=2, seeds=2
 # --- the runs and their results ---------------------------------------------------------------------------------------
 @dataclass
 class Results:
-    """The runs of each cell, in the order of their seeds."""
+    """The runs of each group, in the order of their seeds."""
 
     grid: Grid
     rate: float  # α₀
@@ -206,11 +206,11 @@ class Results:
         return difference(self.errors(group), self.errors(other))
 
     def longer(self, group: RunGroup, other: RunGroup) -> Interval:
-        """Estimate how many times the virtual time of `other` a cell takes."""
+        """Estimate how many times the virtual time of `other` a group takes."""
         return ratio(self.times_s(group), self.times_s(other))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Make the table: one row per cell."""
+        """Make the table: one row per group."""
         for group in sorted(self.runs, key=lambda c: (c.jitter == 0, c.learners, c.batch, c.splits, c.modulation)):
             yield {
                 "protocol": group.protocol,
@@ -244,7 +244,7 @@ def percent_wrong(run: EndedRun) -> float:
     return 100 * (1 - run.summary.metrics["accuracy"])
 
 
-def choose_rate(groups: CellRuns, grid: Grid) -> tuple[float, list[dict]]:
+def choose_rate(groups: GroupRuns, grid: Grid) -> tuple[float, list[dict]]:
     """Choose α₀; it and the table of errors that it was chosen by."""
     rates, seeds = [rate * (1 - grid.momentum) for rate in RATES], range(FIRST_SEED, FIRST_SEED + grid.seeds)
     runs = groups.make({rate: BASELINE.declare(grid, rate) for rate in rates}, seeds, "one learner", TUNING)
@@ -343,10 +343,10 @@ def staleness(results: Results) -> Claim:
     return Claim(
         "The mean staleness of n-softsync is about n, (λ − 1)/c.",
         [max(map(abs, off.values())) <= NEAR],
-        f"At μ = {batch}, λ = {learners}: {listed}. Over all {len(stale)} cells the mean deviates from (λ − 1)/c by "
+        f"At μ = {batch}, λ = {learners}: {listed}. Over all {len(stale)} groups the mean deviates from (λ − 1)/c by "
         f"{off[low]:+.1%} ({_name(low)}) to {off[high]:+.1%} ({_name(high)}), and up to {NEAR:.0%} counts as about. "
         "A run's first gradients are all of the same parameters and its last meet learners that have ended, which "
-        "lowers the mean of short runs. The largest part of a cell's gradients that are more than 2n updates stale "
+        "lowers the mean of short runs. The largest part of a group's gradients that are more than 2n updates stale "
         f"is {max(beyond):.2%}.",
     )
 
@@ -453,7 +453,7 @@ def main(
 ) -> None:
     grid = replace(QUICK if quick else Grid(), momentum=momentum)
     settings = {"data": {"path": str(output / f"digits-passes-{grid.passes}.h5")}}
-    with CellRuns(JOB, output, workers, settings=settings, cluster={"network": NETWORK}) as groups:
+    with GroupRuns(JOB, output, workers, settings=settings, cluster={"network": NETWORK}) as groups:
         rate, rates = choose_rate(groups, grid)
         made = groups.make({group: group.declare(grid, rate) for group in grid.groups()}, range(grid.seeds))
     results, study = Results(grid, rate, made), Study(output)

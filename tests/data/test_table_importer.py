@@ -285,7 +285,7 @@ LABELLED = {"x": VALUES, "y": np.arange(50) % 2}
         ({}, {"delimiter": ""}, "delimiter must be one character, such as ',' or ';'; got ''."),
         ({}, {"test_fraction": 1}, "test_fraction must be at least 0 and below 1; got 1."),
         (LABELLED, {"task": "classification", "standardise": "all"}, "must be none or features for .*; got all."),
-        ({"x": VALUES, "y": VALUES}, {"target": "x0"}, "target must be left out where .* has arrays x and y; got"),
+        ({"x": VALUES, "y": VALUES}, {"target": "x0"}, "target must be omitted where .* has arrays x and y; got"),
     ],
 )
 def test_bad_options(csv, tmp_path, case):

@@ -111,7 +111,7 @@ def test_a_cycle_time_holds_to_the_end_of_the_process(tmp_path):
     try:
         Horovod(half, cycle_time_ms=0.5)
     except ConfigError as error:
-        assert "cycle_time_ms must be left out where groups of the ranks that Horovod runs on" in str(error)
+        assert "cycle_time_ms must be omitted where groups of the ranks that Horovod runs on" in str(error)
         print("refused", flush=True)
     """
     done = script(tmp_path, text, 2)

@@ -71,7 +71,7 @@ try:
     hvd.shutdown()
     hvd.init(comm=[0, 2])
 except ValueError as error:
-    assert "comm must be left out once a rank has died" in str(error), error
+    assert "comm must be omitted once a rank has died" in str(error), error
     print("told", flush=True)
 """
 

@@ -100,7 +100,7 @@ def write_run(
 
 
 def write_comparison(folder: Path, runs: Sequence[dict], **said: object) -> None:
-    """A comparison's folder: its runs, each the arguments of `write_run` with the cell's `name` and `kind`."""
+    """A comparison's folder: its runs, each the arguments of `write_run` with the group's `name` and `kind`."""
     listed = []
     for run in runs:
         run = dict(run)

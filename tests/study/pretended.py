@@ -15,7 +15,7 @@ from study import evidence
 
 
 class PretendedRuns:
-    """Makes runs that are the better, the nearer their rate is to 0.008; `failing` names cells whose runs fail."""
+    """Makes runs that are the better, the nearer their rate is to 0.008; `failing` names groups whose runs fail."""
 
     def __init__(self, *failing: str):
         self.failing, self.made = failing, []

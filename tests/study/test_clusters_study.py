@@ -65,14 +65,14 @@ def test_the_same_seed_gives_the_same_run(study, run):
 def test_the_rate_is_the_one_that_is_better_than_its_neighbours(study, best):
     tried = []
 
-    class Cells:
+    class Groups:
         def measure(self, group, seeds):
             assert min(seeds) >= study.FIRST_SEED, "no seed of the runs that are shown"
             rate = load({}, None, group.settings)["strategy"]["outer_lr"]
             tried.append(round(2 * math.log10(rate)))
             return [ended(metrics={"accuracy": 1 - abs(tried[-1] - best) / 10})]
 
-    assert study.choose(Cells(), study.QUICK, study.DELAYED) == best
+    assert study.choose(Groups(), study.QUICK, study.DELAYED) == best
     assert {best - 1, best, best + 1} <= set(tried) and len(set(tried)) == len(tried)
 
 

@@ -173,7 +173,7 @@ def test_time_to_the_target(study, losses, expected):
 def test_the_best_rate_is_found_wherever_it_lies(study, power):
     made = []
 
-    class Cells:
+    class Groups:
         def measure(self, group, seeds) -> list[EndedRun]:
             rate = load_settings({}, None, group.settings)["optimizer"]["lr"]
             made.extend((rate, seed) for seed in seeds)
@@ -181,7 +181,7 @@ def test_the_best_rate_is_found_wherever_it_lies(study, power):
             return [curved([(0, 0.0, 2.0), (1, 1.0 + soon, 0.3), (2, 90.0 + 3 * low, 0.1)]) for _ in seeds]
 
     grid, group = study.Grid(), study.RunGroup("gossip_pull", 4)
-    found = study.tune(Cells(), grid, group)
+    found = study.tune(Groups(), grid, group)
     assert found["best"] == {0.35: power, 0.2: power - 3}, "each target has its own"
     assert set(range(power - 4, power + 2)) <= set(found["tried"])
     assert len(made) == len(set(made)) == len(found["tried"]) * grid.tuning_seeds, "each once per seed"
@@ -207,7 +207,7 @@ def curved(looks) -> EndedRun:
 
 
 def made_up(study, seconds, spread):
-    """Results that reach the target after seconds(cell), and whose final losses differ by spread(cell)."""
+    """Results that reach the target after seconds(group), and whose final losses differ by spread(group)."""
     results = study.Results(study.Grid(seeds=3), study.STRAGGLERS, 0.35, {})
     for group in results.grid.groups():
         results.rates[group] = 0.1

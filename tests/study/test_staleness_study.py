@@ -25,7 +25,7 @@ def test_the_quick_version(quick, study, written):
         for path in sorted((quick[0] / place).iterdir())
     ]
     groups = study.QUICK.groups()
-    assert len(found) == 2 * (len(groups) + 7), "two seeds of each cell and of seven rates"
+    assert len(found) == 2 * (len(groups) + 7), "two seeds of each group and of seven rates"
     assert {summary.samples for _, summary in found} == {study.QUICK.passes * 898}, "the same budget for all"
     shown, tried = set(), set()  # rates
     for settings, summary in found:
@@ -50,7 +50,7 @@ def test_the_quick_version(quick, study, written):
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------
 def made_up(study, error, seconds, staleness):
-    """Results whose runs measured what these functions of the cell say, and a little that differs between seeds."""
+    """Results whose runs measured what these functions of the group say, and a little that differs between seeds."""
     results = study.Results(study.Grid(seeds=3), rate=0.1)
     for group in results.grid.groups():
         results.runs[group] = [

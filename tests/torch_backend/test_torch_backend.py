@@ -248,7 +248,7 @@ ENDS = {  # on how many ranks, the script, what is said
     ),
     "a call that was begun and never waited for": (2, MEETING + LEFT_OVER, "rank 1 to come to the collective call"),
     "ranks that are known": (
-        2, START + "hpcdist.init(); dist.init_process_group('hpcdist')", "hpcdist.init() has made the ranks known",
+        2, START + "hpcdist.init(); dist.init_process_group('hpcdist')", "hpcdist.init() has created",
     ),
     "one number twice": (2, START + "dist.init_process_group('hpcdist', rank=0, world_size=2)", NO_NUMBERS),
     "one number twice, on gloo": (2, START + "dist.init_process_group('gloo', rank=0, world_size=2)", NO_NUMBERS),

@@ -230,7 +230,7 @@ def test_batches_that_add_up_are_one_large_one(tmp_path, name):
 
 
 def test_a_jobs_accumulation_is_its_own_setting(tmp_path):
-    with pytest.raises(ConfigError, match="strategy.accumulation must be left out in a job, .*; got 3. Set"):
+    with pytest.raises(ConfigError, match="strategy.accumulation must be omitted in a job, .*; got 3. Set"):
         run_virtual(lambda comm: tiny.trainer(comm, tmp_path, "strategy.accumulation=3"), 1)
 
 

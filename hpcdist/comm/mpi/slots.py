@@ -21,7 +21,7 @@ import torch
 from hpcdist.comm.mpi.calls import EVERYONE
 from hpcdist.comm.mpi.node_memory import Bell, map_parts
 from hpcdist.comm.slots import GatheredRows, Slots
-from hpcdist.records import own_cores
+from hpcdist.records import local_cores_of_host
 
 # Words of a rank, 8 bytes each: calls that it has come to, its notes of two calls in turn, whether it sleeps, and its
 # semaphore. Those that others write are two cache lines away from those that it alone writes.
@@ -110,6 +110,6 @@ class NodeSlots(Slots):
 
 def _have_cores(comm) -> bool:
     """Collective. Tell whether all of the job's ranks on this node have a core of their own."""
-    cores = {core for _, found in comm.gather(own_cores()) for core in found}
+    cores = {core for _, found in comm.gather(local_cores_of_host()) for core in found}
     world = comm.process.world or comm
     return len(world.memory.local_ranks) <= len(cores)

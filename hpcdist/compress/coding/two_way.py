@@ -50,7 +50,7 @@ class TwoWayMean:
     ):
         if config.warmup_steps or config.warmup_ranks is not None:
             raise ConfigError(
-                "strategy.compression.warmup_steps and warmup_ranks must be left out where means are compressed both "
+                "strategy.compression.warmup_steps and warmup_ranks must be omitted where means are compressed both "
                 f"ways; got {config.warmup_steps} and {config.warmup_ranks}. The strategy has a warm-up of its own."
             )
         self._comm = comm

@@ -228,7 +228,7 @@ def _read_numpy(path: Path) -> dict[str, np.ndarray]:
 def _from_pair(path: Path, x: np.ndarray, y: np.ndarray, target: str) -> tuple[pd.DataFrame, str]:
     """Return one table of features x0, x1... and targets y0, y1..., and the targets."""
     if target:
-        raise ConfigError(f"target must be left out where {path} has arrays x and y; got {target!r}.")
+        raise ConfigError(f"target must be omitted where {path} has arrays x and y; got {target!r}.")
     y = y[:, np.newaxis] if y.ndim == 1 else y
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y) or 0 in x.shape + y.shape:
         rule = "x of shape (samples, features) and y of shape (samples, targets)"

@@ -43,7 +43,7 @@ class ProviderConfig(Named):
         others = sorted(self.model_fields_set - {"name"} - own)
         if others:
             raise ValueError(
-                f"strategy.provider.{others[0]} must be left out with {self.name}, which has no such option; got "
+                f"strategy.provider.{others[0]} must be omitted with {self.name}, which has no such option; got "
                 f"{getattr(self, others[0])}. `hpcdist strategies` says which library has it."
             )
         return self

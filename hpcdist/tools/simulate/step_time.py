@@ -78,14 +78,14 @@ def on_cluster(experiment: E, cluster: ClusterConfig, output: Path) -> E:
                 f"--compute must be a time with a script, whose step nobody can measure before a run; got "
                 f"{cluster.compute}. Write --compute 20ms, or --compute replay:RUN, a run of the script."
             )
-        cluster.steps(lambda given_s: given_s or 0.0).check(experiment.most_ranks)
+        cluster.steps(lambda given_s: given_s or 0.0).check(experiment.max_ranks)
         return replace(experiment, virtual={**cluster.model_dump(), "samples": 0, "step_s": {}})
     job_path = Path(experiment.job)
     with neighbours(job_path):
         job, config = specify(job_path, None, experiment.settings)
         prepare_data(job, config)
         own = config.batch_size * config.accumulation
-        cluster.steps(lambda given_s: given_s or 1.0).check(experiment.most_ranks)
+        cluster.steps(lambda given_s: given_s or 1.0).check(experiment.max_ranks)
         described = {**cluster.model_dump(), "samples": own}
         step_s: dict[str, float] = {}
         known = (read(output) or {}).get("virtual") or {}

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from hpcdist.comm.launch import Task, check_world, launched_size, task
 from hpcdist.errors import WorldError
-from hpcdist.records import own_cores
+from hpcdist.records import local_cores_of_host
 from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, gather, listed
-from hpcdist.tools.machine import placement
+from hpcdist.tools.machine import describe_cores
 
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
@@ -39,7 +39,7 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     """Collective. Gather each rank's cores, torch's number of threads, and its place according to the launcher."""
     import torch
 
-    _, cores = own_cores()
+    _, cores = local_cores_of_host()
     own = {"cores": cores, "threads": torch.get_num_threads(), "task": task(required.environ)}
     return {"ranks": gather(comm, own), "library": comm.platform.library}
 
@@ -62,7 +62,7 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
     text = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {len(nodes.names)} node{'s' * (len(nodes.names) > 1)}"
     text += f", {next(iter(counts.values()))} each" * (equal and len(nodes.names) > 1)
     yield Finding(OK, f"{text} ({nodes}), {measured['library']}{launcher}")
-    for text in placement([(nodes.name(rank), row["cores"]) for rank, row in enumerate(ranks)]):
+    for text in describe_cores([(nodes.name(rank), row["cores"]) for rank, row in enumerate(ranks)]):
         yield Finding(OK, text)
     crowding = {name: _crowding(nodes.ranks(node), ranks) for node, name in enumerate(nodes.names)}
     for text in dict.fromkeys(filter(None, crowding.values())):

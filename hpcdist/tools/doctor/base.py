@@ -95,7 +95,7 @@ def name_nodes(hosts: Sequence[str], locations: Sequence[Hashable]) -> Nodes:
 
 def introduction(environ: Mapping[str, str]) -> str:
     """Describe this rank's node for other ranks: host name, network identity (the same on the whole node), load."""
-    return f"{host_name(environ)}\n{network.here()}\n{overload()}"
+    return f"{host_name(environ)}\n{network.stack_id()}\n{overload()}"
 
 
 def introduced_nodes(introductions: Mapping[int, str]) -> Nodes:

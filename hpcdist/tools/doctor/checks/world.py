@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from hpcdist.comm.launch import Task, check_world, declared_size, task
+from hpcdist.comm.launch import Task, check_world, launched_size, task
 from hpcdist.errors import WorldError
 from hpcdist.records import local_cores_of_host
 from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, gather, listed
@@ -24,12 +24,12 @@ def disagreement(size: int, library: str, required: Requirements) -> str | None:
     except WorldError as error:
         return str(error)
     tasks = environ.get("SLURM_NTASKS", "1")
-    alone = size == 1 and declared_size(environ) is None and tasks.isdigit() and int(tasks) > 1
+    alone = size == 1 and launched_size(environ) is None and tasks.isdigit() and int(tasks) > 1
     expected, source = (required.ranks, "--ranks") if required.ranks or not alone else (int(tasks), "SLURM_NTASKS")
     if expected in (None, size):
         return None
     text = f"MPI's world must have {expected} ranks ({source}); got {size} with {library}. "
-    if declared_size(environ) is None:
+    if launched_size(environ) is None:
         return f"{text}No launcher has started this process: put srun or mpirun before the command"
     return f"{text}Give the launcher that number (-n), and the same number of slots or tasks"
 

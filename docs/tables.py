@@ -269,9 +269,9 @@ def _contrast(findings: Analysis, group: RunGroup) -> Contrast | None:
 def _gap(findings: Analysis, group: RunGroup) -> str:
     """Write by how many points a cell's accuracy is above the reference's; nothing for that itself."""
     found = _contrast(findings, group)
-    if found is None or found.better is None:
+    if found is None or found.difference is None:
         return ""
-    return f"{found.better.scaled(100):+.2f}{_star(found.p_better)}"
+    return f"{found.difference.scaled(100):+.2f}{_star(found.p_difference)}"
 
 
 def _seconds(group: RunGroup) -> str:
@@ -279,7 +279,7 @@ def _seconds(group: RunGroup) -> str:
     seconds = list(group.seconds_to_target.values())
     if not seconds:
         return "not reached"
-    return f"{interval(seconds):.2f}{'' if group.all_reached else f' ({len(seconds)} of {group.tried})'}"
+    return f"{interval(seconds):.2f}{'' if group.all_reached else f' ({len(seconds)} of {group.n_started})'}"
 
 
 def _megabytes(group: RunGroup) -> str:
@@ -305,12 +305,12 @@ def _spent(group: RunGroup) -> list[float]:
 def _sooner(findings: Analysis, group: RunGroup) -> str:
     """Write how many times sooner than the reference a cell met the target."""
     found = _contrast(findings, group)
-    if found is None or found.sooner is None:
+    if found is None or found.speedup is None:
         return ""
-    sooner = found.sooner
+    sooner = found.speedup
     if not sooner.low < sooner.high:  # one seed
         return f"{sooner.mean:.2f}"
-    return f"{sooner.mean:.2f} ({sooner.low:.2f} to {sooner.high:.2f}){_star(found.p_sooner)}"
+    return f"{sooner.mean:.2f} ({sooner.low:.2f} to {sooner.high:.2f}){_star(found.p_speedup)}"
 
 
 def _star(p: float) -> str:

@@ -200,7 +200,7 @@ def test_nothing_is_imported_before_it_is_needed_and_packages_add_commands(tmp_p
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.count("hello you\n") == 3, done.stderr
     (broken,) = done.stderr.splitlines()
-    assert "command broken is left out: command must be in a file that can be imported" in broken
+    assert "command broken is skipped: command must be in a file that can be imported" in broken
     assert (tmp_path / "it.svg").exists()
     shown = {name: set(modules) for name, modules in json.loads(done.stdout.splitlines()[-1]).items()}
     assert not {"torch", "mpi4py.MPI"} & shown["command"], done.stderr
@@ -274,13 +274,13 @@ MISTAKES = {  # what a clumsy user types: a part of the message
     "compare folder": "job must be a Python file; got folder, which is a folder.",
     "compare job.py --strategies hardsink": "got 'hardsink'. Did you mean 'hardsync'?",
     "compare job.py --ranks x": "--ranks must be whole numbers above 0, with commas between them; got 'x'.",
-    "compare job.py --launcher nowhere": "--launcher must begin with a program on PATH; got 'nowhere'.",
+    "compare job.py --launcher nowhere": "--launcher must start with a program on PATH; got 'nowhere'.",
     "compare job.py --slurm generik": "got 'generik'. Did you mean 'generic'?",
     "simulate job.py --network fast": "network must be LATENCY,BANDWIDTH; got 'fast'.",
     "simulate job.py --cluster none.toml": "configuration file must exist; got none.toml.",
-    "report none": "FOLDER must be a folder with runs in it; got none, which is no folder.",
-    "watch none --once": "got none, which is no folder.",
-    "watch text --once": "got text, which is no folder.",
+    "report none": "FOLDER must be a folder with runs in it; got none, which is not a folder.",
+    "watch none --once": "got none, which is not a folder.",
+    "watch text --once": "got text, which is not a folder.",
     "data info none.h5": "none.h5 can't be opened (No such file or directory). Check the path; `hpcdist data import`",
     "data info folder": "folder can't be opened (Is a directory).",
     "data info text": "text is not an HDF5 file",
@@ -609,12 +609,12 @@ def _write_summary(folder: str, **changes: object) -> None:
 
 def test_a_report_of_several_runs(hpcdist):
     status, out, err = hpcdist("report", ".")
-    assert (status, out) == (1, "") and "folders must hold a run that has ended; got none in ." in err
+    assert (status, out) == (1, "") and "folders must hold a finished run; got none in ." in err
     _write_summary("runs/a")
     _write_summary("runs/deep/b", strategy="gossip_pull", metrics={"accuracy": 0.5, "rmse": 1.5})
     status, out, err = hpcdist("report", "runs", "runs/a")
     rows = [line.split() for line in out.splitlines()]
-    assert (status, err) == (0, "") and rows[0] == "runs, runs/a: 2 runs; one run of each kind".split()
+    assert (status, err) == (0, "") and rows[0] == "runs, runs/a: 2 runs; one run per group".split()
     assert ["allreduce", "4", "0.9876", "500", "2", "–", "1.25", "5", "12.3", "kB", "0.250"] in rows
     assert ["gossip_pull", "4", "0.5000", "500", "2", "1.5000", "1.25", "5", "12.3", "kB", "0.250"] in rows
     assert out.count(" allreduce ") == 1 and "\x1b" not in out, "each run once"
@@ -671,7 +671,7 @@ def test_a_report_has_a_table_for_each_job(hpcdist):
             evidence.write_run(Path(job, str(splits)), "softsync", job=f"{job}.py", splits=splits, batch=len(job))
     out = hpcdist("report", ".", "--target", "accuracy=0.97")[1]
     assert [line for line in out.splitlines() if " runs; " in line] == [
-        f"{job}: 2 runs; one run of each kind" for job in ("digits", "letters")
+        f"{job}: 2 runs; one run per group" for job in ("digits", "letters")
     ]
     assert out.count("\n softsync (splits …)") == 2 and "batch_size" not in out, (
         "names are of what differs within a job"

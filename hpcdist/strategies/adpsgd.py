@@ -60,7 +60,7 @@ class ADPSGD(Strategy):
         deaths="others continue",
     )
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         topology = make_topology(config.topology, comm)
         if not (topology.static and topology.symmetric):
             raise ConfigError(
@@ -68,7 +68,7 @@ class ADPSGD(Strategy):
                 "bipartite, a ring or torus of even sides, or a graph of your own."
             )
         _, passive = two_sides(topology)
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
         self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)
         self._passive = comm.rank in passive

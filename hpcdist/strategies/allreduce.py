@@ -114,8 +114,8 @@ class AllReduce(Strategy):
     config: Config
     contract = Contract(averages="gradients", synchronizes="every step", closure="often", frozen="at any time")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         if self.adds_up and config.provider.op != "average":
             raise ConfigError(
                 f"strategy.provider.op must be average with loss = 'sum', which adds up itself; got "
@@ -233,7 +233,7 @@ class AllReduce(Strategy):
             bad = found and (bad or found)
         if self.stages is not None and not self.gradients.ignores_nonfinite:
             bad = self.stages.nonfinite(bad)
-        event = self.gradients.leave_out(bad) if bad else None
+        event = self.gradients.skip_update(bad) if bad else None
         if not bad:
             self.gradients.clip()
             update()
@@ -263,7 +263,7 @@ class AllReduce(Strategy):
             loss = closure()
             bad = self._averaged()
             if bad:
-                self.gradients.leave_out(bad)
+                self.gradients.skip_update(bad)
             return None if loss is None else self._mean(torch.as_tensor(loss, dtype=torch.float64).item())
 
         self.model.refresh()
@@ -289,7 +289,7 @@ class AllReduce(Strategy):
         if self._overlapped:
             self.model.gradients.collect(last=True)
             self._averaging.wait()
-        self.model.lay_out_again()  # what is averaged already stays so when it is averaged again
+        self.model.relayout()  # what is averaged already stays so when it is averaged again
         self._agreement.forget()
         self._arm(overlapped=False)
 

@@ -48,7 +48,7 @@ class D2(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step")
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         topology = make_topology(config.topology, comm)
         name = config.topology.name
         if not (topology.symmetric and topology.doubly_stochastic and topology.static):
@@ -62,7 +62,7 @@ class D2(Strategy):
                 f"strategy.topology of d2 must have no eigenvalue of −1/3 or less in W; got {name} of {comm.size} "
                 f"ranks, with {least:.3f}. Set strategy.lazy = true, which mixes by (W + I)/2, or take another graph."
             )
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self._mixing = Mixing(comm, topology, overlap=False, kept=0.5 if config.lazy else 0.0)
         self._changed = self.state.sharded("changed", model.params if comm.size > 1 else [], resets=True)  # c
         # Of the parameters, at the last step.

@@ -43,8 +43,8 @@ class DiLoCo(Periodic):
 
     config: Config
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self.momentum = self.state.sharded("outer", self.common if config.outer_momentum else [], reshard="first")
 
     def move(self, fragment: Fragment) -> None:

@@ -126,8 +126,8 @@ class Downpour(ServerStrategy):
     steps_on_workers = True  # with Adagrad on the servers
     config: Config
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         warm_start = WarmStart(config.warm_start, self.roles.workers[0])
         self.compose(lambda: _Worker(self), lambda: _Server(self, warm_start))
 
@@ -245,5 +245,5 @@ class _Server(Server):
         else:
             self.strategy.hyperparameters.set(values)
             self._rule.add(request)
-            self._rule.apply(self.strategy.hyperparameters.noting(self.update), 1.0)
+            self._rule.apply(self.strategy.hyperparameters.track_counters(self.update), 1.0)
         self.count_update([staleness])

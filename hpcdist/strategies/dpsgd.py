@@ -84,14 +84,14 @@ class DPSGD(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step")
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         topology = make_topology(config.topology, comm)
         if not (topology.symmetric and topology.doubly_stochastic):
             raise ConfigError(
                 f"topology of dpsgd must be symmetric and doubly stochastic; got {config.topology.name}. Take ring, "
                 "torus, complete, hierarchical or graph; or strategy sgp, which goes with any topology."
             )
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self._mixing: Mixing | CompressedMixing
         if config.compression and comm.size > 1:
             self._mixing = CompressedMixing(comm, topology, model, config.compression, config.rate, self.state)

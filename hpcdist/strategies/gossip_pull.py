@@ -53,8 +53,8 @@ class GossipPull(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="never", memory="read by others", deaths="others continue")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
         self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)
         check_count(comm, "pulls", config.pulls, include_self=config.include_self)
@@ -107,7 +107,7 @@ class GossipPull(Strategy):
 
     def _take_back(self) -> None:
         """Set the own parameters to what was published last."""
-        copy_all(self.model.params, self._published.own())
+        copy_all(self.model.params, self._published.local())
 
     def reset_from_model(self) -> None:
         self._publish(self.steps)

@@ -65,8 +65,8 @@ class GossipPush(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="never", memory="read by others", deaths="others continue")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
         self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)
         check_count(comm, "pushes", config.pushes, include_self=config.include_self)

@@ -62,8 +62,8 @@ class GossipSync(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step", deaths="others continue")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
         self._wire = Wire(config.compression, model.params, self.state)
         self._received = self.state.scratch([torch.empty_like(t) for t in self._wire.pack(model.params)])

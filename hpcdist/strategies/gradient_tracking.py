@@ -49,9 +49,9 @@ class GradientTracking(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step")
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         topology = conserving(config.topology, comm, "gradient_tracking")
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self._mixing = Mixing(comm, topology, overlap=False)
         like = model.params if comm.size > 1 else []
         # With the first part of y go two flags of each parameter: it has a gradient now; it has one on some ranks only.

@@ -51,6 +51,6 @@ class Hardsync(ServerStrategy):
 
     contract = replace(ServerStrategy.contract, averages="gradients", synchronizes="every step")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         exchange_gradients(self, HardsyncPolicy())

@@ -76,8 +76,8 @@ class LocalSGD(Periodic):
 
     config: Config
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self._inside: collectives.AllReduce | None = None  # this rank's node
         if config.node_period is not None:
             node = comm.split(comm.nodes[comm.rank])

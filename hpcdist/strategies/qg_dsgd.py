@@ -44,9 +44,9 @@ class QGDSGD(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step", optimizer="SGD")
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         topology = conserving(config.topology, comm, "qg_dsgd")
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         if self.optimizer is not None and comm.size > 1:
             self._sgd()
         self._mixing = Mixing(comm, topology, overlap=False)
@@ -66,7 +66,7 @@ class QGDSGD(Strategy):
         for x, was in zip(self.model.params, before, strict=True):
             was.sub_(x)
         kept = self.config.memory
-        with self.model.leave_alone(self.model.gradients.present(), self._momentum):
+        with self.model.skip_unused(self.model.gradients.present(), self._momentum):
             for slot, rate in zip(self.model.slots, rates(self.model, local), strict=True):
                 if rate:
                     slot.view(self._momentum).mul_(kept).add_(slot.view(before), alpha=(1 - kept) / rate)

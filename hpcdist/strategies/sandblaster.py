@@ -129,9 +129,9 @@ class Sandblaster(Strategy):
     sums: RequestChannel  # to the shards, where there is more than one rank
     work: RequestChannel  # to the coordinator
 
-    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **given: Any):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any):
         self.roles = roles = assign_lbfgs(comm.size, config.servers)
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self.coordinates, self.has_shard = comm.rank == COORDINATOR, comm.rank in roles.shards
         self.joint: JointBatch | None = None  # the loop says of which batch the next step is
         self.point = SharedPoint(comm, roles.shards, model.params)

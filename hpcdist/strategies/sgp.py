@@ -57,9 +57,9 @@ class SGP(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step", consensus="elsewhere")
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         topology = make_topology(config.topology, comm)
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self._mixing = Mixing(comm, topology, overlap=config.overlap)
         self._biased = not topology.doubly_stochastic
         like = model.params if self._biased else ()

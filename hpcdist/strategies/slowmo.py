@@ -108,8 +108,8 @@ class SlowMo(Periodic):
 
     config: Config
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         slow = [torch.zeros_like(x, dtype=WIDE.get(x.dtype)) for x in self.common]  # u, of gradients' size
         self.momentum = self.state.sharded("slow", tensors=slow, reshard="first")
         self.rates = self.state.by_parameter("rates", self, optional=True)  # the last one above 0, of its own moves

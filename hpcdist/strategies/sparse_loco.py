@@ -21,11 +21,11 @@ class SparseCompression(CompressionConfig):
     @model_validator(mode="before")
     @classmethod
     def _as_in_the_paper(cls, value: Any) -> Any:
-        given = {"name": value} if isinstance(value, str) else value
-        if isinstance(given, Mapping) and given.get("name", "chunk_topk") == "chunk_topk":
-            fades = {} if given.get("error_feedback") is False else {"decay": 0.95}  # else nothing is kept to fade
-            return {"values": "2bit", **fades, **given}
-        return given
+        options = {"name": value} if isinstance(value, str) else value
+        if isinstance(options, Mapping) and options.get("name", "chunk_topk") == "chunk_topk":
+            fades = {} if options.get("error_feedback") is False else {"decay": 0.95}  # else nothing is kept to fade
+            return {"values": "2bit", **fades, **options}
+        return options
 
 
 @final

@@ -67,8 +67,8 @@ class SPARTA(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self.alone = comm.size == 1
         self.calls = Collectives(comm, Traffic())
         self.records.count(self.calls.comm)

@@ -107,11 +107,11 @@ class StreamingDiLoCo(Periodic):
 
     config: Config
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         self.eager = config.merge == "eager"  # then each rank has x and momentum of its own
         self.of_ranks = "mean" if self.eager else "first"
         self.blend = None if self.eager or config.merge == "shift" else config.blend
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self.momentum = self.state.sharded("momentum", self.common, reshard=self.of_ranks)
 
     def cut(self) -> list[Fragment]:
@@ -158,7 +158,7 @@ class StreamingDiLoCo(Periodic):
             for own, mean, last in fragment.views(self.model.params, self.mean, before):
                 mean.add_(own - last, alpha=1 / self.comm.size)
                 last.copy_(own)
-        with self.model.leave_alone(self.used | self.gradients.used if self.eager else self.used, self.momentum):
+        with self.model.skip_unused(self.used | self.gradients.used if self.eager else self.used, self.momentum):
             self.move(fragment)
         for own, x, mean in fragment.views(self.model.params, self.common, self.mean):
             mean.copy_(own)

@@ -97,8 +97,8 @@ class Strom(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="never", deaths="others continue")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
         # One message goes to all others, so that this rank's parameters change by it, too.
         self._floods = load(config.topology.name).complete

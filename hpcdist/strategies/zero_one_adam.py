@@ -65,8 +65,8 @@ class ZeroOneAdam(AdamStep):
     config: Config
     contract = replace(AdamStep.contract, averages="parameters")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         model.keep_gradients([torch.zeros_like(flat) for flat in model.params])  # which are averaged at first
         self._mean = TwoWayMean(self.calls.comm, config.compression, model.params, spans(model))
         state = self.state

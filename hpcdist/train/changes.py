@@ -61,7 +61,7 @@ def changes_since(meta: Mapping[str, Any], trainer: Configured) -> Changes:
     if not isinstance(saved, Mapping):
         return {}
     config = strategies.load(trainer.config.strategy.name).Config
-    return changes({**saved, "strategy": config.by_names_of_now(saved["strategy"])}, now)
+    return changes({**saved, "strategy": config.with_current_names(saved["strategy"])}, now)
 
 
 def require_state_fits(changed: Changes, path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from hpcdist.data.labels import labels_of
 from hpcdist.data.loader import Batch
 from hpcdist.errors import ConfigError, DataError
-from hpcdist.session.consistency import marks
+from hpcdist.session.consistency import fingerprints
 from hpcdist.session.loader.sampling import seeded
 
 Collate = Callable[[list[Any]], Any]
@@ -114,7 +114,7 @@ class JobDataset(Dataset[Any]):
     @property
     def checksum(self) -> str:
         """Return a checksum of the Dataset's files, tensors and lists; samples are not read."""
-        found = marks(self._dataset, "")
+        found = fingerprints(self._dataset, "")
         rounded = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in found.items()}
         return f"{zlib.crc32(repr((len(self), rounded)).encode()):08x}"
 

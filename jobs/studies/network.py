@@ -36,7 +36,7 @@ import typer
 from matplotlib.figure import Figure
 
 from hpcdist.tools.compare.plan import ComparedGroup
-from hpcdist.tools.statistics import LEAST_SEEDS, Interval, geometric
+from hpcdist.tools.statistics import MIN_SEEDS, Interval, geometric
 from kit import plots
 from kit.groups import EndedRun, GroupRuns, declare_group
 from kit.hosted import HostedLauncher
@@ -184,7 +184,7 @@ class Results:
         """Make the table: one row per setup and network."""
         for outcome in self.outcomes:
             target_s, sooner = outcome.target_s, self.sooner(outcome)
-            known = target_s is not None and len(outcome.runs) >= LEAST_SEEDS
+            known = target_s is not None and len(outcome.runs) >= MIN_SEEDS
             yield {
                 "network": str(outcome.network),
                 "setup": outcome.setup,

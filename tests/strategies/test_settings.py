@@ -55,9 +55,9 @@ BY_THEMSELVES = [
         "include_self must be true with .*pairing 'matching'",
     ),
     *(
-        (name, {"compression": given}, message)
+        (name, {"compression": kwargs}, message)
         for name in ("gossip_pull", "gossip_push", "gossip_sync", "sgp")
-        for given, message in (
+        for kwargs, message in (
             ("topk", HALF),
             ({"name": "fp16", "warmup_steps": 4}, "must be without warmup_steps and error_feedback = false"),
         )
@@ -203,8 +203,8 @@ def test_defaults_are_those_of_the_paper_or_of_its_code(name):
 
 def test_an_option_of_a_compressor_leaves_the_papers_others():
     cls = strategies.load("sparse_loco")
-    for given in ({"ratio": 0.1}, "chunk_topk", {}):
-        options = cls.Config(compression=given).compression
+    for kwargs in ({"ratio": 0.1}, "chunk_topk", {}):
+        options = cls.Config(compression=kwargs).compression
         assert options.name == "chunk_topk" and BITS.items() <= options.options.items()
     assert cls.Config(compression={"name": "topk"}).compression.options == {}
     assert cls.Config(compression={"error_feedback": False}).compression.options == {"values": "2bit"}, "nothing fades"
@@ -261,7 +261,7 @@ class FewArguments(Whole):
 
 
 class NotInitialised(Whole):
-    def __init__(self, config, comm, model, **given):
+    def __init__(self, config, comm, model, **kwargs):
         self.config = config
 
 

@@ -141,9 +141,9 @@ def test_another_comparison_in_the_same_folder_is_refused_by_its_differences(tmp
         ComparedRuns(replace(DECLARED, seeds=3), tmp_path)
     assert folder.read_experiment(tmp_path, Comparison) == DECLARED
     (tmp_path / COMPARISON).write_text('{"version": 9, "runs": []}')
-    with pytest.raises(DataError, match="must hold a declaration of version 1; got version 9"):
+    with pytest.raises(DataError, match="must hold an experiment of version 1; got version 9"):
         ComparedRuns(DECLARED, tmp_path)
-    with pytest.raises(ConfigError, match="JOB must be given where there is no comparison to go on with"):
+    with pytest.raises(ConfigError, match="JOB must be given where there is no comparison to resume"):
         folder.read_experiment(tmp_path / "new", Comparison)
 
 
@@ -297,7 +297,7 @@ def test_runs_that_are_left_repeat_the_best_and_its_neighbours():
 def test_without_a_terminal_each_run_has_a_line(tmp_path, capsys):
     planned = written(tmp_path, ranks=(2, 3)).plan
     making = Runner(tmp_path, PretendedRuns("gossip_pull"))
-    with making.shown("runs", len(planned)):
+    with making.display("runs", len(planned)):
         making.run_all(planned)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 8 and all(f"{number} of 8  " in line for number, line in enumerate(lines, 1))
@@ -309,7 +309,7 @@ def test_without_a_terminal_each_run_has_a_line(tmp_path, capsys):
 def test_a_terminal_shows_the_current_runs_loss_and_metrics(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     run = PlannedRun("allreduce", "strategy", 2, 0, ("budget.samples=400", "optimizer.lr=0.1"), "runs/a")
-    with run_all.shown("runs", 3) as shown:
+    with run_all.display_runs("runs", 3) as shown:
         assert shown.lines() == []
         shown.start(run, tmp_path)
         assert shown.lines() == ["allreduce, 2 ranks, rate 0.1, seed 0"]
@@ -357,8 +357,8 @@ WHOLE = "--ranks must be whole numbers above 0, with commas between them; got "
 @each(
     "case",
     [
-        ("compare", [], "JOB must be given to begin a comparison; got none"),
-        ("compare", ["--output", "new"], "JOB must be given where there is no comparison to go on with; got none"),
+        ("compare", [], "JOB must be given to start a comparison; got none"),
+        ("compare", ["--output", "new"], "JOB must be given where there is no comparison to resume; got none"),
         ("compare", [JOB, "--ranks", "1,two"], f"{WHOLE}'1,two'"),
         ("compare", [JOB, "--ranks", "0"], f"{WHOLE}'0'"),
         ("compare", [JOB, "--target", "0.97"], "--target must be METRIC=VALUE; got '0.97'"),
@@ -370,10 +370,10 @@ WHOLE = "--ranks must be whole numbers above 0, with commas between them; got "
          "--launcher must be omitted with --slurm, .*; got 'env'"),
         ("compare", [JOB, "--slurm-set", "time_min=3"],
          "--slurm must be given with --slurm-set; got none. Such as --slurm generic."),
-        ("sweep", [], "JOB must be given to begin a sweep; got none"),
-        ("sweep", ["--output", "new", "--over", "batch_size=8"], "JOB must be given to begin a sweep; got none"),
-        ("sweep", ["--output", "new"], "JOB must be given where there is no sweep to go on with; got none, .* none"),
-        ("sweep", [JOB], "--over must be given to begin a sweep; got none. Such as --over batch_size=16,32"),
+        ("sweep", [], "JOB must be given to start a sweep; got none"),
+        ("sweep", ["--output", "new", "--over", "batch_size=8"], "JOB must be given to start a sweep; got none"),
+        ("sweep", ["--output", "new"], "JOB must be given where there is no sweep to resume; got none, .* none"),
+        ("sweep", [JOB], "--over must be given to start a sweep; got none. Such as --over batch_size=16,32"),
         ("sweep", [JOB, "--over", "batch_size=8", "--network", "1us,1B/s"], "--virtual must be given with --network"),
     ],
 )  # fmt: skip
@@ -394,7 +394,7 @@ def test_a_sweep_goes_on_by_its_folder_alone(tmp_path, monkeypatch):
     assert hpcdist(*command) == 0 and len(made.made) == 2
     (tmp_path / "out" / made.made[0] / "summary.json").unlink()
     assert hpcdist("sweep", *out) == 0 and made.made[2:] == made.made[:1]
-    with pytest.raises(ConfigError, match="another thing: `hpcdist sweep --output .*out` goes on with it"):
+    with pytest.raises(ConfigError, match="another: `hpcdist sweep --output .*out` resumes it"):
         hpcdist("compare", *out)
 
 
@@ -458,7 +458,7 @@ def test_a_comparison_by_mpirun_is_interrupted_and_goes_on(tmp_path, monkeypatch
         first.send_signal(signal.SIGTERM)  # a shell's background jobs ignore SIGINT
         assert first.wait(100) == 130, (tmp_path / "log").read_text()
     done = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/summary.json")}
-    assert f"`hpcdist compare --output {out}` goes on with it" in (tmp_path / "log").read_text()
+    assert f"`hpcdist compare --output {out}` resumes it" in (tmp_path / "log").read_text()
     assert len(done) == 1
 
     monkeypatch.setattr(run_all, "find_spec", lambda name: None)  # no report: it takes seconds

@@ -181,7 +181,7 @@ def test_a_job_is_simulated_and_goes_on(monkeypatch, capsys):
     assert hpcdist("simulate", "--output", "out") == 1
     assert "--output must hold a comparison on virtual ranks; got out, on real ones." in capsys.readouterr().err
     assert hpcdist("simulate", "--strategies", "allreduce") == 1
-    assert "JOB must be given to begin a simulation; got none." in capsys.readouterr().err
+    assert "JOB must be given to start a simulation; got none." in capsys.readouterr().err
 
 
 def test_measured_times_are_kept_with_the_folder_and_a_straggler_must_be_a_rank(monkeypatch, capsys):
@@ -238,7 +238,7 @@ def test_an_interrupted_simulation_ends_its_processes_and_goes_on(monkeypatch, c
         assert first.wait(100) == 130
     wait_until(lambda: not _group(first.pid))
     said = Path("log").read_text()
-    assert "`hpcdist simulate --output out` goes on with it" in said and "Traceback" not in said
+    assert "`hpcdist simulate --output out` resumes it" in said and "Traceback" not in said
     assert not list(Path("out").glob("runs/*/failure.txt"))
 
     Path("wait").unlink()

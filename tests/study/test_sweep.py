@@ -59,11 +59,11 @@ def test_an_axis_has_the_values_listed_or_so_many_of_a_range():
         "batch_size": "--over must be KEY=A,B,C or KEY=LOW..HIGH",
         "=1,2": "--over must be KEY=A,B,C or KEY=LOW..HIGH",
         "batch_size=1,,2": "--over must be KEY=A,B,C or KEY=LOW..HIGH",
-        "lr=1..0.1": "--over lr must be LOW..HIGH with two numbers, of which the first is the smaller one",
+        "lr=1..0.1": "--over lr must be LOW..HIGH with LOW < HIGH",
         "lr=0..1:log": "above 0 with :log",
         "lr=a..b": "two numbers",
-        "lr=0.1..1:1": "at least 2 POINTS",
-        "lr=0.1..1": "--over lr must list values, or count those of a range, for --sampler grid; got a range",
+        "lr=0.1..1:1": "2 POINTS or more",
+        "lr=0.1..1": "--over lr must be a list, or a range with a number of points, for --sampler grid; got a range",
     }.items():
         with pytest.raises(ConfigError, match=message):
             grid([read_axis(text)])
@@ -134,11 +134,11 @@ def test_damaged_files_of_a_sweep_are_refused_by_name(tmp_path):
         "",
     ):
         journal.write_text(text)
-        with pytest.raises(DataError, match="optuna.log must be the journal that `hpcdist sweep` has written; got "):
+        with pytest.raises(DataError, match="optuna.log must be a journal of `hpcdist sweep`; got "):
             Trials(tmp_path, DECLARED).all()
     journal.unlink()
     os.mkfifo(journal)
-    with pytest.raises(DataError, match="optuna.log must be the journal .* it is a named pipe, not a regular file"):
+    with pytest.raises(DataError, match="optuna.log must be a journal .* it is a named pipe, not a regular file"):
         Trials(tmp_path, DECLARED).all()
     content = json.loads((tmp_path / SWEEP).read_text())
     content["trials"][0]["settings"]["optimizer.lr"] = "3"
@@ -149,7 +149,7 @@ def test_damaged_files_of_a_sweep_are_refused_by_name(tmp_path):
         read_sweep(tmp_path)
     first.write_text(first.read_text().replace('"trials": 8', '"trials": "many"'))
     with pytest.raises(
-        DataError, match="comparison.json must hold a declaration; got trials: .*, got 'many'. Give JOB"
+        DataError, match="comparison.json must hold an experiment; got trials: .*, got 'many'. Give JOB"
     ):
         folder.read_experiment(tmp_path, Sweep)
 
@@ -223,7 +223,11 @@ def test_the_page_says_which_settings_are_best_and_which_matter(tmp_path):
     trials = SweptRuns(declared, tmp_path)
     trials.run(Runner(tmp_path, PretendedRuns("optimizer.lr=0.004, batch_size=32")))
     page = write(tmp_path).read_text()
-    assert "<h1>Which settings? digits.py</h1>" in page and "fastest" not in page and "held against" not in page
+    assert (
+        "<h1>Which settings? digits.py</h1>" in page
+        and "fastest" not in page
+        and "Compared with the reference" not in page
+    )
     assert "The best settings: <code>optimizer.lr</code> 0.008, <code>batch_size</code> 16, with accuracy 90 %." in page
     assert "15 of 16 trials had the whole budget; 1 failed." in page and "each ran with one seed" in page
     found = json.loads((tmp_path / "report" / "runs.json").read_text())["jobs"][0]["sweep"]
@@ -248,7 +252,7 @@ def test_a_best_value_at_the_end_of_its_range_is_named(case, tmp_path):
     assert (f"lies at the {end} end of its range" in said) == (end is not None)
     for broken in ({**content, "trials": 3}, {}):
         (tmp_path / SWEEP).write_text(json.dumps(broken))
-        with pytest.raises(DataError, match="sweep.json must be what `hpcdist sweep` writes"):
+        with pytest.raises(DataError, match="sweep.json must be written by `hpcdist sweep`"):
             read_sweep(tmp_path)
 
 
@@ -301,7 +305,7 @@ def test_a_run_that_was_interrupted_is_judged_again(tmp_path):
 
 def test_a_runs_folder_must_be_a_sweeps(tmp_path):
     with pytest.raises(ConfigError, match="--output must be the folder of a run of `hpcdist sweep`; got"):
-        trials.of_folder(tmp_path / "runs" / "it")
+        trials.find_trial(tmp_path / "runs" / "it")
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -309,7 +313,7 @@ def test_a_runs_folder_must_be_a_sweeps(tmp_path):
     "case",
     [
         ({"pruner": "asha", "seeds": 2, "budget": {"samples": 9000}}, "--seeds must be 1 with --pruner asha"),
-        ({"pruner": "asha", "budget": {"seconds": 9}}, "--pruner must be none where runs have fewer than 3 eval"),
+        ({"pruner": "asha", "budget": {"seconds": 9}}, "--pruner must be none if runs have fewer than 3 eval"),
         ({"over": ("batch_size=16,many",)}, "batch_size must be an integer"),
         ({"over": ("batch_sise=16",)}, "Did you mean 'batch_size'"),
         ({"metric": "acuracy"}, "metric must be one of accuracy, loss; got 'acuracy'"),

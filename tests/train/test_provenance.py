@@ -181,7 +181,7 @@ def test_the_report_holds_a_run_that_was_resumed_with_other_settings_apart(capsy
     first, second = findings.groups
     assert change not in first.name and change in second.name and (len(first.runs), len(second.runs)) == (1, 1)
     caveats = judge(findings).caveats
-    assert f"`runs/2` was resumed with other settings, and stands alone: {change}." in caveats
+    assert f"`runs/2` was resumed with other settings, and forms its own group: {change}." in caveats
 
 
 def test_a_run_that_failed_says_when():

@@ -16,7 +16,7 @@ from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.none import Uncompressed
 from hpcdist.config import Named
 from hpcdist.errors import UnknownNameError
-from hpcdist.model.flat import set_aside
+from hpcdist.model.flat import zeroed
 from hpcdist.registry import catalogue
 
 NONE = "none"
@@ -40,12 +40,12 @@ class CompressionConfig(Named):
     @model_validator(mode="before")
     @classmethod
     def _default_feedback(cls, value: Any) -> Any:
-        given = {"name": value} if isinstance(value, str) else value
-        if isinstance(given, Mapping) and "error_feedback" not in given:
-            name = given.get("name", cls.model_fields["name"].default)
+        options = {"name": value} if isinstance(value, str) else value
+        if isinstance(options, Mapping) and "error_feedback" not in options:
+            name = options.get("name", cls.model_fields["name"].default)
             with suppress(UnknownNameError):  # `_check` raises it
                 if isinstance(name, str) and not catalogue("compressors").load(name).feeds_back:
-                    return {**given, "error_feedback": False}
+                    return {**options, "error_feedback": False}
         return value
 
     @model_validator(mode="after")
@@ -202,5 +202,5 @@ def only_used(feedbacks: Iterable[Feedback], used: Used) -> Iterator[None]:
     flags = None if used is None else torch.as_tensor(used).tolist()
     spans = ((feedback.residual, span) for feedback in feedbacks for span in feedback.compressor.spans)
     left = [] if flags is None else [part[span.start : span.stop] for part, span in spans if not flags[span.number]]
-    with set_aside(left, adds=True):
+    with zeroed(left, adds=True):
         yield

@@ -90,7 +90,7 @@ class Peers:
     def __init__(self, comm: Communicator, records: Recorder):
         self._comm = comm
         self._named: set[int] = set()  # in a record
-        records.remarks = self._name_lost
+        records.events = self._name_lost
 
     @property
     def present(self) -> tuple[int, ...]:

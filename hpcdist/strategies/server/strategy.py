@@ -120,9 +120,9 @@ class ServerStrategy(Strategy):
     worker: Worker
     server: Server
 
-    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **given: Any):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any):
         self.roles = roles = config.roles(comm.size)
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self.synchronous = self.contract.synchronous
         self.sends_hyperparameters = self.contract.updates == "on servers"
         clips = self.synchronous and self.contract.averages == "gradients"
@@ -140,7 +140,7 @@ class ServerStrategy(Strategy):
         self.replica.channel = RequestChannel(
             comm, roles, place.shards, model.params, len(model.slots), clocks, *self._slots(), values=values
         )
-        serves, own = comm.rank in roles.servers, self.hyperparameters.own
+        serves, own = comm.rank in roles.servers, self.hyperparameters.counters
         if self.update_norm is not None and len(roles.servers) > 1:
             self.servers = comm.split(0 if serves else 1)
         self.state.parameters = lambda: Flats(self.server.master(), place.shard.ranges) if serves else None
@@ -217,7 +217,7 @@ class ServerStrategy(Strategy):
         if self.place.colocated:
             self.server.serve_between_steps()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         if self.place.colocated:  # a rank in another call serves nobody
             self.pause()
 

@@ -69,8 +69,8 @@ class Periodic(Strategy):
     blend: float | None = None
     of_ranks: Reshard = "first"
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self.alone = comm.size == 1
         self.calls = Collectives(comm, Traffic())
         self.records.count(self.calls.comm)
@@ -191,7 +191,7 @@ class Periodic(Strategy):
         if keeps:
             for own, x, sent in fragment.views(self.model.params, self.common, self.sent):
                 own.sub_(x).add_(sent)  # x − sent is where it was
-        with self.model.leave_alone(self.used, self.momentum):
+        with self.model.skip_unused(self.used, self.momentum):
             self.move(fragment)
         for own, x in fragment.views(self.model.params, self.common):
             if keeps:

@@ -150,8 +150,8 @@ class GroupRuns:
         runner = Runner(self._output, self._launcher, self._workers)
         with (
             claimed(self._output),
-            interruptible(lambda: "the same command goes on with it"),
-            runner.shown(title, len(missing(planned, self._output))),
+            interruptible(lambda: "the same command resumes it"),
+            runner.display(title, len(missing(planned, self._output))),
         ):
             if parent == RUNS:
                 every = list(dict.fromkeys(groups.values()))
@@ -161,7 +161,7 @@ class GroupRuns:
         if failed:
             where = ", ".join(str(self._output / run.folder) for run in failed)
             raise RunError(
-                f"{len(failed)} runs have failed: see {FAILURE} in {where}. The same command makes them again."
+                f"{len(failed)} runs have failed: see {FAILURE} in {where}. The same command runs them again."
             )
         return {key: [EndedRun.read(run, self._output) for run in runs] for key, runs in of_group.items()}
 

@@ -13,22 +13,22 @@ TITLE, ORDER = "Energy", 7
 
 def draw(analysis: Analysis) -> Iterator[Part]:
     groups = [group for group in analysis.groups if group["joules"]]
-    found = [(group, group["joules"].values(), group.mean("joules"), "") for group in groups]
-    yield from dots(analysis, "energy", "Energy of a run", "joules", found, lambda v: f"{wording.number(v)} J")
+    rows = [(group, group["joules"].values(), group.mean("joules"), "") for group in groups]
+    yield from dots(analysis, "energy", "Energy of a run", "joules", rows, lambda v: f"{wording.number(v)} J")
     if groups:
-        heads = ["runs of one kind", "of a run", "per sample", "to the target", "runs measured"]
+        heads = ["group", "of a run", "per sample", "to the target", "runs measured"]
         yield ReportTable("Energy", heads, list(map(_row, groups)))
     reasons: dict[str, list[str]] = {}
     for group in analysis.groups:
-        for one in group.ended:
-            spent = one.run.summary.energy if one.run.summary else None
+        for result in group.ended:
+            spent = result.run.summary.energy if result.run.summary else None
             if spent and (spent.joules is None or spent.not_measured):
                 reasons.setdefault(spent.not_measured or "no reason is recorded", []).append(group.label)
     for reason, labels in reasons.items():
-        which = "" if not groups and len(reasons) == 1 else f" for {'; '.join(dict.fromkeys(labels))}"
-        yield f"Not measured{which}: {reason}."
+        groups_text = "" if not groups and len(reasons) == 1 else f" for {'; '.join(dict.fromkeys(labels))}"
+        yield f"Not measured{groups_text}: {reason}."
     if groups:
-        yield "Joules are those since a run began, with its evaluations and checkpoints."
+        yield "Joules are counted from the run's start and include evaluations and checkpoints."
 
 
 def _row(group: RunGroup) -> list[str]:

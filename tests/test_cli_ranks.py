@@ -127,7 +127,7 @@ def test_progress_is_in_lines_of_rank_0_and_a_home_that_cannot_be_written_costs_
     assert [line.split()[0:2] for line in lines[:-1]] == [["allreduce", p] for p in ("36%", "71%", "100%", "100%")]
     assert lines[-1].startswith("allreduce on 2 ranks: test accuracy 0.")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("hpcdist: the table of all-reduce times can't be kept in /proc/nowhere/.cache/hpcdist/")
+    assert line.startswith("hpcdist: the table of all-reduce times can't be cached in /proc/nowhere/.cache/hpcdist/")
 
 
 def test_a_killed_run_resumes_to_the_same_bits():

@@ -34,7 +34,7 @@ class _Shared(Strategy):
     contract = Contract(averages="nothing", synchronizes="never")
 
 @final
-class Alone(_Shared):
+class SingleRankCommunicator(_Shared):
     """Every rank on its own.
 
     Reference: Nobody, "Alone", 2020.
@@ -333,8 +333,8 @@ def test_a_file_that_holds_none(folder, case):
     reference, message = case
     (folder / "mine.py").write_text(ALONE)
     (folder / "wrong.py").write_text("class:\n")
-    option = "class Alone(_Shared):\n    class Config(Strategy.Config):\n        interval = 1\n"
-    (folder / "untyped.py").write_text(ALONE.replace("class Alone(_Shared):\n", option))
+    option = "class SingleRankCommunicator(_Shared):\n    class Config(Strategy.Config):\n        interval = 1\n"
+    (folder / "untyped.py").write_text(ALONE.replace("class SingleRankCommunicator(_Shared):\n", option))
     with pytest.raises(ConfigError, match=message):
         strategies.load(reference)
 

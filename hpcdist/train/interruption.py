@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from hpcdist import checkpoint
-from hpcdist.comm.launch import undisputed_task
+from hpcdist.comm.launch import task_or_none
 from hpcdist.records import end_run
 
 _logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Interruption:
     ):
         self._folder, self._checkpoints = folder, checkpoints
         self._processes = {rank: pid for rank, pid in processes.items() if psutil.pid_exists(pid)}
-        task = undisputed_task(environ)
+        task = task_or_none(environ)
         self._launcher = None if task is None else task.launcher
         self.command = shlex.join([*_launch(self._launcher, ranks), *_train(argv, folder)])
         self._how_to_resume = f"Resume with:\n  {self.command}"

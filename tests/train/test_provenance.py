@@ -178,7 +178,7 @@ def test_the_report_holds_a_run_that_was_resumed_with_other_settings_apart(capsy
     assert f"hpcdist: runs/2: {change}\n" in capsys.readouterr().err
     (evidence,) = read_jobs([Path("runs")])
     findings = analyse(evidence)
-    first, second = findings.cells
+    first, second = findings.groups
     assert change not in first.name and change in second.name and (len(first.runs), len(second.runs)) == (1, 1)
     caveats = judge(findings).caveats
     assert f"`runs/2` was resumed with other settings, and forms its own group: {change}." in caveats

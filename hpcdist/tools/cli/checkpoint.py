@@ -69,7 +69,7 @@ def checkpoint_export(
 ) -> None:
     """Write the model of a checkpoint as one state dict, combined from all ranks.
 
-    One process can load it: model.load_state_dict(torch.load("model.pt")).
+    One process then loads it by model.load_state_dict(torch.load("model.pt")).
 
     Example: hpcdist checkpoint export runs/digits-allreduce-4-1 model.pt
     """

@@ -169,7 +169,7 @@ def read_jobs(
     """
     for folder in folders:
         if not folder.is_dir():
-            raise ConfigError(f"FOLDER must be a folder with runs in it; got {folder}, which does not exist.")
+            raise ConfigError(f"FOLDER must be a folder with runs in it; got {folder}, which is not a folder.")
     groups: dict[Path | None, list[Path]] = {folder: [] for folder in folders if (folder / COMPARISON).exists()}
     for run, comparison in find_runs(folders).items():
         if only is None or run in only:

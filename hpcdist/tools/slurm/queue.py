@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpcdist.comm.launch import ANSWERS_S
+from hpcdist.comm.launch import SLURM_REPLY_S
 from hpcdist.config.files import git_commit
 from hpcdist.errors import ConfigError, QueueError
 from hpcdist.tools.slurm import history
@@ -74,10 +74,12 @@ def ask(*command: str, **variables: str) -> str:
         )
     try:
         environ = os.environ | variables
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", timeout=ANSWERS_S)
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, errors="replace", timeout=SLURM_REPLY_S
+        )
     except subprocess.TimeoutExpired:
         raise QueueError(
-            f"{command[0]} must answer within {ANSWERS_S:g} s; got nothing. The controller is down or busy: try again."
+            f"{command[0]} must answer within {SLURM_REPLY_S:g} s; got nothing. The controller is down or busy: retry."
         ) from None
     if done.returncode:
         message = " ".join((done.stderr or done.stdout).split())

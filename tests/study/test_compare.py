@@ -106,7 +106,7 @@ def test_strategies_that_do_the_same_on_one_rank_share_its_runs(tmp_path):
     folders = {run.name: (Path(run.folder).name, run.overrides) for run in found.plan if run.ranks == 1}
     assert folders["gossip_pull"] == folders["allreduce"] and len(set(folders.values())) == 3
     assert found.skipped == [
-        "on one rank allreduce, gossip_pull all take the optimiser's own steps, in runs that they share"
+        "on one rank allreduce, gossip_pull all take the optimiser's steps, and share runs"
     ]
     launcher = PretendedRuns()
     found.make(Runner(tmp_path, launcher))

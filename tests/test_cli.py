@@ -383,7 +383,7 @@ def test_a_run_that_stops_early_says_so_and_names_the_best_checkpoint(hpcdist):
 
     status, _, err = hpcdist(*arguments, "--resume", "--set", "stop.patience=9", "--set", "checkpoint.best=false")
     first, *_, best = err.splitlines()
-    assert status == 0 and first == f"hpcdist: going on from {newest}"
+    assert status == 0 and first == f"hpcdist: resuming from {newest}"
     assert re.fullmatch(rf".*is {newest}(; [\d.]+ at step \d+ was better, and is not saved)?", best)
     status, _, err = hpcdist(*arguments, "--resume", "--set", "seed=5")
     assert status == 1 and err.startswith("hpcdist: error: settings must be those of") and "got seed 11 → 5." in err
@@ -393,13 +393,13 @@ def test_resuming(hpcdist):
     """Starts anew where there is no checkpoint; else goes on from the newest one, also to more epochs."""
     arguments = ["train", TINY, *QUICK[:2], "--set", "checkpoint.every_steps=10", "--output", "it", "--resume"]
     status, _, err = hpcdist(*arguments, "--set", "epochs=1")
-    assert status == 0 and err == "hpcdist: no checkpoint in it/checkpoints yet: starting anew\n"
+    assert status == 0 and err == "hpcdist: no checkpoint in it/checkpoints yet: starting from the beginning\n"
     remains = [Path("it/checkpoints/step-00000090.tmp-0a1b2c3d/rank-0.safetensors"), Path("it/run.json.tmp-0a1b2c3d")]
     for path in remains:  # of a process that Ctrl-C has ended at once while it wrote them
         path.parent.mkdir(exist_ok=True)
         path.touch()
     status, _, err = hpcdist(*arguments, "--set", "epochs=2")
-    assert status == 0 and err == "hpcdist: going on from it/checkpoints/step-00000020\n"
+    assert status == 0 and err == "hpcdist: resuming from it/checkpoints/step-00000020\n"
     assert not [path for path in Path("it").rglob("*") if ".tmp-" in path.name]
     assert hpcdist("train", TINY, *QUICK[:2], "--set", "epochs=2", "--output", "whole")[0] == 0
     resumed, whole = load_summary("it"), load_summary("whole")

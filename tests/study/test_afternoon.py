@@ -55,7 +55,7 @@ def an_afternoon(runs: Path) -> Path:
         virtual={"network": "20us,10Gbit/s"}, target=None,
     )  # fmt: skip
     sweep = SweptRuns(replace(DECLARED, over=("optimizer.lr=0.001..0.128:log:8",)), runs / "sweep")
-    sweep.make(Runner(runs / "sweep", PretendedRuns()))
+    sweep.run(Runner(runs / "sweep", PretendedRuns()))
     return runs
 
 

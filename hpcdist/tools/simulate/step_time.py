@@ -18,7 +18,7 @@ from hpcdist.tools.compare.folder import read
 from hpcdist.tools.simulate.cluster import MEASURED, ClusterConfig
 from hpcdist.train import Job
 from hpcdist.train.job import first_batch, prepare_data
-from hpcdist.train.loop import own_device
+from hpcdist.train.loop import local_device
 from hpcdist.train.runs import specify
 
 WARM_UP, STEPS = 2, 7
@@ -40,7 +40,7 @@ def measure_step(job: Job, config: JobConfig, samples: int) -> float:
 
 
 def _median_s(job: Job, config: JobConfig, samples: int) -> float:
-    device = own_device(0)
+    device = local_device(0)
     torch.manual_seed(config.seed)
     module = job.model(**config.model).to(device)
     optimizer = config.optimizer.build(module.parameters())

@@ -243,7 +243,6 @@ class BaselineTrainer:
         return self.log.summarise(digest(self._module.parameters()), 0, remarks=remarks, test_samples=len(self._test))
 
     def close(self) -> None:
-        """Collective. Shut the library down, and close files."""
         self._library.close()
         self._train.close()
         self._test.close()

@@ -119,5 +119,4 @@ def write(
 
 
 def as_json(experiment: Experiment) -> dict[str, Any]:
-    """Return an experiment as plain JSON types."""
     return json.loads(json.dumps(asdict(experiment)))

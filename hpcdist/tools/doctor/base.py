@@ -62,11 +62,9 @@ class Nodes:
     of: tuple[int, ...]
 
     def name(self, rank: int) -> str:
-        """Return the name of a rank's node."""
         return self.names[self.of[rank]]
 
     def ranks(self, node: int) -> list[int]:
-        """List the ranks of a node."""
         return [rank for rank, node_of_rank in enumerate(self.of) if node_of_rank == node]
 
     @property
@@ -157,16 +155,14 @@ def gather(comm: Communicator, value: Any) -> list[Any]:
         Unanswered: on rank 0, with all missing ranks; on another rank, with rank 0.
     """
     if comm.rank == 0:
-        values_by_rank = {0: value}
-        while len(values_by_rank) < comm.size:
+        by_rank = {0: value}
+        while len(by_rank) < comm.size:
             try:
                 source, received = _receive(comm, ARRIVED)
             except DeadlineError as error:
-                raise Unanswered(
-                    [r for r in range(comm.size) if r not in values_by_rank], comm.failures.deadline_s
-                ) from error
-            values_by_rank[source] = received
-        values = [values_by_rank[rank] for rank in range(comm.size)]
+                raise Unanswered([r for r in range(comm.size) if r not in by_rank], comm.failures.deadline_s) from error
+            by_rank[source] = received
+        values = [by_rank[rank] for rank in range(comm.size)]
         for request in [_send(comm, values, rank, CONTINUE) for rank in range(1, comm.size)]:
             request.wait()
         return values

@@ -239,7 +239,6 @@ class TimeLimit:
             faulthandler.dump_traceback_later(seconds + BACKSTOP_S, exit=True, file=sys.__stderr__)
 
     def remaining_s(self) -> float:
-        """Return the remaining seconds."""
         return max(self._start + self._seconds - time.monotonic(), 0.0)
 
     def cancel(self) -> None:

@@ -68,12 +68,8 @@ def check(
     if not to_try:
         return Result(arrived, absent)
     local_failures = json.dumps(transport.unreachable(to_try))
-    failed = transport.exchange(
-        local_failures, 2 * transport.reach_s, arrived
-    )  # members without failures arrive earlier
-    return Result(
-        arrived, absent, tuple(sorted({tuple(pair) for text in failed.values() for pair in json.loads(text)}))
-    )
+    failed = transport.exchange(local_failures, 2 * transport.reach_s, arrived)  # without failures sooner
+    return Result(arrived, absent, tuple(sorted({tuple(pair) for row in failed.values() for pair in json.loads(row)})))
 
 
 def pairs_to_try(count: int) -> list[Pair]:

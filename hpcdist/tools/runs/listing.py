@@ -85,5 +85,4 @@ def read_tags(folder: Path) -> list[str]:
 
 
 def write_tags(folder: Path, tags: set[str]) -> None:
-    """Replace the tags of a run."""
     replace_durably(folder / TAGS, f"{json.dumps(sorted(tags), ensure_ascii=False)}\n".encode())

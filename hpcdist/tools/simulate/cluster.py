@@ -104,9 +104,7 @@ def _model(text: str, step_s: StepSeconds) -> ComputeModel:
         return SlowSteps(_model(base, step_s), number(part, names[0]), number(factor, names[1]))
     if name == "replay":
         if not Path(rest).is_dir():
-            raise ConfigError(
-                f"compute must be replay:RUN with a run's folder; got {text!r}, a folder that does not exist."
-            )
+            raise ConfigError(f"compute must be replay:RUN with a run's folder; got {text!r}, which does not exist.")
         records = read_records(rest)
         return Replay(rest, [[record.computing_s for record in records[rank]] for rank in sorted(records)])
     raise ConfigError(f"compute must be {MEASURED}, {MODELS}; got {text!r}.")

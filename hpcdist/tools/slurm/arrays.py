@@ -22,9 +22,7 @@ from hpcdist.tools.slurm.spec import JobSpec, load_site, load_spec
 from hpcdist.tools.slurm.state import FORGOTTEN, State, describe
 
 # Settings of a job that the comparison or the sweep determines.
-DETERMINED = (
-    "cases command config folders job nodes output provider servers servers_on settings shape site strategy".split()
-)
+FIXED = "cases command config folders job nodes output provider servers servers_on settings shape site strategy".split()
 
 
 def specify(
@@ -60,7 +58,7 @@ def specify(
             f"{','.join(experiment.baselines)}. Compare with them inside one allocation, with --launcher."
         )
     for key in load({}, None, overrides):
-        if key in DETERMINED:
+        if key in FIXED:
             raise ConfigError(f"--slurm-set must leave {key} to the comparison or the sweep; got it there. Remove it.")
     specs = []
     for ranks in sorted({run.ranks for run in runs}):

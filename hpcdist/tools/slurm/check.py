@@ -67,7 +67,6 @@ def _time(spec: JobSpec, site: Site) -> Problems:
 
 
 def _directives(spec: JobSpec, site: Site) -> Problems:
-    """Check that no directive contradicts a setting of the job."""
     for option, value in {**site.directives.add, **spec.directives.add}.items():
         name = "gpus" if option == "gres" and "gpu" in str(value) else OWNED.get(option, "")
         if (
@@ -145,11 +144,9 @@ def _output(spec: JobSpec, site: Site) -> Problems:
     if spec.output.startswith("~") or "$" in spec.output:
         return  # reported by `_paths`
     folder = Path(spec.output).absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        yield error(
-            f"output must be a folder that you may write; got {spec.output}, but {existing} is not. Take another."
-        )
+    above = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        yield error(f"output must be a folder that you may write; got {spec.output}, but {above} is not. Take another.")
     local = next((path for path in NODE_LOCAL if folder.is_relative_to(path)), None)
     if local and spec.nodes > 1:
         yield warning(
@@ -189,9 +186,7 @@ def _servers(spec: JobSpec, site: Site) -> Problems:
 
 def _stages(spec: JobSpec, site: Site) -> Problems:
     if spec.shape == "hybrid" and not spec.command and spec.model_stages == 1:
-        yield warning(
-            "stages must be at least 2 to split a model; got 1. Raise ranks_per_node, or take the shape allreduce."
-        )
+        yield warning("stages must be at least 2 to split a model; got 1. Raise ranks_per_node, or choose allreduce.")
 
 
 def _gpus(spec: JobSpec, site: Site) -> Problems:

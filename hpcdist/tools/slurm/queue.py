@@ -193,7 +193,6 @@ def wait(job: str, callback: Callable[[Sequence[State]], None] = lambda tasks: N
 
 
 def cancel(job: str) -> None:
-    """Cancel a job, waiting or running."""
     states(job)  # raises for an unknown job; scancel does not
     ask("scancel", job)
 

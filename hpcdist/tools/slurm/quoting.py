@@ -90,7 +90,6 @@ Command = Annotated[list[Text], AfterValidator(_command)]
 
 
 def shell(value: object) -> str:
-    """Quote a value as one word of bash."""
     return shlex.quote(str(value))
 
 

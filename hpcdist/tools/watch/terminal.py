@@ -176,25 +176,23 @@ def _ranks(view: RunView, columns: int, braille: bool) -> list[Text]:
     legend = Text("  rank  ")
     for sign, name, style in parts:
         legend.append(sign * 2, style).append(f" {name}  ")
-    chosen = sorted(
-        view.ranks, key=lambda rank_view: (rank_view.slower is None and rank_view.silent_s is None, rank_view.rank)
-    )[:MAX_RANKS]
+    chosen = sorted(view.ranks, key=lambda rank: (rank.slower is None and rank.silent_s is None, rank.rank))[:MAX_RANKS]
     lines, width = [Text(), legend], max(8, min(BAR, columns - 50))  # the rest is for the rank's text
-    for rank_view in sorted(chosen, key=lambda rank_view: rank_view.rank):
-        line, shares = Text(f"{rank_view.rank:>6}  "), (rank_view.computing, rank_view.communicating, rank_view.waiting)
+    for rank in sorted(chosen, key=lambda rank: rank.rank):
+        line, shares = Text(f"{rank.rank:>6}  "), (rank.computing, rank.communicating, rank.waiting)
         for (sign, _, style), count in zip(parts, _divided(shares, width)):
             line.append(sign * count, style)
         line.append(" " * (width - len(line.plain) + 8))
         line.append("".join(f"{share:5.0%}" for share in shares))
-        lines.append(line.append(f"  step {rank_view.step:,}").append(_rank_text(rank_view), "bold red"))
+        lines.append(line.append(f"  step {rank.step:,}").append(_rank_text(rank), "bold red"))
     hidden = len(view.ranks) - len(chosen)
     return lines + ([Text(f"        and {hidden} more ranks")] if hidden else [])
 
 
-def _rank_text(rank_view: RankView) -> str:
-    text = ", serves" * rank_view.serves
-    text += f", {rank_view.slower:.1f} times slower" if rank_view.slower is not None else ""
-    return text + (f", silent for {duration(rank_view.silent_s)}" if rank_view.silent_s is not None else "")
+def _rank_text(rank: RankView) -> str:
+    text = ", serves" * rank.serves
+    text += f", {rank.slower:.1f} times slower" if rank.slower is not None else ""
+    return text + (f", silent for {duration(rank.silent_s)}" if rank.silent_s is not None else "")
 
 
 def _usage(view: RunView, columns: int, braille: bool) -> list[Text]:
@@ -277,9 +275,7 @@ def _facts(view: RunView) -> list[str]:
 
 
 def _slow(view: RunView) -> list[str]:
-    return [
-        str(rank_view.rank) for rank_view in view.ranks if rank_view.slower is not None and view.state == "training"
-    ]
+    return [str(rank.rank) for rank in view.ranks if rank.slower is not None and view.state == "training"]
 
 
 def _number(value: float | None) -> str:

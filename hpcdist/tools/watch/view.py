@@ -117,7 +117,6 @@ class WatchedFolder:
 
     @property
     def is_run(self) -> bool:
-        """Return whether the folder is a run's."""
         return any(run.folder == self.folder for run in self.runs.values())
 
     @property
@@ -145,7 +144,6 @@ class WatchedFolder:
                 self.runs[name] = Run(path, follow=True)
 
     def views(self, *, curves: bool = False) -> list[RunView]:
-        """Return the state of each run, with or without its curves."""
         brief, labels = not self.is_run, short_names(list(self.runs))
         return [
             replace(view(name, run, curves=curves, brief=brief), label=label)

@@ -108,7 +108,7 @@ def test_checkpoints_are_shown_and_the_model_in_them_is_exported(hpcdist, tmp_pa
     (tmp_path / "run/checkpoints/step-00000008/rank-0001.json").write_text("{}")
     status, shown, told = hpcdist("checkpoint", "show", "run")
     assert status == 1 and "damaged" in shown and "rank-0001.json must be" in told + shown
-    with pytest.warns(UserWarning, match="damaged checkpoint is passed over in favour of step-00000004"):
+    with pytest.warns(UserWarning, match="damaged checkpoint is skipped in favour of step-00000004"):
         assert hpcdist("checkpoint", "export", "run", "model.pt")[0] == 0
     assert torch.equal(torch.load("model.pt")["a.weight"], load_file("earlier.safetensors")["a.weight"])
     shutil.rmtree("run/checkpoints/step-00000008")

@@ -179,11 +179,11 @@ SOONER = """
 import time
 from hpcdist.tools.doctor.examination import TimeLimit
 limit = TimeLimit(60, print)
-with limit.sooner(0.2):
+with limit.hard_limit(0.2):
     pass
 time.sleep(0.4)
 print("goes on", flush=True)
-with limit.sooner(0.2):
+with limit.hard_limit(0.2):
     time.sleep(60)
 """
 

@@ -75,7 +75,7 @@ class ComparedRuns(ExperimentRuns):
         require_same(folder, experiment)  # last: the error should name a wrong setting first
 
     def _split_runnable(self, every: Sequence[ComparedGroup]) -> tuple[list[ComparedGroup], list[str]]:
-        """Split groups into those that can run, and one message for each of the others.
+        """Split groups by whether they can run; return the groups, and the reasons of the others.
 
         Raises:
             ConfigError: a setting is wrong, or a strategy can run on none of the numbers of ranks.

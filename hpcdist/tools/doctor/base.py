@@ -138,7 +138,7 @@ def allocated(environ: Mapping[str, str]) -> list[str]:
 
 # --- gathering --------------------------------------------------------------------------------------------------------
 class Unanswered(DeadlineError):
-    """Some ranks did not answer in time. `pairs`: those ranks that were waiting for each other."""
+    """Some ranks did not answer in time. `pairs`: ranks that were waiting for each other."""
 
     def __init__(self, ranks: Sequence[int], seconds: float, pairs: Sequence[tuple[int, int]] = ()):
         self.ranks, self.seconds, self.pairs = tuple(ranks), seconds, tuple(pairs)

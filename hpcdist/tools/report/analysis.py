@@ -172,7 +172,7 @@ class RunGroup:
         return concat(frames).groupby("rank").mean() if frames else DataFrame()
 
     def spent_to_target(self, what: str) -> Interval | None:
-        """Return the mean `bytes` or `joules` until the target; None unless all runs reached it and recorded them."""
+        """Return the mean `bytes` or `joules` until the target; None if a run did not reach it or has no record."""
         values = self[f"{what}_to_target"].values()
         return self.mean(f"{what}_to_target") if 0 < len(values) == self.n_started else None
 

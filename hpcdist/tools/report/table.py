@@ -145,7 +145,7 @@ def as_value(value: object, name: str = "") -> object:
 
 
 def write_csv(tables_: Sequence[JobTable], file: TextIO) -> None:
-    """Write the tables of all jobs as one CSV table; a mean has three columns: NAME, NAME.low and NAME.high."""
+    """Write one CSV table of all jobs; a mean has three columns: NAME, NAME.low and NAME.high."""
     rows: list[dict[str, Any]] = []
     for table in tables_:
         for row in table.rows:

@@ -22,7 +22,7 @@ class ListedRun:
 
     Attributes:
         age_s: seconds since its first start; None: unknown.
-        time_s: seconds that it has run, over all starts; a killed start counts 0.
+        time_s: running time, the sum over all starts; a killed start counts 0.
         metrics: final, or of the last evaluation.
         comparison: folder of the comparison or sweep that it belongs to.
         settings: of its newest start.

@@ -65,7 +65,7 @@ hd.device_mesh(2)
 assert dist.get_backend() == "hpcdist"
 """
 # What scripts do with a group on Gloo.
-HABITS = """
+PATTERNS = """
 import os, tempfile, threading, time
 import torch, torch.distributed as dist
 from datetime import timedelta
@@ -283,8 +283,8 @@ ENDS = {  # the script, and what is said
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
 @pytest.mark.parametrize(
     "script",
-    [KNOWN, OWN, GLOO, NONE, HABITS, ALONE_AT_THE_END, SERIALIZED],
-    ids=["known", "own", "gloo", "none", "habits", "alone", "serialized"],
+    [KNOWN, OWN, GLOO, NONE, PATTERNS, ALONE_AT_THE_END, SERIALIZED],
+    ids=["known", "own", "gloo", "none", "patterns", "alone", "serialized"],
 )
 def test_ranks_are_known_unless_the_script_says_otherwise_and_end_without_a_word(tmp_path, script):
     job = run(tmp_path, script, 2)

@@ -158,7 +158,7 @@ class StreamingDiLoCo(Periodic):
             for own, mean, last in fragment.views(self.model.params, self.mean, before):
                 mean.add_(own - last, alpha=1 / self.comm.size)
                 last.copy_(own)
-        with self.model.leave_alone(self.used | self.gradients.used if self.eager else self.used, self.momentum):
+        with self.model.skip_unused(self.used | self.gradients.used if self.eager else self.used, self.momentum):
             self.move(fragment)
         for own, x, mean in fragment.views(self.model.params, self.common, self.mean):
             mean.copy_(own)

@@ -126,10 +126,8 @@ def effect(
 def ratio_of(values: Mapping[K, float], others: Mapping[K, float]) -> Effect:
     """Estimate the ratio of the geometric means, values / others, as `effect` of the logarithms."""
     logs, other_logs = ({seed: math.log(value) for seed, value in group.items()} for group in (values, others))
-    difference = effect(logs, other_logs)
-    return replace(
-        difference, mean=math.exp(difference.mean), low=math.exp(difference.low), high=math.exp(difference.high)
-    )
+    effect_ = effect(logs, other_logs)
+    return replace(effect_, mean=math.exp(effect_.mean), low=math.exp(effect_.low), high=math.exp(effect_.high))
 
 
 def _variance(values: Sequence[float], minimum: float) -> float:

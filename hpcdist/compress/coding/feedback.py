@@ -16,7 +16,7 @@ from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.none import Uncompressed
 from hpcdist.config import Named
 from hpcdist.errors import UnknownNameError
-from hpcdist.model.flat import set_aside
+from hpcdist.model.flat import zeroed
 from hpcdist.registry import catalogue
 
 NONE = "none"
@@ -205,5 +205,5 @@ def only_used(feedbacks: Iterable[Feedback], used: Used) -> Iterator[None]:
     flags = None if used is None else torch.as_tensor(used).tolist()
     spans = ((feedback.residual, span) for feedback in feedbacks for span in feedback.compressor.spans)
     unused = [] if flags is None else [part[span.start : span.stop] for part, span in spans if not flags[span.number]]
-    with set_aside(unused, adds=True):
+    with zeroed(unused, adds=True):
         yield

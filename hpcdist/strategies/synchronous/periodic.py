@@ -191,7 +191,7 @@ class Periodic(Strategy):
         if keeps:
             for own, x, sent in fragment.views(self.model.params, self.common, self.sent):
                 own.sub_(x).add_(sent)  # x − sent is where it was
-        with self.model.leave_alone(self.used, self.momentum):
+        with self.model.skip_unused(self.used, self.momentum):
             self.move(fragment)
         for own, x in fragment.views(self.model.params, self.common):
             if keeps:

@@ -75,7 +75,7 @@ class ComparedRuns(ExperimentRuns):
         require_same(folder, experiment)  # last: the error should name a wrong setting first
 
     def _split_runnable(self, every: Sequence[ComparedGroup]) -> tuple[list[ComparedGroup], list[str]]:
-        """Split groups into those that can run, and one message for each of the others.
+        """Split groups by whether they can run; return the groups, and the reasons of the others.
 
         Raises:
             ConfigError: a setting is wrong, or a strategy can run on none of the numbers of ranks.
@@ -101,10 +101,7 @@ class ComparedRuns(ExperimentRuns):
             shared.append(group)
         if identical:
             names = ", ".join([*(first.name for first in firsts.values()), *identical])
-            self.skipped = [
-                *self.skipped,
-                f"on one rank {names} all take the optimiser's own steps, in runs that they share",
-            ]
+            self.skipped = [*self.skipped, f"on one rank {names} all take the optimiser's steps, and share runs"]
         return shared
 
     def _plan_runs(self, chosen: Sequence[ChosenRate]) -> None:
@@ -130,7 +127,6 @@ class ComparedRuns(ExperimentRuns):
             return runner.run_all(remaining)
 
     def write(self) -> None:
-        """Write `comparison.json`."""
         tune, chosen = self.experiment.tune, [asdict(one) for one in self._chosen]
         write(
             self.folder,
@@ -164,9 +160,7 @@ class ComparedRuns(ExperimentRuns):
             return None if runner.run_all([run]) else load_summary(self.folder / run.folder)
 
         best, known = search_within(self.experiment.tune, measure, self._merit)
-        means = {
-            first * 2.0**power: mean_metric(summaries, self.experiment.metric) for power, summaries in known.items()
-        }
+        means = {first * 2.0**power: mean_metric(results, self.experiment.metric) for power, results in known.items()}
         between = best - 1 in known and best + 1 in known
         return ChosenRate(group.rate_key, group.ranks, first * 2.0**best, means, between)
 
@@ -179,7 +173,6 @@ class ComparedRuns(ExperimentRuns):
 
     # --- results ------------------------------------------------------------------------------------------------------
     def show_table(self) -> None:
-        """Print the report's table, a row per group."""
         show(tables([analyse(job) for job in read_jobs([self.folder])]))
 
     @cached_property
@@ -202,10 +195,8 @@ class ComparedRuns(ExperimentRuns):
     @cached_property
     def figures(self) -> dict[str, Any]:
         """Return the report's matplotlib figures by name."""
-        all_figures = [
-            drawn for section in sections_of(self._analysis) for listed in section.figures.values() for drawn in listed
-        ]
-        return {drawn.name: drawn.figure for drawn in all_figures}
+        groups = [figures for section in sections_of(self._analysis) for figures in section.figures.values()]
+        return {drawn.name: drawn.figure for figures in groups for drawn in figures}
 
     @cached_property
     def _analysis(self) -> Analysis:

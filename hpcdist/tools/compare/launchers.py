@@ -80,9 +80,7 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
         if not status and not is_done(folder):  # of a script
             started = (folder / "run.json").exists()
             lacking = "hpcdist.finish(model)" if started else "hpcdist.init() and hpcdist.DistributedOptimizer(...)"
-            raise RunError(
-                f"{self._job} must call {lacking} to be a run; it ended without that call and has no result."
-            )
+            raise RunError(f"{self._job} must call {lacking} to be a run; it ended without that and has no result.")
         if status:
             tail = "\n".join(last_lines(folder / LOG, LAST_LINES)) or "(none)"
             raise RunError(f"exit status {status} of `{shlex.join(command)}`; its last lines:\n{tail}")

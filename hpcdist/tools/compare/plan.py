@@ -23,7 +23,7 @@ class PlannedRun:
     """One run of a plan.
 
     Attributes:
-        name: name of its group, as users read it; runs of one group differ in their seeds only.
+        name: display name of the group, whose runs differ in their seeds only.
         kind: strategy, serial or baseline.
         overrides: KEY=VALUE settings, as for `--set`: strategy, budget, seed and all other differences from the job.
         folder: path relative to the experiment's folder.

@@ -190,10 +190,7 @@ def run_all(runs: ExperimentRuns, launcher: Launcher, workers: int = 1) -> bool:
     output = runs.folder
     for sentence in runs.skipped:
         console.note(sentence)
-    with (
-        claimed(output),
-        interruptible(lambda: f"`hpcdist {runs.experiment.command} --output {output}` resumes it"),
-    ):
+    with claimed(output), interruptible(lambda: f"`hpcdist {runs.experiment.command} --output {output}` resumes it"):
         resumed = (output / COMPARISON).exists()
         console.note(f"resuming in {output}" if resumed else f"new folder: {output}")
         failed = runs.run(Runner(output, launcher, workers))
@@ -238,7 +235,6 @@ class RunsDisplay:
             self._task = bar.add_task(title, total=total, left="")
 
     def start(self, run: PlannedRun, folder: Path) -> None:
-        """Add a run to the display."""
         with self._lock:
             self._running[folder] = run, Run(folder, follow=True)
 

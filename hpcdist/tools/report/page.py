@@ -108,9 +108,7 @@ def _page(jobs: Sequence[Analysis], title: str, output: Path, progress: Progress
     heading = jobs[0].job.title
     heading = Path(heading).name if heading.endswith(".py") else heading
     return _render(
-        f"{parts[0]['question']} {heading}" if len(jobs) == 1 else f"Runs in {title}",
-        parts=parts,
-        drawn=drawn,
+        f"{parts[0]['question']} {heading}" if len(jobs) == 1 else f"Runs in {title}", parts=parts, drawn=drawn
     )
 
 

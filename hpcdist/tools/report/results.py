@@ -120,14 +120,10 @@ class JobRuns:
 
     def row(self, result: RunResult) -> dict[str, Any]:
         """Return all values of a run, without curves, by column."""
-        summary, start = result.run.summary, result.run.start
+        run, summary, start = result.run, result.run.summary, result.run.start
         row: dict[str, Any] = {"job": self.name, "comparison": self.comparison and str(self.comparison)}
         row |= {key: getattr(result, key) for key in ("name", "kind", "ranks", "virtual", "seed")}
-        row |= {
-            "folder": str(result.run.folder),
-            "failure": result.run.failure,
-            "changes": "; ".join(result.run.changes),
-        }
+        row |= {"folder": str(run.folder), "failure": run.failure, "changes": "; ".join(run.changes)}
         if start is not None:
             row |= {key: getattr(start, key) for key in ("started", "ended", "commit", "dirty")}
             row |= {"hosts": " ".join(dict.fromkeys(start.hosts))}
@@ -144,7 +140,7 @@ class JobRuns:
             row["bubble"] = sum(summary.bubbles) / summary.stages if summary.bubbles else None
             row |= {"staleness_mean": summary.staleness.mean, "staleness_max": summary.staleness.max}
             row |= {"joules": summary.energy.joules, "joules_per_sample": summary.joules_per_sample}
-        return row | {f"setting.{key}": values.get(result.run.folder) for key, values in self.settings.items()}
+        return row | {f"setting.{key}": values.get(run.folder) for key, values in self.settings.items()}
 
 
 def read_jobs(
@@ -169,7 +165,7 @@ def read_jobs(
     """
     for folder in folders:
         if not folder.is_dir():
-            raise ConfigError(f"FOLDER must be a folder with runs in it; got {folder}, which does not exist.")
+            raise ConfigError(f"FOLDER must be a folder with runs in it; got {folder}, which is not a folder.")
     groups: dict[Path | None, list[Path]] = {folder: [] for folder in folders if (folder / COMPARISON).exists()}
     for run, comparison in find_runs(folders).items():
         if only is None or run in only:
@@ -265,9 +261,7 @@ def _of_job(job: str | None, title: str, results: Sequence[RunResult]) -> JobRun
     runs = [replace(result, name=_name(result, settings)) for result in results]
     metric = _first_metric(runs)
     n_by_ranks = Counter(result.ranks for result in runs)  # the reference is on the most frequent number of ranks
-    ordered = sorted(
-        runs, key=lambda result: (not result.run.ended, result.run.strategy != REFERENCE, -n_by_ranks[result.ranks])
-    )
+    ordered = sorted(runs, key=lambda r: (not r.run.ended, r.run.strategy != REFERENCE, -n_by_ranks[r.ranks]))
     return JobRuns(
         name=job,
         title=title,

@@ -35,7 +35,6 @@ class SweptTrial(BaseModel):
 
     @property
     def measured(self) -> float:
-        """Return the value, or NaN."""
         return math.nan if self.value is None else self.value
 
 
@@ -143,7 +142,6 @@ def judge_sweep(swept: SweptSettings) -> Verdict:
 
 
 def described(trial: SweptTrial) -> str:
-    """Format the settings of a trial."""
     return ", ".join(f"`{key}` {value}" for key, value in trial.settings.items())
 
 

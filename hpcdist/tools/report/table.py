@@ -81,7 +81,6 @@ def tables(
 
 
 def show(tables_: Sequence[JobTable]) -> None:
-    """Print tables."""
     for table in tables_:
         heads = _heads(table)
         texts = {name: [row[name][1] for row in table.rows] for name in table.rows[0]}
@@ -146,7 +145,7 @@ def as_value(value: object, name: str = "") -> object:
 
 
 def write_csv(tables_: Sequence[JobTable], file: TextIO) -> None:
-    """Write the tables of all jobs as one CSV table; a mean has three columns: NAME, NAME.low and NAME.high."""
+    """Write one CSV table of all jobs; a mean has three columns: NAME, NAME.low and NAME.high."""
     rows: list[dict[str, Any]] = []
     for table in tables_:
         for row in table.rows:
@@ -170,7 +169,6 @@ def _head(name: str) -> str:
 
 
 def _heads(table: JobTable) -> dict[str, str]:
-    """Return the column heads."""
     job, heads = table.analysis.job, {name: _head(name) for name in table.rows[0]}
     if job.target is not None:
         several = (

@@ -57,7 +57,6 @@ def _reached(group: RunGroup) -> str:
 
 
 def _ends(*groups: RunGroup) -> str:
-    """Return the mean of the final metric of each group."""
     metric, finals = groups[0].job.metric, [group.final_mean for group in groups]
     ends = ["no finite value" if final is None else value(metric, final.mean) for final in finals]
     return f"final {metric} {' against '.join(ends)}"
@@ -292,9 +291,7 @@ def _caveats(analysis: Analysis) -> Iterator[str]:
             f"`--target {job.metric}=VALUE` sets one."
         )
     yield from _room(analysis)
-    tests = sum(
-        not math.isnan(p) for contrast in analysis.contrasts for p in (contrast.p_speedup, contrast.p_difference)
-    )
+    tests = sum(not math.isnan(p) for c in analysis.contrasts for p in (c.p_speedup, c.p_difference))
     if tests > 1:
         yield (
             f"{tests} comparisons were made. A difference is significant if p, after Holm's correction for all of "
@@ -306,9 +303,7 @@ def _caveats(analysis: Analysis) -> Iterator[str]:
 
 def _machine(job: JobRuns) -> Iterator[str]:
     """Warn, for each host, if ranks shared cores or the machine was busy."""
-    starts = [
-        result.run.start for result in job.runs if result.run.start and result.run.start.cores and not result.virtual
-    ]
+    starts = [r.run.start for r in job.runs if r.run.start and r.run.start.cores and not r.virtual]
     for host in dict.fromkeys(host for start in starts for host in start.cores):
         here = [start for start in starts if host in start.cores]
         max_ranks = max(start.hosts.count(host) for start in here)
@@ -321,24 +316,11 @@ def _machine(job: JobRuns) -> Iterator[str]:
 
 def _room(analysis: Analysis) -> Iterator[str]:
     """Say how large the differences called noise may be."""
-    metric, contrasts = (
-        analysis.job.metric,
-        [contrast for contrast in analysis.contrasts if contrast.group.kind != "serial"],
-    )
-    times = [
-        contrast.speedup
-        for contrast in contrasts
-        if contrast.speedup is not None and not contrast.p_speedup < SIGNIFICANT
-    ]
-    gaps = [
-        contrast.difference
-        for contrast in contrasts
-        if contrast.difference is not None and not contrast.p_difference < SIGNIFICANT
-    ]
-    factor = max(
-        (max(contrast.high, 1 / contrast.low) for contrast in times if contrast.low < contrast.high), default=0.0
-    )
-    largest = max((max(contrast.high, -contrast.low) for contrast in gaps if contrast.low < contrast.high), default=0.0)
+    metric, contrasts = (analysis.job.metric, [c for c in analysis.contrasts if c.group.kind != "serial"])
+    times = [c.speedup for c in contrasts if c.speedup is not None and not c.p_speedup < SIGNIFICANT]
+    gaps = [c.difference for c in contrasts if c.difference is not None and not c.p_difference < SIGNIFICANT]
+    factor = max((max(c.high, 1 / c.low) for c in times if c.low < c.high), default=0.0)
+    largest = max((max(c.high, -c.low) for c in gaps if c.low < c.high), default=0.0)
     room = [f"a factor of {factor:.3g} in time"] * (factor > 0)
     room += [f"{gap(metric, largest, sign=False)} of {metric}"] * (largest > 0)
     if room:

@@ -22,7 +22,7 @@ class ListedRun:
 
     Attributes:
         age_s: seconds since its first start; None: unknown.
-        time_s: seconds that it has run, over all starts; a killed start counts 0.
+        time_s: running time, the sum over all starts; a killed start counts 0.
         metrics: final, or of the last evaluation.
         comparison: folder of the comparison or sweep that it belongs to.
         settings: of its newest start.
@@ -85,5 +85,4 @@ def read_tags(folder: Path) -> list[str]:
 
 
 def write_tags(folder: Path, tags: set[str]) -> None:
-    """Replace the tags of a run."""
     replace_durably(folder / TAGS, f"{json.dumps(sorted(tags), ensure_ascii=False)}\n".encode())

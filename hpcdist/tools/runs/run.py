@@ -119,7 +119,6 @@ class Run:
 
     @property
     def start(self) -> Start | None:
-        """Return the newest start of the run."""
         return None if self.record is None else self.record.last
 
     @property

@@ -25,7 +25,7 @@ def latest(folder: str | Path, *, fallback: bool = False) -> Path | None:
     """Return the newest checkpoint in the folder; None if there is none.
 
     Args:
-        fallback: verify all its files (which reads them). If one is damaged, warn and try the next checkpoint.
+        fallback: read and verify the checkpoint's files. If a file is damaged, warn and try the next checkpoint.
 
     Raises:
         CheckpointError: with `fallback`, if there are checkpoints and all are damaged.

@@ -79,7 +79,7 @@ class NamedCall(abc.ABC):
         """Collective. Make the call, and set `result`."""
 
     def run_fused(self, calls: Collectives, requests: Sequence[Any], buffer: FusionBuffer) -> None:
-        """Collective. Make the calls of `requests`, the first being this one, as one; for kinds with a `fusion_key`."""
+        """Collective. Make the calls of `requests` (the first is `self`) by one call; for kinds with a `fusion_key`."""
         raise NotImplementedError
 
 
@@ -354,15 +354,15 @@ class Matcher:
         local[HEADER : HEADER + len(fields)] = fields[:room]
         self.calls.all_gather(self._all, self._local)
         counts, moments = of_all[:, 0].tolist(), of_all[:, 1].tolist()
-        most = max(counts)
-        if most > room:  # the first time
-            longer = torch.zeros(most, dtype=torch.int64)
+        longest = max(counts)
+        if longest > room:  # the first time
+            longer = torch.zeros(longest, dtype=torch.int64)
             longer.numpy()[: len(fields)] = fields
-            all_longer = torch.empty(len(counts), most, dtype=torch.int64)
+            all_longer = torch.empty(len(counts), longest, dtype=torch.int64)
             self.calls.all_gather(all_longer, longer)
             rows = all_longer.numpy()
             if room < FIELDS * LIMIT_REQUESTS:
-                self._allocate(min(2 * most // FIELDS, LIMIT_REQUESTS))
+                self._allocate(min(2 * longest // FIELDS, LIMIT_REQUESTS))
         else:
             rows = of_all[:, HEADER:]
         return [row[:count].tolist() for row, count in zip(rows, counts)], moments, bool(of_all[:, 2].any())

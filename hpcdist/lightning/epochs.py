@@ -85,7 +85,7 @@ class Epochs:
             pass
 
     def close(self) -> None:
-        """End the epoch, or pause it so that the next batch continues it."""
+        """End the epoch, or pause it until the next batch."""
         batches, self._batches, self.ended = self._batches, None, False
         if self._drawn == len(self) and next(batches, None) is None:  # type: ignore[arg-type]
             return  # it has ended regularly, after its checks

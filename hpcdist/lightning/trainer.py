@@ -185,7 +185,7 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
             self._progress.start_batch()
 
     def follow(self, loader: Epochs) -> None:
-        """On a server rank: serve until the workers pause; then follow their steps, one at each call."""
+        """On a server rank: serve until the workers pause; then follow one of their steps per call."""
         progress = self._progress
         if progress is None or loader is not self.running[0]:
             return
@@ -292,7 +292,7 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
 
 
 class _EndsEpochs(Callback):
-    """Tells the strategy the position of the Trainer's loop; it is the first callback, so that others run after it."""
+    """Tells the strategy the position of the Trainer's loop; runs before the other callbacks."""
 
     def __init__(self, strategy: HpcdistStrategy):
         self._strategy = strategy

@@ -146,7 +146,7 @@ class Gradients:
         self._announce_batch(1.0, False)
 
     def set_equal_weight(self, weight: float) -> None:
-        """Give this weight to each batch that counts, whatever its number of samples."""
+        """Use a constant weight for batches that count, instead of weights by samples."""
         self._equal_weight = weight
         self._announce_batch(1.0, False)
 

@@ -137,7 +137,7 @@ _REPLACEMENTS = {
 }
 
 
-def require_own_names(options: Mapping[str, Any]) -> None:
+def refuse_foreign_names(options: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument of Horovod or DistributedDataParallel; the message names the replacement."""
     for name in options:
         if name in _REPLACEMENTS:

@@ -101,7 +101,7 @@ def finish(*models: nn.Module) -> Any:
     """Collective. End the training of the models: set them to the consensus on every rank, and return them.
 
     Parameters and buffers become the consensus of all ranks (see `consensus`); the optimisers become plain ones again.
-    One model is returned as it is, several as a tuple. A model that is finished already stays unchanged.
+    A single model is returned directly, several models in a tuple. A model that is finished already stays unchanged.
 
     Example:
         >>> distributed = hd.DistributedOptimizer(sgd, model)

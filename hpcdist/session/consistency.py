@@ -93,11 +93,11 @@ def require_same_state(optimizer: Any, comm: Communicator, strategy: Any, loads:
     for rank in comm.failures.alive:
         near = all(_near(a, b, 3e-4 * norm) for a, b in zip(by_rank[first][3:], by_rank[rank][3:], strict=True))
         if by_rank[rank][:3] != by_rank[first][:3] or not near:
-            own, theirs = (
+            expected, got = (
                 f"{n} parameters{f', norm {norm:.6g}' if norm else ''}, loaded {times} times"
                 for times, n, _, _, norm in (by_rank[first], by_rank[rank])
             )
-            facts: dict[str, Any] = {"own": own, "theirs": theirs, "first": names[first], "rank": names[rank]}
+            facts: dict[str, Any] = {"expected": expected, "got": got, "first": names[first], "rank": names[rank]}
             raise rules.error("the optimiser's state differs", **facts)
 
 
@@ -165,11 +165,11 @@ def _require_one_mode(modes: Mapping[int, Any]) -> None:
     for rank, (taken, others) in modes.items():
         if [taken, others] != modes[first]:
             names = [""] if taken != modes[first][0] else sorted(set(others) ^ set(modes[first][1]))
-            own, theirs = (
+            expected, got = (
                 _MODES[mode if names[0] not in apart else 3 - mode] for mode, apart in (modes[first], modes[rank])
             )
             name, pattern = f"module {names[0]}" if names[0] else "the model", "ranks train in different modes"
-            raise rules.error(pattern, name=name, own=own, theirs=theirs, first=first, rank=rank)
+            raise rules.error(pattern, name=name, expected=expected, got=got, first=first, rank=rank)
 
 
 class _Sketch(NamedTuple):
@@ -246,7 +246,7 @@ def require_same_loader(group: Communicator, settings: Mapping[str, Any], datase
     for rank in group.failures.alive:
         for name, value in by_rank[first].items():
             if not _equal(value, by_rank[rank].get(name)):
-                facts = {"name": name, "own": value, "theirs": by_rank[rank].get(name)}
+                facts = {"name": name, "expected": value, "got": by_rank[rank].get(name)}
                 raise rules.error("workers read different data", first=numbers[first], rank=numbers[rank], **facts)
 
 

@@ -28,9 +28,9 @@ from hpcdist.session.arguments import (
     checked_model,
     guard_against_ddp,
     must_have_closure,
+    refuse_foreign_names,
     require_known,
     require_no_norms,
-    require_own_names,
 )
 from hpcdist.session.consistency import compare_first_batches, require_same_state
 from hpcdist.session.loader.period import counts_of, relative
@@ -115,7 +115,7 @@ class _Distributed:
         """
         attachment = self.attachment
         strategy: Strategy = attachment.strategy
-        self._require_own_step(strategy)
+        self._check_step(strategy)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -143,7 +143,7 @@ class _Distributed:
         self.attachment.local_step()
         share_tied(self.strategy.model.module)
 
-    def _require_own_step(self, strategy: Strategy) -> None:
+    def _check_step(self, strategy: Strategy) -> None:
         """Raise ConfigError on a server, and where the step or changes by the loop would be lost."""
         attachment, module = self.attachment, strategy.model.module
         if not strategy.is_worker:
@@ -277,7 +277,7 @@ class _Evaluating(_Distributed):
         if closure is None:
             raise rules.error("such an optimiser gets no closure", optimizer=type(self).__name__)
         strategy = self.strategy
-        self._require_own_step(strategy)
+        self._check_step(strategy)
         strategy.model.refresh()
         frozen = next((slot.name for slot in strategy.model.slots if not slot.tensor.requires_grad), None)
         if frozen is not None:
@@ -348,7 +348,7 @@ def DistributedOptimizer(
     if session.planned is not None:
         strategy, options = session.planned.chosen(strategy, options)
     strategy = strategy or "allreduce"
-    require_own_names(options)
+    refuse_foreign_names(options)
     if isinstance(optimizer, _Distributed):
         raise rules.error("an optimiser is distributed twice")
     model = checked_model(optimizer, model, clip_norm)
@@ -384,7 +384,7 @@ def DistributedOptimizer(
     if isinstance(model, Pipeline) and model.routing is not None and len(replicas) < outer.size:
         raise rules.error("micro-batches go to other replicas", cls)
     ranks = session.ranks_of(replicas)
-    if session.told_main and ranks[0] != 0:
+    if session.called_is_main and ranks[0] != 0:
         raise rules.error("is_main() is called before rank 0 becomes a server", cls, worker=ranks[0])
     peers = _split_off(outer, replicas)
     workers = peers if stages == 1 else _split_off(session.comm, ranks)

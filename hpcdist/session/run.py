@@ -94,7 +94,7 @@ class PlannedLoop:
                 )
         return self.strategy, {**options, **self.options}
 
-    def require_own(self, path: str | os.PathLike[str]) -> None:
+    def require_inside(self, path: str | os.PathLike[str]) -> None:
         """Raise ConfigError if a folder of checkpoints is outside of the run's: other runs would resume from them."""
         if not Path(path).resolve().is_relative_to(Path(self.folder).resolve()):
             raise ConfigError(

@@ -222,7 +222,8 @@ def restore(optimizer: Any, state: Mapping[str, Any], raise_on_all_ranks: OnAllR
     """Collective. Restore the result of `capture`, or of `SavedState.reshard`.
 
     Args:
-        raise_on_all_ranks: Collective. Runs a function on all ranks; if it fails on one, raises an error on all.
+        raise_on_all_ranks: Collective. Runs a function on every rank; a failure on one rank raises an error on all
+            ranks.
     """
     model = optimizer.strategy.model
     layout = ParameterLayout(model)
@@ -299,8 +300,8 @@ def settings_of(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def compare_settings(saved: Any, local: Mapping[str, Any], path: Path, *, told: bool, name: str = "") -> None:
-    """Log, if `told`, how settings differ from those of a checkpoint.
+def compare_settings(saved: Any, local: Mapping[str, Any], path: Path, *, logs: bool, name: str = "") -> None:
+    """Log, if `logs`, how settings differ from those of a checkpoint.
 
     Raises:
         CheckpointError: an optimiser or a schedule has another name, so that its state does not fit.
@@ -309,8 +310,8 @@ def compare_settings(saved: Any, local: Mapping[str, Any], path: Path, *, told: 
         there, setting = saved.get(key, _NOTHING) if isinstance(saved, Mapping) else _NOTHING, f"{name}{key}"
         if isinstance(value, Mapping) and isinstance(there, Mapping):
             _require_kind(setting, there, value, path)
-            compare_settings(there, value, path, told=told, name=f"{setting}.")
-        elif there is not _NOTHING and there != value and told:
+            compare_settings(there, value, path, logs=logs, name=f"{setting}.")
+        elif there is not _NOTHING and there != value and logs:
             of_state = setting.rpartition(": ")[2].partition(".")[0] in ("optimizer", "schedule")
             _log.warning(
                 "%s is %r here, and %r in %s: continuing with %s.",

@@ -61,7 +61,7 @@ class Session:
         self.workers: tuple[int, ...] | None = None  # ranks that train, of the last DistributedOptimizer
         self.run: LoopRun | None = None  # writes the files of this loop's run
         self.planned: PlannedLoop | None = None  # set by a comparison or a sweep that runs this script
-        self.told_main = False  # `is_main` was called before the first DistributedOptimizer, and took rank 0
+        self.called_is_main = False  # `is_main` was called before the first DistributedOptimizer, and took rank 0
 
     @property
     def comm(self) -> Communicator:
@@ -81,7 +81,7 @@ class Session:
         return 1 if self.grid is None else self.grid.stages
 
     def ranks_of(self, replicas: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks of these replicas, with all their stages; a whole model's replica is one rank."""
+        """Return the ranks of these replicas, including all stages; a whole model's replica is one rank."""
         return tuple(replica * self.stages + stage for replica in replicas for stage in range(self.stages))
 
 
@@ -182,7 +182,8 @@ def init(
             Only the first call counts.
         bind: bind each rank of a node to an equal share of its cores, if no rank is bound yet, none sees a GPU, and
             each gets at least one core. DataLoader workers share the cores of their rank; torch gets one thread per
-            core, unless another number was set. False on one rank disables it on its node. Only the first call counts.
+            core, unless another number was set. A False on any rank disables binding on its node. Only the first call
+            counts.
         run: folder for the files of a run, as `hpcdist train` writes them: settings, a record of each step, metrics of
             `log_metrics`, and a summary at `finish`. `hpcdist watch`, `runs` and `report` read it. An unfinished run
             in the folder is continued. None: in a batch job of hpcdist (HPCDIST_RUN is set) a folder inside the job's,
@@ -333,7 +334,7 @@ def _advice(error: BaseException) -> str:
 
 
 def _not_none(**settings: Any) -> dict[str, Any]:
-    """Drop settings that are None, so that defaults apply."""
+    """Drop settings of value None: the defaults apply."""
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -407,7 +408,7 @@ def is_main() -> bool:
         True
     """
     session = current()
-    session.told_main = session.told_main or session.workers is None
+    session.called_is_main = session.called_is_main or session.workers is None
     return session.comm.rank == first_alive(session.comm, session.workers or tuple(range(session.comm.size)))
 
 
@@ -435,7 +436,7 @@ def log_metrics(metrics: Mapping[str, Any]) -> None:
     """Write metrics of the model to the run's files; see `init(run=...)`.
 
     The first worker writes them, with the step, epoch, number of samples and seconds of training so far; other ranks,
-    and loops without a run, do nothing. Pass values for all ranks, as `hpcdist.metric` returns them. The last values,
+    and loops without a run, do nothing. Pass values averaged over the ranks, by `hpcdist.metric`. The last values,
     also after `finish`, are written to the run's summary.
 
     Example:

@@ -30,7 +30,7 @@ class WeightedBatch(NamedTuple):
 
 
 def counts_of(group: Communicator, *numbers: float) -> Tensor:
-    """Collective. Return each rank's `numbers`, such as its samples: shape (numbers, ranks), float64."""
+    """Collective. Return the `numbers` of all ranks, such as sample counts: shape (numbers, ranks), float64."""
     counts = torch.zeros(len(numbers), group.size, dtype=torch.float64)  # a sum of zeros and one number is exact
     counts[:, group.rank] = torch.tensor(numbers, dtype=torch.float64)
     group.allreduce(counts.view(-1))

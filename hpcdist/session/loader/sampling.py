@@ -125,8 +125,8 @@ class Order:
 
         local = group.raise_on_all_ranks(sample)
         self._items, self._ahead = broadcast_in(group, local if is_first else None, first), True
-        mine, shared = ({*map(repr, self._singly(items))} for items in (local, self._items or ()))
-        disjoint = len(mine & shared) < max(2, min(len(mine), len(shared)) / 4) and mine != shared
+        indices, shared = ({*map(repr, self._singly(items))} for items in (local, self._items or ()))
+        disjoint = len(indices & shared) < max(2, min(len(indices), len(shared)) / 4) and indices != shared
         if any(group.gather(disjoint)):
             raise rules.error("the sampler splits samples already", kind=type(self._sampler).__name__)
 

@@ -230,7 +230,7 @@ def unreachable_pairs(pairs: Sequence[tuple[int, int]], nodes: Nodes, reason: st
     """Report pairs of nodes without a connection; pairs of the same node are one finding.
 
     Args:
-        why: how it was detected.
+        reason: how it was detected.
     """
     findings, remaining = [], [tuple(nodes.names[node] for node in pair) for pair in pairs]
     while remaining:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks import runner
 from benchmarks.runner import Row, Run, Side, check, finish, table
-from hpcdist.comm.alone import Alone
+from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.compress import Feedback, JointCompression, Span, available, load
 
 ELEMENTS = 10_000_000
@@ -55,7 +55,7 @@ def measure_coding(
         Rows: name, bytes (of the gradient), message_bytes, ratio, encode_s, decode_s (medians), bytes_per_s (of the
         gradient, through both together).
     """
-    comm = Alone()
+    comm = SingleRankCommunicator()
     check(comm, rounds)
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(elements, generator=generator).to(device) for _ in range(3)]

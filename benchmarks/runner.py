@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpcdist.collectives.tuning.timing import in_turn, slowest
+from hpcdist.collectives.tuning.timing import in_random_order, slowest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 from hpcdist.tools.doctor.base import gather
@@ -174,7 +174,7 @@ def _run(
     by_name = {side.name: side for side in sides}
     taken: dict[str, list[Mapping[str, float]]] = {name: [] for name in by_name}
     wanted = dict.fromkeys(by_name, rounds) if isinstance(rounds, int) else rounds
-    for name in in_turn(by_name, max(wanted.values())):
+    for name in in_random_order(by_name, max(wanted.values())):
         if len(taken[name]) == wanted[name]:
             continue
         synchronize(comm)

@@ -46,6 +46,8 @@ def run(text: str, comm) -> None:
     names["sgd"] = torch.optim.SGD(model.parameters(), lr=0.1)
     names["data"] = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))
     for step in doctest.DocTestParser().get_examples(text):
+        if step.options.get(doctest.SKIP):  # needs real MPI ranks
+            continue
         if not step.want:
             exec(step.source, names)
             continue

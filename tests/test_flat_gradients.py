@@ -291,7 +291,7 @@ def test_a_parameter_that_is_unfrozen_is_left_its_gradient():
     module[0].weight.requires_grad_(True)
     model.gradients.start_batch(2.0)
     (module[0](torch.ones(1, 2)) + module[1](torch.ones(1, 2))).sum().backward()
-    model.lay_out_again()
+    model.relayout()
     assert model.grads == () and len(model.slots) == 2
     assert module[0].weight.grad.tolist() == module[1].weight.grad.tolist() == [[2, 2]]
 

@@ -34,7 +34,7 @@ class _Shared(Strategy):
     contract = Contract(averages="nothing", synchronizes="never")
 
 @final
-class Alone(_Shared):
+class SingleRankCommunicator(_Shared):
     """Every rank on its own.
 
     Reference: Nobody, "Alone", 2020.
@@ -333,8 +333,8 @@ def test_a_file_that_holds_none(folder, case):
     reference, message = case
     (folder / "mine.py").write_text(ALONE)
     (folder / "wrong.py").write_text("class:\n")
-    option = "class Alone(_Shared):\n    class Config(Strategy.Config):\n        interval = 1\n"
-    (folder / "untyped.py").write_text(ALONE.replace("class Alone(_Shared):\n", option))
+    option = "class SingleRankCommunicator(_Shared):\n    class Config(Strategy.Config):\n        interval = 1\n"
+    (folder / "untyped.py").write_text(ALONE.replace("class SingleRankCommunicator(_Shared):\n", option))
     with pytest.raises(ConfigError, match=message):
         strategies.load(reference)
 
@@ -392,7 +392,7 @@ def test_a_job_for_slurm_is_checked_with_a_strategy_in_a_file(folder):
     (error,) = found("mine.py:Alnoe")
     assert error.startswith("error: strategy must be defined in mine.py; got 'Alnoe', which is not. Did you mean 'Al")
     (warning,) = found("mine.py:Alone", shrink=True)
-    assert "got 'mine.py:Alone'. It ends when a rank dies." in warning
+    assert "got 'mine.py:Alone', which ends when a rank dies." in warning
     (folder / "mine.py").write_text(
         ALONE.replace('synchronizes="never"', 'synchronizes="never", deaths="others continue"')
     )

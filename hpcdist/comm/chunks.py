@@ -1,4 +1,4 @@
-"""Flat tensors piece by piece: results between stay in the caches, and no whole tensor is converted to a wider type."""
+"""Process flat tensors in chunks: intermediate results stay in the cache, and conversions need no full-size copy."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-PIECE = 1 << 20  # elements
-CACHED = 1 << 18  # elements; pieces of a few tensors fit into a core's caches, and shorter ones cost more calls
+CHUNK = 1 << 20  # elements
+CACHED = 1 << 18  # elements; chunks of a few tensors fit a core's caches, and shorter ones cost more calls
 
 
 def chunks(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield flat parts of at most 2^20 elements; views if the tensors are contiguous."""
+    """Yield flat chunks of at most 2^20 elements; views if the tensors are contiguous."""
     for tensor in tensors:
-        yield from tensor.reshape(-1).split(PIECE)
+        yield from tensor.reshape(-1).split(CHUNK)
 
 
 def slices(count: int, size: int = CACHED) -> Iterator[slice]:
-    """Cut the range 0..count into slices of `size` elements; the last slice may be shorter."""
+    """Split the range 0..count into slices of `size` elements; the last one may be shorter."""
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def alongside(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield matching parts of flat tensors of one length, so that several operations read memory once.
+    """Yield matching chunks of flat tensors of equal length, so that several operations read memory only once.
 
-    On a device yield the whole tensors.
+    Device tensors are not split.
     """
     if all(tensor.is_cpu for tensor in tensors):
         yield from zip(*(tensor.split(CACHED) for tensor in tensors), strict=True)
@@ -34,14 +34,14 @@ def alongside(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def sums(tensors: Iterable[Tensor]) -> list[str]:
-    """Sum each piece in double precision; as text, in which a NaN equals itself."""
+    """Return the sum of each chunk in double precision, as text: so that a NaN equals a NaN."""
     return [repr(chunk.sum(dtype=torch.float64).item()) for chunk in chunks(map(as_real, tensors))]
 
 
 def sum_and_norm(tensor: Tensor) -> tuple[float, float]:
     """Return the sum and the 2-norm of a flat tensor, in double precision. Waits for the device.
 
-    The sum of complex numbers is that of their real and imaginary parts together.
+    For complex numbers the sum adds real and imaginary parts.
     """
     total = squares = 0.0
     for chunk in chunks([as_real(tensor)]):
@@ -57,5 +57,5 @@ def some_values(tensor: Tensor) -> bytes:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """View complex numbers as pairs of real ones; return real ones as they are."""
+    """View a complex tensor as pairs of real numbers; return a real tensor unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -51,7 +51,7 @@ class Routing:
                 "or cut the model into several stages."
             )
         if seed < 0:
-            raise ConfigError(f"seed of the routing must be at least 0; got {seed}. Numpy takes no negative one.")
+            raise ConfigError(f"seed of the routing must be at least 0; got {seed}. NumPy refuses negative seeds.")
         self._grid, self._seed = grid, seed
         self.comm, self._column = grid.comm.split(0), grid.outer.split(0)
         self.agreement = Agreement(self.comm)

@@ -289,7 +289,7 @@ class AllReduce(Strategy):
         if self._overlapped:
             self.model.gradients.collect(last=True)
             self._averaging.wait()
-        self.model.lay_out_again()  # what is averaged already stays so when it is averaged again
+        self.model.relayout()  # what is averaged already stays so when it is averaged again
         self._agreement.forget()
         self._arm(overlapped=False)
 

@@ -216,7 +216,7 @@ class _WayServer(Server):
         self._used |= request.used
         alone = self._config.rule in ("nesterov", "discounted")
         used = request.used if alone else self._used
-        with self.model.leave_alone(used, self._momentum, self._shard.ranges):
+        with self.model.skip_unused(used, self._momentum, self._shard.ranges):
             for x, momentum, total, way in zip(self._params, self._momentum, self._sum, ways, strict=True):
                 self._step(x, momentum, total, way, staleness, ends)
         if ends:

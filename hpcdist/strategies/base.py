@@ -183,9 +183,9 @@ class Strategy(abc.ABC):
         self._synchronizations = 0  # number of steps in which the ranks communicated
         model.gradients.weights_batches = self.contract.weights_batches
         if comm.size > 1 and not self.contract.uses_changed_gradients:
-            model.gradients.looks_at = _sum
-        elif comm.size > 1 and self.contract.replicates:  # a change on all ranks is fine, so a sample of values will do
-            model.gradients.looks_at = some_values
+            model.gradients.fingerprint = _sum
+        elif comm.size > 1 and self.contract.replicates:  # a change on all ranks is fine: a sample of values will do
+            model.gradients.fingerprint = some_values
         self.adds_up = loss == "sum"
         if self.adds_up:  # a mean of p times the gradients is their sum; servers don't divide
             model.gradients.set_equal_weight(comm.size if self.contract.updates == "here" else 1.0)
@@ -273,7 +273,7 @@ class Strategy(abc.ABC):
                     slot.tensor.grad.mul_(unscale)
         if self._compared and self._compares():
             require_equal_values(self.comm, self.hyperparameters, self.steps + 1, self.model.gradients.batch)
-            update = self.hyperparameters.noting(update)
+            update = self.hyperparameters.track_counters(update)
         with self.comm.trace.span(type(self).__name__, "strategy") as details:
             outcome = self.advance(update)
             if not isinstance(outcome, Outcome):

@@ -245,5 +245,5 @@ class _Server(Server):
         else:
             self.strategy.hyperparameters.set(values)
             self._rule.add(request)
-            self._rule.apply(self.strategy.hyperparameters.noting(self.update), 1.0)
+            self._rule.apply(self.strategy.hyperparameters.track_counters(self.update), 1.0)
         self.count_update([staleness])

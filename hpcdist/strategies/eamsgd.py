@@ -32,7 +32,7 @@ class Nesterov(Motion):
         if not self._model.gradients.mean_weight:
             update()
             return
-        with torch.no_grad(), self._model.leave_alone(self._model.gradients.present(), self._velocity):
+        with torch.no_grad(), self._model.skip_unused(self._model.gradients.present(), self._velocity):
             x, ahead = self.position(), [params.clone() for params in self._model.params]
             update()
             for params, velocity, start, gone_from in zip(self._model.params, self._velocity, x, ahead, strict=True):

@@ -107,7 +107,7 @@ class GossipPull(Strategy):
 
     def _take_back(self) -> None:
         """Set the own parameters to what was published last."""
-        copy_all(self.model.params, self._published.own())
+        copy_all(self.model.params, self._published.local())
 
     def reset_from_model(self) -> None:
         self._publish(self.steps)

@@ -75,7 +75,7 @@ class NoLoCo(Strategy):
         means = [x.clone() for x in self.outer]
         used = self.gradients.take_used()
         self._mixing.mix((*ways, *means, used), (self.steps + 1) // config.period)
-        with self.model.leave_alone(used > 0, self._momentum):
+        with self.model.skip_unused(used > 0, self._momentum):
             for own, x, v, way, mean in zip(params, self.outer, self._momentum, ways, means, strict=True):
                 v.mul_(config.outer_momentum).add_(way, alpha=config.outer_lr).add_(mean.sub_(x), alpha=config.pull)
                 x.add_(v)

@@ -66,7 +66,7 @@ class QGDSGD(Strategy):
         for x, was in zip(self.model.params, before, strict=True):
             was.sub_(x)
         kept = self.config.memory
-        with self.model.leave_alone(self.model.gradients.present(), self._momentum):
+        with self.model.skip_unused(self.model.gradients.present(), self._momentum):
             for slot, rate in zip(self.model.slots, rates(self.model, local), strict=True):
                 if rate:
                     slot.view(self._momentum).mul_(kept).add_(slot.view(before), alpha=(1 - kept) / rate)

@@ -16,13 +16,11 @@ from typing import NoReturn
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
 
-# What a rank says about its end, and what Open MPI adds.
+# What a rank prints about its end, and what Open MPI adds.
 EXPLAINED = re.compile(rb"hpcdist: (error: |rank \d)|\[rank \d+\] |Traceback \(most recent call last\)")
 BLOCK = re.compile(rb"-{60,}\nprterun (detected that one or more|has exited due to process)[^\0]*?\n-{60,}\n")
 UNFINISHED = re.compile(rb"^-{3,}(\n(prterun [^\0]*)?)?\Z", re.MULTILINE)
-AS_ROOT = dict.fromkeys(
-    ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"
-)  # Open MPI refuses root otherwise
+AS_ROOT = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")  # for Open MPI
 # Options by the output of `mpirun --version`: hosts, and the rank before each line of output.
 OPTIONS = {"Open MPI": ("--host", "--tag-output"), "HYDRA|Intel": ("-hosts", "-prepend-rank")}
 
@@ -191,13 +189,9 @@ def ranks_environment(
         bound: Open MPI may bind ranks to the machine's first cores; False if several jobs run concurrently, or if
             `hpcdist.init()` binds.
     """
-    environment = {**AS_ROOT, **variables, "OMP_NUM_THREADS": str(threads)}
+    env = {**AS_ROOT, **variables, "OMP_NUM_THREADS": str(threads)}
     if not bound:
-        environment = {
-            "PRTE_MCA_hwloc_default_binding_policy": "none",
-            "OMPI_MCA_hwloc_base_binding_policy": "none",
-            **environment,
-        }
+        env = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none", **env}
     if crowded:  # otherwise Open MPI refuses, and waiting ranks would not yield the core
         shared = {
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -205,8 +199,8 @@ def ranks_environment(
             "OMPI_MCA_mpi_yield_when_idle": "1",
             "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
         }
-        environment = {**shared, **environment}
-    return environment
+        env = {**shared, **env}
+    return env
 
 
 def _search_path(path: str) -> str:

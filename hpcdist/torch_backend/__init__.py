@@ -56,9 +56,9 @@ def _met_by_mpi(otherwise: Callable[..., Iterator[Any]]) -> Callable[..., Iterat
     """Return a rendezvous that MPI tells its ranks, where their environment does not."""
 
     def rendezvous_over_mpi(url: str, timeout: timedelta | None = None, **more: Any) -> Iterator[Any]:
-        from hpcdist.comm.launch import declared_size
+        from hpcdist.comm.launch import launched_size
 
-        if all(name in os.environ for name in PLACE) or declared_size(os.environ) is None:
+        if all(name in os.environ for name in PLACE) or launched_size(os.environ) is None:
             yield from otherwise(url, **({} if timeout is None else {"timeout": timeout}), **more)
             return
         from hpcdist.torch_backend.default_group import rendezvous_if_possible

@@ -57,7 +57,7 @@ def test_long_copies_in_a_node_are_tried_both_ways(ranks, monkeypatch):
             assert all(torch.equal(swapped[r], alike[rank] + r) for r in range(size))
         known = [(trial.variant, trial.decided) for trial in found._trials.values()]
         found.close()
-        return len(found._ways), known
+        return len(found._providers), known
 
     results = ranks(body)
     assert all(variants == 2 and known == results[0][1] and len(known) == 3 for variants, known in results)

@@ -33,7 +33,7 @@ def test_ranks_see_what_all_have_shown_in_this_call(ranks, ordered, spins, count
     def body(comm):
         slots, seen = made(comm), []
         for call in range(150):
-            gathered = slots.places(torch.int32, count)[slots.calls]
+            gathered = slots.row_buffers(torch.int32, count)[slots.calls]
             gathered.rows[comm.rank].fill_(1000 * comm.rank + call)
             assert slots.synchronize(call)
             seen.append(gathered.table[:, 4].tolist())

@@ -202,7 +202,9 @@ def loop_of_portions(comm):
 
 
 def test_joint_batches_are_not_split(tmp_path):
-    with pytest.raises(ConfigError, match="samples must be any worker's with sandblaster, where all .* got a split"):
+    with pytest.raises(
+        ConfigError, match="samples must be available to all workers with sandblaster, where all .* got a split"
+    ):
         run_virtual(loop_of_portions, 3)
-    with pytest.raises(ConfigError, match="samples must be any worker's with sandblaster"):
+    with pytest.raises(ConfigError, match="samples must be available to all workers with sandblaster"):
         run_virtual(lambda comm: tiny.run(comm, tmp_path, "strategy=sandblaster", *SPLIT), 3)

@@ -21,7 +21,7 @@ FOREIGN = {
     "backward_passes_per_step": "Use accumulation=N",
     "op": "Gradients are averaged",
     "process_set": r"Pass the ranks to hpcdist.init\(comm=...\)",
-    "find_unused_parameters": "Leave it out",
+    "find_unused_parameters": "Remove it",
     "bucket_cap_mb": "Use bucket_bytes=N",
 }
 
@@ -83,7 +83,7 @@ def piped(**options):
 # By message: what is done with a model and its optimiser.
 REFUSED = {
     **{
-        f"must be given arguments of hpcdist's; got '{name}', which it has not. {answer}": (
+        f"must get arguments of hpcdist's; got '{name}', which it does not have. {answer}": (
             lambda model, optimizer, name=name: made(optimizer, model, **{name: 1})
         )
         for name, answer in FOREIGN.items()
@@ -125,17 +125,17 @@ REFUSED = {
     r"optimizer.weigh must be called by its name now; .* Write optimizer.set_batch_weight\(n\)": (
         lambda model, optimizer: made(optimizer, model).weigh(2)
     ),
-    "loader.weight must be left as it is; got 2. Call optimizer.set_batch_weight": (
+    "loader.weight must not be set; got 2. Call optimizer.set_batch_weight": (
         lambda model, optimizer: setattr(hd.shard(loader()), "weight", 2)
     ),
     "model must be the torch.nn.Module that optimizer trains; got NoneType. Pass it second": (
         lambda model, optimizer: hd.DistributedOptimizer(optimizer)
     ),
     "optimizer must be a torch.optim.Optimizer; got Linear": lambda model, optimizer: made(model, optimizer),
-    r"got Wrapper, which wraps one. Distribute the one .*: Wrapper\(hpcdist.DistributedOptimizer\(.* its 'base'": (
+    r"got Wrapper, which wraps one. Distribute the wrapped one, its 'base', .*: Wrapper\(hpcdist.Distrib": (
         lambda model, optimizer: made(Wrapper(optimizer), model)
     ),
-    "clip_norm must be None with Insisting, which needs the loss's own gradient at each evaluation; got 1.0": (
+    "clip_norm must be None with Insisting, which needs the exact gradient of the loss at each evaluation; got 1.0": (
         lambda model, optimizer: made(Insisting(model.parameters()), model, clip_norm=1.0)
     ),
     "closure must be given to each step of Insisting": (
@@ -155,7 +155,7 @@ REFUSED = {
     "each parameter must be in one DistributedOptimizer; got 'bias' in two": (
         lambda model, optimizer: (made(optimizer, model), made(torch.optim.SGD([model.bias], lr=0.1), model))
     ),
-    "model must be one that a DistributedOptimizer trains; got another one, or one that ranks have": (
+    "model must be trained by a DistributedOptimizer; got another one, or one that ranks have": (
         lambda model, optimizer: (made(optimizer, model), hd.finish(model), hd.finish(nn.Linear(2, 1)))
     ),
     "loader must be a torch DataLoader, whose samples hpcdist.shard splits .*; got list. .* or pass split=False": (
@@ -287,7 +287,7 @@ def test_parameters_that_are_sent_between_steps_must_not_be_changed_there(strate
             with torch.no_grad():
                 model.weight.clamp_(-0.01, 0.01)
 
-    with pytest.raises(ConfigError, match="they are replaced in steps, or sent between them"):
+    with pytest.raises(ConfigError, match="which replace them in steps, or send them between steps"):
         run_virtual(body, 2)
 
 
@@ -304,7 +304,7 @@ def test_a_state_that_is_in_parts_is_warned_of(servers):
         return [str(warning.message) for warning in found]
 
     told = run_virtual(body, 4)[0]
-    start = "The optimiser's state is in parts, on the servers, ranks (0, 1); this is rank 0's"
+    start = "The optimiser's state is divided among the servers, ranks (0, 1); this is the part of rank 0"
     assert [text.startswith(start) for text in told] == [True] * (servers - 1)
 
 
@@ -344,7 +344,7 @@ def test_a_sampler_that_never_ends_is_refused_on_all_ranks(name, ranks, training
     def body(comm):
         model, _ = started(comm, 1)
         loader = DataLoader(torch.arange(48.0).reshape(48, 1), **ENDLESS[name])
-        with pytest.raises(ConfigError, match="sampler must end in each epoch .*; got .*, which draws on after 48"):
+        with pytest.raises(ConfigError, match="sampler must end in each epoch .*; got .*, which continues after 48"):
             next(iter(hd.shard(loader, training=training)))
         hd.finish(model)
         return True

@@ -114,7 +114,7 @@ def test_loggers_write_a_loop_s_figures(tmp_path, monkeypatch):
 
 def test_loggers_need_a_run():
     def body(comm, **given):
-        with pytest.raises(ConfigError, match="log must be a list of names, given with run, whose folder has their"):
+        with pytest.raises(ConfigError, match="log must be a list of names, given with run, whose folder stores"):
             hd.init(comm=comm, **given)
 
     run_virtual(lambda comm: body(comm, log=["tensorboard"]), 1)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hpcdist as hd
 from comm.jobs_here import python_alone, write
 from harness.cases import each
-from hpcdist.comm.launch import check_world, contradiction, declared_size, unlaunched
+from hpcdist.comm.launch import check_world, contradiction, launched_size, unlaunched
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.config.merge import by_value
 from hpcdist.errors import ConfigError, MismatchError, WorldError
@@ -271,7 +271,7 @@ DECLARED = [
 @each("case", DECLARED)
 def test_what_the_launcher_declared(case):
     environ, declared = case
-    found = declared_size(environ)
+    found = launched_size(environ)
     assert (found and found[0]) == declared
     check_world(declared or 5, "Open MPI", environ)
     if declared:
@@ -343,4 +343,4 @@ def test_before_init_processes_of_multiprocessing_and_torchrun(tmp_path):
     assert "trained 1" in done.stdout and "found one rank in ForkProcess-" in done.stderr
     assert "hpcdist.init() must be called before this" in done.stdout
     assert done.returncode != 0 and "joined" not in done.stdout
-    assert f"Type `mpirun -n 2 python {script} --epochs 3`" in done.stderr
+    assert f"Run `mpirun -n 2 python {script} --epochs 3`" in done.stderr

@@ -34,7 +34,7 @@ def _linear(comm, strategy="allreduce", model=None, **options):
 
 
 # --- how many samples a batch has -------------------------------------------------------------------------------------
-COUNTED = "Ranks' batches weigh by their samples"
+COUNTED = "Ranks' batches are weighted by their numbers of samples"
 
 
 def _on_own_batches(sizes, make, loss, set_batch_weight=None):
@@ -100,7 +100,7 @@ def test_equal_batches_are_not_worth_a_word(told):
 
 
 # --- counts that ranks add up -----------------------------------------------------------------------------------------
-WEIGHED = "would be weighed twice"
+WEIGHED = "the weight would count twice"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_processes_of_loaders_draw_other_numbers_on_each_rank_of_one_seed(split)
         assert all(torch.equal(*pair) for pair in zip(own, plain))  # the first worker's are one process's
 
 
-MASKS = "their dropout masks are the same"
+MASKS = "their dropout masks are identical"
 
 
 @pytest.mark.parametrize(

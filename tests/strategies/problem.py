@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from harness import loops
 from hpcdist import strategies
-from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.data import EpochPlan
 from hpcdist.model.buckets import Bucket
@@ -105,7 +105,7 @@ def load(module: nn.Module, params: Collection[Tensor]) -> None:
 
 def nonfinite(model: FlatModel, bucket: Bucket | None = None) -> list[str]:
     """The parameters whose gradient is not finite, as a strategy finds them."""
-    return LocalGradients(Alone(), model, "stop", None, None).nonfinite(bucket)
+    return LocalGradients(SingleRankCommunicator(), model, "stop", None, None).nonfinite(bucket)
 
 
 def make(

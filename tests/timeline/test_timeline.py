@@ -260,12 +260,12 @@ def test_a_file_that_ends_in_the_middle_of_a_line_is_merged(tmp_path):
 def test_refusals(tmp_path):
     def twice(comm):
         made = start_timeline(comm, tmp_path / "timeline.json")
-        with pytest.raises(ConfigError, match="timeline must be begun once; got one already, .*timeline.json"):
+        with pytest.raises(ConfigError, match="timeline must be started once; got one already, .*timeline.json"):
             start_timeline(made, tmp_path / "other.json")
         end_timeline(made)
 
     run_virtual(twice, 2)
-    with pytest.raises(ConfigError, match="timeline must be begun before it is ended; got none"):
+    with pytest.raises(ConfigError, match="timeline must be started before it is ended; got none"):
         run_virtual(end_timeline, 2)
     with pytest.raises(OutputError, match="missing"):
         run_virtual(lambda comm: start_timeline(comm, tmp_path / "missing" / "timeline.json"), 2)

@@ -49,7 +49,7 @@ def test_a_missing_data_file_is_refused_not_made(tmp_path, given):
     job = dataclasses.replace(tiny.job, defaults={"data": {"path": "data/tiny.h5"}})
     (tmp_path / "mydata.h5").touch()
     message = (
-        r"data.path must be a file that exists, or data/tiny.h5, which the job makes; got .*, which does not exist"
+        r"data.path must be a file that exists, or data/tiny.h5, which the job creates; got .*, which does not exist"
     )
     for of_job, rule in (
         (job, message),
@@ -75,7 +75,7 @@ def test_the_data_file_of_the_job_is_made_in_any_folder(tmp_path):
             lambda: None,
             r"data of the job must be a function of the path of the file to write; got one that takes others",
         ),
-        (lambda path: (1, 2), r"data of the job must write the file that it is given, .*; got none at .*new.h5"),
+        (lambda path: (1, 2), r"data of the job must write the file at its argument, .*; got none at .*new.h5"),
     ],
 )
 def test_a_function_that_writes_no_data_is_refused(tmp_path, case):

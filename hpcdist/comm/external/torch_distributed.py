@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.base import WATCHDOG_S, OtherLibrary
-from hpcdist.comm.network import LOOPBACK, addresses, here, in_order, listen
+from hpcdist.comm.network import LOOPBACK, addresses, listen, shared_first, stack_id
 from hpcdist.errors import CommunicationError, ConfigError
 
 if TYPE_CHECKING:  # it starts MPI, which importing this must not
@@ -125,7 +125,7 @@ def rendezvous(comm: Communicator, interface: str = "") -> Rendezvous:
         CommunicationError: a rank reaches none of rank 0's addresses.
         UnknownNameError: a host has no such interface or network.
     """
-    stacks = comm.gather(here())
+    stacks = comm.gather(stack_id())
     near = [stack == stacks[0] for stack in stacks]
     at, host, address = [LOOPBACK] * 3 if all(near) else _try_out(comm, interface, near)
     listener = listen(at) if comm.rank == 0 else None
@@ -149,7 +149,7 @@ def _try_out(comm: Communicator, interface: str, near: list[bool]) -> tuple[str,
     own = addresses(interface)
     with listen() if comm.rank == 0 else nullcontext() as probe:
         theirs, port = comm.gather([[str(a.ip.ip) for a in own], probe.getsockname()[1] if probe else 0])[0]
-        host, address = (None if near[comm.rank] else _reach(in_order(theirs, own), port)) or ("", "")
+        host, address = (None if near[comm.rank] else _reach(shared_first(theirs, own), port)) or ("", "")
         reached = comm.gather(host)
     others = {rank: at for rank, at in enumerate(reached) if not near[rank]}
     for rank, at in others.items():

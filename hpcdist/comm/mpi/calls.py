@@ -169,7 +169,7 @@ class Calls:
         except DeadlineError as error:
             if deadline_s is not None:
                 raise
-            raise DeadlineError(f"{error}{self.failures.whereabouts()}") from None
+            raise DeadlineError(f"{error}{self.failures.locate_ranks()}") from None
         finally:
             with self._memory:
                 self.current = outer
@@ -285,7 +285,7 @@ class FaultTolerance(Failures):
             return True
         return False
 
-    def whereabouts(self) -> str:
+    def locate_ranks(self) -> str:
         places = self._places()
         if not places:
             return ""

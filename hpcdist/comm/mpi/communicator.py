@@ -17,7 +17,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm.capabilities import DEADLINE_S, Platform, Trace, numbered
+from hpcdist.comm.capabilities import DEADLINE_S, Platform, Trace, number_nodes
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.attached import find_nodes
 from hpcdist.comm.mpi.calls import ANYONE, BROADCAST, EVERYONE, Call, FaultTolerance, clock, world_ranks
@@ -46,8 +46,8 @@ from hpcdist.comm.transfer import (
     Traffic,
     check_flat,
     check_rank,
+    check_source_and_tag,
     check_tag,
-    check_wanted,
 )
 from hpcdist.comm.window import Put, Window
 from hpcdist.errors import CommunicationError
@@ -156,7 +156,7 @@ class MpiCommunicator(Communicator):
 
     def _wanted(self, source: int, tag: int) -> tuple[int, int, int]:
         """Return MPI's source and tag for a message to receive, and the peer to wait for."""
-        check_wanted(source, tag, self.size)
+        check_source_and_tag(source, tag, self.size)
         any_tag = MPI.ANY_TAG if tag == ANY else tag
         return (MPI.ANY_SOURCE, any_tag, ANYONE) if source == ANY else (source, any_tag, source)
 
@@ -205,7 +205,7 @@ class MpiCommunicator(Communicator):
             self.allreduce(wide)
             tensor.detach().copy_(wide)
         else:
-            raise CommunicationError(f"dtype of a sum must be a number; got {tensor.dtype}. Convert the tensor first.")
+            raise CommunicationError(f"dtype of a sum must be numeric; got {tensor.dtype}. Convert the tensor first.")
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         check_flat(tensor)
@@ -292,7 +292,7 @@ class MpiCommunicator(Communicator):
     def _among(
         self, mpi: MPI.Intracomm, ranks: Iterable[int], name: str, traffic: Traffic | None = None
     ) -> MpiCommunicator:
-        nodes = numbered(self.nodes[rank] for rank in ranks)
+        nodes = number_nodes(self.nodes[rank] for rank in ranks)
         return self._made(mpi, nodes, self.memory.wanted, name, traffic)
 
     def _made(

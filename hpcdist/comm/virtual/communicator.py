@@ -21,8 +21,8 @@ from hpcdist.comm.transfer import (
     addable,
     check_flat,
     check_rank,
+    check_source_and_tag,
     check_tag,
-    check_wanted,
 )
 from hpcdist.comm.virtual.collectives import children, sum_in_rank_order
 from hpcdist.comm.virtual.compute import at_least_0, require
@@ -70,13 +70,13 @@ class VirtualCommunicator(Communicator):
 
     def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
         self._member.enter()
-        check_wanted(source, tag, self.size)
+        check_source_and_tag(source, tag, self.size)
         check_flat(tensor)
         return ReceiveRequest(self._member, tensor, source, tag)
 
     def probe(self, source: int = ANY, tag: int = ANY, *, block: bool = True) -> Envelope | None:
         self._member.enter(polling=not block)
-        check_wanted(source, tag, self.size)
+        check_source_and_tag(source, tag, self.size)
         arrivals, awaited = self._member.arrivals, self._member.describe(source, tag)
         with self._member.counted("waiting_s"):
             if block:

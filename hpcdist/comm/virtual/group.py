@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hpcdist.comm.capabilities import Failures, numbered
+from hpcdist.comm.capabilities import Failures, number_nodes
 from hpcdist.comm.transfer import ANY, Traffic
 from hpcdist.comm.virtual.clock import VirtualClock, VirtualRank
 from hpcdist.comm.virtual.collectives import Gathering, rounds
@@ -43,7 +43,7 @@ class Group:
         self.gathering = Gathering(cluster.clock, ranks)
         self.arrivals = [Arrivals(rank.rank, cluster.clock) for rank in ranks]
         wiring = cluster.wiring  # collectives are bounded by the links inside a node if all ranks are on one
-        self.nodes = numbered(wiring.nodes[member] for member in members)
+        self.nodes = number_nodes(wiring.nodes[member] for member in members)
         self.latency_s, self.bandwidth_bytes_s = wiring.network.slowest(self.nodes)
 
     def rounds_s(self, n_bytes: int = 0) -> float:

@@ -1,4 +1,4 @@
-"""MLflow, with a store of its own in the run's folder."""
+"""MLflow, with its store in the run's folder."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from hpcdist.session.loggers.base import LoggedRun, Logger
 
-BATCH = 100  # parameters, the most that MLflow takes at once
+BATCH = 100  # maximum number of parameters in a call of MLflow
 LONGEST = 6000  # characters of a parameter
 
 
 class MLflow(Logger):
-    """Write an MLflow run. See it with `mlflow ui --backend-store-uri sqlite:///FOLDER/mlflow/mlflow.db`.
+    """Write an MLflow run. View it with `mlflow ui --backend-store-uri sqlite:///FOLDER/mlflow/mlflow.db`.
 
-    A database, because MLflow refuses its store of plain files since version 3.
+    The store is a database, because MLflow refuses plain files since version 3.
     """
 
     package = "mlflow"

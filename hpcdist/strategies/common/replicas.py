@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcdist.comm.chunks import PIECE, sums
+from hpcdist.comm.chunks import CHUNK, sums
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import MismatchError
 from hpcdist.model.flat import FlatModel
@@ -109,7 +109,7 @@ def mean_over(comm: Communicator, tensors: Sequence[Tensor], ranks: Sequence[int
     means = []
     for tensor in tensors:
         mean = tensor.clone()
-        for part in torch.split(mean, PIECE) if mean.numel() and comm.size > 1 else ():
+        for part in torch.split(mean, CHUNK) if mean.numel() and comm.size > 1 else ():
             total = part.to(torch.complex128 if part.is_complex() else torch.float64)
             if comm.rank not in ranks:
                 total.zero_()

@@ -390,7 +390,7 @@ class Inbox:
         replies = f" Replies are missing of rank {missing}." if missing else ""
         return DeadlineError(
             f"rank {self._comm.rank}: {what} did not happen within {waited_s:g} s. Requests are missing of "
-            f"{silent or 'nobody'}.{replies}{self._comm.failures.whereabouts()}"
+            f"{silent or 'nobody'}.{replies}{self._comm.failures.locate_ranks()}"
         )
 
     def _owing(self) -> list[tuple[int, float]]:

@@ -303,7 +303,7 @@ class GradientServer(Server):
         present = len(self.place.roles.workers) - len(self.evicted)
         averaged = present if policy.divides_by_workers else aggregate.total_weight()
         divisor = 1.0 if strategy.adds_up else averaged
-        aggregate.apply(strategy.hyperparameters.noting(self.update), divisor * rate, rate, self._clip)
+        aggregate.apply(strategy.hyperparameters.track_counters(self.update), divisor * rate, rate, self._clip)
         policy.updated(staleness)
         self.count_update(staleness)
 

@@ -140,7 +140,7 @@ class ServerStrategy(Strategy):
         self.replica.channel = RequestChannel(
             comm, roles, place.shards, model.params, len(model.slots), clocks, *self._slots(), values=values
         )
-        serves, own = comm.rank in roles.servers, self.hyperparameters.own
+        serves, own = comm.rank in roles.servers, self.hyperparameters.counters
         if self.update_norm is not None and len(roles.servers) > 1:
             self.servers = comm.split(0 if serves else 1)
         self.state.parameters = lambda: Flats(self.server.master(), place.shard.ranges) if serves else None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from habits.gradients import _accumulate, _clip
-from habits.run import data, evaluation, mse, train, training, using
+from patterns.gradients import _accumulate, _clip
+from patterns.run import data, evaluation, mse, train, training, using
 
 UNEVEN = ("joint", "one", "many")
 
@@ -50,7 +50,7 @@ def a_sum_in_lbfgs(run, model, optimizer):
         optimizer.step(evaluation(model, optimizer, x, y, _squares))
 
 
-@training(**_summing(breaks="a sum is weighed"))
+@training(**_summing(breaks="a sum is weighted"))
 def a_sum_that_is_weighed(run, model, optimizer):
     train(run, model, optimizer, run.loader(), loss=_squares, change=lambda: _apply_weight(run, optimizer, 1))
 

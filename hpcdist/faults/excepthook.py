@@ -9,6 +9,7 @@ import io
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from hpcdist import log
 from hpcdist.errors import CommunicationError, HpcdistError, place
@@ -36,7 +37,7 @@ def install(
             previous(kind, error, trace)  # such as a debugger's or a notebook's
             if rank is None:
                 return
-        if takes_turn(rank or 0):
+        if rank is None or takes_turn(rank):
             lines = traceback.format_exception(kind, error, trace)
             lines += [] if isinstance(error, HpcdistError) else [advice(error)]
             if says_itself:
@@ -49,6 +50,8 @@ def install(
             sys.__stderr__.write(sys.stderr.getvalue())  # torch.distributed's hook collects it for after this one
             sys.__stderr__.flush()
         if rank is not None:
+            with suppress(OSError, ValueError, AttributeError):
+                sys.stdout.flush()  # os._exit would not
             abort(1)
 
     hook.previous = previous  # type: ignore[attr-defined]

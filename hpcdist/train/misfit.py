@@ -33,7 +33,8 @@ def named_misfits(path: Path | str | None, split: str, module: nn.Module | None,
         frames = list(traceback.walk_tb(error.__traceback__))
         file, line = frames[-1][0].f_code.co_filename, frames[-1][1]
         is_raised = linecache.getline(file, line).lstrip().startswith("raise ")
-        if type(error) not in KINDS or (not file.startswith(TORCH) and (is_raised or type(error) is ValueError)):
+        of_torch = file.startswith(TORCH) or (not is_raised and type(error) is not ValueError)
+        if type(error) not in KINDS or not of_torch or file.startswith(f"{TORCH}autograd"):  # a backward pass
             raise
         part = batch.pop("part", "the loss" if "outputs" in batch else "the model or its loss")
         advice = "the model or the loss"

@@ -24,6 +24,11 @@ T = TypeVar("T")
 def latest(folder: str | Path, *, fallback: bool = False) -> Path | None:
     """Return the newest checkpoint in the folder; None if there is none.
 
+    Example:
+        >>> from hpcdist import checkpoint
+        >>> checkpoint.latest("checkpoints") is None  # the folder need not exist
+        True
+
     Args:
         fallback: read and verify the checkpoint's files. If a file is damaged, warn and try the next checkpoint.
 
@@ -124,7 +129,14 @@ def _or_advise(path: Path, check: Callable[[], T]) -> T:
 
 # --- states -----------------------------------------------------------------------------------------------------------
 class SavedRank:
-    """The state that a rank has saved, in verified files; parts of it can be decoded separately."""
+    """The state that a rank has saved, in verified files; parts of it can be decoded separately.
+
+    Example:
+        >>> from hpcdist import checkpoint
+        >>> folder = checkpoint.save(comm, "checkpoints", step=10, state={"model": {"x": 1.5}})
+        >>> checkpoint.SavedRank(folder, rank=0).at("model", "x")
+        1.5
+    """
 
     def __init__(self, path: str | Path, rank: int):
         tree, tensors = Path(path) / tree_file(rank), Path(path) / tensor_file(rank)
@@ -206,6 +218,7 @@ def find(run: str | Path, step: int | None = None) -> Path:
 
 
 def _all(run: Path) -> list[Path]:
+    """Return the checkpoints of a run, newest first; raise CheckpointError if there is none."""
     if (run / FILE_NAME).is_file():
         return [run]
     paths = listing(run / "checkpoints") or listing(run)

@@ -69,6 +69,7 @@ class SlicePlace:
         return place
 
     def _is_possible(self) -> bool:
+        """Return whether the fields are non-negative integers, and the part is inside the whole."""
         offset, span = self.offset or (0,) * len(self.shape), self.span or (0, 0)
         numbers = (*self.shape, *offset, *self.size, *self.part, *span)
         if not isinstance(self.name, str) or any(type(number) is not int or number < 0 for number in numbers):

@@ -55,6 +55,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def _chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | np.ndarray]:
+    """Yield the bytes of a safetensors file: header, then tensors."""
     # The widest elements first, so that each tensor starts at a multiple of its element size.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header: dict[str, Any] = {}
@@ -96,6 +97,10 @@ def export(state: Mapping[str, Tensor], file: str | Path) -> None:
     """Write a state dict for `torch.load(file, weights_only=True)` or `safetensors.torch.load_file(file)`.
 
     The file is written atomically; an existing one is replaced.
+
+    Example:
+        >>> from hpcdist import checkpoint
+        >>> checkpoint.export(model.state_dict(), "model.safetensors")
 
     Args:
         file: its name ends in .pt or .pth for torch, or in .safetensors.

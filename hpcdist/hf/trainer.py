@@ -132,6 +132,7 @@ class TrainerMixin(_Base):
         return self.optimizer
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Replace the Trainer's loader by this rank's batches."""
         self.create_optimizer()  # determines which ranks have batches
         self._batches = TrainingBatches(dataloader)
         within = [(args.eval_strategy, args.eval_steps), (args.save_strategy, args.save_steps)]
@@ -315,6 +316,7 @@ class TrainerMixin(_Base):
         return EvalLoopOutput(predictions, labels, {**output.metrics, **metrics}, samples)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch, and record its loss and size."""
         outputs = super().prediction_step(model, inputs, *args, **kwargs)
         if self._evaluated is not None:
             self._evaluated.append((outputs[0], find_batch_size(inputs) or 1))

@@ -275,6 +275,7 @@ class Matcher:
         self._all = torch.zeros(self.comm.size, HEADER + FIELDS * count, dtype=torch.int64)
 
     def _round(self, pending: Sequence[NamedCall]) -> bool:
+        """Collective. Exchange requests once, and make the calls that all ranks have submitted; see `_advance`."""
         joined = next((request for request in pending if isinstance(request, Join)), None)
         requests = [request for request in pending if request is not joined]
         keys = [request.key for request in requests]
@@ -399,6 +400,7 @@ class Matcher:
         self._end([request])
 
     def _run_calls(self, requests: Sequence[NamedCall]) -> None:
+        """Collective. Make calls in this order, fused where possible; an error ends only its own requests."""
         for key, several in _grouped_by_fusion(requests):
             first = several[0]
             if self.watcher is not None:

@@ -86,6 +86,7 @@ class _Combined:
         return param.grad.to_dense() if param.grad.is_sparse and self._sparse_as_dense else param.grad
 
     def _combine(self, param: Tensor) -> Wait:
+        """Start the allreduce of a gradient; return a function that waits for it and stores the result."""
         gradient, (op, prescale, postscale) = self._gradient(param), self._scales()
         name = f"allreduce.{self._parameter_names[param]}"
         if gradient.is_sparse:
@@ -100,6 +101,7 @@ class _Combined:
         return lambda: self._put(param, gradient, synchronize(handle), context)
 
     def _combine_group(self, params: Sequence[Tensor]) -> list[Wait]:
+        """Start one allreduce for several gradients; return a waiting function for each."""
         op, prescale, postscale = self._scales()
         gradients = [self._gradient(param) for param in params]
         name = f"allreduce.group.{self._parameter_names[params[0]]}"
@@ -277,6 +279,7 @@ def _check_compressed(groups: Any, op: str, predivide: float, params: Sequence[T
 
 
 def _names(named: Iterable[tuple[str, Tensor]] | None, params: Sequence[Tensor]) -> dict[Tensor, str]:
+    """Return the parameters' names; raise ValueError if a name is missing or used twice."""
     if named is None:
         return {param: f"noname.{number}" for number, param in enumerate(params)}
     pairs = list(named)
@@ -295,6 +298,7 @@ def _names(named: Iterable[tuple[str, Tensor]] | None, params: Sequence[Tensor])
 
 
 def _groups(groups: int | Sequence[Sequence[Tensor]], params: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return groups of parameters: the given ones, or this number of groups of equal length."""
     if not isinstance(groups, int):
         lists = [list(group) for group in groups]
         members = [id(param) for group in lists for param in group]

@@ -169,6 +169,7 @@ class Gradients:
         self._set_weight(weight if self._equal_weight is None or not self.counts else self._equal_weight)
 
     def _set_weight(self, weight: float) -> None:
+        """Set the weight of the current batch; add or remove the hooks that apply it."""
         self.weight = weight
         self._weighted = self._weighted and bool(self.weights)  # earlier gradients keep their weight
         if self._needs_hooks and not self._weight_hooks:
@@ -210,6 +211,8 @@ class Gradients:
 
     # --- backward passes ------------------------------------------------------------------------------------------
     def _make_hook(self, position: int) -> Callable[[Tensor], None]:
+        """Return the hook that runs when autograd has accumulated a parameter's gradient."""
+
         @uncompiled
         def hook(parameter: Tensor) -> None:
             task = torch._C._current_graph_task_id()

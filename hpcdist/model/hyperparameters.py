@@ -106,6 +106,7 @@ class Hyperparameters:
 
 
 def _find(groups: Sequence[Mapping[str, Any]]) -> Iterator[_Position]:
+    """Yield the positions of all numbers in param_groups."""
     for number, group in enumerate(groups):
         for key, value in group.items():
             if key in _SKIPPED:

@@ -117,6 +117,7 @@ def finish(*models: nn.Module) -> Any:
 
 
 def _finish(model: nn.Module) -> None:
+    """Collective. Set a model to the consensus, and release its optimisers."""
     for optimizer in _holders(model):
         flat = optimizer.strategy.model
         require_same_steps(optimizer, "at the end of training")

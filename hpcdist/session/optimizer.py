@@ -242,6 +242,7 @@ class _Distributed:
         return self.attachment.local_state_dict()
 
     def _warn_of_parts(self) -> None:
+        """Warn if the optimiser's state is divided among several servers."""
         holders = self.strategy.config.optimizer_ranks(self.strategy.comm.size)
         if self.strategy.comm.size > 1 and len(holders) > 1:
             warnings.warn(

@@ -227,6 +227,7 @@ class SavedState:
 
     # --- the optimiser --------------------------------------------------------------------------------------------
     def _optimizer_state(self, order: Sequence[str], layout: ParameterLayout) -> dict[str, Any]:
+        """Return the state dict of this rank's optimiser, from the saved states by parameter name."""
         saved: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         groups: list[dict[str, Any]] = []
         for replica, rank in self._replicas():

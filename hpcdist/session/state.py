@@ -119,6 +119,7 @@ class ParameterLayout:
 
 
 def _same_place(named: Mapping[str, Slice], place: SlicePlace) -> Tensor:
+    """Return the tensor of the slice at `place`; raise CheckpointError if it was not saved."""
     saved = named.get(place.name)
     if saved is None or saved.place != place:
         got = "nothing" if saved is None else f"the part at {saved.place.offset} of one of shape {saved.place.shape}"

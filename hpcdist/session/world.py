@@ -245,6 +245,7 @@ def init(
 def _join_world(
     deadline_s: float | None, gpu_aware_mpi: bool | None, internode: str | None, backend: bool | str, bind: bool
 ) -> Communicator:
+    """Collective. Start MPI, compare versions, and create torch.distributed's group."""
     tolerant = tolerates_deaths(os.environ)  # reading the launcher's variables, no setting
     if tolerant:
         os.environ.update(ASYNC_FINALIZE)  # before MPI starts and reads it

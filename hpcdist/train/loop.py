@@ -101,6 +101,7 @@ class Trainer:
             )  # fmt: skip
 
     def _create_model(self) -> None:
+        """Collective. Create the replica, the optimiser and the strategy, with the configured seeds."""
         config = self.config
         torch.manual_seed(config.seed)
         kind = WholeReplica if config.parallel.whole else StagedReplica
@@ -261,6 +262,7 @@ class Trainer:
         self.log.end_epoch()
 
     def _write_evaluation(self) -> None:
+        """Collective. Evaluate, write the metrics, and check whether the run should stop."""
         start = self.comm.now()
         with self.comm.trace.span("evaluation", "run"):
             self._evaluate()
@@ -324,6 +326,7 @@ class Trainer:
             yield WeightedBatch((indices, self.strategy.joint), ends_epoch=step == plan.steps - 1)
 
     def _step_in_portions(self, indices: np.ndarray, joint: JointBatch) -> None:
+        """Take a step in which the optimiser evaluates portions of a joint batch."""
         share = self.config.batch_size * self.config.accumulation
 
         def evaluate(portion: slice) -> torch.Tensor:
@@ -362,6 +365,7 @@ class Trainer:
             self.log.count_gradients(len(record.staleness))
 
     def _summarise(self) -> Summary:
+        """Collective. Write the run's summary, and return it."""
         self.log.flush()
         params, _ = self.strategy.consensus()
         sha256 = self.replica.digest(self.model, params)

@@ -192,6 +192,7 @@ def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) ->
 
 
 def _check_model(job: Job, config: JobConfig) -> None:
+    """Raise ConfigError if the job's model does not take the configured options."""
     try:
         parameters = inspect.signature(job.model)
     except ValueError:  # written in C

@@ -217,6 +217,7 @@ class ShardedLoader:
 
     # --- an epoch of training -------------------------------------------------------------------------------------
     def _train(self) -> Iterator[Any]:
+        """Iterate over an epoch's training batches; on a server rank, serve."""
         session, optimizers, workers = current(), self._optimizers(), self._replicas()
         self._workers = workers
         self._start_epoch()
@@ -401,6 +402,7 @@ class ShardedLoader:
 
     # --- an evaluation --------------------------------------------------------------------------------------------
     def _evaluate(self) -> Iterator[Any]:
+        """Iterate over the batches of an evaluation, with the models set to the consensus."""
         session = current()
         self._start_epoch()
         with consensus_of(session.optimizers):

@@ -89,7 +89,7 @@ def verify(path: str | Path) -> Manifest:
         CheckpointError: a file is missing or damaged; names it.
     """
     path = Path(path)
-    return _or_advise(path, lambda: _verify(path))
+    return _or_suggest_older(path, lambda: _verify(path))
 
 
 def verify_on_all_ranks(comm: Communicator, path: str | Path) -> Manifest:
@@ -101,7 +101,7 @@ def verify_on_all_ranks(comm: Communicator, path: str | Path) -> Manifest:
         CheckpointError: files are missing or damaged; names them, on all ranks.
     """
     path = Path(path)
-    return _or_advise(path, lambda: _verify_on_all_ranks(comm, path))
+    return _or_suggest_older(path, lambda: _verify_on_all_ranks(comm, path))
 
 
 def _verify_on_all_ranks(comm: Communicator, path: Path) -> Manifest:
@@ -116,7 +116,7 @@ def _verify(path: Path, first: int = 0, stride: int = 1) -> Manifest:
     return manifest
 
 
-def _or_advise(path: Path, check: Callable[[], T]) -> T:
+def _or_suggest_older(path: Path, check: Callable[[], T]) -> T:
     """Return the result of a check; if it fails, name an older checkpoint if there is one."""
     try:
         return check()

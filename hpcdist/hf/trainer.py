@@ -19,7 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from hpcdist import checkpoint, strategies
 from hpcdist.hf.batches import TrainingBatches, UpdateBatches, torch_loader
-from hpcdist.hf.evaluation import joined, mean_loss
+from hpcdist.hf.evaluation import join_results, mean_loss
 from hpcdist.session import rules
 from hpcdist.session.checkpoints import load, save
 from hpcdist.session.consensus import consensus, finish
@@ -303,7 +303,7 @@ class TrainerMixin(_Base):
         """Join the ranks' parts of an evaluation, and compute its metrics."""
         losses, has_loss, *arrays = zip(*parts)
         sizes = [[size for _, size in of_rank] for of_rank in losses]
-        predictions, labels, *more = (joined(each, sizes, self.args.eval_do_concat_batches) for each in arrays)
+        predictions, labels, *more = (join_results(each, sizes, self.args.eval_do_concat_batches) for each in arrays)
         metrics: dict[str, Any] = {}
         if self.compute_metrics is not None and predictions is not None and labels is not None:
             extra = {name: value for name, value in zip(("losses", "inputs"), more) if value is not None}

@@ -302,7 +302,7 @@ class Matcher:
             return self._refuse_kinds(requests, [by_rank[rank] for rank in present])
         by_name = {key[0]: request for key, request in zip(keys, requests)}
         if len(present) < len(asked):
-            by_name = self._stand_in(present, by_name, common)
+            by_name = self._create_standins(present, by_name, common)
         differ = {name for name in common if len({by_rank[rank][name] for rank in present}) > 1}
         for name in common:
             if name in differ:
@@ -368,7 +368,7 @@ class Matcher:
             rows = of_all[:, HEADER:]
         return [row[:count].tolist() for row, count in zip(rows, counts)], moments, bool(of_all[:, 2].any())
 
-    def _stand_in(
+    def _create_standins(
         self, present: Sequence[int], local: dict[int, NamedCall], common: Sequence[int]
     ) -> dict[int, NamedCall]:
         """Collective. Send the calls' properties to ranks that have joined; return the requests on all ranks."""

@@ -26,7 +26,7 @@ from hpcdist.hvd.state import ProcessSet, global_process_set
 Wait = Callable[[], None]  # waits for a gradient's allreduce, and stores the result
 
 
-class _Combined:
+class _AllreducesGradients:
     """A mix-in for an optimiser's class: starts each gradient's allreduce when the backward pass has computed it."""
 
     def start_combining(
@@ -185,7 +185,7 @@ class _Combined:
         return super().zero_grad(*args, **options)  # type: ignore[misc]
 
 
-class _AddsChanges(_Combined):
+class _AdasumOfChanges(_AllreducesGradients):
     """Each rank takes a local step; the changes of the parameters are combined by Adasum."""
 
     def synchronize(self) -> None:
@@ -198,7 +198,7 @@ class _AddsChanges(_Combined):
         """Collective. Take the plain optimiser's step, and combine the changes of all ranks."""
         params = list(self._remaining)
         before = [param.detach().clone() for param in params]
-        result = super(_Combined, self).step(closure)  # type: ignore[misc]
+        result = super(_AllreducesGradients, self).step(closure)  # type: ignore[misc]
         handles = []
         for param, start in zip(params, before):
             small, context = self._compression.compress(param.detach() - start)
@@ -251,11 +251,11 @@ def DistributedOptimizer(
     if isinstance(compression, Compressed):
         requested = _check_compressed(requested, op, gradient_predivide_factor, params)
         compression = compression.copy()  # the residuals belong to this optimiser
-    kind = _AddsChanges if op == Adasum and process_set.size() > 1 else _Combined
+    kind = _AdasumOfChanges if op == Adasum and process_set.size() > 1 else _AllreducesGradients
     wrapped: Any = optimizer.__class__.__new__(type(optimizer.__class__.__name__, (kind, optimizer.__class__), {}))
     wrapped.__dict__.update(optimizer.__dict__)
     wrapped.start_combining(
-        names, compression, backward_passes_per_step, Average if op == Adasum and kind is _Combined else op,
+        names, compression, backward_passes_per_step, Average if op == Adasum and kind is _AllreducesGradients else op,
         gradient_predivide_factor, _groups(requested, params), sparse_as_dense,
         process_set,
     )  # fmt: skip

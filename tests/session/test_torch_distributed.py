@@ -11,7 +11,7 @@ from comm.jobs_here import run
 from faults.deaths import ULFM, survivable
 from harness.launch import find_mpirun
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.session.world import _advice
+from hpcdist.session.world import _hint
 
 KNOWN = """
 import os
@@ -336,5 +336,5 @@ def test_virtual_ranks_start_nothing():
 def test_an_error_of_webdataset_is_explained():
     """Its `single_node_only`, the default, which saw one rank before the ranks were made known."""
     error = ValueError("you need to add an explicit nodesplitter to your input pipeline for multi-node training")
-    assert "nodesplitter=webdataset.split_by_node: each rank then reads different shards" in _advice(error)
-    assert _advice(ValueError("another one")) == ""
+    assert "nodesplitter=webdataset.split_by_node: each rank then reads different shards" in _hint(error)
+    assert _hint(ValueError("another one")) == ""

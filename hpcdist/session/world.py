@@ -216,7 +216,7 @@ def init(
     if deadline_s is not None:
         session.comm.failures.deadline_s = deadline_s
     if internode is not None and session.comm.mpi is not None:
-        cast("MpiCommunicator", session.comm).memory.wanted = internode
+        cast("MpiCommunicator", session.comm).memory.requested = internode
     if gpu_aware_mpi is not None:
         _use_device_memory(session.comm, gpu_aware_mpi)
     if timeline is not None and session.comm.trace.timeline is None:

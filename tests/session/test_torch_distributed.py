@@ -275,7 +275,7 @@ ENDS = {  # the script, and what is said
     ),
     "a call that was begun and that others never make": (
         "hd.init(deadline_s=2).rank or dist.all_reduce(torch.ones(1), async_op=True)",
-        "rank 1: does not answer: it has ended",
+        "rank 1: does not reply: it has ended",
     ),
 }  # fmt: skip
 

@@ -64,10 +64,10 @@ class OtherLibrary(abc.ABC):
         comm.trace.traffic.sent(hops * sent.nbytes // comm.size, hops)
 
         def block() -> None:
-            from hpcdist.comm.mpi.calls import EVERYONE  # starts MPI, too
+            from hpcdist.comm.mpi.calls import ALL_RANKS  # starts MPI, too
 
             what, limit_s = f"an all-reduce by {self.label}", comm.failures.deadline_s
-            with comm.calls.blocked(what, EVERYONE, limit_s):
+            with comm.calls.blocked(what, ALL_RANKS, limit_s):
                 describe = f"rank {comm.rank} of {comm.size}: {what} of {name}"
                 wait_until(lambda: self._poll(handle), limit_s + WATCHDOG_S, lambda: describe, POLL_S)
 

@@ -73,9 +73,9 @@ def _start_mpi(required: Requirements, report: Report, limit: TimeLimit) -> Firs
     with start.limited(
         START_S if wrong else round(limit.left_s(), 1),
         task(required.environ),
-        place="MPI's start",
-        advice=" Check the last lines of each rank, and that their nodes run",
-        tell=(lambda text: None) if wrong else tell,
+        where="MPI's start",
+        advice=" Check the last output of each rank, and that their nodes run",
+        report=(lambda text: None) if wrong else tell,
         ends=limit.sooner,
     ):
         from hpcdist.comm.mpi.first_messages import FirstMessages  # imports MPI, which starts it

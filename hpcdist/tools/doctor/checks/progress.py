@@ -30,19 +30,19 @@ def measure(comm: MpiCommunicator, nodes: Nodes, required: Requirements) -> dict
     from hpcdist.comm.mpi.reference import worst_wait
 
     if comm.size == 1:
-        return {"asker": None}
-    asker = nodes.leaders[1] if len(nodes.names) > 1 else 1
+        return {"origin": None}
+    origin = nodes.leaders[1] if len(nodes.names) > 1 else 1
     own = comm.split(0)
     if len(nodes.names) > 1:
         own.memory.choose()  # may measure both ways, and keep what it finds
-    alone_s = worst_wait(own, 0, asker, COUNT, _compute, SPAN_S)
+    alone_s = worst_wait(own, 0, origin, COUNT, _compute, SPAN_S)
     gather(comm, None)
-    window_s = _window_wait(own, asker)
-    found = gather(comm, [alone_s, window_s])[asker]
+    window_s = _window_wait(own, origin)
+    found = gather(comm, [alone_s, window_s])[origin]
     internode = own.memory.internode
     own.close()
     return {
-        "asker": asker,
+        "origin": origin,
         "internode": internode,
         "mpi_s": found[0],
         "window_s": found[1],
@@ -50,18 +50,18 @@ def measure(comm: MpiCommunicator, nodes: Nodes, required: Requirements) -> dict
     }
 
 
-def _window_wait(comm: Communicator, asker: int) -> float:
-    """Collective. Measure the asker's longest transfer; 0.0 on the others."""
+def _window_wait(comm: Communicator, origin: int) -> float:
+    """Collective. Measure the origin's longest transfer; 0.0 on the others."""
     import torch
 
     window, worst_s = comm.window(COUNT if comm.rank == 0 else 0), 0.0
     values = torch.ones(COUNT)
-    if comm.rank == asker:
+    if comm.rank == origin:
         window.get(values[:1], 0)  # connects
     gather(comm, None)
     if comm.rank == 0:
         _compute()
-    elif comm.rank == asker:
+    elif comm.rank == origin:
         start = time.perf_counter()
         while time.perf_counter() - start < SPAN_S:
             for call in (window.put, window.get):
@@ -84,7 +84,7 @@ def _compute() -> None:
 # --- judging ----------------------------------------------------------------------------------------------------------
 def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
     """Report in one line the windows' transport, and how long both kinds of calls waited."""
-    if measured["asker"] is None:
+    if measured["origin"] is None:
         yield Finding(OK, "one rank: nobody to wait for")
         return
     mpi_s, window_s = measured["mpi_s"], measured["window_s"]

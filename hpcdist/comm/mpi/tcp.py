@@ -272,9 +272,7 @@ class TcpServer:
                     self._unproven.pop(threading.current_thread(), None)
                     self._serve_requests(connection)
         except Exception as error:
-            if isinstance(error, HpcdistError) or not isinstance(
-                error, OSError
-            ):  # an OSError: the other end has closed
+            if isinstance(error, HpcdistError) or not isinstance(error, OSError):  # OSError: the other end closed
                 sys.excepthook(*sys.exc_info())  # otherwise other ranks would wait for a thread that has ended
         finally:
             self._serving.pop(threading.current_thread(), None)

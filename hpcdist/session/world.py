@@ -277,10 +277,10 @@ def _role() -> str:
 
 def _introduce(comm: Communicator, backend: bool | str, interface: str) -> None:
     """Collective. Create torch.distributed's default group; warn if Gloo can't connect the ranks (only MPI can)."""
-    from hpcdist.torch_backend.default_group import introduce  # torch may be built without it
+    from hpcdist.torch_backend.default_group import init_torch_distributed  # torch may be built without it
 
     try:
-        introduce(comm, backend, interface)
+        init_torch_distributed(comm, backend, interface)
     except CommunicationError as error:
         if comm.rank == 0:
             _log.warning(

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 
 from hpcdist.comm.launch import Task
-from hpcdist.faults.turns import claim
+from hpcdist.faults.reporter import claim
 
 LIMIT_S = 600.0
 ENDS = signal.SIGRTMAX  # used by no other library

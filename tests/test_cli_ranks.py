@@ -145,7 +145,7 @@ def test_a_killed_run_resumes_to_the_same_bits():
     Path("stuck.py").write_text(tiny.STUCK.replace("UP_TO", "10**6"))
     done = hpcdist(2, *arguments, "--resume")
     assert done.returncode == 0, done.stderr
-    assert "hpcdist: going on from it/checkpoints/step-0000" in done.stderr
+    assert "hpcdist: resuming from it/checkpoints/step-0000" in done.stderr
 
     resumed, uninterrupted = load_summary("it"), tiny.uninterrupted(2, Path("virtual").resolve(), *settings)
     assert (resumed.sha256, resumed.metrics) == (uninterrupted.sha256, uninterrupted.metrics)

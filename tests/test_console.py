@@ -235,7 +235,7 @@ def test_control_characters_of_files_are_shown_as_text(capsys):
 
 
 def test_a_finding_of_the_doctor_is_wrapped_on_a_terminal_only(monkeypatch, capsys):
-    text = "n3 is slow: to n2 138 µs, 47.8 Mbit/s; the nodes' median is 138 µs. Leave it out (--exclude=n3-a-long-name)"
+    text = "n3 is slow: to n2 138 µs, 47.8 Mbit/s; the nodes' median is 138 µs. Exclude it (--exclude=n3-a-long-name)"
     console.line(text, "warning  links     ")
     assert capsys.readouterr().out == f"warning  links     {text}\n", "in a file, a line that grep finds"
     monkeypatch.setattr(console, "_is_terminal", lambda: True)

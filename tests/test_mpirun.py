@@ -70,7 +70,7 @@ def test_its_exit_status_is_that_of_the_first_rank_that_fails(started):
 @pytest.mark.parametrize(
     ("script", "options", "message"),
     [
-        ("none.py", {}, r"SCRIPT must be a file of Python, -m MODULE, or a program on PATH; got 'none.py', which is"),
+        ("none.py", {}, r"SCRIPT must be a file of Python, -m MODULE, or a program on PATH; got 'none.py'"),
         ("--bogus", {}, r"SCRIPT must follow the options of `hpcdist run`, which .*; got '--bogus'\. Write it as"),
         ("-m", {}, r"SCRIPT must follow the options of .*; got '-m' without a module"),
         ("python", {"hosts": "a:1"}, r"--hosts must be hosts with the number of ranks on each, 2 or more .* got 'a:1'"),

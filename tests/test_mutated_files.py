@@ -213,7 +213,7 @@ DECLARED = Sweep(
 
 
 def a_sweep(folder: Path, name: str):
-    SweptRuns(DECLARED, folder).make(Runner(folder, PretendedRuns()))
+    SweptRuns(DECLARED, folder).run(Runner(folder, PretendedRuns()))
 
     def page():
         if (folder / "sweep.json").exists():  # else it is no sweep

@@ -20,7 +20,7 @@ from hpcdist.checkpoint import Slice, SlicePlace
 from hpcdist.checkpoint.slices import cut, join
 from hpcdist.errors import CheckpointError
 from hpcdist.model.flat_buffers import FlatBuffers
-from hpcdist.session.state import Named, ParameterLayout, capture, order_of, places_of
+from hpcdist.session.state import Named, ParameterLayout, capture, parameter_order, positions_of
 from hpcdist.session.world import Session
 from hpcdist.strategies import Strategy
 from hpcdist.strategies.base import name_of
@@ -54,7 +54,7 @@ class SavedWorld:
     def of(self, *keys: str) -> SavedState:
         """Return the state of an optimiser, saved under these keys."""
         return SavedState(
-            [_Below(self.rank(r), keys) for r in range(self.replicas * self.stages)], self.stages, self.path
+            [_SavedSubtree(self.rank(r), keys) for r in range(self.replicas * self.stages)], self.stages, self.path
         )
 
     def is_same(self, session: Session, states: Mapping[str, tuple[Any, tuple[str, ...]]]) -> bool:
@@ -84,9 +84,9 @@ class SavedWorld:
         return checkpoint.raise_on_all_ranks(session.comm, understood)
 
     def _has_same(self, session: Session, optimizer: Any, keys: tuple[str, ...]) -> bool:
-        saved, local = _Below(self.rank(session.comm.rank), keys), capture(optimizer)
+        saved, local = _SavedSubtree(self.rank(session.comm.rank), keys), capture(optimizer)
         same = saved.at("about", "strategy") == local["about"]["strategy"]
-        return same and places_of(saved.at) == places_of(local.get)
+        return same and positions_of(saved.at) == positions_of(local.get)
 
     def module_state(self, replica: int, *keys: str) -> dict[str, Any]:
         """Join the state dicts of a module, saved by the stages of a replica."""
@@ -96,7 +96,7 @@ class SavedWorld:
         return joined
 
 
-class _Below:
+class _SavedSubtree:
     """A saved rank's values under some keys."""
 
     def __init__(self, rank: SavedValues, keys: tuple[str, ...]):
@@ -126,7 +126,7 @@ class SavedState:
     def reshard(self, optimizer: Any) -> dict[str, Any]:
         """Return this rank's state, as `capture` does, for the slices that it holds now."""
         state, layout = self.reshard_strategy(optimizer.strategy), ParameterLayout(optimizer.strategy.model)
-        return state | {"optimizer": self._optimizer_state(order_of(optimizer, layout), layout)}
+        return state | {"optimizer": self._optimizer_state(parameter_order(optimizer, layout), layout)}
 
     def reshard_strategy(self, strategy: Strategy) -> dict[str, Any]:
         """Return this rank's state without the optimiser's."""
@@ -227,6 +227,7 @@ class SavedState:
 
     # --- the optimiser --------------------------------------------------------------------------------------------
     def _optimizer_state(self, order: Sequence[str], layout: ParameterLayout) -> dict[str, Any]:
+        """Return the state dict of this rank's optimiser, from the saved states by parameter name."""
         saved: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         groups: list[dict[str, Any]] = []
         for replica, rank in self._replicas():
@@ -240,7 +241,7 @@ class SavedState:
         state = {}
         for name in order:
             if chunks := [values for _, values in saved.get(self._main_name(name), [])]:
-                state[name] = self._state_of(layout.places[name], chunks)
+                state[name] = self._parameter_state(layout.places[name], chunks)
         named = [{**group, "params": self._names(group["params"], order)} for group in groups]
         return {"state": state, "param_groups": named}
 
@@ -266,7 +267,7 @@ class SavedState:
         main_names = set(map(self._main_name, saved))
         return [name for name in order if self._main_name(name) in main_names]
 
-    def _state_of(self, place: SlicePlace, chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _parameter_state(self, place: SlicePlace, chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the optimiser's state of one parameter; `chunks` are the states on a replica's ranks."""
         reshards = not place.is_whole or any(not v.place.is_whole for v in chunks[0].values() if isinstance(v, Slice))
         state = {}

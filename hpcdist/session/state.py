@@ -34,7 +34,7 @@ OnAllRanks = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _FlatSegment:
     """A tensor of the model: elements [start, stop) of flat tensor number `group`.
 
     Attributes:
@@ -55,7 +55,7 @@ class ParameterLayout:
     Attributes:
         also: other names of tied tensors, with the name under which each is saved.
         names: in the whole model, by the tensors' ids.
-        places: of this rank's tensors by name, see `_Stretch.typed`.
+        places: of this rank's tensors by name, see `_FlatSegment.typed`.
     """
 
     def __init__(self, model: FlatModel):
@@ -70,21 +70,19 @@ class ParameterLayout:
         self.also = {name: names[id(t)] for name, t in unwrapped(module, tied) if name != names.get(id(t), name)}
         self.names = {number: whole.get(name, name) for number, name in names.items()}
         self._excluded = [name for number, name in self.names.items() if number not in known]  # such as a loss's
-        self._stretches = {kind: [_stretch(slot, parts, rank) for slot in slots[kind]] for kind in KINDS}
-        self.places = {each.typed.name: each.typed for kind in KINDS for each in self._stretches[kind]}
+        self._segments = {kind: [_segment_of(slot, parts, rank) for slot in slots[kind]] for kind in KINDS}
+        self.places = {each.typed.name: each.typed for kind in KINDS for each in self._segments[kind]}
 
     def about(self) -> dict[str, Any]:
         """Return metadata that slices lack: tied names, names outside of the state dict, complex tensors..."""
-        complex_names = [
-            each.typed.name for kind in KINDS for each in self._stretches[kind] if each.typed != each.place
-        ]
+        complex_names = [each.typed.name for kind in KINDS for each in self._segments[kind] if each.typed != each.place]
         kinds = self._model.flat_buffers.kinds
-        firsts = [each.typed.name for each in self._stretches["buffers"] if kinds[each.group] != "mean"]
+        firsts = [each.typed.name for each in self._segments["buffers"] if kinds[each.group] != "mean"]
         return {"also": self.also, "beside": self._excluded, "complex": complex_names, "firsts": firsts}
 
     def parts(self, kind: str, ranges: Ranges | None = None) -> Iterator[tuple[int, int, SlicePlace]]:
         """Yield the group, the first element in the group's tensor, and the position of each slice in these ranges."""
-        for each in self._stretches[kind]:
+        for each in self._segments[kind]:
             if ranges is None:
                 yield each.group, each.start, each.place
                 continue
@@ -119,6 +117,7 @@ class ParameterLayout:
 
 
 def _same_place(named: Mapping[str, Slice], place: SlicePlace) -> Tensor:
+    """Return the tensor of the slice at `place`; raise CheckpointError if it was not saved."""
     saved = named.get(place.name)
     if saved is None or saved.place != place:
         got = "nothing" if saved is None else f"the part at {saved.place.offset} of one of shape {saved.place.shape}"
@@ -129,23 +128,23 @@ def _same_place(named: Mapping[str, Slice], place: SlicePlace) -> Tensor:
     return saved.tensor
 
 
-def _stretch(slot: Slot, parts: Mapping[str, Mapping[str, Any]], rank: int) -> _Stretch:
+def _segment_of(slot: Slot, parts: Mapping[str, Mapping[str, Any]], rank: int) -> _FlatSegment:
     """Return the position of a tensor, which may be a part of one (see `describe_parts`)."""
     shape = tuple(slot.shape)
     typed = SlicePlace.whole(slot.name, shape)
     if slot.name in parts:
         part = parts[slot.name]
         whole = tuple(part["shape"])
-        offset, size = (None, tuple(map(min, shape, whole))) if part["dims"] is None else _box(part, rank)
+        offset, size = (None, tuple(map(min, shape, whole))) if part["dims"] is None else _chunk_of(part, rank)
         typed = SlicePlace(part["of"], whole, offset, size, shape)
     place = typed
     if slot.dtype.is_complex:
         offset = None if typed.offset is None else (*typed.offset, 0)
         place = SlicePlace(typed.name, (*typed.shape, 2), offset, (*typed.size, 2), (*typed.part, 2))
-    return _Stretch(slot.group, slot.start, slot.stop, place, typed)
+    return _FlatSegment(slot.group, slot.start, slot.stop, place, typed)
 
 
-def _box(part: Mapping[str, Any], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _chunk_of(part: Mapping[str, Any], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offset and size of a rank's part: a chunk along each dimension that the mesh divides."""
     ranks = torch.tensor(part["ranks"])
     spans = [(0, size) for size in part["shape"]]
@@ -187,7 +186,7 @@ def capture_strategy(strategy: Strategy) -> dict[str, Any]:
 
 def _optimizer_state(optimizer: Any, layout: ParameterLayout) -> dict[str, Any]:
     """Return the local optimiser's state dict, with parameter names instead of numbers, and tensors as slices."""
-    raw, order = optimizer.attachment.local_state_dict(), order_of(optimizer, layout)
+    raw, order = optimizer.attachment.local_state_dict(), parameter_order(optimizer, layout)
 
     def sliced(name: str, value: Any) -> Any:
         place = layout.places.get(name)
@@ -202,13 +201,13 @@ def _optimizer_state(optimizer: Any, layout: ParameterLayout) -> dict[str, Any]:
     return {**raw, "state": state, "param_groups": groups}
 
 
-def order_of(optimizer: Any, layout: ParameterLayout) -> list[str]:
+def parameter_order(optimizer: Any, layout: ParameterLayout) -> list[str]:
     """Return the names of the optimiser's parameters, in its order."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [layout.names.get(id(parameter), f"optimizer parameter {i}") for i, parameter in enumerate(parameters)]
 
 
-def places_of(state: Callable[..., Any]) -> list[SlicePlace]:
+def positions_of(state: Callable[..., Any]) -> list[SlicePlace]:
     """Return the positions of a rank's slices of parameters, buffers and masters.
 
     Args:
@@ -222,7 +221,8 @@ def restore(optimizer: Any, state: Mapping[str, Any], raise_on_all_ranks: OnAllR
     """Collective. Restore the result of `capture`, or of `SavedState.reshard`.
 
     Args:
-        raise_on_all_ranks: Collective. Runs a function on all ranks; if it fails on one, raises an error on all.
+        raise_on_all_ranks: Collective. Runs a function on every rank; a failure on one rank raises an error on all
+            ranks.
     """
     model = optimizer.strategy.model
     layout = ParameterLayout(model)
@@ -230,7 +230,7 @@ def restore(optimizer: Any, state: Mapping[str, Any], raise_on_all_ranks: OnAllR
     def restore_here() -> None:
         for kind, tensors in (("params", model.params), ("frozen", model.frozen), ("buffers", model.buffers)):
             layout.fill(kind, tensors, state[kind])
-        optimizer.load_state_dict(_numbered(optimizer, layout, state["optimizer"]))
+        optimizer.load_state_dict(_with_numbers(optimizer, layout, state["optimizer"]))
 
     raise_on_all_ranks(restore_here)
     restore_strategy(optimizer.strategy, state["strategy"], raise_on_all_ranks)
@@ -259,9 +259,9 @@ def restore_strategy(
     raise_on_all_ranks(lambda: strategy.state.load(values))
 
 
-def _numbered(optimizer: Any, layout: ParameterLayout, saved: Mapping[str, Any]) -> dict[str, Any]:
+def _with_numbers(optimizer: Any, layout: ParameterLayout, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict for the local optimiser, with numbers instead of parameter names."""
-    order, local = order_of(optimizer, layout), optimizer.attachment.local_state_dict()
+    order, local = parameter_order(optimizer, layout), optimizer.attachment.local_state_dict()
     numbers = {name: index for index, name in enumerate(order)}
     state = {}
     for name, values in saved["state"].items():
@@ -299,8 +299,8 @@ def settings_of(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def compare_settings(saved: Any, local: Mapping[str, Any], path: Path, *, told: bool, name: str = "") -> None:
-    """Log, if `told`, how settings differ from those of a checkpoint.
+def compare_settings(saved: Any, local: Mapping[str, Any], path: Path, *, logs: bool, name: str = "") -> None:
+    """Log, if `logs`, how settings differ from those of a checkpoint.
 
     Raises:
         CheckpointError: an optimiser or a schedule has another name, so that its state does not fit.
@@ -309,8 +309,8 @@ def compare_settings(saved: Any, local: Mapping[str, Any], path: Path, *, told: 
         there, setting = saved.get(key, _NOTHING) if isinstance(saved, Mapping) else _NOTHING, f"{name}{key}"
         if isinstance(value, Mapping) and isinstance(there, Mapping):
             _require_kind(setting, there, value, path)
-            compare_settings(there, value, path, told=told, name=f"{setting}.")
-        elif there is not _NOTHING and there != value and told:
+            compare_settings(there, value, path, logs=logs, name=f"{setting}.")
+        elif there is not _NOTHING and there != value and logs:
             of_state = setting.rpartition(": ")[2].partition(".")[0] in ("optimizer", "schedule")
             _log.warning(
                 "%s is %r here, and %r in %s: continuing with %s.",

@@ -31,17 +31,14 @@ Tables = dict[str, dict[str, tuple[str, list[str]]]]  # default and values of ea
 
 # --- completers, for `autocompletion` of arguments and options --------------------------------------------------------
 def names(group: str) -> Completer:
-    """Complete the name of a plug-in."""
     return lambda ctx, incomplete: catalogue(group).available()
 
 
 def datasets(ctx: Any, incomplete: str) -> list[str]:
-    """Complete the name of an importer."""
     return [name.replace("_", "-") for name in catalogue("importers").available()]
 
 
 def sites(ctx: Any, incomplete: str) -> list[str]:
-    """Complete the name of a cluster's profile."""
     return known_sites()
 
 
@@ -75,7 +72,6 @@ def settings(ctx: Any, incomplete: str) -> list[str]:
 
 
 def specification(ctx: Any, incomplete: str) -> list[str]:
-    """Complete KEY=VALUE of a Slurm job."""
     known = {"site": known_sites(), "strategy": catalogue("strategies").available()}
     table = fields("slurm")
     return _of_table(table | {key: table[key]._replace(values=tuple(known[key])) for key in known}, incomplete)
@@ -185,9 +181,9 @@ def complete(command: Any) -> None:
         return
     words, current = os.environ["COMP_WORDS"].split("\n"), int(os.environ["COMP_CWORD"])
     joined = re.sub(r"(?<=[=:])\n|\n(?=[=:]+(?:\n|$))", "", "\n".join(words[: current + 1]))
-    whole = joined.split("\n")
-    before = whole[-1].removesuffix(words[current].strip("=:"))  # part that bash has split off
-    os.environ |= {"COMP_WORDS": "\n".join(whole), "COMP_CWORD": str(len(whole) - 1)}
+    joined_words = joined.split("\n")
+    before = joined_words[-1].removesuffix(words[current].strip("=:"))  # part that bash has split off
+    os.environ |= {"COMP_WORDS": "\n".join(joined_words), "COMP_CWORD": str(len(joined_words) - 1)}
     printed = io.StringIO()
     with redirect_stdout(printed), suppress(SystemExit):
         command.main(prog_name="hpcdist")

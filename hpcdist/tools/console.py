@@ -170,7 +170,7 @@ def rows(
     *,
     heads: Mapping[str, str] | None = None,
     left_aligned: Sequence[str] | None = None,
-    unbroken: Collection[str] = (),
+    whole: Collection[str] = (),
     option: str | None = None,
 ) -> None:
     """Print rows as a table, with one column per key of the first row.
@@ -181,7 +181,7 @@ def rows(
     Args:
         heads: column heads, if they differ from the keys.
         left_aligned: left-aligned columns, with texts; None: those with a str in the first row.
-        unbroken: columns of names that users may type again: words are not broken.
+        whole: columns of names that users may type again: words are not broken.
         option: the command's option that chooses columns, to mention it when columns are dropped.
     """
     heads = {key: visible((heads or {}).get(key, key)) for key in rows_[0]}
@@ -189,19 +189,13 @@ def rows(
     if left_aligned is None:
         left_aligned = [key for key, value in rows_[0].items() if isinstance(value, str)]
     columns = shutil.get_terminal_size().columns if _is_terminal() else None
-    widths = (
-        dict.fromkeys(texts, sys.maxsize)
-        if columns is None
-        else _column_widths(heads, texts, left_aligned, unbroken, columns)
-    )
-    wrapped = {
-        key: [_wrapped(text, widths[key]) if key in left_aligned else text for text in texts[key]] for key in widths
-    }
-    widths = {key: max(map(_width, [heads[key], *groups])) for key, groups in wrapped.items()}
+    widths = dict.fromkeys(texts, sys.maxsize) if columns is None else _fit(heads, texts, left_aligned, whole, columns)
+    lines = {key: [_wrap(text, widths[key]) if key in left_aligned else text for text in texts[key]] for key in widths}
+    widths = {key: max(map(_width, [heads[key], *groups])) for key, groups in lines.items()}
     if title is not None:
         line(title)
     head = _lines([heads[key] for key in widths], widths, left_aligned, above=True)
-    body = [text for row in zip(*wrapped.values()) for text in _lines(row, widths, left_aligned)]
+    body = [text for row in zip(*lines.values()) for text in _lines(row, widths, left_aligned)]
     print("\n".join(["", *head, " " + "─" * (sum(widths.values()) + len(widths) - 1), *body, ""]), flush=True)
     if dropped := [key for key in texts if key not in widths]:
         choice = f"{option} {next(iter(widths))},{dropped[0]},... chooses columns; " if option else ""
@@ -209,11 +203,11 @@ def rows(
         print(flush=True)
 
 
-def _column_widths(
+def _fit(
     heads: Mapping[str, str],
     texts: Mapping[str, Sequence[str]],
     left_aligned: Sequence[str],
-    unbroken: Collection[str],
+    whole: Collection[str],
     columns: int,
 ) -> dict[str, int]:
     """Return the width of each column that fits, in order; a text column gets a quarter of the terminal, plus unused
@@ -224,7 +218,7 @@ def _column_widths(
     for key, column in texts.items():
         full_widths[key] = width = max(map(_width, (heads[key], *column)))
         if key in left_aligned:
-            words = [word for text in column for word in text.split()] if key in unbroken else []
+            words = [word for text in column for word in text.split()] if key in whole else []
             width = min(width, max(MIN_TEXT, columns // 4, *map(_width, words)))
         if width < room or not widths:
             widths[key] = width
@@ -263,7 +257,7 @@ def _lines(
     return lines
 
 
-def _wrapped(text: str, width: int) -> str:
+def _wrap(text: str, width: int) -> str:
     """Wrap a text, if possible only after commas and before brackets, so that `lr 0.1` stays on one line."""
     if len(text) <= width and "\n" not in text:
         return text

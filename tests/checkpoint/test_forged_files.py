@@ -276,7 +276,7 @@ def test_places_of_slices_must_be_possible():
     assert SlicePlace.from_description(given).numel == 2
     wrong = ({"offset": [3, 0]}, {"span": [1, 5]}, {"span": [1]}, {"part": [1, 2]}, {"name": 3}, {"size": [-1, 2]})
     for change in wrong:
-        with pytest.raises(ValueError, match="a slice must lie inside its whole tensor; got {'name'"):
+        with pytest.raises(ValueError, match="a slice must be inside its whole tensor; got {'name'"):
             SlicePlace.from_description(given | change)
     with pytest.raises(ValueError, match=r"a slice of 'weight' must have shape \[2\]; got torch.Size\(\[3\]\)"):
         Slice(SlicePlace.from_description(given), torch.zeros(3)).tensor  # noqa: B018 (it is read)
@@ -284,9 +284,9 @@ def test_places_of_slices_must_be_possible():
 
 def test_parts_of_an_unknown_placement_are_refused():
     place = SlicePlace("weight", (4,), None, (2,), (2,))
-    with pytest.raises(CheckpointError, match="parts of parameters must lie one behind the other .*; got 'weight'"):
+    with pytest.raises(CheckpointError, match="parts of parameters must be contiguous chunks .*; got 'weight'"):
         join({place: torch.zeros(2)}, "folder")
-    with pytest.raises(CheckpointError, match="parameters must be cut one part behind the other .*; got 'weight'"):
+    with pytest.raises(CheckpointError, match="parameters must be cut into contiguous chunks .*; got 'weight'"):
         cut(torch.zeros(4), place, "folder")
 
 
@@ -318,7 +318,7 @@ def test_an_error_of_reading_at_the_newest_falls_back_to_the_one_before(saved, t
         script = Script(comm)
         return script.load(tmp_path)["epoch"]
 
-    with pytest.warns(UserWarning, match=f"passed over in favour of step-00000001: .*{name} .*Input/output error"):
+    with pytest.warns(UserWarning, match=f"skipped in favour of step-00000001: .*{name} .*Input/output error"):
         assert run_virtual(body, 2) == [3, 3]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

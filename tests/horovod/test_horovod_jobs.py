@@ -155,7 +155,7 @@ def test_the_command_trains_by_it_and_resumes(tmp_path, monkeypatch):
         done = launch(2, [*command, *more], env=ENV, timeout_s=LIMIT_S)
         assert done.returncode == 0, done.stderr
         found.append(re.search(r"test accuracy ([\d.]+), test loss ([\d.]+)", done.stdout).groups())
-    assert "going on from run/checkpoints/step-00000080" in done.stderr
+    assert "resuming from run/checkpoints/step-00000080" in done.stderr
     assert float(found[0][0]) > 0.9 and found[0] == found[1]
 
 

@@ -105,11 +105,9 @@ def test_strategies_that_do_the_same_on_one_rank_share_its_runs(tmp_path):
     found = ComparedRuns(replace(DECLARED, strategies=strategies, seeds=1, rates={"dion": 0.1}), tmp_path)
     folders = {run.name: (Path(run.folder).name, run.overrides) for run in found.plan if run.ranks == 1}
     assert folders["gossip_pull"] == folders["allreduce"] and len(set(folders.values())) == 3
-    assert found.skipped == [
-        "on one rank allreduce, gossip_pull all take the optimiser's own steps, in runs that they share"
-    ]
+    assert found.skipped == ["on one rank allreduce, gossip_pull all take the optimiser's steps, and share runs"]
     launcher = PretendedRuns()
-    found.make(Runner(tmp_path, launcher))
+    found.run(Runner(tmp_path, launcher))
     assert len(launcher.made) == 7 == len(set(launcher.made)) and not missing(found.plan, tmp_path)
     assert len(read_runs(tmp_path)) == 8
     rated = ComparedRuns(replace(DECLARED, rates={"gossip_pull": 0.1}), tmp_path / "rated")
@@ -267,7 +265,7 @@ def test_a_rate_whose_runs_fail_is_not_chosen(tmp_path):
         def run(self, run, folder):
             if "-lr=0.002-" in run.folder:
                 raise RunError("NaN")
-            super().make(run, folder)
+            super().run(run, folder)
 
     declared = replace(DECLARED, tune=3, ranks=(2,), strategies=("allreduce",))
     (chosen,) = ComparedRuns(declared, tmp_path).tune(Runner(tmp_path, Diverging()))
@@ -338,11 +336,11 @@ def test_a_run_that_fails_ends_in_its_last_lines_and_one_that_left_ends_the_comp
         return MpiLauncher("job.py", [sys.executable, str(script), word], os.environ)
 
     with pytest.raises(RunError, match="(?s)exit status 4 of .*; its last lines:.*--progress', 'off'.*the reason$"):
-        launched("-n").make(run, tmp_path / "run")
+        launched("-n").run(run, tmp_path / "run")
     with pytest.raises(RunError, match=r"baselines.ddp', 'job.py', '--output', '[^']*', '--set', 'seed=0'\]"):
-        launched("-n").make(replace(run, name="ddp", kind="baseline"), tmp_path / "ddp")
+        launched("-n").run(replace(run, name="ddp", kind="baseline"), tmp_path / "ddp")
     with pytest.raises(KeyboardInterrupt):
-        launched("left").make(run, tmp_path / "run")
+        launched("left").run(run, tmp_path / "run")
 
 
 def hpcdist(*arguments: object) -> int:

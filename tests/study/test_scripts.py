@@ -120,7 +120,7 @@ def test_a_file_that_defines_job_is_a_jobs_and_another_that_imports_hpcdist_a_sc
         (("compare", "train.py", "--tune", "2"), "--tune must be omitted with a script"),
         (("compare", "train.py", "--rate", "allreduce=1"), "--rate must be omitted with a script"),
         (("compare", "train.py", "--strategies", "softsync:split=1"), "strategy.* splits"),
-        (("simulate", "train.py"), "--compute must be a time with a script, whose step nobody can measure before"),
+        (("simulate", "train.py"), "--compute must be a time with a script, whose step can.t be measured before"),
         (("sweep", "train.py", "--over", "lr=1,2", "--", "--lr", "{lr}"), "--target must be given, and --pruner"),
         (("sweep", "train.py", "--over", "lr=1,2", "--target", "mse=1"), "ARGS must include lr, otherwise"),
         (("sweep", "train.py", "--over", "strategy.speling=1,2", "--target", "mse=1"), "speling"),
@@ -193,7 +193,7 @@ def simulated(path: Path | str, *more: object) -> tuple[int, Path]:
 def test_a_script_is_simulated_each_step_takes_its_time_and_one_rank_is_the_control(capsys):
     status, out = simulated("train.py", "--strategies", "allreduce,softsync:splits=1", "--target", "mse=0.5")
     said = capsys.readouterr().err
-    assert status == 0 and "steps: 10ms (0.01 s), whatever their batch" in said and "share" not in said
+    assert status == 0 and "steps: 10ms (0.01 s), for any batch size" in said and "share" not in said
     alone, four = load_summary(out / "runs/serial-r1-s0"), load_summary(out / "runs/allreduce-r4-s0")
     assert alone.wall_s == pytest.approx(16 * 0.01) and 4 * 0.01 < four.wall_s < 0.1 and four.samples == 128
     served = load_run(out / "runs/softsync-splits=1-r4-s0")

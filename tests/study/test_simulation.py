@@ -122,7 +122,7 @@ def test_steps_take_as_long_as_in_another_run():
             for step, computing_s in enumerate(of_rank, 1):
                 writer.write(StepRecord(step, computing_s=computing_s))
     model = ClusterConfig(compute="replay:run").steps(lambda given: given)
-    assert [model.draw(0, None) for _ in range(3)] == [0.5, 0.25, 0.5] and model.draw(1, None) == 2.0
+    assert [model.sample(0, None) for _ in range(3)] == [0.5, 0.25, 0.5] and model.sample(1, None) == 2.0
     assert describe(model) == {"model": "Replay", "source": "run"}
     model.check(2)
     with pytest.raises(ConfigError, match="ranks of Replay must be at most the 2 of run; got 3"):
@@ -203,11 +203,11 @@ def test_runs_in_processes_are_those_made_here(here):
     job.data(Path(config.data.path))
     overrides = (f"data.path={here}/digits.h5", "epochs=1")
     run = PlannedRun("allreduce", "strategy", 2, 0, overrides, "run")
-    VirtualLauncher(simulation).make(run, here / "by-one")
+    VirtualLauncher(simulation).run(run, here / "by-one")
     with VirtualLauncher(simulation, workers=2) as beside:
-        beside.make(run, here / "by-two")
+        beside.run(run, here / "by-two")
         with pytest.raises(RunError, match="run bad on virtual ranks failed: .*strategy must be one of"):
-            beside.make(PlannedRun("x", "strategy", 2, 0, (*overrides, "strategy=gosip"), "bad"), here / "bad")
+            beside.run(PlannedRun("x", "strategy", 2, 0, (*overrides, "strategy=gosip"), "bad"), here / "bad")
     assert load_summary(here / "by-two") == load_summary(here / "by-one")
 
 

@@ -61,7 +61,7 @@ def test_an_axis_has_the_values_listed_or_so_many_of_a_range():
         "batch_size=1,,2": "--over must be KEY=A,B,C or KEY=LOW..HIGH",
         "lr=1..0.1": "--over lr must be LOW..HIGH with LOW < HIGH",
         "lr=0..1:log": "above 0 with :log",
-        "lr=a..b": "two numbers",
+        "lr=a..b": "LOW < HIGH",
         "lr=0.1..1:1": "2 POINTS or more",
         "lr=0.1..1": "--over lr must be a list, or a range with a number of points, for --sampler grid; got a range",
     }.items():
@@ -73,16 +73,16 @@ def test_an_axis_has_the_values_listed_or_so_many_of_a_range():
 def test_a_grid_makes_each_run_once_and_shows_the_best_first(tmp_path):
     declared, first = replace(DECLARED, seeds=2), PretendedRuns()
     sweep = SweptRuns(declared, tmp_path)
-    assert sweep.make(Runner(tmp_path, first)) == [] and len(first.made) == 16
+    assert sweep.run(Runner(tmp_path, first)) == [] and len(first.made) == 16
     best = {"trial": 3, "optimizer.lr": "0.008", "batch_size": "16", "samples": 200, "accuracy": pytest.approx(0.905)}
     assert sweep.rows()[0] == {**best, "state": "complete"}
     again = PretendedRuns()
-    assert SweptRuns(declared, tmp_path).make(Runner(tmp_path, again)) == [] and again.made == []
+    assert SweptRuns(declared, tmp_path).run(Runner(tmp_path, again)) == [] and again.made == []
     found = json.loads((tmp_path / COMPARISON).read_text())
     assert len(found["runs"]) == 16 and found["runs"][0]["name"] == "optimizer.lr=0.001, batch_size=16"
     with pytest.raises(ConfigError, match="seeds: 2 against 1 now"):
         SweptRuns(DECLARED, tmp_path)
-    with pytest.raises(ConfigError, match="JOB must be given where there is no comparison to go on with"):
+    with pytest.raises(ConfigError, match="JOB must be given where there is no comparison to resume"):
         folder.read_experiment(tmp_path, Comparison)
     assert folder.read_experiment(tmp_path, Sweep) == declared
 
@@ -91,7 +91,7 @@ def test_the_folder_tells_the_space_and_each_trial(tmp_path):
     declared = replace(DECLARED, over=("optimizer.lr=0.001..0.1:log", "batch_size=8,16"), sampler="random", trials=3)
     SweptRuns(declared, tmp_path).write()
     failing = ", ".join(Trials(tmp_path, declared).start(0))
-    SweptRuns(declared, tmp_path).make(Runner(tmp_path, PretendedRuns(failing)))
+    SweptRuns(declared, tmp_path).run(Runner(tmp_path, PretendedRuns(failing)))
     found = json.loads((tmp_path / SWEEP).read_text())
     assert (found["sampler"], found["pruner"], found["metric"], found["ranks"]) == ("random", "none", "accuracy", 2)
     lr, batch = found["space"]
@@ -105,7 +105,7 @@ def test_the_folder_tells_the_space_and_each_trial(tmp_path):
     )
     assert SweptRuns(declared, tmp_path).rows()[-1]["state"] == "failed"
     again = PretendedRuns()
-    assert SweptRuns(declared, tmp_path).make(Runner(tmp_path, again)) == []
+    assert SweptRuns(declared, tmp_path).run(Runner(tmp_path, again)) == []
     assert again.made == ["runs/trial-000-r2-s0"] and not (tmp_path / again.made[0] / FAILURE).exists()
 
 
@@ -124,7 +124,7 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path, monkeypatch):
 
 
 def test_damaged_files_of_a_sweep_are_refused_by_name(tmp_path):
-    SweptRuns(DECLARED, tmp_path).make(Runner(tmp_path, PretendedRuns()))
+    SweptRuns(DECLARED, tmp_path).run(Runner(tmp_path, PretendedRuns()))
     journal, first = tmp_path / study.JOURNAL, tmp_path / COMPARISON
     whole = journal.read_text()
     for text in (
@@ -174,14 +174,14 @@ def test_tpe_learns_from_the_runs_before_also_after_an_interruption(tmp_path):
             if len(self.made) == 15:
                 (folder / "checkpoints").mkdir()
                 raise KeyboardInterrupt
-            super().make(run, folder)
+            super().run(run, folder)
 
     declared = replace(DECLARED, over=("optimizer.lr=0.0001..1:log",), sampler="tpe", trials=30)
     first, rest = Interrupted(), PretendedRuns()
     with pytest.raises(KeyboardInterrupt):
-        SweptRuns(declared, tmp_path).make(Runner(tmp_path, first))
+        SweptRuns(declared, tmp_path).run(Runner(tmp_path, first))
     sweep = SweptRuns(declared, tmp_path)
-    assert sweep.make(Runner(tmp_path, rest)) == [] and len(rest.made) == 15
+    assert sweep.run(Runner(tmp_path, rest)) == [] and len(rest.made) == 15
     assert rest.made[0] == "runs/trial-015-r2-s0" and (tmp_path / rest.made[0] / "checkpoints").exists(), "it goes on"
     rates = [float(row["optimizer.lr"]) for row in sorted(sweep.rows(), key=lambda row: row["trial"])]
 
@@ -206,22 +206,22 @@ def test_processes_draw_a_trials_settings_once(tmp_path):
 def test_a_run_without_a_number_as_its_result_has_failed_and_is_not_made_again(tmp_path):
     class Diverging(PretendedRuns):
         def run(self, run, folder):
-            super().make(run, folder)
+            super().run(run, folder)
             path = folder / "summary.json"
             path.write_text(json.dumps({**json.loads(path.read_text()), "metrics": {"accuracy": math.nan}}))
 
     sweep = SweptRuns(replace(DECLARED, over=("batch_size=16",)), tmp_path)
-    sweep.make(Runner(tmp_path, Diverging()))
+    sweep.run(Runner(tmp_path, Diverging()))
     assert json.loads((tmp_path / SWEEP).read_text())["trials"][0]["state"] == "failed"
     again = PretendedRuns()
-    assert SweptRuns(sweep.experiment, tmp_path).make(Runner(tmp_path, again)) == [] and again.made == []
+    assert SweptRuns(sweep.experiment, tmp_path).run(Runner(tmp_path, again)) == [] and again.made == []
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 def test_the_page_says_which_settings_are_best_and_which_matter(tmp_path):
     declared = replace(DECLARED, over=("optimizer.lr=0.001..0.128:log:8", "batch_size=16,32"), seeds=1)
     trials = SweptRuns(declared, tmp_path)
-    trials.make(Runner(tmp_path, PretendedRuns("optimizer.lr=0.004, batch_size=32")))
+    trials.run(Runner(tmp_path, PretendedRuns("optimizer.lr=0.004, batch_size=32")))
     page = write(tmp_path).read_text()
     assert (
         "<h1>Which settings? digits.py</h1>" in page
@@ -271,7 +271,7 @@ def test_a_pruner_cuts_runs_of_poor_settings_on_all_ranks_at_the_same_step(prune
         pruner=pruner, strategy=strategy, settings=(f"data.path={json.dumps(str(tmp_path / 'digits.h5'))}",),
     )  # fmt: skip
     sweep = SweptRuns(declared, tmp_path)
-    assert sweep.make(Runner(tmp_path, VirtualRuns())) == [], "a run that was cut is no failure"
+    assert sweep.run(Runner(tmp_path, VirtualRuns())) == [], "a run that was cut is no failure"
     table = {float(row["optimizer.lr"]): row for row in sweep.rows()}
     row = table[1e-7]
     run = tmp_path / "runs" / f"trial-{row['trial']:03}-r2-s0"
@@ -289,7 +289,7 @@ def test_a_run_that_was_interrupted_is_judged_again(tmp_path):
         settings=(f"data.path={json.dumps(str(tmp_path / 'digits.h5'))}",),
     )  # fmt: skip
     sweep = SweptRuns(declared, tmp_path)
-    sweep.make(Runner(tmp_path, VirtualRuns()))
+    sweep.run(Runner(tmp_path, VirtualRuns()))
     cut = tmp_path / "runs" / "trial-001-r2-s0"
     own = Trials(tmp_path, declared)
     assert own.all()[1].state == "cut" and load_summary(cut).stopped_early.endswith(CUT)
@@ -376,7 +376,7 @@ def test_a_failing_run_does_not_stop_the_others(tmp_path):
         def run(self, run, folder):
             if run.seed % 2:
                 raise RunError("error: a rank has died")
-            super().make(run, folder)
+            super().run(run, folder)
 
     runs = [PlannedRun("it", "strategy", 1, seed, (), f"runs/{seed}") for seed in range(9)]
     failed = Runner(tmp_path, Failing(), 3).run_all(iter(runs))

@@ -131,7 +131,7 @@ def test_a_simulation_has_stages(tmp_path):
     )
     comparison = ComparedRuns(declared, tmp_path / "it")
     run = next(run for run in comparison.plan if run.kind == "strategy")
-    VirtualLauncher(Simulation.of(declared)).make(run, Path("made"))
+    VirtualLauncher(Simulation.of(declared)).run(run, Path("made"))
     summary = load_summary("made")
     assert (summary.stages, summary.workers, summary.samples) == (4, 2, 6 * 32)
     assert summary.bubbles == pytest.approx([3 / 7] * 4, rel=0.1)

@@ -253,7 +253,7 @@ def test_runs_are_found_at_any_depth_without_those_of_tuning(tmp_path):
         with pytest.raises(DataError, match=r"got runs.0.folder: .*no system has a file of that name"):
             read_comparison(tmp_path / "study")
     (tmp_path / "study" / "comparison.json").write_text(text)
-    with pytest.raises(DataError, match=r"got runs.0.folder: Input should be a valid string, got 1\. Make it again"):
+    with pytest.raises(DataError, match=r"got runs.0.folder: Input should be a valid string, got 1\. Run it again"):
         read_comparison(tmp_path / "study")
 
 

@@ -93,7 +93,7 @@ def test_a_run_is_known_by_its_files_from_its_begin_to_its_end(tmp_path):
     run.update()
     now = view("run", run)
     assert (now.state, now.fraction, now.left_s, now.seconds) == ("ended", 1.0, None, 20.0)
-    assert now.metrics["accuracy"] == 0.875 and now.notes == ("it went on without rank 2",)
+    assert now.metrics["accuracy"] == 0.875 and now.notes == ("it continued without rank 2",)
     assert seen(folder, curves=False, brief=True).loss is None, "its records are not read"
 
 
@@ -122,10 +122,10 @@ def test_ranks_that_a_run_goes_on_without_and_skipped_steps_are_noted(tmp_path):
     with RecordWriter(record_path(folder, 0), first_step=1) as server:
         server.write(StepRecord(1, event="goes on without rank 1: it has died; goes on without rank 2: it is silent"))
         server.flush()
-        assert seen(folder).notes == ("it went on without rank 1, 2",)
+        assert seen(folder).notes == ("it continued without rank 1, 2",)
         server.write(StepRecord(2, event="rank 2 is back"))
         server.write(StepRecord(3, event="skipped: NaN"))
-    notes = ("it went on without rank 1", "1 steps skipped for NaN or infinite gradients")
+    notes = ("it continued without rank 1", "1 steps skipped for NaN or infinite gradients")
     assert seen(folder).notes == notes and "\n".join(notes) in terminal.frame(seen(folder), 100).plain
 
 
@@ -167,7 +167,7 @@ def test_the_end_of_a_run_without_a_process_has_a_status(tmp_path, capsys):
             write_summary(path / "b", SUMMARY)
         for once in (True, False):
             assert not terminal.watch(path, 0.01, once=once)
-        assert f"no process is at work in {path}, and {which} no summary" in capsys.readouterr().err
+        assert f"no process is running in {path}, and {which} no summary" in capsys.readouterr().err
 
 
 def test_the_limit_that_comes_first_says_what_is_left(tmp_path):
@@ -209,7 +209,7 @@ def test_runs_of_a_folder_are_found_when_they_begin(tmp_path):
         write_summary(tmp_path / name, SUMMARY)
     watched.update()
     assert watched.ended
-    with pytest.raises(ConfigError, match="folder must be a run's, or hold runs; got .*none, which is no folder"):
+    with pytest.raises(ConfigError, match="folder must be a run's, or hold runs; got .*none, which is not a folder"):
         WatchedFolder(tmp_path / "none")
 
 
@@ -380,15 +380,15 @@ def test_the_page_and_its_state_are_for_those_who_have_the_token(tmp_path):
 def test_a_wrong_or_silent_client_does_not_disturb_the_owner(tmp_path, capfd, monkeypatch):
     train(start(tmp_path / "run"))
     monkeypatch.setattr(page, "LONGEST_S", 0.5)
-    monkeypatch.setattr(page, "MOST_OPEN", 4)
+    monkeypatch.setattr(page, "MAX_OPEN", 4)
     with served(tmp_path / "run") as server:
         with socket.create_connection(("127.0.0.1", server.server_port)) as one:
             one.sendall(b"GET http://[ HTTP/1.1\r\n\r\n")
             assert one.recv(12) == b"HTTP/1.0 400"
         before = threading.active_count()
-        silent = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(2 * page.MOST_OPEN)]
+        silent = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(2 * page.MAX_OPEN)]
         assert get(server.address)[0] == 200
-        assert threading.active_count() - before <= page.MOST_OPEN + 1
+        assert threading.active_count() - before <= page.MAX_OPEN + 1
         silent[-1].settimeout(20)
         assert silent[-1].recv(1) == b"", "it is not waited for any longer"
         for one in silent:

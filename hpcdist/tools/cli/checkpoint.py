@@ -10,9 +10,7 @@ import typer
 from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import writable
 
-app = typer.Typer(
-    name="checkpoint", no_args_is_help=True, help="The checkpoints of a run: list them, export the model of one."
-)
+app = typer.Typer(name="checkpoint", no_args_is_help=True, help="List a run's checkpoints; export the model of one.")
 
 Run = Annotated[
     Path,
@@ -69,7 +67,7 @@ def checkpoint_export(
 ) -> None:
     """Write the model of a checkpoint as one state dict, combined from all ranks.
 
-    One process can load it: model.load_state_dict(torch.load("model.pt")).
+    One process then loads it by model.load_state_dict(torch.load("model.pt")).
 
     Example: hpcdist checkpoint export runs/digits-allreduce-4-1 model.pt
     """

@@ -77,7 +77,7 @@ def runs(
     for comparison, group in groupby(sorted(listed, key=lambda one: one.comparison or ""), lambda one: one.comparison):
         parent = Path(comparison or folder)
         table = [_row(one, parent) for one in group]
-        console.rows(comparison, table, left_aligned=("run", "state", "metric", "tags"), unbroken=("run", "tags"))
+        console.rows(comparison, table, left_aligned=("run", "state", "metric", "tags"), whole=("run", "tags"))
     for one in listed:
         if one.damage is not None:
             console.note(f"{one.folder} is damaged: {one.damage}")

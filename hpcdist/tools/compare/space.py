@@ -41,9 +41,7 @@ class Axis:
         """Return a value's position between 0 and 1, by list index or in the range; NaN if the range is one point."""
         if self.values:
             return self.values.index(text) / max(1, len(self.values) - 1)
-        value, low, high = (
-            math.log(float(number)) if self.log else float(number) for number in (text, self.low, self.high)
-        )
+        value, low, high = (math.log(float(end)) if self.log else float(end) for end in (text, self.low, self.high))
         return (value - low) / (high - low) if low < high else math.nan
 
     def text(self, value: object) -> str:

@@ -81,7 +81,7 @@ class SweptRuns(ExperimentRuns):
     def run(self, runner: Runner) -> list[PlannedRun]:
         """Execute the runs that are missing, each with settings sampled when it starts."""
         self.write()
-        self.trained.make_data()
+        self.trained.create_data()
         remaining = missing(self.plan, self.folder)
         with runner.display("runs", len(remaining)):
             failed = runner.run_all(self._started(remaining))
@@ -104,7 +104,6 @@ class SweptRuns(ExperimentRuns):
 
     # --- results ------------------------------------------------------------------------------------------------------
     def write(self) -> None:
-        """Write `comparison.json`, the study and `sweep.json`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._trials.create(self.higher_is_better, self._evaluations)
         self._write_started()
@@ -147,7 +146,6 @@ class SweptRuns(ExperimentRuns):
         return self._trained.get(run)
 
     def show_table(self) -> None:
-        """Print all trials, the best first."""
         console.rows(f"{self.experiment.job}: the best settings first", self.rows())
 
     @property
@@ -158,7 +156,6 @@ class SweptRuns(ExperimentRuns):
 
     @property
     def table(self) -> DataFrame:
-        """Return a row per started trial, the best first."""
         return DataFrame(self.rows())
 
     def rows(self) -> list[dict[str, Any]]:

@@ -65,7 +65,7 @@ class TrainedJob:
         """Return whether the group's strategy equals the plain optimizer on one rank."""
         return _is_plain(group)
 
-    def make_data(self) -> None:
+    def create_data(self) -> None:
         """Create the job's data file if it is missing, since concurrent runs can't."""
         with neighbours(self._path):
             prepare_data(self._job, self.config)
@@ -88,9 +88,7 @@ class TrainedScript:
         options = {"set": "settings", "budget": "budget", "tune": "tune", "rate": "rates", "baselines": "baselines"}
         for option, name in options.items():
             if value := getattr(experiment, name, None):
-                raise ConfigError(
-                    f"--{option} must be omitted with a script; got {value}. Pass arguments to the script behind --."
-                )
+                raise ConfigError(f"--{option} must be omitted with a script; got {value}. Pass arguments behind --.")
         if isinstance(experiment, Sweep) and (experiment.pruner != "none" or not experiment.metric):
             raise ConfigError(
                 "--target must be given, and --pruner omitted, to sweep over a script, whose metrics are unknown "
@@ -110,16 +108,14 @@ class TrainedScript:
         where = "the function's parameters" if by_name else "the {NAME} in ARGS"
         swept = [read_axis(text).key for text in experiment.over] if isinstance(experiment, Sweep) else []
         differing = [*(key for key in swept if key.partition(".")[0] != "strategy"), *["seed"] * (experiment.seeds > 1)]
-        requested = ", ".join(sorted(names)) or "none"
+        got = ", ".join(sorted(names)) or "none"
         if lacking := [name for name in differing if name not in names]:
             raise ConfigError(
-                f"{where} must include {lacking[0]}, otherwise all runs would be identical; got {requested}. Write "
+                f"{where} must include {lacking[0]}, otherwise all runs would be identical; got {got}. Write "
                 f"-- --{lacking[0]} {{{lacking[0]}}}{', or give --seeds 1' * (lacking[0] == 'seed')}."
             )
         if not by_name and not names <= {*OF_EVERY_RUN, *swept}:
-            raise ConfigError(
-                f"{where} must be of {', '.join([*OF_EVERY_RUN, *swept])}; got {requested}. Remove others."
-            )
+            raise ConfigError(f"{where} must be of {', '.join([*OF_EVERY_RUN, *swept])}; got {got}. Remove others.")
 
     def refusal(self, run: PlannedRun) -> str | None:
         """Check the options of a run's strategy; see `TrainedJob.refusal`."""
@@ -130,7 +126,7 @@ class TrainedScript:
         """See `TrainedJob.is_plain`; a script that is passed the strategy's name may depend on it."""
         return _is_plain(group) and "strategy" not in self._placeholders
 
-    def make_data(self) -> None:
+    def create_data(self) -> None:
         """Do nothing: the script creates its data."""
 
 

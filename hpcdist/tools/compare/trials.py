@@ -110,7 +110,6 @@ class Trials:
             return self._settings(trial) or ()
 
     def run(self, number: int, seed: int, settings: tuple[str, ...]) -> PlannedRun:
-        """Plan a run of a trial with the given settings."""
         group, job = trial_group(self.sweep, number, settings), Path(self.sweep.job)
         if self.sweep.arguments is not None:
             return group.run(self.sweep, seed)

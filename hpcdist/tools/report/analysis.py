@@ -136,7 +136,6 @@ class RunGroup:
 
     @property
     def n_started(self) -> int:
-        """Return the number of runs that have started."""
         return sum(result.run.ended or result.run.start is not None for result in self.runs)
 
     @property
@@ -172,10 +171,10 @@ class RunGroup:
         frames = [result.curves.times for result in self.ended if len(result.curves.times)]
         return concat(frames).groupby("rank").mean() if frames else DataFrame()
 
-    def spent_to_target(self, what: str) -> Interval | None:
-        """Return the mean `bytes` or `joules` until the target; None unless all runs reached it and recorded them."""
-        values = self[f"{what}_to_target"].values()
-        return self.mean(f"{what}_to_target") if 0 < len(values) == self.n_started else None
+    def spent_to_target(self, quantity: str) -> Interval | None:
+        """Return the mean `bytes` or `joules` until the target; None if a run did not reach it or has no record."""
+        values = self[f"{quantity}_to_target"].values()
+        return self.mean(f"{quantity}_to_target") if 0 < len(values) == self.n_started else None
 
     @property
     def total_batch(self) -> int | None:
@@ -296,10 +295,7 @@ class Analysis:
 def analyse(job: JobRuns) -> Analysis:
     """Compute the statistics of a job's runs."""
     kinds = [*KINDS, *{result.kind for result in job.runs}]
-    runs = sorted(
-        job.runs,
-        key=lambda result: (result.ranks, kinds.index(result.kind), result.name, result.virtual, not result.run.ended),
-    )
+    runs = sorted(job.runs, key=lambda r: (r.ranks, kinds.index(r.kind), r.name, r.virtual, not r.run.ended))
     rows = [job.row(result) for result in runs]
     keys = dict.fromkeys(key for row in rows for key in row)
     frame = DataFrame([[row.get(key) for key in keys] for row in rows], columns=list(keys), dtype=object)
@@ -320,10 +316,7 @@ def _contrasts(job: JobRuns, groups: Sequence[RunGroup]) -> list[Contrast]:
     contrasts = [_contrast(group, reference) for group, reference in pairs]
     effects = [effect_ for contrast in contrasts for effect_ in (contrast.speedup, contrast.difference)]
     corrected = holm([math.nan if effect_ is None else effect_.p for effect_ in effects])
-    return [
-        replace(result, p_speedup=corrected[2 * i], p_difference=corrected[2 * i + 1])
-        for i, result in enumerate(contrasts)
-    ]
+    return [replace(c, p_speedup=corrected[2 * i], p_difference=corrected[2 * i + 1]) for i, c in enumerate(contrasts)]
 
 
 def _is_reference(group: RunGroup, other: RunGroup) -> bool:

@@ -9,7 +9,6 @@ from hpcdist.errors import ConfigError
 
 
 def sites() -> list[str]:
-    """Return the sorted names of the profiles."""
     return sorted(path.stem for path in folder("sites").glob("*.toml"))
 
 

@@ -39,14 +39,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Script:
-    """A batch script."""
-
     lines: tuple[Line, ...]
     batch: bool  # for sbatch; otherwise bash runs it, and the script allocates nodes
 
     @property
     def text(self) -> str:
-        """Return the script for submission."""
         return "".join(f"{line.text}\n" for line in self.lines)
 
     def with_reasons(self) -> str:

@@ -17,8 +17,8 @@ from torch.utils.data import (
 )
 
 import hpcdist as hd
-from habits.run import BATCH, N, data, train, training
-from habits.samples import RANKS, Numbered, all_of, numbered, worker
+from patterns.run import BATCH, N, data, train, training
+from patterns.samples import RANKS, Numbered, all_of, numbered, worker
 
 
 # --- samplers that split by themselves --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from patterns import gradients, groups, libraries, losses, models, optimizers, samples, schedules, splits  # noqa: F401 (they enter themselves)
-from patterns.run import PATTERNS, Together, copied, difference
+from patterns.run import PATTERNS, Alone, Together, copied, difference
 
 from harness.cases import each
 from harness.ranks import VirtualRanks

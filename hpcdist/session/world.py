@@ -219,7 +219,7 @@ def init(
     if deadline_s is not None:
         session.comm.failures.deadline_s = deadline_s
     if internode is not None and session.comm.mpi is not None:
-        cast("MpiCommunicator", session.comm).memory.wanted = internode
+        cast("MpiCommunicator", session.comm).memory.requested = internode
     if gpu_aware_mpi is not None:
         _use_device_memory(session.comm, gpu_aware_mpi)
     if timeline is not None and session.comm.trace.timeline is None:
@@ -281,10 +281,10 @@ def _role() -> str:
 
 def _create_default_group(comm: Communicator, backend: bool | str, interface: str) -> None:
     """Collective. Create torch.distributed's default group; warn if Gloo can't connect the ranks (only MPI can)."""
-    from hpcdist.torch_backend.default_group import introduce  # torch may be built without it
+    from hpcdist.torch_backend.default_group import init_torch_distributed  # torch may be built without it
 
     try:
-        introduce(comm, backend, interface)
+        init_torch_distributed(comm, backend, interface)
     except CommunicationError as error:
         if comm.rank == 0:
             _log.warning(

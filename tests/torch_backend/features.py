@@ -421,7 +421,7 @@ def monitored_barrier():
     try:
         dist.group.WORLD.monitored_barrier(timedelta(seconds=0.5 if rank == 0 else 60), wait_all_ranks=True)
     except RuntimeError as error:
-        require(rank == 0 and str(error).startswith("rank 1 did not come to the monitored barrier"), error)
+        require(rank == 0 and str(error).startswith("rank 1 did not reach the monitored barrier"), error)
         # The others wait for rank 0 to say that all have come.
         word = torch.zeros(1, dtype=torch.uint8)
         for other in range(1, size):

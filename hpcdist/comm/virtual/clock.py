@@ -31,7 +31,7 @@ _COMM = os.path.dirname(os.path.dirname(__file__)) + os.sep  # files whose lines
 
 
 class RankEnded(BaseException):
-    """Ends a rank because another rank has failed. A BaseException, so that only `finally` blocks handle it."""
+    """Ends a rank after another rank has failed. A BaseException, so users' `except Exception` does not catch it."""
 
 
 class VirtualRank:
@@ -147,17 +147,13 @@ class VirtualClock:
         """Advance the time of the running rank. Ranks that are due before, or at the same time, run first."""
         if self._queue and self._queue[0][0] <= until_s:
             self._schedule(me, until_s)
-            self._hand_over(me)
+            self._yield_baton(me)
         else:
             self.now_s = until_s
 
     def block(
-        self,
-        me: VirtualRank,
-        awaits: object,
-        deadline_s: float = math.inf,
-        start: Callable[[], None] | None = None,
-    ) -> None:
+        self, me: VirtualRank, awaits: object, deadline_s: float = math.inf, start: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         """Block the running rank until `wake`.
 
         Args:
@@ -172,7 +168,7 @@ class VirtualClock:
             self.spawn(self._expire(me, me.timer_s))
         if start is not None:
             start()
-        self._hand_over(me)
+        self._yield_baton(me)
         me.expires_s = math.inf
         if me.error is not None:
             error, me.error = me.error, None
@@ -267,7 +263,7 @@ class VirtualClock:
         self._turns = 0
         return bool(later)
 
-    def _hand_over(self, me: VirtualRank) -> None:
+    def _yield_baton(self, me: VirtualRank) -> None:
         due = self._due()
         if due is not me:
             me.random.save()

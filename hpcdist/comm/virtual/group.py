@@ -94,12 +94,9 @@ class Member:
         return self.group.cluster.wiring.path(self.group.members[rank], self.group.members[self.rank])
 
     def synchronize(
-        self,
-        call: str,
-        value: Any = None,
-        conclude: Callable[[list], tuple[list, float]] | None = None,
+        self, call: str, value: Any = None, conclude: Callable[[list], tuple[list, float]] | None = None,
         counted: str = "waiting_s",
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Collective. Synchronize with the other ranks, see `Gathering.synchronize`; by default a barrier."""
         self.enter()
         if conclude is None:

@@ -130,8 +130,8 @@ class VirtualMemory(Memory):
         n, half, duration_s = values.numel(), values.numel() // 2, path.duration_s(values.nbytes)
         start_s, _ = path.out.reserve(self._clock.now_s, duration_s)
         yield start_s
-        begin_s, arrival_s = path.into.reserve(start_s + path.latency_s, duration_s)
-        for at_s, first, stop in ((begin_s, 0, half), (arrival_s, half, n)):
+        enter_s, arrival_s = path.into.reserve(start_s + path.latency_s, duration_s)
+        for at_s, first, stop in ((enter_s, 0, half), (arrival_s, half, n)):
             yield at_s
             if first < stop:
                 apply(memory.tensor[offset + first : offset + stop], values[first:stop])

@@ -109,14 +109,14 @@ def loop_ranks(comm: Communicator) -> Communicator:
     return comm if group is None else group
 
 
-def note_reason(reason: str | None) -> None:
+def set_leave_reason(reason: str | None) -> None:
     """Set why the script leaves early, in the loop's run, if it has one."""
     run = _current().run
     if run is not None and reason is not None:
         run.reason = reason
 
 
-def shared_calls() -> dict[Any, int]:
+def count_collective_calls() -> dict[Any, int]:
     """Return the number of collective calls so far: of hpcdist (key None), and per group of torch.distributed."""
     counts: dict[Any, int] = {None: current().calls}
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []
@@ -137,7 +137,9 @@ def refuse_calls_of_servers(session: Session) -> None:
     if before is None or workers is None:
         return
     local_ranks, ranks_of = workers.platform.world_ranks, dist.distributed_c10d._world.pg_group_ranks
-    called = [group for group, count in shared_calls().items() if count > before.get(group, -1)]  # -1: new groups
+    called = [
+        group for group, count in count_collective_calls().items() if count > before.get(group, -1)
+    ]  # -1: new groups
     serving = sorted({rank for group in called for rank in ranks_of.get(group, ())}.difference(local_ranks))
     if serving and session.calls_before is before:  # else the loop has ended, and the counts include later calls
         raise rules.error("server ranks are called by torch.distributed", serving=serving[0], workers=list(local_ranks))
@@ -217,7 +219,7 @@ def init(
     if deadline_s is not None:
         session.comm.failures.deadline_s = deadline_s
     if internode is not None and session.comm.mpi is not None:
-        cast("MpiCommunicator", session.comm).memory.wanted = internode
+        cast("MpiCommunicator", session.comm).memory.requested = internode
     if gpu_aware_mpi is not None:
         _use_device_memory(session.comm, gpu_aware_mpi)
     if timeline is not None and session.comm.trace.timeline is None:
@@ -245,6 +247,7 @@ def init(
 def _join_world(
     deadline_s: float | None, gpu_aware_mpi: bool | None, internode: str | None, backend: bool | str, bind: bool
 ) -> Communicator:
+    """Collective. Start MPI, compare versions, and create torch.distributed's group."""
     tolerant = tolerates_deaths(os.environ)  # reading the launcher's variables, no setting
     if tolerant:
         os.environ.update(ASYNC_FINALIZE)  # before MPI starts and reads it
@@ -258,7 +261,7 @@ def _join_world(
             comm = world(tolerant=tolerant, bind=bind, **_not_none(deadline_s=deadline_s, internode=internode))
             check_world(comm.size, comm.platform.library, os.environ)
             if comm.size > 1:
-                excepthook.install(comm.rank, comm.abort, _advice)
+                excepthook.install(comm.rank, comm.abort, _hint)
             versions: dict[str, Any] = {**required_versions(comm), "plug-ins": registry.installed()}
             versions["hpcdist's source files"] = package_checksum()
             if not dist.is_available() or dist.is_initialized():
@@ -266,7 +269,7 @@ def _join_world(
             settings = {"gpu_aware_mpi": gpu_aware_mpi, "torch_distributed": backend}
             require_equal(comm, versions | settings, "versions and settings")
             if backend and comm.size > 1:
-                _introduce(comm, backend, (internode or "").partition(":")[2])
+                _create_default_group(comm, backend, (internode or "").partition(":")[2])
             comm.watch(_role)
     return comm
 
@@ -276,12 +279,12 @@ def _role() -> str:
     return "it serves" * _process.serves
 
 
-def _introduce(comm: Communicator, backend: bool | str, interface: str) -> None:
+def _create_default_group(comm: Communicator, backend: bool | str, interface: str) -> None:
     """Collective. Create torch.distributed's default group; warn if Gloo can't connect the ranks (only MPI can)."""
-    from hpcdist.torch_backend.default_group import introduce  # torch may be built without it
+    from hpcdist.torch_backend.default_group import init_torch_distributed  # torch may be built without it
 
     try:
-        introduce(comm, backend, interface)
+        init_torch_distributed(comm, backend, interface)
     except CommunicationError as error:
         if comm.rank == 0:
             _log.warning(
@@ -305,7 +308,7 @@ def _join_alone(deadline_s: float | None, reason: str) -> Communicator:
     return SingleRankCommunicator(**_not_none(deadline_s=deadline_s))
 
 
-def _advice(error: BaseException) -> str:
+def _hint(error: BaseException) -> str:
     """Return a hint for errors that occur only with several ranks; empty if there is none."""
     if "initialize the default process group twice" in str(error):
         return (

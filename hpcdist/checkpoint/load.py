@@ -144,7 +144,7 @@ class SavedRank:
             self._tree = parse_json(read_bounded(tree, tree.stat().st_size), tree, CheckpointError)
         with understood(tensors):
             file = TensorFile(tensors)
-        self._decoder, self._where = TreeDecoder(file.read, file.places, tree), tree
+        self._decoder, self._where = TreeDecoder(file.read, file.positions, tree), tree
 
     def at(self, *keys: str, default: Any = None) -> Any:
         """Return the value under these keys of nested dicts, tensors on the CPU; `default` if there is none."""

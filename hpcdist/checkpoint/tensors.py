@@ -18,7 +18,7 @@ from safetensors import SafetensorError, deserialize, safe_open
 from safetensors import __version__ as LIBRARY
 from torch import Tensor
 
-from hpcdist.checkpoint.slices import SlicePlace
+from hpcdist.checkpoint.slices import SlicePosition
 from hpcdist.errors import CheckpointError
 from hpcdist.records import Stamp, sync, tensor_bytes, write_durably
 
@@ -86,7 +86,7 @@ class TensorFile:
     def __init__(self, path: Path):
         self._file = safe_open(path, framework="pt")
         metadata = self._file.metadata() or {}
-        self.places = {name: SlicePlace.from_description(json.loads(text)) for name, text in metadata.items()}
+        self.positions = {name: SlicePosition.from_description(json.loads(text)) for name, text in metadata.items()}
 
     def read(self, name: str) -> Tensor:
         return self._file.get_tensor(name).clone()

@@ -98,6 +98,7 @@ class Traced:
         return partial(self._call, traced)
 
     def _call(self, traced: Any, *args: Any, **options: Any) -> Any:
+        """Call the method of `plain`, recorded as an event if `describe` returns details."""
         call, details = getattr(traced.plain, self._method), self._describe(traced, *args, **options)
         if details is None:
             return call(*args, **options)
@@ -142,23 +143,17 @@ class TracedCommunicator(Wrapper, Communicator):
         lambda comm, send, dest, recv, source, tag=0: comm._sent(send, dest, tag) | comm._received(source, tag),
     )
     isend: Any = Traced(
-        "send",
-        MESSAGE,
-        lambda comm, tensor, dest, tag=0: comm._sent(tensor, dest, tag),
+        "send", MESSAGE, lambda comm, tensor, dest, tag=0: comm._sent(tensor, dest, tag),
         lambda comm, request, details: TracedRequest(comm, request, "wait for a send", {"to": details["to"]}),
-    )
+    )  # fmt: skip
     irecv: Any = Traced(
-        "receive",
-        "",
-        lambda comm, tensor, source=ANY, tag=ANY: comm._received(source, tag),
+        "receive", "", lambda comm, tensor, source=ANY, tag=ANY: comm._received(source, tag),
         lambda comm, request, details: TracedRequest(comm, request, "receive", details),
-    )
+    )  # fmt: skip
     probe: Any = Traced(
-        "wait for a message",
-        WAIT,
-        lambda comm, source=ANY, tag=ANY, *, block=True: {} if block else None,
+        "wait for a message", WAIT, lambda comm, source=ANY, tag=ANY, *, block=True: {} if block else None,
         lambda comm, envelope, details: comm._arrived(envelope, details),
-    )
+    )  # fmt: skip
     allreduce: Any = Traced(
         "all-reduce (MPI's own)", COLLECTIVE, lambda comm, tensor: comm._numbered(bytes=tensor.nbytes)
     )

@@ -168,7 +168,7 @@ def sum_in_rank_order(
 ) -> None:
     """Replace `local`, this rank's addend, by x_0 + x_1 + ... + x_(size - 1), added in this order.
 
-    So the result is bitwise the same on all ranks. 16-bit floats are added in float32 and rounded once.
+    The result is bitwise equal on all ranks. 16-bit floats are added in float32 and rounded once.
 
     Args:
         local: overwritten by the sum.

@@ -86,12 +86,9 @@ class Traced:
     """
 
     def __init__(
-        self,
-        name: str = "",
-        category: str = "",
-        describe: Callable[..., Details | None] = lambda *args, **options: {},
-        result: Callable[[Any, Any, Details], Any] = lambda traced, result, details: result,
-    ):
+        self, name: str = "", category: str = "", describe: Callable[..., Details | None] = lambda *args,
+        **options: {}, result: Callable[[Any, Any, Details], Any] = lambda traced, result, details: result,
+    ):  # fmt: skip
         self._name, self._category, self._describe, self._result = name, category, describe, result
 
     def __set_name__(self, owner: type, method: str) -> None:
@@ -111,7 +108,7 @@ class Traced:
 
 
 class Wrapper:
-    """Base class of the wrappers: attributes that a wrapper does not define are those of the `plain` object."""
+    """Base class of the wrappers: forwards attributes that a wrapper does not define to the `plain` object."""
 
     trace: Trace
 
@@ -219,7 +216,7 @@ class TracedCommunicator(Wrapper, Communicator):
         return {"from": self.number(source), "received": self._message(source, self.rank, tag)}
 
     def _message(self, source: int, dest: int, tag: int) -> str:
-        """Name the next message from one rank to another; messages of one tag do not overtake each other."""
+        """Name the next message from `source` to `dest`; messages with equal tags arrive in order."""
         key = source, dest, tag
         self._messages[key] += 1
         return f"{self._name}: {source} to {dest}, tag {tag}, message {self._messages[key]}"

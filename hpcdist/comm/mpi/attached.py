@@ -38,7 +38,7 @@ _write = getattr(_libc, "process_vm_writev", None)
 
 
 def allow_peers() -> None:
-    """Let other processes of this user attach to this one (Yama's `ptrace_scope` 1 forbids it otherwise)."""
+    """Permit processes of this user to attach to this process (Yama's `ptrace_scope` 1 forbids it by default)."""
     if hasattr(_libc, "prctl"):
         _libc.prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)  # fails harmlessly without Yama
 

@@ -77,17 +77,10 @@ class MpiCommunicator(Communicator):
     failures: FaultTolerance
 
     def __init__(
-        self,
-        mpi: MPI.Intracomm,
-        process: Process,
-        *,
-        deadline_s: float = DEADLINE_S,
-        nodes: tuple[int, ...] | None = None,
-        device_aware: bool = False,
-        internode: str = "auto",
-        name: str = "communicator",
-        traffic: Traffic | None = None,
-    ):
+        self, mpi: MPI.Intracomm, process: Process, *, deadline_s: float = DEADLINE_S,
+        nodes: tuple[int, ...] | None = None, device_aware: bool = False, internode: str = "auto",
+        name: str = "communicator", traffic: Traffic | None = None,
+    ):  # fmt: skip
         self.mpi, self.process, self.name = mpi, process, name
         self._n_derived = 0  # communicators created from this one
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
@@ -264,7 +257,7 @@ class MpiCommunicator(Communicator):
         Args:
             ranks: ranks of this communicator.
             name: name in messages; unique among the communicators of these ranks.
-            deadline_s: limit for all of them to make this call; by default this communicator's.
+            deadline_s: time limit of the call; by default this communicator's.
         """
         limit_s = self.failures.deadline_s if deadline_s is None else deadline_s
         everyone = self.mpi.Get_group()

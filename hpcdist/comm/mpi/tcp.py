@@ -121,16 +121,9 @@ class TcpServer:
 
     # --- requests -------------------------------------------------------------------------------------------------
     def request(
-        self,
-        what: str,
-        window: int,
-        rank: int,
-        offset: int,
-        count: int,
-        reply: memoryview,
-        data: memoryview | bytes = b"",
-        operands: tuple[int, ...] = (),
-    ) -> None:
+        self, what: str, window: int, rank: int, offset: int, count: int, reply: memoryview,
+        data: memoryview | bytes = b"", operands: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         """Send a request with `data` to `rank` and wait for the reply, which overwrites `reply`.
 
         Raises:

@@ -48,14 +48,9 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        mpi: MPI.Intracomm,
-        pids: Mapping[int, int],
-        in_use: Callable[[], Sequence[Calls]],
-        role: Callable[[], str],
-        *,
-        tolerant: bool,
-    ):
+        self, mpi: MPI.Intracomm, pids: Mapping[int, int], in_use: Callable[[], Sequence[Calls]],
+        role: Callable[[], str], *, tolerant: bool,
+    ):  # fmt: skip
         self._mpi, self._pids, self._in_use, self._tolerant = mpi, pids, in_use, tolerant
         self._role = role
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
@@ -148,6 +143,7 @@ class Watchdog:
         self._sent.append((self._mpi.Isend(data, rank, tag), data))
 
     def _state(self) -> RankState:
+        """Return this rank's state, as rank 0 and other watchdogs get it."""
         in_use = self._in_use()
         waits = [wait for calls in in_use if (wait := calls.waits(PATIENCE_S))]
         busy = sum(queue.busy for queue in tuple(CallQueue.running))
@@ -208,7 +204,7 @@ class Watchdog:
             return
         start = time.perf_counter()
         locations = self._query({*waiting, *(rank for missing in waiting.values() for rank in missing)} - {self.rank})
-        states = {rank: place.state for rank, place in locations.items() if place.state} | {self.rank: self._state()}
+        states = {rank: reply.state for rank, reply in locations.items() if reply.state} | {self.rank: self._state()}
         # Waits that existed before all replies and still exist after have all existed at the same time.
         states = {rank: state.since(self._states[rank]) for rank, state in states.items() if rank in self._states}
         waiting = stuck(states, tolerant=self._tolerant)
@@ -254,7 +250,7 @@ class Watchdog:
         end(STATUS)
 
     def _query(self, others: Collection[int] | None = None) -> dict[int, RankLocation]:
-        """Query other ranks, by default all, for their locations; return their replies by rank."""
+        """Query ranks (default: all except this one) for their locations; return the replies by rank."""
         others = [r for r in range(self.size) if r != self.rank] if others is None else others
         with suppress(MPI.Exception):
             while self._received(REPLY) is not None:

@@ -44,13 +44,9 @@ _process: Process | None = None
 
 
 def world(
-    *,
-    deadline_s: float = DEADLINE_S,
-    nodes: tuple[int, ...] | None = None,
-    internode: str = "auto",
-    tolerant: bool = False,
-    bind: bool = True,
-) -> MpiCommunicator:
+    *, deadline_s: float = DEADLINE_S, nodes: tuple[int, ...] | None = None, internode: str = "auto",
+    tolerant: bool = False, bind: bool = True,
+) -> MpiCommunicator:  # fmt: skip
     """Collective at the first call. Return the communicator of all ranks; later calls return the same one.
 
     Arguments apply at the first call only. They are those of MpiCommunicator, Process, and `hpcdist.init` (`bind`).

@@ -131,6 +131,7 @@ class TrainedScript:
 
 
 def _rehearsed(config: JobConfig, ranks: int) -> str | None:
+    """Return why the settings can't train on this number of ranks, or None."""
     try:
         rehearse(config, ranks)
     except UnknownNameError:  # wrong on any number of ranks
@@ -141,6 +142,7 @@ def _rehearsed(config: JobConfig, ranks: int) -> str | None:
 
 
 def _is_plain(group: ComparedGroup) -> bool:
+    """Return whether the strategy equals the plain optimizer on one rank, as tests check for built-in strategies."""
     options = load({}, None, group.settings)["strategy"]
     name = options if isinstance(options, str) else options["name"]
     cls = strategies.load(name)

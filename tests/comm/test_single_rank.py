@@ -106,7 +106,11 @@ REFUSED = [
     (lambda c: c.probe(), DeadlineError, r"rank 0, alone: a message from rank 0 did not happen within 0.05 s"),
     (lambda c: c.irecv(torch.empty(1)).wait(), DeadlineError, "a message from rank 0 did not happen"),
     (lambda c: c.window(1).wait(lambda w: w[0] > 0, what="an answer"), DeadlineError, "an answer did not happen"),
-    (lambda c: _receive(c, torch.empty(2)), CommunicationError, "receive into must be as long as the message; got 2"),
+    (
+        lambda c: _receive(c, torch.empty(2)),
+        CommunicationError,
+        "the receiving tensor must be as long as the message; got 2",
+    ),
     (lambda c: _receive(c, torch.empty(3).long()), CommunicationError, "elements of torch.int64 for 3 of torch.float"),
 ]
 

@@ -398,9 +398,8 @@ def size() -> int:
 def is_main() -> bool:
     """Return whether this rank writes logs, prints and saves the trained model for all ranks.
 
-    It is the first worker, inside the training loop too: with a parameter server rank 0 may be a server, which does not
-    run the loop's body. Before a DistributedOptimizer it is rank 0; a strategy that makes rank 0 a server is then
-    refused, because two ranks would have been the main one.
+    It is the first worker, because server ranks don't run the loop's body. Before a DistributedOptimizer it is rank 0;
+    a strategy that makes rank 0 a server is then refused, because two ranks would have been the main one.
 
     Example:
         >>> hd.is_main()  # on rank 0

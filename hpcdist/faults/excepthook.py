@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from hpcdist import log
 from hpcdist.errors import CommunicationError, HpcdistError, place
-from hpcdist.faults.turns import takes_turn
+from hpcdist.faults.reporter import is_reporter
 
 
 def install(
@@ -27,7 +27,7 @@ def install(
     Args:
         rank: None where it is the only one: then the process ends by itself, with status 1.
         abort: a function that ends every rank of the job with a non-zero exit status.
-        advice: tells what may lie behind an exception other than this package's own.
+        advice: returns a possible cause of an exception that is not one of this package.
     """
     previous = getattr(sys.excepthook, "previous", sys.excepthook)  # an earlier hook of this function is replaced
 
@@ -37,17 +37,17 @@ def install(
             previous(kind, error, trace)  # such as a debugger's or a notebook's
             if rank is None:
                 return
-        if rank is None or takes_turn(rank):
+        if rank is None or is_reporter(rank):
             lines = traceback.format_exception(kind, error, trace)
             lines += [] if isinstance(error, HpcdistError) else [advice(error)]
             if says_itself:
                 lines = [f"hpcdist: error: {error}{place(error)}"]
             label = "" if rank is None else f"[rank {rank}] "
             text = "".join(f"{label}{line}\n" for line in "".join(lines).splitlines())
-            message = f"rank {rank or 0} ends the job by an exception that nobody caught."
-            log.before_end(message, shown=text, exc_info=(kind, error, trace))
+            message = f"rank {rank or 0} ends the job by an uncaught exception."
+            log.before_end(message, text=text, exc_info=(kind, error, trace))
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-            sys.__stderr__.write(sys.stderr.getvalue())  # torch.distributed's hook collects it for after this one
+            sys.__stderr__.write(sys.stderr.getvalue())  # torch.distributed's hook buffers it until this one returns
             sys.__stderr__.flush()
         if rank is not None:
             with suppress(OSError, ValueError, AttributeError):

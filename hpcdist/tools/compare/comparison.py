@@ -151,6 +151,7 @@ class ComparedRuns(ExperimentRuns):
         return self._chosen
 
     def _search(self, group: ComparedGroup, runner: Runner) -> ChosenRate:
+        """Search the learning rate of one group, in steps of a factor of 2."""
         first = self.trained.first_rate or 0.0
 
         def measure(power: int, repeated: int) -> Summary | None:
@@ -243,6 +244,7 @@ def search_within(
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 def _check_options(experiment: Comparison) -> None:
+    """Raise ConfigError for options that contradict each other, and for unknown names of baselines and strategies."""
     for key in ("strategy", "seed"):
         if key in load({}, None, experiment.settings):
             option = "--strategies NAME:KEY=VALUE" if key == "strategy" else "--seeds"

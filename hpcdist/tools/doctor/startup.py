@@ -169,6 +169,7 @@ class Tcp:
         return texts
 
     def _reach_first(self, limit_s: float) -> socket.socket:
+        """Connect to the first node, retrying until it listens."""
         until = time.monotonic() + limit_s
         while True:
             try:

@@ -111,6 +111,7 @@ def _compared(contrast: Contrast) -> str:
 
 
 def _compared_metrics(contrast: Contrast) -> str:
+    """Compare the final metrics of two groups, as the second half of a sentence."""
     groups, effect_, metric = (contrast.group, contrast.reference), contrast.difference, contrast.group.job.metric
     if effect_ is None:
         bad = [f"{_not_finite(group)} of {_of(group)}" for group in groups if group.diverged]
@@ -244,6 +245,7 @@ def _winners_or_none(analysis: Analysis, contenders: Sequence[Contrast], follows
 
 
 def _untested(analysis: Analysis, contenders: Sequence[Contrast]) -> str:
+    """Return the headline if there are too few seeds for tests: the fastest and the best group."""
     max_runs = max(min(len(contrast.group.ended), len(contrast.reference.ended)) for contrast in contenders)
     if not max_runs:
         return f"There is nothing to compare: only runs of `{analysis.job.reference}` have ended."

@@ -118,11 +118,7 @@ class VirtualLauncher:
             self._pool = ProcessPoolExecutor(workers, context, initializer=_start)
 
     def run(self, run: PlannedRun, folder: Path) -> None:
-        """Execute a run.
-
-        Raises:
-            RunError: it failed.
-        """
+        """Execute a run; raise RunError if it fails."""
         if self._pool is None:
             failure = _train(self._simulation, run, folder)
         else:

@@ -225,6 +225,7 @@ def _cores(spec: JobSpec, site: Site) -> Problems:
 
 
 def _resuming(spec: JobSpec, site: Site) -> Problems:
+    """Warn if a requeued job would lose its work, or a shrunk job can't continue."""
     saves = _run(spec).get("checkpoint", {})
     can_resume = spec.requeue and spec.shape != "interactive" and not spec.command
     if can_resume and not (saves.get("every_s", True) or saves.get("every_steps")):
@@ -275,6 +276,7 @@ def _settings(spec: JobSpec, site: Site) -> Problems:
 
 
 def _config_errors(spec: JobSpec, case: list[str]) -> Problems:
+    """Check the settings of one run on the job's file."""
     from hpcdist.train.job import check_path  # imports torch, which takes seconds
     from hpcdist.train.planning import rehearse
     from hpcdist.train.runs import specify

@@ -199,8 +199,7 @@ def init(
     """
     set_up_messages()
     if comm is None and _process.joined is None:
-        task = task_or_none(os.environ)
-        excepthook.install(task.rank if task is not None and task.size > 1 else None, os._exit)
+        excepthook.install(task.rank if (task := task_or_none(os.environ)) and task.size > 1 else None, os._exit)
     if torch_distributed not in (True, "gloo", "nccl", False):
         raise ConfigError(f"torch_distributed must be True, 'gloo', 'nccl' or False; got {torch_distributed!r}.")
     if comm is not None:

@@ -83,16 +83,14 @@ def check_tasks(tasks: Sequence[Task | None], nodes: Sequence[int]) -> None:
     Raises:
         WorldError: a rank, the size or a node's local ranks differ from MPI's.
     """
-    for rank, task_ in enumerate(tasks):
-        if task_ is not None and (task_.rank, task_.size) != (rank, len(tasks)):
+    for rank, task in enumerate(tasks):
+        if task is not None and (task.rank, task.size) != (rank, len(tasks)):
             raise WorldError(
-                f"the ranks must be the launcher's ({task_.launcher}): rank {task_.rank} of {task_.size}; got MPI's "
+                f"the ranks must be the launcher's ({task.launcher}): rank {task.rank} of {task.size}; got MPI's "
                 f"rank {rank} of {len(tasks)}. Launch with the mpirun of this MPI, or with the matching srun --mpi=..."
             )
     for node in sorted(set(nodes)):
-        local = sorted(
-            task_.local_rank for task_, of_node in zip(tasks, nodes) if of_node == node and task_ is not None
-        )
+        local = sorted(task.local_rank for task, of_node in zip(tasks, nodes) if of_node == node and task is not None)
         if local != list(range(len(local))):
             raise WorldError(
                 f"the local ranks of a node must be 0 to {len(local) - 1}; got {local} for ranks that share a node's "

@@ -83,14 +83,16 @@ def check_tasks(tasks: Sequence[Task | None], nodes: Sequence[int]) -> None:
     Raises:
         WorldError: a rank, the size or a node's local ranks differ from MPI's.
     """
-    for rank, task in enumerate(tasks):
-        if task is not None and (task.rank, task.size) != (rank, len(tasks)):
+    for rank, started in enumerate(tasks):
+        if started is not None and (started.rank, started.size) != (rank, len(tasks)):
             raise WorldError(
-                f"the ranks must be the launcher's ({task.launcher}): rank {task.rank} of {task.size}; got MPI's "
+                f"the ranks must be the launcher's ({started.launcher}): rank {started.rank} of {started.size}; got MPI's "
                 f"rank {rank} of {len(tasks)}. Launch with the mpirun of this MPI, or with the matching srun --mpi=..."
             )
     for node in sorted(set(nodes)):
-        local = sorted(task.local_rank for task, of_node in zip(tasks, nodes) if of_node == node and task is not None)
+        local = sorted(
+            started.local_rank for started, of_node in zip(tasks, nodes) if of_node == node and started is not None
+        )
         if local != list(range(len(local))):
             raise WorldError(
                 f"the local ranks of a node must be 0 to {len(local) - 1}; got {local} for ranks that share a node's "

@@ -24,6 +24,11 @@ T = TypeVar("T")
 def latest(folder: str | Path, *, fallback: bool = False) -> Path | None:
     """Return the newest checkpoint in the folder; None if there is none.
 
+    Example:
+        >>> from hpcdist import checkpoint
+        >>> checkpoint.latest("checkpoints") is None  # the folder need not exist
+        True
+
     Args:
         fallback: read and verify the checkpoint's files. If a file is damaged, warn and try the next checkpoint.
 
@@ -84,7 +89,7 @@ def verify(path: str | Path) -> Manifest:
         CheckpointError: a file is missing or damaged; names it.
     """
     path = Path(path)
-    return _or_advise(path, lambda: _verify(path))
+    return _or_suggest_older(path, lambda: _verify(path))
 
 
 def verify_on_all_ranks(comm: Communicator, path: str | Path) -> Manifest:
@@ -96,7 +101,7 @@ def verify_on_all_ranks(comm: Communicator, path: str | Path) -> Manifest:
         CheckpointError: files are missing or damaged; names them, on all ranks.
     """
     path = Path(path)
-    return _or_advise(path, lambda: _verify_on_all_ranks(comm, path))
+    return _or_suggest_older(path, lambda: _verify_on_all_ranks(comm, path))
 
 
 def _verify_on_all_ranks(comm: Communicator, path: Path) -> Manifest:
@@ -111,7 +116,7 @@ def _verify(path: Path, first: int = 0, stride: int = 1) -> Manifest:
     return manifest
 
 
-def _or_advise(path: Path, check: Callable[[], T]) -> T:
+def _or_suggest_older(path: Path, check: Callable[[], T]) -> T:
     """Return the result of a check; if it fails, name an older checkpoint if there is one."""
     try:
         return check()
@@ -124,7 +129,14 @@ def _or_advise(path: Path, check: Callable[[], T]) -> T:
 
 # --- states -----------------------------------------------------------------------------------------------------------
 class SavedRank:
-    """The state that a rank has saved, in verified files; parts of it can be decoded separately."""
+    """The state that a rank has saved, in verified files; parts of it can be decoded separately.
+
+    Example:
+        >>> from hpcdist import checkpoint
+        >>> folder = checkpoint.save(comm, "checkpoints", step=10, state={"model": {"x": 1.5}})
+        >>> checkpoint.SavedRank(folder, rank=0).at("model", "x")
+        1.5
+    """
 
     def __init__(self, path: str | Path, rank: int):
         tree, tensors = Path(path) / tree_file(rank), Path(path) / tensor_file(rank)
@@ -132,7 +144,7 @@ class SavedRank:
             self._tree = parse_json(read_bounded(tree, tree.stat().st_size), tree, CheckpointError)
         with understood(tensors):
             file = TensorFile(tensors)
-        self._decoder, self._where = TreeDecoder(file.read, file.places, tree), tree
+        self._decoder, self._where = TreeDecoder(file.read, file.positions, tree), tree
 
     def at(self, *keys: str, default: Any = None) -> Any:
         """Return the value under these keys of nested dicts, tensors on the CPU; `default` if there is none."""
@@ -206,6 +218,7 @@ def find(run: str | Path, step: int | None = None) -> Path:
 
 
 def _all(run: Path) -> list[Path]:
+    """Return the checkpoints of a run, newest first; raise CheckpointError if there is none."""
     if (run / FILE_NAME).is_file():
         return [run]
     paths = listing(run / "checkpoints") or listing(run)

@@ -275,6 +275,7 @@ class Matcher:
         self._all = torch.zeros(self.comm.size, HEADER + FIELDS * count, dtype=torch.int64)
 
     def _round(self, pending: Sequence[NamedCall]) -> bool:
+        """Collective. Exchange requests once, and make the calls that all ranks have submitted; see `_advance`."""
         joined = next((request for request in pending if isinstance(request, Join)), None)
         requests = [request for request in pending if request is not joined]
         keys = [request.key for request in requests]
@@ -301,7 +302,7 @@ class Matcher:
             return self._refuse_kinds(requests, [by_rank[rank] for rank in present])
         by_name = {key[0]: request for key, request in zip(keys, requests)}
         if len(present) < len(asked):
-            by_name = self._stand_in(present, by_name, common)
+            by_name = self._create_standins(present, by_name, common)
         differ = {name for name in common if len({by_rank[rank][name] for rank in present}) > 1}
         for name in common:
             if name in differ:
@@ -367,7 +368,7 @@ class Matcher:
             rows = of_all[:, HEADER:]
         return [row[:count].tolist() for row, count in zip(rows, counts)], moments, bool(of_all[:, 2].any())
 
-    def _stand_in(
+    def _create_standins(
         self, present: Sequence[int], local: dict[int, NamedCall], common: Sequence[int]
     ) -> dict[int, NamedCall]:
         """Collective. Send the calls' properties to ranks that have joined; return the requests on all ranks."""
@@ -399,6 +400,7 @@ class Matcher:
         self._end([request])
 
     def _run_calls(self, requests: Sequence[NamedCall]) -> None:
+        """Collective. Make calls in this order, fused where possible; an error ends only its own requests."""
         for key, several in _grouped_by_fusion(requests):
             first = several[0]
             if self.watcher is not None:

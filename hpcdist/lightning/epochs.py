@@ -68,6 +68,7 @@ class Epochs:
         return self._ahead.pop() if self._ahead else self._next_batch()
 
     def _next_batch(self) -> Any:
+        """Read the next batch; start the epoch before its first one."""
         if self._batches is None:
             self._batches, self._position = iter(self._loader), None
         try:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hpcdist import checkpoint
 from hpcdist.errors import CheckpointError
 from hpcdist.model.slots import unwrapped
-from hpcdist.session.consensus import normal_tensors, start_collective
+from hpcdist.session.consensus import normal_tensors, prepare_collective
 from hpcdist.session.curves import first_alive
 from hpcdist.session.loader.sharded import ShardedLoader
 from hpcdist.session.resharding import SavedWorld
@@ -73,7 +73,7 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
         CheckpointError: a rank can't save its state. Raised on all ranks.
         ConfigError: server ranks can't take part, inside the loop.
     """
-    start_collective("a checkpoint")
+    prepare_collective("a checkpoint")
     session, objects = current(), _Objects(state)
     if session.run is not None:
         session.run.flush()
@@ -120,7 +120,7 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
             schedule, or lacks one of the names.
         ConfigError: server ranks can't take part, inside the loop.
     """
-    start_collective("a checkpoint")
+    prepare_collective("a checkpoint")
     session = current()
     if session.planned is not None:
         session.planned.require_inside(path)

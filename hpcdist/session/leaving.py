@@ -17,7 +17,7 @@ from typing import Any
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch import job_end
 from hpcdist.errors import ConfigError
-from hpcdist.session.world import loop_ranks, note_reason
+from hpcdist.session.world import loop_ranks, set_leave_reason
 
 # SIGTERM: sent by Slurm before SIGKILL (preemption, scancel, the time limit). SIGUSR1: `sbatch --signal=USR1@120`, and
 # forwarded by mpirun and srun to their ranks. SIGUSR2: used by some sites.
@@ -126,7 +126,7 @@ class Leaving:
         if not any(stepped):  # no exchanges in steps
             self.reason = self.reason or self._announced
         self._stepped = False
-        note_reason(self.reason)
+        set_leave_reason(self.reason)
         return self.reason
 
     def agree(self, steps: int, soon_s: float = 0.0) -> str | None:

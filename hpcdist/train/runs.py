@@ -99,7 +99,7 @@ def train(
         job, config = comm.raise_on_all_ranks(lambda: specify(job_path, toml_path, overrides))
         require_same_files(comm)
         folder = cast(
-            Path, _on_rank_0(comm, lambda: _choose(job_path, config, comm.size, output, resume, until_the_end))
+            Path, _on_rank_0(comm, lambda: _open_folder(job_path, config, comm.size, output, resume, until_the_end))
         )
         if timeline:
             path = _on_rank_0(comm, lambda: unused(folder / merged_timeline.FILE_NAME))
@@ -192,6 +192,7 @@ def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) ->
 
 
 def _check_model(job: Job, config: JobConfig) -> None:
+    """Raise ConfigError if the job's model does not take the configured options."""
     try:
         parameters = inspect.signature(job.model)
     except ValueError:  # written in C
@@ -214,7 +215,7 @@ def _check_stages(job: Job, config: JobConfig) -> None:
     cut_of(outline(lambda: job.model(**config.model)), settings.stages * settings.chunks, settings.sizes)
 
 
-def _choose(
+def _open_folder(
     job_path: Path, config: JobConfig, ranks: int, output: Path | None, resume: bool, until_the_end: ExitStack
 ) -> Path:
     """Create or find the run's folder, and lock it until the end."""

@@ -21,7 +21,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig, StrategyConfig, optimizers
 from hpcdist.data.loader import Batch, Loader
 from hpcdist.errors import ConfigError, HpcdistError
-from hpcdist.faults.turns import takes_turn
+from hpcdist.faults.reporter import is_reporter
 from hpcdist.records import StepRecord, Summary, digest
 from hpcdist.session.curves import Curves
 from hpcdist.tools import console
@@ -186,6 +186,7 @@ class BaselineTrainer:
             self.comm.barrier()
 
     def _step(self, x: Tensor, y: Tensor, weight: float) -> None:
+        """Take one optimizer step on a batch, and record it; `weight` 0: a padding batch, whose gradient is ignored."""
         start, scaler = self.comm.now(), self._precision.scaler
         self._optimizer.zero_grad()
         loss = self._backward(x, y, weight)
@@ -298,7 +299,7 @@ def main(library: type[Library]) -> None:
         try:
             summary = train(comm, library, job, config, overrides or [], output, sys.argv)
         except HpcdistError as error:
-            if comm.size == 1 or takes_turn(comm.rank):
+            if comm.size == 1 or is_reporter(comm.rank):
                 console.error(str(error))
             if comm.size > 1:
                 cast("MpiCommunicator", comm).abort(1)

@@ -114,6 +114,7 @@ def _show(chosen: Plan, others: Sequence[Plan], one_rank_s: float) -> None:
 
 
 def stage_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return the table of stages, with times in ms and sizes in MB or kB."""
     return [
         {
             "stage": stage.stage,
@@ -137,6 +138,7 @@ def rank_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def plan_rows(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Return the table that compares schedules by step time, idle time and memory."""
     return [
         {
             "schedule": plan.schedule,

@@ -94,11 +94,7 @@ def _value(axis: Axis, part: float) -> str:
 
 
 def grid(axes: Sequence[Axis]) -> list[dict[str, str]]:
-    """List all combinations of values.
-
-    Raises:
-        ConfigError: an axis is a range without a number of points.
-    """
+    """List all combinations of values; raise ConfigError if an axis is a range without a number of points."""
     for axis in axes:
         if not axis.values:
             raise ConfigError(
@@ -109,10 +105,6 @@ def grid(axes: Sequence[Axis]) -> list[dict[str, str]]:
 
 
 def points(sweep: Sweep) -> list[dict[str, str]]:
-    """List the trials of a sweep: all combinations of a grid, or `trials` empty dicts, filled in by the sampler later.
-
-    Raises:
-        ConfigError: see `read_axis` and `grid`.
-    """
+    """List the trials of a sweep: all combinations of a grid, or `trials` empty dicts, which the sampler fills in."""
     axes = list(map(read_axis, sweep.over))
     return grid(axes) if sweep.sampler == "grid" else [{}] * sweep.trials

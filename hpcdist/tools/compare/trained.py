@@ -65,7 +65,7 @@ class TrainedJob:
         """Return whether the group's strategy equals the plain optimizer on one rank."""
         return _is_plain(group)
 
-    def make_data(self) -> None:
+    def create_data(self) -> None:
         """Create the job's data file if it is missing, since concurrent runs can't."""
         with neighbours(self._path):
             prepare_data(self._job, self.config)
@@ -126,11 +126,12 @@ class TrainedScript:
         """See `TrainedJob.is_plain`; a script that is passed the strategy's name may depend on it."""
         return _is_plain(group) and "strategy" not in self._placeholders
 
-    def make_data(self) -> None:
+    def create_data(self) -> None:
         """Do nothing: the script creates its data."""
 
 
 def _rehearsed(config: JobConfig, ranks: int) -> str | None:
+    """Return why the settings can't train on this number of ranks, or None."""
     try:
         rehearse(config, ranks)
     except UnknownNameError:  # wrong on any number of ranks
@@ -141,6 +142,7 @@ def _rehearsed(config: JobConfig, ranks: int) -> str | None:
 
 
 def _is_plain(group: ComparedGroup) -> bool:
+    """Return whether the strategy equals the plain optimizer on one rank, as tests check for built-in strategies."""
     options = load({}, None, group.settings)["strategy"]
     name = options if isinstance(options, str) else options["name"]
     cls = strategies.load(name)

@@ -262,11 +262,7 @@ def find_script(run: Path) -> tuple[Comparison | Sweep, PlannedRun, ScriptCall] 
 
 
 def find_trial(run: Path) -> tuple[Trials, int, int]:
-    """Return the sweep's trials, the trial's number and the seed for the folder of a run.
-
-    Raises:
-        ConfigError: the folder belongs to no sweep.
-    """
+    """Return trials, trial number and seed of a run's folder; raise ConfigError if it belongs to no sweep."""
     output, match = run.parent.parent, _FOLDER.fullmatch(run.name)
     if match is None:
         raise ConfigError(f"--output must be the folder of a run of `hpcdist sweep`; got {run}.")

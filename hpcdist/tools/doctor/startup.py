@@ -169,6 +169,7 @@ class Tcp:
         return texts
 
     def _reach_first(self, limit_s: float) -> socket.socket:
+        """Connect to the first node, retrying until it listens."""
         until = time.monotonic() + limit_s
         while True:
             try:
@@ -230,7 +231,7 @@ def unreachable_pairs(pairs: Sequence[tuple[int, int]], nodes: Nodes, reason: st
     """Report pairs of nodes without a connection; pairs of the same node are one finding.
 
     Args:
-        why: how it was detected.
+        reason: how it was detected.
     """
     findings, remaining = [], [tuple(nodes.names[node] for node in pair) for pair in pairs]
     while remaining:

@@ -171,10 +171,10 @@ class RunGroup:
         frames = [result.curves.times for result in self.ended if len(result.curves.times)]
         return concat(frames).groupby("rank").mean() if frames else DataFrame()
 
-    def spent_to_target(self, what: str) -> Interval | None:
+    def spent_to_target(self, quantity: str) -> Interval | None:
         """Return the mean `bytes` or `joules` until the target; None if a run did not reach it or has no record."""
-        values = self[f"{what}_to_target"].values()
-        return self.mean(f"{what}_to_target") if 0 < len(values) == self.n_started else None
+        values = self[f"{quantity}_to_target"].values()
+        return self.mean(f"{quantity}_to_target") if 0 < len(values) == self.n_started else None
 
     @property
     def total_batch(self) -> int | None:
@@ -309,6 +309,7 @@ def analyse(job: JobRuns) -> Analysis:
 
 # --- against the reference --------------------------------------------------------------------------------------------
 def _contrasts(job: JobRuns, groups: Sequence[RunGroup]) -> list[Contrast]:
+    """Compare all groups with their references, and correct the p-values for the number of comparisons."""
     pairs = [(group, other) for group in groups for other in groups if _is_reference(group, other)]
     if any(group.ranks > 1 for group, _ in pairs):  # one rank doesn't communicate
         pairs = [(group, other) for group, other in pairs if other.ranks > 1]
@@ -330,6 +331,7 @@ def _is_reference(group: RunGroup, other: RunGroup) -> bool:
 
 
 def _contrast(group: RunGroup, reference: RunGroup) -> Contrast:
+    """Compare a group with its reference by time and by final metric."""
     why, speedup, difference = None, None, None
     if group.kind == "serial":
         why = "a serial control compares metrics only; see its time under scaling"
@@ -359,6 +361,7 @@ def _difference(group: RunGroup, reference: RunGroup) -> Effect:
 
 # --- over numbers of ranks --------------------------------------------------------------------------------------------
 def _scaling(groups: Iterable[RunGroup]) -> list[ScalingRow]:
+    """Return weak and strong scaling of each group, relative to a suitable run on one rank."""
     rows = []
     for group in groups:
         if group.ranks == 1 or group.total_batch is None or not group.seconds_per_sample:

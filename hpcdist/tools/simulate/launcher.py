@@ -97,7 +97,7 @@ class Simulation:
         """Return the seconds of a step with this number of samples."""
         if given_s is not None:
             return given_s * samples / self.samples if self.samples else given_s
-        nearest = min(self.step_s, key=lambda known: abs(known - samples))
+        nearest = min(self.step_s, key=lambda size: abs(size - samples))
         return self.step_s[nearest] * samples / nearest
 
 
@@ -118,11 +118,7 @@ class VirtualLauncher:
             self._pool = ProcessPoolExecutor(workers, context, initializer=_start)
 
     def run(self, run: PlannedRun, folder: Path) -> None:
-        """Execute a run.
-
-        Raises:
-            RunError: it failed.
-        """
+        """Execute a run; raise RunError if it fails."""
         if self._pool is None:
             failure = _train(self._simulation, run, folder)
         else:

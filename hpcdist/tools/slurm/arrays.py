@@ -107,7 +107,7 @@ def submit_missing(
         return True
     with claimed(output):
         experiment_runs.write()
-        experiment_runs.trained.make_data()
+        experiment_runs.trained.create_data()
         for run in remaining:
             prepare(run, output)
         for spec in specs:

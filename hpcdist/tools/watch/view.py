@@ -276,6 +276,7 @@ def _done(run: Run, samples: int, step: int, spent_s: float) -> tuple[float | No
 
 
 def _notes(run: Run, steps: Steps, skipped: int) -> list[str]:
+    """Return sentences about the run that need the user's attention."""
     silent_s = time.monotonic() - max(steps.grew_s.values(), default=math.inf)
     lost = run.summary.lost_ranks if run.summary else steps.lost_ranks
     starts = 1 + len(run.record.resumed) if run.record else 1
@@ -297,6 +298,7 @@ def _notes(run: Run, steps: Steps, skipped: int) -> list[str]:
 
 
 def _loss_curve(steps: Steps, workers: Sequence[int]) -> Curve:
+    """Return the mean training loss of the workers over steps, samples and seconds."""
     width = max((steps.widths[rank] for rank in workers), default=1)
     frame = steps.frame[steps.frame["rank"].isin(workers)]
     seconds = frame["computing_s"] + frame["communicating_s"] + frame["waiting_s"]
@@ -333,6 +335,7 @@ def _usage(samples: Mapping[int, Sequence[Usage]]) -> dict[str, dict[int, Points
 
 
 def _ranks(run: Run, steps: Steps, now: DataFrame, workers: Sequence[int]) -> tuple[RankView, ...]:
+    """Return the state of each rank; a straggler computes longer than SLOW times the others' median."""
     busy_s: Series = (now["computing_s"] + now["communicating_s"]) / now["records"]
     newest = steps.recent.groupby("rank")["step"].last()
     freshest = max(steps.grew_s.values(), default=0.0)

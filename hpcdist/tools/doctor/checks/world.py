@@ -87,7 +87,7 @@ def check_tasks(tasks: Sequence[Task | None], nodes: Sequence[int]) -> None:
         if started is not None and (started.rank, started.size) != (rank, len(tasks)):
             raise WorldError(
                 f"the ranks must be the launcher's ({started.launcher}): rank {started.rank} of {started.size}; got "
-                f"MPI's rank {rank} of {len(tasks)}. Launch with the mpirun of this MPI, or with the matching srun --mpi=..."
+                f"MPI's rank {rank} of {len(tasks)}. Launch with the mpirun of this MPI, or the matching srun --mpi=..."
             )
     for node in sorted(set(nodes)):
         local = sorted(

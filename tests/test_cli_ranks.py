@@ -40,10 +40,10 @@ def hpcdist(size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 SEVERAL = """
 import sys
-from hpcdist.faults import turns
+from hpcdist.faults import reporter
 from hpcdist.tools import cli
 
-cli.SILENT_S = turns.SILENT_S = 0.0
+cli.SILENT_S = reporter.SILENT_S = 0.0
 rank = cli.launched_rank()
 BENCH = "bench allreduce --sizes 4096 --algorithm ring --rounds 1"
 TRAIN = f"train {sys.argv[1]} --set data.path=digits.h5 --set epochs=1"
@@ -145,7 +145,7 @@ def test_a_killed_run_resumes_to_the_same_bits():
     Path("stuck.py").write_text(tiny.STUCK.replace("UP_TO", "10**6"))
     done = hpcdist(2, *arguments, "--resume")
     assert done.returncode == 0, done.stderr
-    assert "hpcdist: going on from it/checkpoints/step-0000" in done.stderr
+    assert "hpcdist: resuming from it/checkpoints/step-0000" in done.stderr
 
     resumed, uninterrupted = load_summary("it"), tiny.uninterrupted(2, Path("virtual").resolve(), *settings)
     assert (resumed.sha256, resumed.metrics) == (uninterrupted.sha256, uninterrupted.metrics)

@@ -83,9 +83,9 @@ def _prepare(folder: Path, step: int, keep: int) -> str:
 
 
 def _write_rank(temporary: Path, rank: int, state: Any) -> dict[str, Stamp]:
-    tree, tensors, places = encode(state)
+    tree, tensors, positions = encode(state)
     temporary.mkdir(exist_ok=True)
-    metadata = {name: json.dumps(place.describe()) for name, place in places.items()}
+    metadata = {name: json.dumps(position.describe()) for name, position in positions.items()}
     files = {
         tensor_file(rank): write_tensors(temporary / tensor_file(rank), tensors, metadata),
         tree_file(rank): write_durably(temporary / tree_file(rank), [json.dumps(tree).encode()]),

@@ -31,17 +31,14 @@ Tables = dict[str, dict[str, tuple[str, list[str]]]]  # default and values of ea
 
 # --- completers, for `autocompletion` of arguments and options --------------------------------------------------------
 def names(group: str) -> Completer:
-    """Complete the name of a plug-in."""
     return lambda ctx, incomplete: catalogue(group).available()
 
 
 def datasets(ctx: Any, incomplete: str) -> list[str]:
-    """Complete the name of an importer."""
     return [name.replace("_", "-") for name in catalogue("importers").available()]
 
 
 def sites(ctx: Any, incomplete: str) -> list[str]:
-    """Complete the name of a cluster's profile."""
     return known_sites()
 
 
@@ -75,7 +72,6 @@ def settings(ctx: Any, incomplete: str) -> list[str]:
 
 
 def specification(ctx: Any, incomplete: str) -> list[str]:
-    """Complete KEY=VALUE of a Slurm job."""
     known = {"site": known_sites(), "strategy": catalogue("strategies").available()}
     table = fields("slurm")
     return _of_table(table | {key: table[key]._replace(values=tuple(known[key])) for key in known}, incomplete)
@@ -103,8 +99,7 @@ class Setting(NamedTuple):
 
 
 def _of_job(overrides: Sequence[str]) -> dict[str, Setting]:
-    """Return a job's settings by dotted key, including the options of the algorithms named in the given KEY=VALUE
-    texts."""
+    """Return a job's settings by dotted key, with the options of the algorithms that the KEY=VALUE texts name."""
     chosen = dict(text.partition("=")[::2] for text in overrides)
     table = fields("job")
     groups = {"strategy": "strategies", "strategy.compression": "compressors", "strategy.topology": "topologies"}
@@ -120,8 +115,7 @@ def _of_job(overrides: Sequence[str]) -> dict[str, Setting]:
 
 
 def fields(owner: str) -> dict[str, Setting]:
-    """Return settings by dotted key: of a job (`job`), of a Slurm job (`slurm`), or of a plug-in
-    (`strategies/softsync`)."""
+    """Return settings by dotted key: of a job (`job`), a Slurm job (`slurm`), or a plug-in (`strategies/softsync`)."""
     return {
         key: Setting(default, tuple(values))
         for key, (default, values) in _tables().get(owner.replace("-", "_"), {}).items()
@@ -160,8 +154,8 @@ def _describe_all() -> Tables:
     for group in ("strategies", "compressors", "topologies", "importers"):
         for name in catalogue(group).available():
             with suppress(HpcdistError):  # a plug-in of another package that can't be imported
-                plugin_ = catalogue(group).load(name)
-                owners[f"{group}/{name}"] = getattr(plugin_, "Config", None) or options_of(plugin_)
+                loaded = catalogue(group).load(name)
+                owners[f"{group}/{name}"] = getattr(loaded, "Config", None) or options_of(loaded)
     classes = {"optimizer.name": optimizers(), "schedule.name": subclasses(lr_scheduler, lr_scheduler.LRScheduler)}
     return {
         owner: {
@@ -185,9 +179,9 @@ def complete(command: Any) -> None:
         return
     words, current = os.environ["COMP_WORDS"].split("\n"), int(os.environ["COMP_CWORD"])
     joined = re.sub(r"(?<=[=:])\n|\n(?=[=:]+(?:\n|$))", "", "\n".join(words[: current + 1]))
-    whole = joined.split("\n")
-    before = whole[-1].removesuffix(words[current].strip("=:"))  # part that bash has split off
-    os.environ |= {"COMP_WORDS": "\n".join(whole), "COMP_CWORD": str(len(whole) - 1)}
+    joined_words = joined.split("\n")
+    before = joined_words[-1].removesuffix(words[current].strip("=:"))  # part that bash has split off
+    os.environ |= {"COMP_WORDS": "\n".join(joined_words), "COMP_CWORD": str(len(joined_words) - 1)}
     printed = io.StringIO()
     with redirect_stdout(printed), suppress(SystemExit):
         command.main(prog_name="hpcdist")

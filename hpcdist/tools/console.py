@@ -166,11 +166,11 @@ def result(folder: Path, summary: Summary) -> None:
 # --- tables -----------------------------------------------------------------------------------------------------------
 def rows(
     title: str | None,
-    rows_: Sequence[Mapping[str, Any]],
+    data: Sequence[Mapping[str, Any]],
     *,
     heads: Mapping[str, str] | None = None,
     left_aligned: Sequence[str] | None = None,
-    unbroken: Collection[str] = (),
+    whole: Collection[str] = (),
     option: str | None = None,
 ) -> None:
     """Print rows as a table, with one column per key of the first row.
@@ -181,27 +181,21 @@ def rows(
     Args:
         heads: column heads, if they differ from the keys.
         left_aligned: left-aligned columns, with texts; None: those with a str in the first row.
-        unbroken: columns of names that users may type again: words are not broken.
+        whole: columns of names that users may type again: words are not broken.
         option: the command's option that chooses columns, to mention it when columns are dropped.
     """
-    heads = {key: visible((heads or {}).get(key, key)) for key in rows_[0]}
-    texts = {key: [visible(_figure(row.get(key))) for row in rows_] for key in rows_[0]}
+    heads = {key: visible((heads or {}).get(key, key)) for key in data[0]}
+    texts = {key: [visible(_figure(row.get(key))) for row in data] for key in data[0]}
     if left_aligned is None:
-        left_aligned = [key for key, value in rows_[0].items() if isinstance(value, str)]
+        left_aligned = [key for key, value in data[0].items() if isinstance(value, str)]
     columns = shutil.get_terminal_size().columns if _is_terminal() else None
-    widths = (
-        dict.fromkeys(texts, sys.maxsize)
-        if columns is None
-        else _column_widths(heads, texts, left_aligned, unbroken, columns)
-    )
-    wrapped = {
-        key: [_wrapped(text, widths[key]) if key in left_aligned else text for text in texts[key]] for key in widths
-    }
-    widths = {key: max(map(_width, [heads[key], *groups])) for key, groups in wrapped.items()}
+    widths = dict.fromkeys(texts, sys.maxsize) if columns is None else _fit(heads, texts, left_aligned, whole, columns)
+    lines = {key: [_wrap(text, widths[key]) if key in left_aligned else text for text in texts[key]] for key in widths}
+    widths = {key: max(map(_width, [heads[key], *groups])) for key, groups in lines.items()}
     if title is not None:
         line(title)
     head = _lines([heads[key] for key in widths], widths, left_aligned, above=True)
-    body = [text for row in zip(*wrapped.values()) for text in _lines(row, widths, left_aligned)]
+    body = [text for row in zip(*lines.values()) for text in _lines(row, widths, left_aligned)]
     print("\n".join(["", *head, " " + "─" * (sum(widths.values()) + len(widths) - 1), *body, ""]), flush=True)
     if dropped := [key for key in texts if key not in widths]:
         choice = f"{option} {next(iter(widths))},{dropped[0]},... chooses columns; " if option else ""
@@ -209,22 +203,21 @@ def rows(
         print(flush=True)
 
 
-def _column_widths(
+def _fit(
     heads: Mapping[str, str],
     texts: Mapping[str, Sequence[str]],
     left_aligned: Sequence[str],
-    unbroken: Collection[str],
+    whole: Collection[str],
     columns: int,
 ) -> dict[str, int]:
-    """Return the width of each column that fits, in order; a text column gets a quarter of the terminal, plus unused
-    room."""
+    """Return the width of each column that fits, in order; a text column gets a quarter of the terminal or more."""
     widths: dict[str, int] = {}
     full_widths: dict[str, int] = {}
     room = columns - 1
     for key, column in texts.items():
         full_widths[key] = width = max(map(_width, (heads[key], *column)))
         if key in left_aligned:
-            words = [word for text in column for word in text.split()] if key in unbroken else []
+            words = [word for text in column for word in text.split()] if key in whole else []
             width = min(width, max(MIN_TEXT, columns // 4, *map(_width, words)))
         if width < room or not widths:
             widths[key] = width
@@ -263,7 +256,7 @@ def _lines(
     return lines
 
 
-def _wrapped(text: str, width: int) -> str:
+def _wrap(text: str, width: int) -> str:
     """Wrap a text, if possible only after commas and before brackets, so that `lr 0.1` stays on one line."""
     if len(text) <= width and "\n" not in text:
         return text
@@ -310,7 +303,7 @@ def overview(algorithms: Mapping[str, Any]) -> None:
 
 
 def algorithm(
-    name: str, cls: Any, options: Sequence[Option] = (), examples: Sequence[str] = (), note_: str = ""
+    name: str, cls: Any, options: Sequence[Option] = (), examples: Sequence[str] = (), footer: str = ""
 ) -> None:
     """Print an algorithm's docstring, options, reference and example commands."""
     head, _, reference = (inspect.getdoc(cls) or "").partition("Reference:")
@@ -318,8 +311,8 @@ def algorithm(
     for paragraph in head.strip().split("\n\n"):
         if not re.match(r"\w+:\n", paragraph):  # Args, Raises...
             _print_text(paragraph)
-    if note_:
-        _print_text(note_)
+    if footer:
+        _print_text(footer)
     if options:
         print("\n    Options, each set by --set KEY=VALUE:")
     for option in options:

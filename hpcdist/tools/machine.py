@@ -34,9 +34,7 @@ def timing_warnings(ranks: int, cores: int, processors: int, load: float) -> lis
     """
     warnings = []
     if ranks > cores:
-        warnings.append(
-            f"{ranks} ranks shared {cores} core{'s' * (cores > 1)}: times would differ with one core per rank."
-        )
+        warnings.append(f"{ranks} ranks shared {cores} core{'s' * (cores > 1)}: times would be lower otherwise.")
     if load > max(processors, ranks) + SLACK:
         warnings.append(
             f"The machine was busy: its load average was {load:.1f}, of {processors} processors and {ranks} "

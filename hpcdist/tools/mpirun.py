@@ -15,9 +15,7 @@ from typing import NoReturn
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
 
-AS_ROOT = dict.fromkeys(
-    ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"
-)  # Open MPI refuses root otherwise
+AS_ROOT = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")  # for Open MPI
 # Options by the output of `mpirun --version`: hosts, and the rank before each line of output.
 OPTIONS = {"Open MPI": ("--host", "--tag-output"), "HYDRA|Intel": ("-hosts", "-prepend-rank")}
 
@@ -32,8 +30,7 @@ def start_script(
     label: bool = False,
     launcher: str | None = None,
 ) -> NoReturn:
-    """Replace this process by a launcher that runs a script on several ranks, so that signals, input and exit status
-    are the launcher's.
+    """Replace this process by a launcher that runs a script on ranks; signals, input and exit status are its own.
 
     Args:
         script: a Python file or `-m MODULE`, with arguments; or a program, such as `python` or `hpcdist`.
@@ -153,13 +150,9 @@ def ranks_environment(
         bound: Open MPI may bind ranks to the machine's first cores; False if several jobs run concurrently, or if
             `hpcdist.init()` binds.
     """
-    environment = {**AS_ROOT, **variables, "OMP_NUM_THREADS": str(threads)}
+    env = {**AS_ROOT, **variables, "OMP_NUM_THREADS": str(threads)}
     if not bound:
-        environment = {
-            "PRTE_MCA_hwloc_default_binding_policy": "none",
-            "OMPI_MCA_hwloc_base_binding_policy": "none",
-            **environment,
-        }
+        env = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none", **env}
     if crowded:  # otherwise Open MPI refuses, and waiting ranks would not yield the core
         shared = {
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -167,8 +160,8 @@ def ranks_environment(
             "OMPI_MCA_mpi_yield_when_idle": "1",
             "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
         }
-        environment = {**shared, **environment}
-    return environment
+        env = {**shared, **env}
+    return env
 
 
 def _search_path(path: str) -> str:

@@ -126,10 +126,8 @@ def effect(
 def ratio_of(values: Mapping[K, float], others: Mapping[K, float]) -> Effect:
     """Estimate the ratio of the geometric means, values / others, as `effect` of the logarithms."""
     logs, other_logs = ({seed: math.log(value) for seed, value in group.items()} for group in (values, others))
-    difference = effect(logs, other_logs)
-    return replace(
-        difference, mean=math.exp(difference.mean), low=math.exp(difference.low), high=math.exp(difference.high)
-    )
+    log_ratio = effect(logs, other_logs)
+    return replace(log_ratio, mean=math.exp(log_ratio.mean), low=math.exp(log_ratio.low), high=math.exp(log_ratio.high))
 
 
 def _variance(values: Sequence[float], minimum: float) -> float:
@@ -157,13 +155,12 @@ def binomial_variance(share: float, tested: int) -> float:
     Reference: A. Agresti, B. A. Coull, "Approximate is better than 'exact' for interval estimation of binomial
     proportions", 1998.
     """
-    near = (share * tested + 2) / (tested + 4)
-    return near * (1 - near) / tested
+    adjusted = (share * tested + 2) / (tested + 4)
+    return adjusted * (1 - adjusted) / tested
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Correct p-values for multiple tests. NaN stands for a test that was not possible; it stays NaN and does not
-    count.
+    """Correct p-values for multiple tests; NaN, a test that was not possible, stays and does not count.
 
     Reference: S. Holm, "A simple sequentially rejective multiple test procedure", 1979.
 
@@ -172,9 +169,9 @@ def holm(ps: Sequence[float]) -> list[float]:
         >>> holm([0.01, 0.04, 0.03])
         [0.03, 0.06, 0.06]
     """
-    known = sorted((p, index) for index, p in enumerate(ps) if not math.isnan(p))
+    valid = sorted((p, index) for index, p in enumerate(ps) if not math.isnan(p))
     corrected, largest = list(ps), 0.0
-    for rank, (p, index) in enumerate(known):
-        largest = max(largest, min(1.0, p * (len(known) - rank)))
+    for rank, (p, index) in enumerate(valid):
+        largest = max(largest, min(1.0, p * (len(valid) - rank)))
         corrected[index] = largest
     return corrected

@@ -132,7 +132,7 @@ def test_a_place_that_is_no_checkpoint_is_refused(folder):
     for place, what in (
         (folder / "absent", "nothing there"),
         (folder / "step-00000001" / "manifest.json", "a file"),
-        (folder, "a folder without one. It holds checkpoints: give one of them, as latest"),
+        (folder, "a folder without one. It holds checkpoints: pass one of them, as from latest"),
     ):
         with pytest.raises(CheckpointError, match=f"must be a checkpoint, a folder with a manifest.json; got {what}"):
             verify(place)
@@ -148,7 +148,7 @@ def test_a_damaged_latest_checkpoint_is_passed_over_only_when_told(folder):
     assert latest(folder) == path
     with pytest.raises(CheckpointError, match=r"rank-0001.safetensors must have xxh3_128:\w{15}...; got .* An older"):
         verify(path)
-    message = "passed over in favour of step-00000001: .*rank-0001.safetensors must have xxh3_128:"
+    message = "skipped in favour of step-00000001: .*rank-0001.safetensors must have xxh3_128:"
     with pytest.warns(UserWarning, match=message):
         assert latest(folder, fallback=True) == folder / "step-00000001"
     cut(folder / "step-00000001" / "rank-0000.json")

@@ -105,9 +105,7 @@ def test_strategies_that_do_the_same_on_one_rank_share_its_runs(tmp_path):
     found = ComparedRuns(replace(DECLARED, strategies=strategies, seeds=1, rates={"dion": 0.1}), tmp_path)
     folders = {run.name: (Path(run.folder).name, run.overrides) for run in found.plan if run.ranks == 1}
     assert folders["gossip_pull"] == folders["allreduce"] and len(set(folders.values())) == 3
-    assert found.skipped == [
-        "on one rank allreduce, gossip_pull all take the optimiser's own steps, in runs that they share"
-    ]
+    assert found.skipped == ["on one rank allreduce, gossip_pull all take the optimiser's steps, and share runs"]
     launcher = PretendedRuns()
     found.run(Runner(tmp_path, launcher))
     assert len(launcher.made) == 7 == len(set(launcher.made)) and not missing(found.plan, tmp_path)

@@ -218,7 +218,7 @@ def test_a_script_is_simulated_each_step_takes_its_time_and_one_rank_is_the_cont
         ),
         ("hd.finish = id\ntrain()", "other.py must call hpcdist.finish(model) to be a run; it ended without"),
         ("train(then='sys.exit(3)')", "other.py must end with status 0; got sys.exit(3)"),
-        ("train(then='if hd.rank() == 1: sys.exit()')", "no virtual rank can go on"),
+        ("train(then='if hd.rank() == 1: sys.exit()')", "no virtual rank can continue"),
         ("train(then='raise ValueError(7)')", "ValueError: 7"),
         ("train(then='hd.save(\"kept\", optimizer=optimizer)')", "checkpoints must be in the folder of a run that a"),
         ("hd.compare('other.py')", "hpcdist.compare must not be called by the file that it trains"),

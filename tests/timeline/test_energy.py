@@ -193,7 +193,7 @@ def test_a_run_that_goes_on_has_the_energy_of_its_starts(sysfs):
     assert second.result().joules == pytest.approx(4.0)
     third = start([])
     assert third.result().joules is None
-    assert third.result().not_measured == "cpu: the checkpoint that the run went on from does not tell it"
+    assert third.result().not_measured == "cpu: the checkpoint that the run was resumed from does not contain it"
     for run in (first, second, third):
         run.close()
 

@@ -194,10 +194,10 @@ from hpcdist.train.resume import Position
 
 comm = hd.init(deadline_s=60).apart()
 conditions = StopConditions(JobConfig(epochs="none", budget={"seconds": 20}), comm, Position(), 1000)
-conditions.look([5.0, 1.0][comm.rank], steps=1)
+conditions.check_clock([5.0, 1.0][comm.rank], steps=1)
 if comm.rank == 0:
     os.kill(os.getpid(), signal.SIGKILL)
-conditions.look(2.0, steps=1)
+conditions.check_clock(2.0, steps=1)
 print(conditions.ended, conditions.steps)
 """
 
@@ -253,7 +253,7 @@ def test_bad_budgets_are_refused(case):
 
 
 def test_seconds_on_ranks_whose_steps_take_none_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="budget.seconds must be given where steps take time; got 2, and virtual"):
+    with pytest.raises(ConfigError, match="budget.seconds must be set only if steps take time; got 2, and virtual"):
         run_virtual(lambda comm: _run(comm, tmp_path, "budget.seconds=2"), 2)
 
 

@@ -61,7 +61,7 @@ def test_where_others_would_go_on_without_a_rank_a_replica_does_not(tmp_path):
     def body(comm):
         made = tiny.trainer(comm, tmp_path, "parallel.stages=2", "strategy=gossip_pull", of=staged.job)
         comm.failures.lost = (2,)  # as fault tolerance finds it where all ranks meet
-        message = "rank 2, stage 0 of replica 1, has died, and the model's other stages"
+        message = "rank 2, stage 0 of replica 1, has failed, and the model's other stages"
         with pytest.raises(RankFailedError, match=message):
             made.run()
 

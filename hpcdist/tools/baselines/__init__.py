@@ -14,7 +14,6 @@ from hpcdist.tools.baselines.base import Library
 
 
 def available() -> list[str]:
-    """Return the baselines' names."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
 
 

@@ -21,15 +21,15 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig, StrategyConfig, optimizers
 from hpcdist.data.loader import Batch, Loader
 from hpcdist.errors import ConfigError, HpcdistError
-from hpcdist.faults.turns import takes_turn
+from hpcdist.faults.reporter import is_reporter
 from hpcdist.records import StepRecord, Summary, digest
 from hpcdist.session.curves import Curves
 from hpcdist.tools import console
 from hpcdist.train import runs
 from hpcdist.train.evaluate import evaluate_replica
-from hpcdist.train.job import Job, described, open_data, own_samples
+from hpcdist.train.job import Job, describe_data, open_data, split_samples
 from hpcdist.train.log import Progress, RunLog
-from hpcdist.train.loop import own_device
+from hpcdist.train.loop import local_device
 from hpcdist.train.numerics import Precision
 from hpcdist.train.resume import Position
 from hpcdist.train.stop_conditions import StopConditions
@@ -116,12 +116,12 @@ class BaselineTrainer:
         self.config = config.model_copy(update={"strategy": StrategyConfig(name=library.name)})
         self.strategy_options: dict[str, Any] = {}
         self._n_steps = 0  # steps
-        self.device, self.position = own_device(session.local_rank()), Position()
+        self.device, self.position = local_device(session.local_rank()), Position()
         self._train, self._test = open_data(job, config, comm)
-        self.data = described(self._train, self._test)
+        self.data = describe_data(self._train, self._test)
         self._library = library(comm, self.device)
         self._make_model()
-        parts, self.labels = own_samples(config, self._train, comm.size)
+        parts, self.labels = split_samples(config, self._train, comm.size)
         self._loader = Loader(
             self._train, config.batch_size * config.accumulation, fill=True, worker=comm.rank, workers=comm.size,
             seed=config.seed, prefetch=config.data.prefetch, parts=parts,
@@ -149,7 +149,7 @@ class BaselineTrainer:
     # --- training -------------------------------------------------------------------------------------------------
     def run(self, resume_from: Path | None = None) -> Summary:
         """Collective. Train to the end, evaluate and write the summary; return it, the same on every rank."""
-        self._stop_conditions.look(0.0)
+        self._stop_conditions.check_clock(0.0)
         self.log.open(first_step=1)
         try:
             while not self._stop_conditions.ended:
@@ -168,7 +168,7 @@ class BaselineTrainer:
             self._steps(batches, done, count)
             done, position.step = done + count, position.step + count
             position.consumed = plan.position(done)
-            stop_conditions.look(self.log.train_s, count)
+            stop_conditions.check_clock(self.log.train_s, count)
             evaluates = stop_conditions.evaluates(before) or stop_conditions.ended
             if done == plan.steps:
                 position.epoch, position.consumed = position.epoch + 1, 0
@@ -186,6 +186,7 @@ class BaselineTrainer:
             self.comm.barrier()
 
     def _step(self, x: Tensor, y: Tensor, weight: float) -> None:
+        """Take one optimizer step on a batch, and record it; `weight` 0: a padding batch, whose gradient is ignored."""
         start, scaler = self.comm.now(), self._precision.scaler
         self._optimizer.zero_grad()
         loss = self._backward(x, y, weight)
@@ -243,7 +244,6 @@ class BaselineTrainer:
         return self.log.summarise(digest(self._module.parameters()), 0, remarks=remarks, test_samples=len(self._test))
 
     def close(self) -> None:
-        """Collective. Shut the library down, and close files."""
         self._library.close()
         self._train.close()
         self._test.close()
@@ -299,7 +299,7 @@ def main(library: type[Library]) -> None:
         try:
             summary = train(comm, library, job, config, overrides or [], output, sys.argv)
         except HpcdistError as error:
-            if comm.size == 1 or takes_turn(comm.rank):
+            if comm.size == 1 or is_reporter(comm.rank):
                 console.error(str(error))
             if comm.size > 1:
                 cast("MpiCommunicator", comm).abort(1)

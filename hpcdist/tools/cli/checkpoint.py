@@ -10,9 +10,7 @@ import typer
 from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import writable
 
-app = typer.Typer(
-    name="checkpoint", no_args_is_help=True, help="The checkpoints of a run: list them, export the model of one."
-)
+app = typer.Typer(name="checkpoint", no_args_is_help=True, help="List a run's checkpoints; export the model of one.")
 
 Run = Annotated[
     Path,

@@ -50,9 +50,7 @@ def data_import(
 
 def _as_overrides(arguments: list[str]) -> list[str]:
     """Convert `--name value` and `--name=value` to KEY=VALUE, as for --set."""
-    parts = [
-        part for argument in arguments for part in (argument.split("=", 1) if argument.startswith("--") else [argument])
-    ]
+    parts = [part for arg in arguments for part in (arg.split("=", 1) if arg.startswith("--") else [arg])]
     if len(parts) % 2 or not all(name.startswith("--") for name in parts[::2]):
         raise ConfigError(
             f"options of the importer must be --NAME VALUE, behind FILE; got {' '.join(arguments)}. `hpcdist datasets "
@@ -66,9 +64,7 @@ def data_fetch(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME",
-            help="mnist or fashion-mnist.",
-            autocompletion=lambda: ["mnist", "fashion-mnist"],
+            metavar="NAME", help="mnist or fashion-mnist.", autocompletion=lambda: ["mnist", "fashion-mnist"]
         ),
     ],
     folder: Annotated[

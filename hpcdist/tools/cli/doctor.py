@@ -22,8 +22,7 @@ def doctor(
     ] = Path("."),
     gpus: Annotated[bool, typer.Option("--gpus", help="Every rank must see a GPU.")] = False,
     spare: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="K", help="Exclude the K worst nodes: only errors of the others count."),
+        int | None, typer.Option(min=0, metavar="K", help="Exclude the K worst nodes: only errors of the others count.")
     ] = None,
     exclude_file: Annotated[
         Path | None,

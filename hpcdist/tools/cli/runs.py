@@ -77,7 +77,7 @@ def runs(
     for comparison, group in groupby(sorted(listed, key=lambda one: one.comparison or ""), lambda one: one.comparison):
         parent = Path(comparison or folder)
         table = [_row(one, parent) for one in group]
-        console.rows(comparison, table, left_aligned=("run", "state", "metric", "tags"), unbroken=("run", "tags"))
+        console.rows(comparison, table, left_aligned=("run", "state", "metric", "tags"), whole=("run", "tags"))
     for one in listed:
         if one.damage is not None:
             console.note(f"{one.folder} is damaged: {one.damage}")
@@ -166,11 +166,7 @@ def _find(name: str) -> Path:
 
 
 def select_runs(folders: Sequence[Path], where: Iterable[str] | None, tags: Iterable[str] | None) -> list[ListedRun]:
-    """Return the runs in folders that match --where and --tag.
-
-    Raises:
-        ConfigError: a condition is not KEY=VALUE.
-    """
+    """Return the runs in folders that match --where and --tag; raise ConfigError if a condition is not KEY=VALUE."""
     from hpcdist.tools.runs import find_runs
     from hpcdist.tools.runs.listing import read_listed
 

@@ -68,32 +68,32 @@ class ComparedRuns(ExperimentRuns):
     def __init__(self, experiment: Comparison, folder: Path):
         _check_options(experiment)
         super().__init__(experiment, folder)
-        kept, out = self._split_runnable(self.trained.groups)
+        runnable, out = self._split_runnable(self.trained.groups)
         self.skipped = [*out, *self.trained.unknown]
-        self.groups = self._share_runs(kept)
+        self.groups = self._share_runs(runnable)
         self._plan_runs(())
         require_same(folder, experiment)  # last: the error should name a wrong setting first
 
-    def _split_runnable(self, every: Sequence[ComparedGroup]) -> tuple[list[ComparedGroup], list[str]]:
-        """Split groups into those that can run, and one message for each of the others.
+    def _split_runnable(self, groups: Sequence[ComparedGroup]) -> tuple[list[ComparedGroup], list[str]]:
+        """Split groups by whether they can run; return the groups, and the reasons of the others.
 
         Raises:
             ConfigError: a setting is wrong, or a strategy can run on none of the numbers of ranks.
         """
-        firsts = [group.run(self.experiment, seed=0) for group in every]
-        reasons = [(group, self.trained.refusal(run)) for group, run in zip(every, firsts, strict=True)]
-        kept = [group for group, reason in reasons if reason is None]
+        firsts = [group.run(self.experiment, seed=0) for group in groups]
+        reasons = [(group, self.trained.refusal(run)) for group, run in zip(groups, firsts, strict=True)]
+        runnable = [group for group, reason in reasons if reason is None]
         for group, reason in reasons:
-            if group.kind == "strategy" and group.name not in {other.name for other in kept}:
+            if group.kind == "strategy" and group.name not in {other.name for other in runnable}:
                 raise ConfigError(f"{group.name} must be able to run on one of the numbers of ranks; got: {reason}")
         skipped = [(f"{group.name} is left out on {count(group.ranks, 'rank')}", why) for group, why in reasons if why]
-        return kept, [f"{group_text}: {why}" for group_text, why in skipped]
+        return runnable, [f"{group_text}: {why}" for group_text, why in skipped]
 
-    def _share_runs(self, kept: Sequence[ComparedGroup]) -> list[ComparedGroup]:
+    def _share_runs(self, runnable: Sequence[ComparedGroup]) -> list[ComparedGroup]:
         """Share runs on one rank: all strategies that equal the plain optimizer there use the runs of the first."""
         firsts: dict[float | None, ComparedGroup] = {}  # by the user's learning rate
         shared, identical = [], []
-        for group in kept:
+        for group in runnable:
             if group.kind == "strategy" and group.ranks == 1 and self.trained.is_plain(group):
                 first = firsts.setdefault(self.experiment.rates.get(group.rate_key), group)
                 identical += [group.name] * (group is not first)
@@ -101,17 +101,14 @@ class ComparedRuns(ExperimentRuns):
             shared.append(group)
         if identical:
             names = ", ".join([*(first.name for first in firsts.values()), *identical])
-            self.skipped = [
-                *self.skipped,
-                f"on one rank {names} all take the optimiser's own steps, in runs that they share",
-            ]
+            self.skipped = [*self.skipped, f"on one rank {names} all take the optimiser's steps, and share runs"]
         return shared
 
     def _plan_runs(self, chosen: Sequence[ChosenRate]) -> None:
         """Plan all runs, at the rates that the user or a search has chosen."""
         self._chosen, experiment = chosen, self.experiment
         rates = {(key, ranks): rate for key, rate in experiment.rates.items() for ranks in experiment.ranks}
-        rates |= {(one.name, one.ranks): one.rate for one in chosen}
+        rates |= {(choice.name, choice.ranks): choice.rate for choice in chosen}
         self.plan = plan(experiment, self.groups, rates)
 
     # --- runs ---------------------------------------------------------------------------------------------------------
@@ -130,8 +127,7 @@ class ComparedRuns(ExperimentRuns):
             return runner.run_all(remaining)
 
     def write(self) -> None:
-        """Write `comparison.json`."""
-        tune, chosen = self.experiment.tune, [asdict(one) for one in self._chosen]
+        tune, chosen = self.experiment.tune, [asdict(rate) for rate in self._chosen]
         write(
             self.folder,
             self.experiment,
@@ -144,17 +140,18 @@ class ComparedRuns(ExperimentRuns):
 
     # --- learning rates -----------------------------------------------------------------------------------------------
     def tune(self, runner: Runner) -> Sequence[ChosenRate]:
-        """Search a learning rate for each `rate_key` and number of ranks, on separate seeds. Existing runs of the
-        search are reused."""
+        """Search a learning rate per `rate_key` and number of ranks, on separate seeds; reuse existing runs of the
+        search."""
         firsts = {(group.rate_key, group.ranks): group for group in reversed(self.groups)}
         with runner.display("learning rates", len(firsts) * self.experiment.tune):
             self._plan_runs([self._search(group, runner) for group in reversed(firsts.values())])
-        for one in self._chosen:
-            print(one)
+        for rate in self._chosen:
+            print(rate)
         self.write()
         return self._chosen
 
     def _search(self, group: ComparedGroup, runner: Runner) -> ChosenRate:
+        """Search the learning rate of one group, in steps of a factor of 2."""
         first = self.trained.first_rate or 0.0
 
         def measure(power: int, repeated: int) -> Summary | None:
@@ -163,11 +160,11 @@ class ComparedRuns(ExperimentRuns):
             run = at_rate.run(self.experiment, FIRST_SEED + repeated, rate, "tuning")
             return None if runner.run_all([run]) else load_summary(self.folder / run.folder)
 
-        best, known = search_within(self.experiment.tune, measure, self._merit)
+        best, measured = search_within(self.experiment.tune, measure, self._merit)
         means = {
-            first * 2.0**power: mean_metric(summaries, self.experiment.metric) for power, summaries in known.items()
+            first * 2.0**power: mean_metric(results, self.experiment.metric) for power, results in measured.items()
         }
-        between = best - 1 in known and best + 1 in known
+        between = best - 1 in measured and best + 1 in measured
         return ChosenRate(group.rate_key, group.ranks, first * 2.0**best, means, between)
 
     def _merit(self, summaries: Sequence[Summary | None]) -> tuple[float, float]:
@@ -179,7 +176,6 @@ class ComparedRuns(ExperimentRuns):
 
     # --- results ------------------------------------------------------------------------------------------------------
     def show_table(self) -> None:
-        """Print the report's table, a row per group."""
         show(tables([analyse(job) for job in read_jobs([self.folder])]))
 
     @cached_property
@@ -202,10 +198,8 @@ class ComparedRuns(ExperimentRuns):
     @cached_property
     def figures(self) -> dict[str, Any]:
         """Return the report's matplotlib figures by name."""
-        all_figures = [
-            drawn for section in sections_of(self._analysis) for listed in section.figures.values() for drawn in listed
-        ]
-        return {drawn.name: drawn.figure for drawn in all_figures}
+        groups = [figures for section in sections_of(self._analysis) for figures in section.figures.values()]
+        return {drawn.name: drawn.figure for figures in groups for drawn in figures}
 
     @cached_property
     def _analysis(self) -> Analysis:
@@ -234,22 +228,23 @@ def search_within(
         >>> best, sorted(measured)
         (2, [-1, 0, 1, 2, 3])
     """
-    known: dict[int, list[T]] = {}
+    measured: dict[int, list[T]] = {}
 
     def best() -> int:
-        return min(known, key=lambda number: merit(known[number]))
+        return min(measured, key=lambda number: merit(measured[number]))
 
     for _ in range(runs):
-        around = best() if known else 0
-        near = (around, around - 1, around + 1)
-        unknown = [number for number in near if number not in known]
-        number = unknown[0] if unknown else min(near, key=lambda near: (len(known[near]), merit(known[near])))
-        known.setdefault(number, []).append(measure(number, len(known.get(number, ()))))
-    return best(), known
+        center = best() if measured else 0
+        candidates = (center, center - 1, center + 1)
+        new = [number for number in candidates if number not in measured]
+        number = new[0] if new else min(candidates, key=lambda n: (len(measured[n]), merit(measured[n])))
+        measured.setdefault(number, []).append(measure(number, len(measured.get(number, ()))))
+    return best(), measured
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 def _check_options(experiment: Comparison) -> None:
+    """Raise ConfigError for options that contradict each other, and for unknown names of baselines and strategies."""
     for key in ("strategy", "seed"):
         if key in load({}, None, experiment.settings):
             option = "--strategies NAME:KEY=VALUE" if key == "strategy" else "--seeds"
@@ -257,9 +252,9 @@ def _check_options(experiment: Comparison) -> None:
     for baseline in experiment.baselines:
         if baseline not in baselines.available():
             raise UnknownNameError("--baselines", baseline, baselines.available())
-    named = [*experiment.strategies, *experiment.baselines]
+    names = [*experiment.strategies, *experiment.baselines]
     for name in experiment.rates:
-        if name not in named:
-            raise UnknownNameError("--rate", name, named)
+        if name not in names:
+            raise UnknownNameError("--rate", name, names)
     if experiment.rates and experiment.tune:
         raise ConfigError("--rate must be omitted with --tune, which chooses all rates; got both. Take one of the two.")

@@ -58,8 +58,7 @@ def read_budget(value: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
 
 
 def read_strategies(texts: Sequence[str]) -> tuple[str, ...]:
-    """Split `a,b:key=value,key=value,c` at the commas between strategies; an item `key=value` belongs to the strategy
-    before it.
+    """Split `a,b:key=value,key=value,c` into strategies; an item `key=value` belongs to the one before it.
 
     Raises:
         ConfigError: an option stands before any strategy, or a name is empty.
@@ -227,11 +226,7 @@ class Comparison(Experiment):
         Option("--rate", metavar="STRATEGY=RATE", help="Learning rate of one strategy. May be repeated."),
         Reader(_read_rates),
     ] = field(default_factory=dict)
-    tune: Annotated[
-        int,
-        Option(metavar="N", help="First search a learning rate for each strategy, with N runs."),
-        ANY,
-    ] = 0
+    tune: Annotated[int, Option(metavar="N", help="First search each strategy's learning rate, with N runs."), ANY] = 0
     controls: Annotated[
         bool,
         Option(help="Also train on one process with the batch of all ranks; if ranks are virtual, on one rank, too."),
@@ -266,8 +261,7 @@ class Sweep(Experiment):
     trials: Annotated[int, Option("--runs", help="Number of combinations to try; a grid has all."), COUNT] = 20
     ranks: Annotated[int, Option(help="Ranks of each run."), COUNT] = 1
     sampler: Annotated[
-        str,
-        Option(metavar="NAME", help="How combinations are chosen: tpe (near good ones), random, or grid (all)."),
+        str, Option(metavar="NAME", help="How combinations are chosen: tpe (near good ones), random, or grid (all).")
     ] = "tpe"
     pruner: Annotated[
         str,
@@ -280,7 +274,6 @@ class Sweep(Experiment):
 
     @property
     def max_ranks(self) -> int:
-        """Return the number of ranks of each run."""
         return self.ranks
 
 
@@ -319,8 +312,6 @@ class Execution:
 
     def __post_init__(self) -> None:
         if self.slurm is not None and self.launcher is not None:
-            raise ConfigError(
-                f"--launcher must be omitted with --slurm, whose profile has its own; got {self.launcher!r}."
-            )
+            raise ConfigError(f"--launcher must be omitted with --slurm, whose profile has one; got {self.launcher!r}.")
         if self.slurm is None and self.slurm_set:
             raise ConfigError("--slurm must be given with --slurm-set; got none. Such as --slurm generic.")

@@ -102,8 +102,7 @@ def sweep(
     launcher: str | None = None,
     **options: Any,
 ) -> SweptRuns:
-    """Search for good settings of a job, as `hpcdist sweep` does. Runs that already exist in the folder are not
-    repeated.
+    """Search for good settings of a job, as `hpcdist sweep` does. Existing runs in the folder are not repeated.
 
     Args:
         job: see `compare`; the settings of a function are its parameters.
@@ -131,8 +130,7 @@ def run(
     workers: int | None = None,
     **options: Any,
 ) -> Any:
-    """Run what is missing of an experiment, here or as Slurm jobs; if its Slurm jobs are still queued, show them
-    instead.
+    """Run what is missing of an experiment, here or in Slurm; if its Slurm jobs are still queued, show them instead.
 
     Args:
         command: compare, simulate or sweep.
@@ -154,9 +152,9 @@ def run(
     execution = Execution(**{f.name: options.pop(f.name) for f in fields(Execution) if f.name in options})
     kind: type[Any]  # of Experiment
     kind, runs_class = (Sweep, SweptRuns) if command == "sweep" else (Comparison, ComparedRuns)
-    described_cluster = None
+    cluster_config = None
     if virtual or command == "simulate":
-        described_cluster = read_cluster(None if cluster is None else Path(cluster), network, compute)
+        cluster_config = read_cluster(None if cluster is None else Path(cluster), network, compute)
     elif (cluster, network, compute) != (None, None, None):
         raise ConfigError("--virtual must be given with --network, --compute and --cluster; got none. Add it.")
     if job is None:
@@ -164,13 +162,10 @@ def run(
     else:
         if command == "sweep" and not options["over"]:
             raise ConfigError("--over must be given to start a sweep; got none. Such as --over batch_size=16,32.")
-        experiment = kind.of(
-            job, virtual=None if described_cluster is None else described_cluster.model_dump(), **options
-        )
-        output = Path(
-            execution.output or folder.default(Path("runs") / f"{command}-{Path(experiment.job).stem}", experiment)
-        )
-        experiment = experiment if described_cluster is None else on_cluster(experiment, described_cluster, output)
+        experiment = kind.of(job, virtual=None if cluster_config is None else cluster_config.model_dump(), **options)
+        name = f"{command}-{Path(experiment.job).stem}"
+        output = Path(execution.output or folder.default(Path("runs") / name, experiment))
+        experiment = experiment if cluster_config is None else on_cluster(experiment, cluster_config, output)
     if experiment.virtual is not None and (execution.slurm is not None or execution.launcher is not None):
         raise ConfigError("--slurm and --launcher must be omitted with virtual ranks; got one of them. Remove it.")
     runs = runs_class(experiment, output)
@@ -188,9 +183,7 @@ def _in_folder(
 ) -> tuple[Path, Any]:
     """Read the experiment that a command without a job resumes; return its folder and the experiment."""
     if output is None or options.get("over" if command == "sweep" else "strategies"):
-        raise ConfigError(
-            f"JOB must be given to start a {NOUNS[command]}; got none. It is a file such as jobs/digits.py."
-        )
+        raise ConfigError(f"JOB must be given to start a {NOUNS[command]}; got none. Such as jobs/digits.py.")
     output = Path(output)
     experiment = folder.read_experiment(output, kind)
     if experiment.command != command:

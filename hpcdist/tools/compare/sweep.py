@@ -53,6 +53,7 @@ class SweptRuns(ExperimentRuns):
         require_same(folder, experiment)  # last: the error should name a wrong setting first
 
     def _require_prunable(self) -> None:
+        """Raise ConfigError if the pruner is given several seeds, or too few evaluations."""
         experiment = self.experiment
         if experiment.pruner == "none":
             return
@@ -81,7 +82,7 @@ class SweptRuns(ExperimentRuns):
     def run(self, runner: Runner) -> list[PlannedRun]:
         """Execute the runs that are missing, each with settings sampled when it starts."""
         self.write()
-        self.trained.make_data()
+        self.trained.create_data()
         remaining = missing(self.plan, self.folder)
         with runner.display("runs", len(remaining)):
             failed = runner.run_all(self._started(remaining))
@@ -104,7 +105,6 @@ class SweptRuns(ExperimentRuns):
 
     # --- results ------------------------------------------------------------------------------------------------------
     def write(self) -> None:
-        """Write `comparison.json`, the study and `sweep.json`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._trials.create(self.higher_is_better, self._evaluations)
         self._write_started()
@@ -128,6 +128,7 @@ class SweptRuns(ExperimentRuns):
         replace_durably(self.folder / SWEEP, text.encode())
 
     def _entry(self, trial: SweepTrial) -> dict[str, Any]:
+        """Return a trial's entry in `sweep.json`."""
         settings = dict(setting.split("=", 1) for setting in trial.settings or ())
         folders = [run.folder for run in self._trials.planned_runs(trial.number)] if settings else []
         value = trial.value if trial.value is not None and math.isfinite(trial.value) else None
@@ -147,7 +148,6 @@ class SweptRuns(ExperimentRuns):
         return self._trained.get(run)
 
     def show_table(self) -> None:
-        """Print all trials, the best first."""
         console.rows(f"{self.experiment.job}: the best settings first", self.rows())
 
     @property
@@ -158,7 +158,6 @@ class SweptRuns(ExperimentRuns):
 
     @property
     def table(self) -> DataFrame:
-        """Return a row per started trial, the best first."""
         return DataFrame(self.rows())
 
     def rows(self) -> list[dict[str, Any]]:

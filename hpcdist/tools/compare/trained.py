@@ -65,15 +65,14 @@ class TrainedJob:
         """Return whether the group's strategy equals the plain optimizer on one rank."""
         return _is_plain(group)
 
-    def make_data(self) -> None:
+    def create_data(self) -> None:
         """Create the job's data file if it is missing, since concurrent runs can't."""
         with neighbours(self._path):
             prepare_data(self._job, self.config)
 
 
 class TrainedScript:
-    """A script or a function with its own training loop; see `TrainedJob`. Its batch size and learning rates are
-    unknown.
+    """A script or function with its own training loop, of unknown batch size and learning rate; see `TrainedJob`.
 
     Raises:
         ConfigError: an option is for jobs only, or the script does not take what differs between its runs.
@@ -88,9 +87,7 @@ class TrainedScript:
         options = {"set": "settings", "budget": "budget", "tune": "tune", "rate": "rates", "baselines": "baselines"}
         for option, name in options.items():
             if value := getattr(experiment, name, None):
-                raise ConfigError(
-                    f"--{option} must be omitted with a script; got {value}. Pass arguments to the script behind --."
-                )
+                raise ConfigError(f"--{option} must be omitted with a script; got {value}. Pass arguments behind --.")
         if isinstance(experiment, Sweep) and (experiment.pruner != "none" or not experiment.metric):
             raise ConfigError(
                 "--target must be given, and --pruner omitted, to sweep over a script, whose metrics are unknown "
@@ -104,22 +101,19 @@ class TrainedScript:
         self.unknown = [f"{experiment.job} sets its batch size and its end: runs are not cut{skipped}"]
 
     def _check_placeholders(self, names: set[str]) -> None:
-        """Raise ConfigError if the script has a placeholder without a value, or none for a setting that differs between
-        runs."""
+        """Raise ConfigError for a placeholder without a value, or none for a setting that differs between runs."""
         experiment, by_name = self._experiment, ".py:" in self._experiment.job
         where = "the function's parameters" if by_name else "the {NAME} in ARGS"
         swept = [read_axis(text).key for text in experiment.over] if isinstance(experiment, Sweep) else []
         differing = [*(key for key in swept if key.partition(".")[0] != "strategy"), *["seed"] * (experiment.seeds > 1)]
-        requested = ", ".join(sorted(names)) or "none"
+        got = ", ".join(sorted(names)) or "none"
         if lacking := [name for name in differing if name not in names]:
             raise ConfigError(
-                f"{where} must include {lacking[0]}, otherwise all runs would be identical; got {requested}. Write "
+                f"{where} must include {lacking[0]}, otherwise all runs would be identical; got {got}. Write "
                 f"-- --{lacking[0]} {{{lacking[0]}}}{', or give --seeds 1' * (lacking[0] == 'seed')}."
             )
         if not by_name and not names <= {*OF_EVERY_RUN, *swept}:
-            raise ConfigError(
-                f"{where} must be of {', '.join([*OF_EVERY_RUN, *swept])}; got {requested}. Remove others."
-            )
+            raise ConfigError(f"{where} must be of {', '.join([*OF_EVERY_RUN, *swept])}; got {got}. Remove others.")
 
     def refusal(self, run: PlannedRun) -> str | None:
         """Check the options of a run's strategy; see `TrainedJob.refusal`."""
@@ -130,11 +124,12 @@ class TrainedScript:
         """See `TrainedJob.is_plain`; a script that is passed the strategy's name may depend on it."""
         return _is_plain(group) and "strategy" not in self._placeholders
 
-    def make_data(self) -> None:
+    def create_data(self) -> None:
         """Do nothing: the script creates its data."""
 
 
 def _rehearsed(config: JobConfig, ranks: int) -> str | None:
+    """Return why the settings can't train on this number of ranks, or None."""
     try:
         rehearse(config, ranks)
     except UnknownNameError:  # wrong on any number of ranks
@@ -145,10 +140,11 @@ def _rehearsed(config: JobConfig, ranks: int) -> str | None:
 
 
 def _is_plain(group: ComparedGroup) -> bool:
+    """Return whether the strategy equals the plain optimizer on one rank, as tests check for built-in strategies."""
     options = load({}, None, group.settings)["strategy"]
     name = options if isinstance(options, str) else options["name"]
     cls = strategies.load(name)
-    is_builtin = cls.__module__.startswith("hpcdist.strategies.")  # our tests check it
+    is_builtin = cls.__module__.startswith("hpcdist.strategies.")  # others are not tested for it
     has_own_rule = cls.contract.step == "the strategy's" or cls.contract.batch == "portions"
     return is_builtin and not has_own_rule and not {"on_nonfinite", "provider"} & set(options)
 

@@ -62,11 +62,9 @@ class Nodes:
     of: tuple[int, ...]
 
     def name(self, rank: int) -> str:
-        """Return the name of a rank's node."""
         return self.names[self.of[rank]]
 
     def ranks(self, node: int) -> list[int]:
-        """List the ranks of a node."""
         return [rank for rank, node_of_rank in enumerate(self.of) if node_of_rank == node]
 
     @property
@@ -140,7 +138,7 @@ def allocated(environ: Mapping[str, str]) -> list[str]:
 
 # --- gathering --------------------------------------------------------------------------------------------------------
 class Unanswered(DeadlineError):
-    """Some ranks did not answer in time. `pairs`: those ranks that were waiting for each other."""
+    """Some ranks did not answer in time. `pairs`: ranks that were waiting for each other."""
 
     def __init__(self, ranks: Sequence[int], seconds: float, pairs: Sequence[tuple[int, int]] = ()):
         self.ranks, self.seconds, self.pairs = tuple(ranks), seconds, tuple(pairs)
@@ -157,16 +155,14 @@ def gather(comm: Communicator, value: Any) -> list[Any]:
         Unanswered: on rank 0, with all missing ranks; on another rank, with rank 0.
     """
     if comm.rank == 0:
-        values_by_rank = {0: value}
-        while len(values_by_rank) < comm.size:
+        by_rank = {0: value}
+        while len(by_rank) < comm.size:
             try:
                 source, received = _receive(comm, ARRIVED)
             except DeadlineError as error:
-                raise Unanswered(
-                    [r for r in range(comm.size) if r not in values_by_rank], comm.failures.deadline_s
-                ) from error
-            values_by_rank[source] = received
-        values = [values_by_rank[rank] for rank in range(comm.size)]
+                raise Unanswered([r for r in range(comm.size) if r not in by_rank], comm.failures.deadline_s) from error
+            by_rank[source] = received
+        values = [by_rank[rank] for rank in range(comm.size)]
         for request in [_send(comm, values, rank, CONTINUE) for rank in range(1, comm.size)]:
             request.wait()
         return values
@@ -199,10 +195,10 @@ def _receive(comm: Communicator, tag: int) -> tuple[int, Any]:
     return envelope.source, json.loads(data.numpy().tobytes())
 
 
-def attempt(seconds: float, what: str, call: Callable[[], Result]) -> Result | dict[str, str]:
+def attempt(seconds: float, description: str, call: Callable[[], Result]) -> Result | dict[str, str]:
     """Call a function that may hang, for example on a dead file system; stop waiting after `seconds`.
 
-    Returns its result, or {"error": ...} if it fails or takes longer. `what`: its name, for the message.
+    Returns its result, or {"error": ...} if it fails or takes longer. `description`: its name, for the message.
     """
     outcome: list[Result | dict[str, str]] = []
 
@@ -212,10 +208,12 @@ def attempt(seconds: float, what: str, call: Callable[[], Result]) -> Result | d
         except Exception as error:
             outcome.append({"error": str(error).partition("\n")[0]})
 
-    thread = threading.Thread(target=run, name=f"hpcdist-doctor: {what}", daemon=True)  # no pool: it may never end
+    thread = threading.Thread(
+        target=run, name=f"hpcdist-doctor: {description}", daemon=True
+    )  # no pool: it may never end
     thread.start()
     thread.join(seconds)
-    return outcome[0] if outcome else {"error": f"{what} did not end within {seconds:g} s."}
+    return outcome[0] if outcome else {"error": f"{description} did not end within {seconds:g} s."}
 
 
 def listed(names: Sequence[str], max_names: int = 8) -> str:

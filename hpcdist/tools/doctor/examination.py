@@ -34,8 +34,7 @@ _ending = threading.Lock()
 
 
 def examine(required: Requirements, options: ExaminationOptions) -> int:
-    """Collective. Run all checks, print a line per finding on the first rank, and return the exit status, the same on
-    all ranks.
+    """Collective. Run all checks, print the findings on the first rank; return the same exit status on all ranks.
 
     If ranks don't answer, or the time limit is exceeded, all ranks are ended, with status 1 or the launcher's status
     for an aborted job.
@@ -74,9 +73,9 @@ def _start_mpi(required: Requirements, report: Report, limit: TimeLimit) -> Firs
     with start.limited(
         START_S if is_reported else round(limit.remaining_s(), 1),
         task(required.environ),
-        place="MPI's start",
-        advice=" Check the last lines of each rank, and that their nodes run",
-        tell=(lambda text: None) if is_reported else report_late,
+        where="MPI's start",
+        advice=" Check the last output of each rank, and that their nodes run",
+        report=(lambda text: None) if is_reported else report_late,
         ends=limit.hard_limit,
     ):
         from hpcdist.comm.mpi.first_messages import FirstMessages  # importing it starts MPI
@@ -84,8 +83,7 @@ def _start_mpi(required: Requirements, report: Report, limit: TimeLimit) -> Firs
 
 
 def _check_nodes(required: Requirements, report: Report) -> bool:
-    """Report nodes that are absent or can't reach each other by TCP; return whether there are any. Only the first rank
-    knows."""
+    """Report nodes that are absent or can't connect by TCP; return whether there are any, on the first rank."""
     names = tuple(base.allocated(required.environ)) if startup.takes_part(required.environ) else ()
     checked = startup.check_nodes(required.environ, names) if len(names) > 1 else startup.NOTHING
     if not checked.absent and not checked.unreachable:
@@ -239,7 +237,6 @@ class TimeLimit:
             faulthandler.dump_traceback_later(seconds + BACKSTOP_S, exit=True, file=sys.__stderr__)
 
     def remaining_s(self) -> float:
-        """Return the remaining seconds."""
         return max(self._start + self._seconds - time.monotonic(), 0.0)
 
     def cancel(self) -> None:

@@ -70,8 +70,7 @@ class Report:
         return f"Other processes are running: {listed(texts)}"
 
     def conclude(self, cut_short: bool = False) -> int:
-        """Choose the nodes to exclude, write the files, and return the exit status; `cut_short`: not all checks were
-        run, status 1.
+        """Choose the nodes to exclude, write the files; return the exit status, 1 if checks are missing (`cut_short`).
 
         Raises:
             ConfigError: a file can't be written.
@@ -138,18 +137,16 @@ def choose_exclusion(names: Sequence[str], findings: Sequence[Finding], spare: i
     """
     if not 0 <= spare < max(len(names), 1):
         raise ConfigError(f"spare must be at least 0 and below the number of nodes, {len(names)}; got {spare}.")
-    excluded: list[str] = []
+    chosen: list[str] = []
     healthy: list[str] = []
-    while len(excluded) < spare:
-        remaining = [finding for finding in findings if not set(finding.nodes) & set(excluded)]
-        worst = max(
-            (name for name in names if name not in excluded), key=lambda n: (*_faults(n, remaining), names.index(n))
-        )
-        if _faults(worst, remaining) == (0, 0):
+    while len(chosen) < spare:
+        others = [finding for finding in findings if not set(finding.nodes) & set(chosen)]
+        worst = max((name for name in names if name not in chosen), key=lambda n: (*_faults(n, others), names.index(n)))
+        if _faults(worst, others) == (0, 0):
             healthy.append(worst)
-        excluded.append(worst)
-    errors = tuple(f for f in findings if f.status == ERROR and not set(f.nodes) & set(excluded))
-    return Exclusion(tuple(name for name in names if name in excluded), tuple(healthy), errors)
+        chosen.append(worst)
+    errors = tuple(f for f in findings if f.status == ERROR and not set(f.nodes) & set(chosen))
+    return Exclusion(tuple(name for name in names if name in chosen), tuple(healthy), errors)
 
 
 def _faults(name: str, findings: Sequence[Finding]) -> tuple[float, float]:

@@ -51,12 +51,12 @@ class Result(NamedTuple):
 def check(
     transport: Tcp | FirstMessages, introduction: str, pairs: Callable[[Mapping[int, str]], Iterable[Pair]]
 ) -> Result:
-    """Collective. Find absent members, and pairs of the others that can't reach each other.
+    """Collective. Find absent members, and pairs of present members that can't reach each other.
 
     Args:
-        transport: connects members 0 to size − 1. Its `exchange` returns the texts of all members that reached member 0
-            in time (on an unreachable member only its own text); the other members wait twice as long for the reply.
-            Its `unreachable` returns the pairs that failed from this member.
+        transport: connects members 0 to size − 1. `exchange` returns the texts of all members that reached member 0 in
+            time (on an unreachable member only its text); the other members wait twice as long for the reply.
+            `unreachable` returns the pairs that failed from this member.
         introduction: this member's description for the others.
         pairs: returns the pairs to try, from the introductions.
     """
@@ -68,17 +68,12 @@ def check(
     if not to_try:
         return Result(arrived, absent)
     local_failures = json.dumps(transport.unreachable(to_try))
-    failed = transport.exchange(
-        local_failures, 2 * transport.reach_s, arrived
-    )  # members without failures arrive earlier
-    return Result(
-        arrived, absent, tuple(sorted({tuple(pair) for text in failed.values() for pair in json.loads(text)}))
-    )
+    failed = transport.exchange(local_failures, 2 * transport.reach_s, arrived)  # without failures sooner
+    return Result(arrived, absent, tuple(sorted({tuple(pair) for row in failed.values() for pair in json.loads(row)})))
 
 
 def pairs_to_try(count: int) -> list[Pair]:
-    """Return the pairs of `count` members to try: all, or with many members those at distance 1, 2, 4, ..., as in
-    collectives."""
+    """Return the pairs of `count` members to try: all, or of many members those 1, 2, 4, ... apart."""
     steps = range(1, count) if count <= ALL_PAIRS else [1 << i for i in range((count - 1).bit_length())]
     pairs = ((first, (first + step) % count) for first in range(count) for step in steps)
     return sorted({(min(pair), max(pair)) for pair in pairs})
@@ -92,14 +87,13 @@ NOTHING = Result({})
 
 
 def takes_part(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is the one of its node that takes part."""
+    """Return whether this is the participating process of its node."""
     launched = task(environ)
     return launched is not None and launched.launcher.startswith("srun") and launched.local_rank == 0
 
 
 def check_nodes(environ: Mapping[str, str], names: Sequence[str]) -> Result:
-    """Collective, with a timeout. Find absent nodes and unreachable pairs, by number; only the first node gets the
-    result.
+    """Collective, with a timeout. Find absent nodes and unreachable pairs; only the first node gets the result.
 
     Args:
         names: host names of the step's nodes.
@@ -135,8 +129,7 @@ class Tcp:
         self._texts: dict[int, str] = {}  # of the last exchange; after the first one, the nodes' addresses
 
     def exchange(self, text: str, limit_s: float, members: Collection[int]) -> dict[int, str]:
-        """Collective. Exchange texts among `members` through the first node; an empty text is replaced by the node's
-        address."""
+        """Collective. Exchange texts through the first node; an empty one becomes the node's address."""
         self._texts = self._exchange(text, limit_s, members)
         return self._texts
 
@@ -173,6 +166,7 @@ class Tcp:
         return texts
 
     def _reach_first(self, limit_s: float) -> socket.socket:
+        """Connect to the first node, retrying until it listens."""
         until = time.monotonic() + limit_s
         while True:
             try:
@@ -208,8 +202,7 @@ def _write(stream: IO, value: object) -> None:
 def absent_nodes(names: Sequence[str], first: str, waited_s: float) -> Iterator[Finding]:
     """Report the nodes that did not reach the first one by TCP."""
     for name in names:
-        text = f"{name} must connect to {first} by TCP; it did not within {waited_s:g} s: it hangs, or can't reach "
-        f"{first}"
+        text = f"{name} must connect to {first} by TCP; it did not within {waited_s:g} s: it hangs, or can't reach it"
         yield Finding(WARNING, text, (name,))
 
 
@@ -232,7 +225,7 @@ def absent_ranks(
 
 
 def unreachable_pairs(pairs: Sequence[tuple[int, int]], nodes: Nodes, reason: str) -> list[Finding]:
-    """Report pairs of nodes without a connection; one finding for all pairs of the same node.
+    """Report pairs of nodes without a connection; pairs of the same node are one finding.
 
     Args:
         reason: how it was detected.
@@ -244,17 +237,17 @@ def unreachable_pairs(pairs: Sequence[tuple[int, int]], nodes: Nodes, reason: st
         ends = [pair for pair in remaining if worst in pair]
         remaining = [pair for pair in remaining if worst not in pair]
         if len(ends) == 1:
-            text, nodes_, excluded = f"the link {'-'.join(ends[0])} passes nothing", ends[0], "one of the two"
+            text, causes, excluded = f"the link {'-'.join(ends[0])} passes nothing", ends[0], "one of the two"
         else:
             others = [name for pair in ends for name in pair if name != worst]
-            text, nodes_, excluded = f"the links from {worst} to {listed(others)} pass nothing", (worst,), worst
+            text, causes, excluded = f"the links from {worst} to {listed(others)} pass nothing", (worst,), worst
         text += f": {reason}, though all reach {nodes.names[0]}. Exclude {excluded}, and tell the site: check "
-        findings.append(Finding(ERROR, f"{text}cables, routes and firewalls between them", nodes_, weight=len(ends)))
+        findings.append(Finding(ERROR, f"{text}cables, routes and firewalls between them", causes, weight=len(ends)))
     return findings
 
 
 def unanswered(error: Unanswered, nodes: Nodes, stage: str) -> list[Finding]:
-    """Report the ranks that stopped answering during a check, by node; for pairs that wait for each other, the link."""
+    """Report the ranks that stopped answering during a check, by node; report the link if two wait for each other."""
     stuck = {rank for pair in error.pairs for rank in pair}
     reason = f"its measurement did not end within {error.seconds:g} s"
     findings = unreachable_pairs([(nodes.of[a], nodes.of[b]) for a, b in error.pairs], nodes, reason)

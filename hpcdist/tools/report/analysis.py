@@ -35,8 +35,7 @@ Seed = tuple[int, int]  # and a counter for repeated seeds
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs with the same name and number of ranks, which differ in their seeds. `group["wall_s"]` has the value of each
-    run.
+    """Runs with the same name and number of ranks, and different seeds. `group["wall_s"]` has each run's value.
 
     Attributes:
         frame: a row per finished run.
@@ -136,7 +135,6 @@ class RunGroup:
 
     @property
     def n_started(self) -> int:
-        """Return the number of runs that have started."""
         return sum(result.run.ended or result.run.start is not None for result in self.runs)
 
     @property
@@ -172,10 +170,10 @@ class RunGroup:
         frames = [result.curves.times for result in self.ended if len(result.curves.times)]
         return concat(frames).groupby("rank").mean() if frames else DataFrame()
 
-    def spent_to_target(self, what: str) -> Interval | None:
-        """Return the mean `bytes` or `joules` until the target; None unless all runs reached it and recorded them."""
-        values = self[f"{what}_to_target"].values()
-        return self.mean(f"{what}_to_target") if 0 < len(values) == self.n_started else None
+    def spent_to_target(self, quantity: str) -> Interval | None:
+        """Return the mean `bytes` or `joules` until the target; None if a run did not reach it or has no record."""
+        values = self[f"{quantity}_to_target"].values()
+        return self.mean(f"{quantity}_to_target") if 0 < len(values) == self.n_started else None
 
     @property
     def total_batch(self) -> int | None:
@@ -216,9 +214,9 @@ class Contrast:
         """Return whether the final metrics are equal in every seed, up to rounding."""
         if self.difference is None:
             return False
-        values_, reference_values = self.group.final, self.reference.final
-        pairs = ((values_[seed], reference_values[seed]) for seed in values_)
-        values = pairs if self.difference.paired else product(values_.values(), reference_values.values())
+        finals, reference_values = self.group.final, self.reference.final
+        pairs = ((finals[seed], reference_values[seed]) for seed in finals)
+        values = pairs if self.difference.paired else product(finals.values(), reference_values.values())
         return all(math.isclose(*pair, rel_tol=ROUNDING) for pair in values)
 
     def outcome(self, min_ratio: float = 1.0) -> str:
@@ -296,10 +294,7 @@ class Analysis:
 def analyse(job: JobRuns) -> Analysis:
     """Compute the statistics of a job's runs."""
     kinds = [*KINDS, *{result.kind for result in job.runs}]
-    runs = sorted(
-        job.runs,
-        key=lambda result: (result.ranks, kinds.index(result.kind), result.name, result.virtual, not result.run.ended),
-    )
+    runs = sorted(job.runs, key=lambda r: (r.ranks, kinds.index(r.kind), r.name, r.virtual, not r.run.ended))
     rows = [job.row(result) for result in runs]
     keys = dict.fromkeys(key for row in rows for key in row)
     frame = DataFrame([[row.get(key) for key in keys] for row in rows], columns=list(keys), dtype=object)
@@ -313,22 +308,19 @@ def analyse(job: JobRuns) -> Analysis:
 
 # --- against the reference --------------------------------------------------------------------------------------------
 def _contrasts(job: JobRuns, groups: Sequence[RunGroup]) -> list[Contrast]:
+    """Compare all groups with their references, and correct the p-values for the number of comparisons."""
     pairs = [(group, other) for group in groups for other in groups if _is_reference(group, other)]
     if any(group.ranks > 1 for group, _ in pairs):  # one rank doesn't communicate
         pairs = [(group, other) for group, other in pairs if other.ranks > 1]
     pairs.sort(key=lambda pair: (pair[0].kind == "serial", -pair[1].ranks))
     contrasts = [_contrast(group, reference) for group, reference in pairs]
-    effects = [effect_ for contrast in contrasts for effect_ in (contrast.speedup, contrast.difference)]
-    corrected = holm([math.nan if effect_ is None else effect_.p for effect_ in effects])
-    return [
-        replace(result, p_speedup=corrected[2 * i], p_difference=corrected[2 * i + 1])
-        for i, result in enumerate(contrasts)
-    ]
+    effects = [item for contrast in contrasts for item in (contrast.speedup, contrast.difference)]
+    corrected = holm([math.nan if item is None else item.p for item in effects])
+    return [replace(c, p_speedup=corrected[2 * i], p_difference=corrected[2 * i + 1]) for i, c in enumerate(contrasts)]
 
 
 def _is_reference(group: RunGroup, other: RunGroup) -> bool:
-    """Return whether `other` is the reference of `group`: the same number of ranks, or the same total batch for one
-    process."""
+    """Return whether `other` is the reference of `group`: the same ranks, or for one process the same total batch."""
     if other.name != group.job.reference or group.name == other.name or group.virtual != other.virtual:
         return False
     if group.kind == "serial":
@@ -337,6 +329,7 @@ def _is_reference(group: RunGroup, other: RunGroup) -> bool:
 
 
 def _contrast(group: RunGroup, reference: RunGroup) -> Contrast:
+    """Compare a group with its reference by time and by final metric."""
     why, speedup, difference = None, None, None
     if group.kind == "serial":
         why = "a serial control compares metrics only; see its time under scaling"
@@ -366,6 +359,7 @@ def _difference(group: RunGroup, reference: RunGroup) -> Effect:
 
 # --- over numbers of ranks --------------------------------------------------------------------------------------------
 def _scaling(groups: Iterable[RunGroup]) -> list[ScalingRow]:
+    """Return weak and strong scaling of each group, relative to a suitable run on one rank."""
     rows = []
     for group in groups:
         if group.ranks == 1 or group.total_batch is None or not group.seconds_per_sample:

@@ -108,9 +108,7 @@ def _page(jobs: Sequence[Analysis], title: str, output: Path, progress: Progress
     heading = jobs[0].job.title
     heading = Path(heading).name if heading.endswith(".py") else heading
     return _render(
-        f"{parts[0]['question']} {heading}" if len(jobs) == 1 else f"Runs in {title}",
-        parts=parts,
-        drawn=drawn,
+        f"{parts[0]['question']} {heading}" if len(jobs) == 1 else f"Runs in {title}", parts=parts, drawn=drawn
     )
 
 
@@ -185,7 +183,7 @@ def sections_of(analysis: Analysis) -> list[Section]:
     sections = []
     kinds = catalogue("figures")
     plugins = [(name, kinds.load(name)) for name in kinds.available()]
-    for name, plugin in sorted(plugins, key=lambda named: (getattr(named[1], "ORDER", len(plugins)), named[0])):
+    for name, plugin in sorted(plugins, key=lambda entry: (getattr(entry[1], "ORDER", len(plugins)), entry[0])):
         parts = list(plugin.draw(analysis))
         figures: dict[int | None, list[ReportFigure]] = {}
         for part in parts:

@@ -115,19 +115,15 @@ class JobRuns:
 
     def bytes_to_target(self, result: RunResult) -> float | None:
         """Return the bytes sent and fetched by all ranks until the target was reached."""
-        reached, known = self.reached(result), result.curves.evaluations
-        return None if reached is None else float(known["bytes"][known["step"] == reached.step].iloc[0])
+        reached, evaluations = self.reached(result), result.curves.evaluations
+        return None if reached is None else float(evaluations["bytes"][evaluations["step"] == reached.step].iloc[0])
 
     def row(self, result: RunResult) -> dict[str, Any]:
         """Return all values of a run, without curves, by column."""
-        summary, start = result.run.summary, result.run.start
+        run, summary, start = result.run, result.run.summary, result.run.start
         row: dict[str, Any] = {"job": self.name, "comparison": self.comparison and str(self.comparison)}
         row |= {key: getattr(result, key) for key in ("name", "kind", "ranks", "virtual", "seed")}
-        row |= {
-            "folder": str(result.run.folder),
-            "failure": result.run.failure,
-            "changes": "; ".join(result.run.changes),
-        }
+        row |= {"folder": str(run.folder), "failure": run.failure, "changes": "; ".join(run.changes)}
         if start is not None:
             row |= {key: getattr(start, key) for key in ("started", "ended", "commit", "dirty")}
             row |= {"hosts": " ".join(dict.fromkeys(start.hosts))}
@@ -144,7 +140,7 @@ class JobRuns:
             row["bubble"] = sum(summary.bubbles) / summary.stages if summary.bubbles else None
             row |= {"staleness_mean": summary.staleness.mean, "staleness_max": summary.staleness.max}
             row |= {"joules": summary.energy.joules, "joules_per_sample": summary.joules_per_sample}
-        return row | {f"setting.{key}": values.get(result.run.folder) for key, values in self.settings.items()}
+        return row | {f"setting.{key}": values.get(run.folder) for key, values in self.settings.items()}
 
 
 def read_jobs(
@@ -209,17 +205,18 @@ def is_higher_better(metric: str) -> bool:
 
 
 def _comparison(folder: Path, plan: Mapping[str, Any], only: Collection[Path] | None, progress: Progress) -> JobRuns:
+    """Read the runs of a comparison or sweep, with its metric, target and reference."""
     try:
         is_virtual = bool(plan.get("virtual"))
         selected = [run for run in plan["runs"] if only is None or folder / run["folder"] in only]
         runs = [_run(folder / run["folder"], run, is_virtual) for run in progress(selected, READING)]
         metric = plan["metric"] or _first_metric(runs)  # empty for a script
-        known = is_higher_better(metric)
+        guessed = is_higher_better(metric)
         return JobRuns(
             name=Path(plan["job"]).stem,
             title=plan["job"],
             metric=metric,
-            higher_is_better=plan.get("higher_is_better", known) if plan["metric"] else known,
+            higher_is_better=plan.get("higher_is_better", guessed) if plan["metric"] else guessed,
             target=plan.get("target"),
             budget=plan.get("budget") or {},
             tuning=plan.get("tuning"),
@@ -253,8 +250,8 @@ def _by_job(runs: Sequence[RunResult]) -> dict[str | None, list[RunResult]]:
     stems = Counter(Path(path).stem for path in set(first.values()))
     groups: dict[str | None, list[RunResult]] = {}
     for result in runs:
-        known = None if result.run.record is None else first[result.run.record.job.path]
-        name = known if known is None or stems[Path(known).stem] > 1 else Path(known).stem
+        first_path = None if result.run.record is None else first[result.run.record.job.path]
+        name = first_path if first_path is None or stems[Path(first_path).stem] > 1 else Path(first_path).stem
         groups.setdefault(name, []).append(result)
     return dict(sorted(groups.items(), key=lambda group: (group[0] is None, group[0] or "")))
 
@@ -265,9 +262,7 @@ def _of_job(job: str | None, title: str, results: Sequence[RunResult]) -> JobRun
     runs = [replace(result, name=_name(result, settings)) for result in results]
     metric = _first_metric(runs)
     n_by_ranks = Counter(result.ranks for result in runs)  # the reference is on the most frequent number of ranks
-    ordered = sorted(
-        runs, key=lambda result: (not result.run.ended, result.run.strategy != REFERENCE, -n_by_ranks[result.ranks])
-    )
+    ordered = sorted(runs, key=lambda r: (not r.run.ended, r.run.strategy != REFERENCE, -n_by_ranks[r.ranks]))
     return JobRuns(
         name=job,
         title=title,
@@ -304,11 +299,12 @@ def _name(result: RunResult, settings: Mapping[str, Mapping[Path, str]]) -> str:
 
 # --- one run ----------------------------------------------------------------------------------------------------------
 def _run(folder: Path, planned: Mapping[str, Any] | None = None, is_virtual: bool = False) -> RunResult:
+    """Read one run; `planned` is its entry in `comparison.json`, None for a single run."""
     run = Run(folder, follow=True)  # reports a damaged run without raising
     if planned is None:
-        known = run.summary or run.start
+        source = run.summary or run.start
         seed = run.settings.get("seed") if run.summary is None else run.summary.seed
-        ranks = known.ranks if known else 0
+        ranks = source.ranks if source else 0
         planned = {"name": run.strategy or "unknown", "kind": "strategy", "ranks": ranks, "seed": seed}
     virtual = is_virtual or bool(run.start and run.start.virtual)
     result = RunResult(run, **{key: planned[key] for key in ("name", "kind", "ranks", "seed")}, virtual=virtual)
@@ -317,6 +313,7 @@ def _run(folder: Path, planned: Mapping[str, Any] | None = None, is_virtual: boo
 
 
 def _curves(run: Run) -> RunCurves:
+    """Compute the curves and times of a run from the records of its steps."""
     steps = Steps(run.folder)
     steps.read()
     records = {name: column.to_numpy() for name, column in steps.frame.items()}  # pandas' sums are far slower
@@ -352,9 +349,9 @@ def _losses(
         total: samples of all workers.
         last: last step of the workers.
     """
-    known = [(0, 0.0), *((result.samples, result.seconds) for result in run.evaluations)]
-    if run.summary is not None and total > known[-1][0]:
-        known.append((total, run.summary.wall_s))
+    times = [(0, 0.0), *((result.samples, result.seconds) for result in run.evaluations)]
+    if run.summary is not None and total > times[-1][0]:
+        times.append((total, run.summary.wall_s))
     step, samples, loss = (
         records[name][(records["samples"] > 0) & (records["losses"] > 0)] for name in ("step", "samples", "loss")
     )
@@ -365,9 +362,9 @@ def _losses(
     points = DataFrame(
         {
             "samples": trained,
-            "seconds": np.interp(trained, *np.transpose(known)),
+            "seconds": np.interp(trained, *np.transpose(times)),
             "bytes": bytes_at((filled + 1) * last // count),
             "loss": np.bincount(number, loss * samples, count)[filled] / sums[filled],
         }
     )
-    return points[trained <= known[-1][0]]
+    return points[trained <= times[-1][0]]

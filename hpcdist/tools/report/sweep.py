@@ -35,7 +35,6 @@ class SweptTrial(BaseModel):
 
     @property
     def measured(self) -> float:
-        """Return the value, or NaN."""
         return math.nan if self.value is None else self.value
 
 
@@ -61,8 +60,10 @@ class SweptSettings(BaseModel):
         axes = {axis.key: axis for axis in self.space}
         for trial in self.trials:
             settings, started = trial.settings, trial.settings or trial.folders or trial.value is not None
-            known = settings.keys() == axes.keys() and all(axes[key].contains(text) for key, text in settings.items())
-            if started and not (known and trial.folders):
+            complete = settings.keys() == axes.keys() and all(
+                axes[key].contains(text) for key, text in settings.items()
+            )
+            if started and not (complete and trial.folders):
                 raise ValueError(f"trial {trial.number} must have a value of each axis, and folders")
         return self
 
@@ -143,7 +144,6 @@ def judge_sweep(swept: SweptSettings) -> Verdict:
 
 
 def described(trial: SweptTrial) -> str:
-    """Format the settings of a trial."""
     return ", ".join(f"`{key}` {value}" for key, value in trial.settings.items())
 
 

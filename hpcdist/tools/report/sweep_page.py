@@ -24,7 +24,6 @@ def facts_of_sweep(swept: SweptSettings) -> dict[str, str]:
 
 
 def sections_of_sweep(swept: SweptSettings) -> list[Section]:
-    """Draw all sections of the page."""
     figures = [_over(swept, number, axis) for number, axis in enumerate(swept.space, 1)] if swept.complete else []
     parallel = [_parallel(swept)] if len(swept.space) > 1 and swept.complete else []
     shares = [[key, f"{100 * share:.0f} %"] for key, share in swept.importance.items()]
@@ -40,9 +39,9 @@ def sections_of_sweep(swept: SweptSettings) -> list[Section]:
         sections.append(Section("settings", title, {None: [*figures, *parallel]}, importance, [remark]))
     if others:
         heads = ["trial", "state", *(axis.key for axis in swept.space), "samples", f"last {swept.metric}"]
-        alt_text = f"Runs that `{swept.pruner}` cut show the metric of their last evaluation."
+        note = f"Runs that `{swept.pruner}` cut show the metric of their last evaluation."
         sections.append(
-            Section("others", "Trials that were cut, or failed", {}, [ReportTable("Trials", heads, others)], [alt_text])
+            Section("others", "Trials that were cut, or failed", {}, [ReportTable("Trials", heads, others)], [note])
         )
     return sections
 

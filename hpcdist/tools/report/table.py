@@ -80,18 +80,17 @@ def tables(
     return created
 
 
-def show(tables_: Sequence[JobTable]) -> None:
-    """Print tables."""
-    for table in tables_:
+def show(job_tables: Sequence[JobTable]) -> None:
+    for table in job_tables:
         heads = _heads(table)
         texts = {name: [row[name][1] for row in table.rows] for name in table.rows[0]}
-        left = [name for name, (value, _) in table.rows[0].items() if isinstance(value, (str, bool))]
-        for name in left:
+        text_columns = [name for name, (value, _) in table.rows[0].items() if isinstance(value, (str, bool))]
+        for name in text_columns:
             common, texts[name] = _cut_prefix(texts[name])
             heads[name] += f"\n{common}" if common else ""
         rows = [dict(zip(texts, row)) for row in zip(*texts.values())]
-        title = f"{table.analysis.job.comparison}: " if table.analysis.job.comparison and len(tables_) > 1 else ""
-        console.rows(title + _title(table.analysis), rows, heads=heads, left_aligned=left, option="--columns")
+        title = f"{table.analysis.job.comparison}: " if table.analysis.job.comparison and len(job_tables) > 1 else ""
+        console.rows(title + _title(table.analysis), rows, heads=heads, left_aligned=text_columns, option="--columns")
         if len(table.analysis.groups) > 1:
             console.line(answer(table.analysis).headline)
             console.line("")
@@ -106,10 +105,10 @@ def answer(analysis: Analysis) -> Verdict:
     return judge_sweep(read_sweep(cast(Path, analysis.job.comparison), importance=False))
 
 
-def as_latex(tables_: Sequence[JobTable]) -> str:
+def as_latex(job_tables: Sequence[JobTable]) -> str:
     """Format tables for LaTeX's package booktabs, each with its methods paragraph."""
     texts = [r"% \usepackage{booktabs}"]
-    for table in tables_:
+    for table in job_tables:
         heads = [_heads(table)[name].replace("\n", " ").translate(LATEX) for name in table.rows[0]]
         rows = [[text.translate(LATEX) for _, text in row.values()] for row in table.rows]
         columns = "".join("l" if isinstance(value, (str, bool)) else "r" for value, _ in table.rows[0].values())
@@ -120,13 +119,13 @@ def as_latex(tables_: Sequence[JobTable]) -> str:
     return "\n".join(texts)
 
 
-def as_data(tables_: Sequence[JobTable]) -> list[dict[str, Any]]:
+def as_data(job_tables: Sequence[JobTable]) -> list[dict[str, Any]]:
     """Return tables for JSON, with unrounded numbers; a mean has the ends of its 95 % interval."""
     return [
         question_of(table.analysis.job)
         | {"verdict": answer(table.analysis).headline, "methods": methods(table.analysis)}
         | {"rows": [{name: as_value(value, name) for name, (value, _) in row.items()} for row in table.rows]}
-        for table in tables_
+        for table in job_tables
     ]
 
 
@@ -145,10 +144,10 @@ def as_value(value: object, name: str = "") -> object:
     return {mean: value.mean, "low": value.low, "high": value.high}
 
 
-def write_csv(tables_: Sequence[JobTable], file: TextIO) -> None:
-    """Write the tables of all jobs as one CSV table; a mean has three columns: NAME, NAME.low and NAME.high."""
+def write_csv(job_tables: Sequence[JobTable], file: TextIO) -> None:
+    """Write one CSV table of all jobs; a mean has three columns: NAME, NAME.low and NAME.high."""
     rows: list[dict[str, Any]] = []
-    for table in tables_:
+    for table in job_tables:
         for row in table.rows:
             rows.append({"job": table.analysis.job.name})
             for name, (value, _) in row.items():
@@ -170,7 +169,6 @@ def _head(name: str) -> str:
 
 
 def _heads(table: JobTable) -> dict[str, str]:
-    """Return the column heads."""
     job, heads = table.analysis.job, {name: _head(name) for name in table.rows[0]}
     if job.target is not None:
         several = (
@@ -236,9 +234,9 @@ def _number(group: RunGroup, key: str) -> Entry:
     if key == "staleness_max" and finite:
         return (largest := max(group[key].values())), wording.number(largest)
     if key.startswith("metric."):
-        known = sum(value is not None for value in group.values(key))
-        some = f" ({finite} of {known} finite)" if finite < known else ""
-        return mean, f"{mean:.4f}{some}" if finite else "not finite" if known else wording.NONE
+        n_values = sum(value is not None for value in group.values(key))
+        some = f" ({finite} of {n_values} finite)" if finite < n_values else ""
+        return mean, f"{mean:.4f}{some}" if finite else "not finite" if n_values else wording.NONE
     write = wording.amount if key.startswith("bytes") else wording.number
     return mean, wording.NONE if mean is None else write(mean.mean)
 
@@ -284,8 +282,7 @@ def _sort_key(name: str, job: JobRuns, row: Mapping[str, Entry]) -> tuple[bool, 
 
 
 def _cut_prefix(texts: Sequence[str]) -> tuple[str, list[str]]:
-    """Remove the common prefix of all texts, up to a separator, wherever it occurs; return the prefix and the shortened
-    texts."""
+    """Remove the common prefix of all texts, up to a separator; return the prefix and the shortened texts."""
     low, high = min(filter(None, texts), default=""), max(texts)
     common = low[: next((i for i, pair in enumerate(zip(low, high)) if pair[0] != pair[1]), 0)]
     common = common[: max(common.rfind(mark) for mark in SEPARATORS) + 1]

@@ -57,7 +57,6 @@ def _reached(group: RunGroup) -> str:
 
 
 def _ends(*groups: RunGroup) -> str:
-    """Return the mean of the final metric of each group."""
     metric, finals = groups[0].job.metric, [group.final_mean for group in groups]
     ends = ["no finite value" if final is None else value(metric, final.mean) for final in finals]
     return f"final {metric} {' against '.join(ends)}"
@@ -68,12 +67,12 @@ def _with_ends(groups: Iterable[RunGroup]) -> str:
     return joined([f"{_on(group)} ({_ends(group)})" for group in groups])
 
 
-def _noise(effect_: Effect, span: str, corrected: float | None = None) -> str:
+def _noise(change: Effect, span: str, corrected: float | None = None) -> str:
     """Return an interval in brackets, marked "within noise" unless p, corrected if given, is significant."""
-    if math.isnan(effect_.p):
+    if math.isnan(change.p):
         return f" ({FEW_SEEDS})"
-    p = effect_.p if corrected is None else corrected
-    correction = " once corrected for the number of comparisons" * (effect_.p < SIGNIFICANT)
+    p = change.p if corrected is None else corrected
+    correction = " once corrected for the number of comparisons" * (change.p < SIGNIFICANT)
     return f" ({f'within noise{correction}: ' * (p >= SIGNIFICANT)}95 % interval {span})"
 
 
@@ -112,14 +111,15 @@ def _compared(contrast: Contrast) -> str:
 
 
 def _compared_metrics(contrast: Contrast) -> str:
-    groups, effect_, metric = (contrast.group, contrast.reference), contrast.difference, contrast.group.job.metric
-    if effect_ is None:
+    """Compare the final metrics of two groups, as the second half of a sentence."""
+    groups, change, metric = (contrast.group, contrast.reference), contrast.difference, contrast.group.job.metric
+    if change is None:
         bad = [f"{_not_finite(group)} of {_of(group)}" for group in groups if group.diverged]
         return f"the final {metric} can't be compared: no finite value in {joined(bad or ['any run of one group'])}"
-    if contrast.same or math.isnan(effect_.p):
+    if contrast.same or math.isnan(change.p):
         return f"{_ends(*groups)}{', the same seed by seed' * contrast.same}"
-    noise = _noise(effect_, gap_span(metric, effect_), contrast.p_difference)
-    return f"{_ends(*groups)}, a difference of {gap(metric, effect_.mean)}{noise}"
+    noise = _noise(change, gap_span(metric, change), contrast.p_difference)
+    return f"{_ends(*groups)}, a difference of {gap(metric, change.mean)}{noise}"
 
 
 def _not_finite(group: RunGroup) -> str:
@@ -165,8 +165,7 @@ def _first_to_reach(analysis: Analysis, min_ratio: float = 0.0) -> Iterator[tupl
 
 # --- the headline -----------------------------------------------------------------------------------------------------
 def _headline(analysis: Analysis) -> str:
-    """Return the headline: the fastest if that is one rank, which groups reached the target, and which beat the
-    reference."""
+    """Return the headline: the fastest if that is one rank, who reached the target, and who beats the reference."""
     if not any(group.ended for group in analysis.groups):
         return "No run has ended: there is nothing to judge yet."
     sentences = [text for first, text in _first_to_reach(analysis, LEAST_RATIO) if first.ranks == 1]
@@ -182,20 +181,22 @@ def _headline(analysis: Analysis) -> str:
 def _who_reached(analysis: Analysis, is_first_named: bool) -> Iterator[str]:
     """Name the groups that reached the target and those that did not, if groups differ in that."""
     groups = [group for group in analysis.groups if group.n_started]
-    every, others = ([group for group in groups if group.all_reached is reached] for reached in (True, False))
+    reached_all, others = ([group for group in groups if group.all_reached is reached] for reached in (True, False))
     if analysis.job.target is None or not others or (is_first_named and len(groups) == 2):
         return
     if not any(group.seconds_to_target for group in groups):
         yield f"No run {_done(analysis.job)}."
         return
-    names = joined(list(map(_on, every))) if 0 < len(every) <= NAMED else f"{len(every)} groups of runs"
-    so_far = any(group.n_started < len(group.runs) for group in every)
-    clauses = [f"{names} {_done(analysis.job)} in all {'runs so far' if so_far else 'seeds'}"] * bool(every)
+    names = (
+        joined(list(map(_on, reached_all))) if 0 < len(reached_all) <= NAMED else f"{len(reached_all)} groups of runs"
+    )
+    so_far = any(group.n_started < len(group.runs) for group in reached_all)
+    clauses = [f"{names} {_done(analysis.job)} in all {'runs so far' if so_far else 'seeds'}"] * bool(reached_all)
     for group in others if len(others) <= NAMED else ():
         verb = "" if clauses else f" {_done(analysis.job)}"
         clauses.append(f"{_on(group)}{verb} in {_reached(group)}" + f" ({_ends(group)})" * bool(group.ended))
     if len(others) > NAMED:
-        clauses.append(f"{len(others)} groups of runs did not{' in all seeds' * (not every)}")
+        clauses.append(f"{len(others)} groups of runs did not{' in all seeds' * (not reached_all)}")
     yield f"{capital('; '.join(clauses))}."
 
 
@@ -210,9 +211,9 @@ def _winners_or_none(analysis: Analysis, contenders: Sequence[Contrast], follows
         best = max(wins, key=lambda c: (c.group.ranks, c.p_speedup < SIGNIFICANT, c.speedup.mean if c.speedup else 0.0))
         yield "A baseline wins. " * (best.group.kind == "baseline") + _compared(best)
         if others := {
-            contrast_.group.name: contrast_.group
-            for contrast_ in reversed(wins)
-            if contrast_.group.name != best.group.name
+            one_contrast.group.name: one_contrast.group
+            for one_contrast in reversed(wins)
+            if one_contrast.group.name != best.group.name
         }:
             beat = f"beat{'s' * (len(others) == 1)} {reference}, too"
             yield f"{capital(_with_ends(others.values()))} {beat}; winners were not tested against each other."
@@ -225,16 +226,18 @@ def _winners_or_none(analysis: Analysis, contenders: Sequence[Contrast], follows
         return
     if loses:
         many = "all" if len(loses) == len(contenders) else f"{len(loses)} of {len(contenders)}"
-        references = {contrast_.reference.label: contrast_.reference for contrast_ in contenders}.values()
+        references = {one_contrast.reference.label: one_contrast.reference for one_contrast in contenders}.values()
         nothing = "On as many ranks nothing" if follows else "Nothing"
         yield f"{nothing} beats {_with_ends(references)}: {many} groups compared with it did significantly worse."
     else:
-        small = any(contrast_.outcome() != "tied" for contrast_ in tied)
+        small = any(one_contrast.outcome() != "tied" for one_contrast in tied)
         if small:
             yield f"Nothing {_done(job)} {LEAST_RATIO:g} times sooner or later than {reference}."
-        tested = ["time"] * any(not math.isnan(contrast_.p_speedup) for contrast_ in tied)
-        tested += [job.metric] * any(not math.isnan(contrast_.p_difference) for contrast_ in tied)
-        seeds = sorted({len(side.ended) for contrast_ in tied for side in (contrast_.group, contrast_.reference)})
+        tested = ["time"] * any(not math.isnan(one_contrast.p_speedup) for one_contrast in tied)
+        tested += [job.metric] * any(not math.isnan(one_contrast.p_difference) for one_contrast in tied)
+        seeds = sorted(
+            {len(side.ended) for one_contrast in tied for side in (one_contrast.group, one_contrast.reference)}
+        )
         n_seeds = " to ".join(dict.fromkeys(map(str, (seeds[0], seeds[-1]))))
         text = f"no {'other ' * (follows or small)}difference from {reference} can be told from noise"
         yield f"With {n_seeds} seeds {text}, in {' or in '.join(tested)}."
@@ -243,6 +246,7 @@ def _winners_or_none(analysis: Analysis, contenders: Sequence[Contrast], follows
 
 
 def _untested(analysis: Analysis, contenders: Sequence[Contrast]) -> str:
+    """Return the headline if there are too few seeds for tests: the fastest and the best group."""
     max_runs = max(min(len(contrast.group.ended), len(contrast.reference.ended)) for contrast in contenders)
     if not max_runs:
         return f"There is nothing to compare: only runs of `{analysis.job.reference}` have ended."
@@ -292,9 +296,7 @@ def _caveats(analysis: Analysis) -> Iterator[str]:
             f"`--target {job.metric}=VALUE` sets one."
         )
     yield from _room(analysis)
-    tests = sum(
-        not math.isnan(p) for contrast in analysis.contrasts for p in (contrast.p_speedup, contrast.p_difference)
-    )
+    tests = sum(not math.isnan(p) for c in analysis.contrasts for p in (c.p_speedup, c.p_difference))
     if tests > 1:
         yield (
             f"{tests} comparisons were made. A difference is significant if p, after Holm's correction for all of "
@@ -306,14 +308,12 @@ def _caveats(analysis: Analysis) -> Iterator[str]:
 
 def _machine(job: JobRuns) -> Iterator[str]:
     """Warn, for each host, if ranks shared cores or the machine was busy."""
-    starts = [
-        result.run.start for result in job.runs if result.run.start and result.run.start.cores and not result.virtual
-    ]
+    starts = [r.run.start for r in job.runs if r.run.start and r.run.start.cores and not r.virtual]
     for host in dict.fromkeys(host for start in starts for host in start.cores):
-        here = [start for start in starts if host in start.cores]
-        max_ranks = max(start.hosts.count(host) for start in here)
-        cores = min(start.cores[host] for start in here if start.hosts.count(host) == max_ranks)
-        first = [start for start in here if start.hosts[0] == host]
+        host_starts = [start for start in starts if host in start.cores]
+        max_ranks = max(start.hosts.count(host) for start in host_starts)
+        cores = min(start.cores[host] for start in host_starts if start.hosts.count(host) == max_ranks)
+        first = [start for start in host_starts if start.hosts[0] == host]
         load = max((load for start in first for load in start.load), default=0.0)
         processors = max((start.processors or 0 for start in first), default=0)
         yield from (f"{host}: {text}" for text in timing_warnings(max_ranks, cores, processors, load))
@@ -321,24 +321,11 @@ def _machine(job: JobRuns) -> Iterator[str]:
 
 def _room(analysis: Analysis) -> Iterator[str]:
     """Say how large the differences called noise may be."""
-    metric, contrasts = (
-        analysis.job.metric,
-        [contrast for contrast in analysis.contrasts if contrast.group.kind != "serial"],
-    )
-    times = [
-        contrast.speedup
-        for contrast in contrasts
-        if contrast.speedup is not None and not contrast.p_speedup < SIGNIFICANT
-    ]
-    gaps = [
-        contrast.difference
-        for contrast in contrasts
-        if contrast.difference is not None and not contrast.p_difference < SIGNIFICANT
-    ]
-    factor = max(
-        (max(contrast.high, 1 / contrast.low) for contrast in times if contrast.low < contrast.high), default=0.0
-    )
-    largest = max((max(contrast.high, -contrast.low) for contrast in gaps if contrast.low < contrast.high), default=0.0)
+    metric, contrasts = (analysis.job.metric, [c for c in analysis.contrasts if c.group.kind != "serial"])
+    times = [c.speedup for c in contrasts if c.speedup is not None and not c.p_speedup < SIGNIFICANT]
+    gaps = [c.difference for c in contrasts if c.difference is not None and not c.p_difference < SIGNIFICANT]
+    factor = max((max(c.high, 1 / c.low) for c in times if c.low < c.high), default=0.0)
+    largest = max((max(c.high, -c.low) for c in gaps if c.low < c.high), default=0.0)
     room = [f"a factor of {factor:.3g} in time"] * (factor > 0)
     room += [f"{gap(metric, largest, sign=False)} of {metric}"] * (largest > 0)
     if room:

@@ -29,32 +29,32 @@ def seconds(value: float) -> str:
     return f"{number(value)} s"
 
 
-def estimate(estimate_: Interval | None, write: Callable[..., str] = number, unit: str = "", *half: int) -> str:
+def estimate(ci: Interval | None, write: Callable[..., str] = number, unit: str = "", *half: int) -> str:
     """Format a mean or a ratio with its interval, unless that is only rounding; a dash for None.
 
     Args:
         half: more arguments of `write` for half the width of a symmetric interval.
     """
-    if estimate_ is None:
+    if ci is None:
         return NONE
-    if not estimate_.half > max(ROUNDING * abs(estimate_.mean), LEAST):
-        return write(estimate_.mean) + unit
-    if estimate_.is_symmetric:
-        return f"{write(estimate_.mean)} ± {write(estimate_.half, *half)}{unit}"
-    return f"{write(estimate_.mean)}{unit} ({write(estimate_.low)} to {write(estimate_.high)})"
+    if not ci.half > max(ROUNDING * abs(ci.mean), LEAST):
+        return write(ci.mean) + unit
+    if ci.is_symmetric:
+        return f"{write(ci.mean)} ± {write(ci.half, *half)}{unit}"
+    return f"{write(ci.mean)}{unit} ({write(ci.low)} to {write(ci.high)})"
 
 
-def plain(estimate_: Interval | None, unit: str = "") -> str:
+def plain(ci: Interval | None, unit: str = "") -> str:
     """Format a mean with its interval; a dash for None."""
-    return estimate(estimate_, number, unit, 2)
+    return estimate(ci, number, unit, 2)
 
 
-def amount(estimate_: Interval | float | None) -> str:
+def amount(ci: Interval | float | None) -> str:
     """Format a number of bytes, or a mean of it with its interval."""
-    if not isinstance(estimate_, Interval):
-        return NONE if estimate_ is None else amount(Interval(estimate_))
-    scale, unit = bytes_unit(estimate_.mean)
-    return plain(estimate_.scaled(1 / scale), f" {unit}")
+    if not isinstance(ci, Interval):
+        return NONE if ci is None else amount(Interval(ci))
+    scale, unit = bytes_unit(ci.mean)
+    return plain(ci.scaled(1 / scale), f" {unit}")
 
 
 def bytes_unit(n_bytes: float) -> tuple[float, str]:
@@ -63,9 +63,8 @@ def bytes_unit(n_bytes: float) -> tuple[float, str]:
     return 1000.0**power, UNITS[power]
 
 
-def times(estimate_: Interval | None) -> str:
-    """Format a ratio with its interval."""
-    return estimate(estimate_, "{:.3g}".format)
+def times(ci: Interval | None) -> str:
+    return estimate(ci, "{:.3g}".format)
 
 
 def seconds_to_target(reached: Collection[float], tried: int) -> str:
@@ -86,15 +85,14 @@ def value(metric: str, number: float) -> str:
     return f"{100 * number:.4g} %" if is_share(metric) else f"{number:.4g}"
 
 
-def mean(metric: str, interval_: Interval | None) -> str:
-    """Format a metric's mean with its interval."""
-    if interval_ is None or not interval_.half > ROUNDING * abs(interval_.mean):
-        return NONE if interval_ is None else value(metric, interval_.mean)
+def mean(metric: str, ci: Interval | None) -> str:
+    if ci is None or not ci.half > ROUNDING * abs(ci.mean):
+        return NONE if ci is None else value(metric, ci.mean)
     if not is_share(metric):
-        return f"{interval_.mean:.4g} ± {interval_.half:.2g}"
-    if interval_.is_symmetric:
-        return f"{100 * interval_.mean:.2f} ± {100 * interval_.half:.2g} %"
-    return f"{100 * interval_.mean:.2f} % ({100 * interval_.low:.4g} to {100 * interval_.high:.4g})"
+        return f"{ci.mean:.4g} ± {ci.half:.2g}"
+    if ci.is_symmetric:
+        return f"{100 * ci.mean:.2f} ± {100 * ci.half:.2g} %"
+    return f"{100 * ci.mean:.2f} % ({100 * ci.low:.4g} to {100 * ci.high:.4g})"
 
 
 def gap(metric: str, number: float, *, sign: bool = True, unit: bool = True) -> str:
@@ -104,18 +102,15 @@ def gap(metric: str, number: float, *, sign: bool = True, unit: bool = True) -> 
     return text + " points" * (unit and is_share(metric))
 
 
-def gap_of(metric: str, estimate_: Interval | None, *, is_same: bool = False) -> str:
+def gap_of(metric: str, ci: Interval | None, *, is_same: bool = False) -> str:
     """Format such a difference with its interval, for tables; a dash for None."""
-    if estimate_ is None or is_same:
-        return NONE if estimate_ is None else "0"
-    return gap(metric, estimate_.mean, unit=False) + (
-        "" if math.isnan(estimate_.low) else f" ({gap_span(metric, estimate_)})"
-    )
+    if ci is None or is_same:
+        return NONE if ci is None else "0"
+    return gap(metric, ci.mean, unit=False) + ("" if math.isnan(ci.low) else f" ({gap_span(metric, ci)})")
 
 
-def gap_span(metric: str, estimate_: Interval) -> str:
-    """Format the interval of such a difference."""
-    return f"{gap(metric, estimate_.low, unit=False)} to {gap(metric, estimate_.high, unit=False)}"
+def gap_span(metric: str, ci: Interval) -> str:
+    return f"{gap(metric, ci.low, unit=False)} to {gap(metric, ci.high, unit=False)}"
 
 
 # --- phrases ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ class ListedRun:
 
     Attributes:
         age_s: seconds since its first start; None: unknown.
-        time_s: seconds that it has run, over all starts; a killed start counts 0.
+        time_s: running time, the sum over all starts; a killed start counts 0.
         metrics: final, or of the last evaluation.
         comparison: folder of the comparison or sweep that it belongs to.
         settings: of its newest start.
@@ -52,13 +52,13 @@ def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
         return ListedRun(str(folder), "damaged", "", "", 0, None, None, {}, [], comparison_path, {}, str(error))
     record, summary = run.record, run.summary
     state: ListedState = run.outcome or "running"
-    known, last = run.start or summary, summary or (run.evaluations[-1] if run.evaluations else None)
+    newest, last = run.start or summary, summary or (run.evaluations[-1] if run.evaluations else None)
     return ListedRun(
         folder=str(folder),
         state=state,
         job="" if record is None else Path(record.job.path).stem,
         strategy=run.strategy,
-        ranks=0 if known is None else known.ranks,
+        ranks=0 if newest is None else newest.ranks,
         age_s=None if record is None else seconds_since(record.started),
         time_s=None if record is None else sum(_seconds_of(start, state) for start in (record, *record.resumed)),
         metrics={} if last is None else last.metrics,
@@ -75,15 +75,10 @@ def _seconds_of(start: Start, state: ListedState) -> float:
 
 # --- tags -------------------------------------------------------------------------------------------------------------
 def read_tags(folder: Path) -> list[str]:
-    """Read the tags of a run, sorted.
-
-    Raises:
-        DataError: the file is damaged.
-    """
-    tags_ = read_checked(folder / TAGS, list[str], "be a list of words", "Remove it, and tag the run again.")
-    return sorted(tags_ or ())
+    """Read the tags of a run, sorted; raise DataError if the file is damaged."""
+    stored = read_checked(folder / TAGS, list[str], "be a list of words", "Remove it, and tag the run again.")
+    return sorted(stored or ())
 
 
 def write_tags(folder: Path, tags: set[str]) -> None:
-    """Replace the tags of a run."""
     replace_durably(folder / TAGS, f"{json.dumps(sorted(tags), ensure_ascii=False)}\n".encode())

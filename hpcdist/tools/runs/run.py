@@ -96,10 +96,10 @@ class Run:
             self.damage = str(error)
         self.abandoned = abandoned and self.summary is None
 
-    def _read(self, name: str, load: Callable[[Path], T], known: T) -> T:
+    def _read(self, name: str, load: Callable[[Path], T], current: T) -> T:
         stamp = self._stamp(name)
         if stamp is None or self._stamps.get(name) == stamp:
-            return known
+            return current
         content = load(self.folder)
         self._stamps[name] = stamp
         return content
@@ -119,7 +119,6 @@ class Run:
 
     @property
     def start(self) -> Start | None:
-        """Return the newest start of the run."""
         return None if self.record is None else self.record.last
 
     @property
@@ -130,8 +129,8 @@ class Run:
     @property
     def changes(self) -> list[str]:
         """Return a line for each step at which the run was resumed with other settings."""
-        changes_ = {} if self.record is None else self.record.changes
-        return [f"settings changed at step {step}: {describe_changes(changed)}" for step, changed in changes_.items()]
+        by_step = {} if self.record is None else self.record.changes
+        return [f"settings changed at step {step}: {describe_changes(changed)}" for step, changed in by_step.items()]
 
     @property
     def strategy(self) -> str:

@@ -63,7 +63,6 @@ class Steps:
         return sorted(set().union(*self._lost.values()))
 
     def read(self) -> None:
-        """Read new records."""
         for rank, path in record_files(self._folder).items():
             if rank not in self._tails:
                 self._tails[rank] = RecordTail(path, strict=not self._follow)

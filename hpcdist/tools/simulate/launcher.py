@@ -30,7 +30,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Simulation:
-    """What all runs on one virtual cluster share.
+    """The virtual cluster and the job of several runs.
 
     Args:
         job: the job's file.
@@ -97,13 +97,12 @@ class Simulation:
         """Return the seconds of a step with this number of samples."""
         if given_s is not None:
             return given_s * samples / self.samples if self.samples else given_s
-        nearest = min(self.step_s, key=lambda known: abs(known - samples))
+        nearest = min(self.step_s, key=lambda size: abs(size - samples))
         return self.step_s[nearest] * samples / nearest
 
 
 class VirtualLauncher:
-    """Execute runs on virtual ranks: in this process with one worker, otherwise in `workers` processes, each with one
-    thread.
+    """Execute runs on virtual ranks, in this process or in `workers` processes, each with one thread.
 
     `run` may be called by as many threads. Only this process handles signals that end a program, and then ends the
     workers: a terminal sends Ctrl-C to all processes, and each would print a traceback. Workers also end if this
@@ -118,11 +117,7 @@ class VirtualLauncher:
             self._pool = ProcessPoolExecutor(workers, context, initializer=_start)
 
     def run(self, run: PlannedRun, folder: Path) -> None:
-        """Execute a run.
-
-        Raises:
-            RunError: it failed.
-        """
+        """Execute a run; raise RunError if it fails."""
         if self._pool is None:
             failure = _train(self._simulation, run, folder)
         else:
@@ -136,8 +131,7 @@ class VirtualLauncher:
             except BrokenProcessPool:
                 if self._ended:
                     raise KeyboardInterrupt from None
-                failure = "its process was killed: is there enough memory for {run.ranks} virtual ranks? Try "
-                "--workers 1"
+                failure = f"its process was killed: is there enough memory for {run.ranks} ranks? Try --workers 1"
         if failure is not None:
             raise RunError(f"run {run.folder} on virtual ranks failed: {failure}")
 

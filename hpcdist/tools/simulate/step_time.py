@@ -18,7 +18,7 @@ from hpcdist.tools.compare.folder import read
 from hpcdist.tools.simulate.cluster import MEASURED, ClusterConfig
 from hpcdist.train import Job
 from hpcdist.train.job import first_batch, prepare_data
-from hpcdist.train.loop import own_device
+from hpcdist.train.loop import local_device
 from hpcdist.train.runs import specify
 
 WARM_UP, STEPS = 2, 7
@@ -40,7 +40,7 @@ def measure_step(job: Job, config: JobConfig, samples: int) -> float:
 
 
 def _median_s(job: Job, config: JobConfig, samples: int) -> float:
-    device = own_device(0)
+    device = local_device(0)
     torch.manual_seed(config.seed)
     module = job.model(**config.model).to(device)
     optimizer = config.optimizer.build(module.parameters())
@@ -88,9 +88,9 @@ def on_cluster(experiment: E, cluster: ClusterConfig, output: Path) -> E:
         cluster.steps(lambda given_s: given_s or 1.0).check(experiment.max_ranks)
         described = {**cluster.model_dump(), "samples": step_samples}
         step_s: dict[str, float] = {}
-        known = (read(output) or {}).get("virtual") or {}
-        if MEASURED in cluster.compute and described.items() <= known.items():
-            step_s = known["step_s"]
+        stored = (read(output) or {}).get("virtual") or {}
+        if MEASURED in cluster.compute and described.items() <= stored.items():
+            step_s = stored["step_s"]
         elif MEASURED in cluster.compute:
             stages = config.parallel.stages
             sizes = {step_samples}

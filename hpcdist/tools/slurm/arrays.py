@@ -22,9 +22,7 @@ from hpcdist.tools.slurm.spec import JobSpec, load_site, load_spec
 from hpcdist.tools.slurm.state import FORGOTTEN, State, describe
 
 # Settings of a job that the comparison or the sweep determines.
-DETERMINED = (
-    "cases command config folders job nodes output provider servers servers_on settings shape site strategy".split()
-)
+FIXED = "cases command config folders job nodes output provider servers servers_on settings shape site strategy".split()
 
 
 def specify(
@@ -35,8 +33,7 @@ def specify(
     overrides: Sequence[str] = (),
     at_once: int | None = None,
 ) -> list[JobSpec]:
-    """Return the specifications of the arrays: one per number of ranks, because all tasks of an array have the same
-    size.
+    """Return the specifications of the arrays, one per number of ranks: all tasks of an array have the same size.
 
     Ranks are on one node, or on several by `ranks_per_node`.
 
@@ -60,7 +57,7 @@ def specify(
             f"{','.join(experiment.baselines)}. Compare with them inside one allocation, with --launcher."
         )
     for key in load({}, None, overrides):
-        if key in DETERMINED:
+        if key in FIXED:
             raise ConfigError(f"--slurm-set must leave {key} to the comparison or the sweep; got it there. Remove it.")
     specs = []
     for ranks in sorted({run.ranks for run in runs}):
@@ -109,7 +106,7 @@ def submit_missing(
         return True
     with claimed(output):
         experiment_runs.write()
-        experiment_runs.trained.make_data()
+        experiment_runs.trained.create_data()
         for run in remaining:
             prepare(run, output)
         for spec in specs:
@@ -166,7 +163,7 @@ def pending(output: Path) -> dict[Path, State]:
 
 
 def _state_of(task: str, states: Sequence[State]) -> State:
-    """Return the state of a task; waiting tasks share one entry, such as 7_[2-3]."""
+    """Return a task's state; Slurm lists waiting tasks in one entry, such as 7_[2-3]."""
     waiting = (state for state in states if "[" in state.job and not state.ended)
     return next((state for state in states if state.job == task), next(waiting, State(task, FORGOTTEN)))
 

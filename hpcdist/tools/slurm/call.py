@@ -62,9 +62,9 @@ def run_call(folder: Path) -> Any:
     with open(folder / "call.pickle", "rb") as file:
         python, module_paths = pickle.load(file)
         if python != PYTHON:
-            submitted, here = (".".join(map(str, version)) for version in (python, PYTHON))
+            submitted, running = (".".join(map(str, version)) for version in (python, PYTHON))
             raise MismatchError(
-                f"Python must be {submitted} on the nodes, as in the submitting process; got {here}, "
+                f"Python must be {submitted} on the nodes, as in the submitting process; got {running}, "
                 f"{sys.executable}. Name that environment in the site's profile, as venv or conda."
             )
         sys.path += [path for path in module_paths if path not in sys.path]
@@ -86,10 +86,9 @@ def write_outcome(folder: Path, rank: int, outcome: CallOutcome) -> None:
 
 
 def main(folder: Path) -> None:
-    """Execute the call on this rank. An exception is written to the outcome file, then ends this rank, and with it the
-    others."""
-    task_ = task(os.environ)
-    rank = 0 if task_ is None else task_.rank
+    """Execute the call on this rank. An exception is written to the outcome file, then ends all ranks."""
+    launched = task(os.environ)
+    rank = 0 if launched is None else launched.rank
     outcome_file(folder, rank).unlink(missing_ok=True)  # left by a requeued job
     try:
         write_outcome(folder, rank, CallOutcome(run_call(folder)))

@@ -67,7 +67,6 @@ def _time(spec: JobSpec, site: Site) -> Problems:
 
 
 def _directives(spec: JobSpec, site: Site) -> Problems:
-    """Check that no directive contradicts a setting of the job."""
     for option, value in {**site.directives.add, **spec.directives.add}.items():
         name = "gpus" if option == "gres" and "gpu" in str(value) else OWNED.get(option, "")
         if (
@@ -110,10 +109,10 @@ def _command(spec: JobSpec, site: Site) -> Problems:
     has_site_software = bool(site.modules or site.source or site.conda)  # the site's software may provide it
     if path is None:
         is_file = Path(program).is_file()
-        what = "a file that is not executable" if is_file else "no such file" if "/" in program else "not on PATH"
+        problem = "a file that is not executable" if is_file else "no such file" if "/" in program else "not on PATH"
         advice = f"Write python {program}" if program.endswith(".py") else "Name one, or load it by the site's modules"
         finding = warning if has_site_software and "/" not in program else error
-        yield finding(f"command must start with a program; got {program}, {what}. {advice}.")
+        yield finding(f"command must start with a program; got {program}, {problem}. {advice}.")
         return
     is_python = re.fullmatch(r"python[\d.]*", Path(program).name) is not None
     script = _script(arguments) if is_python or Path(program).name in ("bash", "sh") else None
@@ -145,11 +144,9 @@ def _output(spec: JobSpec, site: Site) -> Problems:
     if spec.output.startswith("~") or "$" in spec.output:
         return  # reported by `_paths`
     folder = Path(spec.output).absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        yield error(
-            f"output must be a folder that you may write; got {spec.output}, but {existing} is not. Take another."
-        )
+    above = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        yield error(f"output must be a folder that you may write; got {spec.output}, but {above} is not. Take another.")
     local = next((path for path in NODE_LOCAL if folder.is_relative_to(path)), None)
     if local and spec.nodes > 1:
         yield warning(
@@ -189,9 +186,7 @@ def _servers(spec: JobSpec, site: Site) -> Problems:
 
 def _stages(spec: JobSpec, site: Site) -> Problems:
     if spec.shape == "hybrid" and not spec.command and spec.model_stages == 1:
-        yield warning(
-            "stages must be at least 2 to split a model; got 1. Raise ranks_per_node, or take the shape allreduce."
-        )
+        yield warning("stages must be at least 2 to split a model; got 1. Raise ranks_per_node, or choose allreduce.")
 
 
 def _gpus(spec: JobSpec, site: Site) -> Problems:
@@ -228,6 +223,7 @@ def _cores(spec: JobSpec, site: Site) -> Problems:
 
 
 def _resuming(spec: JobSpec, site: Site) -> Problems:
+    """Warn if a requeued job would lose its work, or a shrunk job can't continue."""
     saves = _run(spec).get("checkpoint", {})
     can_resume = spec.requeue and spec.shape != "interactive" and not spec.command
     if can_resume and not (saves.get("every_s", True) or saves.get("every_steps")):
@@ -278,6 +274,7 @@ def _settings(spec: JobSpec, site: Site) -> Problems:
 
 
 def _config_errors(spec: JobSpec, case: list[str]) -> Problems:
+    """Check the settings of one run on the job's file."""
     from hpcdist.train.job import check_path  # imports torch, which takes seconds
     from hpcdist.train.planning import rehearse
     from hpcdist.train.runs import specify

@@ -9,13 +9,11 @@ from hpcdist.errors import ConfigError
 
 
 def sites() -> list[str]:
-    """Return the sorted names of the profiles."""
     return sorted(path.stem for path in folder("sites").glob("*.toml"))
 
 
 def folder(kind: str) -> Path:
-    """Return the folder `templates` or `sites`: next to the package in a checkout, or among an installed wheel's data
-    files.
+    """Return the folder `templates` or `sites`, next to the package in a checkout, or among a wheel's data files.
 
     Raises:
         ConfigError: not found.

@@ -33,8 +33,6 @@ class Directives(Settings):
 
 
 class JobSpec(Settings):
-    """A job for Slurm."""
-
     shape: Shape = Field("cpu", description="template: how ranks are laid out and started")
     template: Text | None = Field(None, description="file of your own template; none is the shape's")
     site: Text = Field("generic", min_length=1, description="profile of the cluster: a name, or a TOML file")
@@ -98,9 +96,7 @@ class JobSpec(Settings):
             raise ValueError(f'shape must be hybrid for stages; got {self.shape!r}. Set shape = "hybrid".')
         if self.command:
             raise ValueError(f"stages must be omitted where command is given, which sets them; got {self.stages}.")
-        spread = (
-            load({}, None, self.settings).get("parallel", {}).get("spread", False) is True
-        )  # stages over several nodes
+        spread = load({}, None, self.settings).get("parallel", {}).get("spread", False) is True  # over nodes
         ranks, where = (self.size, "the number of ranks") if spread else (self.ranks_per_node, "ranks_per_node")
         if ranks % self.stages:
             raise ValueError(
@@ -112,12 +108,10 @@ class JobSpec(Settings):
     # --- derived values -----------------------------------------------------------------------------------------------
     @property
     def size(self) -> int:
-        """Return the total number of ranks."""
         return self.nodes * self.ranks_per_node
 
     @property
     def gpus(self) -> int:
-        """Return the number of GPUs of each rank."""
         return int(self.shape in ON_GPUS) if self.gpus_per_rank is None else self.gpus_per_rank
 
     @property
@@ -204,11 +198,7 @@ class Site(Settings):
 
 
 def load_site(name: str) -> Site:
-    """Load a profile by its name in `sites`, or from a TOML file.
-
-    Raises:
-        ConfigError: there is no such profile, or a setting in it is wrong.
-    """
+    """Load a profile by its name in `sites`, or from a TOML file; raise ConfigError if it is missing or wrong."""
     if "/" in name or name.endswith(".toml"):
         return Site.from_mapping(load({}, Path(name)))
     if name not in sites():

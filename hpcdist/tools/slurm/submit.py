@@ -68,14 +68,9 @@ def submit(function: Callable[..., Any], /, *args: Any, site: str = "generic", *
         QueueError: Slurm is not available, or refuses the job.
     """
     job = {name: settings.pop(name) for name in SETTINGS if name in settings}
-    job_settings = {
-        "name": getattr(function, "__name__", "function").strip("<>"),
-        "doctor": False,
-        "requeue": False,
-        **job,
-    }
+    values = {"name": getattr(function, "__name__", "function").strip("<>"), "doctor": False, "requeue": False, **job}
     # Checks come before the folder is created; the real command needs the folder.
-    spec = load_spec(**job_settings, site=site, command=[sys.executable])
+    spec = load_spec(**values, site=site, command=[sys.executable])
     if site != LOCAL:
         _require_no_errors(spec)
     call, parent = pickled_call(function, args, settings), Path(spec.output).absolute()
@@ -211,15 +206,12 @@ class SlurmJob:
         self.stderr = self.stdout.with_suffix(".err")
 
     def state(self) -> State:
-        """Query Slurm for the job's state."""
         return queue.states(self.id)[0]
 
     def wait(self) -> int:
-        """Wait until the job has ended."""
         return queue.wait(self.id)
 
     def cancel(self) -> None:
-        """Cancel the job, waiting or running."""
         queue.cancel(self.id)
 
 
@@ -247,11 +239,9 @@ class LocalJob:
         return State(self.id, state, status=status_of(state, f"{code}:0" if code >= 0 else f"0:{-code}"))
 
     def wait(self) -> int:
-        """Wait until all ranks have ended."""
         return self._process.wait()
 
     def cancel(self) -> None:
-        """End all ranks."""
         if self._process.poll() is None:
             self._cancelled = True
             end(psutil.Process(self._process.pid))

@@ -113,12 +113,10 @@ class PageServer(ThreadingHTTPServer):
                 self._watched.update()
                 self._read_at = time.monotonic()
             watched, views = self._watched, self._watched.views()
-            selected = (
-                chosen if chosen in watched.runs else next(iter(watched.runs)) if len(watched.runs) == 1 else None
-            )
+            current = chosen if chosen in watched.runs else next(iter(watched.runs)) if len(watched.runs) == 1 else None
             if drawn is None:
                 drawn = sorted(watched.runs, key=lambda name: watched.runs[name].state not in ACTIVE)[:DRAWN]
-            curves = [view(name, run) for name, run in watched.runs.items() if selected is None and name in drawn]
+            curves = [view(name, run) for name, run in watched.runs.items() if current is None and name in drawn]
             return {
                 "folder": str(watched.folder),
                 "every_s": self._every_s,
@@ -130,7 +128,7 @@ class PageServer(ThreadingHTTPServer):
                     run_view.name: {"loss": run_view.loss_curve, "metrics": run_view.metric_curves}
                     for run_view in curves
                 },
-                "run": None if selected is None else view(selected, watched.runs[selected]),
+                "run": None if current is None else view(current, watched.runs[current]),
             }
 
 

@@ -176,37 +176,38 @@ def _ranks(view: RunView, columns: int, braille: bool) -> list[Text]:
     legend = Text("  rank  ")
     for sign, name, style in parts:
         legend.append(sign * 2, style).append(f" {name}  ")
-    chosen = sorted(
-        view.ranks, key=lambda rank_view: (rank_view.slower is None and rank_view.silent_s is None, rank_view.rank)
-    )[:MAX_RANKS]
+    chosen = sorted(view.ranks, key=lambda rank: (rank.slower is None and rank.silent_s is None, rank.rank))[:MAX_RANKS]
     lines, width = [Text(), legend], max(8, min(BAR, columns - 50))  # the rest is for the rank's text
-    for rank_view in sorted(chosen, key=lambda rank_view: rank_view.rank):
-        line, shares = Text(f"{rank_view.rank:>6}  "), (rank_view.computing, rank_view.communicating, rank_view.waiting)
+    for rank in sorted(chosen, key=lambda rank: rank.rank):
+        line, shares = Text(f"{rank.rank:>6}  "), (rank.computing, rank.communicating, rank.waiting)
         for (sign, _, style), count in zip(parts, _divided(shares, width)):
             line.append(sign * count, style)
         line.append(" " * (width - len(line.plain) + 8))
         line.append("".join(f"{share:5.0%}" for share in shares))
-        lines.append(line.append(f"  step {rank_view.step:,}").append(_rank_text(rank_view), "bold red"))
+        lines.append(line.append(f"  step {rank.step:,}").append(_rank_text(rank), "bold red"))
     hidden = len(view.ranks) - len(chosen)
     return lines + ([Text(f"        and {hidden} more ranks")] if hidden else [])
 
 
-def _rank_text(rank_view: RankView) -> str:
-    text = ", serves" * rank_view.serves
-    text += f", {rank_view.slower:.1f} times slower" if rank_view.slower is not None else ""
-    return text + (f", silent for {duration(rank_view.silent_s)}" if rank_view.silent_s is not None else "")
+def _rank_text(rank: RankView) -> str:
+    text = ", serves" * rank.serves
+    text += f", {rank.slower:.1f} times slower" if rank.slower is not None else ""
+    return text + (f", silent for {duration(rank.silent_s)}" if rank.silent_s is not None else "")
 
 
 def _usage(view: RunView, columns: int, braille: bool) -> list[Text]:
     """Draw each rank's current hardware usage, one line each, with a history of its busy cores."""
     heads = {"cores": "cores", "gpu": "GPU", "gpu_memory_bytes": "GPU memory", "memory_bytes": "memory",
              "received_bytes_s": "host receives", "sent_bytes_s": "host sends"}  # fmt: skip
-    columns_ = [name for name in heads if name in view.usage]
+    quantities = [name for name in heads if name in view.usage]
     ranks = view.usage.get("cores", {})
     highest = max((value for points in ranks.values() for _, value in points), default=0.0)
-    rows = [["rank", *(heads[name] for name in columns_)]]
+    rows = [["rank", *(heads[name] for name in quantities)]]
     for rank, points in ranks.items():
-        groups = [_used(name, points_[-1][1]) if (points_ := view.usage[name].get(rank)) else "" for name in columns_]
+        groups = [
+            _used(name, history_points[-1][1]) if (history_points := view.usage[name].get(rank)) else ""
+            for name in quantities
+        ]
         history = _rising([value for _, value in points], highest) if braille else ""
         rows.append([f"{rank:>6}", " ".join([history, f"{groups[0]:>5}"]).strip(), *groups[1:]])
     return [Text(), *map(Text, _aligned(rows, columns))] if ranks else []
@@ -225,14 +226,14 @@ def _rising(values: Sequence[float], highest: float) -> str:
     return "".join(RISING[round(mean / max(highest, 1e-9) * (len(RISING) - 1))] for mean in means)
 
 
-def _aligned(rows: Sequence[Sequence[str]], columns: int, left: int = 0) -> list[str]:
-    """Align a table's first `left` columns to the left, others to the right; drop the last columns that don't fit."""
+def _aligned(rows: Sequence[Sequence[str]], columns: int, n_left: int = 0) -> list[str]:
+    """Align a table's first `n_left` columns to the left, others to the right; drop the last columns that don't fit."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     while len(widths) > 1 and sum(widths) + 2 * (len(widths) - 1) > columns:
         widths.pop()
     return [
         "  ".join(
-            f"{group:<{width}}" if index < left else f"{group:>{width}}"
+            f"{group:<{width}}" if index < n_left else f"{group:>{width}}"
             for index, (group, width) in enumerate(zip(row, widths))
         )
         for row in rows
@@ -261,7 +262,7 @@ def table(
         "slow ranks": [", ".join(_slow(view)) for view in views],
     }
     filled = [[name, *column] for name, column in groups.items() if any(column)]
-    head, *lines = _aligned(list(zip(*filled)), columns, left=2)
+    head, *lines = _aligned(list(zip(*filled)), columns, n_left=2)
     return Text("\n").join([Text(title, "bold"), Text(head, "bright_black"), *map(Text, lines)])
 
 
@@ -277,9 +278,7 @@ def _facts(view: RunView) -> list[str]:
 
 
 def _slow(view: RunView) -> list[str]:
-    return [
-        str(rank_view.rank) for rank_view in view.ranks if rank_view.slower is not None and view.state == "training"
-    ]
+    return [str(rank.rank) for rank in view.ranks if rank.slower is not None and view.state == "training"]
 
 
 def _number(value: float | None) -> str:

@@ -69,15 +69,15 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
 
     Links that seem slow are measured again, and the better values count: another job may have used the network.
     """
-    networks_by_node = gather_by_node(comm, nodes, networks)
+    by_node = gather_by_node(comm, nodes, networks)
     parts = rounds(len(nodes.names))
     links = _table(comm, nodes, parts)
     slow = compare(links.values(), len(nodes.names)) if links else Slow({}, [], 0.0, 0.0)
     suspects = {pair for pair, link in links.items() if link in slow.links or set(pair) & set(slow.nodes)}
-    for pair, again in _table(comm, nodes, [[p for p in part if p in suspects] for part in parts]).items():
-        latency_s = min(links[pair].latency_s, again.latency_s)
-        links[pair] = Link(*pair, latency_s, max(links[pair].bandwidth_bytes_s, again.bandwidth_bytes_s))
-    return {"networks": networks_by_node, "links": list(links.values())}
+    for pair, repeated in _table(comm, nodes, [[p for p in part if p in suspects] for part in parts]).items():
+        latency_s = min(links[pair].latency_s, repeated.latency_s)
+        links[pair] = Link(*pair, latency_s, max(links[pair].bandwidth_bytes_s, repeated.bandwidth_bytes_s))
+    return {"networks": by_node, "links": list(links.values())}
 
 
 def _table(comm: Communicator, nodes: Nodes, parts: list[list[tuple[int, int]]]) -> dict[tuple[int, int], Link]:
@@ -180,10 +180,8 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
     usual = f"the nodes' median is {_figures(slow.latency_s, slow.bandwidth_bytes_s)}"
     for node, times in slow.nodes.items():
         name = nodes.names[node]
-        figures = [
-            f"to {nodes.names[link.a + link.b - node]} {_figures(*link[2:])}" for link in links if node in link[:2]
-        ]
-        text = f"{name} is slow: {', '.join(figures)}; {usual}. Exclude it (--exclude={name}), and tell the site"
+        each = [f"to {nodes.names[link.a + link.b - node]} {_figures(*link[2:])}" for link in links if node in link[:2]]
+        text = f"{name} is slow: {', '.join(each)}; {usual}. Exclude it (--exclude={name}), and tell the site"
         yield Finding(WARNING, text, (name,), weight=times)
     for link in slow.links:
         ends = (nodes.names[link.a], nodes.names[link.b])
@@ -192,13 +190,11 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
     yield Finding(OK, _summary(links, slow, measured["networks"], nodes))
 
 
-def _apart(networks_by_node: dict[str, list], nodes: Nodes) -> Iterator[Finding]:
+def _apart(by_node: dict[str, list], nodes: Nodes) -> Iterator[Finding]:
     """Report nodes that share no network with the first one."""
-    first = {network for _, network, _ in networks_by_node[nodes.names[0]]}
+    first = {network for _, network, _ in by_node[nodes.names[0]]}
     separate = [
-        name
-        for name in nodes.names
-        if first and networks_by_node[name] and not first & {row[1] for row in networks_by_node[name]}
+        name for name in nodes.names if first and by_node[name] and not first & {row[1] for row in by_node[name]}
     ]
     if separate:
         text = f"{listed(separate)} share{'s' * (len(separate) == 1)} no network with {nodes.names[0]} "
@@ -206,12 +202,8 @@ def _apart(networks_by_node: dict[str, list], nodes: Nodes) -> Iterator[Finding]
         yield Finding(WARNING, text, tuple(separate) if len(separate) == 1 else ())
 
 
-def _summary(links: list[Link], slow: Slow, networks_by_node: dict[str, list], nodes: Nodes) -> str:
-    common = [
-        row
-        for row in networks_by_node[nodes.names[0]]
-        if all(row[1] in [r[1] for r in networks_by_node[n]] for n in nodes.names)
-    ]
+def _summary(links: list[Link], slow: Slow, by_node: dict[str, list], nodes: Nodes) -> str:
+    common = [row for row in by_node[nodes.names[0]] if all(row[1] in [r[1] for r in by_node[n]] for n in nodes.names)]
     common_network = ""
     if common:
         interface, network, mbit_s = common[0]

@@ -16,6 +16,7 @@ OUTCOMES = {"wins": "better", "loses": "worse", "mixed": "mixed", "tied": "withi
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
+    """Yield the final metric and the time to the target, as figures and tables."""
     job, metric = analysis.job, analysis.job.metric
     heads = ["group", f"{metric} at the end"]
     if job.target is None:
@@ -30,7 +31,7 @@ def draw(analysis: Analysis) -> Iterator[Part]:
         ]  # fmt: skip
         title, unit = f"Seconds to {metric} {target}", "seconds of training, geometric mean"
         yield from dots(analysis, "time-to-target", title, unit, reached, wording.seconds)
-    scale, unit, max_value = (100, " %", 100) if wording.is_share(metric) else (1, "", math.inf)
+    scale, unit, high = (100, " %", 100) if wording.is_share(metric) else (1, "", math.inf)
     finals = [
         (group, [scale * value for value in group.final.values()], group.final_mean and group.final_mean.scaled(scale),
          f"{group.diverged} not finite" * bool(group.diverged))
@@ -38,9 +39,7 @@ def draw(analysis: Analysis) -> Iterator[Part]:
         if group.ended
     ]  # fmt: skip
     title, name = f"{wording.capital(metric)} at the end", f"{metric}-at-the-end"
-    yield from dots(
-        analysis, name, title, metric + unit, finals, lambda value: f"{value:.4g}{unit}", max_value=max_value
-    )
+    yield from dots(analysis, name, title, metric + unit, finals, lambda value: f"{value:.4g}{unit}", high=high)
     rows = []
     for group in analysis.groups:
         spent = (group.mean("wall_s"), group.mean("samples"), group.samples_per_s)

@@ -175,15 +175,15 @@ def dots(
     rows: Sequence[tuple[RunGroup, Collection[float], Interval | None, str]],
     write: Callable[[float], str],
     *,
-    min_value: float | None = None,
-    max_value: float = math.inf,
+    low: float | None = None,
+    high: float = math.inf,
 ) -> list[ReportFigure]:
     """Draw a row per group: the values of its runs, their mean and its interval. No figure without values.
 
     Args:
         rows: group, values, their mean (None: a run lacks it), and a note next to them.
-        min_value: start of the axis; None: a little below the lowest value.
-        max_value: largest possible value, where intervals are clipped.
+        low: start of the axis; None: a little below the lowest value.
+        high: largest possible value, where intervals are clipped.
     """
     if not any(values for _, values, _, _ in rows):
         return []
@@ -212,7 +212,7 @@ def dots(
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.set_xlabel(unit)
-    axes.set_xlim(left=min_value)
+    axes.set_xlim(left=low)
     left, right = axes.get_xlim()
-    axes.set_xlim(left, min(right, max_value + 0.02 * (max_value - left)) if max_value < right else right)
+    axes.set_xlim(left, min(right, high + 0.02 * (high - left)) if high < right else right)
     return [ReportFigure(name, title, alt_text, figure)]

@@ -12,6 +12,7 @@ TITLE, ORDER = "Bytes and messages", 6
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
+    """Yield bytes and messages per step, as figures and a table."""
     groups = [group for group in analysis.groups if group.ended and group.ranks > 1]
     if not groups:
         yield "One rank sends nothing."
@@ -19,7 +20,7 @@ def draw(analysis: Analysis) -> Iterator[Part]:
     for unit, write in (("bytes", wording.amount), ("messages", wording.number)):
         values = [(group, group[f"{unit}_per_step"].values(), group.mean(f"{unit}_per_step"), "") for group in groups]
         title = f"{unit.capitalize()} per step of a worker"
-        yield from dots(analysis, f"{unit}-per-step", title, unit, values, write, min_value=0)
+        yield from dots(analysis, f"{unit}-per-step", title, unit, values, write, low=0)
     if any(group.name.startswith("allreduce") for group in groups):
         yield (
             "A ring all-reduce of n bytes of gradients sends 2n(p − 1)/p bytes for each of p ranks. In addition, "

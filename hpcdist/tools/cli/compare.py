@@ -145,8 +145,7 @@ def compare() -> None:
     seeds=1,
 )
 def simulate() -> None:
-    """Compare strategies on virtual ranks on this machine: the training is real, its network and its time are
-    simulated.
+    """Compare strategies on virtual ranks on this machine: training is real, network and time are simulated.
 
     All seconds are those of a cluster with the given network and step times.
 

@@ -51,8 +51,7 @@ def read_job(
 
 
 def _reference(job: str | Path | Callable[..., Any]) -> str:
-    """Return a job as text, a function as path/to/file.py:name; raise ConfigError for a function that ranks can't
-    import."""
+    """Return a job as text (a function as path/to/file.py:name); raise ConfigError if ranks can't import a function."""
     if isinstance(job, (str, Path)):
         return str(job)
     file, name = inspect.getsourcefile(job) if inspect.isfunction(job) else None, getattr(job, "__qualname__", "")

@@ -130,8 +130,8 @@ class Run:
     @property
     def changes(self) -> list[str]:
         """Return a line for each step at which the run was resumed with other settings."""
-        changes_ = {} if self.record is None else self.record.changes
-        return [f"settings changed at step {step}: {describe_changes(changed)}" for step, changed in changes_.items()]
+        by_step = {} if self.record is None else self.record.changes
+        return [f"settings changed at step {step}: {describe_changes(changed)}" for step, changed in by_step.items()]
 
     @property
     def strategy(self) -> str:

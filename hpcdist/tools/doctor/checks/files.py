@@ -197,8 +197,7 @@ def _read(path: Path) -> dict:
 
 # --- judging ----------------------------------------------------------------------------------------------------------
 def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
-    """Report nodes that can't use the folder, little space, faulty locks and failed samples; else one line with the
-    speeds."""
+    """Report nodes that can't use the folder, little space, faulty locks, failed samples; or one line with speeds."""
     if "error" in measured:
         text = f"folder must be one that can be written; got {measured['folder']} on {nodes.names[0]}: "
         yield Finding(ERROR, f"{text}{measured['error']}. Choose another one with --folder")

@@ -157,7 +157,7 @@ class _PeriodWorker(Worker):
             fastest = max(self._of.speeds(own))
             self.steps = max(1, int(config.period * own / fastest + 1e-6)) if fastest > 0 else config.period
         waited_for = self.replica.pull().waited_for
-        if self.place.colocated:  # this server's parameters lie beside its worker's model
+        if self.placement.colocated:  # this server's parameters lie beside its worker's model
             self.strategy.server.show()
         self.done, self.gradients = 0, 0
         copy_all(self._read, self.model.params)
@@ -183,7 +183,7 @@ class _WayServer(Server):
 
     def __init__(self, strategy: AsyncDiLoCo, every: int, workers: int):
         super().__init__(strategy, strategy.replica, strategy.config.learner_deadline_s)
-        self._shard, self._config = strategy.place.shard, strategy.config
+        self._shard, self._config = strategy.placement.shard, strategy.config
         self._every, self._workers = every, workers
         state, ranges, like = strategy.state, self._shard.ranges, self._shard.of(strategy.model.params)
         # θ, m and Δ
@@ -198,15 +198,15 @@ class _WayServer(Server):
 
     def apply_due(self) -> None:
         """Apply what is held once the time is over, or no other worker is left to wait for."""
-        held = sorted(self.held, key=attrgetter("source"))  # the same sums in any order of arrival
-        if not held:
+        waiting = sorted(self.waiting, key=attrgetter("source"))  # the same sums in any order of arrival
+        if not waiting:
             return
-        self.due_s = self.held[0].since_s + self._config.grace_s
-        if self.due_s <= self.comm.now() or {request.source for request in held}.issuperset(self.active()):
-            self.held, self.due_s = [], None
-            for request in held:
+        self.due_s = self.waiting[0].since_s + self._config.grace_s
+        if self.due_s <= self.comm.now() or {request.source for request in waiting}.issuperset(self.active()):
+            self.waiting, self.due_s = [], None
+            for request in waiting:
                 self._apply(request)
-            for request in held:
+            for request in waiting:
                 values = [new.to(own.dtype) for new, own in zip(self._params, self.model.params)]
                 self.inbox.reply(Reply(request, self.replica.clock, values))
 

@@ -66,7 +66,7 @@ class D2(Strategy):
                 f"ranks, with {least:.3f}. Set strategy.lazy = true, which mixes by (W + I)/2, or take another graph."
             )
         super().__init__(config, comm, model, **kwargs)
-        self._mixing = Mixing(comm, topology, overlap=False, kept=0.5 if config.lazy else 0.0)
+        self._mixing = Mixing(comm, topology, overlap=False, identity_weight=0.5 if config.lazy else 0.0)
         self._changed = self.state.sharded("changed", model.params if comm.size > 1 else [], resets=True)  # c
         # Of the parameters, at the last step.
         self.rates: list[float] = self.state.value("rates", [], self, resets=True)

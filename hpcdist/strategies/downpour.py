@@ -30,7 +30,7 @@ class ShardAdagrad:
     """
 
     def __init__(self, strategy: ServerStrategy, rate: float):
-        self._rate, shard, state = rate, strategy.place.shard, strategy.state
+        self._rate, shard, state = rate, strategy.placement.shard, strategy.state
         self._first_rate, self._hyperparameters = _reference_rate(strategy.optimizer), strategy.hyperparameters
         # In float32 at least: in float16 Adagrad's eps is 0, and in bfloat16 a sum soon stops growing.
         self._parameters = [
@@ -154,7 +154,7 @@ class _Worker(Worker):
         self._sum = strategy.state.sharded("sum", self.model.grads)
         self._used = strategy.state.flags("used", torch.zeros(len(self.model.slots), dtype=torch.bool), False)
         self._config = strategy.config
-        first = self.place.rank == self.place.roles.workers[0]
+        first = self.placement.rank == self.placement.roles.workers[0]
         self._starts_late = self._config.warm_start > 0 and not first
 
     def step(self, update: Update) -> Outcome:
@@ -205,7 +205,7 @@ class _Worker(Worker):
     def _take(self) -> None:
         """Replace the parameters by those of the reply."""
         self.replica.pull()
-        if self.place.colocated:  # this server's master copy lies beside its worker's model
+        if self.placement.colocated:  # this server's master copy lies beside its worker's model
             self.strategy.server.show()
 
 
@@ -218,7 +218,7 @@ class _Server(Server):
         self._warm_start = warm_start
         self._rule: ShardAdagrad | Aggregate  # the latter for the job's own optimiser
         if config.server_rule == "optimizer":
-            self._rule = Aggregate(self.model, self.place.shard, apart=False)
+            self._rule = Aggregate(self.model, self.placement.shard, apart=False)
         else:
             self._rule = ShardAdagrad(strategy, config.rate)
 
@@ -230,10 +230,10 @@ class _Server(Server):
 
         def due() -> ServerRequest | None:
             clock, active = self.replica.clock, self.active()
-            return next((r for r in self.held if self._warm_start.may_go(r.source, clock, active)), None)
+            return next((r for r in self.waiting if self._warm_start.may_go(r.source, clock, active)), None)
 
         while (request := due()) is not None:
-            self.held.remove(request)
+            self.waiting.remove(request)
             if request.kind != FETCH:
                 self._apply(request)
             parameters = () if request.kind == PUSH else self.master()

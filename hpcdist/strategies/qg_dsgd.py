@@ -68,11 +68,11 @@ class QGDSGD(Strategy):
         self._mixing.mix(self.model.params, self.steps)
         for x, was in zip(self.model.params, before, strict=True):
             was.sub_(x)
-        kept = self.config.memory
+        memory = self.config.memory
         with self.model.skip_unused(self.model.gradients.present(), self._momentum):
             for slot, rate in zip(self.model.slots, rates(self.model, local), strict=True):
                 if rate:
-                    slot.view(self._momentum).mul_(kept).add_(slot.view(before), alpha=(1 - kept) / rate)
+                    slot.view(self._momentum).mul_(memory).add_(slot.view(before), alpha=(1 - memory) / rate)
         return outcome
 
     def _step(self, local: torch.optim.Optimizer, update: Update) -> None:

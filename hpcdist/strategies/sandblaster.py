@@ -178,7 +178,7 @@ class Sandblaster(Strategy):
             clocks=2,
             values=MOST * WORDS,
             replies=results,
-            bare={COORDINATOR},
+            without_tensors={COORDINATOR},
         )
         if one_rank_serves:
             return sums, sums

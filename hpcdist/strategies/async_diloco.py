@@ -103,17 +103,17 @@ class AsyncDiLoCo(ServerStrategy):
                 f"strategy.spread must be at most 1/{every}, that a momentum acts once; got {config.spread}. Take less."
             )
         self._speeds = comm.window(comm.size, torch.float64) if config.dynamic and comm.size > 1 else None
-        self.compose(lambda: _PeriodWorker(self), lambda: _WayServer(self, every, workers))
+        self.compose(lambda: _PeriodWorker(self), lambda: _DeltaServer(self, every, workers))
 
-    def speeds(self, own: float) -> list[float]:
+    def speeds(self, local_speed: float) -> list[float]:
         """Tell the first server this worker's speed, in steps per second, and return those of all that live."""
-        found = torch.zeros(self.comm.size, dtype=torch.float64)
+        all_speeds = torch.zeros(self.comm.size, dtype=torch.float64)
         if self._speeds is not None:
             server = self.roles.servers[0]
-            self._speeds.put(torch.tensor([own], dtype=torch.float64), server, self.comm.rank)
-            self._speeds.get(found, server)
-            found[list(self.comm.failures.failed())] = 0.0
-        return found.tolist()
+            self._speeds.put(torch.tensor([local_speed], dtype=torch.float64), server, self.comm.rank)
+            self._speeds.get(all_speeds, server)
+            all_speeds[list(self.comm.failures.failed())] = 0.0
+        return all_speeds.tolist()
 
     def close(self) -> None:
         if self._speeds is not None:
@@ -149,13 +149,13 @@ class _PeriodWorker(Worker):
     def _exchange(self) -> dict[int, float]:
         """Push the way of this period, and begin the next one at what the servers have; return who was waited for."""
         config = self._config
-        way = [before - own for before, own in zip(self._read, self.model.params, strict=True)]
+        delta = [before - local for before, local in zip(self._read, self.model.params, strict=True)]
         used = self.strategy.gradients.take_used() > 0
-        self.client.push(GRADIENT, tensors=way, used=used, weight=float(self.gradients), **self.stamps())
+        self.client.push(GRADIENT, tensors=delta, used=used, weight=float(self.gradients), **self.stamps())
         if config.dynamic:
-            own = self._timed / self._timed_s if self._timed_s > 0 else 0.0
-            fastest = max(self._of.speeds(own))
-            self.steps = max(1, int(config.period * own / fastest + 1e-6)) if fastest > 0 else config.period
+            speed = self._timed / self._timed_s if self._timed_s > 0 else 0.0
+            fastest = max(self._of.speeds(speed))
+            self.steps = max(1, int(config.period * speed / fastest + 1e-6)) if fastest > 0 else config.period
         waited_for = self.replica.pull().waited_for
         if self.placement.colocated:  # this server's parameters lie beside its worker's model
             self.strategy.server.show()
@@ -178,18 +178,20 @@ class _PeriodWorker(Worker):
         self._since_s = None
 
 
-class _WayServer(Server):
+class _DeltaServer(Server):
     """Step along each way that comes, and reply with the parameters."""
 
     def __init__(self, strategy: AsyncDiLoCo, every: int, workers: int):
         super().__init__(strategy, strategy.replica, strategy.config.learner_deadline_s)
         self._shard, self._config = strategy.placement.shard, strategy.config
         self._every, self._workers = every, workers
-        state, ranges, like = strategy.state, self._shard.ranges, self._shard.of(strategy.model.params)
+        state, ranges, templates = strategy.state, self._shard.ranges, self._shard.of(strategy.model.params)
         # θ, m and Δ
-        self._params = state.sharded("params", like, start="parameters", reshard="first", resets=True, ranges=ranges)
-        self._momentum = state.sharded("momentum", like, reshard="first", ranges=ranges)
-        self._sum = state.sharded("sum", like, ranges=ranges)
+        self._params = state.sharded(
+            "params", templates, start="parameters", reshard="first", resets=True, ranges=ranges
+        )
+        self._momentum = state.sharded("momentum", templates, reshard="first", ranges=ranges)
+        self._sum = state.sharded("sum", templates, ranges=ranges)
         self.count = state.value("count", 0, self)  # pushes since the last step of the momentum
         self._used = state.flags("pushed", torch.zeros(len(strategy.model.slots), dtype=torch.bool))  # in any of them
 
@@ -212,7 +214,7 @@ class _WayServer(Server):
 
     def _apply(self, request: ServerRequest) -> None:
         """Step along one push."""
-        ways = [way.to(part.device, part.dtype) for way, part in zip(request.tensors, self._params, strict=True)]
+        deltas = [delta.to(part.device, part.dtype) for delta, part in zip(request.tensors, self._params, strict=True)]
         staleness = self.replica.clock - request.clocks[0]
         self.count += 1
         ends = self.count == self._every
@@ -220,23 +222,23 @@ class _WayServer(Server):
         alone = self._config.rule in ("nesterov", "discounted")
         used = request.used if alone else self._used
         with self.model.skip_unused(used, self._momentum, self._shard.ranges):
-            for x, momentum, total, way in zip(self._params, self._momentum, self._sum, ways, strict=True):
-                self._step(x, momentum, total, way, staleness, ends)
+            for x, momentum, total, delta in zip(self._params, self._momentum, self._sum, deltas, strict=True):
+                self._step(x, momentum, total, delta, staleness, ends)
         if ends:
             self.count = 0
             self._used.zero_()
         self.count_update([staleness] * int(request.weight))  # of each gradient in it
 
-    def _step(self, x: Tensor, momentum: Tensor, total: Tensor, way: Tensor, staleness: int, ends: bool) -> None:
+    def _step(self, x: Tensor, momentum: Tensor, total: Tensor, delta: Tensor, staleness: int, ends: bool) -> None:
         config, n = self._config, self._every
         beta, spread, rule = config.outer_momentum, config.spread, config.rule
         if rule in ("nesterov", "discounted"):
             scale = self._workers**-0.5 * ((1 + staleness) ** -0.5 if rule == "discounted" else 1.0)
-            gradient = way * scale
+            gradient = delta * scale
             momentum.mul_(beta).add_(gradient)
             x.add_(gradient.add(momentum, alpha=beta), alpha=-config.outer_lr)
             return
-        total.add_(way)
+        total.add_(delta)
         if ends:
             momentum.mul_(beta).add_(total, alpha=1 / n)
         if rule == "buffered":
@@ -244,6 +246,6 @@ class _WayServer(Server):
                 x.add_((total / n).add_(momentum, alpha=beta), alpha=-config.outer_lr)
         else:
             share = beta * (1 - spread * n + spread if ends else spread)
-            x.add_((way / n).add_(momentum, alpha=share), alpha=-config.outer_lr)
+            x.add_((delta / n).add_(momentum, alpha=share), alpha=-config.outer_lr)
         if ends:
             total.zero_()

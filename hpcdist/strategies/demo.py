@@ -77,17 +77,17 @@ class DeMo(OwnStep):
         self._components = self.state.scratch([torch.zeros_like(grad) for grad in model.grads])
 
     def move(self, update) -> None:
-        stepped = {one.name for one in self.trained()}
+        stepped = {item.name for item in self.trained()}
         for slot in self.model.slots:
             if slot.name not in stepped:
                 slot.view(self._components).zero_()
-        for one in self.trained(self.model.grads, self._components):
-            for gradient, components in self._blocks(*one.views):
-                torch.mul(self._transform(gradient), rate_of(one.group), out=components)
+        for item in self.trained(self.model.grads, self._components):
+            for gradient, components in self._blocks(*item.views):
+                torch.mul(self._transform(gradient), rate_of(item.group), out=components)
         ranks = self._sum(self._components, self.model.gradients.present())
-        for one in self.trained(self._components):
-            rate, decay = rate_of(one.group), one.group["weight_decay"]
-            for components, parameter in self._blocks(*one.views, one.parameter.detach()):
+        for item in self.trained(self._components):
+            rate, decay = rate_of(item.group), item.group["weight_decay"]
+            for components, parameter in self._blocks(*item.views, item.parameter.detach()):
                 step = self._transform(components, back=True)
                 if decay:
                     parameter.mul_(1 - rate * decay)
@@ -102,8 +102,8 @@ class DeMo(OwnStep):
         Their shape is (down, height, across, width).
         """
         blocks = Blocks.of(Span(0, parameters[0].numel(), parameters[0].shape), self.config.side)
-        some = max(1, CACHED // max(1, blocks.height * blocks.columns)) if parameters[0].is_cpu else blocks.rows
-        return zip(*(blocks.view(each.view(-1)).split(some) for each in parameters), strict=True)
+        n_rows = max(1, CACHED // max(1, blocks.height * blocks.columns)) if parameters[0].is_cpu else blocks.rows
+        return zip(*(blocks.view(parameter.view(-1)).split(n_rows) for parameter in parameters), strict=True)
 
     def _transform(self, blocks: Tensor, *, back: bool = False) -> Tensor:
         return blocks if self.config.transform == "none" else transform(blocks, back=back)

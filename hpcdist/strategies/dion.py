@@ -84,9 +84,9 @@ class Dion(OwnStep):
             self._require_others()
             self._names_known = True
         matrices, others = self._divided()
-        self._average([one.views[0] for one in others])
+        self._average([item.views[0] for item in others])
         self._step_matrices(matrices)
-        is_other, present = {one.name for one in others}, self.model.gradients.present()
+        is_other, present = {item.name for item in others}, self.model.gradients.present()
         self.model.gradients.release([slot.name in is_other for slot in self.model.slots])
         update()
         self.model.gradients.release(present)
@@ -94,31 +94,31 @@ class Dion(OwnStep):
     def _divided(self) -> tuple[list[Trained], list[Trained]]:
         """Return the matrices, with views of gradients and momentum; and the other parameters."""
         found: tuple[list[Trained], list[Trained]] = ([], [])
-        for one in self.trained(self.model.grads, self._momentum):
-            named = any(fnmatchcase(one.name, pattern) for pattern in self.config.others)
-            other = one.parameter.ndim < 2 or not one.parameter.numel() or named  # of no elements it has no factors
-            found[other].append(one)
+        for item in self.trained(self.model.grads, self._momentum):
+            named = any(fnmatchcase(item.name, pattern) for pattern in self.config.others)
+            other = item.parameter.ndim < 2 or not item.parameter.numel() or named  # of no elements it has no factors
+            found[other].append(item)
         return found
 
     def _step_matrices(self, matrices: Sequence[Trained]) -> None:
         # Half precision is added up in single; others in place.
-        wide = [torch.float64 if one.parameter.dtype == torch.float64 else torch.float32 for one in matrices]
+        wide = [torch.float64 if item.parameter.dtype == torch.float64 else torch.float32 for item in matrices]
         sums = [
-            one.views[1].to(dtype).add_(one.views[0]).view(len(one.parameter), -1)
-            for one, dtype in zip(matrices, wide, strict=True)
+            item.views[1].to(dtype).add_(item.views[0]).view(len(item.parameter), -1)
+            for item, dtype in zip(matrices, wide, strict=True)
         ]
-        factors = [self._basis_of(one, total) for one, total in zip(matrices, sums, strict=True)]
+        factors = [self._basis_of(item, total) for item, total in zip(matrices, sums, strict=True)]
         left = [q @ total.T for q, total in zip(factors, sums, strict=True)]  # transposed: r rows
         self._average(left)
         self._orthonormalise(left)
         right = [p @ total for p, total in zip(left, sums, strict=True)]
         self._average(right)
-        for one, total, p, r in zip(matrices, sums, left, right, strict=True):
+        for item, total, p, r in zip(matrices, sums, left, right, strict=True):
             total.addmm_(p.T, r, alpha=self.config.momentum - 1)
-            one.views[1].copy_(total.view_as(one.parameter))
-            self.basis[one.name] = q = _normalised(r)
-            rate, x = self.config.rate * rate_of(one.group), one.parameter.detach().view(len(total), -1)
-            if decay := one.group.get("weight_decay", 0):
+            item.views[1].copy_(total.view_as(item.parameter))
+            self.basis[item.name] = q = _normalised(r)
+            rate, x = self.config.rate * rate_of(item.group), item.parameter.detach().view(len(total), -1)
+            if decay := item.group.get("weight_decay", 0):
                 x.mul_(1 - rate * decay)
             scaled = p * -(rate * (x.shape[0] / x.shape[1]) ** 0.5)
             if x.is_cpu:
@@ -137,13 +137,13 @@ class Dion(OwnStep):
             for share, flat in zip(shares, flats, strict=True):
                 _copy_apart(flat, share)
 
-    def _basis_of(self, one: Trained, total: Tensor) -> Tensor:
+    def _basis_of(self, item: Trained, total: Tensor) -> Tensor:
         """Return Q of a matrix, transposed; at the start the same random directions on all ranks and machines."""
-        if one.name not in self.basis:
+        if item.name not in self.basis:
             rank = max(1, round(self.config.fraction * min(total.shape)))
             start = np.random.Generator(np.random.SFC64(0)).random((rank, total.shape[1])) - 0.5
-            self.basis[one.name] = _normalised(torch.from_numpy(start))
-        return self.basis[one.name].to(total)
+            self.basis[item.name] = _normalised(torch.from_numpy(start))
+        return self.basis[item.name].to(total)
 
     def _average(self, tensors: Sequence[Tensor]) -> None:
         """Collective. Replace tensors by their means over the ranks, those of one type in one sum."""

@@ -237,7 +237,7 @@ class _Server(Server):
             if request.kind != FETCH:
                 self._apply(request)
             parameters = () if request.kind == PUSH else self.master()
-            rounded = [new.to(own.dtype) for new, own in zip(parameters, self.model.params)]
+            rounded = [new.to(param.dtype) for new, param in zip(parameters, self.model.params)]
             self.inbox.reply(Reply(request, self.replica.clock, rounded))
 
     def _apply(self, request: ServerRequest) -> None:

@@ -60,15 +60,15 @@ class OneBitAdam(AdamStep):
         grads = self.model.grads
         if self.updates < self.config.warmup_steps:
             self.average(grads)
-            for one in self.trained(grads):
-                self.take_in(one, one.views[0], squares=True)
+            for item in self.trained(grads):
+                self.update_moments(item, item.views[0], squares=True)
         else:
             sent = [torch.zeros_like(grad) for grad in grads]
-            for one in self.trained(grads, sent):
-                self.take_in(one, one.views[0], squares=False)
-                one.views[1].copy_(self.moments(one.parameter)[0])
+            for item in self.trained(grads, sent):
+                self.update_moments(item, item.views[0], squares=False)
+                item.views[1].copy_(self.moments(item.parameter)[0])
             self._mean(sent, self.model.gradients.present())
-            for one in self.trained(sent):
-                self.moments(one.parameter)[0].copy_(self.still(one, one.views[0]))
-        for one in self.trained():
-            self.step_along(one, self.direction(one))
+            for item in self.trained(sent):
+                self.moments(item.parameter)[0].copy_(self.zero_untrained(item, item.views[0]))
+        for item in self.trained():
+            self.step_along(item, self.direction(item))

@@ -252,7 +252,7 @@ class Sandblaster(Strategy):
             return reply
         self.work.client.push(ASK, values=message)
         self.work.client.wait()
-        return _numbers_from(self.work, COORDINATOR, 3)
+        return _reply_values(self.work, COORDINATOR, 3)
 
     def _push(self, evaluation: int, portion: int, weight: float) -> None:
         """Push the gradients in the model to all shards, and wait until they are counted."""
@@ -334,14 +334,14 @@ class Sandblaster(Strategy):
         self.shard.push(evaluation, portion, request.weight, list(request.tensors))
         self.sums.inbox.reply(Reply(request, 0))
 
-    def _operate(self, words: Sequence[float]) -> list[float]:
+    def _operate(self, operations: Sequence[float]) -> list[float]:
         """Let all shards run operations; return the sums of their results."""
         if self.has_shard:
-            return self.shard.run(words)
-        shards, count = self.roles.shards, sum(code in RETURNING for code in words[::WORDS])
-        self.sums.client.push(OPERATIONS, [[len(words)]] * len(shards), values=words)
+            return self.shard.run(operations)
+        shards, count = self.roles.shards, sum(code in RETURNING for code in operations[::WORDS])
+        self.sums.client.push(OPERATIONS, [[len(operations)]] * len(shards), values=operations)
         self.sums.client.wait()
-        results = [_numbers_from(self.sums, rank, count) for rank in shards]
+        results = [_reply_values(self.sums, rank, count) for rank in shards]
         return [sum(column) for column in zip(*results, strict=True)]
 
     def _report(self, steps: int, event: str | None) -> None:
@@ -370,7 +370,7 @@ def _reply(request: ServerRequest, numbers: Sequence[float]) -> Reply:
     return Reply(request, 0, [torch.tensor(numbers, dtype=torch.float64)])
 
 
-def _numbers_from(channel: RequestChannel, parent: int, count: int) -> list[float]:
+def _reply_values(channel: RequestChannel, parent: int, count: int) -> list[float]:
     """Return the first `count` numbers of a parent's reply."""
     (numbers,) = channel.down.read(parent, ())
     return numbers[:count].tolist()

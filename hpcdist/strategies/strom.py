@@ -112,7 +112,7 @@ class Strom(Strategy):
         self._arriving: list[_Arriving] = []
         self._old = self.state.scratch([torch.empty_like(flat) for flat in model.params])
         if self._floods:  # on another number of ranks all together have the residuals that the saved ones had
-            self.state.feedbacks("link", [each for link in self._links for each in link.feedbacks], "divide")
+            self.state.feedbacks("link", [item for link in self._links for item in link.feedbacks], "divide")
         else:  # there a tree's links are between other ranks
             self.state.custom("links", self._save_links, self._load_links, lambda: None)
 
@@ -139,21 +139,21 @@ class Strom(Strategy):
     def _send_change(self) -> None:
         """Send the local optimiser's change of the parameters; they keep the part that is sent."""
         warming = self.steps < self.config.compression.warmup_steps
-        silent = warming and self.comm.rank >= (self.config.compression.warmup_ranks or self.comm.size)
+        idle = warming and self.comm.rank >= (self.config.compression.warmup_ranks or self.comm.size)
         whole = warming and self.config.compression.warmup_ranks is None
-        share = 0.0 if silent else 1.0 if self.config.add_up else 1 / len(self.comm.failures.alive)
+        share = 0.0 if idle else 1.0 if self.config.add_up else 1 / len(self.comm.failures.alive)
         tag = _WHOLE if whole else _CODED
         if self._floods:
             (link,) = self._links
             parts = list(zip(link.feedbacks, self.model.params, self._old, strict=True))
             with only_used(link.feedbacks, self.model.gradients.present()):
-                messages = [feedback.encode_change_(own, old, share, whole) for feedback, own, old in parts]
+                messages = [feedback.encode_change_(local, old, share, whole) for feedback, local, old in parts]
             self._send(join_messages(messages), link.peers, tag)
-            for (feedback, own, _), message in zip(parts, messages, strict=True):
-                feedback.add(message, own, whole)
+            for (feedback, local, _), message in zip(parts, messages, strict=True):
+                feedback.add(message, local, whole)
             return
-        for own, old in zip(self.model.params, self._old, strict=True):
-            for new, before in alongside(own, old):
+        for local, old in zip(self.model.params, self._old, strict=True):
+            for new, before in alongside(local, old):
                 new.sub_(before).mul_(share)
         trained = [slot.tensor.requires_grad for slot in self.model.slots]
         for link in self._links:  # which also passes on what others have sent, so that all but frozen parameters go on
@@ -161,8 +161,8 @@ class Strom(Strategy):
                 encoded = zip(link.feedbacks, self.model.params, strict=True)
                 messages = [f.encode(change, whole) for f, change in encoded]
             self._send(join_messages(messages), link.peers, tag)
-        for own, old in zip(self.model.params, self._old, strict=True):
-            own.add_(old)
+        for local, old in zip(self.model.params, self._old, strict=True):
+            local.add_(old)
 
     # --- messages -------------------------------------------------------------------------------------------------
     def _send(self, message: Tensor, peers: Sequence[int], tag: int) -> None:
@@ -176,12 +176,12 @@ class Strom(Strategy):
         while self._start(ANY, block=False):
             pass
         arriving, self._arriving = self._arriving, []
-        for each in arriving:
-            if self.peers.survives(each.request.done):  # else its sender died while sending it
-                if each.request.done():
-                    self._add(each)
+        for item in arriving:
+            if self.peers.survives(item.request.done):  # else its sender died while sending it
+                if item.request.done():
+                    self._add(item)
                 else:
-                    self._arriving.append(each)
+                    self._arriving.append(item)
 
     def _start(self, source: int, block: bool) -> bool:
         """Begin to receive a message; return False if none has come, or its sender has died."""
@@ -203,9 +203,9 @@ class Strom(Strategy):
     def _add(self, arrived: _Arriving) -> None:
         parts = split_message(arrived.message, len(self.model.params))
         for link in self._links:
-            for feedback, part, own in zip(link.feedbacks, parts, self.model.params, strict=True):
+            for feedback, part, local in zip(link.feedbacks, parts, self.model.params, strict=True):
                 # What came from elsewhere is passed on along this link with the next message.
-                out = own if arrived.source in link.peers else feedback.residual
+                out = local if arrived.source in link.peers else feedback.residual
                 feedback.add(part, out, arrived.whole)
 
     def pause(self) -> None:
@@ -216,9 +216,9 @@ class Strom(Strategy):
         for peer in peers:
             while peer in self.peers.present and self._ended[peer] < self._period:
                 self._start(peer, block=True)
-        for each in self._arriving:
-            if self.peers.survives(each.request.wait):
-                self._add(each)
+        for item in self._arriving:
+            if self.peers.survives(item.request.wait):
+                self._add(item)
         for request in self._sending:
             self.peers.survives(request.wait)
         self._sending, self._arriving = [], []
@@ -253,14 +253,14 @@ def spanning_tree(topology: Topology, ranks: Sequence[int] | None = None) -> lis
         Each rank's neighbours in the tree, ascending; the same on all ranks.
     """
     ranks = range(topology.size) if ranks is None else ranks
-    left = nx.DiGraph()
-    left.add_nodes_from(ranks)
+    unreached = nx.DiGraph()
+    unreached.add_nodes_from(ranks)
     for step in range(topology.period or 1):
-        left.add_edges_from((a, b) for a in ranks for b in topology.out_neighbours(a, step) if b in ranks)
+        unreached.add_edges_from((a, b) for a in ranks for b in topology.out_neighbours(a, step) if b in ranks)
     tree = nx.empty_graph(topology.size)
     for root in ranks:
-        if root in left:
-            links = list(nx.bfs_edges(left, root, sort_neighbors=sorted))
+        if root in unreached:
+            links = list(nx.bfs_edges(unreached, root, sort_neighbors=sorted))
             tree.add_edges_from(links if root == ranks[0] else [(ranks[0], root), *links])
-            left.remove_nodes_from([root, *(reached for _, reached in links)])
+            unreached.remove_nodes_from([root, *(reached for _, reached in links)])
     return [sorted(tree[rank]) for rank in range(topology.size)]

@@ -90,9 +90,9 @@ class ZeroOneAdam(AdamStep):
             self.average(flats)
         else:
             self._mean(flats, self.model.gradients.present())
-        for one in self.trained(flats):
-            self.take_in(one, one.views[0], squares=full)
-            self.step_along(one, self.direction(one))
+        for item in self.trained(flats):
+            self.update_moments(item, item.views[0], squares=full)
+            self.step_along(item, self.direction(item))
         self.full += full
         if self.full == self.config.full_steps:
             self.distance, self.full = 2 * self.distance, 0
@@ -113,19 +113,19 @@ class ZeroOneAdam(AdamStep):
         return outcome
 
     def _step_alone(self) -> None:
-        for one in self.trained(self.model.grads, self._moves):
-            gradient, moves = one.views
-            self.take_in(one, gradient, squares=False)
-            direction = self.direction(one)
-            moves.sub_(direction, alpha=rate_of(one.group))
-            self.step_along(one, direction)
+        for item in self.trained(self.model.grads, self._moves):
+            gradient, moves = item.views
+            self.update_moments(item, gradient, squares=False)
+            direction = self.direction(item)
+            moves.sub_(direction, alpha=rate_of(item.group))
+            self.step_along(item, direction)
 
     def _count(self) -> None:
         """Count a step's rate and decay of each parameter that has a gradient here."""
-        for one in self.trained():
-            rate = rate_of(one.group)
-            self.rates[one.name] = self.rates.get(one.name, 0.0) + rate
-            self.decays[one.name] = self.decays.get(one.name, 1.0) * (1 - rate * float(one.group["weight_decay"]))
+        for item in self.trained():
+            rate = rate_of(item.group)
+            self.rates[item.name] = self.rates.get(item.name, 0.0) + rate
+            self.decays[item.name] = self.decays.get(item.name, 1.0) * (1 - rate * float(item.group["weight_decay"]))
 
     def _agree(self) -> list[bool]:
         """Collective. Average rates and decays over the ranks that have stepped; tell which parameters any has."""
@@ -133,24 +133,24 @@ class ZeroOneAdam(AdamStep):
         rows = [[float(name in self.rates), self.rates.get(name, 0.0), self.decays.get(name, 0.0)] for name in names]
         sums = torch.tensor(rows, dtype=torch.float64)
         self.comm.allreduce(sums.view(-1))
-        found = {name: row for name, row in zip(names, sums.tolist(), strict=True) if row[0]}
-        self.rates = {name: rate / count for name, (count, rate, _) in found.items()}
-        self.decays = {name: decay / count for name, (count, _, decay) in found.items()}
-        return [name in found for name in names]
+        stepped = {name: row for name, row in zip(names, sums.tolist(), strict=True) if row[0]}
+        self.rates = {name: rate / count for name, (count, rate, _) in stepped.items()}
+        self.decays = {name: decay / count for name, (count, _, decay) in stepped.items()}
+        return [name in stepped for name in names]
 
     def _exchange(self) -> None:
         """Collective. Go on from the common parameters and the mean of all ranks' moves."""
         used = self._agree()
-        for one in self.trained(self._moves, used=used):
-            one.views[0].mul_(self.scale(one))
+        for item in self.trained(self._moves, used=used):
+            item.views[0].mul_(self.scale(item))
         self._mean(self._moves, used)
-        for one in self.trained(self._moves, self._common, used=used):
-            received, x = one.views
-            self.still(one, received)
-            if self.rates[one.name]:
-                self.moments(one.parameter)[0].copy_(received / -self.rates[one.name])
-            x.mul_(self.decays[one.name]).add_(received / self.scale(one))
-            one.parameter.copy_(x)
+        for item in self.trained(self._moves, self._common, used=used):
+            received, x = item.views
+            self.zero_untrained(item, received)
+            if self.rates[item.name]:
+                self.moments(item.parameter)[0].copy_(received / -self.rates[item.name])
+            x.mul_(self.decays[item.name]).add_(received / self.scale(item))
+            item.parameter.copy_(x)
         copy_all(self._common, self.model.params)
         zero_all(self._moves)
         self.rates, self.decays = {}, {}

@@ -225,7 +225,7 @@ class Client:
             values: hyper-parameters. Empty: keep the contents of the slots.
         """
         channel = self._channel
-        stamps_to_send = [_NOTHING, _NOTHING]  # flags and values, if they have changed
+        new_stamps = [_NOTHING, _NOTHING]  # flags and values, if they have changed
         if used is not None and (self._last_used is None or not torch.equal(used, self._last_used)):
             new_stamps[0] = self._last_used = used.clone()
         if values and values != self._last_values:

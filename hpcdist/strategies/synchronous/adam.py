@@ -59,35 +59,35 @@ class AdamStep(OwnStep):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         return state["exp_avg"], state["exp_avg_sq"]
 
-    def take_in(self, one: Trained, gradient: Tensor, *, squares: bool) -> None:
+    def update_moments(self, item: Trained, gradient: Tensor, *, squares: bool) -> None:
         """Let the moments follow a gradient: both, or m alone."""
-        (m, v), (beta, beta_squares) = self.moments(one.parameter), one.group["betas"]
+        (m, v), (beta, beta_squares) = self.moments(item.parameter), item.group["betas"]
         m.mul_(beta).add_(gradient, alpha=1 - beta)
         if squares:
             v.mul_(beta_squares).addcmul_(gradient, gradient, value=1 - beta_squares)
         else:
-            self.still(one, m)
+            self.zero_untrained(item, m)
 
-    def still(self, one: Trained, values: Tensor) -> Tensor:
+    def zero_untrained(self, item: Trained, values: Tensor) -> Tensor:
         """Set the values of elements that have had no gradient yet to 0; return them."""
-        return values.masked_fill_(self.moments(one.parameter)[1] == 0, 0)
+        return values.masked_fill_(self.moments(item.parameter)[1] == 0, 0)
 
-    def scale(self, one: Trained) -> Tensor:
+    def scale(self, item: Trained) -> Tensor:
         """Return √v + ε."""
-        return self.moments(one.parameter)[1].sqrt().add_(one.group["eps"])
+        return self.moments(item.parameter)[1].sqrt().add_(item.group["eps"])
 
-    def direction(self, one: Trained) -> Tensor:
+    def direction(self, item: Trained) -> Tensor:
         """Return m/(√v + ε)."""
-        return self.moments(one.parameter)[0] / self.scale(one)
+        return self.moments(item.parameter)[0] / self.scale(item)
 
-    def step_along(self, one: Trained, direction: Tensor) -> None:
+    def step_along(self, item: Trained, direction: Tensor) -> None:
         """Move a parameter by −η(direction + λθ), and count the step."""
-        rate, decay = rate_of(one.group), one.group["weight_decay"]
-        self.optimizer.state[one.parameter]["step"] += 1  # type: ignore[union-attr]
-        one.parameter.sub_(direction.add(one.parameter, alpha=decay) if decay else direction, alpha=rate)
+        rate, decay = rate_of(item.group), item.group["weight_decay"]
+        self.optimizer.state[item.parameter]["step"] += 1  # type: ignore[union-attr]
+        item.parameter.sub_(direction.add(item.parameter, alpha=decay) if decay else direction, alpha=rate)
 
     def _check_settings(self, optimizer: torch.optim.Optimizer) -> None:
         super()._check_settings(optimizer)
         coupled = [group for group in optimizer.param_groups if group["weight_decay"]]
         if coupled and not coupled[0].get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)):
-            raise self.useless("weight_decay", 0, coupled[0]["weight_decay"])
+            raise self.setting_error("weight_decay", 0, coupled[0]["weight_decay"])

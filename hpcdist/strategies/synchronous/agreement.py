@@ -12,7 +12,7 @@ from hpcdist.model.hyperparameters import difference, digests_are_equal
 from hpcdist.strategies.base import Strategy, name_of
 from hpcdist.strategies.synchronous.buffers import ChangingBuffers
 
-CHANGED_APART = (
+CHANGED_DIFFERENTLY = (
     "gradients must be changed alike on all ranks with {strategy}, which averages them in backward(); between that and "
     "step() the loop has changed them on rank {rank} otherwise than on rank {first}, and parameters now differ. Change "
     "them on all ranks by the same factor, or scale the loss before backward(). Where each rank divides by a count of "
@@ -56,23 +56,23 @@ class StepAgreement:
         gradients = strategy.model.gradients
         averaged = gradients.on_end is not None  # else changes are of what is averaged yet
         changed = gradients.changed_by_loop if averaged else 0
-        mine = [news, self._changing.look(), *numbers.digests(gradients.batch, changed)]
-        word = torch.tensor(mine, dtype=torch.int64)
-        comm.allreduce(word)
-        news, changing, *sums = word.tolist()
+        fields = [news, self._changing.check(), *numbers.digests(gradients.batch, changed)]
+        message = torch.tensor(fields, dtype=torch.int64)
+        comm.allreduce(message)
+        news, changing, *sums = message.tolist()
         if not digests_are_equal(sums, comm.size):
-            for rank, each in enumerate(comm.gather(changed)):
-                if each != changed:
+            for rank, other_changed in enumerate(comm.gather(changed)):
+                if other_changed != changed:
                     ranks = {"rank": max(rank, comm.rank), "first": min(rank, comm.rank)}
-                    raise MismatchError(CHANGED_APART.format(strategy=name_of(strategy), **ranks))
+                    raise MismatchError(CHANGED_DIFFERENTLY.format(strategy=name_of(strategy), **ranks))
             raise difference(comm, numbers, strategy.steps + 1)
         if changing:
             self._changing.average(changing)
         if news == 0:  # on every rank as in the last step
             return self._used[1], {}
-        word = torch.cat([used.to(torch.int32), torch.tensor([len(bad)], dtype=torch.int32)])
-        comm.allreduce(word)
-        self._used = used, word[:-1] > 0
-        if int(word[-1]) == 0:
+        message = torch.cat([used.to(torch.int32), torch.tensor([len(bad)], dtype=torch.int32)])
+        comm.allreduce(message)
+        self._used = used, message[:-1] > 0
+        if int(message[-1]) == 0:
             return self._used[1], {}
         return self._used[1], {rank: names for rank, names in enumerate(comm.gather(list(bad))) if names}

@@ -39,12 +39,12 @@ class ProviderConfig(Named):
     @model_validator(mode="after")
     def _has_its_options(self) -> ProviderConfig:
         horovods, torchs = {"op", "compression", "fusion_mb", "cycle_time_ms"}, {"interface"}
-        own = {"horovod": horovods, "nccl": torchs, "gloo": torchs}.get(self.name, set())
-        others = sorted(self.model_fields_set - {"name"} - own)
-        if others:
+        supported = {"horovod": horovods, "nccl": torchs, "gloo": torchs}.get(self.name, set())
+        unsupported = sorted(self.model_fields_set - {"name"} - supported)
+        if unsupported:
             raise ValueError(
-                f"strategy.provider.{others[0]} must be omitted with {self.name}, which has no such option; got "
-                f"{getattr(self, others[0])}. `hpcdist strategies` says which library has it."
+                f"strategy.provider.{unsupported[0]} must be omitted with {self.name}, which has no such option; got "
+                f"{getattr(self, unsupported[0])}. `hpcdist strategies` says which library has it."
             )
         return self
 

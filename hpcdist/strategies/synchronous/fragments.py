@@ -25,16 +25,16 @@ class Fragment:
         numbers: of these parameters, in the same order, among the model's.
 
     Attributes:
-        which: `numbers` as an index of a tensor of flags; consecutive numbers are a slice, which is faster.
+        flag_index: `numbers` as an index of a tensor of flags; consecutive numbers are a slice, which is faster.
         contiguous: each group has one slice, so that `take` returns views.
     """
 
     def __init__(self, chunks: dict[int, list[slice]], spans: list[list[Span]], numbers: list[int]):
         self.chunks, self.spans, self.numbers = chunks, spans, numbers
         run = slice(numbers[0], numbers[0] + len(numbers))
-        self.which = run if numbers == list(range(run.start, run.stop)) else numbers
+        self.flag_index = run if numbers == list(range(run.start, run.stop)) else numbers
         self.contiguous = all(len(of_group) == 1 for of_group in chunks.values())
-        self._places = [(group, chunk) for group, of_group in chunks.items() for chunk in of_group]
+        self._chunks = [(group, chunk) for group, of_group in chunks.items() for chunk in of_group]
 
     def take(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return the fragment's elements, a flat tensor for each group: a view where they lie one after the other."""
@@ -49,7 +49,7 @@ class Fragment:
 
     def views(self, *flats: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """Return matching views into several lists of flat tensors, piece by piece."""
-        return [tuple([of[group][chunk] for of in flats]) for group, chunk in self._places]
+        return [tuple([of[group][chunk] for of in flats]) for group, chunk in self._chunks]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -67,14 +67,14 @@ def split_layers(model: FlatModel, layers: int | None, order: Literal["strided",
         layers: None: one fragment of all.
         order: sequential: layers that follow each other; strided: with F fragments every F-th layer.
     """
-    places = _layers([slot.name for slot in model.slots])
-    count = max(places, default=0) + 1
+    layer_of = _layers([slot.name for slot in model.slots])
+    count = max(layer_of, default=0) + 1
     fragments = 1 if layers is None else -(-count // layers)
     of_layer = (lambda layer: layer % fragments) if order == "strided" else (lambda layer: layer // (layers or count))
-    found: list[list[tuple[int, int, int, int, tuple[int, ...]]]] = [[] for _ in range(fragments)]
-    for number, (slot, layer) in enumerate(zip(model.slots, places, strict=True)):
-        found[of_layer(layer)].append((slot.group, slot.start, slot.stop, number, tuple(slot.shape)))
-    return [_fragment(sorted(parts)) for parts in found if parts]
+    parts_of_fragments: list[list[tuple[int, int, int, int, tuple[int, ...]]]] = [[] for _ in range(fragments)]
+    for number, (slot, layer) in enumerate(zip(model.slots, layer_of, strict=True)):
+        parts_of_fragments[of_layer(layer)].append((slot.group, slot.start, slot.stop, number, tuple(slot.shape)))
+    return [_fragment(sorted(parts)) for parts in parts_of_fragments if parts]
 
 
 def _fragment(parts: Sequence[tuple[int, int, int, int, tuple[int, ...]]]) -> Fragment:
@@ -86,22 +86,24 @@ def _fragment(parts: Sequence[tuple[int, int, int, int, tuple[int, ...]]]) -> Fr
             of_group[-1] = slice(of_group[-1].start, stop)
         else:
             of_group.append(slice(start, stop))
-        at = of_spans[-1].stop if of_spans else 0
-        of_spans.append(Span(at, at + stop - start, shape, number))
+        offset = of_spans[-1].stop if of_spans else 0
+        of_spans.append(Span(offset, offset + stop - start, shape, number))
     return Fragment(chunks, list(spans.values()), [number for _, _, _, number, _ in parts])
 
 
 def _layers(names: Sequence[str]) -> list[int]:
     """Return the number of the layer of each parameter, counted from 0."""
-    indexed = [[(name[: found.start()], int(found[0])) for found in _NUMBER.finditer(name)] for name in names]
+    indexed = [[(name[: match.start()], int(match[0])) for match in _NUMBER.finditer(name)] for name in names]
     members = Counter(prefix for prefix, _ in {pair for pairs in indexed for pair in pairs})
     if not members or max(members.values()) < 2:
         modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
         return [modules.index(name.rpartition(".")[0]) for name in names]
     longest = max(members, key=lambda prefix: (members[prefix], -len(prefix)))
-    own = [next((number for prefix, number in pairs if prefix == longest), None) for pairs in indexed]
-    order = {number: place for place, number in enumerate(sorted({number for number in own if number is not None}))}
-    first = next(place for place, number in enumerate(own) if number is not None)
-    places = [None if number is None else order[number] for number in own]
+    numbers = [next((number for prefix, number in pairs if prefix == longest), None) for pairs in indexed]
+    order = {
+        number: position for position, number in enumerate(sorted({number for number in numbers if number is not None}))
+    }
+    first = next(position for position, number in enumerate(numbers) if number is not None)
+    layers = [None if number is None else order[number] for number in numbers]
     last = len(order) - 1
-    return [(0 if at < first else last) if place is None else place for at, place in enumerate(places)]
+    return [(0 if index < first else last) if position is None else position for index, position in enumerate(layers)]

@@ -57,11 +57,11 @@ class OwnStep(Strategy):
 
     def __init__(self, config: Config, comm, model, **kwargs):
         super().__init__(config, comm, model, **kwargs)
-        odd = [slot.name for slot in model.slots if slot.dtype.is_complex]
-        if odd:
+        complex_names = [slot.name for slot in model.slots if slot.dtype.is_complex]
+        if complex_names:
             raise ConfigError(
-                f"parameters must be real with {name_of(self)}, whose rule is for real ones; got {odd[0]!r}, which is "
-                "complex. Take allreduce, or hold it as two real ones."
+                f"parameters must be real with {name_of(self)}, whose rule is for real ones; got {complex_names[0]!r}, "
+                "which is complex. Take allreduce, or hold it as two real ones."
             )
         self.updates = self.state.value("updates", 0, self, reshard="first")
         self.calls = Collectives(comm, Traffic())
@@ -124,12 +124,12 @@ class OwnStep(Strategy):
     def _check_settings(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             if group.get("lr") is None:  # as Adafactor's, which finds its own
-                raise self.useless("lr", "a number", None)
+                raise self.setting_error("lr", "a number", None)
             for key, plain in self.plain.items():
                 if group.get(key, plain) != plain:
-                    raise self.useless(key, plain, group[key])
+                    raise self.setting_error(key, plain, group[key])
 
-    def useless(self, key: str, plain: object, got: object) -> ConfigError:
+    def setting_error(self, key: str, plain: object, got: object) -> ConfigError:
         """Make the error for a setting of the optimiser that the rule does not have."""
         return ConfigError(
             f"{key} of the optimiser must be {plain} with {name_of(self)}, which makes the step itself; got {got}. "

@@ -77,11 +77,11 @@ class Periodic(Strategy):
         self.calls.algorithm(config.algorithm)
         self.average = partial(self.calls.all_reduce, op="mean", algorithm=config.algorithm)
         self.fragments = [] if self.alone else self.split_layers()
-        channel, like = self.calls.comm, [] if self.alone else model.params
+        channel, templates = self.calls.comm, [] if self.alone else model.params
         self.in_flight: dict[int, int] = {}
         self._works: dict[int, Work] = {}  # of those whose mean may not be in `mean` yet
         self._delay = config.steps_in_flight
-        self.common = self.state.sharded("common", like, start="parameters", reshard=self.of_ranks, resets=True)
+        self.common = self.state.sharded("common", templates, start="parameters", reshard=self.of_ranks, resets=True)
         shared = None if config.compression else self.calls.shared_zeros(self.common)
         # δᵢ of the fragments in flight, and then their means; and what δᵢ were. With other ranks all start at the mean
         # of the parameters, which is as far from x as ranks were on average.
@@ -135,7 +135,7 @@ class Periodic(Strategy):
             step = self.steps + 1
             for number in self.sends(step):
                 self.send(number, step)
-            for number in sorted(one for one, sent in self.in_flight.items() if sent + self._delay <= step):
+            for number in sorted(fragment for fragment, sent in self.in_flight.items() if sent + self._delay <= step):
                 self.merge(number, step)
         return outcome
 
@@ -144,8 +144,8 @@ class Periodic(Strategy):
         if number in self.in_flight:
             self.merge(number, step)
         fragment = self.fragments[number]
-        for mean, x, own in fragment.views(self.mean, self.common, self.model.params):
-            torch.sub(x, own, out=mean)
+        for mean, x, local in fragment.views(self.mean, self.common, self.model.params):
+            torch.sub(x, local, out=mean)
         if self.sent:
             for sent, mean in fragment.views(self.sent, self.mean):
                 sent.copy_(mean)
@@ -154,7 +154,7 @@ class Periodic(Strategy):
     def start(self, number: int, step: int) -> None:
         """Start averaging what `mean` has of a fragment."""
         fragment = self.fragments[number]
-        values, used = fragment.take(self.mean), self.gradients.take_used(fragment.which)
+        values, used = fragment.take(self.mean), self.gradients.take_used(fragment.flag_index)
 
         def average() -> None:
             if self._compressed:
@@ -179,7 +179,7 @@ class Periodic(Strategy):
             if not fragment.contiguous:
                 fragment.put(values, self.mean)
             if self.momentum:
-                self.used[fragment.which] = used > 0
+                self.used[fragment.flag_index] = used > 0
             if arrived == number:
                 return
 
@@ -189,17 +189,17 @@ class Periodic(Strategy):
         fragment, sent_at = self.fragments[number], self.in_flight.pop(number)
         keeps = self.blend is None and sent_at < step
         if keeps:
-            for own, x, sent in fragment.views(self.model.params, self.common, self.sent):
-                own.sub_(x).add_(sent)  # x − sent is where it was
+            for local, x, sent in fragment.views(self.model.params, self.common, self.sent):
+                local.sub_(x).add_(sent)  # x − sent is where it was
         with self.model.skip_unused(self.used, self.momentum):
             self.move(fragment)
-        for own, x in fragment.views(self.model.params, self.common):
+        for local, x in fragment.views(self.model.params, self.common):
             if keeps:
-                own.add_(x)
+                local.add_(x)
             elif not self.blend:
-                own.copy_(x)
+                local.copy_(x)
             elif self.blend < 1:
-                own.mul_(self.blend).add_(x, alpha=1 - self.blend)
+                local.mul_(self.blend).add_(x, alpha=1 - self.blend)
 
     # --- state ----------------------------------------------------------------------------------------------------
     def _declare_in_flight(self, name: str, tensors: Sequence[Tensor], reshard: Reshard) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Dion: matrices move along the orthonormal factors of a momentum of low rank, and ranks exchange these alone."""
+"""Dion: step matrices along orthonormal low-rank factors of their momentum; ranks exchange only the factors."""
 
 from __future__ import annotations
 
@@ -24,19 +24,17 @@ class Dion(OwnStep):
 
     For each matrix X of m × n each rank adds its gradient to its momentum, B = M + G. P is the orthonormal basis of the
     mean of BQ over the ranks, R the mean of BᵀP; M ← B − (1 − μ)PRᵀ, Q ← the columns of R, normalised, and X ← (1 −
-    ηλ)X − η√(m/n)·PQᵀ. So the r largest directions of the momentum count alike, whatever their size, and what they
-    leave out waits in M. M differs between ranks; their mean is M of one process on the mean gradient, which this
-    equals, to rounding.
+    ηλ)X − η√(m/n)·PQᵀ. So the r largest directions of the momentum have the same weight, and the rest stays in M. M
+    differs between ranks; its mean over ranks equals, to rounding, the M of one process on the mean gradient.
 
-    Matrices are the parameters of two or more dimensions, their first one by the others, but for those that `others`
-    names: embeddings and the head should be there. These and vectors are stepped by the local optimiser, such as AdamW,
-    on the mean gradient. Rate η and decay λ of a matrix are those of its group; η is multiplied by `rate`, because it
-    is of the size of an orthonormal matrix, and Adam's steps are smaller. Replicas are bitwise equal. On one rank it is
-    this rule too.
+    Matrices are the parameters of two or more dimensions (the first by the others), except those matched by `others`,
+    which should contain embeddings and the head. These and vectors are updated by the local optimiser, such as AdamW,
+    on the mean gradient. Learning rate η and decay λ of a matrix are read from its group; η is multiplied by `rate`,
+    because an orthonormal step is larger than Adam's. Replicas are bitwise equal. A single rank follows the same rule.
 
-    Bytes per rank and step: of a matrix, in place of mn elements, r(m + n) by all-reduce and rm by all-gather; of the
-    others their gradients; and 40 of agreement. Memory: M, and Q. Each basis is computed by one rank, in float64, so
-    that the ranks share the work and all have the same bits.
+    Bytes per rank and step: for a matrix, instead of mn elements, r(m + n) by all-reduce and rm by all-gather; for the
+    others their gradients; and 40 bytes of agreement. Memory: M, and Q. One rank computes each basis, in float64, so
+    that ranks share the work and have the same bits.
 
     Example:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "dion", fraction=0.5)
@@ -49,9 +47,9 @@ class Dion(OwnStep):
 
         fraction: float = Field(0.25, gt=0, le=1, description="r: rank of the factors, as a part of the shorter side")
         momentum: float = Field(0.95, ge=0, lt=1, description="μ: part of the factors' product that stays in M")
-        rate: float = Field(1.0, gt=0, description="rate of the matrices, in units of their group's")
+        rate: float = Field(1.0, gt=0, description="learning rate of the matrices, as a multiple of their group's")
         others: tuple[str, ...] = Field(
-            (), description="names of matrices that the local optimiser steps, such as embed* and head.weight"
+            (), description="names of matrices for the local optimiser, such as embed* and head.weight"
         )
 
     config: Config

@@ -1,4 +1,4 @@
-"""0/1 Adam: full gradients at ever fewer steps, one bit per element at the others; then local steps and exchanges."""
+"""0/1 Adam: average full gradients at fewer and fewer steps, else one bit per element; later take local steps."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from hpcdist.strategies.synchronous.own_step import rate_of
 
 @final
 class ZeroOneAdam(AdamStep):
-    """Train by Adam whose gradients are averaged in full at ever fewer steps, in one bit at the others, then seldom.
+    """Train by Adam with full gradient averages at fewer and fewer steps, one-bit averages at the others, then locally.
 
-    In the first `variance_steps` steps: at each kᵗʰ step gradients are averaged in full and m and v follow; at the
-    others m alone follows C(g), their mean compressed both ways as in `onebit_adam`. k begins at 1 and doubles after
-    each `full_steps` full steps. All ranks make the same step, θ ← θ − η(m/(√v + ε) + λθ).
+    Phase 1, the first `variance_steps` steps: at each kᵗʰ step full gradients are averaged, and update m and v; at the
+    other steps C(g), their compressed mean as in `onebit_adam`, updates m only. k starts at 1 and doubles after each
+    `full_steps` full steps. All ranks make the same step, θ ← θ − η(m/(√v + ε) + λθ).
 
-    Then v stays, and each rank makes local steps with its own m. Every lᵗʰ step ranks exchange u, the sum of their
-    moves times √v + ε: z = C(u), θ ← x + z/(√v + ε), where x are the parameters of the exchange before, less their
-    decay; m ← −z/Ση, where Ση is above 0. l doubles every `local_steps` steps, up to `most_local`. Errors of the first
-    phase are forgotten at the second one's beginning.
+    Phase 2: v is constant, and each rank takes local steps with its own m. At every lᵗʰ step ranks exchange u, the sum
+    of their moves times √v + ε: z = C(u), θ ← x + z/(√v + ε), where x are the parameters after the last exchange, with
+    decay; m ← −z/Ση, if Ση is positive. l doubles every `local_steps` steps, up to `most_local`. Phase 2 starts with
+    zero residuals.
 
-    β₁, β₂, ε, η and λ are those of the local optimiser, as in `onebit_adam`; there is no bias correction. Every rank
-    counts alike, also one that had fewer samples. In the first phase and after each exchange replicas are bitwise
-    equal; evaluations use their mean. On one rank, which sends nothing, the optimiser makes its own step.
+    β₁, β₂, ε, η and λ are those of the local optimiser, as in `onebit_adam`; there is no bias correction. All ranks
+    have the same weight, even with fewer samples. In phase 1 and after each exchange replicas are bitwise equal;
+    evaluations use their mean. On one rank the optimiser takes its own step.
 
-    Bytes per rank of n bytes of float32 gradients: at a full step 2n(p − 1)/p, at a compressed one and at an exchange a
-    32ⁿᵈ of that and eight for each parameter and rank, at the others nothing; in the first phase 32 of agreement, at an
+    Bytes per rank of n bytes of float32 gradients: at a full step 2n(p − 1)/p; at a compressed step and at an exchange
+    1/32 of that and 8 for each parameter and rank; at the others nothing; in phase 1 32 bytes of agreement, at an
     exchange 24 for each parameter. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares
     settings.
-    Memory: m, v, u, x, what was not sent, and a second part of that for a pᵗʰ.
+    Memory: m, v, u, x, the residual, and 1/p of a second residual.
 
     Example:
         >>> adam = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -51,15 +51,15 @@ class ZeroOneAdam(AdamStep):
         """Options of zero_one_adam."""
 
         variance_steps: int = Field(1000, ge=1, description="steps after which v is frozen, and steps are local")
-        full_steps: int = Field(16, ge=1, description="κ: full steps after which their distance doubles")
-        local_steps: int = Field(32_768, ge=1, description="steps after which the distance of exchanges doubles")
-        most_local: int = Field(16, ge=1, description="most steps from exchange to exchange")
+        full_steps: int = Field(16, ge=1, description="κ: full steps after which their interval doubles")
+        local_steps: int = Field(32_768, ge=1, description="steps after which the interval of exchanges doubles")
+        most_local: int = Field(16, ge=1, description="largest number of steps between exchanges")
         compression: CompressionConfig = Field(
             CompressionConfig(name="ef_signsgd"), description="how means are compressed, both ways; none: they are not"
         )
 
         def local(self, step: int) -> bool:
-            """Tell whether a step is of the second phase; counts from 1."""
+            """Return whether a step, counted from 1, is in phase 2."""
             return step > self.variance_steps
 
         def synchronizes(self, step: int) -> bool:

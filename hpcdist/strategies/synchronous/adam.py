@@ -17,13 +17,12 @@ from hpcdist.strategies.synchronous.own_step import OwnStep, Trained, rate_of
 
 
 class AdamStep(OwnStep):
-    """The moments m and v, and the step θ ← θ − η(m/(√v + ε) + λθ). β₁, β₂, ε, η and λ are those of the groups.
+    """Adam's moments m and v, and the step θ ← θ − η(m/(√v + ε) + λθ); β₁, β₂, ε, η and λ are read from the groups.
 
-    Nothing corrects the moments' bias towards zero in the first steps, as in the published codes: warm the learning
-    rate up. An element whose gradient has always been 0 has v = 0; it stays, because a bit has no zero and would move
-    it by m/ε.
+    There is no bias correction, as in the published codes: warm up the learning rate. An element whose gradients were
+    all 0 has v = 0 and is not updated, because a one-bit code has no zero and would move it by m/ε.
 
-    On one rank, which has nothing to save by all this, the optimiser makes its own step.
+    On one rank the optimiser takes its own step.
     """
 
     contract = replace(OwnStep.contract, optimizer="Adam")
@@ -60,7 +59,7 @@ class AdamStep(OwnStep):
         return state["exp_avg"], state["exp_avg_sq"]
 
     def update_moments(self, item: Trained, gradient: Tensor, *, squares: bool) -> None:
-        """Let the moments follow a gradient: both, or m alone."""
+        """Update the moments with a gradient: m, and v if `squares`."""
         (m, v), (beta, beta_squares) = self.moments(item.parameter), item.group["betas"]
         m.mul_(beta).add_(gradient, alpha=1 - beta)
         if squares:
@@ -69,7 +68,7 @@ class AdamStep(OwnStep):
             self.zero_untrained(item, m)
 
     def zero_untrained(self, item: Trained, values: Tensor) -> Tensor:
-        """Set the values of elements that have had no gradient yet to 0; return them."""
+        """Set the values of elements without a gradient so far (v = 0) to 0, in place; return them."""
         return values.masked_fill_(self.moments(item.parameter)[1] == 0, 0)
 
     def scale(self, item: Trained) -> Tensor:

@@ -24,8 +24,8 @@ CHANGED_DIFFERENTLY = (
 class StepAgreement:
     """Compare the ranks' steps, and average the buffers that have changed.
 
-    Messages: 32 bytes in a step like the last one; a word for each parameter where some rank has other gradients than
-    in its last step, and names where some are not finite.
+    Messages: 32 bytes in a step like the last; an int32 for each parameter if a rank has other gradients than in its
+    last step, and names of gradients that are not finite.
     """
 
     def __init__(self, strategy: Strategy):
@@ -34,19 +34,19 @@ class StepAgreement:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, after the number of parameters has changed."""
-        # Which parameters had a gradient in the last step, here and on any rank.
+        """Reset, after the number of parameters has changed."""
+        # Parameters with a gradient in the last step: on this rank, and on any rank.
         self._used = (torch.ones(len(self._strategy.model.slots), dtype=torch.bool),) * 2
 
     def __call__(self, used: Tensor, bad: Sequence[str]) -> tuple[Tensor, dict[int, list[str]]]:
-        """Collective. Find which parameters have a gradient on any rank, and which are not finite, by rank.
+        """Collective. Return which parameters have a gradient on any rank, and names of non-finite gradients by rank.
 
         Args:
-            used: whether each parameter has a gradient on this rank, bool, shape (parameters,).
-            bad: names of those whose gradient on this rank is not finite.
+            used: whether each parameter has a gradient on this rank; bool, shape (parameters,).
+            bad: names of the parameters whose gradient on this rank is not finite.
 
         Raises:
-            MismatchError: param_groups differ, or batches, or changes that the loop has made of averaged gradients.
+            MismatchError: param_groups, batches, or the loop's changes of averaged gradients differ between ranks.
         """
         strategy = self._strategy
         comm, numbers = strategy.comm, strategy.hyperparameters

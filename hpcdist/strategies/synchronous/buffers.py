@@ -14,13 +14,13 @@ _UNKNOWN = 1 << 32  # added to the sum of `check` for each rank that has a chang
 
 
 class ChangingBuffers:
-    """Find the buffers that change, and make them the same on all ranks: their mean, or the first rank's.
+    """Finds changed buffers, and makes them equal on all ranks: their mean, weighted by samples, or the first rank's.
 
-    A buffer that nobody changes (a mask, a table of positions) is never sent. In a mean each rank's counts as much as
-    its samples. Which are averaged, and which stay each rank's own, `FlatBuffers.kinds` says.
+    Unchanged buffers (a mask, a table of positions) are never sent. `FlatBuffers.kinds` contains the rule of each
+    buffer: averaged, broadcast or local.
 
-    Messages: one all-reduce of the changed buffers that are averaged, in float64, and a broadcast of each other one;
-    one exchange more where others than before change, and at the 1st, 2nd, 4th, 8th... change of the latter.
+    Messages: one all-reduce of averaged buffers, in float64, and a broadcast of each other changed buffer; one more
+    exchange if the set of changed buffers grows, and at the 1st, 2nd, 4th, 8th... change of a broadcast buffer.
     """
 
     def __init__(self, comm: Communicator, model: FlatModel):
@@ -39,7 +39,7 @@ class ChangingBuffers:
         self._seen = [(id(t), t._version, t.detach().clone() if t.numel() <= _SMALL else None) for t in common]
 
     def check(self) -> int:
-        """Look for changed buffers; return this rank's part of a sum over all ranks, for `average`."""
+        """Find changed buffers; return this rank's addend of the sum that `average` needs."""
         tensors, self._changed = self._model.flat_buffers.tensors(), []
         for position, (*stamp, values) in zip(self._common, self._seen, strict=True):
             now = tensors[position]
@@ -48,10 +48,10 @@ class ChangingBuffers:
         return int(bool(self._changed)) + _UNKNOWN * (not set(self._changed) <= set(self._agreed))
 
     def average(self, changes: int) -> None:
-        """Collective. Make the changed buffers the same on all ranks.
+        """Collective. Make the changed buffers equal on all ranks.
 
         Args:
-            changes: the sum over the ranks of the results of `check`, which is not 0.
+            changes: the sum of the results of `check` over the ranks, not 0.
         """
         if changes >= _UNKNOWN:
             local_changes = [*self._agreed, *self._changed]

@@ -1,4 +1,4 @@
-"""Cut a model's parameters into fragments, by layers, to exchange one at a time."""
+"""Split a model's parameters into fragments, by layers, to exchange one at a time."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 from hpcdist.compress import Span
 from hpcdist.model.flat import FlatModel
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")  # in a parameter's name, of a member of a list
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")  # index of a list's member in a parameter's name
 
 
 class Fragment:
     """Some of a model's parameters.
 
     Args:
-        chunks: in `model.params`: by group the slices, ascending; each group has at least one.
-        spans: of each group: the parameters, one after the other as `take` puts them, numbered in this order.
-        numbers: of these parameters, in the same order, among the model's.
+        chunks: slices of each tensor in `model.params`, ascending; at least one per group.
+        spans: the parameters' spans in each tensor that `take` returns.
+        numbers: the parameters' numbers in the model, in the same order.
 
     Attributes:
-        flag_index: `numbers` as an index of a tensor of flags; consecutive numbers are a slice, which is faster.
-        contiguous: each group has one slice, so that `take` returns views.
+        flag_index: `numbers` as an index of a tensor of flags; a slice, which is faster, if they are consecutive.
+        contiguous: every group has a single slice, so that `take` returns views.
     """
 
     def __init__(self, chunks: dict[int, list[slice]], spans: list[list[Span]], numbers: list[int]):
@@ -37,18 +37,18 @@ class Fragment:
         self._chunks = [(group, chunk) for group, of_group in chunks.items() for chunk in of_group]
 
     def take(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """Return the fragment's elements, a flat tensor for each group: a view where they lie one after the other."""
+        """Return the fragment's elements, a flat tensor for each group; a view if they are contiguous."""
         return [_joined([flats[group][chunk] for chunk in chunks]) for group, chunks in self.chunks.items()]
 
     def put(self, values: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
-        """Copy what `take` has returned, of these or others, to its places."""
+        """Copy tensors like the result of `take` into the fragment's elements of `flats`."""
         for value, (group, chunks) in zip(values, self.chunks.items(), strict=True):
             lengths = [chunk.stop - chunk.start for chunk in chunks]
             for chunk, part in zip(chunks, value.split(lengths), strict=True):
                 flats[group][chunk].copy_(part)
 
     def views(self, *flats: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Return matching views into several lists of flat tensors, piece by piece."""
+        """Return matching views of several lists of flat tensors, chunk by chunk."""
         return [tuple([of[group][chunk] for of in flats]) for group, chunk in self._chunks]
 
 
@@ -57,15 +57,15 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def split_layers(model: FlatModel, layers: int | None, order: Literal["strided", "sequential"]) -> list[Fragment]:
-    """Cut a model into fragments of so many layers each.
+    """Split a model into fragments of `layers` layers each.
 
-    Layers are the members of the model's longest list of modules, such as the blocks of a transformer; what stands
-    before the first one goes with it, and what stands after the last one with that. Without such a list each module
-    that has parameters is a layer.
+    Layers are the members of the model's longest list of modules, such as the blocks of a transformer; parameters
+    before the first layer belong to it, parameters after the last layer to the last. Without such a list each module
+    with parameters is a layer.
 
     Args:
-        layers: None: one fragment of all.
-        order: sequential: layers that follow each other; strided: with F fragments every F-th layer.
+        layers: number of layers in a fragment; None: a single fragment.
+        order: sequential: consecutive layers; strided: every F-th layer, for F fragments.
     """
     layer_of = _layers([slot.name for slot in model.slots])
     count = max(layer_of, default=0) + 1
@@ -92,7 +92,7 @@ def _fragment(parts: Sequence[tuple[int, int, int, int, tuple[int, ...]]]) -> Fr
 
 
 def _layers(names: Sequence[str]) -> list[int]:
-    """Return the number of the layer of each parameter, counted from 0."""
+    """Return the layer number of each parameter, counted from 0."""
     indexed = [[(name[: match.start()], int(match[0])) for match in _NUMBER.finditer(name)] for name in names]
     members = Counter(prefix for prefix, _ in {pair for pairs in indexed for pair in pairs})
     if not members or max(members.values()) < 2:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import final
 
+import torch
 from pydantic import Field
 
+from hpcdist.comm.pieces import alongside
 from hpcdist.config import Named
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
@@ -28,8 +30,8 @@ class NoLoCo(Strategy):
     Each rank keeps the state of its inner optimiser. On one rank it runs alone.
 
     Bytes per rank and exchange: two parameter vectors to each other rank of the group, and 4 for each parameter, as
-    momentum moves none of which the group has had no gradient. Memory per rank: four parameter vectors (x, v, the way
-    and x as they are sent), and two for each other rank of the group.
+    momentum moves none of which the group has had no gradient. Memory per rank: three parameter vectors (x, v, and x
+    as it is sent), and two for each other rank of the group.
 
     Reference: Jari Kolehmainen, Nikolay Blagoev, John Donaghy, Oğuzhan Ersoy, Christopher Nies, "NoLoCo: no-all-reduce
     low communication training method for large models", 2025; signs and defaults as in its published code.
@@ -60,6 +62,7 @@ class NoLoCo(Strategy):
         like = model.params if comm.size > 1 else []
         self.outer = self.state.sharded("outer", like, start="parameters", reshard="mean", resets=True)  # x
         self._momentum = self.state.sharded("momentum", like, reshard="mean")  # v
+        self._means = self.state.scratch([torch.empty_like(x) for x in like])
         self.state.flags("used", self.gradients.used)
 
     def advance(self, update: Update) -> Outcome:
@@ -71,15 +74,16 @@ class NoLoCo(Strategy):
     def _meet(self) -> None:
         """Collective in each group. Take an outer step."""
         config, params = self.config, self.model.params
-        ways = [own - x for own, x in zip(params, self.outer, strict=True)]
-        means = [x.clone() for x in self.outer]
+        for own, x, mean in zip(params, self.outer, self._means, strict=True):
+            own.sub_(x)  # the way, which is mixed in its place
+            mean.copy_(x)
         used = self.gradients.take_used()
-        self._mixing.mix((*ways, *means, used), (self.steps + 1) // config.period)
+        self._mixing.mix((*params, *self._means, used), (self.steps + 1) // config.period)
         with self.model.leave_alone(used > 0, self._momentum):
-            for own, x, v, way, mean in zip(params, self.outer, self._momentum, ways, means, strict=True):
-                v.mul_(config.outer_momentum).add_(way, alpha=config.outer_lr).add_(mean.sub_(x), alpha=config.pull)
-                x.add_(v)
-                own.copy_(x)
+            for flats in zip(params, self.outer, self._momentum, self._means, strict=True):
+                for way, x, v, mean in alongside(*flats):
+                    v.mul_(config.outer_momentum).add_(way, alpha=config.outer_lr).add_(mean.sub_(x), alpha=config.pull)
+                    way.copy_(x.add_(v))
 
     def close(self) -> None:
         self._mixing.close()

@@ -86,10 +86,13 @@ class Mixing:
         self._requests = [around.start(t, r) for t, r in zip(tensors, self._received, strict=True)]
         self._step = step
 
-    def finish(self, tensors: Sequence[Tensor]) -> None:
+    def finish(self, tensors: Sequence[Tensor], add_to: Sequence[Tensor] = ()) -> None:
         """Collective. Wait for the exchange and mix `tensors`, in place.
 
         They were sent, or rounded copies of them; rounding errors then stay, so that sums are conserved.
+
+        Args:
+            add_to: tensors like these, or none: the result is added to them while it is in the caches.
         """
         self.drop()
         weights = self._topology.in_neighbours(self._comm.rank, self._step)
@@ -98,24 +101,28 @@ class Mixing:
             weights[self._comm.rank] += self._kept
         own = weights.pop(self._comm.rank)
         with torch.no_grad():
-            for tensor, sent, received in zip(tensors, self._sent, self._received, strict=True):
-                for mine, as_sent, *theirs in alongside(tensor, sent, *received.view(len(weights), tensor.numel())):
+            for place, (tensor, sent, received) in enumerate(zip(tensors, self._sent, self._received, strict=True)):
+                theirs = received.view(len(weights), tensor.numel())
+                for mine, as_sent, *parts in alongside(tensor, sent, *theirs, *add_to[place : place + 1]):
+                    weighted = list(zip(weights.values(), parts))
                     if sent.dtype != tensor.dtype:
                         mine.sub_(as_sent, alpha=1 - own)
-                        for weight, part in zip(weights.values(), theirs, strict=True):
+                        for weight, part in weighted:
                             mine.add_(part, alpha=weight)
-                        continue
-                    whole = own
-                    for weight, part in zip(weights.values(), theirs, strict=True):
-                        whole += weight
-                        mine.lerp_(part, weight / whole)  # by differences: equal values stay the same to the bit
-                    if not math.isclose(whole, 1):  # only columns of W add up to 1
-                        mine.mul_(whole)
+                    else:
+                        whole = own
+                        for weight, part in weighted:
+                            whole += weight
+                            mine.lerp_(part, weight / whole)  # by differences: equal values stay the same to the bit
+                        if not math.isclose(whole, 1):  # only columns of W add up to 1
+                            mine.mul_(whole)
+                    for each in parts[len(weighted) :]:
+                        each.add_(mine)
 
-    def mix(self, tensors: Sequence[Tensor], step: int) -> None:
-        """Collective. Mix `tensors` with the neighbours of `step`, in place, and wait for it."""
+    def mix(self, tensors: Sequence[Tensor], step: int, add_to: Sequence[Tensor] = ()) -> None:
+        """Collective. Mix `tensors` with the neighbours of `step`, in place, and wait for it; see `finish`."""
         self.start(tensors, step)
-        self.finish(tensors)
+        self.finish(tensors, add_to)
 
     def drop(self) -> None:
         """Collective. Wait for the exchange under way, if there is one, and drop its result."""

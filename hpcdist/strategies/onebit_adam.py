@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from pydantic import Field
 
-from hpcdist.compress import CompressionConfig, spans
+from hpcdist.compress import spans
 from hpcdist.compress.coding.two_way import TwoWayMean
-from hpcdist.strategies.synchronous.adam import AdamStep
+from hpcdist.strategies.synchronous.adam import AdamStep, still
 
 
 @final
@@ -30,7 +29,7 @@ class OneBitAdam(AdamStep):
     larger than what is sent, and here it is the mean magnitude. none is exact.
 
     Bytes per rank and step of n bytes of float32 gradients: in the warm-up 2n(p − 1)/p, then a 32ⁿᵈ of that, and eight
-    for each parameter and rank; and 32 of agreement. Memory: m, v, what is sent, what was not sent, and a second part
+    for each parameter and rank; and 32 of agreement. Memory: m, v, √v + ε, what was not sent, and a second part
     of that for a pᵗʰ.
 
     Reference: Hanlin Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence
@@ -41,9 +40,6 @@ class OneBitAdam(AdamStep):
         """Options of onebit_adam."""
 
         warmup_steps: int = Field(1000, ge=1, description="T: steps of Adam before v is frozen")
-        compression: CompressionConfig = Field(
-            CompressionConfig(name="ef_signsgd"), description="how momentum is compressed, both ways; none: it is not"
-        )
 
     config: Config
 
@@ -53,18 +49,17 @@ class OneBitAdam(AdamStep):
         self.state.two_way("mean", self._mean)
 
     def move_all(self) -> None:
-        grads = self.model.grads
-        if self.updates < self.config.warmup_steps:
+        grads, runs, present = self.model.grads, self.runs(), self.model.gradients.present()
+        frozen = self.updates >= self.config.warmup_steps
+        if not frozen:
             self.average(grads)
-            for one in self.trained(grads):
-                self.take_in(one, one.views[0], squares=True)
-        else:
-            sent = [torch.zeros_like(grad) for grad in grads]
-            for one in self.trained(grads, sent):
-                self.take_in(one, one.views[0], squares=False)
-                one.views[1].copy_(self.moments(one.parameter)[0])
-            self._mean(sent, self.model.gradients.present())
-            for one in self.trained(sent):
-                self.moments(one.parameter)[0].copy_(self.still(one, one.views[0]))
-        for one in self.trained():
-            self.step_along(one, self.direction(one))
+        for run in runs:
+            self.take_in(run, grads, squares=not frozen)
+        if frozen:
+            with self.model.leave_alone(present, self.m):
+                self._mean(self.m, present)
+        self.scale(runs)
+        for run in runs:
+            for m, v in run.pieces(self.m, self.v) if frozen else ():
+                still(m, v)
+            self.step_along(run)

@@ -8,11 +8,11 @@ from typing import final
 import torch
 from pydantic import Field
 
-from hpcdist.compress import CompressionConfig, spans
+from hpcdist.compress import spans
 from hpcdist.compress.coding.two_way import TwoWayMean
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import copy_all, zero_all
-from hpcdist.strategies.synchronous.adam import AdamStep
+from hpcdist.strategies.synchronous.adam import AdamStep, still
 from hpcdist.strategies.synchronous.own_step import rate_of
 
 
@@ -36,7 +36,7 @@ class ZeroOneAdam(AdamStep):
     Bytes per rank of n bytes of float32 gradients: at a full step 2n(p − 1)/p, at a compressed one and at an exchange a
     32ⁿᵈ of that and eight for each parameter and rank, at the others nothing; in the first phase 32 of agreement, at an
     exchange 24 for each parameter. At meetings 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings.
-    Memory: m, v, u, x, what was not sent, and a second part of that for a pᵗʰ.
+    Memory: m, v, √v + ε, u, x, what was not sent, and a second part of that for a pᵗʰ.
 
     Reference: Yucheng Lu, Conglong Li, Minjia Zhang, Christopher De Sa, Yuxiong He, "Maximizing communication
     efficiency for large-scale training via 0/1 Adam", 2022.
@@ -49,9 +49,6 @@ class ZeroOneAdam(AdamStep):
         full_steps: int = Field(16, ge=1, description="κ: full steps after which their distance doubles")
         local_steps: int = Field(32_768, ge=1, description="steps after which the distance of exchanges doubles")
         most_local: int = Field(16, ge=1, description="most steps from exchange to exchange")
-        compression: CompressionConfig = Field(
-            CompressionConfig(name="ef_signsgd"), description="how means are compressed, both ways; none: they are not"
-        )
 
         def local(self, step: int) -> bool:
             """Tell whether a step is of the second phase; counts from 1."""
@@ -85,9 +82,12 @@ class ZeroOneAdam(AdamStep):
             self.average(flats)
         else:
             self._mean(flats, self.model.gradients.present())
-        for one in self.trained(flats):
-            self.take_in(one, one.views[0], squares=full)
-            self.step_along(one, self.direction(one))
+        runs = self.runs()
+        for run in runs:
+            self.take_in(run, flats, squares=full)
+        self.scale(runs)
+        for run in runs:
+            self.step_along(run)
         self.full += full
         if self.full == self.config.full_steps:
             self.distance, self.full = 2 * self.distance, 0
@@ -108,12 +108,11 @@ class ZeroOneAdam(AdamStep):
         return outcome
 
     def _step_alone(self) -> None:
-        for one in self.trained(self.model.grads, self._moves):
-            gradient, moves = one.views
-            self.take_in(one, gradient, squares=False)
-            direction = self.direction(one)
-            moves.sub_(direction, alpha=rate_of(one.group))
-            self.step_along(one, direction)
+        runs = self.runs()
+        self.scale(runs)
+        for run in runs:
+            self.take_in(run, self.model.grads, squares=False)
+            self.step_along(run, self._moves)
 
     def _count(self) -> None:
         """Count a step's rate and decay of each parameter that has a gradient here."""
@@ -136,16 +135,21 @@ class ZeroOneAdam(AdamStep):
     def _exchange(self) -> None:
         """Collective. Go on from the common parameters and the mean of all ranks' moves."""
         used = self._agree()
-        for one in self.trained(self._moves, used=used):
-            one.views[0].mul_(self.scale(one))
+        runs = self.runs(used, lambda name: (self.rates.get(name), self.decays.get(name)))
+        self.scale(runs)
+        for run in runs:
+            for moves, scale in run.pieces(self._moves, self.scales):
+                moves.mul_(scale)
         self._mean(self._moves, used)
-        for one in self.trained(self._moves, self._common, used=used):
-            received, x = one.views
-            self.still(one, received)
-            if self.rates[one.name]:
-                self.moments(one.parameter)[0].copy_(received / -self.rates[one.name])
-            x.mul_(self.decays[one.name]).add_(received / self.scale(one))
-            one.parameter.copy_(x)
-        copy_all(self._common, self.model.params)
+        for run in runs:
+            rate, decay = self.rates[run.name], self.decays[run.name]
+            flats = self._moves, self._common, self.model.params, self.m, self.v, self.scales
+            for received, x, parameter, m, v, scale in run.pieces(*flats):
+                still(received, v)
+                if rate:
+                    torch.div(received, -rate, out=m)
+                parameter.copy_(x.mul_(decay).add_(received.div_(scale)))
+        if not all(used):  # what the loop has made of the others
+            copy_all(self._common, self.model.params)
         zero_all(self._moves)
         self.rates, self.decays = {}, {}

@@ -242,3 +242,25 @@ def test_its_moments_are_found_where_adam_has_them():
         return [(state["step"].item(), bool(state["exp_avg"].any())) for state in plain.state.values()]
 
     assert run_virtual(body, 2) == [[(3.0, True)] * 4] * 2
+
+
+# --- a small ε --------------------------------------------------------------------------------------------------------
+@each("name", ["onebit_adam", "zero_one_adam"])
+def test_a_small_eps_is_warned_of_once(name, caplog):
+    def body(comm, eps, **options):
+        module = problem.model()
+        local = torch.optim.AdamW(module.parameters(), **eps)
+        strategy = problem.make(comm, name, module, local, **options)
+        for step in range(2):
+            replicas.backward(module, comm.rank, comm.size, step)
+            strategy.step(local.step)
+        strategy.close()
+
+    caplog.clear()
+    run_virtual(lambda comm: body(comm, {"eps": 1e-4}), 2)
+    run_virtual(lambda comm: body(comm, {}, **EXACT), 2)
+    run_virtual(lambda comm: body(comm, {}), 1)
+    assert not caplog.records
+    run_virtual(lambda comm: body(comm, {}), 2)
+    (record,) = caplog.records
+    assert f"eps of the optimiser is 1e-08, and should be 0.0001 or more with {name}" in record.getMessage()

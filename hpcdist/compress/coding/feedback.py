@@ -199,8 +199,8 @@ def only_used(feedbacks: Iterable[Feedback], used: Used) -> Iterator[None]:
 
     `used` has a flag for each number of the compressors' spans.
     """
-    flags = None if used is None else torch.as_tensor(used).tolist()
+    flags = [] if used is None else torch.as_tensor(used).tolist()
     spans = ((feedback.residual, span) for feedback in feedbacks for span in feedback.compressor.spans)
-    left = [] if flags is None else [part[span.start : span.stop] for part, span in spans if not flags[span.number]]
+    left = [] if all(flags) else [part[span.start : span.stop] for part, span in spans if not flags[span.number]]
     with set_aside(left, adds=True):
         yield

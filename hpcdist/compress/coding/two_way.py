@@ -86,7 +86,9 @@ class TwoWayMean:
         messages = {dest: sent[dest].encode(tensor[pieces[dest]]) for dest in (*ahead, comm.rank)}
         requests = [comm.isend(messages[dest], dest, TAG) for dest in ahead]
         own = sent[comm.rank]
-        total, arrived = torch.zeros_like(back.residual), {comm.rank: messages[comm.rank]}
+        here = tensor.dtype == back.residual.dtype and tensor.is_cpu  # which is encoded by now
+        total = tensor[pieces[comm.rank]].zero_() if here else torch.zeros_like(back.residual)
+        arrived = {comm.rank: messages[comm.rank]}
         arrived |= {source: receive(comm, source) for source in reversed(ahead)}
         for source in range(comm.size):
             own.compressor.add(arrived[source], total)
@@ -94,9 +96,10 @@ class TwoWayMean:
         requests += [comm.isend(message, dest, TAG) for dest in ahead]
         arrived = {comm.rank: message} | {source: receive(comm, source) for source in reversed(ahead)}
         for source, piece in enumerate(pieces):
-            mean = torch.empty(piece.stop - piece.start, dtype=back.residual.dtype)
+            mean = tensor[piece] if here else torch.empty(piece.stop - piece.start, dtype=back.residual.dtype)
             sent[source].compressor.decode(arrived[source], mean)
-            tensor[piece] = mean.to(tensor)
+            if not here:
+                tensor[piece] = mean.to(tensor)
         for request in requests:
             request.wait()
 

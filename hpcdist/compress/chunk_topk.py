@@ -11,6 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hpcdist.comm.pieces import alongside
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding import sparse
 from hpcdist.compress.coding.blocks import Blocks
@@ -18,6 +19,7 @@ from hpcdist.compress.coding.centroids import decode_codes, encode_codes, quanti
 from hpcdist.compress.coding.elements import FLOATS, as_sent
 
 _BINS = 4  # of 2bit
+_LINES = 16
 
 
 @final
@@ -66,9 +68,8 @@ class ChunkTopk(Compressor):
         self._starts = np.array([span.start for span in self.spans[1:]], np.int64)
 
     def accumulate(self, residual: Tensor, tensor: Tensor) -> None:
-        if self.config.decay != 1:
-            residual.mul_(self.config.decay)
-        residual.add_(tensor)
+        for left, added in alongside(residual, tensor):
+            left.mul_(self.config.decay).add_(added)
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
         values = tensor.numpy()
@@ -140,14 +141,28 @@ def _largest(tensor: Tensor, span: Span, config: ChunkTopk.Config) -> np.ndarray
         return np.empty(0, np.int64)
     blocks = Blocks.of(span, config.side)
     height, width, across = blocks.height, blocks.width, blocks.columns // blocks.width
-    chunks = blocks.view(tensor[span.start : span.stop]).permute(0, 2, 1, 3).reshape(-1, height * width)
     chosen = _chosen(blocks, config)
     if chosen >= height * width:
         indices = torch.arange(size)
     else:
-        inside = chunks.abs().topk(chosen, dim=1, sorted=False).indices
-        block = torch.arange(len(chunks))[:, None]
+        magnitudes = (rows.abs().permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
+                      for (rows,) in blocks.pieces(tensor[span.start : span.stop]))  # fmt: skip
+        inside = torch.cat([_largest_of(rows, chosen) for rows in magnitudes])
+        block = torch.arange(len(inside))[:, None]
         row = block // across * height + inside // width
         indices = (row * blocks.columns + block % across * width + inside % width).reshape(-1).sort().values
     indices += span.start
     return indices[tensor[indices] != 0].numpy()
+
+
+def _largest_of(rows: Tensor, count: int) -> Tensor:
+    """Find the `count` largest elements of each row; their indices there, in any order.
+
+    The `count` columns of a row that have the largest maxima, in a view of it as 16 lines, hold them.
+    """
+    if rows.shape[1] % _LINES or rows.shape[1] // _LINES < count:
+        return rows.topk(count, sorted=False).indices
+    lines = rows.view(len(rows), _LINES, -1)
+    columns = lines.amax(1).topk(count, sorted=False).indices
+    found = lines.gather(2, columns[:, None].expand(-1, _LINES, -1)).flatten(1).topk(count, sorted=False).indices
+    return found // count * lines.shape[2] + columns.gather(1, found % count)

@@ -12,7 +12,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.comm.pieces import CACHED
 from hpcdist.compress import CompressionConfig, Reduction, Span, spans
 from hpcdist.compress.coding.blocks import Blocks
 from hpcdist.strategies.synchronous.own_step import OwnStep, rate_of
@@ -94,13 +93,9 @@ class DeMo(OwnStep):
                     parameter.sub_(step, alpha=1 / ranks)
 
     def _blocks(self, *parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield matching rows of blocks of a parameter and what is like it, so few on the host that caches hold them.
-
-        Their shape is (down, height, across, width).
-        """
+        """Yield matching rows of blocks of a parameter and what is like it; see `Blocks.pieces`."""
         blocks = Blocks.of(Span(0, parameters[0].numel(), parameters[0].shape), self.config.side)
-        some = max(1, CACHED // max(1, blocks.height * blocks.columns)) if parameters[0].is_cpu else blocks.rows
-        return zip(*(blocks.view(each.view(-1)).split(some) for each in parameters), strict=True)
+        return blocks.pieces(*(each.view(-1) for each in parameters))
 
     def _transform(self, blocks: Tensor, *, back: bool = False) -> Tensor:
         return blocks if self.config.transform == "none" else transform(blocks, back=back)
@@ -116,12 +111,28 @@ def transform(blocks: Tensor, *, back: bool = False) -> Tensor:
     Args:
         blocks: shape (down, height, across, width); of half precision they are transformed in float32.
     """
-    height, width = blocks.shape[1], blocks.shape[3]
     wide = blocks.to(torch.float64 if blocks.dtype == torch.float64 else torch.float32)
-    down, along = (cosines(n).to(wide) for n in (height, width))
+    down, along = (_cosines(blocks.shape[axis], wide.dtype, wide.device) for axis in (1, 3))
+    rows = (wide @ (along if back else along.T)).flatten(2)
+    half, odd = divmod(rows.shape[1], 2)
+    if odd:
+        return ((down.T if back else down) @ rows).view_as(wide)
+    # Cosine k is symmetric or antisymmetric, by turns: sums and differences of mirrored rows need half of the products.
+    found = torch.empty_like(rows)
     if back:
-        down, along = down.T, along.T
-    return (down @ (wide @ along.T).flatten(2)).view_as(wide)
+        even, uneven = down[::2, :half].T @ rows[:, ::2], down[1::2, :half].T @ rows[:, 1::2]
+        torch.add(even, uneven, out=found[:, :half])
+        found[:, half:] = even.sub_(uneven).flip(1)
+    else:
+        mirrored = rows[:, half:].flip(1)
+        found[:, ::2] = down[::2, :half] @ (rows[:, :half] + mirrored)
+        found[:, 1::2] = down[1::2, :half] @ torch.sub(rows[:, :half], mirrored, out=mirrored)
+    return found.view_as(wide)
+
+
+@cache
+def _cosines(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return cosines(n).to(device, dtype)
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.comm.pieces import CACHED, slices
+from hpcdist.comm.pieces import PIECE, slices
 from hpcdist.compress.base import Linear, Span
 
 
@@ -187,7 +187,7 @@ def add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
     """
     bits, count = (53 - len(left).bit_length()) // 2, 2 if out.dtype == torch.float64 else 1
     lefts, rights = _parts(left, bits, count), _parts(right, bits, count)
-    for piece in slices(len(out), max(1, CACHED // out.shape[1])):
+    for piece in slices(len(out), max(1, PIECE // 2 // out.shape[1])):
         for place, part in enumerate(lefts):
             for other in rights[: count - place]:
                 out[piece].add_(part[:, piece].T @ other)
@@ -199,8 +199,10 @@ def _parts(factor: Tensor, bits: int, count: int) -> list[Tensor]:
     exponents = np.frexp(np.abs(rest).max(axis=0))[1].clip(min=-900)  # so that no grid is 0
     found = []
     for place in range(1, count + 1):
-        grid = np.ldexp(1.0, exponents - place * bits)
-        part = np.rint(rest / grid) * grid
-        rest -= part
+        part = rest * np.ldexp(1.0, place * bits - exponents)
+        np.rint(part, out=part)
+        part *= np.ldexp(1.0, exponents - place * bits)
+        if place < count:
+            rest -= part
         found.append(torch.from_numpy(part))
     return found

@@ -19,7 +19,6 @@ from hpcdist.compress.coding.centroids import decode_codes, encode_codes, quanti
 from hpcdist.compress.coding.elements import FLOATS, as_sent
 
 _BINS = 4  # of 2bit
-_LINES = 16
 
 
 @final
@@ -147,22 +146,9 @@ def _largest(tensor: Tensor, span: Span, config: ChunkTopk.Config) -> np.ndarray
     else:
         magnitudes = (rows.abs().permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
                       for (rows,) in blocks.pieces(tensor[span.start : span.stop]))  # fmt: skip
-        inside = torch.cat([_largest_of(rows, chosen) for rows in magnitudes])
+        inside = torch.cat([rows.topk(chosen, sorted=False).indices for rows in magnitudes])
         block = torch.arange(len(inside))[:, None]
         row = block // across * height + inside // width
         indices = (row * blocks.columns + block % across * width + inside % width).reshape(-1).sort().values
     indices += span.start
     return indices[tensor[indices] != 0].numpy()
-
-
-def _largest_of(rows: Tensor, count: int) -> Tensor:
-    """Find the `count` largest elements of each row; their indices there, in any order.
-
-    The `count` columns of a row that have the largest maxima, in a view of it as 16 lines, hold them.
-    """
-    if rows.shape[1] % _LINES or rows.shape[1] // _LINES < count:
-        return rows.topk(count, sorted=False).indices
-    lines = rows.view(len(rows), _LINES, -1)
-    columns = lines.amax(1).topk(count, sorted=False).indices
-    found = lines.gather(2, columns[:, None].expand(-1, _LINES, -1)).flatten(1).topk(count, sorted=False).indices
-    return found // count * lines.shape[2] + columns.gather(1, found % count)

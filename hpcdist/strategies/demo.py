@@ -112,33 +112,16 @@ def transform(blocks: Tensor, *, back: bool = False) -> Tensor:
         blocks: shape (down, height, across, width); of half precision they are transformed in float32.
     """
     wide = blocks.to(torch.float64 if blocks.dtype == torch.float64 else torch.float32)
-    down, along = (_cosines(blocks.shape[axis], wide.dtype, wide.device) for axis in (1, 3))
-    rows = (wide @ (along if back else along.T)).flatten(2)
-    half, odd = divmod(rows.shape[1], 2)
-    if odd:
-        return ((down.T if back else down) @ rows).view_as(wide)
-    # Cosine k is symmetric or antisymmetric, by turns: sums and differences of mirrored rows need half of the products.
-    found = torch.empty_like(rows)
+    down, along = (cosines(blocks.shape[axis], wide.dtype, wide.device) for axis in (1, 3))
     if back:
-        even, uneven = down[::2, :half].T @ rows[:, ::2], down[1::2, :half].T @ rows[:, 1::2]
-        torch.add(even, uneven, out=found[:, :half])
-        found[:, half:] = even.sub_(uneven).flip(1)
-    else:
-        mirrored = rows[:, half:].flip(1)
-        found[:, ::2] = down[::2, :half] @ (rows[:, :half] + mirrored)
-        found[:, 1::2] = down[1::2, :half] @ torch.sub(rows[:, :half], mirrored, out=mirrored)
-    return found.view_as(wide)
+        down, along = down.T, along.T
+    return (down @ (wide @ along.T).flatten(2)).view_as(wide)
 
 
 @cache
-def _cosines(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return cosines(n).to(device, dtype)
-
-
-@cache
-def cosines(n: int) -> Tensor:
-    """Return the matrix of the orthonormal cosine transform (DCT-II) of n values, shape (n, n), float64."""
+def cosines(n: int, dtype: torch.dtype = torch.float64, device: torch.device | None = None) -> Tensor:
+    """Return the matrix of the orthonormal cosine transform (DCT-II) of n values, shape (n, n)."""
     k, i = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64)
     matrix = (math.pi / n * (i + 0.5) * k).cos() * math.sqrt(2 / n)
     matrix[0] /= math.sqrt(2)
-    return matrix
+    return matrix.to(device, dtype)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.comm.pieces import slices
+from hpcdist.comm.chunks import slices
 from hpcdist.compress.base import Compressor, Span
-from hpcdist.compress.coding.elements import MOST_SCALE, add_signs, mean, views
+from hpcdist.compress.coding.elements import MAX_SCALE, add_signs, mean, views
 
 
 @final
@@ -35,9 +35,9 @@ class EfSignSgd(Compressor):
     def encode_residual_(self, tensor: Tensor) -> Tensor:
         message = np.empty(4 * len(self._parts) + -(-self.count // 8), np.uint8)
         scales, bits = views(message, len(self._parts))
-        scales[:] = [min(mean(tensor[part]), MOST_SCALE) for part in self._parts]
-        for piece in slices(self.count):  # which begins at a whole byte
-            bits[piece.start // 8 : -(-piece.stop // 8)] = np.packbits(tensor.numpy()[piece] > 0)
+        scales[:] = [min(mean(tensor[part]), MAX_SCALE) for part in self._parts]
+        for chunk in slices(self.count):  # which starts at a whole byte
+            bits[chunk.start // 8 : -(-chunk.stop // 8)] = np.packbits(tensor.numpy()[chunk] > 0)
         add_signs(bits, tensor, (-scales).tolist(), self._parts)
         return torch.from_numpy(message)
 

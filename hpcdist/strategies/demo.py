@@ -62,8 +62,8 @@ class DeMo(OwnStep):
     plain: ClassVar = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
     advice: ClassVar = "torch.optim.SGD without momentum"
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         sent = {"name": "chunk_topk", "keep": config.keep, "side": config.side, "values": config.values}
         chosen = CompressionConfig.from_mapping({**sent, "decay": config.momentum}, "strategy")
         self._sum = Reduction(
@@ -93,9 +93,9 @@ class DeMo(OwnStep):
                     parameter.sub_(step, alpha=1 / ranks)
 
     def _blocks(self, *parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield matching rows of blocks of a parameter and what is like it; see `Blocks.pieces`."""
+        """Yield matching rows of blocks of a parameter and what is like it; see `Blocks.chunks`."""
         blocks = Blocks.of(Span(0, parameters[0].numel(), parameters[0].shape), self.config.side)
-        return blocks.pieces(*(each.view(-1) for each in parameters))
+        return blocks.chunks(*(each.view(-1) for each in parameters))
 
     def _transform(self, blocks: Tensor, *, back: bool = False) -> Tensor:
         return blocks if self.config.transform == "none" else transform(blocks, back=back)

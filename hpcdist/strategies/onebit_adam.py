@@ -43,8 +43,8 @@ class OneBitAdam(AdamStep):
 
     config: Config
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self._mean = TwoWayMean(self.calls.comm, config.compression, model.params, spans(model))
         self.state.two_way("mean", self._mean)
 
@@ -56,10 +56,10 @@ class OneBitAdam(AdamStep):
         for run in runs:
             self.take_in(run, grads, squares=not frozen)
         if frozen:
-            with self.model.leave_alone(present, self.m):
+            with self.model.skip_unused(present, self.m):
                 self._mean(self.m, present)
         self.scale(runs)
         for run in runs:
-            for m, v in run.pieces(self.m, self.v) if frozen else ():
+            for m, v in run.chunks(self.m, self.v) if frozen else ():
                 still(m, v)
             self.step_along(run)

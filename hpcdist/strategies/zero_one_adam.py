@@ -35,8 +35,8 @@ class ZeroOneAdam(AdamStep):
 
     Bytes per rank of n bytes of float32 gradients: at a full step 2n(p − 1)/p, at a compressed one and at an exchange a
     32ⁿᵈ of that and eight for each parameter and rank, at the others nothing; in the first phase 32 of agreement, at an
-    exchange 24 for each parameter. At meetings 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings.
-    Memory: m, v, √v + ε, u, x, what was not sent, and a second part of that for a pᵗʰ.
+    exchange 24 for each parameter. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares
+    settings. Memory: m, v, √v + ε, u, x, what was not sent, and a second part of that for a pᵗʰ.
 
     Reference: Yucheng Lu, Conglong Li, Minjia Zhang, Christopher De Sa, Yuxiong He, "Maximizing communication
     efficiency for large-scale training via 0/1 Adam", 2022.
@@ -54,15 +54,15 @@ class ZeroOneAdam(AdamStep):
             """Tell whether a step is of the second phase; counts from 1."""
             return step > self.variance_steps
 
-        def meets(self, step: int) -> bool:
+        def synchronizes(self, step: int) -> bool:
             doublings = min(64, max(0, step - self.variance_steps - 1) // self.local_steps)
             return not self.local(step) or step % min(self.most_local, 2**doublings) == 0
 
     config: Config
     contract = replace(AdamStep.contract, averages="parameters")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         model.keep_gradients([torch.zeros_like(flat) for flat in model.params])  # which are averaged at first
         self._mean = TwoWayMean(self.calls.comm, config.compression, model.params, spans(model))
         state = self.state
@@ -102,7 +102,7 @@ class ZeroOneAdam(AdamStep):
         self.require_optimizer()
         outcome = self.gradients.step_alone(lambda: self.hooked(self._step_alone))
         self._count()
-        if self.config.meets(step):
+        if self.config.synchronizes(step):
             with torch.no_grad():
                 self._exchange()
         return outcome
@@ -138,13 +138,13 @@ class ZeroOneAdam(AdamStep):
         runs = self.runs(used, lambda name: (self.rates.get(name), self.decays.get(name)))
         self.scale(runs)
         for run in runs:
-            for moves, scale in run.pieces(self._moves, self.scales):
+            for moves, scale in run.chunks(self._moves, self.scales):
                 moves.mul_(scale)
         self._mean(self._moves, used)
         for run in runs:
             rate, decay = self.rates[run.name], self.decays[run.name]
             flats = self._moves, self._common, self.model.params, self.m, self.v, self.scales
-            for received, x, parameter, m, v, scale in run.pieces(*flats):
+            for received, x, parameter, m, v, scale in run.chunks(*flats):
                 still(received, v)
                 if rate:
                     torch.div(received, -rate, out=m)

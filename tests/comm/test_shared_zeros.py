@@ -7,8 +7,8 @@ import resource
 import pytest
 import torch
 
-from hpcdist.comm.alone import Alone
 from hpcdist.comm.mpi import node_memory
+from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import CommunicationError
 
@@ -100,7 +100,7 @@ def test_more_memory_than_the_system_has_is_refused_with_its_length():
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # as where there is no memory left
     try:
         with pytest.raises(
-            CommunicationError, match="1048577 bytes of memory to share must be available; File too large"
+            CommunicationError, match="1048577 bytes of shared memory must be available; got File too large"
         ):
             node_memory._made((1 << 20) + 1)
     finally:
@@ -113,5 +113,5 @@ def test_without_mpi_shared_zeros_are_a_tensor_like_any_other():
         return tensor.tolist(), tensor.dtype, comm.memory.is_shared(tensor)
 
     expected = ([0, 0, 0], torch.int64, False)
-    assert body(Alone()) == expected
+    assert body(SingleRankCommunicator()) == expected
     assert run_virtual(body, 2) == [expected] * 2

@@ -6,7 +6,7 @@ import torch
 
 from compress import vectors
 from harness.cases import each
-from hpcdist.comm.pieces import CACHED
+from hpcdist.comm.chunks import CACHED
 from hpcdist.compress import Feedback
 
 SPANS = vectors.spans_of((7, 13), (5,), (3, 70_001), (), (2, 3, 4), (0, 4))  # whole bytes or not, pieces or not

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.train import ALLREDUCE, gossip_ways
 from hpcdist import strategies
-from hpcdist.comm.pieces import CACHED
+from hpcdist.comm.chunks import CACHED
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.model.flat import FlatModel
 
-WIDTH = 1024  # of a matrix that is longer than the pieces in which vectors are worked on
+WIDTH = 1024  # of a matrix that is longer than the chunks in which vectors are worked on
 WAYS = {way.strategy: way for way in [ALLREDUCE, *gossip_ways(2)]}
 
 

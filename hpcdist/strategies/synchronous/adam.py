@@ -13,8 +13,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.pieces import alongside
 from hpcdist.compress import CompressionConfig
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
@@ -43,8 +43,8 @@ class Run(NamedTuple):
     elements: slice
     states: list[dict[str, Any]]
 
-    def pieces(self, *flats: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        """Yield matching pieces of these elements of tensors like `model.params`."""
+    def chunks(self, *flats: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """Yield matching chunks of these elements of tensors like `model.params`."""
         return alongside(*(tensors[self.flat][self.elements] for tensors in flats))
 
 
@@ -76,8 +76,8 @@ class AdamStep(OwnStep):
     advice: ClassVar = "torch.optim.AdamW, or torch.optim.Adam without weight_decay"
     _warned = False
 
-    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **given: Any):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any):
+        super().__init__(config, comm, model, **kwargs)
         self.runs_optimizer = comm.size == 1
         half = [slot.name for slot in model.slots if slot.dtype is torch.float16]
         if half and not self.runs_optimizer:
@@ -132,7 +132,7 @@ class AdamStep(OwnStep):
     def take_in(self, run: Run, gradients: Sequence[Tensor], *, squares: bool) -> None:
         """Let the moments follow a gradient: both, or m alone."""
         beta, beta_squares = run.group["betas"]
-        for m, v, gradient in run.pieces(self.m, self.v, gradients):
+        for m, v, gradient in run.chunks(self.m, self.v, gradients):
             m.mul_(beta).add_(gradient, alpha=1 - beta)
             if squares:
                 v.mul_(beta_squares).addcmul_(gradient, gradient, value=1 - beta_squares)
@@ -144,7 +144,7 @@ class AdamStep(OwnStep):
         at = [flat._version for flat in self.v], [(run.flat, run.elements, run.group["eps"]) for run in runs]
         if at != self._scaled_at:
             for run in runs:
-                for v, scale in run.pieces(self.v, self.scales):
+                for v, scale in run.chunks(self.v, self.scales):
                     torch.sqrt(v, out=scale).add_(run.group["eps"])
             self._scaled_at = at
 
@@ -153,7 +153,7 @@ class AdamStep(OwnStep):
         rate, decay = rate_of(run.group), run.group["weight_decay"]
         for state in run.states:
             state["step"] += 1
-        for parameter, m, scale, *moved in run.pieces(
+        for parameter, m, scale, *moved in run.chunks(
             self.model.params, self.m, self.scales, *([moves] if moves else [])
         ):
             direction = m / scale

@@ -111,7 +111,7 @@ def test_momentum_is_sent_or_left(ranks):
 
         def look(strategy):
             mean = strategy._mean
-            kept.append((mean.left[0].clone(), mean.owed[0].clone(), mean.ranges[0]))
+            kept.append((mean.residuals[0].clone(), mean.mean_residuals[0].clone(), mean.ranges[0]))
 
         found, gradients = go(comm, "onebit_adam", {"warmup_steps": 5}, after=look)
         given = [BETAS[0] * found[step - 1][1] + (1 - BETAS[0]) * gradients[step] for step in range(5, STEPS)]
@@ -216,9 +216,9 @@ def test_what_was_left_in_the_first_phase_is_forgotten_in_the_second():
 
     def look(strategy):
         if strategy.steps == 6:  # the last one of the first phase
-            seen.append(strategy._mean.left[0].abs().max().item())
-            assert strategy._mean.left[0].any()
-            strategy._mean.left[0].fill_(1e6)  # would be seen in the next exchange
+            seen.append(strategy._mean.residuals[0].abs().max().item())
+            assert strategy._mean.residuals[0].any()
+            strategy._mean.residuals[0].fill_(1e6)  # would be seen in the next exchange
 
     options = {"variance_steps": 6, "full_steps": 1}
     plain, spoilt = (

@@ -28,20 +28,13 @@ LEAST_EPS = 1e-4
 
 
 class Run(NamedTuple):
-    """Neighbouring elements of a flat tensor, of parameters of one group: one call moves all of them.
+    """Neighbouring parameters of one group, which one call moves."""
 
-    Attributes:
-        name: of the first parameter.
-        group: the optimiser's numbers.
-        flat, elements: number of the flat tensor, and the elements there.
-        states: of the optimiser, one for each parameter.
-    """
-
-    name: str
+    name: str  # of the first parameter
     group: Mapping[str, Any]
-    flat: int
+    flat: int  # number of the flat tensor
     elements: slice
-    states: list[dict[str, Any]]
+    states: list[dict[str, Any]]  # of the optimiser, one for each parameter
 
     def chunks(self, *flats: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         """Yield matching chunks of these elements of tensors like `model.params`."""

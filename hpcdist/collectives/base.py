@@ -64,6 +64,7 @@ class AllReduce(abc.ABC):
             _mean_by(self, tensor, self.comm.size)
 
     def _call(self, tensor: Tensor, work: Callable[[Tensor], None]) -> None:
+        """Check the tensor, and run `work` on its host view in a dtype that torch can add."""
         check_flat(tensor)
         dtype = SUMMED_AS.get(tensor.dtype)
         if dtype is None:

@@ -96,6 +96,7 @@ class Hierarchical(Algorithm):
         self._window.local[start : start + local.nbytes].copy_(local.view(torch.uint8))
 
     def _collect(self, segment: Tensor, turn: int) -> None:
+        """Copy the other owners' reduced slices of a segment from their slots."""
         slices = self._slices(segment)
         for step in range(1, len(slices) + 1):  # start at the neighbour, so that ranks don't all read the same memory
             owner = (self._node.rank + step) % len(slices)

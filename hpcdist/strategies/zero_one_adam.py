@@ -38,6 +38,10 @@ class ZeroOneAdam(AdamStep):
     exchange 24 for each parameter. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares
     settings. Memory: m, v, √v + ε, u, x, what was not sent, and a second part of that for a pᵗʰ.
 
+    Example:
+        >>> adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+        >>> optimizer = hd.DistributedOptimizer(adam, model, "zero_one_adam")
+
     Reference: Yucheng Lu, Conglong Li, Minjia Zhang, Christopher De Sa, Yuxiong He, "Maximizing communication
     efficiency for large-scale training via 0/1 Adam", 2022.
     """

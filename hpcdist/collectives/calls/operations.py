@@ -330,6 +330,7 @@ class Collectives:
             self._all_to_all_uneven(out, inputs)
 
     def _all_to_all_uneven(self, out: Tensors, inputs: Tensors) -> None:
+        """Exchange the lengths first, then parts of different lengths."""
         with (
             for_each_rank(self.comm, out, "out") as (outs, _),
             for_each_rank(self.comm, inputs, "inputs", write=False) as (local, _),

@@ -112,6 +112,7 @@ class Running:
         self._start()
 
     def _start(self) -> None:
+        """Start Horovod with the current process sets."""
         sets = {ranks: self.hvd.ProcessSet(list(ranks)) for ranks in self._groups}
         with _variables(self.tuning.variables()):
             self.hvd.init(comm=self.comm.mpi, process_sets=list(sets.values()))

@@ -207,6 +207,7 @@ class Calls:
         return (RankFailedError if died else CommunicationError)(self._explain(what, peer, error))
 
     def _explain(self, what: str, peer: int, error: MPI.Exception) -> str:
+        """Return the message for an MPI error: call, peer, reason, and what to do."""
         whom = "" if peer < 0 else f" with rank {peer}"
         hint = ""
         if error.Get_error_class() == MPI.ERR_TRUNCATE:

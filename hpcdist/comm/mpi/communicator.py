@@ -186,6 +186,7 @@ class MpiCommunicator(Communicator):
         traffic.messages_sent += hops
 
     def _allreduce_converted(self, tensor: Tensor) -> None:
+        """Sum a tensor that MPI can't sum directly: long, on a device, or of a dtype without an MPI sum."""
         check_flat(tensor)
         if tensor.dtype in SUMMED:
             with self.staging.host(tensor) as host:
@@ -207,12 +208,9 @@ class MpiCommunicator(Communicator):
         self.calls.count += 1
         with self.staging.host(tensor, read=self.rank == root, write=self.rank != root) as host:
             self.calls.communicate(
-                BROADCAST,
-                root,
-                self.failures.surviving.Bcast,
-                self.staging.message(host),
+                BROADCAST, root, self.failures.surviving.Bcast, self.staging.message(host),
                 self.failures.alive.index(root),
-            )
+            )  # fmt: skip
         if self.rank == root and self.size > 1:
             self.traffic.sent(tensor.nbytes)
 
@@ -294,6 +292,7 @@ class MpiCommunicator(Communicator):
     def _derive(
         self, mpi: MPI.Intracomm, nodes: tuple[int, ...], internode: str, name: str, traffic: Traffic | None = None
     ) -> MpiCommunicator:
+        """Create a communicator over `mpi` with this one's settings."""
         return MpiCommunicator(
             mpi,
             self.process,

@@ -149,6 +149,7 @@ class MpiRequest(Request):
         self._finish()
 
     def _finish(self) -> None:
+        """Copy a staged message to the device, and count a send as complete."""
         if self._sends:
             self._sends = False
             self._calls.sending -= 1

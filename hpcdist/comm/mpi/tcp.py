@@ -237,6 +237,7 @@ class TcpServer:
 
     # --- serving --------------------------------------------------------------------------------------------------
     def _listen(self) -> None:
+        """Accept connections, with a thread for each."""
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -259,6 +260,7 @@ class TcpServer:
                 network.wake_and_end(connection)
 
     def _serve(self, connection: socket.socket) -> None:
+        """Serve one connection until the other end closes it."""
         try:
             with connection:
                 if network.accept(connection, self._token):
@@ -271,6 +273,7 @@ class TcpServer:
             self._serving.pop(threading.current_thread(), None)
 
     def _serve_requests(self, connection: socket.socket) -> None:
+        """Receive requests, execute them on the windows, and reply."""
         header = bytearray(HEADER.size)
         part = torch.empty(0, dtype=torch.uint8)  # buffer for values to accumulate
         while True:

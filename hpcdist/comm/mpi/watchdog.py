@@ -86,6 +86,7 @@ class Watchdog:
                 self._collect()
 
     def _run(self) -> None:
+        """The watchdog's thread: reply to queries, report this rank's state, and check deadlines."""
         while not self._stopped.wait(BLOCKED_S if self._oldest_s() > PATIENCE_S else POLL_S):
             try:
                 self._role()
@@ -158,6 +159,7 @@ class Watchdog:
         return line_of(self._watched) + (f" ({role})" if role else "")
 
     def _location(self) -> str:
+        """Describe the call that this rank is blocked in, and the current line of the user's code."""
         line = self._line()
         for calls in self._in_use():
             call = calls.current
@@ -228,6 +230,7 @@ class Watchdog:
 
     # --- ending the job -------------------------------------------------------------------------------------------
     def _end(self, calls: Calls, call: Call) -> None:
+        """Report a call past its deadline with the missing ranks, and end the job."""
         replies = self._query()
         if call.peer >= 0:
             missing = {calls.world_ranks[call.peer]}

@@ -92,6 +92,7 @@ def all_needed(tolerant: bool) -> Iterator[None]:
 
 
 def _end_where_all_are_needed(dead: Sequence[int]) -> None:
+    """End this rank after a death; the lowest surviving rank reports it."""
     rank = MPI.COMM_WORLD.Get_rank()
     if rank == min(set(range(MPI.COMM_WORLD.Get_size())) - set(dead)):
         who = f"rank {dead[0]} has" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))} have"

@@ -94,6 +94,7 @@ class VirtualClock:
         return [me.result for me in self.ranks]
 
     def _live(self, me: VirtualRank, body: Callable[[], Any] | None = None) -> None:
+        """Body of a rank's thread: run the rank, then resume the next one."""
         # Autograd uses one thread per GPU, in which a rank that waits in a hook would block all other ranks.
         torch.autograd.set_multithreading_enabled(False)
         try:
@@ -264,6 +265,7 @@ class VirtualClock:
         return bool(later)
 
     def _yield_baton(self, me: VirtualRank) -> None:
+        """Let the next due rank run; return when this rank is due again."""
         due = self._due()
         if due is not me:
             me.random.save()
@@ -301,6 +303,7 @@ class VirtualClock:
 
     # --- messages -------------------------------------------------------------------------------------------------
     def _report(self) -> str:
+        """Describe what each rank waits for, for DeadlockError."""
         lines = [f"no virtual rank can continue at {self.now_s:g} virtual s:"]
         for rank in self.ranks:
             if rank.finished:

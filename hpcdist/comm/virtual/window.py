@@ -102,6 +102,7 @@ class VirtualMemory(Memory):
             self._clock.perform(self._member.me, f"a get from rank {memory.owner.rank}", effect)
 
     def _read(self, out: Tensor, part: Tensor, path: Path) -> Iterator[float]:
+        """Effect of a get: reserve the links, and copy both halves at their times."""
         half, duration_s = out.numel() // 2, path.duration_s(out.nbytes)
         yield self._clock.now_s + path.latency_s
         start_s, end_s = path.out.reserve(self._clock.now_s, duration_s)
@@ -127,6 +128,7 @@ class VirtualMemory(Memory):
             self._clock.perform(self._member.me, f"a {what} to rank {memory.owner.rank}", effect)
 
     def _write(self, values: Tensor, memory: Exposed, offset: int, path: Path, apply: Callable) -> Iterator[float]:
+        """Effect of a put or accumulate: reserve the links, and apply both halves at their times."""
         n, half, duration_s = values.numel(), values.numel() // 2, path.duration_s(values.nbytes)
         start_s, _ = path.out.reserve(self._clock.now_s, duration_s)
         yield start_s

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 LEAST_EPS = 1e-4
 
 
-class Run(NamedTuple):
+class ParameterSlice(NamedTuple):
     """Neighbouring parameters of one group, which one call moves."""
 
     name: str  # of the first parameter
@@ -93,7 +93,9 @@ class AdamStep(OwnStep):
     def move_all(self) -> None:
         """Collective. Move the parameters of several ranks, see `move`."""
 
-    def runs(self, used: Sequence[bool] | None = None, key: Callable[[str], object] = lambda name: None) -> list[Run]:
+    def runs(
+        self, used: Sequence[bool] | None = None, key: Callable[[str], object] = lambda name: None
+    ) -> list[ParameterSlice]:
         """Return the parameters that are used and the optimiser has; neighbours of one group are one run.
 
         Args:
@@ -108,7 +110,7 @@ class AdamStep(OwnStep):
             slots, (group, *_), views = zip(*run, strict=True)
             if group is not None:
                 elements, states = slice(slots[0].start, slots[-1].stop), [*map(self._state, slots, views)]
-                found.append(Run(slots[0].name, group, flat, elements, states))
+                found.append(ParameterSlice(slots[0].name, group, flat, elements, states))
         return found
 
     def _state(self, slot: Slot, views: tuple[Tensor, Tensor]) -> dict[str, Any]:
@@ -122,7 +124,7 @@ class AdamStep(OwnStep):
             state["step"] = torch.tensor(0.0)
         return state
 
-    def take_in(self, run: Run, gradients: Sequence[Tensor], *, squares: bool) -> None:
+    def take_in(self, run: ParameterSlice, gradients: Sequence[Tensor], *, squares: bool) -> None:
         """Let the moments follow a gradient: both, or m alone."""
         beta, beta_squares = run.group["betas"]
         for m, v, gradient in run.chunks(self.m, self.v, gradients):
@@ -132,7 +134,7 @@ class AdamStep(OwnStep):
             else:
                 still(m, v)
 
-    def scale(self, runs: Sequence[Run]) -> None:
+    def scale(self, runs: Sequence[ParameterSlice]) -> None:
         """Set `scales` to √v + ε, where v or ε has changed since the last time."""
         at = [flat._version for flat in self.v], [(run.flat, run.elements, run.group["eps"]) for run in runs]
         if at != self._scaled_at:
@@ -141,7 +143,7 @@ class AdamStep(OwnStep):
                     torch.sqrt(v, out=scale).add_(run.group["eps"])
             self._scaled_at = at
 
-    def step_along(self, run: Run, moves: Sequence[Tensor] = ()) -> None:
+    def step_along(self, run: ParameterSlice, moves: Sequence[Tensor] = ()) -> None:
         """Move parameters by −η(m/`scales` + λθ), and count the step; add −ηm/`scales` to `moves`."""
         rate, decay = rate_of(run.group), run.group["weight_decay"]
         for state in run.states:

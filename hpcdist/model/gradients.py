@@ -140,6 +140,10 @@ class Gradients:
         """
         self.batch += 1
         self._announce_batch(weight, ends_epoch)
+        if not self._needs_hooks and not self.weighed_by_loop:
+            for hook in self._weigh_hooks:
+                hook.remove()
+            self._weigh_hooks = []
 
     def end_batches(self) -> None:
         """End the last batch of a loop: later passes weigh 1 and belong to no new batch."""
@@ -173,10 +177,6 @@ class Gradients:
         self._weighed = self._weighed and bool(self.weights)  # gradients that are there already stay as they are
         if self._needs_hooks and not self._weigh_hooks:
             self._weigh_hooks = [self._make_weigh_hook(slot.tensor) for slot in self._slots]
-        elif not self._needs_hooks and not self.weighed_by_loop:
-            for hook in self._weigh_hooks:
-                hook.remove()
-            self._weigh_hooks = []
 
     @property
     def _needs_hooks(self) -> bool:

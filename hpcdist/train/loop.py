@@ -250,9 +250,9 @@ class Trainer:
         evaluates = evaluates or self.milestones.ended or self.position.epoch % self.config.eval_every == 0
         if evaluates:
             self._write_evaluation()
-        left = tuple(rank for rank in self.workers if rank in self.replica.others.failures.living)
-        if left != self.workers:
-            self._deal_samples(left)
+        lost = set(self.replica.others.failures.lost).intersection(self.workers)
+        if lost:
+            self._deal_samples(tuple(rank for rank in self.workers if rank not in lost))
         if isinstance(self.schedule, ReduceLROnPlateau):
             if evaluates:
                 self.schedule.step(self.log.metrics["loss"])  # the same on all ranks

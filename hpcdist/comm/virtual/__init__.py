@@ -8,6 +8,7 @@ second thread of a rank), `compute` (step times).
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 from collections.abc import Callable
@@ -37,6 +38,7 @@ __all__ = [
     "VirtualCommunicator", "run_virtual",
 ]  # fmt: skip
 Result = TypeVar("Result")
+COLLECTS_AT = 50_000  # new objects
 _running = threading.Lock()  # random state and the number of threads belong to the process: one run at a time
 
 
@@ -76,8 +78,10 @@ def run_virtual(
             f"run_virtual must not be called while another run is under way in this process; got a call in thread "
             f"{threading.current_thread().name!r}. Give the outer run more ranks, or split its communicator."
         )
-    n_threads = torch.get_num_threads()
+    n_threads, collects_at = torch.get_num_threads(), gc.get_threshold()
     try:
+        if collects_at[0]:  # else the collector goes through the objects of all ranks again and again
+            gc.set_threshold(max(collects_at[0], COLLECTS_AT), *collects_at[1:])
         with callers_state_kept():
             torch.set_num_threads(1)
             cluster = Cluster(size, seed, Network(0.0, math.inf) if network is None else network, compute)
@@ -85,4 +89,5 @@ def run_virtual(
             return cluster.clock.run(lambda rank: body(VirtualCommunicator(group, rank)))
     finally:
         torch.set_num_threads(n_threads)
+        gc.set_threshold(*collects_at)
         _running.release()

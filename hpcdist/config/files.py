@@ -22,7 +22,8 @@ _neighbours: dict[str, tuple[ModuleType, Path]] = {}  # imported neighbours by n
 _loaded: dict[Path, tuple[ModuleType, int]] = {}  # by file: the module, and the file's checksum when it ran
 _known: frozenset[str] = frozenset()  # names of modules, see _known_modules
 _running: list[tuple[int, str]] = []  # the process in which code runs that must not end it, and the message
-_open: Counter[str] = Counter()  # contexts of `neighbours` that have not ended, by folder: one for each virtual rank
+_open = Counter[str]()  # contexts of `neighbours` that have not ended, by folder: one for each virtual rank
+_inserted = Counter[str]()  # entries of sys.path that these have made
 _exit = os._exit
 
 
@@ -49,14 +50,17 @@ def neighbours(path: Path) -> Iterator[None]:
                     hidden[name] = module, its_folder
     before, place = _known_modules(), str(folder)
     _open[place] += 1
-    if sys.path[:1] != [place]:
+    if not _inserted[place] or sys.path[:1] != [place]:
         sys.path.insert(0, place)
+        _inserted[place] += 1
     try:
         yield
     finally:
         _open[place] -= 1
-        if sys.path.count(place) > _open[place]:
-            sys.path.remove(place)
+        if _inserted[place] > _open[place]:
+            _inserted[place] -= 1
+            if place in sys.path:
+                sys.path.remove(place)
         for name in sys.modules.keys() - before:
             top = name.partition(".")[0]
             if top not in before and name in sys.modules and _is_beside(sys.modules.get(top), folder):

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hpcdist as hd
-from benchmarks.runner import Row, beside, check, meet_asleep, table
+from benchmarks.runner import Row, barrier_asleep, beside, check, table
 from hpcdist.collectives.calls import Collectives
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
-from hpcdist.records import own_cores
+from hpcdist.records import local_cores_of_host
 from hpcdist.tools.mpirun import find_launcher, ranks_environment
 from hpcdist.torch_backend.default_group import default_group
 
@@ -68,21 +68,21 @@ def measure(
     check(comm, rounds, sizes_bytes=sizes, ranks=2)
     own = Path(sys.prefix)
     places = {OURS: own, MPI: own, GLOO: own, **({} if other is None else {other.name: other}), COPY: own}
-    cores = [cores for _, cores in comm.gather(own_cores())]
+    cores = [cores for _, cores in comm.gather(local_cores_of_host())]
     found, failure = {}, None
     if comm.rank == 0:
         try:
             found = _in_turns(places, cores, calls, sizes, rounds, environment)
         except ConfigError as error:
             failure = error
-    meet_asleep(comm)
+    barrier_asleep(comm)
 
     def known() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
         if failure is not None:
             raise failure
         return found
 
-    found = comm.gather(comm.together(known))[0]
+    found = comm.gather(comm.raise_on_all_ranks(known))[0]
     made: list[Row] = []
     for call, n_bytes in itertools.product(calls, sizes):
         of_call = {"call": call, "bytes": n_bytes, "ranks": comm.size}

@@ -31,10 +31,10 @@ from typing import final
 from hpcdist.strategies.base import Contract, Strategy
 
 class _Shared(Strategy):
-    contract = Contract(averages="nothing", meets="never")
+    contract = Contract(averages="nothing", synchronizes="never")
 
 @final
-class Alone(_Shared):
+class SingleRankCommunicator(_Shared):
     """Every rank on its own.
 
     Reference: Nobody, "Alone", 2020.
@@ -235,7 +235,11 @@ def test_a_name_that_is_taken_is_refused_where_it_is_asked_for(folder):
         ("mine:Star", "import math\n1 / 0\n", r"got ZeroDivisionError: division by zero \(.*mine.py:2\), from mine:St"),
         ("mine:Star", "Star = 3\n", "mine:Star of the package extras must be a subclass of Topology; got 3. See CONTR"),
         ("mine", "x = 1\n", r"mine.py must define one subclass of Topology; got none\. Name it after the file"),
-        ("mine:Star", STAR.replace("def in_n", "def not_in_n"), "must define what Topology leaves open; got no in_nei"),
+        (
+            "mine:Star",
+            STAR.replace("def in_n", "def not_in_n"),
+            "must define the abstract methods of Topology; got no in_nei",
+        ),
         ("mine", STAR.replace("def in_n", "def not_in_n"), r"mine.py must define one subclass of Topology; got none\."),
         ("mine", TWO.format("Other"), r"mine.py must define one subclass of Topology; got Star and Other\. Name it"),
     ],
@@ -317,13 +321,13 @@ def test_a_file_holds_a_plugin_of_each_kind(folder, name):
             {"name": "gossip_pull"},
             "strategy must be a name or path/to/file.py:Class; got {'name': 'gossip_pull'}. Give",
         ),
-        ("mine.py", "strategy must be path/to/file.py:Class to be taken from a file; got 'mine.py'. Add a"),
-        ("mine.py:", "strategy must be path/to/file.py:Class to be taken from a file; got 'mine.py:'"),
+        ("mine.py", "strategy must be path/to/file.py:Class to be loaded from a file; got 'mine.py'. Add a"),
+        ("mine.py:", "strategy must be path/to/file.py:Class to be loaded from a file; got 'mine.py:'"),
         ("none.py:Alone", "strategy must be in a file that exists; got 'none.py:Alone', and there is no none.py in /"),
         ("mine.py:Alon", "strategy must be defined in mine.py; got 'Alon', which is not. Did you mean 'Alone'?"),
         ("mine.py:final", "mine.py:final must be a subclass of Strategy; got <function final"),
         ("mine.py:Strategy", "mine.py:Strategy must be a subclass of Strategy; got <class"),
-        ("mine.py:_Shared", "mine.py:_Shared must define what Strategy leaves open; got no advance. Add it."),
+        ("mine.py:_Shared", "mine.py:_Shared must define the abstract methods of Strategy; got no advance. Add it."),
         ("wrong.py:Alone", r"strategy must be in a file that can be imported; got SyntaxError: .*wrong.py, line 1\)"),
         ("untyped.py:Alone", r"got PydanticUserError: .*: `interval = 1`.* type annotation.*untyped.py:11\), from"),
         ("alone", "strategy must be one of adpsgd, .*zero_one_adam; got 'alone'"),
@@ -333,8 +337,8 @@ def test_a_file_that_holds_none(folder, case):
     reference, message = case
     (folder / "mine.py").write_text(ALONE)
     (folder / "wrong.py").write_text("class:\n")
-    option = "class Alone(_Shared):\n    class Config(Strategy.Config):\n        interval = 1\n"
-    (folder / "untyped.py").write_text(ALONE.replace("class Alone(_Shared):\n", option))
+    option = "class SingleRankCommunicator(_Shared):\n    class Config(Strategy.Config):\n        interval = 1\n"
+    (folder / "untyped.py").write_text(ALONE.replace("class SingleRankCommunicator(_Shared):\n", option))
     with pytest.raises(ConfigError, match=message):
         strategies.load(reference)
 
@@ -392,8 +396,10 @@ def test_a_job_for_slurm_is_checked_with_a_strategy_in_a_file(folder):
     (error,) = found("mine.py:Alnoe")
     assert error.startswith("error: strategy must be defined in mine.py; got 'Alnoe', which is not. Did you mean 'Al")
     (warning,) = found("mine.py:Alone", shrink=True)
-    assert "got 'mine.py:Alone'. It ends when a rank dies." in warning
-    (folder / "mine.py").write_text(ALONE.replace('meets="never"', 'meets="never", deaths="others go on"'))
+    assert "got 'mine.py:Alone', which ends when a rank dies." in warning
+    (folder / "mine.py").write_text(
+        ALONE.replace('synchronizes="never"', 'synchronizes="never", deaths="others continue"')
+    )
     assert found("mine.py:Alone", shrink=True) == []
     (folder / "mine.py").write_text("1 / 0\n")
     (error,) = found("mine.py:Alone")

@@ -5,8 +5,8 @@ A checkpoint is a folder that appears under its name only once it is whole and d
     <folder>/step-00001234/
         manifest.json              format, step, ranks, meta; length and sha256 of every other file, and of itself
         rank-0000.json             this rank's state, as a tree
-        rank-0000.safetensors      its tensors, named by their places in the tree; for a slice of a larger tensor the
-                                   header says where it lies there
+        rank-0000.safetensors      its tensors, named by their paths in the tree; for a slice of a larger tensor the
+                                   header has its position
         rank-0001.json ...
 
 torch.distributed.checkpoint is not used: its metadata, and its values other than tensors, are pickles. It can't
@@ -15,12 +15,12 @@ plan for several ranks without a process group, and has no checksums.
 
 from hpcdist.checkpoint.folder import best_of
 from hpcdist.checkpoint.generators import random_state, set_random_state
-from hpcdist.checkpoint.load import SavedRank, find, latest, latest_together, survey, verify, verify_together
+from hpcdist.checkpoint.load import SavedRank, find, latest, latest_on_all_ranks, survey, verify, verify_on_all_ranks
 from hpcdist.checkpoint.manifest import FILE_NAME as MANIFEST
 from hpcdist.checkpoint.manifest import Manifest, read_manifest
-from hpcdist.checkpoint.refusal import together, understood
+from hpcdist.checkpoint.refusal import raise_on_all_ranks, understood
 from hpcdist.checkpoint.save import save
-from hpcdist.checkpoint.slices import Slice, SlicePlace
+from hpcdist.checkpoint.slices import Slice, SlicePosition
 from hpcdist.checkpoint.tensors import check_name, export
 
 __all__ = [
@@ -28,20 +28,20 @@ __all__ = [
     "Manifest",
     "SavedRank",
     "Slice",
-    "SlicePlace",
+    "SlicePosition",
     "best_of",
     "check_name",
     "export",
     "find",
     "latest",
-    "latest_together",
+    "latest_on_all_ranks",
+    "raise_on_all_ranks",
     "random_state",
     "read_manifest",
     "save",
     "set_random_state",
     "survey",
-    "together",
     "understood",
     "verify",
-    "verify_together",
+    "verify_on_all_ranks",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcdist.checkpoint import folder as folders
 from hpcdist.checkpoint.manifest import tensor_file, tree_file, write_manifest
-from hpcdist.checkpoint.refusal import together
+from hpcdist.checkpoint.refusal import raise_on_all_ranks
 from hpcdist.checkpoint.tensors import write_tensors
 from hpcdist.checkpoint.tree import encode
 from hpcdist.comm.communicator import Communicator
@@ -50,20 +50,20 @@ def save(
         CheckpointError: some rank can't save its state, or `step` or `keep` is out of range. Raised on all ranks; the
             checkpoints before this one are still there.
     """
-    step, folder, living = int(step), Path(folder), comm.failures.living
-    first = living[0]
+    step, folder, alive = int(step), Path(folder), comm.failures.alive
+    first = alive[0]
     leads = comm.rank == first
-    agreed = partial(together, comm, rule=f"The checkpoint of step {step} must be saved by all ranks; got ")
+    agreed = partial(raise_on_all_ranks, comm, rule=f"The checkpoint of step {step} must be saved by all ranks; got ")
     name = agreed(lambda: _prepare(folder, step, keep) if leads else None)
     proposals = comm.gather([step, name])
-    steps = [proposals[rank][0] for rank in living]
+    steps = [proposals[rank][0] for rank in alive]
     if len(set(steps)) > 1:
         raise MismatchError(f"step must be the same on all ranks; got {steps} on ranks 0 to {comm.size - 1}.")
     temporary = folder / proposals[first][1]
     try:
-        own = agreed(lambda: _write_rank(temporary, living.index(comm.rank), state))
+        own = agreed(lambda: _write_rank(temporary, alive.index(comm.rank), state))
         of_ranks = comm.gather({name: list(stamp) for name, stamp in own.items()})
-        stamps = {name: Stamp(*stamp) for rank in living for name, stamp in of_ranks[rank].items()}
+        stamps = {name: Stamp(*stamp) for rank in alive for name, stamp in of_ranks[rank].items()}
         agreed(lambda: _finish(temporary, step, meta, stamps, keep, best) if leads else None)
     except BaseException as error:
         if leads or isinstance(error, CheckpointError):  # else it may be about to be published
@@ -83,9 +83,9 @@ def _prepare(folder: Path, step: int, keep: int) -> str:
 
 
 def _write_rank(temporary: Path, rank: int, state: Any) -> dict[str, Stamp]:
-    tree, tensors, places = encode(state)
+    tree, tensors, positions = encode(state)
     temporary.mkdir(exist_ok=True)
-    metadata = {name: json.dumps(place.describe()) for name, place in places.items()}
+    metadata = {name: json.dumps(position.describe()) for name, position in positions.items()}
     files = {
         tensor_file(rank): write_tensors(temporary / tensor_file(rank), tensors, metadata),
         tree_file(rank): write_durably(temporary / tree_file(rank), [json.dumps(tree).encode()]),

@@ -1,8 +1,8 @@
-"""Slices: the part of a whole tensor that a rank has, and its place there, by which any other ranks find theirs.
+"""Slices: the part of a whole tensor that a rank holds, with its position, so that other ranks can read theirs.
 
-A rank has a *part* of a parameter: all of it, or a box that a device mesh has cut out, perhaps padded at its ends. A
-parameter server has only a *span* of a part: a run of its elements in row-major order. Complex numbers in flat memory
-count as pairs: a last dimension of 2.
+A rank holds a *part* of a parameter: all of it, or a box that a device mesh has cut out, perhaps padded at its ends. A
+parameter server holds only a *span* of a part: a run of its elements in row-major order. Complex numbers in flat memory
+are stored as pairs: a last dimension of 2.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from hpcdist.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class SlicePlace:
-    """The place of a slice in a whole tensor.
+class SlicePosition:
+    """The position of a slice in a whole tensor.
 
     Attributes:
         name: of the parameter.
         shape: of the whole tensor.
-        offset: where the part begins; None if only torch on the same ranks knows how to join the parts.
+        offset: of the part in the whole tensor; None if only torch on the same ranks can join the parts.
         size: the part's shape without padding.
         part: the part's shape with padding.
-        span: the elements [first, last) of the part that the rank has, row-major; None if it has all of them.
+        span: the elements [first, last) of the part that the rank holds, row-major; None: all of them.
     """
 
     name: str
@@ -38,8 +38,8 @@ class SlicePlace:
     span: tuple[int, int] | None = None
 
     @classmethod
-    def whole(cls, name: str, shape: tuple[int, ...]) -> SlicePlace:
-        """Return the place of a tensor that a rank has completely."""
+    def whole(cls, name: str, shape: tuple[int, ...]) -> SlicePosition:
+        """Return the position of a tensor that a rank holds completely."""
         return cls(name, shape, (0,) * len(shape), shape, shape)
 
     @property
@@ -48,107 +48,108 @@ class SlicePlace:
 
     @property
     def numel(self) -> int:
-        """The number of elements that the rank has."""
+        """The number of elements that the rank holds."""
         return math.prod(self.part) if self.span is None else self.span[1] - self.span[0]
 
     def describe(self) -> dict[str, Any]:
-        """Return the place in types that JSON has."""
+        """Return the position in types that JSON has."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     @classmethod
-    def from_description(cls, given: Mapping[str, Any]) -> SlicePlace:
-        """Return the place from the result of `describe`.
+    def from_description(cls, description: Mapping[str, Any]) -> SlicePosition:
+        """Return the position from the result of `describe`.
 
         Raises:
             ValueError, TypeError: the description contradicts itself.
         """
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-        place = cls(**values)
-        if not place._is_possible():
-            raise ValueError(f"a slice must lie inside its whole tensor; got {given!r:.200}")
-        return place
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
+        position = cls(**values)
+        if not position._is_possible():
+            raise ValueError(f"a slice must be inside its whole tensor; got {description!r:.200}")
+        return position
 
     def _is_possible(self) -> bool:
+        """Return whether the fields are non-negative integers, and the part is inside the whole."""
         offset, span = self.offset or (0,) * len(self.shape), self.span or (0, 0)
         numbers = (*self.shape, *offset, *self.size, *self.part, *span)
         if not isinstance(self.name, str) or any(type(number) is not int or number < 0 for number in numbers):
             return False
         rows = list(zip(self.shape, offset, self.size, self.part, strict=True))
-        inside = self.offset is None or all(begin + size <= whole for whole, begin, size, _ in rows)
+        inside = self.offset is None or all(start + size <= whole for whole, start, size, _ in rows)
         spans = len(span) == 2 and span[0] <= span[1] <= math.prod(self.part)
         return inside and spans and all(size <= part for *_, size, part in rows)
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A slice of a tensor: its place, and its elements, or a function that reads them."""
+    """A slice of a tensor: its position, and its elements, or a function that reads them."""
 
-    place: SlicePlace
+    position: SlicePosition
     values: Tensor | Callable[[], Tensor]
 
     @property
     def tensor(self) -> Tensor:
-        """The elements: in the part's shape, or flat if they are a span of it.
+        """The elements: in the part's shape, or 1-D if they are a span of it.
 
         Raises:
             ValueError: the file holds another shape.
         """
         tensor = self.values if isinstance(self.values, Tensor) else self.values()
-        expected = self.place.part if self.place.span is None else (self.place.numel,)
+        expected = self.position.part if self.position.span is None else (self.position.numel,)
         if tuple(tensor.shape) != expected:
-            raise ValueError(f"a slice of {self.place.name!r} must have shape {list(expected)}; got {tensor.shape}")
+            raise ValueError(f"a slice of {self.position.name!r} must have shape {list(expected)}; got {tensor.shape}")
         return tensor
 
 
-def join(slices: Mapping[SlicePlace, Tensor], path: Any) -> Tensor:
-    """Join slices to the whole tensor. Elements of which there is no slice are zero.
+def join(slices: Mapping[SlicePosition, Tensor], path: Any) -> Tensor:
+    """Join slices to the whole tensor. Elements without a slice are zero.
 
     Args:
         path: the checkpoint, for messages.
 
     Raises:
-        CheckpointError: the offset of a slice is not known.
+        CheckpointError: the offset of a slice is unknown.
     """
     (first, tensor), *_ = slices.items()
     if first.is_whole:
         return tensor
     parts: dict[tuple[Any, ...], Tensor] = {}
-    for place, values in slices.items():
-        if place.offset is None:
+    for position, values in slices.items():
+        if position.offset is None:
             raise CheckpointError(
-                f"parts of parameters must lie one behind the other to be put together; got {place.name!r} in {path}, "
-                "whose placement is another one. Gather it in a program on the same ranks: torch's "
-                "get_model_state_dict inside hpcdist.consensus."
+                f"parts of parameters must be contiguous chunks to be joined; got {position.name!r} in {path}, which "
+                "has another placement. Gather it in a program on the same ranks: torch's get_model_state_dict inside "
+                "hpcdist.consensus."
             )
-        box = place.offset, place.size, place.part
-        if place.span is None:
+        box = position.offset, position.size, position.part
+        if position.span is None:
             parts[box] = values
         else:
-            part = parts.setdefault(box, values.new_zeros(place.part))
-            part.view(-1)[slice(*place.span)] = values
+            part = parts.setdefault(box, values.new_zeros(position.part))
+            part.view(-1)[slice(*position.span)] = values
     whole = tensor.new_zeros(first.shape)
     for (offset, size, _), part in parts.items():
         whole[_box(offset, size)] = part[_box((0,) * len(size), size)]
     return whole
 
 
-def cut(whole: Tensor, place: SlicePlace, path: Any) -> Tensor:
-    """Cut the slice at a place out of a whole tensor, and pad it with zeros.
+def cut(whole: Tensor, position: SlicePosition, path: Any) -> Tensor:
+    """Return the slice at a position of a whole tensor, padded with zeros.
 
     Raises:
-        CheckpointError: the offset of the slice is not known.
+        CheckpointError: the offset of the slice is unknown.
     """
-    if place.is_whole:
+    if position.is_whole:
         return whole
-    if place.offset is None:
+    if position.offset is None:
         raise CheckpointError(
-            f"parameters must be cut one part behind the other to resume from another mesh; got {place.name!r}, whose "
-            f"placement is another one than in {path}. Resume on the mesh of the checkpoint."
+            f"parameters must be cut into contiguous chunks to resume from another mesh; got {position.name!r}, which "
+            f"has another placement than in {path}. Resume on the mesh of the checkpoint."
         )
-    part = whole.new_zeros(place.part)
-    part[_box((0,) * len(place.size), place.size)] = whole[_box(place.offset, place.size)]
-    return part if place.span is None else part.reshape(-1)[slice(*place.span)]
+    part = whole.new_zeros(position.part)
+    part[_box((0,) * len(position.size), position.size)] = whole[_box(position.offset, position.size)]
+    return part if position.span is None else part.reshape(-1)[slice(*position.span)]
 
 
 def _box(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(begin, begin + length) for begin, length in zip(offset, size, strict=True))
+    return tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))

@@ -1,7 +1,7 @@
-"""Write a nested state as JSON plus tensors, and read it back to the bit.
+"""Write a nested state as JSON plus tensors, and read it back bitwise.
 
-Values that JSON has (strings, booleans, null, lists, dicts with string keys, integers and floats of ordinary size) are
-written as they are; any other is a dict of one entry whose key begins with "$".
+Values of JSON's types (strings, booleans, null, lists, dicts with string keys, integers and floats of ordinary size)
+are written unchanged; any other is a dict of one entry whose key starts with "$".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.checkpoint.refusal import understood
-from hpcdist.checkpoint.slices import Slice, SlicePlace
+from hpcdist.checkpoint.slices import Slice, SlicePosition
 from hpcdist.checkpoint.tensors import LIBRARY, STORED
 from hpcdist.errors import CheckpointError
 
@@ -31,25 +31,24 @@ _RULE = (
 )
 
 
-def encode(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor], dict[str, SlicePlace]]:
-    """Split a state into a tree for JSON, and tensors by their place in it, such as `state['model']['weight']`.
+def encode(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor], dict[str, SlicePosition]]:
+    """Split a state into a tree for JSON, and tensors by their path in it, such as `state['model']['weight']`.
 
-    The third result has the places of those tensors that are slices. Tensors are not copied. Tensors that are the same
-    view of the same memory are stored once, and are one tensor again when decoded; views that merely overlap become
-    independent tensors. An OrderedDict is stored as a dict, a torch.Size as a tuple, a Parameter as a
-    tensor, an array in the machine's byte order.
+    The third result has the positions of tensors that are slices. Tensors are not copied. Identical views of the same
+    memory are stored once, and are one tensor again when decoded; views that overlap become independent tensors. An
+    OrderedDict is stored as a dict, a torch.Size as a tuple, a Parameter as a tensor, an array in native byte order.
 
     Raises:
         CheckpointError: a value of another type, or nesting deeper than 100 (such as a list that contains itself).
     """
     encoder = _Encoder()
-    return encoder.encode(state, name, 0), encoder.tensors, encoder.places
+    return encoder.encode(state, name, 0), encoder.tensors, encoder.positions
 
 
 class _Encoder:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self.places: dict[str, SlicePlace] = {}
+        self.positions: dict[str, SlicePosition] = {}
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
@@ -74,7 +73,7 @@ class _Encoder:
         if isinstance(value, Tensor):
             return self._encode_tensor(value, path)
         if kind is Slice:
-            return {"$slice": self._encode_tensor(value.tensor, path, value.place)}
+            return {"$slice": self._encode_tensor(value.tensor, path, value.position)}
         if kind is np.ndarray or isinstance(value, np.generic):
             return self._encode_array(value, path)
         raise _refusal(path, value)
@@ -84,7 +83,7 @@ class _Encoder:
             if type(key) not in (str, int, float, bool, type(None), tuple):
                 raise CheckpointError(
                     f"{path} must have keys that are None or of type str, int, float, bool, tuple; got {key!r:.60} "
-                    f"({_type_name(key)}). Convert it, or leave it out of the state."
+                    f"({_type_name(key)}). Convert it, or remove it from the state."
                 )
         values = {key: self.encode(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()}
         plain = type(value) is not Counter and all(type(key) is str and not key.startswith("$") for key in values)
@@ -93,28 +92,36 @@ class _Encoder:
         pairs = [[self.encode(key, f"{path}.keys()", depth + 1), item] for key, item in values.items()]
         return {"$counter" if type(value) is Counter else "$dict": pairs}
 
-    def _encode_tensor(self, value: Tensor, path: str, place: SlicePlace | None = None) -> dict[str, Any]:
+    def _encode_tensor(self, value: Tensor, path: str, position: SlicePosition | None = None) -> dict[str, Any]:
         dense = value.layout is torch.strided and not (value.is_nested or value.is_meta)
-        if not dense or type(value.data) is not Tensor:  # a subclass may not hold its elements itself
+        if not dense or type(value.data) is not Tensor:  # a subclass may store its elements elsewhere
             raise _refusal(path, value)
         stored = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
         if stored.dtype not in STORED:
             raise _refusal(path, value)
-        view = (stored.data_ptr(), stored.dtype, stored.shape, stored.stride(), stored.device, stored.is_neg(), place)
-        if path in self.tensors:  # of two keys that are both NaN, or in two keys
+        view = (
+            stored.data_ptr(),
+            stored.dtype,
+            stored.shape,
+            stored.stride(),
+            stored.device,
+            stored.is_neg(),
+            position,
+        )
+        if path in self.tensors:  # two NaN keys, or tensors in a dict's keys
             path = f"{path} #{len(self.tensors)}"
         name = self._names.setdefault(view, path) if stored.numel() else path
         self.tensors[name] = stored
-        if place is not None:
-            self.places[name] = place
+        if position is not None:
+            self.positions[name] = position
         return {"$complex" if value.is_complex() else "$tensor": name}
 
     def _encode_array(self, value: Any, path: str) -> dict[str, Any]:
         array = np.asarray(value)
         try:
-            # from_numpy warns of arrays that can't be written to
+            # from_numpy warns about read-only arrays
             tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-        except (TypeError, ValueError):  # a type that torch has not; strides below zero, bytes in foreign order
+        except (TypeError, ValueError):  # a type that torch lacks; negative strides, foreign byte order
             try:
                 tensor = torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
             except (TypeError, ValueError):
@@ -123,22 +130,22 @@ class _Encoder:
 
 
 class TreeDecoder:
-    """Make states from the trees and tensors of `encode`. Tensors are on the CPU; slices are read when needed.
+    """Decodes states from the trees and tensors of `encode`. Tensors are on the CPU; slices are read on first use.
 
     Args:
-        read: returns a tensor by its name.
-        places: the places of the tensors that are slices.
+        read: (name) -> tensor.
+        positions: positions of the tensors that are slices.
         where: the file, for messages.
     """
 
-    def __init__(self, read: Callable[[str], Tensor], places: Mapping[str, SlicePlace], where: object):
-        self._read, self._places, self._where = read, places, where
+    def __init__(self, read: Callable[[str], Tensor], positions: Mapping[str, SlicePosition], where: object):
+        self._read, self._positions, self._where = read, positions, where
 
     def decode(self, node: Any) -> Any:
-        """Return the state that a node of the tree stands for.
+        """Return the state that a node of the tree represents.
 
         Raises:
-            CheckpointError: the node is none of `encode`'s.
+            CheckpointError: the node was not created by `encode`.
         """
         with understood(self._where):
             return self._decode(node, cache(self._read))  # equal views are one tensor again
@@ -158,7 +165,7 @@ class TreeDecoder:
             return torch.view_as_complex(read(content))
         if tag == "$slice":
             (name,) = content.values()
-            return Slice(self._places[name], lambda: self.decode(content))
+            return Slice(self._positions[name], lambda: self.decode(content))
         if tag == "$int":
             return int(content, 16)
         if tag == "$float":
@@ -185,4 +192,4 @@ def _refusal(path: str, value: Any) -> CheckpointError:
         got = f"{type(value).__name__} of {value.dtype}, {value.layout}{nested}, on {value.device}"
     else:
         got = f"{_type_name(value)} ({value!r:.60})"
-    return CheckpointError(f"{path} {_RULE}; got {got}. Convert it, or leave it out of the state.")
+    return CheckpointError(f"{path} {_RULE}; got {got}. Convert it, or remove it from the state.")

@@ -7,8 +7,8 @@ import resource
 import pytest
 import torch
 
-from hpcdist.comm.alone import Alone
 from hpcdist.comm.mpi import node_memory
+from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import CommunicationError
 
@@ -76,7 +76,7 @@ def test_only_tensors_in_shared_zeros_are_shared_and_these_outlive_the_communica
 @pytest.mark.sizes(3)
 def test_where_one_rank_can_not_map_the_memory_of_others_all_have_their_own(ranks, monkeypatch):
     def body(comm):
-        mapped = node_memory._mapped
+        mapped = node_memory._map
 
         def fails(comm, rank, *others):
             if comm.rank == 1:
@@ -85,7 +85,7 @@ def test_where_one_rank_can_not_map_the_memory_of_others_all_have_their_own(rank
 
         if not comm.memory.can_attach:
             return
-        monkeypatch.setattr(node_memory, "_mapped", fails)
+        monkeypatch.setattr(node_memory, "_map", fails)
         tensor = comm.memory.zeros(4, torch.float32)
         assert tensor.tolist() == [0.0] * 4 and not comm.memory.is_shared(tensor)
         with pytest.raises(CommunicationError, match="not here"):
@@ -100,9 +100,9 @@ def test_more_memory_than_the_system_has_is_refused_with_its_length():
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # as where there is no memory left
     try:
         with pytest.raises(
-            CommunicationError, match="1048577 bytes of memory to share must be available; File too large"
+            CommunicationError, match="1048577 bytes of shared memory must be available; got File too large"
         ):
-            node_memory._made((1 << 20) + 1)
+            node_memory._create_memfd((1 << 20) + 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -113,5 +113,5 @@ def test_without_mpi_shared_zeros_are_a_tensor_like_any_other():
         return tensor.tolist(), tensor.dtype, comm.memory.is_shared(tensor)
 
     expected = ([0, 0, 0], torch.int64, False)
-    assert body(Alone()) == expected
+    assert body(SingleRankCommunicator()) == expected
     assert run_virtual(body, 2) == [expected] * 2

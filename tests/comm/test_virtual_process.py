@@ -38,10 +38,10 @@ def draw() -> list:
 
 @each("size", [2, 16])
 def test_random_numbers_do_not_depend_on_the_other_ranks(size):
-    together = run_virtual(lambda comm: [(draw(), comm.compute())[0] for _ in range(7)], size, seed=5)
+    raise_on_all_ranks = run_virtual(lambda comm: [(draw(), comm.compute())[0] for _ in range(7)], size, seed=5)
     in_one_go = run_virtual(lambda comm: [draw() for _ in range(7)], size, seed=5)
-    assert together == in_one_go
-    assert all(a != b for a, b in itertools.pairwise(together))
+    assert raise_on_all_ranks == in_one_go
+    assert all(a != b for a, b in itertools.pairwise(raise_on_all_ranks))
 
 
 def test_a_generator_that_the_body_puts_into_numpy_is_its_own():
@@ -229,7 +229,7 @@ def test_a_call_beside_that_not_all_ranks_make_is_a_deadlock_and_a_different_one
             queue.submit(lambda: call(channel)).wait()
         queue.close()
 
-    missing = r"a further thread of rank 1 waits since .* barrier: rank 0 missing"
+    missing = r"a queue's thread of rank 1 waits since .* barrier: rank 0 missing"
     different = "collective calls must be the same on all ranks"
     with pytest.raises(MismatchError if at_rank_0 else DeadlockError, match=different if at_rank_0 else missing):
         run_virtual(body, 2)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hpcdist.errors import ConfigError
-from hpcdist.faults import excepthook, turns
+from hpcdist.faults import excepthook, reporter
 
 
 @pytest.fixture
@@ -18,8 +18,8 @@ def hook(monkeypatch):
     def show(rank: int, error: Exception) -> list[int]:
         statuses: list[int] = []
         monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-        monkeypatch.setattr(turns, "claim", lambda name: True)  # other tests may run beside these
-        monkeypatch.setattr(turns, "MOST_S", 0.0)  # tests/faults/test_turns.py waits
+        monkeypatch.setattr(reporter, "claim", lambda name: True)  # other tests may run beside these
+        monkeypatch.setattr(reporter, "MAX_S", 0.0)  # tests/faults/test_reporter.py waits
         excepthook.install(rank, statuses.append, lambda error: "This rank serves.")
         try:
             raise error
@@ -41,7 +41,7 @@ def test_every_line_is_labelled_and_the_job_ends(hook, capsys):
 def test_the_users_logging_has_it_too(hook, caplog):
     hook(3, error := ValueError("two\nlines"))
     (record,) = caplog.records
-    assert record.getMessage() == "rank 3 ends the job by an exception that nobody caught."
+    assert record.getMessage() == "rank 3 ends the job by an uncaught exception."
     assert (record.name, record.levelname, record.exc_info[1]) == ("hpcdist", "ERROR", error)
 
 
@@ -60,7 +60,7 @@ def test_causes_are_shown(hook, capsys):
 
 def test_a_hook_that_was_there_is_called_first(monkeypatch, capsys):
     order = []
-    monkeypatch.setattr(turns, "claim", lambda name: True)
+    monkeypatch.setattr(reporter, "claim", lambda name: True)
     monkeypatch.setattr(sys, "excepthook", lambda *args: order.append(args[0]))
     excepthook.install(0, lambda status: order.append(status))
     sys.excepthook(ValueError, ValueError("x"), None)

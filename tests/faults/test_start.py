@@ -14,7 +14,7 @@ import pytest
 from comm.jobs_here import run, run_alone
 from faults.deaths import ULFM, survivable
 from harness.launch import IMPORTS, find_mpirun, launch
-from hpcdist.comm.launch import Task, undisputed_task
+from hpcdist.comm.launch import Task, task_or_none
 from hpcdist.comm.mpi import start
 
 needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
@@ -34,7 +34,7 @@ hd.init(deadline_s={})
 print("joined")
 """
 AT_ONCE, LATE = JOIN.format(3), JOIN.format(60)  # how soon they tire of waiting for each other
-WAITED = r"hpcdist: rank \d waited 3 s in hpcdist.init\(\) for the others of 3 ranks\. One has ended before"
+WAITED = r"hpcdist: rank \d waited 3 s in hpcdist.init\(\) for the other ranks of 3\. A rank ended before"
 
 
 @survivable
@@ -66,7 +66,7 @@ def test_a_rank_that_is_stopped_before_it_comes_is_not_waited_for_for_ever(tmp_p
 def test_a_rank_that_dies_in_the_middle_of_it_is_named_once(tmp_path, death):
     job = run(tmp_path, BEGIN + death + LATE, 3, options=ULFM)
     assert job.returncode != 0
-    assert job.stderr.count("hpcdist: rank 0 has died before all ranks had met in hpcdist.init()") == 1, job.stderr
+    assert job.stderr.count("hpcdist: rank 0 has died before all ranks had arrived in hpcdist.init()") == 1, job.stderr
     assert "Traceback" not in job.stderr and "joined" not in job.stdout
 
 
@@ -96,7 +96,7 @@ def model():
 job = dataclasses.replace(tiny.job, model=model)
 """
 
-RANK_0_MAY_BE_LATE = "from hpcdist.faults import turns\nturns.FIRST_S = turns.MOST_S = 30"
+RANK_0_MAY_BE_LATE = "from hpcdist.faults import reporter\nturns.FIRST_S = reporter.MAX_S = 30"
 
 
 @needs_mpirun
@@ -132,7 +132,7 @@ def test_it_ends_a_process_that_keeps_the_interpreter_lock(tmp_path):
     text = "with limited(0.3, Task(0, 2, 0, 'a launcher')):\n    ctypes.PyDLL(None).sleep(600)"
     done = run_alone(tmp_path, LIMITED + text)
     assert done.returncode == start.ENDS
-    assert re.match(r"hpcdist: rank 0 waited 0.3 s in hpcdist.init\(\) for the others of 2 ranks", done.stderr)
+    assert re.match(r"hpcdist: rank 0 waited 0.3 s in hpcdist.init\(\) for the other ranks of 2", done.stderr)
 
 
 def test_a_process_that_is_stopped_says_so(tmp_path):
@@ -171,9 +171,9 @@ def test_in_time_it_leaves_everything_as_it_was(task):
 
 def test_a_launcher_that_contradicts_itself_sets_no_limit():
     size = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    assert undisputed_task(size | {"OMPI_COMM_WORLD_RANK": "1"}) == Task(1, 2, 0, "Open MPI's mpirun")
-    assert undisputed_task(size | {"OMPI_COMM_WORLD_RANK": "7"}) is None
-    assert undisputed_task({}) is None
+    assert task_or_none(size | {"OMPI_COMM_WORLD_RANK": "1"}) == Task(1, 2, 0, "Open MPI's mpirun")
+    assert task_or_none(size | {"OMPI_COMM_WORLD_RANK": "7"}) is None
+    assert task_or_none({}) is None
 
 
 def test_slurm_is_asked_for_short_values_only_while_mpi_starts():

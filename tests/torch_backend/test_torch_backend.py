@@ -93,7 +93,7 @@ def test_under_torchrun_it_says_what_to_do():
             _, shown = rank.communicate(timeout=LIMIT_S)
             assert rank.returncode != 0
             assert "must be the launcher's, 2 (torchrun, accelerate launch or their like); got 1" in shown
-            assert "hpcdist trains over MPI, which that launcher does not start. Type `mpirun -n 2 python " in shown
+            assert "hpcdist needs MPI, which that launcher does not start. Run `mpirun -n 2 python " in shown
 
 
 def test_calls_that_nccl_takes_are_counted_under_the_lock_of_all_calls():
@@ -123,10 +123,10 @@ def test_calls_that_nccl_takes_are_counted_under_the_lock_of_all_calls():
 
 
 REFUSED = {
-    "dist.all_to_all_single(torch.ones(3), torch.ones(3))": "output of all_to_all_single must have as many rows",
+    "dist.all_to_all_single(torch.ones(3), torch.ones(3))": "output of all_to_all_single must have the same number",
     "dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX)": "op of a sparse all_reduce must be SUM; got max",
     "dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG)": "operation 'mean' must have",
-    "dist.group.WORLD.allreduce([torch.ones(1)], Odd()).wait()": "op must be one of ReduceOp's; got odd",
+    "dist.group.WORLD.allreduce([torch.ones(1)], Odd()).wait()": "op must be a supported ReduceOp; got odd",
 }
 NO_MEANING = f"""
 class Odd:
@@ -173,7 +173,7 @@ def refused(call, *texts):
         assert any(text in str(error) for text in texts), error
     else:
         raise AssertionError(call)
-direct = "a process group must not be used once it is destroyed. Use it before that, or make another one."
+direct = "a process group must not be used once it is destroyed. Use it before that, or create another one."
 by_torch = "is not initialized in the world group map"  # in place of the error above, where torch wants to log it
 for call in (
     lambda: dist.all_reduce(word, group=group), lambda: dist.all_reduce(word, group=group, async_op=True),
@@ -216,7 +216,9 @@ except ValueError as error:
     say(str(error))
 """
     job = mpirun(2, "-c", SAY + text)
-    assert job.returncode == 0 and job.stdout.count("must be on the backend hpcdist; got one on gloo") == 2, job.stderr
+    assert job.returncode == 0 and job.stdout.count("must be on the backend hpcdist; got a group on gloo") == 2, (
+        job.stderr
+    )
 
 
 MEETING = """
@@ -236,7 +238,7 @@ works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(1 - rank)]
 dist.destroy_process_group()
 """
 START = "import hpcdist, hpcdist.torch_backend, torch.distributed as dist\n"
-NO_NUMBERS = "another number from 0 to 1 on each rank; got 0, 0 on"
+NO_NUMBERS = "a different number from 0 to 1 on each rank; got 0, 0 on"
 ENDS = {  # on how many ranks, the script, what is said
     "groups in another order": (
         3,
@@ -248,7 +250,7 @@ ENDS = {  # on how many ranks, the script, what is said
     ),
     "a call that was begun and never waited for": (2, MEETING + LEFT_OVER, "rank 1 to come to the collective call"),
     "ranks that are known": (
-        2, START + "hpcdist.init(); dist.init_process_group('hpcdist')", "hpcdist.init() has made the ranks known",
+        2, START + "hpcdist.init(); dist.init_process_group('hpcdist')", "hpcdist.init() has created",
     ),
     "one number twice": (2, START + "dist.init_process_group('hpcdist', rank=0, world_size=2)", NO_NUMBERS),
     "one number twice, on gloo": (2, START + "dist.init_process_group('gloo', rank=0, world_size=2)", NO_NUMBERS),

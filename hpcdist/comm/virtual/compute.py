@@ -16,14 +16,14 @@ from hpcdist.errors import ConfigError
 
 
 class ComputeModel(abc.ABC):
-    """A distribution of step times. Immutable: random numbers are drawn from the rank's own generator."""
+    """A distribution of step times. Immutable: the rank's generator is passed in."""
 
     @abc.abstractmethod
-    def draw(self, rank: int, generator: np.random.Generator) -> float:
-        """Draw the seconds of `rank`'s next step, at least 0."""
+    def sample(self, rank: int, generator: np.random.Generator) -> float:
+        """Sample the seconds of `rank`'s next step, at least 0."""
 
     def check(self, size: int) -> None:
-        """Check that a run of `size` ranks has all ranks of this model; raise ConfigError otherwise."""
+        """Check that the model suits a run of `size` ranks; raise ConfigError otherwise."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Constant(ComputeModel):
     def __post_init__(self):
         require(at_least_0(self.seconds), "seconds", "a finite number of at least 0", self.seconds)
 
-    def draw(self, rank: int, generator: np.random.Generator) -> float:
+    def sample(self, rank: int, generator: np.random.Generator) -> float:
         return float(self.seconds)
 
 
@@ -50,27 +50,27 @@ class Jitter(ComputeModel):
         require(positive(self.mean_s), "mean_s", "a finite number above 0", self.mean_s)
         require(at_least_0(self.cv), "cv", "a finite number of at least 0 (deviation over mean)", self.cv)
 
-    def draw(self, rank: int, generator: np.random.Generator) -> float:
+    def sample(self, rank: int, generator: np.random.Generator) -> float:
         variance = self.cv**2
         return float(generator.gamma(1 / variance, self.mean_s * variance) if variance > 0 else self.mean_s)
 
 
 @dataclass(frozen=True)
 class Exponential(ComputeModel):
-    """Exponentially distributed step times of mean `mean_s`: far more uneven than most clusters are."""
+    """Exponentially distributed step times of mean `mean_s`: far more variable than on most clusters."""
 
     mean_s: float
 
     def __post_init__(self):
         require(positive(self.mean_s), "mean_s", "a finite number above 0", self.mean_s)
 
-    def draw(self, rank: int, generator: np.random.Generator) -> float:
+    def sample(self, rank: int, generator: np.random.Generator) -> float:
         return float(generator.exponential(self.mean_s))
 
 
 @dataclass(frozen=True)
 class Straggler(ComputeModel):
-    """Step times of `base` on all ranks, `factor` times as long on `rank`."""
+    """Step times of `base`, `factor` times as long on `rank`."""
 
     base: ComputeModel
     rank: int
@@ -81,8 +81,8 @@ class Straggler(ComputeModel):
         require(isinstance(self.rank, Integral) and self.rank >= 0, "rank", "an integer of at least 0", self.rank)
         require(positive(self.factor), "factor", "a finite number above 0", self.factor)
 
-    def draw(self, rank: int, generator: np.random.Generator) -> float:
-        return self.base.draw(rank, generator) * (self.factor if rank == self.rank else 1)
+    def sample(self, rank: int, generator: np.random.Generator) -> float:
+        return self.base.sample(rank, generator) * (self.factor if rank == self.rank else 1)
 
     def check(self, size: int) -> None:
         require(self.rank < size, "rank of Straggler", f"one of the run's {size} ranks, 0..{size - 1}", self.rank)
@@ -91,7 +91,7 @@ class Straggler(ComputeModel):
 
 @dataclass(frozen=True)
 class SlowSteps(ComputeModel):
-    """Step times of `base`, of which any, on any rank, is `factor` times as long with a probability."""
+    """Step times of `base`; each step of each rank is `factor` times as long with probability `probability`."""
 
     base: ComputeModel
     probability: float
@@ -103,37 +103,37 @@ class SlowSteps(ComputeModel):
         require(at_least_0(self.probability) and self.probability <= 1, "probability", rule, self.probability)
         require(positive(self.factor), "factor", "a finite number above 0", self.factor)
 
-    def draw(self, rank: int, generator: np.random.Generator) -> float:
+    def sample(self, rank: int, generator: np.random.Generator) -> float:
         slow = generator.random() < self.probability
-        return self.base.draw(rank, generator) * (self.factor if slow else 1)
+        return self.base.sample(rank, generator) * (self.factor if slow else 1)
 
     def check(self, size: int) -> None:
         self.base.check(size)
 
 
 class Replay(ComputeModel):
-    """Step times of some run, rank by rank, over and over. For one run: steps that were drawn are gone.
+    """Measured step times of a run, repeated cyclically. Create a new object for each run.
 
     Args:
-        source: the run, for `run.json`.
-        seconds: of each step of each rank.
+        source: name of the run, for `run.json`.
+        seconds: by rank, the seconds of each step.
     """
 
     def __init__(self, source: str, seconds: Sequence[Sequence[float]]):
-        self.source, self._left = source, [itertools.cycle(of_rank) for of_rank in seconds]
+        self.source, self._steps = source, [itertools.cycle(of_rank) for of_rank in seconds]
 
-    def draw(self, rank: int, generator: np.random.Generator) -> float:
-        return next(self._left[rank])
+    def sample(self, rank: int, generator: np.random.Generator) -> float:
+        return next(self._steps[rank])
 
     def check(self, size: int) -> None:
-        known = len(self._left)
+        known = len(self._steps)
         require(size <= known, "ranks of Replay", f"at most the {known} of {self.source}", size)
 
 
 def describe(model: ComputeModel) -> dict[str, Any]:
-    """Return the name of a compute model's class, as `model`, and its numbers."""
-    shown = {key: value for key, value in vars(model).items() if not key.startswith("_")}
-    values = {key: describe(value) if isinstance(value, ComputeModel) else value for key, value in shown.items()}
+    """Return a compute model's class name, as `model`, and its parameters."""
+    public = {key: value for key, value in vars(model).items() if not key.startswith("_")}
+    values = {key: describe(value) if isinstance(value, ComputeModel) else value for key, value in public.items()}
     return {"model": type(model).__name__, **values}
 
 

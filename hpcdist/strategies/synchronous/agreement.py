@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.errors import MismatchError
-from hpcdist.model.hyperparameters import difference, sums_are_of_equals
+from hpcdist.model.hyperparameters import difference, digests_are_equal
 from hpcdist.strategies.base import Strategy, name_of
 from hpcdist.strategies.synchronous.buffers import ChangingBuffers
 
@@ -16,7 +16,8 @@ CHANGED_APART = (
     "gradients must be changed alike on all ranks with {strategy}, which averages them in backward(); between that and "
     "step() the loop has changed them on rank {rank} otherwise than on rank {first}, and parameters now differ. Change "
     "them on all ranks by the same factor, or scale the loss before backward(). Where each rank divides by a count of "
-    "its own, such as tokens, call optimizer.weigh(count) before its forward pass; weigh(0) leaves a rank's batch out."
+    "its own, such as tokens, call optimizer.set_batch_weight(count) before its forward pass; set_batch_weight(0) "
+    "leaves a rank's batch out."
 )
 
 
@@ -59,7 +60,7 @@ class StepAgreement:
         word = torch.tensor(mine, dtype=torch.int64)
         comm.allreduce(word)
         news, changing, *sums = word.tolist()
-        if not sums_are_of_equals(sums, comm.size):
+        if not digests_are_equal(sums, comm.size):
             for rank, each in enumerate(comm.gather(changed)):
                 if each != changed:
                     ranks = {"rank": max(rank, comm.rank), "first": min(rank, comm.rank)}

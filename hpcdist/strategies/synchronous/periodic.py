@@ -17,7 +17,7 @@ from hpcdist.compress import CompressionConfig, Reduction
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Reshard, first
-from hpcdist.strategies.synchronous.fragments import Fragment, cut
+from hpcdist.strategies.synchronous.fragments import Fragment, split_layers
 
 
 class Periodic(Strategy):
@@ -60,23 +60,23 @@ class Periodic(Strategy):
             """Steps from sending a fragment to using its mean."""
             return 0
 
-        def meets(self, step: int) -> bool:
+        def synchronizes(self, step: int) -> bool:
             return step % self.period == 0
 
     config: Config
-    contract = Contract(averages="parameters", meets="every period")
+    contract = Contract(averages="parameters", synchronizes="every period")
     momentum: Sequence[Tensor] = ()
     blend: float | None = None
     of_ranks: Reshard = "first"
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self.alone = comm.size == 1
         self.calls = Collectives(comm, Traffic())
         self.records.count(self.calls.comm)
         self.calls.algorithm(config.algorithm)
         self.average = partial(self.calls.all_reduce, op="mean", algorithm=config.algorithm)
-        self.fragments = [] if self.alone else self.cut()
+        self.fragments = [] if self.alone else self.split_layers()
         channel, like = self.calls.comm, [] if self.alone else model.params
         self.in_flight: dict[int, int] = {}
         self._works: dict[int, Work] = {}  # of those whose mean may not be in `mean` yet
@@ -112,9 +112,9 @@ class Periodic(Strategy):
         """Whether an element's mean is over the ranks that have sent it, where that is compressed."""
         return False
 
-    def cut(self) -> list[Fragment]:
+    def split_layers(self) -> list[Fragment]:
         """Cut the model into fragments; into one as a rule."""
-        return cut(self.model, None, "sequential")
+        return split_layers(self.model, None, "sequential")
 
     @abc.abstractmethod
     def move(self, fragment: Fragment) -> None:
@@ -122,7 +122,7 @@ class Periodic(Strategy):
 
     def sends(self, step: int) -> list[int]:
         """Return the numbers of the fragments that are sent at the end of a step, which counts from 1."""
-        return [0] if self.config.meets(step) else []
+        return [0] if self.config.synchronizes(step) else []
 
     def inner_step(self, update: Update) -> Outcome:
         """Take a step of the period: of this rank alone, unless a subclass knows better."""
@@ -165,7 +165,7 @@ class Periodic(Strategy):
                 self.average([used])
 
         self.in_flight[number] = step
-        work = self.calls.queue.make(average, [*values, used], async_op=self._delay > 0)
+        work = self.calls.queue.run(average, [*values, used], async_op=self._delay > 0)
         self._works[number] = work or Work([*values, used])
 
     def complete(self, number: int | None = None) -> None:
@@ -191,7 +191,7 @@ class Periodic(Strategy):
         if keeps:
             for own, x, sent in fragment.views(self.model.params, self.common, self.sent):
                 own.sub_(x).add_(sent)  # x − sent is where it was
-        with self.model.leave_alone(self.used, self.momentum):
+        with self.model.skip_unused(self.used, self.momentum):
             self.move(fragment)
         for own, x in fragment.views(self.model.params, self.common):
             if keeps:

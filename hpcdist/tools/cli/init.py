@@ -21,12 +21,12 @@ def init(
         Path, typer.Argument(metavar="FILE", help="Python file to write, such as my_job.py.", callback=writable)
     ],
 ) -> None:
-    """Write a job to begin with: a small model, its data and its metric, with comments. It trains as it is.
+    """Write a first job with comments: a small model, its data and its metric. It trains as it is.
 
     Example: hpcdist init my_job.py
     """
     if file.suffix != ".py" or file.exists():
-        what = "which exists" if file.exists() else "whose name does not end in .py"
-        raise ConfigError(f"FILE must be a new Python file; got {file}, {what}. Give another name.")
+        problem = "which exists" if file.exists() else "whose name does not end in .py"
+        raise ConfigError(f"FILE must be a new Python file; got {file}, {problem}. Give another name.")
     file.write_text(FIRST_JOB.read_text().replace("my_job.py", str(file)))
     console.note(f"{file} is written. Train it: hpcdist run -n 2 hpcdist train {file}")

@@ -7,9 +7,9 @@ import sys
 
 FAILS = """
 import sys
-from hpcdist.faults import turns
-turns.FIRST_S, turns.SILENT_S = 0.0, 0.0
-print(turns.takes_turn(int(sys.argv[1])), flush=True)
+from hpcdist.faults import reporter
+reporter.FIRST_S, reporter.SILENT_S = 0.0, 0.0
+print(reporter.is_reporter(int(sys.argv[1])), flush=True)
 sys.stdin.read()
 """
 
@@ -17,9 +17,9 @@ sys.stdin.read()
 def _fail(*ranks: int) -> list[str]:
     """What ranks of one node find, none of which ends before the last has had its turn."""
     command = [sys.executable, "-c", FAILS]
-    begun = [subprocess.Popen([*command, str(rank)], stdin=-1, stdout=-1, text=True) for rank in ranks]
-    found = [process.stdout.readline().strip() for process in begun]
-    for process in begun:
+    started = [subprocess.Popen([*command, str(rank)], stdin=-1, stdout=-1, text=True) for rank in ranks]
+    found = [process.stdout.readline().strip() for process in started]
+    for process in started:
         process.communicate()
     return found
 

@@ -13,7 +13,21 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import hpcdist as hd
-from habits.run import EPOCHS, Table, copied, data, difference, enter, habit, mse, net, renewed, sgd, train, training
+from patterns.run import (
+    EPOCHS,
+    Table,
+    copied,
+    data,
+    difference,
+    enter,
+    mse,
+    net,
+    pattern,
+    renewed,
+    sgd,
+    train,
+    training,
+)
 
 UNFROZEN = "a frozen layer is unfrozen"
 OVERWRITTEN = {"breaks": "parameters are changed between steps"}
@@ -184,7 +198,7 @@ enter("parameter_groups", make=_groups)
 enter("a_part_of_the_model_in_the_optimizer", make=lambda model: SGD(model[2].parameters(), lr=0.1))
 
 
-@habit(exact=False, breaks="a plain optimiser trains the rest of the model")
+@pattern(exact=False, breaks="a plain optimiser trains the rest of the model")
 def the_rest_of_the_model_in_a_plain_optimizer(run):
     model = net()
     optimizer, plain = run.optimizer(SGD(model[0].parameters(), lr=0.1), model), SGD(model[2].parameters(), lr=0.1)
@@ -212,11 +226,11 @@ def _unfrozen(model, momentum=0.9):
 enter("a_frozen_layer", model=_frozen, make=_unfrozen)
 enter(
     "a_layer_frozen_later", momentum=0.9, weight_decay=0.1, epochs=3,
-    begin=lambda model, epoch: model[0].requires_grad_(epoch != 1),
+    start=lambda model, epoch: model[0].requires_grad_(epoch != 1),
 )  # fmt: skip
 enter(
     "a_layer_unfrozen_later", model=_frozen, momentum=0.9, breaks=UNFROZEN,
-    begin=lambda model, epoch: model[0].requires_grad_(epoch > 0),
+    start=lambda model, epoch: model[0].requires_grad_(epoch > 0),
 )  # fmt: skip
 
 
@@ -242,7 +256,7 @@ def _assign(model, epoch):
 
 
 OTHER_TENSORS = r"the module's (parameters|buffers) must be the same as when it was wrapped; got "
-enter("values_assigned", begin=_assign, refused={"*": OTHER_TENSORS + ".*assign=True"})
+enter("values_assigned", start=_assign, refused={"*": OTHER_TENSORS + ".*assign=True"})
 
 
 @torch.no_grad()
@@ -298,7 +312,7 @@ def values_loaded_on_rank_0_and_broadcast(run, model, optimizer):
     train(run, model, optimizer, run.loader())
 
 
-enter("converted_there_and_back", begin=lambda model, epoch: model.float().double(), tolerance=1e-5)
+enter("converted_there_and_back", start=lambda model, epoch: model.float().double(), tolerance=1e-5)
 
 
 @training(refused={"*": r"parameter '0.weight' must stay torch.float64 of shape .* got torch.float32.*wrap it after"})
@@ -310,7 +324,7 @@ def converted_later(run, model, optimizer):
 
 enter(
     "a_layer_added_later", refused={"*": OTHER_TENSORS + r"'3\.|new layer"},
-    begin=lambda model, epoch: model.append(nn.Linear(1, 1).double()) if epoch else None,
+    start=lambda model, epoch: model.append(nn.Linear(1, 1).double()) if epoch else None,
 )  # fmt: skip
 
 
@@ -372,7 +386,7 @@ _train_and_evaluate(
 )  # fmt: skip
 
 
-@habit(ways=("joint", "many"), breaks="the model has SyncBatchNorm", tolerance=1e-11)
+@pattern(ways=("joint", "many"), breaks="the model has SyncBatchNorm", tolerance=1e-11)
 def sync_batch_norm_with_uneven_data(run):
     model = _batch_norm()
     if run.size > 1:
@@ -398,7 +412,7 @@ class Mean(nn.Module):
 enter("a_buffer_replaced", model=lambda: renewed(Mean().double()), ways=("one", "same", "many"))
 enter(
     "a_buffer_registered_late", refused={"*": OTHER_TENSORS + "'late' added or removed"},
-    begin=lambda model, epoch: model.register_buffer("late", torch.zeros(2)) if epoch else None,
+    start=lambda model, epoch: model.register_buffer("late", torch.zeros(2)) if epoch else None,
 )  # fmt: skip
 
 
@@ -414,7 +428,7 @@ class Loss(nn.Module):
         return mse(output, y) * torch.exp(-self.scale) + self.scale
 
 
-@habit()
+@pattern()
 def a_loss_with_parameters(run):
     model, loss = net(), Loss()
     optimizer = run.optimizer(SGD([*model.parameters(), *loss.parameters()], lr=0.1), model)
@@ -423,7 +437,7 @@ def a_loss_with_parameters(run):
     return nn.ModuleList([model, loss])
 
 
-@habit()
+@pattern()
 def two_optimizers_on_one_model(run):
     model = net()
     one = run.optimizer(SGD(model[0].parameters(), lr=0.1), model)
@@ -433,7 +447,7 @@ def two_optimizers_on_one_model(run):
     return run.finish(model)
 
 
-@habit()
+@pattern()
 def two_optimizers_by_turns(run):
     model = net()
     one = run.optimizer(SGD(model[0].parameters(), lr=0.1), model)
@@ -444,7 +458,7 @@ def two_optimizers_by_turns(run):
     return run.finish(model)
 
 
-@habit()
+@pattern()
 def gan(run):
     generator, critic = net(nn.Linear(5, 5)), net()
     make = run.optimizer(SGD(generator.parameters(), lr=0.05), generator)
@@ -462,7 +476,7 @@ def gan(run):
     return nn.ModuleList([generator, critic])
 
 
-@habit(inexact=("easgd",))
+@pattern(inexact=("easgd",))
 def two_trainings_one_after_the_other(run):
     for _ in range(2):
         model = net()
@@ -474,7 +488,7 @@ def two_trainings_one_after_the_other(run):
     return run.finish(model)
 
 
-@habit()
+@pattern()
 def two_trainings_the_first_of_which_is_not_finished(run):
     for _ in range(2):
         model = net()

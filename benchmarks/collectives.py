@@ -67,7 +67,8 @@ def measure(
     """
     check(comm, rounds, sizes_bytes=sizes, ranks=2)
     own = Path(sys.prefix)
-    places = {OURS: own, MPI: own, GLOO: own, **({} if other is None else {other.name: other}), COPY: own}
+    places = {} if other is None else {other.name: other}  # first, as it may not work
+    places |= {OURS: own, MPI: own, GLOO: own, COPY: own}
     cores = [cores for _, cores in comm.gather(local_cores_of_host())]
     found, failure = {}, None
     if comm.rank == 0:

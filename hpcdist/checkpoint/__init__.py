@@ -6,7 +6,8 @@ A checkpoint is a folder that appears under its name only once it is whole and d
         manifest.json              format, step, ranks, meta; length and sha256 of every other file, and of itself
         rank-0000.json             this rank's state, as a tree
         rank-0000.safetensors      its tensors, named by their places in the tree; for a slice of a larger tensor the
-                                   header says where it lies there
+                                   header says where it lies there, and which other ranks' files have tensors that
+                                   this rank has in common with them
         rank-0001.json ...
 
 torch.distributed.checkpoint is not used: its metadata, and its values other than tensors, are pickles. It can't
@@ -19,7 +20,7 @@ from hpcdist.checkpoint.load import SavedRank, find, latest, latest_together, su
 from hpcdist.checkpoint.manifest import FILE_NAME as MANIFEST
 from hpcdist.checkpoint.manifest import Manifest, read_manifest
 from hpcdist.checkpoint.refusal import together, understood
-from hpcdist.checkpoint.save import save
+from hpcdist.checkpoint.save import Saver, save
 from hpcdist.checkpoint.slices import Slice, SlicePlace
 from hpcdist.checkpoint.tensors import check_name, export
 
@@ -27,6 +28,7 @@ __all__ = [
     "MANIFEST",
     "Manifest",
     "SavedRank",
+    "Saver",
     "Slice",
     "SlicePlace",
     "best_of",

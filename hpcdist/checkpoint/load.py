@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -126,16 +127,26 @@ def _or_advise(path: Path, check: Callable[[], T]) -> T:
 
 
 # --- states -----------------------------------------------------------------------------------------------------------
-class SavedRank:
-    """The state that a rank has saved, in files that have been verified; each place in it can be decoded by itself."""
+def tensor_files(path: str | Path) -> Callable[[int], TensorFile]:
+    """Return a function that opens the file with a rank's tensors, once."""
+    return cache(lambda rank: TensorFile(Path(path) / tensor_file(rank)))
 
-    def __init__(self, path: str | Path, rank: int):
-        tree, tensors = Path(path) / tree_file(rank), Path(path) / tensor_file(rank)
+
+class SavedRank:
+    """The state that a rank has saved, in files that have been verified; each place in it can be decoded by itself.
+
+    Args:
+        files: from `tensor_files`, for several ranks of a checkpoint.
+    """
+
+    def __init__(self, path: str | Path, rank: int, files: Callable[[int], TensorFile] | None = None):
+        tree, files = Path(path) / tree_file(rank), files or tensor_files(path)
         with understood(tree):
             self._tree = parse_json(read_bounded(tree, tree.stat().st_size), tree, CheckpointError)
-        with understood(tensors):
-            file = TensorFile(tensors)
-        self._decoder, self._where = TreeDecoder(file.read, file.places, tree), tree
+        with understood(Path(path) / tensor_file(rank)):
+            own = files(rank)
+            owners = dict(own.owners)
+        self._decoder, self._where = TreeDecoder(lambda n: files(owners.get(n, rank)).read(n), own.places, tree), tree
 
     def at(self, *keys: str, default: Any = None) -> Any:
         """Return what is saved under these keys of nested dicts, tensors on the CPU; `default` if nothing is."""

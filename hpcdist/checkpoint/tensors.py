@@ -42,6 +42,7 @@ def _is_read(name: str) -> bool:
 
 STORED = {getattr(torch, kind): name for kind, name in _NAMES.items() if hasattr(torch, kind) and _is_read(name)}
 
+OWNERS = "owners"  # in a header: by name, the ranks in whose files this rank's other tensors are
 SUFFIXES = (".pt", ".pth", ".safetensors")  # of exported files
 
 
@@ -80,11 +81,16 @@ class TensorFile:
 
     They are copies: the library's own tensors are mapped from the file, and reading one after the file was deleted
     by another host would end the process.
+
+    Attributes:
+        places: of the rank's tensors that are slices.
+        owners: the ranks in whose files the rank's other tensors are, by name.
     """
 
     def __init__(self, path: Path):
         self._file = safe_open(path, framework="pt")
         metadata = self._file.metadata() or {}
+        self.owners: dict[str, int] = json.loads(metadata.pop(OWNERS, "{}"))
         self.places = {name: SlicePlace.from_description(json.loads(text)) for name, text in metadata.items()}
 
     def read(self, name: str) -> Tensor:

@@ -51,7 +51,7 @@ class _Objects:
 
 
 @normal_tensors()
-def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: Any) -> Path:
+def save(path: str | Path, *, step: int | None = None, keep: int = 3, background: bool = False, **state: Any) -> Path:
     """Collective. Save a checkpoint of the user's own loop in folder `path`, and return its own folder.
 
     ::
@@ -60,16 +60,19 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
 
     A DistributedOptimizer is saved with its model and its strategy's state. For other objects (schedules, GradScalers,
     other modules, sharded loaders) their `state_dict()` is saved; plain values are saved as they are. The random
-    generators of Python, NumPy and torch are saved too. Every rank writes its own files; the checkpoint appears when it
-    is whole.
+    generators of Python, NumPy and torch are saved too. Every rank writes its own files; what several ranks have in
+    common one of them writes. The checkpoint appears when it is whole.
 
     Args:
         step: orders checkpoints, and `load` returns it; by default the steps that have been taken.
         keep: number of checkpoints that stay.
+        background: copy what this rank writes, and return: a thread writes the copies, for which each rank keeps
+            memory, while the loop goes on. The next `save`, `load`, `finish` and the script's end wait until the
+            checkpoint is there, and raise the error if it could not be written.
         state: objects to save; `load` is given the same names. The optimisers' models need not be named.
 
     Raises:
-        CheckpointError: some rank can't save its state. Raised on all ranks.
+        CheckpointError: some rank can't save its state, or could not write the checkpoint before. Raised on all ranks.
         ConfigError: ranks that serve can't take part, inside the loop.
     """
     begin_collective("a checkpoint")
@@ -92,7 +95,8 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
     if session.stages > 1:
         meta["stages"] = session.stages
     tree = {"state": saved, "random": checkpoint.random_state()}
-    return checkpoint.save(session.comm, path, steps if step is None else step, tree, meta=meta, keep=keep)
+    steps = steps if step is None else step
+    return session.saver.save(path, steps, tree, background=background, meta=meta, keep=keep)
 
 
 @normal_tensors()
@@ -123,6 +127,7 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
     session = current()
     if session.planned is not None:
         session.planned.require_own(path)
+    session.saver.wait()
     found = checkpoint.latest_together(session.comm, path)
     if found is None:
         return None

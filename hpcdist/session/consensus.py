@@ -103,9 +103,11 @@ def finish(*models: nn.Module) -> Any:
     One model is returned itself, several as a tuple. A model that is finished, as by a Trainer's end, stays as it is.
 
     Raises:
+        CheckpointError: a checkpoint in the background could not be written.
         ConfigError: no DistributedOptimizer has trained a model; or ranks that serve can't take part, inside the loop.
     """
     begin_collective("the end of training")
+    current().saver.wait()
     for model in models:
         _finish(model)
     return models[0] if len(models) == 1 else models

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from hpcdist import registry
+from hpcdist import checkpoint, registry
 from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch import FINALIZE_ALONE, check_world, contradiction, tolerates_deaths, undisputed_task
@@ -60,6 +60,7 @@ class Session:
         self.workers: tuple[int, ...] | None = None  # ranks that train, as the last DistributedOptimizer says
         self.run: LoopRun | None = None  # the files that this loop writes
         self.planned: PlannedLoop | None = None  # by a comparison or a sweep, which runs this script
+        self._saver: checkpoint.Saver | None = None
         self.told_main = False  # `is_main` has been called before that, and taken rank 0 for the first of them
 
     @property
@@ -78,6 +79,12 @@ class Session:
     def stages(self) -> int:
         """Return the number of ranks that hold one model together."""
         return 1 if self.grid is None else self.grid.stages
+
+    @property
+    def saver(self) -> checkpoint.Saver:
+        """What saves the checkpoints of these ranks."""
+        self._saver = self._saver or checkpoint.Saver(self.comm)
+        return self._saver
 
     def ranks_of(self, replicas: Iterable[int]) -> tuple[int, ...]:
         """Return the ranks of these replicas, all stages of them: the same numbers where each has a whole model."""

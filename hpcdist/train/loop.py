@@ -94,9 +94,11 @@ class Trainer:
         self.standing = Standing(job, config)
         leaves, self.leaving = config.leave.enabled, None
         if listens and (leaves or config.checkpoint.every_s):
-            margin_s, every_s, cost_s = config.leave.margin_s, config.leave.every_s, lambda: 1.5 * self._save_s
+            margin_s, every_s = config.leave.margin_s, config.leave.every_s
+            saves = 1.5 + config.checkpoint.background  # the one before may be in flight
             self.leaving = Leaving(
-                comm, ends_at=ends_at if leaves else None, margin_s=margin_s, every_s=every_s, cost_s=cost_s,
+                comm, ends_at=ends_at if leaves else None, margin_s=margin_s, every_s=every_s,
+                cost_s=lambda: saves * self._save_s,
                 signals=leaves, ctrl_c=True,
             )  # fmt: skip
 
@@ -177,6 +179,7 @@ class Trainer:
                     self._epoch()
                     if self._leaves:
                         return None
+            current().saver.wait()
             if not self.log.metrics:  # resumed from the very end
                 self._write_evaluation()
             return self._surviving(self._summarise)
@@ -238,11 +241,12 @@ class Trainer:
 
     def _save(self) -> None:
         self.log.flush()  # the records of a checkpoint's steps must be in the files
-        start = self.comm.now()
         self._require_finite()  # else this checkpoint might replace the last good one
         best = self.standing.steps if self.config.checkpoint.best else []
-        self._surviving(lambda: resume.save(self, self.checkpoints, self.config.checkpoint.keep, best))
-        self._save_s = self.comm.now() - start
+        config, background = self.config.checkpoint, self.config.checkpoint.background
+        background = background and not (self._leaves or self.milestones.ended)
+        self._surviving(lambda: resume.save(self, self.checkpoints, config.keep, best, background=background))
+        self._save_s = current().saver.seconds or self._save_s
 
     def _end_epoch(self, evaluates: bool) -> None:
         """Go to the next epoch; `evaluates` asks for an evaluation, whatever `eval_every` says."""
@@ -383,6 +387,7 @@ class Trainer:
 
     def close(self) -> None:
         """Collective. Release windows, threads and files."""
+        current().saver.close()
         self.strategy.close()
         self.strategy.comm.close()
         self.model.close()

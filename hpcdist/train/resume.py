@@ -46,8 +46,8 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def save(trainer: Trainer, folder: Path, keep: int, best: Sequence[int]) -> Path:
-    """Collective. Save the run after its current step; see `checkpoint.save`."""
+def save(trainer: Trainer, folder: Path, keep: int, best: Sequence[int], *, background: bool) -> Path:
+    """Collective. Save the run after its current step; see `checkpoint.Saver`."""
     meta: dict[str, Any] = {
         "model": trainer.model.description(),
         "settings": all_settings(trainer),
@@ -56,7 +56,8 @@ def save(trainer: Trainer, folder: Path, keep: int, best: Sequence[int]) -> Path
         meta["stages"] = trainer.config.parallel.stages
         meta["cut"] = list(trainer.replica.cut)
     step = trainer.position.step
-    return checkpoint.save(trainer.comm, folder, step, capture(trainer), meta=meta, keep=keep, best=best)
+    given = {"meta": meta, "keep": keep, "best": best}
+    return current().saver.save(folder, step, capture(trainer), background=background, **given)
 
 
 def saved_cut(folder: Path) -> list[int] | None:

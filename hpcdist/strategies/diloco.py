@@ -25,7 +25,7 @@ class DiLoCo(Periodic):
 
     Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, and 8/H for each parameter: one that no rank has
     had a gradient of since the last outer step is not moved by its momentum. At meetings 1, 2, 4, 8... and each 64th an
-    all-reduce of 16 bytes compares settings. Memory per rank: three parameter vectors (x, its momentum, the mean), with
+    all-reduce of 16 bytes compares settings. Memory per rank: two parameter vectors (x and its momentum), with
     `overlap` four.
 
     Reference: Arthur Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023,

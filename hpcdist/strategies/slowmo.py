@@ -42,7 +42,7 @@ class SlowMo(Periodic):
 
     On one rank the optimiser runs alone, without a slow step. Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of
     parameters, and the base's; and 8/H for each parameter, as with `diloco`. At meetings 1, 2, 4, 8... and each 64th an
-    all-reduce of 16 bytes compares settings. Memory per rank: three parameter vectors (x, u, the mean), and the base's.
+    all-reduce of 16 bytes compares settings. Memory per rank: two parameter vectors (x and u), and the base's.
 
     Reference: Jianyu Wang, Vinayak Tantia, Nicolas Ballas, Michael Rabbat, "SlowMo: improving communication-efficient
     distributed SGD with slow momentum", 2020; Kai Chen, Qiang Huo, "Scalable training of deep learning machines by

@@ -44,8 +44,8 @@ class SparseLoCo(Periodic):
 
     Bytes per rank and exchange: (p − 1)·m for a message of m bytes, about n/200 for n bytes of float32 parameters with
     the defaults. That is less than an all-reduce of all parameters up to about 400 ranks. At meetings 1, 2, 4, 8... and
-    each 64th an all-reduce of 16 bytes compares settings. Memory per rank: three parameter vectors (x, the means, what
-    was not sent).
+    each 64th an all-reduce of 16 bytes compares settings. Memory per rank: two parameter vectors (x and what was not
+    sent), with `overlap` four.
 
     Reference: Amir Sarfi, Benjamin Thérien, Joel Lidin, Eugene Belilovsky, "Communication efficient LLM pre-training
     with SparseLoCo", 2025. Its published code applies the outer rate twice; here it applies once.

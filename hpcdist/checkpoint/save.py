@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from hpcdist.comm.work import CallQueue, Work
 from hpcdist.errors import CheckpointError, MismatchError
 from hpcdist.records import CHECKSUMS, Stamp, sync, tensor_bytes, write_durably
 
-T = TypeVar("T")
 SHARED_BYTES = 64  # length of the shortest tensor that is written once; naming its owner takes as many bytes
 SIZE_BYTES, KEY_BYTES = 8, 24  # of a tensor's length, and of that with its checksum
 
@@ -50,8 +49,7 @@ def save(
     It returns once the checkpoint is durable on all ranks. Until then the ones before it stay. Remains of crashed
     attempts in the folder are removed; two runs must not share a folder. If ranks have died, the others save, and
     count as that many. A checkpoint of the same step is replaced; those of later steps (the run went back) are renamed
-    and kept, with a warning. Messages: six small exchanges; in one, each rank sends 24
-    bytes for each of its tensors.
+    and kept, with a warning. Messages: six small exchanges, in one of them 24 bytes for each tensor of a rank.
 
     Args:
         folder: on a file system that all ranks see; made if it is missing.
@@ -74,10 +72,9 @@ def save(
 class Saver:
     """Save the checkpoints of a run, in the background where asked: a thread then writes copies of what this rank has.
 
-    At most one checkpoint is being written. It appears in its folder when the files of all ranks are durable. The
-    copies stay for the next one: memory grows by the part of the state that this rank writes. Where no further thread
-    may communicate (MPI without THREAD_MULTIPLE), or ranks outlive others, nothing is done in the background. The end
-    of a script waits.
+    At most one checkpoint is being written; the end of the script waits for it. The copies stay for the next one:
+    memory grows by the part of the state that this rank writes. Where no further thread may communicate (MPI without
+    THREAD_MULTIPLE), or ranks outlive others, nothing is done in the background.
 
     Args:
         comm: all ranks; the threads use a copy of it.
@@ -94,14 +91,13 @@ class Saver:
     def save(self, folder: str | Path, step: int, state: Any, *, background: bool = False, **options: Any) -> Path:
         """Collective. Save a checkpoint once the one before is there; return the path that it has, or will have.
 
-        Args:
-            folder, step, state, options: as of the function `save`. The state may change after the call.
+        The arguments are those of the function `save`. The state may change after the call.
 
         Raises:
             MismatchError, CheckpointError: as of the function; or the checkpoint before could not be written.
         """
         self.wait()
-        start, comm, real = self._comm.now(), self._comm, self._comm.platform.virtual is None
+        comm, start, real = self._comm, self._comm.now(), self._comm.platform.virtual is None
         if not background or comm.failures.tolerant or (real and not comm.platform.concurrent):
             path = save(comm, folder, step, state, **options)
             self.seconds = comm.now() - start
@@ -176,11 +172,7 @@ class _Draft:
         self._tree = json.dumps(tree).encode()
 
     def copy_tensors(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Replace the tensors by copies, and return these.
-
-        Args:
-            kept: the copies of an earlier draft, which are overwritten where a tensor is as long.
-        """
+        """Replace the tensors by copies, and return these; copies of an earlier draft (`kept`) are overwritten."""
         copies = {}
         for name, tensor in self._tensors.items():
             data, copy = torch.from_numpy(tensor_bytes(tensor)), kept.get(name)
@@ -190,27 +182,20 @@ class _Draft:
         return copies
 
     def publish(self, *, patient: bool = False) -> None:
-        """Collective. Write the files, and give the checkpoint its name when all ranks have written theirs.
+        """Collective. Write the files, and give the checkpoint its name when all ranks have written theirs."""
 
-        Args:
-            patient: leave the core to other threads while waiting for other ranks.
-        """
-
-        def agreed(work: Callable[[], T]) -> T:
-            def then_await() -> T:
-                try:
-                    return work()
-                finally:
-                    if patient:
-                        _await_all(self._comm)
-
-            return self._agreed(then_await)
+        def with_all(work: Callable[[], Any]) -> Any:
+            try:
+                return work()
+            finally:
+                if patient:  # leave the core to other threads while waiting for other ranks
+                    _await_all(self._comm)
 
         try:
-            own = agreed(self._write)
+            own = self._agreed(lambda: with_all(self._write))
             of_ranks = self._comm.gather({name: list(stamp) for name, stamp in own.items()})
             stamps = {name: Stamp(*stamp) for rank in self._living for name, stamp in of_ranks[rank].items()}
-            agreed(lambda: None if self._rank else self._finish(stamps))
+            self._agreed(lambda: with_all(lambda: None if self._rank else self._finish(stamps)))
         except BaseException as error:
             if not self._rank or isinstance(error, CheckpointError):  # else it may be about to be published
                 shutil.rmtree(self._temporary, ignore_errors=True)
@@ -241,21 +226,20 @@ class _Draft:
 def _await_all(comm: Communicator) -> None:
     """Collective. Wait for all ranks, by messages: in a collective call of MPI a rank would keep its core busy."""
     token, (first, *others) = torch.zeros(1, dtype=torch.uint8), comm.failures.living
-    for other in others if comm.rank == first else ():
-        comm.probe(other)
-        comm.irecv(token, other).wait()
-    for other in others if comm.rank == first else (first,):
-        comm.isend(token, other).wait()
-    if comm.rank != first:
-        comm.probe(first)
-        comm.irecv(token, first).wait()
+    leads = comm.rank == first
+    for sends in (not leads, leads):
+        for peer in others if leads else [first]:
+            if sends:
+                comm.isend(token, peer).wait()
+            else:
+                comm.probe(peer)  # which sleeps
+                comm.irecv(token, peer).wait()
 
 
 def _owners(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Collective. Choose for each tensor the rank that writes it: of those that have the same, the one with least.
+    """Collective. Return the rank that writes each tensor, by name: of those that have it the one with least to write.
 
-    Returns:
-        The numbers of these ranks among the living by the tensors' names; without tensors that are not shared.
+    Ranks are counted among the living. Short tensors are missing; each rank writes its own.
     """
     if comm.size == 1:
         return {}
@@ -271,10 +255,13 @@ def _owners(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, int]
     for rank, held in enumerate(of_ranks[rank] for rank in comm.failures.living):
         for start in range(0, len(held), KEY_BYTES):
             holders.setdefault(held[start : start + KEY_BYTES], []).append(rank)
+    # Ranks write about as much: those with few owners to choose from first, the longest first. And what a rank writes
+    # stays the same from one checkpoint to the next: else in order.
+    sizes = {key: int.from_bytes(key[:SIZE_BYTES], "big") for key in holders}
     written, owners = [0] * len(of_ranks), {}
-    for key in sorted(holders, reverse=True):  # the longest first, so that ranks write about as much
+    for key in sorted(holders, key=lambda key: (len(holders[key]), -sizes[key])):
         owners[key] = min(holders[key], key=written.__getitem__)
-        written[owners[key]] += int.from_bytes(key[:SIZE_BYTES], "big")
+        written[owners[key]] += sizes[key]
     return {name: owners[key] for name, key in keys.items()}
 
 

@@ -83,8 +83,7 @@ class TensorFile:
     by another host would end the process.
 
     Attributes:
-        places: of the rank's tensors that are slices.
-        owners: the ranks in whose files the rank's other tensors are, by name.
+        places, owners: of tensors by name: where a slice lies, and the rank in whose file the others are.
     """
 
     def __init__(self, path: Path):

@@ -95,11 +95,9 @@ class Trainer:
         leaves, self.leaving = config.leave.enabled, None
         if listens and (leaves or config.checkpoint.every_s):
             margin_s, every_s = config.leave.margin_s, config.leave.every_s
-            saves = 1.5 + config.checkpoint.background  # the one before may be in flight
             self.leaving = Leaving(
-                comm, ends_at=ends_at if leaves else None, margin_s=margin_s, every_s=every_s,
-                cost_s=lambda: saves * self._save_s,
-                signals=leaves, ctrl_c=True,
+                comm, ends_at=ends_at if leaves else None, margin_s=margin_s, every_s=every_s, signals=leaves,
+                cost_s=lambda: 2.5 * self._save_s, ctrl_c=True,  # a checkpoint may be in flight
             )  # fmt: skip
 
     def _make_model(self) -> None:
@@ -243,9 +241,9 @@ class Trainer:
         self.log.flush()  # the records of a checkpoint's steps must be in the files
         self._require_finite()  # else this checkpoint might replace the last good one
         best = self.standing.steps if self.config.checkpoint.best else []
-        config, background = self.config.checkpoint, self.config.checkpoint.background
-        background = background and not (self._leaves or self.milestones.ended)
-        self._surviving(lambda: resume.save(self, self.checkpoints, config.keep, best, background=background))
+        keep, continues = self.config.checkpoint.keep, not (self._leaves or self.milestones.ended)
+        options = {"keep": keep, "best": best, "background": self.config.checkpoint.background and continues}
+        self._surviving(lambda: resume.save(self, self.checkpoints, **options))
         self._save_s = current().saver.seconds or self._save_s
 
     def _end_epoch(self, evaluates: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,8 +45,8 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def save(trainer: Trainer, folder: Path, keep: int, best: Sequence[int], *, background: bool) -> Path:
-    """Collective. Save the run after its current step; see `checkpoint.Saver`."""
+def save(trainer: Trainer, folder: Path, **options: Any) -> Path:
+    """Collective. Save the run after its current step; for the options see `checkpoint.Saver`."""
     meta: dict[str, Any] = {
         "model": trainer.model.description(),
         "settings": all_settings(trainer),
@@ -55,9 +54,7 @@ def save(trainer: Trainer, folder: Path, keep: int, best: Sequence[int], *, back
     if not trainer.config.parallel.whole:
         meta["stages"] = trainer.config.parallel.stages
         meta["cut"] = list(trainer.replica.cut)
-    step = trainer.position.step
-    given = {"meta": meta, "keep": keep, "best": best}
-    return current().saver.save(folder, step, capture(trainer), background=background, **given)
+    return current().saver.save(folder, trainer.position.step, capture(trainer), meta=meta, **options)
 
 
 def saved_cut(folder: Path) -> list[int] | None:

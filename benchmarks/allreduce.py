@@ -17,7 +17,7 @@ from hpcdist.collectives import load
 from hpcdist.collectives.auto import Auto
 from hpcdist.collectives.base import AllReduce
 from hpcdist.collectives.tuning.table import candidates
-from hpcdist.collectives.tuning.timing import between, calls_within
+from hpcdist.collectives.tuning.timing import calls_within, clamp
 from hpcdist.comm.communicator import Communicator
 from hpcdist.torch_backend.default_group import default_group
 
@@ -100,7 +100,7 @@ def measure_beside(
         once_s = warm_up(comm, sides, 1, 1)
         steps = calls_within(CALLS_S, once_s, 20)
         round_s = sum(steps[name] * once_s[name] for name in steps) or ROUNDS_S
-        found = runner.measure(comm, sides, between(rounds, ROUNDS_S / round_s, MORE * rounds), steps)
+        found = runner.measure(comm, sides, clamp(ROUNDS_S / round_s, rounds, MORE * rounds), steps)
         rows += beside(found, [COPY], copies="multiple")
     for algorithm in own.values():
         algorithm.close()

@@ -28,11 +28,11 @@ def _calls(*more: str) -> Any:
 
 def _run(title: str, measure: Callable[..., list[dict]], path: Path | None, **options: object) -> None:
     """Collective. Measure on all ranks; rank 0 shows the rows."""
-    from hpcdist.records import cores_by_host, load_average, own_cores
-    from hpcdist.tools.machine import placement, remarks
+    from hpcdist.records import cores_by_host, load_average, local_cores_of_host
+    from hpcdist.tools.machine import describe_cores, timing_warnings
 
     comm, load = hd.init(), load_average()
-    found = comm.gather(own_cores())
+    found = comm.gather(local_cores_of_host())
     rows = measure(comm, **options)
     if comm.rank == 0:
         console.rows(f"{title} on {comm.size} rank{'s' * (comm.size > 1)}", rows)
@@ -40,8 +40,8 @@ def _run(title: str, measure: Callable[..., list[dict]], path: Path | None, **op
             path.write_text(json.dumps(rows, indent=2) + "\n")
         host, ranks = found[0][0], sum(host == found[0][0] for host, _ in found)
         load += load_average()
-        doubts = remarks(ranks, cores_by_host(found)[host], os.cpu_count() or 1, max(load, default=0.0))
-        for sentence in [*placement(found), *doubts]:
+        doubts = timing_warnings(ranks, cores_by_host(found)[host], os.cpu_count() or 1, max(load, default=0.0))
+        for sentence in [*describe_cores(found), *doubts]:
             console.note(sentence)
 
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import runner
-from benchmarks.runner import Row, Side, beside, check, meet_asleep, table, timed, warm_up
+from benchmarks.runner import Row, Side, barrier_asleep, beside, check, table, timed, warm_up
 from hpcdist.collectives.calls import Collectives
 from hpcdist.collectives.tuning.timing import calls_within
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
-from hpcdist.records import own_cores
+from hpcdist.records import local_cores_of_host
 from hpcdist.torch_backend.default_group import default_group
 
 if TYPE_CHECKING:  # it starts MPI
@@ -138,9 +138,9 @@ def _other(
         return {}
 
     found, failure = {}, None
-    cores = {core for host, own in comm.gather(own_cores()) if host == platform.node() for core in own}
+    cores = {core for host, own in comm.gather(local_cores_of_host()) if host == platform.node() for core in own}
     if comm.rank == 0:
-        own = own_cores()[1]
+        own = local_cores_of_host()[1]
         try:
             os.sched_setaffinity(0, cores)  # its ranks begin on those of all, not on this one's share
             found = _run(place, comm.size, calls, sizes, rounds, environment)
@@ -148,14 +148,14 @@ def _other(
             failure = error
         finally:
             os.sched_setaffinity(0, own)
-    meet_asleep(comm)
+    barrier_asleep(comm)
 
     def known() -> Mapping[str, Mapping[str, float]]:
         if failure is not None:
             raise failure
         return found
 
-    return comm.gather(comm.together(known))[0]
+    return comm.gather(comm.raise_on_all_ranks(known))[0]
 
 
 def _run(

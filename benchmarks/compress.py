@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks import runner
 from benchmarks.runner import Row, Run, Side, check, finish, table
-from hpcdist.comm.alone import Alone
+from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.compress import Feedback, JointCompression, Span, available, load
 
 ELEMENTS = 10_000_000
@@ -55,7 +55,7 @@ def measure_coding(
         Rows: name, bytes (of the gradient), message_bytes, ratio, encode_s, decode_s (medians), bytes_per_s (of the
         gradient, through both together).
     """
-    comm = Alone()
+    comm = SingleRankCommunicator()
     check(comm, rounds)
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(elements, generator=generator).to(device) for _ in range(3)]
@@ -86,7 +86,7 @@ def measure_coding(
 
     sides = [Side("copy", coding(lambda gradient: out.copy_(gradient).view(torch.uint8), None))]
     for name, config in configs.items():
-        feedback = Feedback(JointCompression.from_mapping(config).make(elements, spans), out)
+        feedback = Feedback(JointCompression.from_mapping(config).create(elements, spans), out)
         sides.append(Side(name, coding(feedback.encode, partial(feedback.add, out=out))))
     runner.warm_up(comm, sides, *[1] * SETTLING)
     rows = runner.measure(comm, sides, rounds)

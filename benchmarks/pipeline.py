@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from benchmarks import runner
-from benchmarks.runner import Row, Side, check, meet_asleep, peak_bytes, table
+from benchmarks.runner import Row, Side, barrier_asleep, check, peak_bytes, table
 from hpcdist.comm.communicator import Communicator
 from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.pipeline import Pipeline
@@ -118,8 +118,8 @@ def measure(
         for number in [number for number in stages if number <= comm.size]:
             ways |= _variants(comm, number, load)
         sides = [Side(name, partial(_run, make()), columns) for name, (columns, make) in ways.items()]
-        runner.warm_up(comm, sides, WARM_UP, meet=meet_asleep)
-        rows = runner.measure(comm, sides, rounds, STEPS, meet_asleep)
+        runner.warm_up(comm, sides, WARM_UP, synchronize=barrier_asleep)
+        rows = runner.measure(comm, sides, rounds, STEPS, barrier_asleep)
         for row in rows:
             row["peak_bytes"] = _peak(comm, ways[row["name"]][1])
     return table(_compared(rows, load), COLUMNS)
@@ -152,7 +152,7 @@ def _peak(comm: Communicator, make: Callable[[], Step | None]) -> int | None:
     """Collective. Return how much memory a way takes on the busiest rank, from its model to the end of a step."""
     peaks: list[int] = []
     for _ in range(MEMORY_ROUNDS):
-        meet_asleep(comm)
+        barrier_asleep(comm)
         peak = peak_bytes(lambda: _run(make(), 2))  # the second step begins with all gradients
         peaks += [] if peak is None else [peak]
     found = comm.gather(median(peaks) if peaks else None)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpcdist.collectives.tuning.timing import in_turn, slowest
+from hpcdist.collectives.tuning.timing import in_random_order, slowest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 from hpcdist.tools.doctor.base import gather
@@ -35,7 +35,7 @@ from hpcdist.tools.doctor.base import gather
 Row = dict[str, Any]
 Counts = Mapping[str, int] | int  # of each side by its name, or of all alike
 Run = Callable[[int], float | Mapping[str, float]]
-Meet = Callable[[Communicator], object]
+Synchronize = Callable[[Communicator], object]
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 RATIOS: dict[str, Callable[[float, float], float | None]] = {
@@ -137,19 +137,19 @@ def measure(
     sides: Sequence[Side],
     rounds: Counts,
     steps: Counts = 1,
-    meet: Meet = Communicator.barrier,
+    synchronize: Synchronize = Communicator.barrier,
 ) -> list[Row]:
     """Collective. Time all sides in every round, in another order each time, and close them.
 
     Args:
         rounds: how often each side is timed, or each by its name; the median counts, of the slowest rank.
         steps: how many of them one timing covers, of all sides or by a side's name.
-        meet: lets the ranks begin together.
+        synchronize: lets the ranks begin together.
 
     Returns:
         The same rows on all ranks, one per side: name, ranks, the side's figures, its other columns.
     """
-    taken = _run(comm, sides, rounds, steps, meet)
+    taken = _run(comm, sides, rounds, steps, synchronize)
     rows = []
     for side in sides:
         figures = _slowest(comm, taken[side.name], median)
@@ -160,24 +160,24 @@ def measure(
 
 
 def warm_up(
-    comm: Communicator, sides: Sequence[Side], *steps: Counts, meet: Meet = Communicator.barrier
+    comm: Communicator, sides: Sequence[Side], *steps: Counts, synchronize: Synchronize = Communicator.barrier
 ) -> dict[str, float]:
     """Collective. Run each side once for each number of steps, before it counts; return the least seconds of a step."""
-    runs = [_run(comm, sides, 1, number, meet) for number in steps]
+    runs = [_run(comm, sides, 1, number, synchronize) for number in steps]
     return {s.name: _slowest(comm, [run[s.name][0] for run in runs], min)["median_s"] for s in sides}
 
 
 def _run(
-    comm: Communicator, sides: Sequence[Side], rounds: Counts, steps: Counts, meet: Meet
+    comm: Communicator, sides: Sequence[Side], rounds: Counts, steps: Counts, synchronize: Synchronize
 ) -> dict[str, list[Mapping[str, float]]]:
     """Collective. Return this rank's figures of each side, round by round."""
     by_name = {side.name: side for side in sides}
     taken: dict[str, list[Mapping[str, float]]] = {name: [] for name in by_name}
     wanted = dict.fromkeys(by_name, rounds) if isinstance(rounds, int) else rounds
-    for name in in_turn(by_name, max(wanted.values())):
+    for name in in_random_order(by_name, max(wanted.values())):
         if len(taken[name]) == wanted[name]:
             continue
-        meet(comm)
+        synchronize(comm)
         found = by_name[name].run(steps if isinstance(steps, int) else steps[name])
         taken[name].append(found if isinstance(found, Mapping) else {"median_s": found})
     return taken
@@ -219,6 +219,6 @@ def check(comm: Communicator, rounds: int, *, sizes_bytes: Iterable[int] = (), r
         )
 
 
-def meet_asleep(comm: Communicator) -> None:
+def barrier_asleep(comm: Communicator) -> None:
     """Collective. Wait for all ranks, leaving the core to others meanwhile, as MPI's barrier doesn't."""
     gather(comm, None)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import runner
-from benchmarks.runner import Row, Side, beside, check, meet_asleep, table, warm_up
+from benchmarks.runner import Row, Side, barrier_asleep, beside, check, table, warm_up
 from hpcdist.collectives.tuning.timing import calls_within, slowest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
@@ -90,10 +90,10 @@ def _check_memory(comm: Communicator, count: int) -> None:
 def _updates(place: _Place, active: int, rounds: int) -> list[Row]:
     """Collective. Time both sides with `active` workers."""
     sides = [place.side(name, active) for name in SIDES]
-    once_s = warm_up(place.comm, sides, 1, 3 if place.count < 10_000_000 else 1, meet=meet_asleep)
+    once_s = warm_up(place.comm, sides, 1, 3 if place.count < 10_000_000 else 1, synchronize=barrier_asleep)
     steps = calls_within(PHASE_S, {name: update_s * active for name, update_s in once_s.items()}, MOST_STEPS)
     sent = {OURS: _bytes_sent(place, active)}
-    rows = runner.measure(place.comm, sides, rounds, steps, meet_asleep)
+    rows = runner.measure(place.comm, sides, rounds, steps, barrier_asleep)
     return [{**row, "bytes_sent": sent.get(row["name"])} for row in beside(rows, [GLOO], speedup="speedup")]
 
 
@@ -113,8 +113,8 @@ def _idle(place: _Place) -> list[Row]:
     active = max(n for n in WORKERS if n <= len(place.workers))
     idle = [place.side(name, active, " idle", step_s=IDLE_STEP_S) for name in SIDES]
     waiting = [place.side(name, active, " waiting", late_s=LATE_S) for name in SIDES]
-    rows = beside(runner.measure(place.comm, idle, 1, IDLE_STEPS, meet_asleep), [f"{GLOO} idle"], speedup="speedup")
-    return rows + runner.measure(place.comm, waiting, 1, 1, meet_asleep)
+    rows = beside(runner.measure(place.comm, idle, 1, IDLE_STEPS, barrier_asleep), [f"{GLOO} idle"], speedup="speedup")
+    return rows + runner.measure(place.comm, waiting, 1, 1, barrier_asleep)
 
 
 # --- the sides --------------------------------------------------------------------------------------------------------

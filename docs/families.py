@@ -18,7 +18,7 @@ import torch
 
 from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.traced import begin_timeline, end_timeline
+from hpcdist.comm.traced import end_timeline, start_timeline
 from hpcdist.comm.virtual import Constant, Network, Straggler, run_virtual
 from hpcdist.model.flat import FlatModel
 
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 def train(comm: Communicator, path: Path, name: str, options: dict) -> None:
     """Collective. Train a line by a strategy, and write what all ranks do to a timeline."""
-    comm = begin_timeline(comm, path)
+    comm = start_timeline(comm, path)
     torch.manual_seed(0)
     model = torch.nn.Linear(100_000, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)

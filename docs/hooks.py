@@ -5,6 +5,7 @@ mkdocs calls the functions that begin with `on_`. Nothing here is kept in files,
 
 from __future__ import annotations
 
+import doctest
 import inspect
 import re
 from collections.abc import Iterator
@@ -22,8 +23,10 @@ from hpcdist.session import rules
 ROOT = Path(__file__).parents[1]
 CATALOGUES = {"Strategies": strategies, "Compressors": compress, "Topologies": topology}
 COPIED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md", "slurm.md": "slurm/README.md"}
+GLOSSARY = "glossary.md"
 COST = ("Bytes", "Messages", "Memory", "Error")  # first words of paragraphs that say what it costs
 TEXT = 45  # letters of a cell from which a table is one of text, not of numbers
+EXAMPLE = re.compile(r"(Example(?: on \d+ ranks?)?):\n(.*)", re.S)
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns):\n((?:    .*\n?)+)")
 
 
@@ -60,7 +63,30 @@ def on_page_markdown(markdown: str, page, config: MkDocsConfig, files: Files) ->
 
 
 def on_page_content(content: str, page, config: MkDocsConfig, files: Files) -> str:
-    return re.sub(r"<table>.*?</table>", stacked, content, flags=re.S)
+    content = re.sub(r"<table>.*?</table>", stacked, content, flags=re.S)
+    return content if page.file.src_path == GLOSSARY else with_terms(content, page.file.src_path.count("/"))
+
+
+def with_terms(content: str, depth: int) -> str:
+    """Link each term of the glossary where the text of a page has it first: not in code, links and headings."""
+    terms = re.findall(r"^### (.+)$", (ROOT / "docs" / GLOSSARY).read_text(), re.M)
+    longest_first = "|".join(map(re.escape, sorted(terms, key=len, reverse=True)))
+    pattern, linked, inside = re.compile(rf"\b({longest_first})(s?)\b", re.I), set(), 0
+
+    def link_once(found: re.Match) -> str:
+        term = found[1].lower()
+        if term in linked:
+            return found[0]
+        linked.add(term)
+        return f'<a class="term" href="{"../" * depth}glossary.html#{term.replace(" ", "-")}">{found[0]}</a>'
+
+    parts = re.split(r"(<[^>]+>)", content)
+    for index, part in enumerate(parts):
+        if tag := re.match(r"<(/?)(a|code|pre|h[1-6]|svg|summary)\b", part):
+            inside += -1 if tag[1] else 1
+        elif not part.startswith("<") and inside == 0:
+            parts[index] = pattern.sub(link_once, part)
+    return "".join(parts)
 
 
 def stacked(found: re.Match) -> str:
@@ -169,6 +195,10 @@ def use(name: str, title: str) -> Iterator[str]:
 
 def prose(paragraph: str) -> str:
     """A paragraph of a docstring; sections such as `Args:` become a list."""
+    if example := EXAMPLE.fullmatch(paragraph):
+        steps = doctest.DocTestParser().get_examples(example[2])
+        code = "".join(step.source + re.sub(r"^(?=.)", "# ", step.want, flags=re.M) for step in steps)
+        return f"**{example[1]}**\n\n```python\n{code}```"
     section = SECTION.fullmatch(paragraph + "\n")
     if section is None:
         return paragraph

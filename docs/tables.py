@@ -22,7 +22,7 @@ import typer
 from bench_tables import Table, short
 
 from hpcdist.config.files import load_module
-from hpcdist.tools.report.analysis import SIGNIFICANT, Analysis, Cell, Contrast, analyse
+from hpcdist.tools.report.analysis import SIGNIFICANT, Analysis, Contrast, RunGroup, analyse
 from hpcdist.tools.report.results import JobRuns, read_jobs
 from hpcdist.tools.statistics import interval
 
@@ -40,12 +40,12 @@ CONDITIONS = {"jitter": "even steps", "straggler": "a straggler", "exponential":
 def compression(folder: Path) -> Table:
     """Set accuracy beside the bytes that each compressor saves, on each number of ranks."""
     findings = analyse(_read(folder))
-    cells = _cells(findings)
-    numbers = sorted({ranks for _, ranks in cells})
-    names = list(dict.fromkeys(name for name, _ in cells))  # in order, which those of equal bytes keep
+    groups = _groups(findings)
+    numbers = sorted({ranks for _, ranks in groups})
+    names = list(dict.fromkeys(name for name, _ in groups))  # in order, which those of equal bytes keep
 
     def times(name: str, ranks: int) -> float:
-        return _bytes(cells[findings.job.reference, ranks]) / _bytes(cells[name, ranks])
+        return _bytes(groups[findings.job.reference, ranks]) / _bytes(groups[name, ranks])
 
     head = ["compression"]
     for ranks in numbers:
@@ -54,7 +54,7 @@ def compression(folder: Path) -> Table:
     for name in sorted(names, key=lambda name: times(name, numbers[0])):
         row = [shown(name).removeprefix("`allreduce`, ")]
         for ranks in numbers:
-            row += [short(times(name, ranks)), _accuracy(cells[name, ranks]), _gap(findings, cells[name, ranks])]
+            row += [short(times(name, ranks)), _accuracy(groups[name, ranks]), _gap(findings, groups[name, ranks])]
         rows.append(row)
     return [head, *rows]
 
@@ -63,21 +63,21 @@ def modulation(folder: Path) -> Table:
     """Set accuracy beside staleness."""
     findings = analyse(replace(_read(folder), reference="hardsync"))
     rows = []
-    for cell in _in_order(findings):
-        stale = sum(value * share for value, share in cell.staleness.items())
-        staleness = [f"{stale:.3g}", str(max(cell.staleness, default=0))]
-        rows.append([shown(cell.name), *staleness, _accuracy(cell), _gap(findings, cell)])
+    for group in _in_order(findings):
+        stale = sum(value * share for value, share in group.staleness.items())
+        staleness = [f"{stale:.3g}", str(max(group.staleness, default=0))]
+        rows.append([shown(group.name), *staleness, _accuracy(group), _gap(findings, group)])
     return [["strategy", "mean staleness", "largest", "accuracy in %", "minus `hardsync`"], *rows]
 
 
 def gossip(folder: Path) -> Table:
     """Set times to the target beside each other, under each model of the time of a step."""
     of_each = {name: analyse(_read(folder / name)) for name in CONDITIONS}
-    head, rows = ["strategy"], {cell.name: [shown(cell.name)] for cell in _in_order(of_each["jitter"])}
+    head, rows = ["strategy"], {group.name: [shown(group.name)] for group in _in_order(of_each["jitter"])}
     for name, findings in of_each.items():
         head += [f"{CONDITIONS[name]}: s to {_target(findings)}", "times sooner", "accuracy in %"]
-        for cell in _in_order(findings):
-            rows[cell.name] += [_seconds(cell), _sooner(findings, cell), _accuracy(cell)]
+        for group in _in_order(findings):
+            rows[group.name] += [_seconds(group), _sooner(findings, group), _accuracy(group)]
     return [head, *rows.values()]
 
 
@@ -85,8 +85,8 @@ def slow_link(folder: Path) -> Table:
     """Set times and bytes to the target beside each other."""
     findings = analyse(_read(folder))
     rows = []
-    for cell in _in_order(findings):
-        rows.append([shown(cell.name), _seconds(cell), _sooner(findings, cell), _megabytes(cell), _accuracy(cell)])
+    for group in _in_order(findings):
+        rows.append([shown(group.name), _seconds(group), _sooner(findings, group), _megabytes(group), _accuracy(group)])
     target = _target(findings)
     return [["strategy", f"s to {target}", "times sooner", f"MB to {target}", "accuracy in %"], *rows]
 
@@ -99,26 +99,26 @@ def sandblaster(folder: Path) -> Table:
     of_each = [analyse(_read(path.parent)) for path in sorted(folder.glob("*/comparison.json"))]
     target = _target(of_each[0])
     rows = [["ranks", "strategy", "batch of all workers", f"s to {target}", f"MB to {target}"]]
-    cells = (cell for findings in of_each for cell in _in_order(findings))
-    for cell in sorted(cells, key=lambda cell: (cell.ranks, not cell.virtual)):
-        ranks = f"{cell.ranks} {'virtual' if cell.virtual else 'real'}"
-        rows.append([ranks, shown(cell.name), str(cell.total_batch), _seconds(cell), _megabytes_of_each(cell)])
+    groups = (group for findings in of_each for group in _in_order(findings))
+    for group in sorted(groups, key=lambda group: (group.ranks, not group.virtual)):
+        ranks = f"{group.ranks} {'virtual' if group.virtual else 'real'}"
+        rows.append([ranks, shown(group.name), str(group.total_batch), _seconds(group), _megabytes_of_each(group)])
     return rows
 
 
 def devices(folder: Path) -> Table:
     """Set the seconds of an epoch on one and on two ranks beside the reported ones; of each seed, as they are few."""
-    cells = _cells(analyse(_read(folder / "study")))
-    epoch = max(samples for cell in cells.values() for samples in cell["samples"].values())
+    groups = _groups(analyse(_read(folder / "study")))
+    epoch = max(samples for group in groups.values() for samples in group["samples"].values())
     head = ["", "s per epoch, 1 rank", "s per epoch, 2 ranks", "% of scaling", "accuracy, 1 rank", "accuracy, 2 ranks"]
     rows = []
-    for name in dict.fromkeys(name for name, _ in cells):
-        on = [cells[name, ranks] for ranks in (1, 2)]
+    for name in dict.fromkeys(name for name, _ in groups):
+        on = [groups[name, ranks] for ranks in (1, 2)]
         head[0] = f"seeds {' and '.join(str(seed) for seed, _ in on[0].seeds)}"
-        seconds = [[epoch * one for one in cell.seconds_per_sample.values()] for cell in on]
+        seconds = [[epoch * one for one in group.seconds_per_sample.values()] for group in on]
         percent = STUDY.percent(fmean(seconds[0]), 2, fmean(seconds[1]))
         times = [", ".join(f"{value:.1f}" for value in values) for values in seconds]
-        accuracies = [", ".join(f"{value:.3f}" for value in cell.final.values()) for cell in on]
+        accuracies = [", ".join(f"{value:.3f}" for value in group.final.values()) for group in on]
         rows.append([shown(name), *times, f"{percent:.1f}", *accuracies])
     one_s, two_s = STUDY.REPORTED_S[1], STUDY.REPORTED_S[2]
     reported = [f"{one_s:.2f}", f"{two_s:.2f}", f"{STUDY.percent(one_s, 2, two_s):.2f}"]
@@ -138,30 +138,30 @@ def recent(folder: Path) -> Table:
     """Set the loss at the end, and when the quickest ends, beside bytes and seconds to the target on all networks."""
     of_each = {path.parent.name: analyse(_read(path.parent)) for path in sorted(folder.glob("*/comparison.json"))}
     target = next(iter(of_each.values())).job.target
-    real = _cells(of_each["4-real"]) if "4-real" in of_each else {}  # root alone can make such hosts
+    real = _groups(of_each["4-real"]) if "4-real" in of_each else {}  # root alone can make such hosts
     networks = [*NETWORKS, *["real ranks"] * bool(real)]
     head = ["ranks", "strategy", "bits per byte at the end", "when the quickest ends", "kB per rank and step"]
     rows = [[*head, *(f"s to {target:g}, {name}" for name in networks)]]
     for ranks in (4, 16):
-        slow, fast = ([_cells(of_each[f"{ranks}-{name}{kind}"]) for kind in KINDS] for name in NETWORKS.values())
-        quickest = min(min(cell["wall_s"].values()) for cells in slow for cell in cells.values())
+        slow, fast = ([_groups(of_each[f"{ranks}-{name}{kind}"]) for kind in KINDS] for name in NETWORKS.values())
+        quickest = min(min(group["wall_s"].values()) for groups in slow for group in groups.values())
         for (kind, told), on_slow, on_fast in zip(KINDS.items(), slow, fast, strict=True):
-            for key, cell in on_slow.items():
-                losses = _loss(cell), _loss_after(cell, quickest)
+            for key, group in on_slow.items():
+                losses = _loss(group), _loss_after(group, quickest)
                 on = (on_slow, on_fast, {} if kind else real)[: len(networks)]
-                seconds = [_seconds(cells[key]) if key in cells else "" for cells in on]
-                rows.append([str(ranks), shown(cell.name) + told, *losses, short(_bytes(cell) / 1e3), *seconds])
+                seconds = [_seconds(groups[key]) if key in groups else "" for groups in on]
+                rows.append([str(ranks), shown(group.name) + told, *losses, short(_bytes(group) / 1e3), *seconds])
     return rows
 
 
-def _loss(cell: Cell) -> str:
+def _loss(group: RunGroup) -> str:
     """Write the metric at the end."""
-    return f"{interval(list(cell.final.values())):.3f}"
+    return f"{interval(list(group.final.values())):.3f}"
 
 
-def _loss_after(cell: Cell, seconds: float) -> str:
+def _loss_after(group: RunGroup, seconds: float) -> str:
     """Write what the metric was after so many seconds, on a line between two evaluations."""
-    curves = [[(e.seconds, e.metrics[cell.job.metric]) for e in one.run.evaluations] for one in cell.ended]
+    curves = [[(e.seconds, e.metrics[group.job.metric]) for e in one.run.evaluations] for one in group.ended]
     return f"{interval([float(np.interp(seconds, *zip(*curve))) for curve in curves]):.3f}"
 
 
@@ -172,9 +172,9 @@ def options(folder: Path) -> Table:
     for parts, option in OPTIONS.items():
         losses: dict[str, dict[str, str]] = {}
         for part in parts.split():
-            for cell in _in_order(analyse(_read(folder / part))):
-                before, value, after = re.split(rf", {option} ([^,]+)", shown(cell.name))
-                losses.setdefault(before + after, {})[value] = _loss(cell)
+            for group in _in_order(analyse(_read(folder / part))):
+                before, value, after = re.split(rf", {option} ([^,]+)", shown(group.name))
+                losses.setdefault(before + after, {})[value] = _loss(group)
         values = sorted({value for of_values in losses.values() for value in of_values}, key=_size)
         empty = [""] * (width - len(values))
         rows.append([f"**{option}**", *values, *empty])
@@ -184,8 +184,8 @@ def options(folder: Path) -> Table:
 
 def slowmo(folder: Path) -> Table:
     """List the accuracies with a slow momentum, and without."""
-    cells = _in_order(analyse(_read(folder)))
-    return [["strategy", "accuracy in %"], *([shown(cell.name), _accuracy(cell)] for cell in cells)]
+    groups = _in_order(analyse(_read(folder)))
+    return [["strategy", "accuracy in %"], *([shown(group.name), _accuracy(group)] for group in groups)]
 
 
 def labels(folder: Path) -> Table:
@@ -193,8 +193,8 @@ def labels(folder: Path) -> Table:
     alphas, rows = ("0.1", "1", "10"), {}
     for kind, told in (("plain", ""), ("momentum", ", momentum 0.9")):
         for alpha in alphas:
-            for cell in _in_order(analyse(_read(folder / f"{kind}-{alpha}"))):
-                rows.setdefault(shown(cell.name) + told, []).append(_accuracy(cell))
+            for group in _in_order(analyse(_read(folder / f"{kind}-{alpha}"))):
+                rows.setdefault(shown(group.name) + told, []).append(_accuracy(group))
     head = ["accuracy in %", *(f"α = {alpha}" for alpha in alphas)]
     return [head, *([name, *accuracies] for name, accuracies in rows.items())]
 
@@ -221,10 +221,10 @@ def _read(folder: Path) -> JobRuns:
     return found
 
 
-def _in_order(findings: Analysis) -> list[Cell]:
+def _in_order(findings: Analysis) -> list[RunGroup]:
     """List the cells that have a result by their names, the reference first, and `splits 4` before `splits 16`."""
-    ended = [cell for cell in findings.cells if cell.ended]
-    return sorted(ended, key=lambda cell: (cell.name != findings.job.reference, _digits(cell.name)))
+    ended = [group for group in findings.groups if group.ended]
+    return sorted(ended, key=lambda group: (group.name != findings.job.reference, _digits(group.name)))
 
 
 def _size(value: str) -> tuple[float, str]:
@@ -236,8 +236,8 @@ def _digits(name: str) -> list[str]:
     return [part.zfill(4) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _cells(findings: Analysis) -> dict[tuple[str, int], Cell]:
-    return {(cell.name, cell.ranks): cell for cell in _in_order(findings)}
+def _groups(findings: Analysis) -> dict[tuple[str, int], RunGroup]:
+    return {(group.name, group.ranks): group for group in _in_order(findings)}
 
 
 def shown(name: str) -> str:
@@ -249,68 +249,68 @@ def shown(name: str) -> str:
     return ", ".join([f"`{strategy}`", *options])
 
 
-def _bytes(cell: Cell) -> float:
+def _bytes(group: RunGroup) -> float:
     """Average the bytes that all ranks sent and fetched in a step."""
-    return fmean(cell["bytes_per_step"].values())
+    return fmean(group["bytes_per_step"].values())
 
 
 def _target(findings: Analysis) -> str:
     return f"{100 * findings.job.target:.0f} %"
 
 
-def _accuracy(cell: Cell) -> str:
-    return f"{interval([100 * value for value in cell.final.values()]):.2f}"
+def _accuracy(group: RunGroup) -> str:
+    return f"{interval([100 * value for value in group.final.values()]):.2f}"
 
 
-def _contrast(findings: Analysis, cell: Cell) -> Contrast | None:
-    return next((found for found in findings.contrasts if found.cell is cell), None)
+def _contrast(findings: Analysis, group: RunGroup) -> Contrast | None:
+    return next((found for found in findings.contrasts if found.group is group), None)
 
 
-def _gap(findings: Analysis, cell: Cell) -> str:
+def _gap(findings: Analysis, group: RunGroup) -> str:
     """Write by how many points a cell's accuracy is above the reference's; nothing for that itself."""
-    found = _contrast(findings, cell)
-    if found is None or found.better is None:
+    found = _contrast(findings, group)
+    if found is None or found.difference is None:
         return ""
-    return f"{found.better.scaled(100):+.2f}{_star(found.p_better)}"
+    return f"{found.difference.scaled(100):+.2f}{_star(found.p_difference)}"
 
 
-def _seconds(cell: Cell) -> str:
+def _seconds(group: RunGroup) -> str:
     """Write the seconds to the target, and how many runs met it where that is not all."""
-    seconds = list(cell.seconds_to_target.values())
+    seconds = list(group.seconds_to_target.values())
     if not seconds:
         return "not reached"
-    return f"{interval(seconds):.2f}{'' if cell.all_reached else f' ({len(seconds)} of {cell.tried})'}"
+    return f"{interval(seconds):.2f}{'' if group.all_reached else f' ({len(seconds)} of {group.n_started})'}"
 
 
-def _megabytes(cell: Cell) -> str:
+def _megabytes(group: RunGroup) -> str:
     """Write what all ranks sent and fetched until the target."""
-    spent = _spent(cell)
+    spent = _spent(group)
     return short(fmean(spent)) if spent else "not reached"
 
 
-def _megabytes_of_each(cell: Cell) -> str:
+def _megabytes_of_each(group: RunGroup) -> str:
     """Write the same with its interval: seeds need different numbers of steps."""
-    spent = _spent(cell)
+    spent = _spent(group)
     if len(spent) < 2:
-        return _megabytes(cell)
+        return _megabytes(group)
     found = interval(spent)
     return f"{short(found.mean)} ± {short(found.half)}"
 
 
-def _spent(cell: Cell) -> list[float]:
+def _spent(group: RunGroup) -> list[float]:
     """Return the megabytes of each run that met the target."""
-    return [n_bytes / 1e6 for n_bytes in cell["bytes_to_target"].values()]
+    return [n_bytes / 1e6 for n_bytes in group["bytes_to_target"].values()]
 
 
-def _sooner(findings: Analysis, cell: Cell) -> str:
+def _sooner(findings: Analysis, group: RunGroup) -> str:
     """Write how many times sooner than the reference a cell met the target."""
-    found = _contrast(findings, cell)
-    if found is None or found.sooner is None:
+    found = _contrast(findings, group)
+    if found is None or found.speedup is None:
         return ""
-    sooner = found.sooner
+    sooner = found.speedup
     if not sooner.low < sooner.high:  # one seed
         return f"{sooner.mean:.2f}"
-    return f"{sooner.mean:.2f} ({sooner.low:.2f} to {sooner.high:.2f}){_star(found.p_sooner)}"
+    return f"{sooner.mean:.2f} ({sooner.low:.2f} to {sooner.high:.2f}){_star(found.p_speedup)}"
 
 
 def _star(p: float) -> str:

@@ -35,10 +35,10 @@ class HpcdistError(Exception):
     """The base of all errors of hpcdist.
 
     Attributes:
-        elsewhere: another rank has met it, and says so itself.
+        on_other_rank: the error happened on another rank, which reports it.
     """
 
-    elsewhere = False
+    on_other_rank = False
 
 
 class ConfigError(HpcdistError, ValueError):

@@ -36,7 +36,7 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def own_device() -> torch.device:
+def local_device() -> torch.device:
     """One GPU for each rank of a node; the only one where the launcher shows each rank its own."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -79,7 +79,7 @@ def accuracy(network: nn.Module, test: TensorDataset, device: torch.device) -> f
 def main() -> None:
     chosen = options()
     hvd.init(comm=MPI.COMM_WORLD)
-    device = own_device()
+    device = local_device()
     if hvd.rank() == 0:
         nccl = "with NCCL" if hvd.nccl_built() else "without NCCL"
         print(f"{hvd.size()} ranks on {device.type}, Horovod {nccl}", flush=True)

@@ -15,7 +15,7 @@ from benchmarks.allreduce import measure_beside as measure
 from comm.jobs_here import LIMIT_S, ROOT
 from harness.cases import each
 from harness.launch import find_mpirun, launch
-from hpcdist.comm.alone import Alone
+from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.comm.virtual import Network
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.tools import cli
@@ -153,7 +153,7 @@ def test_what_can_not_be_measured_is_refused(case):
         typer.main.get_command(cli.app).main(["bench", *words.split()], standalone_mode=False)
     for n_bytes in (0, 2, 6, -4):
         with pytest.raises(ConfigError, match=f"sizes must be positive multiples of 4 bytes .*; got {n_bytes}"):
-            measure(Alone(), [n_bytes], ["ring"], rounds=1)
+            measure(SingleRankCommunicator(), [n_bytes], ["ring"], rounds=1)
 
 
 # --- servers ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from benchmarks import loader, pipeline
 from benchmarks import train as training
 from benchmarks.runner import peak_bytes
 from hpcdist import compress, strategies
-from hpcdist.comm.alone import Alone
+from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.data import EpochPlan
 from hpcdist.errors import UnknownNameError
@@ -180,7 +180,7 @@ def test_all_readers_give_the_same_batches(ranks, tmp_path, kind):
 
 def test_an_unknown_kind_of_data_is_refused():
     with pytest.raises(UnknownNameError, match="kind must be one of cifar10, .*; got 'cats'."):
-        loader.measure(Alone(), ["cats"])
+        loader.measure(SingleRankCommunicator(), ["cats"])
 
 
 @pytest.mark.extended

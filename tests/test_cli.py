@@ -108,7 +108,7 @@ def test_checkpoints_are_shown_and_the_model_in_them_is_exported(hpcdist, tmp_pa
     (tmp_path / "run/checkpoints/step-00000008/rank-0001.json").write_text("{}")
     status, shown, told = hpcdist("checkpoint", "show", "run")
     assert status == 1 and "damaged" in shown and "rank-0001.json must be" in told + shown
-    with pytest.warns(UserWarning, match="damaged checkpoint is passed over in favour of step-00000004"):
+    with pytest.warns(UserWarning, match="damaged checkpoint is skipped in favour of step-00000004"):
         assert hpcdist("checkpoint", "export", "run", "model.pt")[0] == 0
     assert torch.equal(torch.load("model.pt")["a.weight"], load_file("earlier.safetensors")["a.weight"])
     shutil.rmtree("run/checkpoints/step-00000008")
@@ -200,7 +200,7 @@ def test_nothing_is_imported_before_it_is_needed_and_packages_add_commands(tmp_p
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.count("hello you\n") == 3, done.stderr
     (broken,) = done.stderr.splitlines()
-    assert "command broken is left out: command must be in a file that can be imported" in broken
+    assert "command broken is skipped: command must be in a file that can be imported" in broken
     assert (tmp_path / "it.svg").exists()
     shown = {name: set(modules) for name, modules in json.loads(done.stdout.splitlines()[-1]).items()}
     assert not {"torch", "mpi4py.MPI"} & shown["command"], done.stderr
@@ -274,13 +274,13 @@ MISTAKES = {  # what a clumsy user types: a part of the message
     "compare folder": "job must be a Python file; got folder, which is a folder.",
     "compare job.py --strategies hardsink": "got 'hardsink'. Did you mean 'hardsync'?",
     "compare job.py --ranks x": "--ranks must be whole numbers above 0, with commas between them; got 'x'.",
-    "compare job.py --launcher nowhere": "--launcher must begin with a program on PATH; got 'nowhere'.",
+    "compare job.py --launcher nowhere": "--launcher must start with a program on PATH; got 'nowhere'.",
     "compare job.py --slurm generik": "got 'generik'. Did you mean 'generic'?",
     "simulate job.py --network fast": "network must be LATENCY,BANDWIDTH; got 'fast'.",
     "simulate job.py --cluster none.toml": "configuration file must exist; got none.toml.",
-    "report none": "FOLDER must be a folder with runs in it; got none, which is no folder.",
-    "watch none --once": "got none, which is no folder.",
-    "watch text --once": "got text, which is no folder.",
+    "report none": "FOLDER must be a folder with runs in it; got none, which is not a folder.",
+    "watch none --once": "got none, which is not a folder.",
+    "watch text --once": "got text, which is not a folder.",
     "data info none.h5": "none.h5 can't be opened (No such file or directory). Check the path; `hpcdist data import`",
     "data info folder": "folder can't be opened (Is a directory).",
     "data info text": "text is not an HDF5 file",
@@ -383,7 +383,7 @@ def test_a_run_that_stops_early_says_so_and_names_the_best_checkpoint(hpcdist):
 
     status, _, err = hpcdist(*arguments, "--resume", "--set", "stop.patience=9", "--set", "checkpoint.best=false")
     first, *_, best = err.splitlines()
-    assert status == 0 and first == f"hpcdist: going on from {newest}"
+    assert status == 0 and first == f"hpcdist: resuming from {newest}"
     assert re.fullmatch(rf".*is {newest}(; [\d.]+ at step \d+ was better, and is not saved)?", best)
     status, _, err = hpcdist(*arguments, "--resume", "--set", "seed=5")
     assert status == 1 and err.startswith("hpcdist: error: settings must be those of") and "got seed 11 → 5." in err
@@ -393,13 +393,13 @@ def test_resuming(hpcdist):
     """Starts anew where there is no checkpoint; else goes on from the newest one, also to more epochs."""
     arguments = ["train", TINY, *QUICK[:2], "--set", "checkpoint.every_steps=10", "--output", "it", "--resume"]
     status, _, err = hpcdist(*arguments, "--set", "epochs=1")
-    assert status == 0 and err == "hpcdist: no checkpoint in it/checkpoints yet: starting anew\n"
+    assert status == 0 and err == "hpcdist: no checkpoint in it/checkpoints yet: starting from the beginning\n"
     remains = [Path("it/checkpoints/step-00000090.tmp-0a1b2c3d/rank-0.safetensors"), Path("it/run.json.tmp-0a1b2c3d")]
     for path in remains:  # of a process that Ctrl-C has ended at once while it wrote them
         path.parent.mkdir(exist_ok=True)
         path.touch()
     status, _, err = hpcdist(*arguments, "--set", "epochs=2")
-    assert status == 0 and err == "hpcdist: going on from it/checkpoints/step-00000020\n"
+    assert status == 0 and err == "hpcdist: resuming from it/checkpoints/step-00000020\n"
     assert not [path for path in Path("it").rglob("*") if ".tmp-" in path.name]
     assert hpcdist("train", TINY, *QUICK[:2], "--set", "epochs=2", "--output", "whole")[0] == 0
     resumed, whole = load_summary("it"), load_summary("whole")
@@ -609,12 +609,12 @@ def _write_summary(folder: str, **changes: object) -> None:
 
 def test_a_report_of_several_runs(hpcdist):
     status, out, err = hpcdist("report", ".")
-    assert (status, out) == (1, "") and "folders must hold a run that has ended; got none in ." in err
+    assert (status, out) == (1, "") and "folders must hold a finished run; got none in ." in err
     _write_summary("runs/a")
     _write_summary("runs/deep/b", strategy="gossip_pull", metrics={"accuracy": 0.5, "rmse": 1.5})
     status, out, err = hpcdist("report", "runs", "runs/a")
     rows = [line.split() for line in out.splitlines()]
-    assert (status, err) == (0, "") and rows[0] == "runs, runs/a: 2 runs; one run of each kind".split()
+    assert (status, err) == (0, "") and rows[0] == "runs, runs/a: 2 runs; one run per group".split()
     assert ["allreduce", "4", "0.9876", "500", "2", "–", "1.25", "5", "12.3", "kB", "0.250"] in rows
     assert ["gossip_pull", "4", "0.5000", "500", "2", "1.5000", "1.25", "5", "12.3", "kB", "0.250"] in rows
     assert out.count(" allreduce ") == 1 and "\x1b" not in out, "each run once"
@@ -652,9 +652,9 @@ def test_a_report_as_json_and_csv_has_the_numbers_of_the_page(hpcdist):
     (page,) = json.loads(Path("page/runs.json").read_text())["jobs"]
     (job,) = json.loads(hpcdist("report", "it", "--json")[1])
     assert (job["job"], job["metric"], job["target"]) == ("digits", "accuracy", 0.97)
-    (row,), (cell,) = job["rows"], page["cells"]
-    assert all(row[key] == cell[key] for key in ("name", "ranks", "virtual", "runs", "ended", "reached"))
-    assert row["metric.accuracy"] == cell["final"] and row["time_to_target_s"] == cell["seconds_to_target"]
+    (row,), (group,) = job["rows"], page["cells"]
+    assert all(row[key] == group[key] for key in ("name", "ranks", "virtual", "runs", "ended", "reached"))
+    assert row["metric.accuracy"] == group["final"] and row["time_to_target_s"] == group["seconds_to_target"]
     (line,) = csv.DictReader(hpcdist("report", "it", "--csv")[1].splitlines())
     with open("page/runs.csv", newline="") as file:
         mean = fmean(float(run["wall_s"]) for run in csv.DictReader(file))
@@ -671,7 +671,7 @@ def test_a_report_has_a_table_for_each_job(hpcdist):
             evidence.write_run(Path(job, str(splits)), "softsync", job=f"{job}.py", splits=splits, batch=len(job))
     out = hpcdist("report", ".", "--target", "accuracy=0.97")[1]
     assert [line for line in out.splitlines() if " runs; " in line] == [
-        f"{job}: 2 runs; one run of each kind" for job in ("digits", "letters")
+        f"{job}: 2 runs; one run per group" for job in ("digits", "letters")
     ]
     assert out.count("\n softsync (splits …)") == 2 and "batch_size" not in out, (
         "names are of what differs within a job"

@@ -127,7 +127,7 @@ def test_progress_is_in_lines_of_rank_0_and_a_home_that_cannot_be_written_costs_
     assert [line.split()[0:2] for line in lines[:-1]] == [["allreduce", p] for p in ("36%", "71%", "100%", "100%")]
     assert lines[-1].startswith("allreduce on 2 ranks: test accuracy 0.")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("hpcdist: the table of all-reduce times can't be kept in /proc/nowhere/.cache/hpcdist/")
+    assert line.startswith("hpcdist: the table of all-reduce times can't be cached in /proc/nowhere/.cache/hpcdist/")
 
 
 def test_a_killed_run_resumes_to_the_same_bits():
@@ -145,7 +145,7 @@ def test_a_killed_run_resumes_to_the_same_bits():
     Path("stuck.py").write_text(tiny.STUCK.replace("UP_TO", "10**6"))
     done = hpcdist(2, *arguments, "--resume")
     assert done.returncode == 0, done.stderr
-    assert "hpcdist: going on from it/checkpoints/step-0000" in done.stderr
+    assert "hpcdist: resuming from it/checkpoints/step-0000" in done.stderr
 
     resumed, uninterrupted = load_summary("it"), tiny.uninterrupted(2, Path("virtual").resolve(), *settings)
     assert (resumed.sha256, resumed.metrics) == (uninterrupted.sha256, uninterrupted.metrics)

@@ -303,7 +303,7 @@ def test_every_schedule_of_torch_is_built_by_name(name):
          "schedule.schedules must be schedules that advance by themselves; got ReduceLROnPlateau, which looks at"),
         ({"schedule": {"warmup_steps": 5}}, "schedule.per must be step with schedule.warmup_steps; got 'epoch'."),
         ({"schedule": {"name": "OneCycleLR", "max_lr": 1.0, "total_steps": 9, "warmup_steps": 5, "per": "step"}},
-         "schedule.warmup_steps must be left out with OneCycleLR; got 5."),
+         "schedule.warmup_steps must be omitted with OneCycleLR; got 5."),
         ({"schedule": {"warmup_from": 0.5}}, "schedule.warmup_steps must be given with schedule.warmup_from; got no"),
         ({"schedule": {"warmup_from": 1.5}}, "schedule.warmup_from must be less than or equal to 1; got 1.5"),
         ({"optimizer": {"scale": "linear"}},

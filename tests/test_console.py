@@ -188,17 +188,19 @@ MEASURED = [
 @each("case", [(30, ["accuracy", "bytes"]), (40, ["seconds", "bytes"]), (50, ["bytes"]), (60, [])])
 def test_a_table_fits_its_terminal_and_says_what_has_no_room(case, monkeypatch):
     """Numbers are whole, or their column is left out: the last ones, unless they fit beside those before them."""
-    columns, left_out = case
+    columns, skipped = case
     monkeypatch.setenv("TERM", "dumb")
     with terminal(columns) as shown:
-        console.rows("four columns", MEASURED, heads={"bytes": "bytes\n/step"}, left=["name"], option="--columns")
+        console.rows(
+            "four columns", MEASURED, heads={"bytes": "bytes\n/step"}, left_aligned=["name"], option="--columns"
+        )
         text = shown_by(shown)
     assert max(map(len, text.splitlines())) <= columns
     assert "(splits 4," in text and "compression topk)" in text, "texts go on in the next line behind a comma"
     for column, figures in (("accuracy", "0.9722 ± 0.0031"), ("seconds", "12.5"), ("bytes", "308 kB")):
-        assert (figures in text) == (column not in left_out)
-    said = f"No room for {', '.join(left_out)}: --columns name,{','.join(left_out[:1])},... chooses columns; a wider"
-    assert (f"{said} terminal or a file shows all." in " ".join(text.split())) == bool(left_out)
+        assert (figures in text) == (column not in skipped)
+    said = f"No room for {', '.join(skipped)}: --columns name,{','.join(skipped[:1])},... chooses columns; a wider"
+    assert (f"{said} terminal or a file shows all." in " ".join(text.split())) == bool(skipped)
 
 
 def test_a_table_in_a_file_has_all_columns_and_a_line_for_each_row(capsys, monkeypatch):
@@ -233,10 +235,10 @@ def test_control_characters_of_files_are_shown_as_text(capsys):
 
 
 def test_a_finding_of_the_doctor_is_wrapped_on_a_terminal_only(monkeypatch, capsys):
-    text = "n3 is slow: to n2 138 µs, 47.8 Mbit/s; the nodes' median is 138 µs. Leave it out (--exclude=n3-a-long-name)"
+    text = "n3 is slow: to n2 138 µs, 47.8 Mbit/s; the nodes' median is 138 µs. Exclude it (--exclude=n3-a-long-name)"
     console.line(text, "warning  links     ")
     assert capsys.readouterr().out == f"warning  links     {text}\n", "in a file, a line that grep finds"
-    monkeypatch.setattr(console, "_is_shown", lambda: True)
+    monkeypatch.setattr(console, "_is_terminal", lambda: True)
     for columns in (60, 80):
         monkeypatch.setenv("COLUMNS", str(columns))
         console.line(text, "warning  links     ")

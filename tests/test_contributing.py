@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -88,7 +89,7 @@ from hpcdist.strategies.base import Contract, Strategy
 class OnOneRank(Strategy):
     \"\"\"Local steps, with an error on one rank.\"\"\"
 
-    contract = Contract(averages="nothing", meets="never")
+    contract = Contract(averages="nothing", synchronizes="never")
 
     def advance(self, update):
         return self.gradients.step_alone(update, **{"speling": 1} if self.comm.rank == 1 else {})
@@ -151,3 +152,19 @@ def test_each_script_trains_on_ranks_as_in_one_process(name):
     (alone,) = run_virtual(body, 1)
     for found in run_virtual(body, 2):
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
+
+
+def test_the_changelog_is_short_and_takes_the_files_of_changes(tmp_path):
+    text = (ROOT / "CHANGELOG.md").read_text()
+    first = text.split("\n## ")[1]
+    headings = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert set(re.findall(r"^### (.+)$", text, re.M)) <= headings and len(first.splitlines()) <= 60
+    settings = (ROOT / "pyproject.toml").read_text().replace('"docs/changes"', f'"{tmp_path / "changes"}"')
+    (tmp_path / "pyproject.toml").write_text(settings)
+    (tmp_path / "CHANGELOG.md").write_text(text)
+    shutil.copytree(ROOT / "docs/changes", tmp_path / "changes")
+    (tmp_path / "changes" / "+new.fixed.md").write_text("A hang of `hd.save`.\n")
+    command = [sys.executable, "-m", "towncrier", "build", "--draft", "--version", "9.9", "--date", "2031-01-31"]
+    done = subprocess.run([*command, "--dir", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "## 9.9 (2031-01-31)" in done.stdout and "### Fixed\n\n- A hang of `hd.save`." in done.stdout

@@ -126,6 +126,12 @@ def test_the_page_of_the_api_names_what_a_script_may_call():
     assert sorted(named) == sorted(hpcdist.__all__)
 
 
+def test_the_glossary_has_at_most_60_terms_of_two_sentences():
+    terms = re.findall(r"^### (.+)\n(.+)$", (DOCS / "glossary.md").read_text(), re.M)
+    assert 50 <= len(terms) <= 60 and len({term for term, _ in terms}) == len(terms)
+    assert [term for term, text in terms if len(re.findall(r"[.:](?: |$)", text)) not in (1, 2, 3)] == []
+
+
 @each("page", CATALOGUES)
 def test_the_catalogues_are_whole(page):
     catalogue = CATALOGUES[page]
@@ -212,6 +218,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     for folder, catalogue in CATALOGUES.items():
         assert {path.stem for path in (tmp_path / folder).glob("*.html")} == set(catalogue.available())
     assert "](" not in (tmp_path / "strategies.html").read_text(), "a link inside a link"
+    assert 'glossary.html#spectral-gap">spectral gap</a>' in (tmp_path / "tutorials/gossip.html").read_text()
     parts = ("cost", "when-to-use-it", "options", "reference")
     for page in (tmp_path / "strategies").glob("*.html"):
         assert [part for part in parts if f'<h2 id="{part}"' not in page.read_text()] == [], page.name

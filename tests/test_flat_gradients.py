@@ -166,30 +166,30 @@ def test_nonfinite_gradients_are_named(device, wrap):
 def test_batches_of_weight_0_in_a_row_leave_no_trace_in_buffers():
     norm = nn.BatchNorm1d(3)
     model = FlatModel(norm)
-    model.gradients.begin_batch(1.0)
+    model.gradients.start_batch(1.0)
     norm(torch.randn(4, 3))
     counted = [flat.clone() for flat in model.buffers]
     for steps in (True, True, False, False):  # a batch without a step is undone when the next one begins
-        model.gradients.begin_batch(0.0)
+        model.gradients.start_batch(0.0)
         norm(torch.randn(4, 3))
         if steps:
             model.flat_buffers.restore()
     model.gradients.end_batches()
     assert all(map(torch.equal, model.buffers, counted))
     norm(torch.randn(4, 3))
-    model.gradients.begin_batch(1.0)
+    model.gradients.start_batch(1.0)
     assert not torch.equal(model.buffers[0], counted[0]), "what no batch of weight 0 has done stays"
 
 
 def test_hooks_stay_where_a_loop_weighs_its_batches():
     module = nn.Linear(2, 1, bias=False)
     model = FlatModel(module)
-    model.gradients.weighs = True
+    model.gradients.weights_batches = True
     found = []
     for announced, weight in ((1.0, 3.0), (1.0, 1.0), (1.0, None), (0.0, 2.0), (1.0, 0.0)):
-        model.gradients.begin_batch(announced)
+        model.gradients.start_batch(announced)
         if weight is not None:
-            model.gradients.weigh(weight)
+            model.gradients.set_batch_weight(weight)
         module.zero_grad()
         module(torch.ones(1, 2)).sum().backward()
         model.gradients.collect()
@@ -228,25 +228,25 @@ def test_gradients_are_autograds_own_through_passes_and_steps(set_to_none):
 def test_gradients_of_batches_of_weight_0_are_hidden_from_the_optimiser_and_shown_as_zeros():
     module, model = pair(left)
     x = torch.ones(1, 2)
-    model.gradients.begin_batch(0.0)
+    model.gradients.start_batch(0.0)
     (module[0](x) + module[1](x)).sum().backward()
     model.gradients.collect()
     assert module[0].weight.grad is None and module[1].weight.grad is None
     model.gradients.done()
     assert not module[0].weight.grad.any() and not module[1].weight.grad.any()
-    model.gradients.begin_batch(0.0)
+    model.gradients.start_batch(0.0)
     module.zero_grad()
     (module[0](x) + module[1](x)).sum().backward()
-    model.gradients.begin_batch(1.0)
+    model.gradients.start_batch(1.0)
     module[1](x).sum().backward()
     model.gradients.collect()
     assert module[0].weight.grad is None, "only a batch of weight 0 has made it"
     assert module[1].weight.grad.tolist() == [[1, 1]]
     model.gradients.done()
-    model.gradients.begin_batch(0.0)
+    model.gradients.start_batch(0.0)
     module.zero_grad(set_to_none=False)
     module[0](x).sum().backward()
-    model.gradients.begin_batch(1.0)
+    model.gradients.start_batch(1.0)
     module[1](x).sum().backward()
     model.gradients.collect()
     assert module[0].weight.grad.tolist() == [[0, 0]], "it was there before"
@@ -254,16 +254,16 @@ def test_gradients_of_batches_of_weight_0_are_hidden_from_the_optimiser_and_show
 
 def test_weights_are_counted_once_where_they_count():
     module, model = pair(left)
-    model.gradients.weighs = True
+    model.gradients.weights_batches = True
     x = torch.ones(1, 2)
-    model.gradients.begin_batch(3.0)
+    model.gradients.start_batch(3.0)
     module[0](x).sum().backward()
     module[1].weight.grad = torch.ones(1, 2)
     model.gradients.collect()
     assert module[0].weight.grad.tolist() == [[3, 3]]
     model.gradients.done()
     module.zero_grad()
-    model.gradients.begin_batch(2.0)
+    model.gradients.start_batch(2.0)
     module[1].weight.grad = torch.ones(1, 2)  # by hand alone, which no hook has weighed
     model.gradients.collect()
     assert module[1].weight.grad.tolist() == [[2, 2]] and module[0].weight.grad is None
@@ -287,11 +287,11 @@ def test_a_parameter_that_is_unfrozen_is_left_its_gradient():
     module, _ = pair(left)
     module[0].weight.requires_grad_(False)
     model = left(module)
-    model.gradients.weighs = True
+    model.gradients.weights_batches = True
     module[0].weight.requires_grad_(True)
-    model.gradients.begin_batch(2.0)
+    model.gradients.start_batch(2.0)
     (module[0](torch.ones(1, 2)) + module[1](torch.ones(1, 2))).sum().backward()
-    model.lay_out_again()
+    model.relayout()
     assert model.grads == () and len(model.slots) == 2
     assert module[0].weight.grad.tolist() == module[1].weight.grad.tolist() == [[2, 2]]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from harness.cases import each
-from hpcdist.comm.pieces import CACHED, alongside
+from hpcdist.comm.chunks import CACHED, alongside
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.slots import describe_difference
@@ -49,11 +49,11 @@ def test_tensors_without_dense_memory_are_refused(case):
 def test_parameters_that_share_memory_without_being_one_object_are_refused():
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     module[1].weight = nn.Parameter(module[0].weight.data.t())
-    with pytest.raises(ConfigError, match="'1.weight' must have memory of its own; got that of parameter '0.weight'"):
+    with pytest.raises(ConfigError, match="'1.weight' must not share memory; got that of parameter '0.weight'"):
         FlatModel(module)
     module[1].weight = nn.Parameter(torch.ones(3, 3))
     module.register_buffer("alias", module[0].weight.data)
-    with pytest.raises(ConfigError, match="'alias' must have memory of its own"):
+    with pytest.raises(ConfigError, match="'alias' must not share memory"):
         FlatModel(module)
 
 
@@ -219,7 +219,7 @@ def test_a_buffer_that_is_not_persistent_is_left_to_the_module_once_it_is_anothe
         if swapped is not None:
             expected = {"longer": [1.0] * 5, "resized": [1.0] * 5}.get(change)
             assert swapped.tolist() == expected if expected else module.angles.data_ptr() == swapped.data_ptr()
-    model.flat_buffers.keep()
+    model.flat_buffers.save()
     model.flat_buffers.restore()
     assert len(model.flat_buffers.tensors()) == len(model.flat_buffers.slots)
     model.close()
@@ -230,7 +230,7 @@ def test_a_buffer_that_is_not_persistent_is_left_to_the_module_once_it_is_anothe
 def test_complex_memory_must_be_aligned():
     module = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     model = FlatModel(module)
-    with pytest.raises(ConfigError, match=r"even storage offset .* offset 1. Allocate a tensor for it alone"):
+    with pytest.raises(ConfigError, match=r"even storage offset .* offset 1. Allocate a separate tensor"):
         with model.swapped((torch.ones(5)[1:],)):
             pass
     with model.swapped((torch.arange(6.0)[2:],)):

@@ -70,14 +70,14 @@ def test_its_exit_status_is_that_of_the_first_rank_that_fails(started):
 @pytest.mark.parametrize(
     ("script", "options", "message"),
     [
-        ("none.py", {}, r"SCRIPT must be a file of Python, -m MODULE, or a program on PATH; got 'none.py', which is"),
+        ("none.py", {}, r"SCRIPT must be a file of Python, -m MODULE, or a program on PATH; got 'none.py'"),
         ("--bogus", {}, r"SCRIPT must follow the options of `hpcdist run`, which .*; got '--bogus'\. Write it as"),
         ("-m", {}, r"SCRIPT must follow the options of .*; got '-m' without a module"),
         ("python", {"hosts": "a:1"}, r"--hosts must be hosts with the number of ranks on each, 2 or more .* got 'a:1'"),
         ("python", {"hosts": "a,b"}, r"--hosts must be hosts with .*; got 'a,b'. Write it as --hosts node1:2,node2:2"),
-        ("python", {"label": True, "launcher": "env -n"}, r"--label must be left out with --launcher, .*'srun --label"),
-        ("python", {"launcher": "nosuch -n"}, r"--launcher must begin with a program on PATH; got 'nosuch -n'"),
-        ("python", {"hosts": "a:2"}, r"--hosts must be left out with .*/mpirun, whose options are not known .* before"),
+        ("python", {"label": True, "launcher": "env -n"}, r"--label must be omitted with --launcher, .*'srun --label"),
+        ("python", {"launcher": "nosuch -n"}, r"--launcher must start with a program on PATH; got 'nosuch -n'"),
+        ("python", {"hosts": "a:2"}, r"--hosts must be omitted with .*/mpirun, whose options are not known .* before"),
     ],
 )
 def test_what_cannot_be_started_is_refused(script, options, message, tmp_path, monkeypatch):
@@ -101,7 +101,7 @@ def test_launchers_are_found_or_named(tmp_path, monkeypatch):
     (tmp_path / "bin/mpirun").unlink()
     assert find_launcher(None, str(tmp_path / "site")) == [str(tmp_path / "site/mpiexec"), "-n"]
     assert find_launcher("env A=1 srun -n", os.environ["PATH"]) == ["env", "A=1", "srun", "-n"]
-    with pytest.raises(ConfigError, match="--launcher must begin with a program on PATH; got 'nosuch -n'"):
+    with pytest.raises(ConfigError, match="--launcher must start with a program on PATH; got 'nosuch -n'"):
         find_launcher("nosuch -n", os.environ["PATH"])
 
 

@@ -213,7 +213,7 @@ DECLARED = Sweep(
 
 
 def a_sweep(folder: Path, name: str):
-    SweptRuns(DECLARED, folder).make(Runner(folder, PretendedRuns()))
+    SweptRuns(DECLARED, folder).run(Runner(folder, PretendedRuns()))
 
     def page():
         if (folder / "sweep.json").exists():  # else it is no sweep
@@ -224,7 +224,7 @@ def a_sweep(folder: Path, name: str):
         own = Trials(folder, DECLARED)
         own.create(True, 9)
         for number in range(DECLARED.trials):
-            own.run(number, 0, own.begin(number))
+            own.run(number, 0, own.start(number))
 
     again = lambda: SweptRuns(DECLARED, folder).write()  # noqa: E731
     return folder / name, [page] if name == "sweep.json" else [

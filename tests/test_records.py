@@ -253,11 +253,11 @@ def test_a_missing_field_a_missing_file_and_no_json_are_refused(tmp_path):
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
-@each("pieces", [[], [b""], [b"ab", b"", np.arange(5, dtype=np.uint8), b"c" * 3_000_000]])
-def test_a_file_is_stamped_with_what_was_written(tmp_path, pieces):
-    path = tmp_path / str(len(pieces))
-    written = write_durably(path, (piece for piece in pieces))
-    assert path.read_bytes() == b"".join(bytes(piece) for piece in pieces)
+@each("chunks", [[], [b""], [b"ab", b"", np.arange(5, dtype=np.uint8), b"c" * 3_000_000]])
+def test_a_file_is_stamped_with_what_was_written(tmp_path, chunks):
+    path = tmp_path / str(len(chunks))
+    written = write_durably(path, (chunk for chunk in chunks))
+    assert path.read_bytes() == b"".join(bytes(chunk) for chunk in chunks)
     with open(path, "rb") as file:
         assert written == stamp(file)
     assert written.bytes == path.stat().st_size

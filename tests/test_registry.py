@@ -31,10 +31,10 @@ from typing import final
 from hpcdist.strategies.base import Contract, Strategy
 
 class _Shared(Strategy):
-    contract = Contract(averages="nothing", meets="never")
+    contract = Contract(averages="nothing", synchronizes="never")
 
 @final
-class Alone(_Shared):
+class SingleRankCommunicator(_Shared):
     """Every rank on its own.
 
     Reference: Nobody, "Alone", 2020.
@@ -333,8 +333,8 @@ def test_a_file_that_holds_none(folder, case):
     reference, message = case
     (folder / "mine.py").write_text(ALONE)
     (folder / "wrong.py").write_text("class:\n")
-    option = "class Alone(_Shared):\n    class Config(Strategy.Config):\n        interval = 1\n"
-    (folder / "untyped.py").write_text(ALONE.replace("class Alone(_Shared):\n", option))
+    option = "class SingleRankCommunicator(_Shared):\n    class Config(Strategy.Config):\n        interval = 1\n"
+    (folder / "untyped.py").write_text(ALONE.replace("class SingleRankCommunicator(_Shared):\n", option))
     with pytest.raises(ConfigError, match=message):
         strategies.load(reference)
 
@@ -392,8 +392,10 @@ def test_a_job_for_slurm_is_checked_with_a_strategy_in_a_file(folder):
     (error,) = found("mine.py:Alnoe")
     assert error.startswith("error: strategy must be defined in mine.py; got 'Alnoe', which is not. Did you mean 'Al")
     (warning,) = found("mine.py:Alone", shrink=True)
-    assert "got 'mine.py:Alone'. It ends when a rank dies." in warning
-    (folder / "mine.py").write_text(ALONE.replace('meets="never"', 'meets="never", deaths="others go on"'))
+    assert "got 'mine.py:Alone', which ends when a rank dies." in warning
+    (folder / "mine.py").write_text(
+        ALONE.replace('synchronizes="never"', 'synchronizes="never", deaths="others continue"')
+    )
     assert found("mine.py:Alone", shrink=True) == []
     (folder / "mine.py").write_text("1 / 0\n")
     (error,) = found("mine.py:Alone")

@@ -13,7 +13,7 @@ import pytest
 from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError, DataError
-from hpcdist.records import begin_run, end_run, load_run, locked
+from hpcdist.records import end_run, load_run, locked, start_run
 from hpcdist.tools import cli, console
 from hpcdist.tools.cli.runs import rm, tag
 from hpcdist.tools.runs.listing import read_listed, read_tags
@@ -97,7 +97,7 @@ def test_names_are_whole_in_a_narrow_terminal_and_interrupted_runs_have_a_metric
     name = "tiny-allreduce-1-1-with-a-long-name"
     Path("runs/tiny-allreduce-1-1").rename(Path("runs") / name)
     assert hpcdist("runs", "tag", name, "good-" * 9, "old")[0] == 0
-    monkeypatch.setattr(console, "_is_shown", lambda: True)
+    monkeypatch.setattr(console, "_is_terminal", lambda: True)
     for columns in (40, 70, 150):
         monkeypatch.setenv("COLUMNS", str(columns))
         out = hpcdist("runs")[1]
@@ -173,10 +173,10 @@ def test_a_damaged_run_is_listed_with_the_reason_and_hides_no_other(case, hpcdis
 
 def test_runs_are_removed_but_not_those_at_work(hpcdist, made):
     folder = Path("runs/tiny-allreduce-2-1")
-    begin_run(folder, load_run(folder).last.model_copy(update={"ended": None, "outcome": None}))
+    start_run(folder, load_run(folder).last.model_copy(update={"ended": None, "outcome": None}))
     with locked(folder):
         assert read_listed(folder).state == "running"
-        with pytest.raises(ConfigError, match="NAME must be a run that is not at work; got runs/tiny-allreduce-2-1"):
+        with pytest.raises(ConfigError, match="NAME must be a run that has stopped; got runs/tiny-allreduce-2-1"):
             rm(["tiny-allreduce-2-1"], yes=True)
     assert hpcdist("runs", "rm", "tiny-allreduce-1-1", "--yes")[0] == 0
     assert not Path("runs/tiny-allreduce-1-1").exists() and folder.exists()

@@ -188,11 +188,11 @@ def messages() -> Iterator[tuple[str, list[str]]]:
                     continue
                 first = node.exc.args[0]
                 parts = first.values if isinstance(first, ast.JoinedStr) else [first]
-                pieces = [p.value for p in parts if isinstance(p, ast.Constant) and isinstance(p.value, str)]
+                chunks = [p.value for p in parts if isinstance(p, ast.Constant) and isinstance(p.value, str)]
                 if getattr(node.exc.func, "id", "") == "UnknownNameError":
-                    pieces = [f"{piece} must be one of" for piece in pieces]
-                if pieces:
-                    yield f"{path}:{node.lineno}", pieces
+                    chunks = [f"{chunk} must be one of" for chunk in chunks]
+                if chunks:
+                    yield f"{path}:{node.lineno}", chunks
 
     for habit, rule in rules.RULES.items():
         yield f"session/rules.py, {habit}", [*re.split(r"{[^}]*}", rule.message), habit]
@@ -204,10 +204,10 @@ def matched() -> set[str]:
     for path in (ROOT / "tests").rglob("*.py"):
         for node in parsed(path):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and path != Path(__file__):
-                for piece in re.split(r"\.\*|\.\+|\\[dswSW][+*]?|\[[^\]]*\][+*]?|[()|^$\n](?<!\\.)", node.value):
-                    piece = re.sub(r"\\(.)", r"\1", piece)
-                    if len(piece.strip()) >= SHORTEST:
-                        found.add(piece.strip())
+                for chunk in re.split(r"\.\*|\.\+|\\[dswSW][+*]?|\[[^\]]*\][+*]?|[()|^$\n](?<!\\.)", node.value):
+                    chunk = re.sub(r"\\(.)", r"\1", chunk)
+                    if len(chunk.strip()) >= SHORTEST:
+                        found.add(chunk.strip())
     return found
 
 
@@ -216,10 +216,10 @@ def test_every_error_message_is_matched_by_a_test():
     known = matched()
     runs = {run for text in known for run in words(text)}
     missing = []
-    for where, pieces in messages():
-        pieces = [piece.strip() for piece in pieces if len(piece.strip()) >= SHORTEST]
-        if any(runs & words(piece) for piece in pieces):
+    for where, chunks in messages():
+        chunks = [chunk.strip() for chunk in chunks if len(chunk.strip()) >= SHORTEST]
+        if any(runs & words(chunk) for chunk in chunks):
             continue
-        if pieces and not any(test in piece or piece in test for piece in pieces for test in known):
-            missing.append(f"{where}: {pieces[0]}")
+        if chunks and not any(test in chunk or chunk in test for chunk in chunks for test in known):
+            missing.append(f"{where}: {chunks[0]}")
     assert not missing, "\n".join(["no test matches:", *missing])

@@ -85,7 +85,7 @@ def test_an_unknown_name_and_a_size_that_is_none():
     with pytest.raises(UnknownNameError, match="topology must be one of bipartite, complete, .*, torus; got 'rign'"):
         topology.load("rign")
     for size in (0, -1, 2.0):
-        with pytest.raises(ConfigError, match="the number of ranks must be an integer of at least 1; got"):
+        with pytest.raises(ConfigError, match="size must be an integer of at least 1; got"):
             make("ring", size)
 
 
@@ -200,8 +200,8 @@ def test_a_hierarchy_of_unequal_nodes():
         ("torus", {"rows": 0}, "rows must be a divisor of the number of ranks, 6; got 0."),
         ("random_permutation", {"seed": -1}, "seed must be at least 0; got -1. Numpy takes"),
         ("random_groups", {"seed": -1}, "seed must be at least 0; got -1. Numpy takes"),
-        ("random_groups", {"group": 4}, "group must divide the number of ranks, 6; got 4. Take another group"),
-        ("hierarchical", {"nodes": (0, 1)}, "nodes must be one node per rank, 6; got 2. Give those of all ranks."),
+        ("random_groups", {"group": 4}, "group must divide the number of ranks, 6; got 4. Change group"),
+        ("hierarchical", {"nodes": (0, 1)}, "nodes must have 6 entries, one per rank; got 2. Pass comm.nodes."),
     ],
 )
 def test_options_that_are_refused(case):
@@ -229,9 +229,9 @@ def test_weights_of_files(tmp_path):
         ("0 -1\n", r"line 1 must be two ranks from 0 to 3; got '0 -1'."),
         ("0 x\n", r"line 1 must be two ranks from 0 to 3; got '0 x'."),
         ("0\n", r"line 1 must be two ranks from 0 to 3; got '0'."),
-        ("0 1\n2 2\n", r"line 2 must join two different ranks; got '2 2'. Its own weight"),
-        ("0 1\n1 0\n2 3\n3 2\n", r"must connect all 4 ranks; got no way from rank 0 to .*rank 2. Add some."),
-        ("", r"must connect all 4 ranks; got no way from rank 0 to .*rank 1. Add some."),
+        ("0 1\n2 2\n", r"line 2 must connect two different ranks; got '2 2'. Remove it"),
+        ("0 1\n1 0\n2 3\n3 2\n", r"must connect all 4 ranks; got no path from rank 0 to .*rank 2. Add it."),
+        ("", r"must connect all 4 ranks; got no path from rank 0 to .*rank 1. Add it."),
         (None, r"path must be a text file with an edge per line; got .*edges.txt: .*No such file"),
         (b"\xff\xfe", r"path must be a text file with an edge per line; got .*edges.txt: .*can't decode"),
     ],
@@ -248,7 +248,7 @@ def test_files_that_are_refused(name, case, tmp_path):
 def test_ways_there_without_a_way_back(tmp_path):
     path = written(tmp_path, "0 1\n1 2\n")
     assert make("graph", 3, path=path).symmetric
-    with pytest.raises(ConfigError, match="must connect all 3 ranks; got no way from rank 0 to and from rank"):
+    with pytest.raises(ConfigError, match="must connect all 3 ranks; got no path from rank 0 to and from rank"):
         make("digraph", 3, path=path)
 
 
@@ -260,7 +260,7 @@ def test_a_description_is_read_from_the_matrices(tmp_path):
     assert describe(make("one_peer_exponential", 8))["spectral gap"] == "1.000000 per step, over 3"
     drawn = describe(make("random_permutation", 2))
     assert drawn["spectral gap"] == "1.000000 per step, in the mean square"
-    assert drawn["matrices"] == "drawn at each step"
+    assert drawn["matrices"] == "random at each step"
     assert adjacency(make("one_peer_exponential", 4), 1)[3] == {
         "rank": 3, "own weight": 0.5, "receives from": "1 (0.5)", "sends to": "1 (0.5)",
     }  # fmt: skip

@@ -16,10 +16,10 @@ plan for several ranks without a process group, and has no checksums.
 
 from hpcdist.checkpoint.folder import best_of
 from hpcdist.checkpoint.generators import random_state, set_random_state
-from hpcdist.checkpoint.load import SavedRank, find, latest, latest_together, survey, verify, verify_together
+from hpcdist.checkpoint.load import SavedRank, find, latest, latest_on_all_ranks, survey, verify, verify_on_all_ranks
 from hpcdist.checkpoint.manifest import FILE_NAME as MANIFEST
 from hpcdist.checkpoint.manifest import Manifest, read_manifest
-from hpcdist.checkpoint.refusal import together, understood
+from hpcdist.checkpoint.refusal import raise_on_all_ranks, understood
 from hpcdist.checkpoint.save import Saver, save
 from hpcdist.checkpoint.slices import Slice, SlicePlace
 from hpcdist.checkpoint.tensors import check_name, export
@@ -36,14 +36,14 @@ __all__ = [
     "export",
     "find",
     "latest",
-    "latest_together",
+    "latest_on_all_ranks",
+    "raise_on_all_ranks",
     "random_state",
     "read_manifest",
     "save",
     "set_random_state",
     "survey",
-    "together",
     "understood",
     "verify",
-    "verify_together",
+    "verify_on_all_ranks",
 ]

@@ -1,10 +1,10 @@
-"""Name, order and change a run's checkpoints in their folder, so that a crash can't spoil one.
+"""Name, sort and change a run's checkpoints in their folder, so that a crash can't damage one.
 
-Every change is one rename, so that at any moment each entry is either a whole checkpoint or visibly none::
+Every change is one rename, so that at any moment each entry is either a complete checkpoint or visibly none::
 
     step-00001234                    a checkpoint
-    step-00001234.replaced           the former checkpoint of this step, until the new one is in its place
-    step-00001234.abandoned-<token>  of steps after the one that the run went back to; kept, never used
+    step-00001234.replaced           the former checkpoint of this step, until the new one is complete
+    step-00001234.abandoned-<token>  of later steps than the run resumed from; kept, never used
     step-00001234.tmp-<token>        being written
     step-00001234.deleted-<token>    being removed
 """
@@ -35,7 +35,7 @@ def step_of(path: Path) -> int:
 
 
 def listing(folder: Path) -> list[Path]:
-    """List the checkpoints in the folder, the newest first."""
+    """Return the checkpoints in the folder, the newest first."""
     try:
         paths = [path for path in folder.iterdir() if step_of(path) >= 0 and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -46,7 +46,7 @@ def listing(folder: Path) -> list[Path]:
 
 
 def clean(folder: Path) -> None:
-    """Remove the remains of crashed attempts."""
+    """Remove incomplete files of crashed attempts."""
     for pattern in ("step-*.tmp-*", "step-*.deleted-*"):
         for path in folder.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
@@ -67,12 +67,12 @@ def publish(temporary: Path, step: int, keep: int, best: Sequence[int] = ()) -> 
 
 
 def best_of(folder: Path, steps: Iterable[int]) -> Path | None:
-    """Return the checkpoint of the first of these steps, the best first, that has one; None if none has."""
+    """Return the checkpoint of the first of these steps that has one; None if none has."""
     return next((path for step in steps if (path := folder / step_name(step)).is_dir()), None)
 
 
 def _prune(final: Path, step: int, keep: int, best: Sequence[int]) -> None:
-    # The run went back to an earlier step: what came after it then must not be taken for this run's latest.
+    # The run resumed from an earlier step: checkpoints of later steps must not count as its latest.
     newer = [path for path in listing(final.parent) if step_of(path) > step]
     for path in newer:
         abandoned = path.rename(path.with_name(f"{path.name}.abandoned-{secrets.token_hex(4)}"))

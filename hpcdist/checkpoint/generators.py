@@ -13,9 +13,9 @@ from hpcdist.errors import CheckpointError
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of `random`, NumPy's legacy generator, torch's on the CPU, and that of the current CUDA device.
+    """Return the states of Python's `random`, NumPy's legacy generator, torch's on the CPU and the CUDA device's.
 
-    The last only where CUDA is in use, so that asking does not take memory on a device.
+    The CUDA state is included only if CUDA is in use, so that this call does not allocate memory on a device.
     """
     state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():
@@ -24,10 +24,10 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Set the states from `random_state`. A CUDA state is left out, with a warning, where there is no CUDA.
+    """Set the states from `random_state`. A CUDA state is skipped, with a warning, if there is no CUDA.
 
     Raises:
-        CheckpointError: `state` is none of `random_state`'s.
+        CheckpointError: `state` is not a result of `random_state`.
     """
     try:
         random.setstate(state["python"])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from hpcdist.checkpoint.folder import listing, step_of
 from hpcdist.checkpoint.manifest import FILE_NAME, Manifest, check_file, read_manifest, tensor_file, tree_file
-from hpcdist.checkpoint.refusal import together, understood
+from hpcdist.checkpoint.refusal import raise_on_all_ranks, understood
 from hpcdist.checkpoint.tensors import TensorFile
 from hpcdist.checkpoint.tree import TreeDecoder
 from hpcdist.comm.communicator import Communicator
@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 # --- the newest -------------------------------------------------------------------------------------------------------
 def latest(folder: str | Path, *, fallback: bool = False) -> Path | None:
-    """Find the newest checkpoint in the folder; None if there is none.
+    """Return the newest checkpoint in the folder; None if there is none.
 
     Args:
-        fallback: verify every file of it (which reads them all). If it is damaged, warn and take the next one.
+        fallback: verify all its files (which reads them). If one is damaged, warn and try the next checkpoint.
 
     Raises:
         CheckpointError: with `fallback`, if there are checkpoints and all are damaged.
@@ -34,35 +34,32 @@ def latest(folder: str | Path, *, fallback: bool = False) -> Path | None:
     paths = listing(Path(folder))
     if not fallback:
         return paths[0] if paths else None
-    found = _first_whole(folder, paths, _verify, warns=True)
-    return None if found is None else found[0]
+    whole = _first_whole(folder, paths, _verify, warns=True)
+    return None if whole is None else whole[0]
 
 
-def latest_together(comm: Communicator, folder: str | Path) -> tuple[Path, Manifest] | None:
-    """Collective. Find the newest checkpoint in the folder that all ranks can read; None if there is none.
+def latest_on_all_ranks(comm: Communicator, folder: str | Path) -> tuple[Path, Manifest] | None:
+    """Collective. Return the newest checkpoint in the folder that all ranks can read; None if there is none.
 
-    Files are checked as by `verify_together`. Newer ones that are damaged, or that a rank can't read, are passed over
-    with a warning on rank 0.
+    Files are checked as in `verify_on_all_ranks`. Newer checkpoints that are damaged, or that a rank can't read, are
+    skipped with a warning on rank 0.
 
     Args:
-        folder: of checkpoints; or one checkpoint, and then no other one is taken.
-
-    Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
+        folder: a folder of checkpoints; or one checkpoint, which is then the only candidate.
     """
-    folder, first = Path(folder), comm.failures.living[0]
+    folder, first = Path(folder), comm.failures.alive[0]
     leads = comm.rank == first  # other ranks may see a shared folder later
-    found = together(comm, lambda: [path.name for path in listing(folder)] if leads else [])
-    names, alone = comm.gather([found, leads and (folder / FILE_NAME).is_file()])[first]
+    local = raise_on_all_ranks(comm, lambda: [path.name for path in listing(folder)] if leads else [])
+    names, alone = comm.gather([local, leads and (folder / FILE_NAME).is_file()])[first]
     if alone and not names:
-        return folder, verify_together(comm, folder)
-    return _first_whole(folder, [folder / name for name in names], lambda path: _verify_together(comm, path), leads)
+        return folder, verify_on_all_ranks(comm, folder)
+    return _first_whole(folder, [folder / name for name in names], lambda path: _verify_on_all_ranks(comm, path), leads)
 
 
 def _first_whole(
     folder: str | Path, paths: Sequence[Path], check: Callable[[Path], Manifest], warns: bool
 ) -> tuple[Path, Manifest] | None:
-    """Return the first checkpoint that passes the check; None if there is none at all."""
+    """Return the first checkpoint that passes the check; None if `paths` is empty."""
     reasons: list[str] = []
     for path in paths:
         try:
@@ -71,7 +68,7 @@ def _first_whole(
             reasons.append(str(error))
             continue
         for reason in reasons if warns else ():
-            warnings.warn(f"A damaged checkpoint is passed over in favour of {path.name}: {reason}", stacklevel=3)
+            warnings.warn(f"A damaged checkpoint is skipped in favour of {path.name}: {reason}", stacklevel=3)
         return path, manifest
     if not reasons:
         return None
@@ -82,7 +79,7 @@ def _first_whole(
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 def verify(path: str | Path) -> Manifest:
-    """Check every file of a checkpoint against the manifest, and return that.
+    """Check every file of a checkpoint against its manifest; return the manifest.
 
     Raises:
         CheckpointError: a file is missing or damaged; names it.
@@ -91,20 +88,20 @@ def verify(path: str | Path) -> Manifest:
     return _or_advise(path, lambda: _verify(path))
 
 
-def verify_together(comm: Communicator, path: str | Path) -> Manifest:
+def verify_on_all_ranks(comm: Communicator, path: str | Path) -> Manifest:
     """Collective. Check a checkpoint's files, each on one rank, and the manifest on all.
 
-    Rank r of p checks the files of the saved ranks r, r + p, r + 2p... On as many as saved, each its own.
+    Rank r of p checks the files of the saved ranks r, r + p, r + 2p...; on the same number of ranks, its own files.
 
     Raises:
         CheckpointError: files are missing or damaged; names them, on all ranks.
     """
     path = Path(path)
-    return _or_advise(path, lambda: _verify_together(comm, path))
+    return _or_advise(path, lambda: _verify_on_all_ranks(comm, path))
 
 
-def _verify_together(comm: Communicator, path: Path) -> Manifest:
-    return together(comm, lambda: _verify(path, comm.rank, comm.size))
+def _verify_on_all_ranks(comm: Communicator, path: Path) -> Manifest:
+    return raise_on_all_ranks(comm, lambda: _verify(path, comm.rank, comm.size))
 
 
 def _verify(path: Path, first: int = 0, stride: int = 1) -> Manifest:
@@ -133,7 +130,7 @@ def tensor_files(path: str | Path) -> Callable[[int], TensorFile]:
 
 
 class SavedRank:
-    """The state that a rank has saved, in files that have been verified; each place in it can be decoded by itself.
+    """The state that a rank has saved, in verified files; parts of it can be decoded separately.
 
     Args:
         files: from `tensor_files`, for several ranks of a checkpoint.
@@ -149,7 +146,7 @@ class SavedRank:
         self._decoder, self._where = TreeDecoder(lambda n: files(owners.get(n, rank)).read(n), own.places, tree), tree
 
     def at(self, *keys: str, default: Any = None) -> Any:
-        """Return what is saved under these keys of nested dicts, tensors on the CPU; `default` if nothing is."""
+        """Return the value under these keys of nested dicts, tensors on the CPU; `default` if there is none."""
         node = self._tree
         for key in keys:
             if not isinstance(node, dict) or key not in node:
@@ -168,14 +165,14 @@ class SavedRank:
 
 # --- a run's checkpoints ----------------------------------------------------------------------------------------------
 class SavedCheckpoint(NamedTuple):
-    """A checkpoint as it is on disk.
+    """A checkpoint on disk.
 
     Attributes:
         written: when it was finished, in local time.
-        ranks, stages: the numbers of ranks that saved it and of stages of the model; None if they can't be read.
-        n_bytes: the length of all files together.
-        version: the version of hpcdist that wrote it.
-        damage: the message about missing or damaged files; None if all are whole.
+        ranks, stages: number of ranks that saved it, and of stages of the model; None if they can't be read.
+        n_bytes: size of all files.
+        version: of hpcdist, that wrote it.
+        damage: the message about missing or damaged files; None if it is complete.
     """
 
     path: Path
@@ -201,10 +198,10 @@ def survey(run: str | Path) -> list[SavedCheckpoint]:
 
 
 def find(run: str | Path, step: int | None = None) -> Path:
-    """Find a checkpoint of a run: of that step, or the newest one that is whole, with a warning about newer ones.
+    """Return a run's checkpoint of a step; None: the newest complete one, with a warning about newer ones.
 
     Args:
-        run: as for `survey`.
+        run: as in `survey`.
 
     Raises:
         CheckpointError: there is none, or none of that step; or all are damaged.
@@ -226,7 +223,7 @@ def _all(run: Path) -> list[Path]:
     if not paths:
         raise CheckpointError(
             f"{run} must be the folder of a run with checkpoints, a folder of checkpoints, or one of them; got none "
-            "there. Give the folder that the run was given."
+            "there. Pass the folder that the run was started with."
         )
     return paths
 

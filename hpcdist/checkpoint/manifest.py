@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: a list of its files, which proves that it is whole."""
+"""The manifest of a checkpoint: a list of its files with checksums, which shows that it is complete."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NO_TENSORS: dict[str, Tensor] = {}
 
 @dataclass(frozen=True)
 class Manifest:
-    """The list of a checkpoint's files, with its step, its ranks and the caller's data."""
+    """A checkpoint's step, number of ranks, metadata, and files."""
 
     step: int
     ranks: int
-    meta: Any  # data of the caller of `save`
-    version: str  # of the hpcdist that wrote it
+    meta: Any  # passed to `save`
+    version: str  # of hpcdist, that wrote it
     files: dict[str, Stamp]
 
 
@@ -67,14 +67,14 @@ def read_manifest(path: str | Path) -> Manifest:
     """Read the manifest of a checkpoint, verified against its own checksum.
 
     Raises:
-        CheckpointError: `path` is no checkpoint, its manifest is damaged, or it is of a version not known here.
+        CheckpointError: `path` is not a checkpoint, or its manifest is damaged, or of an unknown version.
     """
     path = Path(path)
     file = path / FILE_NAME
     try:
         text = read_bounded(file)
     except (FileNotFoundError, NotADirectoryError):
-        inside = "It holds checkpoints: give one of them, as latest(folder) does. " if any(path.glob("step-*/")) else ""
+        inside = "It holds checkpoints: pass one of them, as from latest(folder). " if any(path.glob("step-*/")) else ""
         raise CheckpointError(
             f"{path} must be a checkpoint, a folder with a {FILE_NAME}; got {_what(path)}. {inside}"
         ) from None
@@ -97,7 +97,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def _manifest(content: Any, file: Path) -> Manifest:
-    files = {name: _stamp(**given) for name, given in content["files"].items()}
+    files = {name: _stamp(**fields) for name, fields in content["files"].items()}
     step, ranks, writer = content["step"], content["ranks"], content["hpcdist"]
     meta = TreeDecoder(NO_TENSORS.__getitem__, {}, file).decode(content["meta"])
     numbers = (step, ranks, *(stamp.bytes for stamp in files.values()))
@@ -119,7 +119,7 @@ def _manifest(content: Any, file: Path) -> Manifest:
 
 
 def check_file(path: Path, expected: Stamp) -> None:
-    """Check that a file has the length and the checksum that the manifest states; raise CheckpointError otherwise."""
+    """Raise CheckpointError unless a file has the length and the checksum of the manifest."""
     try:
         with open_regular(path) as file:
             n_bytes = os.fstat(file.fileno()).st_size
@@ -133,7 +133,7 @@ def check_file(path: Path, expected: Stamp) -> None:
 
 
 def _stamp(bytes: int, checksum: str = "", sha256: str = "") -> Stamp:
-    """Return a file's stamp as it is written now, or by version 2, which names no checksum."""
+    """Return a file's stamp as the manifest has it since version 3, or of version 2, which has only sha256."""
     name, _, digits = (checksum or f"sha256:{sha256}").partition(":")
     if name not in CHECKSUMS or not digits:
         raise ValueError(f"a checksum must be {' or '.join(CHECKSUMS)}, a colon and digits; got {checksum!r:.40}")

@@ -1,4 +1,4 @@
-"""Errors with a checkpoint: whatever goes wrong, on whichever ranks, becomes one CheckpointError on all of them."""
+"""Errors with a checkpoint: an error on any rank becomes one CheckpointError on all ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hpcdist.errors import CheckpointError, CommunicationError, HpcdistError
 T = TypeVar("T")
 
 
-def together(comm: Communicator, work: Callable[[], T], rule: str = "") -> T:
-    """Collective. Run `work` on every rank, and return its result here, once it has succeeded on all ranks.
+def raise_on_all_ranks(comm: Communicator, work: Callable[[], T], rule: str = "") -> T:
+    """Collective. Run `work` on every rank; return its result once it has succeeded on all ranks.
 
     Args:
-        rule: begins the message of the error.
+        rule: start of the error message.
 
     Raises:
         CheckpointError: `work` has failed on some ranks; the same on all ranks, with each reason.
@@ -26,19 +26,19 @@ def together(comm: Communicator, work: Callable[[], T], rule: str = "") -> T:
         result = work()
     except CommunicationError:
         raise
-    except Exception as error:  # of any kind, because the other ranks wait to hear of it
+    except Exception as error:  # of any type, because the other ranks wait for the result
         failure = error
-    elsewhere = isinstance(failure, HpcdistError) and failure.elsewhere
+    elsewhere = isinstance(failure, HpcdistError) and failure.on_other_rank
     reasons = dict(enumerate(comm.gather("" if failure is None or elsewhere else _reason(failure))))
     ranks: dict[str, list[int]] = {}
-    for rank in comm.failures.living:
+    for rank in comm.failures.alive:
         ranks.setdefault(reasons[rank], []).append(rank)
     succeeded = ranks.pop("", [])
     if not ranks:
         return result
     everywhere = not succeeded and len(ranks) == 1
-    where = {reason: "" if everywhere else f"on rank {', '.join(map(str, own))}: " for reason, own in ranks.items()}
-    raise CheckpointError(rule + " ".join(f"{place}{reason}" for reason, place in where.items())) from failure
+    where = {reason: "" if everywhere else f"on rank {', '.join(map(str, of))}: " for reason, of in ranks.items()}
+    raise CheckpointError(rule + " ".join(f"{prefix}{reason}" for reason, prefix in where.items())) from failure
 
 
 def _reason(failure: Exception) -> str:
@@ -51,10 +51,10 @@ def _reason(failure: Exception) -> str:
 
 @contextmanager
 def understood(where: object, what: str = "what hpcdist has saved") -> Iterator[None]:
-    """Turn any error about content that somebody else may have written into one sentence.
+    """Convert any error about a file's content, which may have another origin, into a CheckpointError of one sentence.
 
     Raises:
-        CheckpointError: an error of another kind within the context.
+        CheckpointError: an error of another type within the context.
     """
     try:
         yield

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hpcdist.checkpoint import folder as folders
 from hpcdist.checkpoint.manifest import tensor_file, tree_file, write_manifest
-from hpcdist.checkpoint.refusal import together
+from hpcdist.checkpoint.refusal import raise_on_all_ranks
 from hpcdist.checkpoint.tensors import OWNERS, write_tensors
 from hpcdist.checkpoint.tree import encode
 from hpcdist.comm.communicator import Communicator
@@ -153,9 +153,10 @@ class _Draft:
         keep: int = 3, best: Sequence[int] = (),
     ):  # fmt: skip
         self._comm, self._step, self._keep, self._best = comm, int(step), keep, tuple(best)
-        self._living, folder = comm.failures.living, Path(folder)
-        self._rank, self._meta = self._living.index(comm.rank), dict(meta or {})
-        self._agreed = partial(together, comm, rule=f"The checkpoint of step {step} must be saved by all ranks; got ")
+        self._alive, folder = comm.failures.alive, Path(folder)
+        self._rank, self._meta = self._alive.index(comm.rank), dict(meta or {})
+        rule = f"The checkpoint of step {step} must be saved by all ranks; got "
+        self._agreed = partial(raise_on_all_ranks, comm, rule=rule)
         name, (tree, tensors, places) = self._agreed(
             lambda: (None if self._rank else _prepare(folder, self._step, keep), encode(state))
         )
@@ -194,7 +195,7 @@ class _Draft:
         try:
             own = self._agreed(lambda: with_all(self._write))
             of_ranks = self._comm.gather({name: list(stamp) for name, stamp in own.items()})
-            stamps = {name: Stamp(*stamp) for rank in self._living for name, stamp in of_ranks[rank].items()}
+            stamps = {name: Stamp(*stamp) for rank in self._alive for name, stamp in of_ranks[rank].items()}
             self._agreed(lambda: with_all(lambda: None if self._rank else self._finish(stamps)))
         except BaseException as error:
             if not self._rank or isinstance(error, CheckpointError):  # else it may be about to be published
@@ -225,7 +226,7 @@ class _Draft:
 
 def _await_all(comm: Communicator) -> None:
     """Collective. Wait for all ranks, by messages: in a collective call of MPI a rank would keep its core busy."""
-    token, (first, *others) = torch.zeros(1, dtype=torch.uint8), comm.failures.living
+    token, (first, *others) = torch.zeros(1, dtype=torch.uint8), comm.failures.alive
     leads = comm.rank == first
     for sends in (not leads, leads):
         for peer in others if leads else [first]:
@@ -239,7 +240,7 @@ def _await_all(comm: Communicator) -> None:
 def _owners(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Collective. Return the rank that writes each tensor, by name: of those that have it the one with least to write.
 
-    Ranks are counted among the living. Short tensors are missing; each rank writes its own.
+    Ranks are counted among those alive. Short tensors are missing; each rank writes its own.
     """
     if comm.size == 1:
         return {}
@@ -252,7 +253,7 @@ def _owners(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, int]
             keys[name] = tensor.nbytes.to_bytes(SIZE_BYTES, "big") + checksum.digest()
     of_ranks = comm.gather(b"".join(keys.values()))
     holders: dict[bytes, list[int]] = {}
-    for rank, held in enumerate(of_ranks[rank] for rank in comm.failures.living):
+    for rank, held in enumerate(of_ranks[rank] for rank in comm.failures.alive):
         for start in range(0, len(held), KEY_BYTES):
             holders.setdefault(held[start : start + KEY_BYTES], []).append(rank)
     # Ranks write about as much: those with few owners to choose from first, the longest first. And what a rank writes

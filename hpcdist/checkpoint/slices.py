@@ -1,8 +1,8 @@
-"""Slices: the part of a whole tensor that a rank has, and its place there, by which any other ranks find theirs.
+"""Slices: the part of a whole tensor that a rank holds, with its position, so that other ranks can read theirs.
 
-A rank has a *part* of a parameter: all of it, or a box that a device mesh has cut out, perhaps padded at its ends. A
-parameter server has only a *span* of a part: a run of its elements in row-major order. Complex numbers in flat memory
-count as pairs: a last dimension of 2.
+A rank holds a *part* of a parameter: all of it, or a box that a device mesh has cut out, perhaps padded at its ends. A
+parameter server holds only a *span* of a part: a run of its elements in row-major order. Complex numbers in flat memory
+are stored as pairs: a last dimension of 2.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from hpcdist.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SlicePlace:
-    """The place of a slice in a whole tensor.
+    """The position of a slice in a whole tensor.
 
     Attributes:
         name: of the parameter.
         shape: of the whole tensor.
-        offset: where the part begins; None if only torch on the same ranks knows how to join the parts.
+        offset: of the part in the whole tensor; None if only torch on the same ranks can join the parts.
         size: the part's shape without padding.
         part: the part's shape with padding.
-        span: the elements [first, last) of the part that the rank has, row-major; None if it has all of them.
+        span: the elements [first, last) of the part that the rank holds, row-major; None: all of them.
     """
 
     name: str
@@ -39,7 +39,7 @@ class SlicePlace:
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...]) -> SlicePlace:
-        """Return the place of a tensor that a rank has completely."""
+        """Return the position of a tensor that a rank holds completely."""
         return cls(name, shape, (0,) * len(shape), shape, shape)
 
     @property
@@ -48,24 +48,24 @@ class SlicePlace:
 
     @property
     def numel(self) -> int:
-        """The number of elements that the rank has."""
+        """The number of elements that the rank holds."""
         return math.prod(self.part) if self.span is None else self.span[1] - self.span[0]
 
     def describe(self) -> dict[str, Any]:
-        """Return the place in types that JSON has."""
+        """Return the position in types that JSON has."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     @classmethod
-    def from_description(cls, given: Mapping[str, Any]) -> SlicePlace:
-        """Return the place from the result of `describe`.
+    def from_description(cls, description: Mapping[str, Any]) -> SlicePlace:
+        """Return the position from the result of `describe`.
 
         Raises:
             ValueError, TypeError: the description contradicts itself.
         """
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
         place = cls(**values)
         if not place._is_possible():
-            raise ValueError(f"a slice must lie inside its whole tensor; got {given!r:.200}")
+            raise ValueError(f"a slice must be inside its whole tensor; got {description!r:.200}")
         return place
 
     def _is_possible(self) -> bool:
@@ -74,21 +74,21 @@ class SlicePlace:
         if not isinstance(self.name, str) or any(type(number) is not int or number < 0 for number in numbers):
             return False
         rows = list(zip(self.shape, offset, self.size, self.part, strict=True))
-        inside = self.offset is None or all(begin + size <= whole for whole, begin, size, _ in rows)
+        inside = self.offset is None or all(start + size <= whole for whole, start, size, _ in rows)
         spans = len(span) == 2 and span[0] <= span[1] <= math.prod(self.part)
         return inside and spans and all(size <= part for *_, size, part in rows)
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A slice of a tensor: its place, and its elements, or a function that reads them."""
+    """A slice of a tensor: its position, and its elements, or a function that reads them."""
 
     place: SlicePlace
     values: Tensor | Callable[[], Tensor]
 
     @property
     def tensor(self) -> Tensor:
-        """The elements: in the part's shape, or flat if they are a span of it.
+        """The elements: in the part's shape, or 1-D if they are a span of it.
 
         Raises:
             ValueError: the file holds another shape.
@@ -101,13 +101,13 @@ class Slice:
 
 
 def join(slices: Mapping[SlicePlace, Tensor], path: Any) -> Tensor:
-    """Join slices to the whole tensor. Elements of which there is no slice are zero.
+    """Join slices to the whole tensor. Elements without a slice are zero.
 
     Args:
         path: the checkpoint, for messages.
 
     Raises:
-        CheckpointError: the offset of a slice is not known.
+        CheckpointError: the offset of a slice is unknown.
     """
     (first, tensor), *_ = slices.items()
     if first.is_whole:
@@ -116,9 +116,9 @@ def join(slices: Mapping[SlicePlace, Tensor], path: Any) -> Tensor:
     for place, values in slices.items():
         if place.offset is None:
             raise CheckpointError(
-                f"parts of parameters must lie one behind the other to be put together; got {place.name!r} in {path}, "
-                "whose placement is another one. Gather it in a program on the same ranks: torch's "
-                "get_model_state_dict inside hpcdist.consensus."
+                f"parts of parameters must be contiguous chunks to be joined; got {place.name!r} in {path}, which has "
+                "another placement. Gather it in a program on the same ranks: torch's get_model_state_dict inside "
+                "hpcdist.consensus."
             )
         box = place.offset, place.size, place.part
         if place.span is None:
@@ -133,17 +133,17 @@ def join(slices: Mapping[SlicePlace, Tensor], path: Any) -> Tensor:
 
 
 def cut(whole: Tensor, place: SlicePlace, path: Any) -> Tensor:
-    """Cut the slice at a place out of a whole tensor, and pad it with zeros.
+    """Return the slice at a position of a whole tensor, padded with zeros.
 
     Raises:
-        CheckpointError: the offset of the slice is not known.
+        CheckpointError: the offset of the slice is unknown.
     """
     if place.is_whole:
         return whole
     if place.offset is None:
         raise CheckpointError(
-            f"parameters must be cut one part behind the other to resume from another mesh; got {place.name!r}, whose "
-            f"placement is another one than in {path}. Resume on the mesh of the checkpoint."
+            f"parameters must be cut into contiguous chunks to resume from another mesh; got {place.name!r}, which has "
+            f"another placement than in {path}. Resume on the mesh of the checkpoint."
         )
     part = whole.new_zeros(place.part)
     part[_box((0,) * len(place.size), place.size)] = whole[_box(place.offset, place.size)]
@@ -151,4 +151,4 @@ def cut(whole: Tensor, place: SlicePlace, path: Any) -> Tensor:
 
 
 def _box(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(begin, begin + length) for begin, length in zip(offset, size, strict=True))
+    return tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))

@@ -1,6 +1,6 @@
 """Stream tensors to and from a safetensors file, one at a time; export a state dict.
 
-The safetensors library reads. Writing is done here, because the library needs all tensors on the host at once and can't
+Files are read by the safetensors library, but written here, because the library needs all tensors on the host and can't
 hash what it writes. The format: the header's length (8 bytes, little-endian), the header (JSON), the data.
 """
 
@@ -22,7 +22,7 @@ from hpcdist.checkpoint.slices import SlicePlace
 from hpcdist.errors import CheckpointError
 from hpcdist.records import Stamp, sync, tensor_bytes, write_durably
 
-_NAMES = {  # as the format has them; some in later versions of the library and of torch alone
+_NAMES = {  # in the format; some only in later versions of the library and of torch
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "bool": "BOOL",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
@@ -32,7 +32,7 @@ _NAMES = {  # as the format has them; some in later versions of the library and 
 
 
 def _is_read(name: str) -> bool:
-    """Tell whether the installed library reads tensors of this type."""
+    """Return whether the installed library reads tensors of this type."""
     header = json.dumps({"x": {"dtype": name, "shape": [0], "data_offsets": [0, 0]}}).encode()
     try:
         return bool(deserialize(len(header).to_bytes(8, "little") + header))
@@ -47,16 +47,16 @@ SUFFIXES = (".pt", ".pth", ".safetensors")  # of exported files
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Stamp:
-    """Write and fsync a new file. One tensor at a time is copied, where it is not contiguous and on the CPU.
+    """Write and fsync a new file. Tensors are copied one at a time, if they are not contiguous and on the CPU.
 
     Args:
         metadata: the header's `__metadata__`.
     """
-    return write_durably(path, _pieces(tensors, metadata or {}))
+    return write_durably(path, _chunks(tensors, metadata or {}))
 
 
-def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | np.ndarray]:
-    # The widest elements first, so that each tensor begins at a multiple of its element's width.
+def _chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | np.ndarray]:
+    # The widest elements first, so that each tensor starts at a multiple of its element size.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header: dict[str, Any] = {}
     end = 0
@@ -66,7 +66,7 @@ def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Itera
         tensor, start = tensors[name], end
         end += tensor.numel() * tensor.element_size()
         shape = list(tensor.shape)
-        if shape and STORED[tensor.dtype] == "F4":  # elements of torch's are pairs
+        if shape and STORED[tensor.dtype] == "F4":  # torch's elements are pairs
             shape[-1] *= 2
         header[name] = {"dtype": STORED[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -77,10 +77,10 @@ def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Itera
 
 
 class TensorFile:
-    """Read tensors of a file one by one, by name, to the CPU.
+    """Reads tensors of a file by name, one at a time, to the CPU.
 
-    They are copies: the library's own tensors are mapped from the file, and reading one after the file was deleted
-    by another host would end the process.
+    The tensors are copies: the library maps its tensors from the file, and an access after another host has deleted the
+    file would end the process.
 
     Attributes:
         places, owners: of tensors by name: where a slice lies, and the rank in whose file the others are.
@@ -98,15 +98,15 @@ class TensorFile:
 
 # --- for plain torch, or the safetensors library ----------------------------------------------------------------------
 def export(state: Mapping[str, Tensor], file: str | Path) -> None:
-    """Write tensors by name, for `torch.load(file, weights_only=True)` or `safetensors.torch.load_file(file)`.
+    """Write a state dict for `torch.load(file, weights_only=True)` or `safetensors.torch.load_file(file)`.
 
-    The file is there whole or not at all; an existing one is replaced.
+    The file is written atomically; an existing one is replaced.
 
     Args:
         file: its name ends in .pt or .pth for torch, or in .safetensors.
 
     Raises:
-        CheckpointError: the name has another end; or safetensors has no such type as a tensor's.
+        CheckpointError: the name has another ending; or safetensors lacks a tensor's type.
     """
     check_name(file)
     file = Path(file)
@@ -129,6 +129,6 @@ def export(state: Mapping[str, Tensor], file: str | Path) -> None:
 
 
 def check_name(file: str | Path) -> None:
-    """Raise CheckpointError if the name of a file to export to does not say in which format."""
+    """Raise CheckpointError unless the ending of an export file's name is a known format."""
     if Path(file).suffix not in SUFFIXES:
         raise CheckpointError(f"the file's name must end in one of {', '.join(SUFFIXES)}; got {file}.")

@@ -1,7 +1,7 @@
-"""Write a nested state as JSON plus tensors, and read it back to the bit.
+"""Write a nested state as JSON plus tensors, and read it back bitwise.
 
-Values that JSON has (strings, booleans, null, lists, dicts with string keys, integers and floats of ordinary size) are
-written as they are; any other is a dict of one entry whose key begins with "$".
+Values of JSON's types (strings, booleans, null, lists, dicts with string keys, integers and floats of ordinary size)
+are written unchanged; any other is a dict of one entry whose key starts with "$".
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ _RULE = (
 
 
 def encode(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor], dict[str, SlicePlace]]:
-    """Split a state into a tree for JSON, and tensors by their place in it, such as `state['model']['weight']`.
+    """Split a state into a tree for JSON, and tensors by their path in it, such as `state['model']['weight']`.
 
-    The third result has the places of those tensors that are slices. Tensors are not copied. Tensors that are the same
-    view of the same memory are stored once, and are one tensor again when decoded; views that merely overlap become
-    independent tensors. An OrderedDict is stored as a dict, a torch.Size as a tuple, a Parameter as a
-    tensor, an array in the machine's byte order.
+    The third result has the positions of tensors that are slices. Tensors are not copied. Identical views of the same
+    memory are stored once, and are one tensor again when decoded; views that overlap become independent tensors. An
+    OrderedDict is stored as a dict, a torch.Size as a tuple, a Parameter as a tensor, an array in native byte order.
 
     Raises:
         CheckpointError: a value of another type, or nesting deeper than 100 (such as a list that contains itself).
@@ -84,7 +83,7 @@ class _Encoder:
             if type(key) not in (str, int, float, bool, type(None), tuple):
                 raise CheckpointError(
                     f"{path} must have keys that are None or of type str, int, float, bool, tuple; got {key!r:.60} "
-                    f"({_type_name(key)}). Convert it, or leave it out of the state."
+                    f"({_type_name(key)}). Convert it, or remove it from the state."
                 )
         values = {key: self.encode(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()}
         plain = type(value) is not Counter and all(type(key) is str and not key.startswith("$") for key in values)
@@ -95,13 +94,13 @@ class _Encoder:
 
     def _encode_tensor(self, value: Tensor, path: str, place: SlicePlace | None = None) -> dict[str, Any]:
         dense = value.layout is torch.strided and not (value.is_nested or value.is_meta)
-        if not dense or type(value.data) is not Tensor:  # a subclass may not hold its elements itself
+        if not dense or type(value.data) is not Tensor:  # a subclass may store its elements elsewhere
             raise _refusal(path, value)
         stored = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
         if stored.dtype not in STORED:
             raise _refusal(path, value)
         view = (stored.data_ptr(), stored.dtype, stored.shape, stored.stride(), stored.device, stored.is_neg(), place)
-        if path in self.tensors:  # of two keys that are both NaN, or in two keys
+        if path in self.tensors:  # two NaN keys, or tensors in a dict's keys
             path = f"{path} #{len(self.tensors)}"
         name = self._names.setdefault(view, path) if stored.numel() else path
         self.tensors[name] = stored
@@ -112,9 +111,9 @@ class _Encoder:
     def _encode_array(self, value: Any, path: str) -> dict[str, Any]:
         array = np.asarray(value)
         try:
-            # from_numpy warns of arrays that can't be written to
+            # from_numpy warns about read-only arrays
             tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-        except (TypeError, ValueError):  # a type that torch has not; strides below zero, bytes in foreign order
+        except (TypeError, ValueError):  # a type that torch lacks; negative strides, foreign byte order
             try:
                 tensor = torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
             except (TypeError, ValueError):
@@ -123,11 +122,11 @@ class _Encoder:
 
 
 class TreeDecoder:
-    """Make states from the trees and tensors of `encode`. Tensors are on the CPU; slices are read when needed.
+    """Decodes states from the trees and tensors of `encode`. Tensors are on the CPU; slices are read on first use.
 
     Args:
-        read: returns a tensor by its name.
-        places: the places of the tensors that are slices.
+        read: (name) -> tensor.
+        places: positions of the tensors that are slices.
         where: the file, for messages.
     """
 
@@ -135,10 +134,10 @@ class TreeDecoder:
         self._read, self._places, self._where = read, places, where
 
     def decode(self, node: Any) -> Any:
-        """Return the state that a node of the tree stands for.
+        """Return the state that a node of the tree represents.
 
         Raises:
-            CheckpointError: the node is none of `encode`'s.
+            CheckpointError: the node was not created by `encode`.
         """
         with understood(self._where):
             return self._decode(node, cache(self._read))  # equal views are one tensor again
@@ -185,4 +184,4 @@ def _refusal(path: str, value: Any) -> CheckpointError:
         got = f"{type(value).__name__} of {value.dtype}, {value.layout}{nested}, on {value.device}"
     else:
         got = f"{_type_name(value)} ({value!r:.60})"
-    return CheckpointError(f"{path} {_RULE}; got {got}. Convert it, or leave it out of the state.")
+    return CheckpointError(f"{path} {_RULE}; got {got}. Convert it, or remove it from the state.")

@@ -1,4 +1,4 @@
-"""All-reduce algorithms, one file each, found by the file's name; and the choice among them."""
+"""All-reduce algorithms, one file each, loaded by the file's name; `auto` chooses among them."""
 
 from __future__ import annotations
 

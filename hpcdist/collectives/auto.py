@@ -1,4 +1,4 @@
-"""The choice among the all-reduce algorithms by length."""
+"""Choose the all-reduce algorithm by the tensor's length."""
 
 from __future__ import annotations
 
@@ -17,23 +17,30 @@ from hpcdist.collectives.tuning.table import cached_table, predicted_ranges
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual.network import Network
 
-SLICE_BYTES = 1 << 18  # of a rank: from here on a tensor that all ranks have mapped is summed in place
+SLICE_BYTES = 1 << 18  # per rank: longer tensors in memory that all ranks have mapped are summed in place
 
-_AS_THEY_ARE = {dtype for dtype, summed_as in SUMMED_AS.items() if dtype is summed_as}
+_NATIVE_DTYPES = {dtype for dtype, summed_as in SUMMED_AS.items() if dtype is summed_as}
 
 
 @final
 class Auto(AllReduce):
-    """The all-reduce algorithm that was fastest on this machine for tensors of about that length.
+    """All-reduce by the algorithm that was fastest on this machine for tensors of similar length.
 
-    Making it is Collective and, the first time on a machine with these ranks, measures for one to three seconds, on a
-    slow network up to ten; the table is kept in a file. On virtual ranks the algorithms' cost formulas decide instead,
-    at the network's figures.
+    The first time on a machine with these ranks the constructor measures for one to three seconds, on a slow network up
+    to ten; the table is cached in a file. On virtual ranks the algorithms' cost formulas decide, for the latency and
+    bandwidth of the virtual network.
 
     Args:
-        comm: the ranks that sum.
-        cache_dir: the folder of the table.
-        refresh: measure anew, and replace the table in the file.
+        comm: the ranks.
+        cache_dir: folder of the table.
+        refresh: measure again, and replace the table in the file.
+
+    Example:
+        >>> from hpcdist.collectives import load
+        >>> all_reduce, tensor = load("auto")(comm), torch.ones(4)
+        >>> all_reduce.mean(tensor)
+        >>> tensor
+        tensor([1., 1., 1., 1.])
 
     Reference: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH",
     2005 (choice by length and number of ranks).
@@ -49,37 +56,37 @@ class Auto(AllReduce):
         first = self.ranges[0][1] if comm.size > 1 else ""
         self._first_bytes = int(min(self._ends[0], sys.maxsize)) if first in ("native", "shared_memory") else -1
         self._first = comm.allreduce if first == "native" else self._algorithms[0]
-        self._takes = _AS_THEY_ARE if first == "native" else SUMMED_AS.keys()
+        self._first_dtypes = _NATIVE_DTYPES if first == "native" else SUMMED_AS.keys()
         self._direct = Direct(comm) if Direct.suits(comm) else None
         self._in_place_bytes = comm.size * SLICE_BYTES
 
     def __call__(self, tensor: Tensor) -> None:
         """Collective. Replace `tensor` by its sum over all ranks; see `AllReduce.__call__`."""
-        # A short tensor is summed in microseconds, so what can be taken as it is goes there at once, to be checked
-        # there.
+        # A short tensor is summed in microseconds: if its dtype needs no view, skip the checks here; `_first` has its
+        # own.
         n_bytes = tensor.nbytes
-        if n_bytes <= self._first_bytes and tensor.dtype in self._takes and not self._in_place(tensor, n_bytes):
+        if n_bytes <= self._first_bytes and tensor.dtype in self._first_dtypes and not self._in_place(tensor, n_bytes):
             self._first(tensor)
         else:
-            AllReduce.__call__(self, tensor)  # not by super(), which costs the other branch time
+            AllReduce.__call__(self, tensor)  # super() would slow down the other branch
 
     def _sum(self, tensor: Tensor) -> None:
         if tensor.is_cpu:
             self._chosen(tensor)._sum(tensor)
-        else:  # not staged, as the library reads device memory itself; the table has no figures for that
+        else:  # the library reads device memory itself; the table has no timings for that
             self._native(tensor)
 
     def _mean(self, tensor: Tensor) -> None:
         self._chosen(tensor)._mean(tensor)
 
     def _chosen(self, tensor: Tensor) -> AllReduce:
-        """Choose the algorithm for a tensor on the host. The table has figures of tensors that are not shared."""
+        """Return the algorithm for a tensor on the host; the table has no timings of shared tensors."""
         if self._direct is not None and self._in_place(tensor, tensor.nbytes):
             return self._direct
         return self._algorithms[bisect_left(self._ends, tensor.nbytes)]
 
     def _in_place(self, tensor: Tensor, n_bytes: int) -> bool:
-        """Tell whether all ranks have mapped the tensor, and it is long."""
+        """Return whether the tensor is long and all ranks have mapped it."""
         return n_bytes >= self._in_place_bytes and self.comm.memory.is_shared(tensor)
 
     def close(self) -> None:
@@ -88,7 +95,7 @@ class Auto(AllReduce):
 
 
 def _ranges(comm: Communicator, cache_dir: Path | None, refresh: bool) -> list[tuple[float, str]]:
-    """Collective. List (largest number of bytes, algorithm), ascending; see TimingTable.ranges."""
+    """Collective. Return (largest number of bytes, algorithm) pairs, ascending; see `TimingTable.ranges`."""
     if comm.size == 1:
         return [(math.inf, "native")]
     if comm.platform.virtual is None:

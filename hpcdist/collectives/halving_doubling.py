@@ -1,4 +1,4 @@
-"""Recursive halving and doubling: as few bytes as the ring in a logarithm of its steps."""
+"""Recursive halving and doubling: as few bytes as the ring, in lg p steps instead of p."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ from hpcdist.comm.communicator import Communicator
 
 @final
 class HalvingDoubling(Algorithm):
-    """A reduce-scatter by recursive halving, then an all-gather by recursive doubling.
+    """All-reduce by a reduce-scatter with recursive halving, then an all-gather with recursive doubling.
 
     Partners p/2 apart exchange halves of the vector and add, then partners p/4 apart exchange quarters, and so on,
-    until each rank holds one block of the sum; the same way back gathers the blocks. Steps: 2 lg p. Bytes sent per
-    rank: 2n(p-1)/p. Where p is no power of two, folding the extra ranks costs two more steps and n more bytes.
+    until each of p ranks holds one block of the sum; the same exchanges in reverse order gather the blocks. Steps:
+    2 lg p. Bytes sent per rank: 2n(p-1)/p for n bytes. If p is no power of two, folding the extra ranks costs two more
+    steps and n more bytes.
+
+    Example on 4 ranks:
+        >>> from hpcdist.collectives import load
+        >>> all_reduce, tensor = load("halving_doubling")(comm), torch.ones(1000)
+        >>> all_reduce(tensor)
 
     Reference: R. Rabenseifner, "Optimization of collective reduction operations", 2004.
     """
@@ -27,20 +33,20 @@ class HalvingDoubling(Algorithm):
 
     def _sum(self, tensor: Tensor) -> None:
         core, count = self._core, tensor.numel()
-        theirs = self.inbox.like(tensor, count if core.size < self.comm.size else -(-count // 2))
-        core.fold(tensor, theirs)
-        if not core.outside:
+        remote = self.inbox.empty_like(tensor, count if core.size < self.comm.size else -(-count // 2))
+        core.fold(tensor, remote)
+        if not core.is_extra:
             halves = self._halves(tensor)
-            for partner, kept, given in halves:
-                inbox = theirs[: kept.numel()]
-                self._exchange(given, inbox, partner)
+            for partner, kept, sent in halves:
+                inbox = remote[: kept.numel()]
+                self._exchange(sent, inbox, partner)
                 kept.add_(inbox)
-            for partner, kept, given in reversed(halves):
-                self._exchange(kept, given, partner)
+            for partner, kept, sent in reversed(halves):
+                self._exchange(kept, sent, partner)
         core.unfold(tensor)
 
     def _halves(self, tensor: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """List for each halving the partner, the half that this rank keeps, and the half that it gives away."""
+        """Return for each halving the partner, the half that this rank keeps, and the half that it sends."""
         core = self._core
         cuts = bounds(tensor.numel(), core.size)
         low, high, steps = 0, core.size, []
@@ -57,7 +63,7 @@ class HalvingDoubling(Algorithm):
         return steps
 
     def _exchange(self, send: Tensor, recv: Tensor, partner: int) -> None:
-        """Send and receive; unlike `sendrecv`, the two may differ in length (an odd number of elements halved)."""
+        """Send and receive; unlike in `sendrecv` the lengths may differ (halves of an odd number of elements)."""
         arriving = self.comm.irecv(recv, partner, TAG)
         leaving = self.comm.isend(send, partner, TAG)
         arriving.wait()
@@ -65,7 +71,7 @@ class HalvingDoubling(Algorithm):
 
     @staticmethod
     def cost(n_bytes: float, size: int, ranks_per_node: int = 1) -> Cost:
-        """Predict the cost; the ranks of a node share its link in the exchanges with other nodes."""
+        """Predict the cost: the ranks of a node share its link to other nodes."""
         steps, folded = core_steps(size)
         share, outside = 1 - 1 / (1 << steps), 1 - min(ranks_per_node, 1 << steps) / (1 << steps)
         sent = ranks_per_node * outside + share - outside

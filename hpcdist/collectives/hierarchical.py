@@ -21,13 +21,19 @@ SHORT_BYTES = 1 << 15  # across nodes: up to here the number of steps matters mo
 
 @final
 class Hierarchical(Algorithm):
-    """A reduce-scatter in the node, an all-reduce of each slice across the nodes, an all-gather in the node.
+    """All-reduce by a reduce-scatter in each node, an all-reduce of each slice across nodes, an all-gather in each
+    node.
 
-    The first g ranks of each node own a slice each, g being the fewest ranks on any node. The tensor passes through a
-    shared-memory window in segments, in three slots in turn: while segment i is collected from one slot, the next is
-    reduced in another, and the one after is copied into the third; so one barrier of the node per segment suffices.
-    Bytes sent per rank across q nodes: 2(n/g)(q-1)/q by a ring, (n/g) lg q by recursive doubling where slices are
-    short. Inside the node they are read from shared memory: up to 2n(g-1)/g.
+    The first g ranks of each node own one slice each, g being the smallest number of ranks on any node. The tensor
+    passes through a shared-memory window in segments, with three slots in turn: segment i is collected from one slot
+    while the next is reduced in another and the one after is copied into the third. So one barrier of the node per
+    segment is enough. Bytes sent per rank across q nodes for n bytes: 2(n/g)(q-1)/q by a ring, (n/g) lg q by recursive
+    doubling if slices are short. Bytes read from shared memory inside the node: up to 2n(g-1)/g.
+
+    Example:
+        >>> from hpcdist.collectives import load
+        >>> all_reduce, tensor = load("hierarchical")(comm), torch.ones(1000)
+        >>> all_reduce(tensor)
 
     Reference: M. Cho, U. Finkler, D. Kung, H. Hunter, "BlueConnect: decomposing all-reduce for deep learning on
     heterogeneous network hierarchy", 2019.
@@ -36,13 +42,13 @@ class Hierarchical(Algorithm):
     def __init__(self, comm: Communicator):
         super().__init__(comm)
         self._owners = min(Counter(comm.nodes).values())
-        account = comm.trace.traffic  # one for all that the all-reduce moves
+        account = comm.trace.traffic  # counts all transfers of the all-reduce
         self._node = comm.split(comm.nodes[comm.rank], traffic=account)
         self._internode = comm.split(self._node.rank if self._node.rank < self._owners else None, traffic=account)
         if self._internode is not None:
             self._ring, self._doubling = Ring(self._internode), RecursiveDoubling(self._internode)
         self._window = self._node.window(SLOTS * SEGMENT_BYTES, torch.uint8)
-        self._turn = 0  # slots go on in turn from call to call, as others may still collect from the last one
+        self._turn = 0  # continues across calls: other ranks may still read the last slot
 
     @staticmethod
     def suits(comm: Communicator) -> bool:
@@ -69,29 +75,29 @@ class Hierarchical(Algorithm):
         self._window.local[start : start + segment.nbytes].copy_(segment.view(torch.uint8))
 
     def _slices(self, segment: Tensor) -> list[tuple[int, Tensor]]:
-        """List the owners' slices of a segment, each with its offset in a slot, in bytes."""
+        """Return the owners' slices of a segment, each with its offset in a slot, in bytes."""
         cuts = bounds(segment.numel(), self._owners)
         return [(start * segment.itemsize, segment[start:end]) for start, end in itertools.pairwise(cuts)]
 
     def _reduce(self, segment: Tensor, turn: int) -> None:
-        """Sum this owner's slice over the node, then over the nodes, and leave it in the owner's slot."""
+        """Sum this rank's slice over the node, then across nodes, and write it to this rank's slot."""
         node = self._node
-        offset, own = self._slices(segment)[node.rank]
+        offset, local = self._slices(segment)[node.rank]
         start = self._slot(turn) + offset
 
         def read(peer: int) -> Tensor:
-            return self._window.read(peer, start, own.nbytes).view(own.dtype)
+            return self._window.read(peer, start, local.nbytes).view(local.dtype)
 
-        if own.numel() == 0:
+        if local.numel() == 0:
             return
-        sum_in_rank_order(own, node.rank, node.size, read, lambda: self.inbox.like(own, own.numel()))
+        sum_in_rank_order(local, node.rank, node.size, read, lambda: self.inbox.empty_like(local, local.numel()))
         if self._internode is not None and self._internode.size > 1:
-            (self._doubling if own.nbytes <= SHORT_BYTES else self._ring)(own)
-        self._window.local[start : start + own.nbytes].copy_(own.view(torch.uint8))
+            (self._doubling if local.nbytes <= SHORT_BYTES else self._ring)(local)
+        self._window.local[start : start + local.nbytes].copy_(local.view(torch.uint8))
 
     def _collect(self, segment: Tensor, turn: int) -> None:
         slices = self._slices(segment)
-        for step in range(1, len(slices) + 1):  # the neighbour's first, so that not all read the same memory at once
+        for step in range(1, len(slices) + 1):  # start at the neighbour, so that ranks don't all read the same memory
             owner = (self._node.rank + step) % len(slices)
             offset, part = slices[owner]
             if owner != self._node.rank and part.numel() > 0:
@@ -105,10 +111,10 @@ class Hierarchical(Algorithm):
 
     @staticmethod
     def cost(n_bytes: float, size: int, ranks_per_node: int = 1) -> Cost:
-        """Predict the cost, inside nodes too at the network's latency and bandwidth: an upper bound."""
+        """Predict the cost, an upper bound: network latency and bandwidth are assumed inside nodes, too."""
         peers, slice_bytes = ranks_per_node - 1, n_bytes / ranks_per_node
         between = RecursiveDoubling if slice_bytes <= SHORT_BYTES else Ring
         steps, sent, added = between.cost(slice_bytes, size // ranks_per_node)
-        # The slices of a node share its link to the others.
+        # The slices of a node share its link to other nodes.
         sent = 2 * peers * slice_bytes + ranks_per_node * sent
         return Cost(4 * peers + steps, sent, peers * slice_bytes + added)

@@ -1,4 +1,4 @@
-"""The all-reduce of the library underneath."""
+"""The MPI library's own all-reduce."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from hpcdist.collectives.ring import Ring
 
 @final
 class Native(Algorithm):
-    """MPI's own all-reduce on real ranks; on virtual ones a ring whose sum is taken in rank order.
+    """All-reduce by MPI_Allreduce on real ranks; on virtual ranks by a simulated ring that adds in rank order.
 
-    Steps and bytes are the library's choice and not known; the traffic counted is that of a ring, the least for long
-    tensors: 2n(p-1)/p.
+    The library chooses its algorithm without reporting it; traffic is counted as that of a ring, the minimum for long
+    tensors: 2n(p-1)/p bytes per rank for n bytes and p ranks.
+
+    Example:
+        >>> from hpcdist.collectives import load
+        >>> all_reduce, tensor = load("native")(comm), torch.ones(4)
+        >>> all_reduce.mean(tensor)
 
     Reference: Message Passing Interface Forum, "MPI: A message-passing interface standard, version 4.1", 2023
     (MPI_Allreduce).

@@ -1,4 +1,4 @@
-"""Recursive doubling: the fewest steps, whole vectors; for short tensors."""
+"""Recursive doubling: the minimum number of steps, exchanging whole vectors; for short tensors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from hpcdist.comm.communicator import Communicator
 
 @final
 class RecursiveDoubling(Algorithm):
-    """Exchange whole vectors between ranks 2^k apart in step k, and add them on both.
+    """All-reduce in lg p steps: in step k ranks 2^k apart exchange whole vectors, and both add them.
 
-    Steps: lg p. Bytes sent per rank: n lg p. Where p is no power of two, folding the extra ranks costs two more steps
-    and n more bytes.
+    Steps for p ranks: lg p. Bytes sent per rank: n lg p for n bytes. If p is no power of two, folding the extra ranks
+    costs two more steps and n more bytes.
+
+    Example on 4 ranks:
+        >>> from hpcdist.collectives import load
+        >>> all_reduce, tensor = load("recursive_doubling")(comm), torch.ones(8)
+        >>> all_reduce(tensor)
 
     Reference: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH",
     2005.
@@ -27,21 +32,21 @@ class RecursiveDoubling(Algorithm):
         self._core = Folding(comm)
 
     def _sum(self, tensor: Tensor) -> None:
-        core, theirs = self._core, self.inbox.like(tensor, tensor.numel())
-        core.fold(tensor, theirs)
+        core, remote = self._core, self.inbox.empty_like(tensor, tensor.numel())
+        core.fold(tensor, remote)
         distance = 1
-        while distance < core.size and not core.outside:
+        while distance < core.size and not core.is_extra:
             partner = core.peer(core.rank ^ distance)
-            self.comm.sendrecv(tensor, partner, theirs, partner, TAG)
-            # Both add in rank order: where both are NaN, hardware keeps the payload of the first.
-            lower, upper = (tensor, theirs) if core.rank & distance == 0 else (theirs, tensor)
+            self.comm.sendrecv(tensor, partner, remote, partner, TAG)
+            # Both add in rank order: if both values are NaN, hardware keeps the payload of the first.
+            lower, upper = (tensor, remote) if core.rank & distance == 0 else (remote, tensor)
             torch.add(lower, upper, out=tensor)
             distance *= 2
         core.unfold(tensor)
 
     @staticmethod
     def cost(n_bytes: float, size: int, ranks_per_node: int = 1) -> Cost:
-        """Predict the cost; the ranks of a node share its link in the exchanges with other nodes."""
+        """Predict the cost: the ranks of a node share its link to other nodes."""
         steps, folded = core_steps(size)
         inside = min(ranks_per_node.bit_length() - 1, steps)
         sent = inside + ranks_per_node * (steps - inside) + 2 * folded

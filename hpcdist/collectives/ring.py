@@ -1,4 +1,4 @@
-"""Ring all-reduce: bandwidth-optimal at any number of ranks, latency grows with it."""
+"""Ring all-reduce: bandwidth-optimal for any number of ranks; its latency grows with that number."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from torch import Tensor
 
 from hpcdist.collectives.base import TAG, Algorithm, Cost, chunks, segment_count
 
-SEGMENT_BYTES = 1 << 20  # fits the second-level cache of current cores together with the memory it is added to
-AHEAD = 2  # segments under way: the latency of one is hidden by the transfer of the other
+SEGMENT_BYTES = 1 << 20  # fits a core's second-level cache with the memory it is added to
+AHEAD = 2  # segments in flight: the transfer of one hides the latency of the other
 
 
 @final
 class Ring(Algorithm):
-    """A reduce-scatter round the ring, then an all-gather round the ring.
+    """All-reduce by a reduce-scatter around a ring, then an all-gather around the ring.
 
-    Steps: 2(p-1), each sending one of p chunks to the right and receiving one from the left. Bytes sent per rank:
-    2n(p-1)/p. Chunks longer than SEGMENT_BYTES travel in segments: while one is added the next is on its way, and
-    each goes on soon after it is added, without waiting for the rest of its chunk.
+    Steps for p ranks: 2(p-1), each sending one of p chunks to the right and receiving one from the left. Bytes sent per
+    rank: 2n(p-1)/p for n bytes. Chunks longer than SEGMENT_BYTES are pipelined in segments: one is added while the next
+    is in flight, and is forwarded without waiting for the rest of its chunk.
+
+    Example:
+        >>> from hpcdist.collectives import load
+        >>> all_reduce, tensor = load("ring")(comm), torch.ones(1000)
+        >>> all_reduce(tensor)
 
     Reference: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     """
@@ -28,17 +33,17 @@ class Ring(Algorithm):
         self._pass_round(tensor, first=self.comm.rank, add=False)
 
     def _pass_round(self, tensor: Tensor, first: int, add: bool) -> None:
-        """Send chunk `first` to the right and pass on the chunks that come from the left, size - 1 times."""
+        """Send chunk `first` to the right and forward chunks that arrive from the left, size - 1 times."""
         comm, size = self.comm, self.comm.size
         right, left = (comm.rank + 1) % size, (comm.rank - 1) % size
         parts = chunks(tensor, size)
         longest = max(part.numel() for part in parts)
         segments = segment_count(longest * tensor.itemsize, SEGMENT_BYTES)
-        # In step s the chunk first - s leaves, and the one before it arrives, to leave in step s + 1.
+        # In step s chunk first - s is sent, and chunk first - s - 1 arrives, to be sent in step s + 1.
         route = [chunks(parts[(first - step) % size], segments) for step in range(size)]
         leaving = [segment for chunk in route[:-1] for segment in chunk]
         arriving = [segment for chunk in route[1:] for segment in chunk]
-        ahead = min(segments, AHEAD)  # no more can be sent before the first has been received
+        ahead = min(segments, AHEAD)  # further sends need the first receive
         landing = self._landing(tensor, arriving, -(-longest // segments)) if add else arriving
 
         receives = [comm.irecv(buffer, left, TAG) for buffer in landing[:ahead]]
@@ -54,8 +59,8 @@ class Ring(Algorithm):
             send.wait()
 
     def _landing(self, tensor: Tensor, arriving: list[Tensor], longest: int) -> list[Tensor]:
-        """List the buffers that the segments to be added arrive in: one is added while the others fill."""
-        inbox = self.inbox.like(tensor, AHEAD * longest)
+        """Return the buffers in which segments to be added arrive: one is added while the others fill."""
+        inbox = self.inbox.empty_like(tensor, AHEAD * longest)
         return [inbox[i % AHEAD * longest :][: segment.numel()] for i, segment in enumerate(arriving)]
 
     @staticmethod

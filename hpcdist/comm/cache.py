@@ -1,4 +1,4 @@
-"""Measurements that are kept, so that a machine is measured once: small files under the user's cache folder."""
+"""A cache of measurements, so that each machine is measured once: small files in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 
 def cache_file(kind: str, *depends_on: object, folder: Path | None = None) -> Path:
-    """Name the file of a measurement that depends on this machine and on the values of `depends_on`.
+    """Return the path of the cache file of a measurement.
 
     Args:
-        folder: where it lies; by default in XDG_CACHE_HOME, or ~/.cache.
+        kind: the measurement's name, the first part of the file's name.
+        depends_on: values that, with the machine, identify the measurement.
+        folder: by default `hpcdist` in XDG_CACHE_HOME, or in ~/.cache.
     """
     key = repr((_processor(), os.cpu_count(), *depends_on))
     folder = folder or platformdirs.user_cache_path("hpcdist", appauthor=False)
@@ -40,25 +42,26 @@ def _processor() -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
-def measured(
+def load_or_measure(
     comm: Communicator, path: Path, check: Callable[[str], str], measure: Callable[[], str], what: str, *,
     refresh: bool = False,
 ) -> str:  # fmt: skip
-    """Collective. Return a measurement from its file, or take it and write it there; the same text on all ranks.
+    """Collective. Return a cached measurement, or measure and cache it; the same text on all ranks.
 
-    Rank 0 alone reads and writes. A file that can't be used is replaced, with a warning.
+    Only rank 0 reads and writes the file. An invalid file is replaced, with a warning.
 
     Args:
-        check: makes of the file's text what is returned; empty: out of date. Raises ValueError where it is not one.
-        measure: Collective. Returns the text.
+        path: the file, from `cache_file`.
+        check: maps the file's text to the result; an empty result means out of date. Raises ValueError if invalid.
+        measure: Collective. Returns the text to cache.
         what: the measurement's name, for messages.
-        refresh: measure although there is a file.
+        refresh: measure even if there is a valid file.
     """
     text: str = comm.gather(_read(path, check, what) if comm.rank == 0 and not refresh else "")[0]
     if not text:
         text = measure()
         if comm.rank == 0:
-            keep(path, text, f"the {what}")
+            write_cached(path, text, f"the {what}")
     return text
 
 
@@ -71,12 +74,12 @@ def _read(path: Path, check: Callable[[str], str], what: str) -> str:
         reason = error.errors()[0]["msg"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error)
-    warnings.warn(f"{path} is not a {what} ({reason}); measuring anew.", stacklevel=5)
+    warnings.warn(f"{path} is not a {what} ({reason}); measuring again.", stacklevel=5)
     return ""
 
 
-def keep(path: Path, text: str, what: str = "a measurement") -> None:
-    """Write a measurement, whole or not at all, also where others write it at the same time; warn where that fails."""
+def write_cached(path: Path, text: str, what: str = "a measurement") -> None:
+    """Write a cache file atomically, also if other processes write it at the same time; warn if that fails."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +87,7 @@ def keep(path: Path, text: str, what: str = "a measurement") -> None:
         os.replace(temporary, path)
     except OSError as error:
         warnings.warn(
-            f"{what} can't be kept in {path} ({error.strerror}), and is taken anew next time. XDG_CACHE_HOME may name "
-            "another folder.",
+            f"{what} can't be cached in {path} ({error.strerror}) and will be measured again next time. Set "
+            "XDG_CACHE_HOME to another folder.",
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""What a communicator has beside its calls: memory for collectives, what it runs on, records, and failures."""
+"""Attributes of a communicator: shared memory for collectives, its platform, its trace, and its failures."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from hpcdist.comm.window import Memory
 from hpcdist.records.timeline import Timeline
 
 T = TypeVar("T")
-DEADLINE_S = 600.0  # of a blocking call, by default
+DEADLINE_S = 600.0  # default limit of a blocking call
 _NOTHING = nullcontext()
 
 
-def numbered(nodes: Iterable[Any]) -> tuple[int, ...]:
-    """Number nodes from 0 on, in the order in which they first come."""
+def number_nodes(nodes: Iterable[Any]) -> tuple[int, ...]:
+    """Replace each node name by an index: 0 for the first distinct name, 1 for the second..."""
     index: dict[Any, int] = {}
     return tuple(index.setdefault(node, len(index)) for node in nodes)
 
 
 class RankMemory(abc.ABC):
-    """The memory that collective calls use beside windows: what ranks of a node share, and copies on the host.
+    """Memory for collective algorithms: memory that the ranks of a node share, and host copies of device tensors.
 
-    Strategies leave it to `collectives/`.
+    For `collectives/`; strategies use windows.
 
     Attributes:
-        local_ranks: the ranks on this rank's node, in their order.
-        can_attach: `attach` works; the same on all ranks.
+        local_ranks: the ranks on this rank's node, sorted.
+        can_attach: whether `attach` works; the same on all ranks.
     """
 
     can_attach: bool
@@ -44,39 +44,39 @@ class RankMemory(abc.ABC):
 
     @abc.abstractmethod
     def attach(self, tensor: Tensor) -> Memory:
-        """Collective. Let other ranks get and put memory that the caller already has (same length on all).
+        """Collective. Let other ranks get and put an existing tensor, of the same length on all ranks.
 
-        Works between ranks of one node whose kernel lets them read each other's memory: see `can_attach`.
-        Closing it is not collective and does not synchronise: end with `barrier()` before the memory changes hands.
+        Requires `can_attach`: ranks of one node whose kernel lets them read each other's memory. Closing the result is
+        not collective and does not synchronize: call `barrier()` before the memory is used otherwise.
         """
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Collective. Make zeros, shape (count,), to be attached: as a whole, or a part, the same on all ranks.
+        """Collective. Return zeros, shape (count,), of which the whole or the same part on all ranks can be attached.
 
-        Where memory can be attached the other ranks have them mapped, so that they read and write them in place, twice
-        to three times as fast; else they are a tensor like any other. They may outlive the communicator.
+        If `can_attach`, the other ranks map this memory, and read and write it in place, two to three times as fast;
+        otherwise it is an ordinary tensor. It may outlive the communicator.
         """
         return torch.zeros(count, dtype=dtype)
 
     def slots(self, n_bytes: int, call: str = "collective call") -> Slots | None:
-        """Collective. Make slots of so many bytes, a multiple of 64; None where ranks share no memory.
+        """Collective. Create slots of `n_bytes` each, a multiple of 64; None if the ranks share no memory.
 
         Args:
-            call: what they are used for, by the name that messages give to a rank that waits there.
+            call: name of the calls that use them, for messages about a rank that waits there.
         """
         return None
 
     def is_shared(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor lies in what `zeros` has made, and the other ranks have mapped it."""
+        """Return whether a tensor lies in memory that `zeros` returned and the other ranks have mapped."""
         return False
 
     def host(self, tensor: Tensor, *, write: bool = True) -> AbstractContextManager[Tensor]:
-        """Yield the tensor itself if it lies on the host, or the library can use its memory; else a copy on the host.
+        """Yield the tensor itself if it is on the host or the library can use device memory; else a copy on the host.
 
-        For algorithms that do arithmetic between many small transfers: device memory is then staged once.
+        For algorithms with arithmetic between many small transfers: device memory is staged only once.
 
         Args:
-            write: copy back at the end.
+            write: copy the result back to the device at the end.
         """
         return nullcontext(tensor) if tensor.is_cpu else _copied(tensor, write)
 
@@ -94,10 +94,10 @@ class Platform:
     """What the ranks of a communicator run on.
 
     Attributes:
-        library: the library that moves the data: its name and version, one line.
-        world_ranks: the numbers that these ranks have in the job.
-        virtual: the cluster of virtual ranks (network, step times), as `run.json` shows it; None on real ranks.
-        concurrent: several threads of a rank may use communicators at the same time, each another one.
+        library: name and version of the communication library, one line.
+        world_ranks: the numbers of these ranks in the job.
+        virtual: description of the virtual cluster (network, step times) for `run.json`; None on real ranks.
+        concurrent: whether several threads of a rank may communicate at the same time, each on its own communicator.
     """
 
     library: str
@@ -107,11 +107,11 @@ class Platform:
 
 
 class Trace:
-    """What is recorded of a communicator's calls.
+    """Records of a communicator's calls.
 
     Attributes:
         traffic: bytes, messages and seconds of this rank's calls.
-        timeline: events of this rank, where a timeline is written.
+        timeline: events of this rank; None unless a timeline is written.
     """
 
     def __init__(self, traffic: Traffic | None = None):
@@ -119,59 +119,59 @@ class Trace:
         self.timeline: Timeline | None = None
 
     def span(self, name: str, category: str, **details: Any) -> AbstractContextManager[Any]:
-        """Note in the timeline what is done inside the context, which yields the details; None without a timeline."""
+        """Record the context as an event of the timeline; yields its details, or None without a timeline."""
         return _NOTHING if self.timeline is None else self.timeline.span(name, category, details)
 
 
 class Failures:
-    """Ranks that do not come or have died. This class is for ranks of which a death ends the job.
+    """Detects ranks that are late or have died. In this base class a rank's death ends the job.
 
     Attributes:
         deadline_s: a blocking call that takes longer ends the run with a message.
-        tolerant: the job goes on when a rank dies.
-        living: the ranks that take part in collectives: all, less those that `shrink` found dead.
-        lost: the dead, in the order in which they were found.
-        collective: a context for a collective call that is made of messages, so that a rank which does not come to it
-            is found as with any other one.
+        tolerant: whether the job continues when a rank dies.
+        alive: the ranks that take part in collectives: all but those that `shrink` found dead.
+        lost: the dead ranks, in the order of detection.
+        collective: context around a collective call that consists of messages; a missing rank is then reported as for
+            any other collective call.
     """
 
     deadline_s: float
-    living: tuple[int, ...]
+    alive: tuple[int, ...]
     lost: tuple[int, ...] = ()
     tolerant: bool = False
     collective: AbstractContextManager[None] = _NOTHING
 
     def __init__(self, size: int, deadline_s: float):
-        self.living, self.deadline_s = tuple(range(size)), deadline_s
+        self.alive, self.deadline_s = tuple(range(size)), deadline_s
 
     def failed(self) -> tuple[int, ...]:
-        """Return the ranks that are known to have died. Never blocks; empty where a death would end the job anyway."""
+        """Return the ranks known to have died. Never blocks; always empty if a death ends the job."""
         return ()
 
-    def whereabouts(self) -> str:
-        """Describe the line of the user's code at which each rank is, for an error's message; empty where unknown.
+    def locate_ranks(self) -> str:
+        """Describe for an error message at which line of the user's code each rank is; empty if unknown.
 
-        On real ranks it takes seconds, for a rank that does not answer is waited for.
+        May take seconds on real ranks, waiting for ranks that do not reply.
         """
         return ""
 
     def shrink(self) -> None:
-        """Collective among the living. Agree on who has died; collectives are the others' from here on.
+        """Collective among the surviving ranks. Agree on the dead ranks; later collectives exclude them.
 
-        Ranks keep their numbers; `gather` gives None for the dead.
+        Ranks keep their numbers; `gather` returns None for dead ranks.
         """
 
     def retry_on_failure(self, action: Callable[[], T], *others: Failures) -> T:
-        """Collective among the living. Return the result of `action`, which the others repeat where a rank dies in it.
+        """Collective among the surviving ranks. Run `action` and return its result; after a death `shrink` and rerun.
 
-        They `shrink` to the living before. Where deaths would end the job anyway this is `action()`.
+        If a death ends the job anyway, this is just `action()`.
 
         Args:
-            action: collective on this communicator and on those of `others`; it bears being made in part before, with
-                data that are incomplete, and being made twice.
-            others: the failures of further communicators.
+            action: collective on this communicator and on those of `others`. It may be interrupted halfway with
+                incomplete data, and may run twice.
+            others: `failures` of further communicators that `action` uses.
 
         Raises:
-            CommunicationError: nobody has died, and it failed on another rank. An error of `action` here comes first.
+            CommunicationError: `action` failed on another rank though none died. A local error is raised as it is.
         """
         return action()

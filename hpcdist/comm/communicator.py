@@ -1,9 +1,9 @@
-"""The seam: the protocol of communicators, all that a strategy sees of the network.
+"""The interface of communicators: everything that a strategy uses of the network.
 
-Strategies, collectives and the training loop call a communicator and the objects it makes, and nothing else, so that
-the same file runs on real ranks (`comm/mpi`) and on virtual ones (`comm/virtual`). Tensors handed to the seam are flat
-(one dimension) and contiguous; receiving is in place. Every dtype of torch with at most 8 bytes per element may be
-sent, bfloat16 and float16 included.
+Strategies, collectives and the training loop communicate only through a communicator and the objects it creates, so
+the same code runs on real ranks (`comm/mpi`) and on virtual ones (`comm/virtual`). Tensors must be flat (one dimension)
+and contiguous; receives are in place. Every dtype of torch with at most 8 bytes per element may be sent, bfloat16 and
+float16 included.
 """
 
 from __future__ import annotations
@@ -47,20 +47,27 @@ C = TypeVar("C", bound="Communicator")
 
 
 class Communicator(abc.ABC):
-    """A group of ranks that exchange tensors. Not thread-safe: one thread uses a communicator at a time."""
+    """A group of ranks that exchange tensors. Not thread-safe: one thread uses a communicator at a time.
+
+    Example:
+        >>> total = torch.ones(3) * comm.rank
+        >>> comm.allreduce(total)
+        >>> total
+        tensor([1., 1., 1.])
+    """
 
     rank: int
     size: int
-    nodes: tuple[int, ...]  # nodes[r] is the index of the node (shared memory) that rank r lives on
-    platform: Platform  # the MPI library or the virtual cluster, and the ranks' numbers in the job
+    nodes: tuple[int, ...]  # nodes[r]: index of the node (shared memory) of rank r
+    platform: Platform  # the MPI library or the virtual cluster, and the world ranks
     trace: Trace  # traffic and timeline
-    failures: Failures  # deadlines, and the ranks that have died
-    mpi: Any  # mpi4py's communicator of the same ranks, for libraries that want one; None where there is no MPI
-    memory: RankMemory  # for collectives: what the ranks of a node share beside windows
+    failures: Failures  # deadlines, and the ranks that died
+    mpi: Any  # mpi4py's communicator of the same ranks, for other libraries; None without MPI
+    memory: RankMemory  # for collectives: memory that the ranks of a node share, besides windows
 
     # --- point to point -------------------------------------------------------------------------------------------
     def sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int = 0) -> None:
-        """Send `send` to `dest` while receiving into `recv`, of the same length or longer, from `source`."""
+        """Send `send` to `dest` while receiving into `recv`, which may be longer than the message, from `source`."""
         check_rank(source, self.size, "source")
         sending = self.isend(send, dest, tag)
         self.irecv(recv, source, tag).wait()
@@ -68,7 +75,14 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:
-        """Start sending. `tensor` must not change until the request is complete."""
+        """Start sending. `tensor` must not change until the request is complete.
+
+        Example:
+            >>> received, peer = torch.empty(2), 1 - comm.rank
+            >>> sending = comm.isend(torch.ones(2), dest=peer, tag=3)
+            >>> comm.irecv(received, source=peer, tag=3).wait()
+            >>> sending.wait()
+        """
 
     @abc.abstractmethod
     def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
@@ -76,42 +90,46 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def probe(self, source: int = ANY, tag: int = ANY, *, block: bool = True) -> Envelope | None:
-        """Describe a message that has arrived, without receiving it. With block=False, None where there is none yet."""
+        """Describe a message that has arrived, without receiving it. With block=False: None if there is none yet."""
 
     # --- collective -----------------------------------------------------------------------------------------------
     @abc.abstractmethod
     def allreduce(self, tensor: Tensor) -> None:
-        """Collective. Sum `tensor` over all ranks in place, by the library underneath (MPI's own)."""
+        """Collective. Sum `tensor` over all ranks in place, by the MPI library's own all-reduce."""
 
     @abc.abstractmethod
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        """Collective. Copy root's `tensor` into everyone's."""
+        """Collective. Copy root's `tensor` into that of every rank."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Collective. Return every rank's `value` in rank order, on every rank; None for the dead.
+        """Collective. Return every rank's `value` in rank order, on every rank; None for ranks that died.
 
         Equal values are one object.
 
         Args:
-            value: small, and of types that JSON has; or bytes, then on all ranks.
+            value: a small value of JSON's types; or bytes, then on all ranks.
+
+        Example:
+            >>> comm.gather({"loss": 0.5 + comm.rank})
+            [{'loss': 0.5}, {'loss': 1.5}]
         """
         if isinstance(value, bytes):
             return list(self._gather(value))
-        found = self._gather(json.dumps(value).encode())
-        values = {data: None if data is None else json.loads(data) for data in set(found)}
-        return [values[data] for data in found]
+        encoded = self._gather(json.dumps(value).encode())
+        values = {data: None if data is None else json.loads(data) for data in set(encoded)}
+        return [values[data] for data in encoded]
 
     @abc.abstractmethod
     def _gather(self, data: bytes) -> Sequence[bytes | None]:
-        """Collective. Return every rank's `data`, of any length, in rank order; None for the dead."""
+        """Collective. Return every rank's `data`, of any length, in rank order; None for ranks that died."""
 
-    def together(self, work: Callable[[], T]) -> T:
-        """Collective. Run `work` on every rank, and return its result here, once it has succeeded on all ranks.
+    def raise_on_all_ranks(self, work: Callable[[], T]) -> T:
+        """Collective. Run `work` on every rank; return its local result if it succeeded on all ranks, else raise.
 
-        So an error of one rank alone (a missing file, say) leaves nobody waiting.
+        So an error on a single rank (a missing file, say) leaves no other rank waiting.
 
         Raises:
-            HpcdistError: `work` has failed with one here, or else on another rank: then one of the same kind, with
+            HpcdistError: `work` raised it on this rank; or it failed on another rank: an error of the same class, with
                 the number and the message of the first rank that failed.
         """
         result: T
@@ -128,14 +146,14 @@ class Communicator(abc.ABC):
         for rank, other in enumerate(failures):
             if other is not None:
                 kind, message = other
-                elsewhere: HpcdistError = getattr(errors, kind, HpcdistError)(f"on rank {rank}: {message}")
-                elsewhere.elsewhere = True
-                raise elsewhere
+                remote: HpcdistError = getattr(errors, kind, HpcdistError)(f"on rank {rank}: {message}")
+                remote.on_other_rank = True
+                raise remote
         return result
 
     @abc.abstractmethod
     def barrier(self) -> None:
-        """Collective. Return once every rank has called it."""
+        """Collective. Wait until every rank has called it."""
 
     @overload
     def split(self: C, color: int, key: int = 0, *, traffic: Traffic | None = None) -> C: ...
@@ -144,12 +162,19 @@ class Communicator(abc.ABC):
     def split(self: C, color: int | None, key: int = 0, *, traffic: Traffic | None = None) -> C | None: ...
 
     def split(self: C, color: int | None, key: int = 0, *, traffic: Traffic | None = None) -> C | None:
-        """Collective. Make one communicator per colour, ranks ordered by (key, rank); None where color is None.
+        """Collective. Create one communicator per color, ranks ordered by (key, rank); None where color is None.
 
-        `split(0)` duplicates: messages on the copy never mix with those on the original.
+        `split(0)` duplicates the communicator: messages on the copy never mix with messages on the original.
 
         Args:
-            traffic: the account to which its transfers are added; by default a new one.
+            color: ranks with the same number form one communicator.
+            key: orders the ranks of the new communicator.
+            traffic: counts its transfers; by default a new `Traffic`.
+
+        Example on 4 ranks:
+            >>> half = comm.split(color=comm.rank // 2)
+            >>> half.size
+            2
         """
         if color is not None and color < 0:
             raise CommunicationError(f"color must be an integer of at least 0, or None; got {color}.")
@@ -157,50 +182,57 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def _split(self: C, color: int | None, key: int, traffic: Traffic | None) -> C | None:
-        """Do what `split` says."""
+        """Implement `split`; `color` has been checked."""
 
     @abc.abstractmethod
     def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
         """Collective. Prepare exchanges in which this rank receives from `sources` and sends to `destinations`.
 
-        Each list holds different ranks, without oneself; whom one rank sends to has that one among its sources.
+        Each list holds distinct ranks without this one. If rank a sends to rank b, then a must be one of b's sources.
         """
 
     @abc.abstractmethod
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
-        """Collective. Make a window over `count` zeroed elements on this rank; `count` may differ by rank, and be 0."""
+        """Collective. Create a window of `count` elements, all 0, on this rank; `count` may differ by rank, or be 0.
+
+        Example:
+            >>> counter = comm.window(1, torch.int64)
+            >>> before = counter.fetch_add(1, rank=0)
+            >>> counter.wait(lambda values: bool(values[0] == comm.size), rank=0)
+            >>> counter.close()
+        """
 
     def put_all(self, puts: Iterable[Put]) -> None:
-        """Start puts into windows of this communicator, one after the other, and then wait for all of them.
+        """Start all puts into windows of this communicator, then wait for them; complete at both ends on return.
 
-        Puts to one rank change its memory in their order. When it returns, all are complete at both ends.
+        Puts to the same rank change its memory in their order.
         """
         for window, values, rank, offset in puts:
             window.put(values, rank, offset)
 
     def queue(self) -> CallQueue:
-        """Make a queue for calls of this communicator, which nobody else may use while they are in flight."""
+        """Create a queue of calls on this communicator; do not use it otherwise while calls are in flight."""
         return CallQueue(self.platform.concurrent and self.size > 1)
 
     # --- time -----------------------------------------------------------------------------------------------------
     def compute(self, share: float = 1.0) -> float:
-        """Let the time of a step's forward and backward pass go by, on virtual ranks; on real ones do nothing.
+        """Advance the virtual clock by a step's forward and backward pass; do nothing on real ranks.
 
         Returns these seconds: 0.0 on real ranks, where the computation itself takes time.
 
         Args:
-            share: of a step's time, for a pass over a part of a batch.
+            share: fraction of a step's time, for a pass over a part of a batch.
         """
         return 0.0
 
     def overlapping(self) -> AbstractContextManager[None]:
-        """Let messages under way go on inside the context while this rank computes, whatever that costs."""
+        """Context in which messages in flight make progress while this rank computes, at any CPU cost."""
         return nullcontext()
 
     def now(self) -> float:
-        """Return seconds since some fixed moment: wall clock on real ranks, virtual clock on virtual ones."""
+        """Return seconds since a fixed moment: wall clock on real ranks, virtual clock on virtual ranks."""
         return time.perf_counter()
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Collective. Release what the communicator holds. Windows must be closed before."""
+        """Collective. Release the communicator's resources. Windows must be closed before."""

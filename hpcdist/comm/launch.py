@@ -1,8 +1,8 @@
-"""The ranks according to the launcher, to compare with MPI's world.
+"""Rank and number of ranks according to the launcher (mpirun, srun...), to compare with MPI's world.
 
-The wrong launcher starts N processes that each see a world of size 1, and each would train alone: Open MPI 5.0 under
-MPICH's mpiexec, or under srun with the wrong PMI. MPICH 5.0 under Open MPI's mpirun ends by itself, in MPI_Init:
-"unsupported PMI version PMIx".
+With the wrong launcher N processes each see a world of size 1, and each would train alone: Open MPI 5.0 under MPICH's
+mpiexec, or under srun with the wrong PMI. MPICH 5.0 under Open MPI's mpirun exits in MPI_Init: "unsupported PMI version
+PMIx".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpcdist.errors import WorldError
 
 
 class Task(NamedTuple):
-    """The rank that a process is, according to its launcher."""
+    """The rank of this process, according to its launcher."""
 
     rank: int
     size: int
@@ -27,7 +27,7 @@ class Task(NamedTuple):
 
 
 class Variables(NamedTuple):
-    """The environment variables in which a launcher passes a rank's place."""
+    """The environment variables in which a launcher passes rank and size."""
 
     launcher: str
     rank: str
@@ -35,9 +35,9 @@ class Variables(NamedTuple):
     local_rank: str
 
 
-# The launcher's own come before Slurm's, which under mpirun are those of mpirun's daemon. PMIx has no variable for the
-# size, and srun's tasks have Slurm's whatever the PMI. In a batch script's own shell SLURM_PROCID is set, too, but
-# nothing of a step.
+# Other launchers come before srun: under mpirun Slurm's variables describe mpirun's daemon. PMIx has no variable for
+# the size, and tasks of srun have Slurm's with any PMI. The shell of a batch script has SLURM_PROCID, but no step
+# variables.
 LAUNCHERS = (
     Variables("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     Variables("MVAPICH2's mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
@@ -50,42 +50,42 @@ LAUNCHERS = (
     Variables("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 
-# These say only that a world of one rank is wrong, and must all be set. Launchers without MPI: a job that mpirun has
-# started may have their variables from its surroundings, and hpcdist.init() sets torchrun's. PALS: the size of a node.
+# These only prove that a world of one rank is wrong, and must all be set. Launchers without MPI: a job under mpirun may
+# inherit their variables, and hpcdist.init() sets torchrun's. PALS: the size counts the ranks of a node.
 PLURAL = (
     Variables("torchrun, accelerate launch or their like", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     Variables("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK"),
     Variables("PALS's mpiexec", "PALS_RANKID", "PALS_LOCAL_SIZE", "PALS_LOCAL_RANKID"),
 )
 
-# What a launcher, or an MPI started in a process, leaves in the environment, and what hpcdist.init() sets there.
+# Variables that a launcher or MPI sets in a process (prefixes), and those that hpcdist.init() sets.
 LAUNCHED = (
     *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_JOB", "HYDRA_"),
     *("PALS_", "FLUX_JOB_", "FLUX_TASK_", "JSM_NAMESPACE_", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_"),
 )
-INTRODUCED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-# In Open MPI's MPI_Finalize ranks wait for each other through the launcher, often for ever where one has died. Without
-# that they need to have met before (`comm/mpi/communicator.py` sees to it).
-FINALIZE_ALONE = {"OMPI_MCA_async_mpi_finalize": "1"}
+# In Open MPI's MPI_Finalize ranks wait for each other through the launcher, often forever if one has died. With this
+# setting they don't; they must then have synchronized before (`Process.close` does).
+ASYNC_FINALIZE = {"OMPI_MCA_async_mpi_finalize": "1"}
 
-ANSWERS_S = 60.0  # a busy Slurm controller's time for an answer
+SLURM_REPLY_S = 60.0  # time limit for the reply of a busy Slurm controller
 
 
-def declared_size(environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """Read the number of ranks that the launcher started and the launcher's name; None if there was no launcher."""
-    whole = sorted(LAUNCHERS, key=lambda variables: not all(name in environ for name in variables[1:]))
-    for variables in whole:  # those that say all before those that may be another's
+def launched_size(environ: Mapping[str, str]) -> tuple[int, str] | None:
+    """Return the number of ranks that the launcher started and the launcher's name; None without a launcher."""
+    ordered = sorted(LAUNCHERS, key=lambda variables: not all(name in environ for name in variables[1:]))
+    for variables in ordered:  # launchers with all variables set come first: others may share a variable
         if environ.get(variables.size, "").isdigit():
             return int(environ[variables.size]), variables.launcher
     return None
 
 
 def task(environ: Mapping[str, str]) -> Task | None:
-    """Read this process's place among the ranks, according to its launcher; None without a launcher.
+    """Return this process's rank and size according to its launcher; None without a launcher.
 
     Raises:
-        WorldError: the launcher contradicts itself.
+        WorldError: the launcher's variables contradict each other.
     """
     variables = next((each for each in LAUNCHERS if all(name in environ for name in each[1:])), None)
     if variables is None:
@@ -100,31 +100,31 @@ def task(environ: Mapping[str, str]) -> Task | None:
     return Task(rank, size, local_rank, variables.launcher)
 
 
-def undisputed_task(environ: Mapping[str, str]) -> Task | None:
-    """Read this process's place among the ranks, as `task`; None also where the launcher contradicts itself."""
+def task_or_none(environ: Mapping[str, str]) -> Task | None:
+    """Return the same as `task`; None also if the launcher's variables contradict each other."""
     with suppress(WorldError):
         return task(environ)
     return None
 
 
 def number(environ: Mapping[str, str], name: str) -> int:
-    """Read a variable that is set as an integer; raise WorldError where it is none."""
+    """Read an integer from an environment variable; raise WorldError if it is not a number."""
     if not environ[name].isdigit():
         raise WorldError(
-            f"{name} must be a number; got {environ[name]!r}. It is the launcher's: start ranks with mpirun or srun."
+            f"{name} must be a number; got {environ[name]!r}. The launcher sets it: start ranks with mpirun or srun."
         )
     return int(environ[name])
 
 
 def unlaunched(environ: Mapping[str, str]) -> dict[str, str]:
-    """Copy an environment without a launcher's variables, so that a new job does not take itself for a part of this."""
-    kept = (name for name in environ if name not in INTRODUCED and not name.startswith(LAUNCHED))
+    """Copy an environment without a launcher's variables, to start a separate job from a rank of this one."""
+    kept = (name for name in environ if name not in TORCHRUN_VARIABLES and not name.startswith(LAUNCHED))
     return {name: environ[name] for name in kept}
 
 
 def contradiction(size: int, environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """Read the number of ranks that a launcher started, and its name, where MPI's world of `size` contradicts it."""
-    declared = declared_size(environ)
+    """Return the launcher's number of ranks and its name if MPI's world size differs from it, else None."""
+    declared = launched_size(environ)
     if size == 1 and (declared or (1, ""))[0] == 1:
         whole = (each for each in PLURAL if all(environ.get(name, "").isdigit() for name in (each.rank, each.size)))
         declared = max(((int(environ[each.size]), each.launcher) for each in whole), default=None)
@@ -132,35 +132,35 @@ def contradiction(size: int, environ: Mapping[str, str]) -> tuple[int, str] | No
 
 
 def check_world(size: int, library: str, environ: Mapping[str, str]) -> None:
-    """Check that MPI's world has the size that the launcher declared; raise WorldError otherwise."""
-    found = contradiction(size, environ)
-    if found is None:
+    """Check that MPI's world has the size that the launcher started; raise WorldError otherwise."""
+    mismatch = contradiction(size, environ)
+    if mismatch is None:
         return
-    count, launcher = found
+    count, launcher = mismatch
     command = shlex.join(["python", *sys.argv])
     advice = f"Launch with the mpirun of that same MPI: `mpirun -n {count} {command}`"
     if any(launcher == each.launcher for each in PLURAL):
-        advice = f"hpcdist trains over MPI, which that launcher does not start. Type `mpirun -n {count} {command}`"
+        advice = f"hpcdist needs MPI, which that launcher does not start. Run `mpirun -n {count} {command}`"
     variable = next(each.size for each in (*LAUNCHERS, *PLURAL) if each.launcher == launcher and each.size in environ)
-    if size == 1 and "SLURM_PTY_PORT" in environ:  # this process's shell is one task of several
+    if size == 1 and "SLURM_PTY_PORT" in environ:  # the shell of this process is one of several tasks
         advice = f"This is a shell of `srun --pty`: start it with one task, `srun -n 1 --pty bash`. {advice}"
     raise WorldError(
         f"the number of ranks in MPI's world must be the launcher's, {count} ({launcher}); got {size} with "
         f"{library}. Each process would train alone. {advice} (`python -m mpi4py --mpi-lib-version` names the MPI), or "
-        "under Slurm srun with the matching PMI: `srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH. Where no "
-        f"launcher is meant, unset {variable}, which another one has left."
+        "under Slurm with srun and the matching PMI: `srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH. To "
+        f"run without a launcher, unset {variable}."
     )
 
 
 def tolerates_deaths(environ: Mapping[str, str]) -> bool:
-    """Tell whether launcher and MPI let the other ranks go on when one dies: mpirun --with-ft ulfm."""
+    """Return whether the other ranks continue when a rank dies: under `mpirun --with-ft ulfm`."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true")
 
 
 def job_end(environ: Mapping[str, str]) -> float | None:
     """Return the time at which Slurm will end the job of this process, in seconds since 1970.
 
-    None outside of a job, without a time limit, or where Slurm does not answer: the job trains on without knowing it.
+    None outside of a job, without a time limit, or if Slurm does not reply: the job then trains without knowing it.
     """
     job = environ.get("SLURM_JOB_ID")
     if job is None:
@@ -169,9 +169,9 @@ def job_end(environ: Mapping[str, str]) -> float | None:
         return float(number(environ, "SLURM_JOB_END_TIME"))
     command, seconds = ["squeue", "--noheader", "--jobs", job, "--format", "%e"], {"SLURM_TIME_FORMAT": "%s"}
     try:
-        asked = subprocess.run(
-            command, env={**environ, **seconds}, capture_output=True, text=True, timeout=ANSWERS_S, check=True
+        reply = subprocess.run(
+            command, env={**environ, **seconds}, capture_output=True, text=True, timeout=SLURM_REPLY_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return float(asked.stdout) if asked.stdout.strip().isdigit() else None
+    return float(reply.stdout) if reply.stdout.strip().isdigit() else None

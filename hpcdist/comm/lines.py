@@ -1,4 +1,4 @@
-"""The line of the user's code at which a thread is, for messages."""
+"""Find the line of the user's code that a thread is executing, for messages."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ AT_THE_END = "the end of its script"
 
 
 def line_of(thread: int) -> str:
-    """Find a thread's innermost line of the user's code, as `file:line in function: source`.
+    """Return a thread's innermost line of the user's code, as `file:line in function: source`.
 
-    Neither this package's lines count nor a library's. A job that `hpcdist train` runs may have no line of its own
-    there: then it is the innermost line of the training loop.
+    Lines of this package and of libraries are skipped. If the stack has no line of the user's (a job of
+    `hpcdist train`), it is the innermost line of the training loop.
 
     Args:
-        thread: its identifier, as of `threading.get_ident`.
+        thread: its identifier, from `threading.get_ident`.
     """
     frame = sys._current_frames().get(thread)
     stack = traceback.extract_stack(frame) if frame is not None else []
     outside = [entry for entry in stack if not entry.filename.startswith(_PACKAGE)]
     users = [entry for entry in outside if not _is_library(entry.filename)]
     commands = [entry for entry in stack if entry.filename.startswith(_COMMANDS)]
-    shown = users or commands or outside
-    return f"{shown[-1].filename}:{shown[-1].lineno} in {shown[-1].name}: {shown[-1].line}" if shown else AT_THE_END
+    frames = users or commands or outside
+    return (
+        f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line}" if frames else AT_THE_END
+    )
 
 
 def _is_library(file: str) -> bool:
-    """Tell whether a file is of the standard library, an installed package, or a program that a package installed."""
+    """Return whether a file belongs to the standard library or an installed package."""
     parts = file.split(os.sep)
     return file.startswith(("<frozen ", *_folders())) or "site-packages" in parts or "dist-packages" in parts
 

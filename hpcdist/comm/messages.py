@@ -1,4 +1,4 @@
-"""Neighbour exchange by point-to-point messages, and the check of a neighbourhood's lists."""
+"""Neighbour exchange by point-to-point messages, and the check of a neighbourhood's sources and destinations."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hpcdist.errors import CommunicationError, MismatchError
 
 
 class Messages(Neighbourhood):
-    """Exchange with neighbours by point-to-point messages. Construction is local, so that neighbours may change.
+    """Exchange with neighbours by point-to-point messages. Constructing it is not collective, so neighbours may change.
 
     Args:
-        comm: used with tag 0, exclusively between these ranks.
+        comm: no other messages with tag 0 may be sent between these ranks.
         owned: close `comm` at the end.
     """
 
     def __init__(self, comm: Communicator, sources: Sequence[int], destinations: Sequence[int], *, owned: bool = False):
         self._sources, self._comm, self._owned = tuple(sources), comm, owned
-        # By distance: where all have the same distances nobody is sent to by two at a time.
+        # By distance: if all ranks have the same distances, no rank is the target of two concurrent sends.
         self._order = sorted(destinations, key=lambda dest: (dest - comm.rank) % comm.size)
 
     def _start(self, send: Tensor, received: Tensor) -> Request:
@@ -42,7 +42,7 @@ class Requests(Request):
         self._requests = requests
 
     def done(self) -> bool:
-        return all([request.done() for request in self._requests])  # each one makes progress by being asked
+        return all([request.done() for request in self._requests])  # a list: `done` makes each request progress
 
     def wait(self) -> None:
         for request in self._requests:
@@ -50,19 +50,20 @@ class Requests(Request):
 
 
 def check_graph(comm: Communicator, sources: Sequence[int], destinations: Sequence[int]) -> None:
-    """Collective. Check the lists of a neighbourhood; raise, on all ranks, where they don't match."""
+    """Collective. Check that the sources and destinations of all ranks match; raise on all ranks otherwise."""
     lists_of = comm.gather([list(sources), list(destinations)])
-    ranks = {rank: lists_of[rank] for rank in comm.failures.living}
+    ranks = {rank: lists_of[rank] for rank in comm.failures.alive}
     for rank, lists in ranks.items():
         for name, peers in zip(("sources", "destinations"), lists, strict=True):
             if len(set(peers)) < len(peers) or not set(peers) <= set(ranks) - {rank}:
                 raise CommunicationError(
-                    f"{name} must be different ranks, without oneself; got {peers} on rank {rank} of {comm.size}."
+                    f"{name} must be distinct ranks other than the rank itself; got {peers} on rank {rank} of "
+                    f"{comm.size}."
                 )
     for rank, (_, peers) in ranks.items():
         expected = [peer for peer in ranks if rank in ranks[peer][0]]
         if sorted(peers) != expected:
             raise MismatchError(
-                f"destinations must be the ranks that have one among their sources; got {sorted(peers)} on rank "
-                f"{rank}, which is a source of {expected}. Work out both lists from the same graph."
+                f"destinations of rank {rank} must be the ranks that have rank {rank} as a source, {expected}; got "
+                f"{sorted(peers)}. Compute both lists from the same graph."
             )

@@ -1,11 +1,11 @@
 """This host's network addresses, and TCP connections between the ranks of one job.
 
-Both ends of a connection prove that they know the listening rank's token before either says anything else, so that
-neither a stranger who finds the port nor another host that has the same address (each has its own 172.17.0.1 where
-there are containers) is taken for a rank. The token itself is never sent. The data that follow are not encrypted.
+Both ends of a connection first prove that they know the listening rank's token. So neither a stranger who finds the
+port nor another host with the same address (containers give many hosts the address 172.17.0.1) is mistaken for a rank.
+The token itself is never sent. The data that follow are not encrypted.
 
-A transfer waits in the kernel, in one call that has given up the interpreter lock: the bytes go to and from a tensor's
-own memory, and cost whoever else computes in Python nothing until they have all arrived.
+A transfer waits in the kernel, in one call without the interpreter lock: bytes go directly to and from a tensor's
+memory, and other Python threads run until all have arrived.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ LOOPBACK = "127.0.0.1"
 
 
 class Address(NamedTuple):
-    """An address and its network, on the interface of that name."""
+    """An IP address with its network, and the name of its interface."""
 
     interface: str
     ip: IPv4Interface | IPv6Interface
 
 
 def addresses(chosen: str = "") -> list[Address]:
-    """List the addresses of this host that others may reach, those of the fastest interface first, IPv4 before IPv6.
+    """List the addresses of this host that other hosts may reach: fastest interface first, IPv4 before IPv6.
 
     Args:
-        chosen: only those of this interface, or within this network, such as 10.1.0.0/16; all if empty.
+        chosen: use only this interface, or this network, such as 10.1.0.0/16; all if empty.
 
     Raises:
-        UnknownNameError: there is none.
+        UnknownNameError: this host has no such interface or network.
     """
-    reachable = [a for a in _all() if not (a.ip.is_loopback or a.ip.is_link_local)]
+    reachable = [a for a in _host_addresses() if not (a.ip.is_loopback or a.ip.is_link_local)]
     reachable.sort(key=lambda a: (-speed_mbit_s(a.interface), a.ip.version))
     if not chosen:
         return reachable
@@ -60,12 +60,12 @@ def addresses(chosen: str = "") -> list[Address]:
 
 
 def interface_of(address: str) -> str:
-    """Name the interface that has this address, loopback too; empty if none has."""
-    return next((a.interface for a in _all() if str(a.ip.ip) == address), "")
+    """Return the name of the interface with this address, loopback included; empty if there is none."""
+    return next((a.interface for a in _host_addresses() if str(a.ip.ip) == address), "")
 
 
-def here() -> str:
-    """Name the network stack, which is the same for ranks that reach each other by loopback."""
+def stack_id() -> str:
+    """Return an identifier of this network stack: the same on ranks that reach each other by loopback."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
@@ -73,24 +73,24 @@ def here() -> str:
         return platform.node()
 
 
-def in_order(theirs: Iterable[str], own: Iterable[Address]) -> list[str]:
-    """Sort another host's addresses, those on a network that this host is on first."""
-    networks = [a.ip.network for a in own]
-    return sorted(theirs, key=lambda ip: not any(ip_interface(ip).ip in network for network in networks))
+def shared_first(remote: Iterable[str], local: Iterable[Address]) -> list[str]:
+    """Sort another host's addresses: addresses on a network that this host is also on come first."""
+    networks = [a.ip.network for a in local]
+    return sorted(remote, key=lambda ip: not any(ip_interface(ip).ip in network for network in networks))
 
 
-def _all() -> Iterator[Address]:
-    """List the addresses of every interface that is up and has a cable in."""
+def _host_addresses() -> Iterator[Address]:
+    """List the addresses of all interfaces that are up."""
     states = psutil.net_if_stats()
-    for name, theirs in psutil.net_if_addrs().items():
-        for one in theirs:
-            if one.family in FAMILIES and one.netmask and name in states and states[name].isup:
-                prefix = int(ip_address(one.netmask)).bit_count()
-                yield Address(name, ip_interface(f"{one.address.partition('%')[0]}/{prefix}"))
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family in FAMILIES and entry.netmask and name in states and states[name].isup:
+                prefix = int(ip_address(entry.netmask)).bit_count()
+                yield Address(name, ip_interface(f"{entry.address.partition('%')[0]}/{prefix}"))
 
 
 def speed_mbit_s(interface: str) -> int:
-    """Read an interface's megabits per second; 0 where the driver doesn't report them."""
+    """Return an interface's speed in megabits per second; 0 if the driver doesn't report it."""
     stats = psutil.net_if_stats().get(interface)
     return stats.speed if stats else 0
 
@@ -105,16 +105,16 @@ def _within(address: Address, network: str) -> bool:
 # --- connections ------------------------------------------------------------------------------------------------------
 TOKEN_BYTES = 32
 NONCE_BYTES, PROOF_BYTES = 16, 32
-CONNECT_S = 3.0  # how long an address may take to answer; a packet that is lost is sent again after 1 s
-PROVE_S = 2.0  # how long who connects may take to prove itself
-ANSWER_S = 10.0  # how long a rank that listens, and computes, may take to do so
-UNPROVEN = 64  # connections that a listener keeps of those that have proven nothing yet
-PAUSE_S = 0.5  # that each of them has at least; before a listener, or who was hung up on, tries again
-ATTEMPTS = 4  # of who was hung up on
+CONNECT_S = 3.0  # limit to connect to one address; a lost packet is sent again after 1 s
+PROVE_S = 2.0  # limit for the connecting side's proof
+ANSWER_S = 10.0  # limit for the listening side's proof: that rank may be computing
+UNPROVEN = 64  # a listener keeps at most this many connections without proof
+PAUSE_S = 0.5  # minimum life of such a connection; pause before a listener, or a rejected rank, tries again
+ATTEMPTS = 4  # of a rejected rank
 
 
 def listen(address: str = "") -> socket.socket:
-    """Open a socket that listens on a free port of an address; of all if it is empty."""
+    """Open a socket that listens on a free port of `address`; of all addresses if empty."""
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, 0), family=family, backlog=1024)
@@ -124,12 +124,12 @@ def listen(address: str = "") -> socket.socket:
 
 
 def accept(connection: socket.socket, token: bytes) -> bool:
-    """Prove that the listener has the token; return True if the other end has it too. Raise OSError if that fails."""
+    """Exchange proofs of the token as the listener; return whether the other end has it. Raise OSError on failure."""
     connection.settimeout(PROVE_S)
-    own = secrets.token_bytes(NONCE_BYTES)
-    connection.sendall(own)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(nonce)
     reply = _read(connection, NONCE_BYTES + PROOF_BYTES, PROVE_S)
-    nonces = own + reply[:NONCE_BYTES]
+    nonces = nonce + reply[:NONCE_BYTES]
     if not hmac.compare_digest(reply[NONCE_BYTES:], _proof(token, b"asks", nonces)):
         return False
     connection.sendall(_proof(token, b"answers", nonces))
@@ -138,17 +138,17 @@ def accept(connection: socket.socket, token: bytes) -> bool:
 
 
 def connect(address: str, port: int, token: bytes, longest_s: float = math.inf) -> socket.socket | None:
-    """Connect to the listener that has this token; None if another one answers, or who answers hangs up.
+    """Connect to the listener with this token; None if the listener lacks it, or closes the connection.
 
-    Raise OSError if nobody does.
+    Raises OSError if the address does not accept connections.
     """
     connection = socket.create_connection((address, port), timeout=min(CONNECT_S, longest_s))
     proven = False
     try:
         connection.settimeout(min(ANSWER_S, longest_s))
-        own = secrets.token_bytes(NONCE_BYTES)
-        nonces = _read(connection, NONCE_BYTES, ANSWER_S) + own
-        connection.sendall(own + _proof(token, b"asks", nonces))
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        nonces = _read(connection, NONCE_BYTES, ANSWER_S) + nonce
+        connection.sendall(nonce + _proof(token, b"asks", nonces))
         proven = hmac.compare_digest(_read(connection, PROOF_BYTES, ANSWER_S), _proof(token, b"answers", nonces))
     except ConnectionError:
         pass
@@ -162,14 +162,14 @@ def connect(address: str, port: int, token: bytes, longest_s: float = math.inf) 
 
 
 def set_deadline(connection: socket.socket, seconds: float) -> None:
-    """Let a transfer without progress for so long raise BlockingIOError from now on."""
+    """Make transfers raise BlockingIOError after `seconds` without progress."""
     whole, part = (0, 0) if math.isinf(seconds) else divmod(max(seconds, 1e-3), 1)  # 0: never
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(part * 1e6)))
 
 
 def send(connection: socket.socket, header: bytes | memoryview, data: bytes | memoryview = b"") -> None:
-    """Send the header and the data, completely."""
+    """Send all of the header and the data."""
     sent = connection.sendmsg([header, data])
     if sent < len(header):
         connection.sendall(header[sent:])
@@ -178,7 +178,7 @@ def send(connection: socket.socket, header: bytes | memoryview, data: bytes | me
 
 
 def receive(connection: socket.socket, into: memoryview) -> None:
-    """Receive as many bytes as `into` holds; raise ConnectionResetError if the other end has gone."""
+    """Receive len(into) bytes; raise ConnectionResetError if the other end has closed the connection."""
     received = 0
     while received < len(into):
         n_bytes = connection.recv_into(into[received:], 0, socket.MSG_WAITALL)
@@ -187,15 +187,15 @@ def receive(connection: socket.socket, into: memoryview) -> None:
         received += n_bytes
 
 
-def hang_up(connection: socket.socket) -> None:
-    """Wake the thread that waits in a connection, and closes it: closed here, its number may be another's meanwhile."""
-    with suppress(OSError):  # the other end was first
-        connection.shutdown(socket.SHUT_RDWR)  # closing alone would wake nobody, and not count if a child has it too
+def wake_and_end(connection: socket.socket) -> None:
+    """Wake the thread that waits in a connection; that thread closes it, so the descriptor is not reused too early."""
+    with suppress(OSError):  # the other end has closed it
+        connection.shutdown(socket.SHUT_RDWR)  # close() would not wake the thread, nor act if a child process shares it
 
 
 def close(connection: socket.socket) -> None:
     """End a connection or a listener, and wake the thread that waits in it."""
-    hang_up(connection)
+    wake_and_end(connection)
     connection.close()
 
 
@@ -206,12 +206,12 @@ def _proof(token: bytes, role: bytes, nonces: bytes) -> bytes:
 def _read(connection: socket.socket, n_bytes: int, seconds: float) -> bytes:
     data, until = bytearray(n_bytes), time.monotonic() + seconds
     view = memoryview(data)
-    while view and time.monotonic() < until:  # a byte now and then doesn't keep a thread busy for ever
+    while view and time.monotonic() < until:  # a slow sender must not keep the thread busy forever
         received = connection.recv_into(view)
-        view = view[received or len(view) :]  # nothing more comes: what is missing proves nothing
+        view = view[received or len(view) :]  # at the end of the stream zeros remain, which prove nothing
     return bytes(data)
 
 
 def _whole_transfers(connection: socket.socket) -> None:
-    connection.settimeout(None)  # the deadline is the kernel's: Python's would poll before each part
+    connection.settimeout(None)  # the kernel keeps the deadline: Python's would poll before each part
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

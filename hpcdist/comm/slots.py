@@ -1,4 +1,4 @@
-"""Slots: memory of the ranks of one node, in which each shows the others what it brings to a collective call."""
+"""Slots: shared memory of one node's ranks, in which each rank publishes its input to a collective call."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-KNOWN_PLACES = 64  # lengths whose places slots keep
-MOST_PLACES = 32  # of rows of one length, in a table: a power of two
-SPREAD_BYTES = 1 << 21  # of these places, all ranks' together
+MAX_LENGTHS = 64  # row lengths whose buffers are cached
+MAX_BUFFERS = 32  # of one length per table: a power of two
+SPREAD_BYTES = 1 << 21  # total size of these buffers over all ranks
 LINE = 64  # bytes of a cache line
-SHORT_ROW = 1 << 13  # bytes, below which rows stay in one place
+SHORT_ROW = 1 << 13  # bytes; shorter rows use a single buffer per table
 
 _OF_NUMPY = {torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool, torch.uint8}
 _OF_NUMPY |= {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
@@ -30,38 +30,39 @@ def array_of(tensor: Tensor) -> np.ndarray:
     """View a dense tensor on the host as NumPy's array of shape (n,)."""
     try:
         array = tensor.numpy()
-    except (RuntimeError, TypeError):  # one with a gradient, or of a dtype that NumPy has not
+    except (RuntimeError, TypeError):  # it requires a gradient, or NumPy lacks its dtype
         array = numeric(tensor.detach()).numpy()
     return array if array.ndim == 1 else array.reshape(-1)
 
 
-class Shown(NamedTuple):
-    """What ranks show each other: the bytes of their rows, shape (ranks, n), or of the row of one rank, `source`."""
+class GatheredRows(NamedTuple):
+    """The bytes that ranks publish: all rows, shape (ranks, n); only the row of rank `source` is used if given."""
 
     rows: np.ndarray
     source: int | None = None
 
 
 class Rows(NamedTuple):
-    """A row for each rank of a node, in rank order, in tensors or in NumPy's arrays."""
+    """One buffer of slots: a row for each rank of a node, in rank order, as tensors or NumPy arrays."""
 
     table: Any  # shape (ranks, count)
     rows: list[Any]
-    parts: Any  # shape (ranks, ranks, count / ranks), where it is equal parts: [r, s] is rank r's part for rank s
-    shown: Shown  # all of them
+    parts: (
+        Any  # shape (ranks, ranks, count / ranks): [r, s] is rank r's part for rank s; None if ranks don't divide count
+    )
+    gathered: GatheredRows  # the bytes of all rows
 
 
-class Places:
-    """Where the rows of one length lie in the slots of a node: call after call in another place.
+class RowBuffers:
+    """The buffers for rows of one length in a node's slots, used in turn: `buffers[i]` is the buffer of call i.
 
-    A line of memory that another core has read is slow to write again, for as long as that core's cache holds it: a
-    row of 64 KiB took 8 microseconds to fill, and 2 in a place that has not been used for 1 MiB. Two calls, one after
-    the other, have no place in common, whatever the lengths of their rows: even calls use one table, odd ones the
-    other.
+    Writing a cache line that another core has read is slow while that core's cache holds it: filling a row of 64 KiB
+    took 8 microseconds, and 2 in a buffer not used for 1 MiB. Consecutive calls never share memory, whatever their row
+    lengths: even calls use one table, odd calls the other.
 
     Args:
-        tables: the memory of even and of odd calls, shape (ranks, elements) each: tensors, or arrays.
-        memory: the same, as arrays of bytes.
+        tables: the memory of even and of odd calls, shape (ranks, elements) each, tensors or arrays.
+        memory: the same as arrays of bytes.
         count: elements of a row.
     """
 
@@ -70,78 +71,77 @@ class Places:
         (ranks, room), width = tables[0].shape, tables[0].itemsize
         row = max(1, -(-count * width // LINE)) * LINE  # bytes
         self._stride = row // width
-        most = min(MOST_PLACES, room // self._stride, SPREAD_BYTES // ranks // row) if row >= SHORT_ROW else 1
-        self._rows: list[Rows | None] = [None] * (1 << max(1, most.bit_length()))  # in both tables: a power of two
+        max_buffers = min(MAX_BUFFERS, room // self._stride, SPREAD_BYTES // ranks // row) if row >= SHORT_ROW else 1
+        self._rows: list[Rows | None] = [None] * (1 << max(1, max_buffers.bit_length()))  # both tables: a power of two
 
     def __getitem__(self, call: int) -> Rows:
-        """Return the place of a call, by its number."""
+        """Return the buffer of call number `call`."""
         call %= len(self._rows)
-        found = self._rows[call]
-        if found is None:
+        buffer = self._rows[call]
+        if buffer is None:
             start, ranks = (call >> 1) * self._stride, len(self._tables[0])
             table, parts = self._tables[call & 1][:, start : start + self._count], None
             if self._count % ranks == 0:
                 parts = table.reshape(ranks, ranks, self._count // ranks)
             width = table.itemsize
-            shown = Shown(self._memory[call & 1][:, start * width : (start + self._count) * width])
-            found = self._rows[call] = Rows(table, list(table), parts, shown)
-        return found
+            gathered = GatheredRows(self._memory[call & 1][:, start * width : (start + self._count) * width])
+            buffer = self._rows[call] = Rows(table, list(table), parts, gathered)
+        return buffer
 
 
 class Slots(abc.ABC):
-    """Memory in which each rank shows the others what it brings to a collective call.
+    """Shared memory in which each rank publishes its input to a collective call.
 
-    A call goes like this: fill the own row of the next place, `meet`, and read the others' rows of that place, until
-    the next call: what a rank has shown stays as it is until it has met the others once more.
+    A call: write the local row of the next buffer, `synchronize`, then read the other ranks' rows. A published row
+    stays unchanged until the next `synchronize` has returned.
 
     Args:
-        tables: the memory of even and of odd calls, shape (ranks, n_bytes) each, of bytes.
+        tables: the memory of even and of odd calls, shape (ranks, n_bytes) each, uint8.
 
     Attributes:
-        n_bytes: of the longest row.
-        tables: as given.
-        calls: how often the ranks have met, which is the number of the next call.
-        period: a call has the place that one has had so many calls before.
-        counted: whether a rank that reads others' rows counts them as fetched; else rows are counted as they are sent.
+        n_bytes: length of the longest row.
+        calls: number of calls so far, which is the number of the next call.
+        period: call i and call i + period use the same buffer.
+        counted: whether reading other ranks' rows counts as fetched bytes; if not, rows count when they are sent.
     """
 
-    period = 2 * MOST_PLACES
+    period = 2 * MAX_BUFFERS
     counted = True
 
     def __init__(self, rank: int, tables: tuple[Tensor, Tensor]):
         self.rank, self.calls = rank, 0
         self.size, self.n_bytes = tables[0].shape
         self.tables, self._memory = tables, [table.numpy() for table in tables]
-        self._places: dict[tuple[torch.dtype, int, bool], Places] = {}
+        self._row_buffers: dict[tuple[torch.dtype, int, bool], RowBuffers] = {}
 
-    def places(self, dtype: torch.dtype, count: int, arrays: bool = False) -> Places:
-        """Return the places of rows of `count` elements, which are tensors, or NumPy's arrays as `array_of` views them.
+    def row_buffers(self, dtype: torch.dtype, count: int, arrays: bool = False) -> RowBuffers:
+        """Return the buffers for rows of `count` elements; that of the next call is `row_buffers(...)[slots.calls]`.
 
-        The place of the next call is `places[slots.calls]`.
+        Args:
+            arrays: rows are NumPy arrays, as `array_of` returns them; else tensors.
         """
-        places = self._places.get((dtype, count, arrays))
-        if places is None:
-            if len(self._places) >= KNOWN_PLACES:
-                self._places.clear()
+        buffers = self._row_buffers.get((dtype, count, arrays))
+        if buffers is None:
+            if len(self._row_buffers) >= MAX_LENGTHS:
+                self._row_buffers.clear()
             tables: list[Any] = [table.view(dtype) for table in self.tables]
             if arrays:
                 tables = [numeric(table).numpy() for table in tables]
-            places = self._places[dtype, count, arrays] = Places(tables, self._memory, count)
-        return places
+            buffers = self._row_buffers[dtype, count, arrays] = RowBuffers(tables, self._memory, count)
+        return buffers
 
     @abc.abstractmethod
-    def meet(self, note: int, shown: Shown | None = None) -> bool:
-        """Collective. Show the own row of this call, and wait until all ranks have shown theirs.
+    def synchronize(self, fingerprint: int, gathered: GatheredRows | None = None) -> bool:
+        """Collective. Publish the local row of this call, and wait until all ranks have published theirs.
 
         Returns:
-            The same on all ranks: whether their notes are equal.
+            Whether all ranks have the same fingerprint; the same on all ranks.
 
         Args:
-            note: what must be the same on all ranks: an integer of more than -2^63, and less than 2^63.
-            shown: the rows of this call that others want to see; None where nobody has brought anything. Ranks with
-                equal notes give alike.
+            fingerprint: identifies the call: an integer above -2^63 and below 2^63.
+            gathered: the rows that other ranks need; None if no rank has input. The same for equal fingerprints.
         """
 
     def close(self) -> None:
-        """Release the memory. Nobody may be in a call."""
-        self._places.clear()
+        """Release the memory. No rank may be in a call."""
+        self._row_buffers.clear()

@@ -1,6 +1,6 @@
-"""A communicator that notes its calls in a timeline: around one of any kind, and with it around what that one makes.
+"""A wrapper around a communicator, and around the objects it creates, that records calls in a timeline.
 
-Without a timeline this wrapper does not exist, and calls cost nothing more.
+Without a timeline the wrapper does not exist, and calls cost nothing extra.
 """
 
 from __future__ import annotations
@@ -26,63 +26,63 @@ from hpcdist.records.timeline import MOST, MOST_OF_ALL, Details, Timeline
 MESSAGE, WINDOW, COLLECTIVE, WAIT = "message", "window", "collective", "wait"  # categories
 
 
-def begin_timeline(comm: Communicator, path: Path, most: int | None = None) -> Communicator:
-    """Collective. Return a communicator of the same ranks that notes its calls; measures the ranks' clocks.
+def start_timeline(comm: Communicator, path: Path, most: int | None = None) -> Communicator:
+    """Collective. Return a communicator of the same ranks that records its calls; measures the ranks' clocks.
 
-    Each rank writes a file beside `path`, until `end_timeline` makes one of them.
+    Each rank writes a file next to `path`, until `end_timeline` merges them.
 
     Args:
-        most: events of a rank in its file; by default 200,000, and with many ranks a million of all together.
+        most: maximum number of events in a rank's file; by default 200,000, at most a million over all ranks.
 
     Raises:
-        ConfigError: the communicator has a timeline.
-        OutputError: a file can't be written; on all ranks alike.
+        ConfigError: the communicator has a timeline already.
+        OutputError: a file can't be written; raised on all ranks.
     """
     if comm.trace.timeline is not None:
-        raise ConfigError(f"timeline must be begun once; got one already, {comm.trace.timeline.path}. End it first.")
+        raise ConfigError(f"timeline must be started once; got one already, {comm.trace.timeline.path}. End it first.")
     most = min(MOST, MOST_OF_ALL // comm.size) if most is None else most
-    timeline = comm.together(lambda: Timeline(path, comm.rank, comm.now, most))
-    _look_at_clock(comm, timeline)
+    timeline = comm.raise_on_all_ranks(lambda: Timeline(path, comm.rank, comm.now, most))
+    _measure_clock(comm, timeline)
     return TracedCommunicator(comm, timeline)
 
 
 def end_timeline(comm: Communicator) -> None:
-    """Collective among the living. Merge the timelines of all ranks into one file.
+    """Collective among the surviving ranks. Merge the timelines of all ranks into one file.
 
     Raises:
-        OutputError: it can't be written; on all ranks alike.
+        OutputError: the file can't be written; raised on all ranks.
     """
     timeline = comm.trace.timeline
     if timeline is None:
-        raise ConfigError("timeline must be begun before it is ended; got none. Call begin_timeline first.")
-    if not comm.failures.lost:  # else clocks are taken to go at one speed
-        _look_at_clock(comm, timeline)
+        raise ConfigError("timeline must be started before it is ended; got none. Call start_timeline first.")
+    if not comm.failures.lost:  # otherwise clocks are assumed to run at the same speed
+        _measure_clock(comm, timeline)
     timeline.close()
     name = f"rank {comm.rank} ({timeline.role + ', ' if timeline.role else ''}host {platform.node()})"
-    own = RankTimeline(
-        rank=comm.rank, name=name, clock=timeline.clock, error_s=timeline.error_s, left_out=timeline.left_out
+    local = RankTimeline(
+        rank=comm.rank, name=name, clock=timeline.clock, error_s=timeline.error_s, dropped=timeline.dropped
     )
-    found = [RankTimeline(**one) for one in comm.gather(own.model_dump()) if one is not None]
+    timelines = [RankTimeline(**values) for values in comm.gather(local.model_dump()) if values is not None]
     seconds = "real" if comm.platform.virtual is None else "virtual"
-    first = comm.rank == comm.failures.living[0]
-    comm.together(lambda: merge_timelines(timeline.path, found, seconds=seconds) if first else None)
+    first = comm.rank == comm.failures.alive[0]
+    comm.raise_on_all_ranks(lambda: merge_timelines(timeline.path, timelines, seconds=seconds) if first else None)
 
 
-def _look_at_clock(comm: Communicator, timeline: Timeline) -> None:
-    """Collective. Measure how far this rank's clock is ahead of the first's."""
+def _measure_clock(comm: Communicator, timeline: Timeline) -> None:
+    """Collective. Measure how far this rank's clock is ahead of rank 0's."""
     ahead = ahead_of_first(comm, comm.now)
     timeline.clock.append((comm.now(), ahead.seconds))
     timeline.error_s = max(timeline.error_s, ahead.error_s)
 
 
-class Noted:
-    """A method that notes its calls in the timeline, and passes them on to the same method of `plain`.
+class Traced:
+    """Descriptor of a method that calls the same method of `plain` and records the call in the timeline.
 
     Args:
-        name: of the event.
-        category: of the event; "" where the call itself is none, and by default.
-        describe: makes the details of a call from its object and its arguments; None where nothing is to be noted.
-        result: makes the method's result from its object, the result of `plain` and the details.
+        name: name of the event.
+        category: category of the event; "" (default): record no event.
+        describe: maps the object and the call's arguments to the event's details; None: do not record this call.
+        result: maps the object, the result of `plain` and the details to the method's result.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class Noted:
             return self._result(traced, call(*args, **options), details)
 
 
-class Within:
-    """A traced communicator, or an object of one, around a plain one that has all that is not noted here."""
+class Wrapper:
+    """Base class of the wrappers: attributes that a wrapper does not define are those of the `plain` object."""
 
     trace: Trace
 
@@ -124,11 +124,11 @@ class Within:
         return getattr(self.plain, name)
 
 
-class TracedCommunicator(Within, Communicator):
-    """Note the calls of the communicator `plain` in `timeline`. Ranks are named by their numbers in the job.
+class TracedCommunicator(Wrapper, Communicator):
+    """Record the calls of the communicator `plain` in `timeline`. Events name ranks by their numbers in the job.
 
     Args:
-        name: of the communicator, the same on all of its ranks.
+        name: the communicator's name, the same on all of its ranks.
     """
 
     def __init__(self, plain: Communicator, timeline: Timeline, name: str = "all"):
@@ -139,58 +139,58 @@ class TracedCommunicator(Within, Communicator):
         self._messages: Counter[tuple[int, int, int]] = Counter()
         self._numbers_receives = True
 
-    sendrecv: Any = Noted(
+    sendrecv: Any = Traced(
         "send and receive",
         MESSAGE,
         lambda comm, send, dest, recv, source, tag=0: comm._sent(send, dest, tag) | comm._received(source, tag),
     )
-    isend: Any = Noted(
+    isend: Any = Traced(
         "send",
         MESSAGE,
         lambda comm, tensor, dest, tag=0: comm._sent(tensor, dest, tag),
         lambda comm, request, details: TracedRequest(comm, request, "wait for a send", {"to": details["to"]}),
     )
-    irecv: Any = Noted(
+    irecv: Any = Traced(
         "receive",
         "",
         lambda comm, tensor, source=ANY, tag=ANY: comm._received(source, tag),
         lambda comm, request, details: TracedRequest(comm, request, "receive", details),
     )
-    probe: Any = Noted(
+    probe: Any = Traced(
         "wait for a message",
         WAIT,
         lambda comm, source=ANY, tag=ANY, *, block=True: {} if block else None,
         lambda comm, envelope, details: comm._arrived(envelope, details),
     )
-    allreduce: Any = Noted(
+    allreduce: Any = Traced(
         "all-reduce (MPI's own)", COLLECTIVE, lambda comm, tensor: comm._numbered(bytes=tensor.nbytes)
     )
-    broadcast: Any = Noted(
+    broadcast: Any = Traced(
         "broadcast",
         COLLECTIVE,
         lambda comm, tensor, root=0: comm._numbered(bytes=tensor.nbytes, root=comm.number(root)),
     )
-    _gather: Any = Noted("gather", COLLECTIVE, lambda comm, data: comm._numbered(bytes=len(data)))
-    barrier: Any = Noted("barrier", WAIT, lambda comm: comm._numbered())
-    neighbourhood: Any = Noted(
-        describe=lambda comm, *ends: dict(zip(("from", "to"), ([comm.number(rank) for rank in one] for one in ends))),
+    _gather: Any = Traced("gather", COLLECTIVE, lambda comm, data: comm._numbered(bytes=len(data)))
+    barrier: Any = Traced("barrier", WAIT, lambda comm: comm._numbered())
+    neighbourhood: Any = Traced(
+        describe=lambda comm, *ends: dict(zip(("from", "to"), ([comm.number(rank) for rank in end] for end in ends))),
         result=lambda comm, plain, ends: TracedNeighbourhood(comm, plain, ends),
     )
-    window: Any = Noted(result=lambda comm, plain, details: TracedWindow(comm, plain))
-    compute: Any = Noted(
+    window: Any = Traced(result=lambda comm, plain, details: TracedWindow(comm, plain))
+    compute: Any = Traced(
         "forward and backward", "compute", lambda comm, share=1.0: None if comm.platform.virtual is None else {}
     )
-    close: Any = Noted("close", COLLECTIVE, lambda comm: comm._numbered())
-    now: Any = Noted()
-    overlapping: Any = Noted()
-    queue: Any = Noted()
+    close: Any = Traced("close", COLLECTIVE, lambda comm: comm._numbered())
+    now: Any = Traced()
+    overlapping: Any = Traced()
+    queue: Any = Traced()
 
     def _split(self, color: int | None, key: int, traffic: Traffic | None) -> TracedCommunicator | None:
         self._splits += 1
         with self.trace.span("split", COLLECTIVE, **self._numbered()):
-            made = self.plain.split(color, key, traffic=traffic)
+            part = self.plain.split(color, key, traffic=traffic)
         name = f"{self._name}/{self._splits}.{color}"
-        return None if made is None else TracedCommunicator(made, self._timeline, name)
+        return None if part is None else TracedCommunicator(part, self._timeline, name)
 
     def put_all(self, puts: Iterable[Put]) -> None:
         def plain() -> Iterator[Put]:
@@ -205,7 +205,7 @@ class TracedCommunicator(Within, Communicator):
 
     # --- details of events ----------------------------------------------------------------------------------------
     def number(self, rank: int) -> int:
-        """Return a rank's number in the job."""
+        """Return the number of a rank in the job."""
         return self.platform.world_ranks[rank] if 0 <= rank < self.size else rank  # the call itself refuses a wrong one
 
     def _sent(self, tensor: Tensor, dest: int, tag: int) -> Details:
@@ -213,13 +213,13 @@ class TracedCommunicator(Within, Communicator):
 
     def _received(self, source: int, tag: int) -> Details:
         if source == ANY or tag == ANY:
-            self._numbers_receives = False  # from here on: which message it took is not known
+            self._numbers_receives = False  # from here on it is unknown which message a receive got
         if not self._numbers_receives:
             return {} if source == ANY else {"from": self.number(source)}
         return {"from": self.number(source), "received": self._message(source, self.rank, tag)}
 
     def _message(self, source: int, dest: int, tag: int) -> str:
-        """Name the next message from one rank to another; those of one tag do not overtake each other."""
+        """Name the next message from one rank to another; messages of one tag do not overtake each other."""
         key = source, dest, tag
         self._messages[key] += 1
         return f"{self._name}: {source} to {dest}, tag {tag}, message {self._messages[key]}"
@@ -229,7 +229,7 @@ class TracedCommunicator(Within, Communicator):
         return envelope
 
     def _numbered(self, **details: Any) -> Details:
-        """Number a collective call; it has one number on all ranks."""
+        """Number a collective call; the number is the same on all ranks."""
         lost = len(self.failures.lost)
         if lost != self._lost:  # ranks may have failed in different calls
             self._lost, self._calls = lost, 0
@@ -240,32 +240,32 @@ class TracedCommunicator(Within, Communicator):
 
 
 class TracedRequest(Request):
-    """Note when a transfer is complete, and the wait for it."""
+    """Record when a transfer is complete, and the wait for it."""
 
     def __init__(self, comm: TracedCommunicator, request: Request, name: str, details: Details):
         self._trace, self._request, self._name, self._details = comm.trace, request, name, details
-        self._noted = False
+        self._recorded = False
 
     def done(self) -> bool:
         done = self._request.done()
-        if done and not self._noted:
-            self._noted = True
+        if done and not self._recorded:
+            self._recorded = True
             with self._trace.span(self._name, MESSAGE, **self._details):
                 pass
         return done
 
     def wait(self) -> None:
-        if self._noted:
+        if self._recorded:
             return self._request.wait()
-        self._noted = True
+        self._recorded = True
         with self._trace.span(self._name, WAIT, **self._details):
             self._request.wait()
 
 
-class TracedNeighbourhood(Within):
-    """Note exchanges with neighbours."""
+class TracedNeighbourhood(Wrapper):
+    """Record exchanges with neighbours."""
 
-    start = Noted(
+    start = Traced(
         "send to neighbours",
         MESSAGE,
         lambda around, send, received: {"to": around.ends["to"], "bytes": send.nbytes},
@@ -279,30 +279,30 @@ class TracedNeighbourhood(Within):
         self.ends = ends
 
 
-class TracedMemory(Within):
-    """Note the calls on attached memory."""
+class TracedMemory(Wrapper):
+    """Wrap attached memory, to record calls on it."""
 
-    attach = Noted(result=lambda memory, plain, details: TracedWindow(memory.comm, plain))
+    attach = Traced(result=lambda memory, plain, details: TracedWindow(memory.comm, plain))
 
 
-class TracedWindow(Within):
-    """Note the calls on a window, or on attached memory; those on a rank's own memory alone move nothing."""
+class TracedWindow(Wrapper):
+    """Record calls on a window or attached memory of other ranks; calls on the local memory move nothing."""
 
-    get = Noted("get", WINDOW, lambda window, out, rank, offset=0: window.moved("from", rank, out.nbytes))
-    read = Noted(
+    get = Traced("get", WINDOW, lambda window, out, rank, offset=0: window.moved("from", rank, out.nbytes))
+    read = Traced(
         "get",
         WINDOW,
         lambda window, rank, offset, count, out=None: window.moved("from", rank, count * window.local.itemsize),
     )
-    put = Noted("put", WINDOW, lambda window, values, rank, offset=0: window.moved("to", rank, values.nbytes))
-    accumulate = Noted(
+    put = Traced("put", WINDOW, lambda window, values, rank, offset=0: window.moved("to", rank, values.nbytes))
+    accumulate = Traced(
         "accumulate", WINDOW, lambda window, values, rank, offset=0: window.moved("to", rank, values.nbytes)
     )
-    fetch_add = Noted("fetch and add", WINDOW, lambda window, value, rank, offset=0: window.moved("to", rank, 8))
-    compare_and_swap = Noted(
+    fetch_add = Traced("fetch and add", WINDOW, lambda window, value, rank, offset=0: window.moved("to", rank, 8))
+    compare_and_swap = Traced(
         "compare and swap", WINDOW, lambda window, expected, desired, rank, offset=0: window.moved("to", rank, 8)
     )
-    wait = Noted(
+    wait = Traced(
         "wait",
         WAIT,
         lambda window, predicate, *, rank=None, what="a change in a window", **options: {
@@ -311,10 +311,11 @@ class TracedWindow(Within):
         },
     )
 
-    def moved(self, way: str, rank: int, n_bytes: int) -> Details | None:
-        return None if rank == self.comm.rank else {way: self.comm.number(rank), "bytes": n_bytes}
+    def moved(self, direction: str, rank: int, n_bytes: int) -> Details | None:
+        """Describe a transfer of n bytes, `from` or `to` a rank; None for the local memory."""
+        return None if rank == self.comm.rank else {direction: self.comm.number(rank), "bytes": n_bytes}
 
-    def change(self, function: Callable[..., object], rank: int, *beside: Tensor) -> bool:
+    def change(self, function: Callable[..., object], rank: int, *operands: Tensor) -> bool:
         n_bytes, timeline = 0, self.comm._timeline
 
         def counted(elements: Tensor, *parts: Tensor) -> None:
@@ -323,55 +324,55 @@ class TracedWindow(Within):
             function(elements, *parts)
 
         start_s = timeline.now()
-        changed = self.plain.change(counted, rank, *beside)
-        if changed and rank != self.comm.rank:  # else the caller moves the elements by other calls
+        changed = self.plain.change(counted, rank, *operands)
+        if changed and rank != self.comm.rank:  # otherwise the caller moves the elements by other calls
             timeline.add("change", WINDOW, start_s, {"of": self.comm.number(rank), "bytes": n_bytes})
         return changed
 
 
-TRIPS = 8
-ASK, TELL = 30_005, 30_006  # tags
+ROUND_TRIPS = 8
+REQUEST, REPLY = 30_005, 30_006  # tags
 
 
 class Ahead(NamedTuple):
-    """The seconds by which a clock is ahead of the first rank's, and how wrong that may be."""
+    """Seconds by which a clock is ahead of rank 0's, and the error bound of that measurement."""
 
     seconds: float
     error_s: float
 
 
 def measure_ahead(comm: Communicator, others: Sequence[int], clock: Callable[[], float]) -> dict[int, Ahead]:
-    """Collective. Measure how far these ranks' clocks are ahead of rank 0's, one after the other; known to rank 0.
+    """Collective. Measure how far the clocks of ranks `others` are ahead of rank 0's; rank 0 gets the result.
 
-    The others do not wait here.
+    Ranks not in `others` return immediately.
     """
-    theirs, found = torch.empty(1, dtype=torch.float64), {}
+    remote_s, offsets = torch.empty(1, dtype=torch.float64), {}
     for other in others:
         trips = []
-        for _ in range(TRIPS):
+        for _ in range(ROUND_TRIPS):
             if comm.rank == 0:
                 start = clock()
-                comm.isend(torch.zeros(1), other, ASK).wait()
-                comm.irecv(theirs, other, TELL).wait()
+                comm.isend(torch.zeros(1), other, REQUEST).wait()
+                comm.irecv(remote_s, other, REPLY).wait()
                 end = clock()
-                trips.append((end - start, float(theirs) - (start + end) / 2))
+                trips.append((end - start, float(remote_s) - (start + end) / 2))
             elif comm.rank == other:
-                comm.irecv(torch.empty(1), 0, ASK).wait()
-                comm.isend(torch.tensor([clock()], dtype=torch.float64), 0, TELL).wait()
+                comm.irecv(torch.empty(1), 0, REQUEST).wait()
+                comm.isend(torch.tensor([clock()], dtype=torch.float64), 0, REPLY).wait()
         if trips:
             took_s, ahead_s = min(trips)
-            found[other] = Ahead(ahead_s, took_s / 2)
-    return found
+            offsets[other] = Ahead(ahead_s, took_s / 2)
+    return offsets
 
 
 def ahead_of_first(comm: Communicator, clock: Callable[[], float]) -> Ahead:
-    """Collective. Return how far this rank's clock is ahead of rank 0's; ranks of one node have one clock.
+    """Collective. Return how far this rank's clock is ahead of rank 0's; ranks of one node share a clock.
 
-    Nothing on virtual ranks, which have one clock too.
+    0 on virtual ranks, which share one, too.
     """
     if comm.mpi is None:
         return Ahead(0.0, 0.0)
     leaders = {node: comm.nodes.index(node) for node in comm.nodes}
-    found = measure_ahead(comm, sorted(set(leaders.values()) - {0}), clock)
-    told = comm.gather({str(leader): list(ahead) for leader, ahead in found.items()})[0]
-    return Ahead(*told.get(str(leaders[comm.nodes[comm.rank]]), (0.0, 0.0)))
+    offsets = measure_ahead(comm, sorted(set(leaders.values()) - {0}), clock)
+    of_leaders = comm.gather({str(leader): list(offset) for leader, offset in offsets.items()})[0]
+    return Ahead(*of_leaders.get(str(leaders[comm.nodes[comm.rank]]), (0.0, 0.0)))

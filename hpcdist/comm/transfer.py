@@ -1,4 +1,4 @@
-"""Transfers: their account, checks of their arguments, requests for those under way, the exchange with neighbours."""
+"""Transfers: traffic counters, checks of arguments, requests in flight, and the exchange with neighbours."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from torch import Tensor
 
 from hpcdist.errors import CommunicationError
 
-ANY = -1  # any source, any tag
-TAG_LIMIT = 1 << 15  # tags are 0 <= tag < TAG_LIMIT; every MPI offers at least that many
+ANY = -1  # any source (MPI_ANY_SOURCE), any tag
+TAG_LIMIT = 1 << 15  # tags are 0 <= tag < TAG_LIMIT, which every MPI supports
 
 
 @dataclass
 class Traffic:
-    """One rank's transfers, in bytes, messages and seconds, and its seconds of waiting, since the communicator exists.
+    """Counters of one rank's transfers since the communicator was created.
 
-    `bytes_sent` and `messages_sent` count what this rank put on the network, one-sided puts and accumulates
-    included; `bytes_fetched` and `messages_fetched` count what it took by one-sided gets. Calls on a rank's own window
-    move nothing and count nothing. `communicating_s` are the seconds inside calls that move data, `waiting_s` those
-    spent until another rank acts (barrier, `Window.wait`, `probe`); the two don't overlap.
+    Attributes:
+        bytes_sent, messages_sent: sent by this rank, one-sided puts and accumulates included.
+        bytes_fetched, messages_fetched: read by one-sided gets. Calls on a rank's own window count nothing.
+        communicating_s: seconds inside calls that move data.
+        waiting_s: seconds spent waiting for another rank (barrier, `Window.wait`, `probe`); not in `communicating_s`.
     """
 
     bytes_sent: int = 0
@@ -62,7 +63,7 @@ class Envelope:
 
 
 class Request(abc.ABC):
-    """A transfer under way. The tensor may be touched again once it is complete."""
+    """A transfer in flight. Do not touch the tensor before the transfer is complete."""
 
     @abc.abstractmethod
     def done(self) -> bool:
@@ -94,8 +95,8 @@ def check_tag(tag: int) -> None:
         raise CommunicationError(f"tag must be in 0..{TAG_LIMIT - 1}; got {tag}.")
 
 
-def check_wanted(source: int, tag: int, size: int) -> None:
-    """Check what messages are asked for, where both may be ANY; raise CommunicationError otherwise."""
+def check_source_and_tag(source: int, tag: int, size: int) -> None:
+    """Check the source and tag of a receive or probe, both may be ANY; raise CommunicationError otherwise."""
     if source != ANY:
         check_rank(source, size, "source")
     if tag != ANY:
@@ -103,18 +104,18 @@ def check_wanted(source: int, tag: int, size: int) -> None:
 
 
 class Closed:
-    """Takes the place of what has been released: raises CommunicationError whatever is asked of it."""
+    """Stands in for an object that was closed: any use raises CommunicationError."""
 
     def __init__(self, what: str = "a communicator", end: str = "closed"):
-        self._rule = f"{what} must not be used once it is {end}. Use it before that, or make another one."
+        self._rule = f"{what} must not be used once it is {end}. Use it before that, or create another one."
 
     def __getattr__(self, name: str) -> NoReturn:
         raise CommunicationError(self._rule)
 
 
-# torch adds these under another name only: two's complement addition knows no sign.
+# torch can't add these; viewed as signed it can: two's complement addition ignores the sign.
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-# Narrow floats are summed in these, and rounded once, wherever all ranks' addends meet.
+# Sums of narrow floats over all ranks are computed in these wider types, and rounded once.
 WIDE = {dtype: torch.float32 for name, dtype in vars(torch).items() if name.startswith("float8")}
 WIDE |= {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 _ADDABLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16}
@@ -122,47 +123,54 @@ _ADDABLE |= {torch.float32, torch.float64, torch.complex32, torch.complex64, tor
 
 
 def addable(tensor: Tensor) -> Tensor:
-    """View a tensor under a dtype that torch can add."""
+    """View a tensor as a dtype of the same width that torch can add; raise CommunicationError if none exists."""
     tensor = tensor.detach()
     if tensor.dtype in SIGNED:
         return tensor.view(SIGNED[tensor.dtype])
     if tensor.dtype not in _ADDABLE:
-        raise CommunicationError(f"dtype of a sum must be a number; got {tensor.dtype}. Convert the tensor first.")
+        raise CommunicationError(f"dtype of a sum must be numeric; got {tensor.dtype}. Convert the tensor first.")
     return tensor
 
 
 class Neighbourhood(abc.ABC):
-    """Repeated exchange of tensors with the same ranks. Made by `Communicator.neighbourhood`."""
+    """Repeated exchange of tensors with the same ranks. Created by `Communicator.neighbourhood`."""
 
     _sources: Sequence[int]
 
     def start(self, send: Tensor, received: Tensor) -> Request:
-        """Collective. Start to send `send` to all destinations, and to receive a tensor like it from every source.
+        """Collective. Start sending `send` to all destinations, and receiving a tensor of equal size from every source.
 
-        Never blocks. Exchanges match in the order in which ranks start them. Until the request is complete `send`
-        must not change and `received` must not be looked at. Messages: one of `send.nbytes` per destination.
+        Never blocks. Exchanges match in the order in which ranks start them. Until the request is complete do not
+        change `send` or read `received`. Messages: one of `send.nbytes` per destination.
 
         Args:
             send: flat; of one length and dtype on all ranks.
-            received: flat, of len(sources) · len(send) elements, overwritten: the sources' tensors one after the
-                other, in the order of `sources`.
+            received: flat, of len(sources) · len(send) elements, overwritten: the sources' tensors concatenated in
+                the order of `sources`.
 
-        Raises CommunicationError where the tensors do not fit each other.
+        Raises:
+            CommunicationError: `received` has the wrong length or dtype.
+
+        Example:
+            >>> left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+            >>> neighbours = comm.neighbourhood(sources=[left], destinations=[right])
+            >>> received = torch.empty(4)
+            >>> neighbours.start(torch.ones(4), received).wait()
         """
         check_flat(send, "send")
         check_flat(received, "received")
         expected = len(self._sources) * send.numel()
         if received.numel() != expected or received.dtype != send.dtype:
             raise CommunicationError(
-                f"received must have {expected} elements of {send.dtype}, as many as are sent for each of "
-                f"{len(self._sources)} sources; got {received.numel()} of {received.dtype}. Allocate them so."
+                f"received must have {expected} elements of {send.dtype} ({send.numel()} for each of "
+                f"{len(self._sources)} sources); got {received.numel()} of {received.dtype}. Allocate it so."
             )
         return self._start(send, received)
 
     @abc.abstractmethod
     def _start(self, send: Tensor, received: Tensor) -> Request:
-        """Start the exchange, of tensors whose lengths have been checked."""
+        """Implement `start`; arguments have been checked."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Collective. Release the neighbourhood; no exchange may be under way."""
+        """Collective. Release the neighbourhood; no exchange may be in flight."""

@@ -1,4 +1,4 @@
-"""Waiting that leaves the core to others, with a deadline."""
+"""Wait for a condition with a deadline, leaving the core to other processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from hpcdist.errors import DeadlineError
 
-SPIN_S = 200e-6  # most answers inside a node come within this time, and the shortest sleep takes 70 to 90 µs
+SPIN_S = 200e-6  # most replies inside a node arrive within this time, and the shortest sleep takes 70 to 90 µs
 SHORTEST_S, LONGEST_S = 20e-6, 1e-3
 
 
@@ -21,14 +21,17 @@ def wait_until(
 ) -> float:
     """Wait until `ready()` is true; return the seconds waited. Past the deadline raise DeadlineError with `describe()`.
 
-    Yields its core over and over for a moment, then sleeps a little longer each time, up to `longest_s`: with a
-    millisecond, a rank that waits for long uses about a fiftieth of a core. Sleeping also answers sooner than spinning
-    where ranks outnumber cores: the kernel lets a sleeper in when its time has come, and makes a rank that yields wait
-    for everybody's turn.
+    Yields the core repeatedly for a moment, then sleeps a little longer each time, up to `longest_s`: at 1 ms, a rank
+    that waits for long uses about 2 % of a core. Sleeping also reacts faster than spinning if there are more ranks than
+    cores: the kernel schedules a sleeper when its time is up, and lets a rank that yields wait for all others.
 
     Args:
-        sleep: sleeps for so many seconds at most, and tells whether somebody has woken this rank, who changes what
-            `ready()` looks at. Then it sleeps for `longest_s` at once.
+        ready: the condition.
+        deadline_s: seconds after which DeadlineError is raised.
+        describe: names the awaited event, for the error.
+        longest_s: longest pause between two checks.
+        sleep: `sleep(seconds)` sleeps until another rank wakes this one, which it does after a change that `ready()`
+            checks; returns whether it was woken. It is called with `longest_s` from the first pause on.
     """
     if ready():
         return 0.0

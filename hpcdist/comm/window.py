@@ -1,4 +1,4 @@
-"""Memory that other ranks read and change: `Memory` has get and put, `Window` atomic operations and waiting too."""
+"""One-sided communication: `Memory` has get and put; `Window` adds atomic operations and waiting."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ Predicate = Callable[[Tensor], bool]
 class Memory(abc.ABC):
     """Memory that every rank of a communicator can read and write without its owner taking part.
 
-    Each call is an epoch of its own (passive target): when it returns, the transfer is complete at both ends.
-    `offset` counts elements. Single elements are never torn; a longer `get` that overlaps another rank's `put` may
-    mix old and new elements. For a consistent read use `hpcdist.comm.snapshot`.
+    Each call is one epoch (passive target): when it returns, the transfer is complete at both ends. `offset` counts
+    elements. Single elements are never torn; a longer `get` that overlaps another rank's `put` may mix old and new
+    elements. For a consistent read use `hpcdist.comm.snapshot`.
 
-    The public calls check their arguments here, and count what they move; subclasses define what they do then.
+    The public methods check arguments and count bytes; subclasses implement `_get`, `_put`...
 
     Args:
         local: this rank's exposed memory.
-        lengths: elements of each rank's memory.
-        rank: this one.
-        traffic: the account of the calls.
+        lengths: number of elements of each rank's memory.
+        rank: this rank.
+        traffic: counts the bytes of the calls.
     """
 
     local: Tensor  # this rank's exposed memory, flat; others may change it at any time
 
     def __init__(self, local: Tensor, lengths: Sequence[int], rank: int, traffic: Traffic):
         self.local, self._lengths, self._closed = local, lengths, False
-        self._own_rank, self._traffic = rank, traffic
+        self._rank, self._traffic = rank, traffic
 
     def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
-        """Copy `len(out)` elements of `rank`'s memory, from `offset` on, into `out` (overwritten)."""
+        """Copy elements [offset, offset + len(out)) of `rank`'s memory into `out` (overwritten)."""
         self._check(rank, offset, out)
         self._get(out, rank, offset)
-        if rank != self._own_rank:
+        if rank != self._rank:
             self._traffic.fetched(out.nbytes)
 
     def read(self, rank: int, offset: int, count: int, out: Tensor | None = None) -> Tensor:
-        """Return `count` elements of `rank`'s memory: a view if that memory is mapped here, else a copy.
+        """Return `count` elements of `rank`'s memory: a view if this process maps that memory, else a copy.
 
-        Not to be written; what lies in place stays what it is only until somebody changes it there.
+        Do not write to it. A view changes when any rank changes the memory.
 
         Args:
             out: memory for the copy, shape (count,); new if None.
@@ -59,31 +59,31 @@ class Memory(abc.ABC):
             return out
         self._check(rank, offset, count=count)
         part = memory[offset : offset + count]
-        if rank != self._own_rank:
+        if rank != self._rank:
             self._traffic.fetched(part.nbytes)
         return part
 
     def _mapped(self, rank: int) -> Tensor | None:
-        """Return a rank's memory as it is now, if it is mapped here."""
+        """Return a view of a rank's memory if this process maps it, else None."""
         return None
 
     def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
-        """Copy `values` into `rank`'s memory from `offset` on."""
+        """Copy `values` into `rank`'s memory, starting at `offset`."""
         self._check(rank, offset, values)
         self._put(values, rank, offset)
-        if rank != self._own_rank:
+        if rank != self._rank:
             self._traffic.sent(values.nbytes)
 
     @abc.abstractmethod
     def _get(self, out: Tensor, rank: int, offset: int) -> None:
-        """Do what `get` says."""
+        """Implement `get`; arguments have been checked."""
 
     @abc.abstractmethod
     def _put(self, values: Tensor, rank: int, offset: int) -> None:
-        """Do what `put` says."""
+        """Implement `put`; arguments have been checked."""
 
     def _check(self, rank: int, offset: int, tensor: Tensor | None = None, count: int | None = None) -> int:
-        """Check a call's arguments; return its number of elements: of `tensor`, or `count`, or all from `offset` on."""
+        """Check a call's arguments; return its number of elements: of `tensor`, or `count`, or all after `offset`."""
         if self._closed:
             raise CommunicationError("a window must not be used once it is closed. Close it after its last use.")
         lengths = self._lengths
@@ -95,7 +95,7 @@ class Memory(abc.ABC):
             count = tensor.numel()
             if tensor.dtype != self.local.dtype:
                 raise CommunicationError(
-                    f"dtype must be that of the window, {self.local.dtype}; got {tensor.dtype}. Convert the tensor."
+                    f"dtype must be the window's, {self.local.dtype}; got {tensor.dtype}. Convert the tensor."
                 )
         elif count is None:
             count = length - offset
@@ -111,39 +111,42 @@ class Memory(abc.ABC):
         """Release the memory; `local` must not be used afterwards. Collective for a window."""
 
     def _release(self) -> None:
-        """Forget the memory."""
         self._closed = True
         del self.local
 
 
 class Window(Memory):
-    """Memory that ranks can also add to, change atomically and wait on."""
+    """Memory that other ranks can also accumulate into, change atomically and wait on."""
 
     def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
-        """Add `values` to `rank`'s memory from `offset` on. Atomic per element among accumulates."""
+        """Add `values` to `rank`'s memory, starting at `offset`. Atomic per element among accumulates."""
         self._check(rank, offset, values)
-        addable(values)  # else it is refused
+        addable(values)  # raises for other dtypes
         self._accumulate(values, rank, offset)
-        if rank != self._own_rank:
+        if rank != self._rank:
             self._traffic.sent(values.nbytes)
 
-    def change(self, function: Callable[..., object], rank: int, *beside: Tensor) -> bool:
-        """Let `function(elements, *parts)` change `rank`'s memory in place. Atomic per element among accumulates.
+    def change(self, function: Callable[..., object], rank: int, *operands: Tensor) -> bool:
+        """Change `rank`'s memory in place by `function(elements, *parts)`. Atomic per element among accumulates.
 
-        It is called for one piece after the other of all the memory and of the flat tensors `beside` it, which are as
-        long, and must not communicate. Counts as a get and a put of all.
+        The function is called for consecutive chunks: `elements` of the memory and the matching part of each operand.
+        Counts as a get and a put of the whole memory.
+
+        Args:
+            function: changes `elements` in place; must not communicate.
+            operands: flat tensors as long as the memory.
 
         Returns:
-            False where that memory can't be changed from here, or a tensor lies on a device: nothing has happened.
+            False, and nothing changes, if this rank can't change that memory in place or a tensor is on a device.
         """
         return False
 
     def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:
-        """Add `value` to one element of an int64 window and return its former value. Atomic."""
+        """Add `value` to one element of an int64 window and return the value before. Atomic."""
         return self._checked_atomic("fetch_add", rank, offset, value)
 
     def compare_and_swap(self, expected: int, desired: int, rank: int, offset: int = 0) -> int:
-        """Write `desired` if the int64 element equals `expected`; return its former value. Atomic."""
+        """Write `desired` if the int64 element equals `expected`; return the value before. Atomic."""
         return self._checked_atomic("compare_and_swap", rank, offset, expected, desired)
 
     def _checked_atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
@@ -154,7 +157,7 @@ class Window(Memory):
             if not -(2**63) <= value < 2**63:
                 raise CommunicationError(f"operand of an atomic must fit in 64 bits; got {value}.")
         before = self._atomic(what, rank, offset, *values)
-        if rank != self._own_rank:
+        if rank != self._rank:
             self._traffic.sent(self.local.itemsize)
         return before
 
@@ -169,32 +172,34 @@ class Window(Memory):
         deadline_s: float | None = None,
         by: Collection[int] = (),
     ) -> None:
-        """Block until `predicate(elements)` holds for elements [offset, offset + count) of `rank` (default: own).
+        """Block until `predicate(elements)` is true for elements [offset, offset + count) of `rank`'s memory.
 
-        The predicate must not communicate and must not change the tensor. `what` says in words what is awaited and
-        of whom, for error messages. Past `deadline_s` (default: the communicator's) DeadlineError is raised.
-
-        `by` are the ranks of which one must act for the predicate to become true, if that is known. Where none of them
-        ever will, for their scripts have ended, or they wait for this rank, the job ends at once. The predicate is then
-        called by another thread too.
+        Args:
+            predicate: must not communicate or change the tensor; with `by` a second thread calls it, too.
+            rank: by default this rank.
+            count: by default all elements after `offset`.
+            what: describes the awaited event and who causes it, for error messages.
+            deadline_s: DeadlineError is raised after these seconds; by default the communicator's.
+            by: ranks of which one must act to make the predicate true, if known. If none of them can act any more (its
+                script has ended, or it waits for this rank), the job ends immediately.
         """
-        rank = self._own_rank if rank is None else rank
+        rank = self._rank if rank is None else rank
         self._wait(predicate, rank, offset, self._check(rank, offset, count=count), what, deadline_s, by)
 
     @abc.abstractmethod
     def _accumulate(self, values: Tensor, rank: int, offset: int) -> None:
-        """Do what `accumulate` says."""
+        """Implement `accumulate`; arguments have been checked."""
 
     @abc.abstractmethod
     def _atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
-        """Do what `fetch_add` (of one value) or `compare_and_swap` (expected, desired) says."""
+        """Implement `fetch_add` (one value) or `compare_and_swap` (expected, desired), as `what` says."""
 
     @abc.abstractmethod
     def _wait(
         self, predicate: Predicate, rank: int, offset: int, count: int, what: str, limit_s: float | None,
         by: Collection[int],
     ) -> None:  # fmt: skip
-        """Do what `wait` says."""
+        """Implement `wait`; arguments have been checked."""
 
 
 class Put(NamedTuple):
@@ -207,7 +212,7 @@ class Put(NamedTuple):
 
 
 def atomic(what: str, before: int, *values: int) -> int:
-    """Return what an int64 element is after `fetch_add` (of one value) or `compare_and_swap` (expected, desired)."""
+    """Return the new value of an int64 element after `fetch_add` (one value) or `compare_and_swap`."""
     if what == "fetch_add":
         return (before + values[0] + _HALF) % (2 * _HALF) - _HALF  # it wraps around
     return values[1] if before == values[0] else before
@@ -217,11 +222,11 @@ _HALF = 1 << 63
 
 
 def refuse_attached(*args: Any, **options: Any) -> NoReturn:
-    """Raise CommunicationError for a call that memory attached by `RankMemory.attach` does not have."""
-    raise CommunicationError("an attached window must be used for get and put only. Make one with comm.window.")
+    """Raise CommunicationError: memory attached by `RankMemory.attach` supports only get and put."""
+    raise CommunicationError("an attached window must be used for get and put only. Create one with comm.window.")
 
 
 def check_count(count: int) -> None:
-    """Check the number of elements of a new window; raise CommunicationError otherwise."""
+    """Raise CommunicationError if the number of elements of a new window is negative."""
     if count < 0:
         raise CommunicationError(f"count of a window must be at least 0; got {count}.")

@@ -1,4 +1,4 @@
-"""Calls in flight: a work stands for each, and one thread makes the calls of a communicator in their order."""
+"""Asynchronous calls: `Work` is the handle of a call in flight; `CallQueue` runs a communicator's calls in order."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from hpcdist.errors import ConfigError, MismatchError
 
 NO_LIMIT = timedelta(0)
 _LOCK = threading.Lock()  # held while a work ends, or gets a callback
-# A callback of a future may itself make collective calls, and wait for them: so it must not block the thread that makes
-# the calls. More threads than that wait for each other in no script.
+# A callback of a future may itself make collective calls and wait for them, so it must not block the thread that runs
+# the calls. No script nests more callbacks than there are threads here.
 _CALLBACKS = ThreadPoolExecutor(64, "hpcdist-futures")
-# Works that Python has let go of: C++ may keep one, as DistributedDataParallel does for `join`, and can't wait for it
-# without Python's half of it. Nobody tells until when, so the last ones stay.
-LET_GO: deque[Work] = deque(maxlen=256)
-KEPT_BYTES = 1 << 12  # of a tensor that stays with them
+# Works without references in Python. C++ may still hold one, as DistributedDataParallel does for `join`, and can't wait
+# for it without the Python object. It is unknown for how long, so the most recent ones are kept.
+RELEASED: deque[Work] = deque(maxlen=256)
+KEPT_BYTES = 1 << 12  # longer tensors of these works are dropped
 
 # torch may have been built without its package `distributed`.
 _Base: Any = torch.distributed.Work if torch.distributed.is_available() else object
 
 
 class Work(_Base):
-    """A call or message in flight, or one that is over, with the methods of `torch.distributed.Work`.
+    """Handle of a call or message, in flight or complete, with the methods of `torch.distributed.Work`.
 
     Args:
-        tensors: the result, which the call writes; free to use once the call is complete.
-        poll: returns whether it is over.
-        block: blocks until it is over. None: it is over now.
-        after: called once, when it is over, by whoever polls or waits.
-        source: rank of the message; -1: unknown until it has arrived, or no message.
-        queued: a thread ends it, by `run`; else whoever polls or waits does.
+        tensors: the result; use it only after the call is complete.
+        poll: returns whether the call is complete.
+        block: blocks until it is complete. None: it is complete already.
+        after: called once at completion, by the thread that polls or waits.
+        source: source rank of a message; -1: not yet known, or no message.
+        queued: a queue's thread completes it by `run`; otherwise the thread that polls or waits does.
 
     Attributes:
-        error: what the call raised.
-        told: somebody has got the error.
-        waited: somebody waits for it, without a timeout.
+        error: exception that the call raised.
+        retrieved: whether `error` has been raised or returned to a caller.
+        waited: whether a thread waits for it without a timeout.
     """
 
     _poll: Callable[[], bool] | None = None
     _block: Callable[[], object] | None = None
     _after: Callable[[], object] | None = None
-    _queued = told = waited = False
+    _queued = retrieved = waited = False
     source = -1
     _callbacks: tuple[Callable[[], object], ...] = ()
     error: BaseException | None = None
@@ -66,7 +66,7 @@ class Work(_Base):
 
     @classmethod
     def of_all(cls, works: Sequence[Any], tensors: Any) -> Work:
-        """Return a work that is over when all of these are."""
+        """Return a work that is complete when all of `works` are."""
 
         def block() -> None:
             for work in works:
@@ -74,15 +74,15 @@ class Work(_Base):
 
         return cls(tensors, lambda: all(work.is_completed() for work in works), block)
 
-    def __del__(self, keep: Callable[[Work], None] = LET_GO.append) -> None:
+    def __del__(self, keep: Callable[[Work], None] = RELEASED.append) -> None:
         if self._queued:
             written = self.tensors if isinstance(self.tensors, (list, tuple)) else [self.tensors]
-            if not all(isinstance(one, torch.Tensor) and one.nbytes <= KEPT_BYTES for one in written):
+            if not all(isinstance(tensor, torch.Tensor) and tensor.nbytes <= KEPT_BYTES for tensor in written):
                 self.tensors = []
             keep(self)
 
     def run(self, call: Callable[[], object] | None) -> None:
-        """Make the call that this stands for, and end it; keep what the call raises for whoever waits."""
+        """Run the call and mark the work complete; an exception is kept for the thread that waits."""
         try:
             if call is not None:
                 call()
@@ -95,7 +95,7 @@ class Work(_Base):
                 callback()
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Block until the call is over; raise what it raised, or DeadlineError past a timeout."""
+        """Block until the call is complete; raise the call's exception, or DeadlineError past a timeout."""
         block = self._block
         if block is not None:
             poll = self._poll
@@ -111,16 +111,16 @@ class Work(_Base):
         return True
 
     def raise_error(self) -> None:
-        """Raise what the call raised, if it has."""
+        """Raise the call's exception, if any."""
         if self.error is not None:
-            self.told = True
+            self.retrieved = True
             raise self.error
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the call is over. Never blocks."""
+        """Return whether the call is complete. Never blocks."""
         poll = self._poll
         if poll is not None and poll() and not self._queued:
             self.run(self._after)
@@ -130,15 +130,15 @@ class Work(_Base):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Return what the call raised; None while it is in flight."""
-        self.told = self._block is None
+        """Return the call's exception; None while it is in flight."""
+        self.retrieved = self._block is None
         return self.error
 
     def result(self) -> Any:
         return self.tensors
 
     def source_rank(self) -> int:
-        """Return the rank that a message comes from; wait for one that any rank may send."""
+        """Return the source rank of a message; a receive from any source waits for its message first."""
         if self.source < 0:
             self.wait()
         return self.source
@@ -146,18 +146,18 @@ class Work(_Base):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
-        """Return a future with the result. A message, and several works, are waited for here."""
+        """Return a future of the result. Blocks first for a message and for a work of several works."""
         if not self._queued:
             self.wait()
-        over: torch.futures.Future = torch.futures.Future()
-        # What a callback raises is an error to C++, too; what `set_exception` sets is a value there.
-        future = over.then(partial(self._value, self.tensors))
+        complete: torch.futures.Future = torch.futures.Future()
+        # C++ sees an exception from a callback as an error, but one from `set_exception` as a value.
+        future = complete.then(partial(self._value, self.tensors))
         with _LOCK:
             in_flight = self._block is not None
             if in_flight:
-                self._callbacks = (*self._callbacks, partial(_CALLBACKS.submit, over.set_result, None))
+                self._callbacks = (*self._callbacks, partial(_CALLBACKS.submit, complete.set_result, None))
         if not in_flight:
-            over.set_result(None)
+            complete.set_result(None)
         return future
 
     def _value(self, tensors: Any, _: object) -> Any:
@@ -166,16 +166,23 @@ class Work(_Base):
 
 
 class CallQueue:
-    """Makes the calls of one communicator, one after the other, on a thread that starts with the first of them.
+    """Runs the calls of one communicator in order, on a thread that starts with the first asynchronous call.
 
-    A call behind one that has failed is not made, and fails likewise, until somebody has got the error; unless that
-    is of an argument, of which other ranks know.
+    After a call has failed, later calls fail with the same error without running, until the error has been retrieved;
+    except after errors of arguments, which all ranks raise.
 
     Args:
-        threaded: this rank may have a further thread; else a call is made at once, and over when its work is returned.
+        threaded: this rank may start a thread; otherwise `submit` runs the call immediately.
+
+    Example:
+        >>> queue, total = comm.queue(), torch.ones(4)
+        >>> work = queue.submit(lambda: comm.allreduce(total))
+        >>> work.wait()  # compute before this line to overlap communication
+        True
+        >>> queue.close()
     """
 
-    running: ClassVar[list[CallQueue]] = []  # those that have a thread of this process's own
+    running: ClassVar[list[CallQueue]] = []  # queues with a thread in this process
 
     def __init__(self, threaded: bool):
         self.threaded = threaded
@@ -187,14 +194,14 @@ class CallQueue:
 
     @property
     def busy(self) -> bool:
-        """Return whether there are calls for whose end nobody waits."""
+        """Return whether calls are in flight that no thread waits for."""
         return bool(self._in_flight) and not self._closing and not any(work.waited for work in tuple(self._in_flight))
 
-    def make(self, call: Callable[[], object], tensors: Any = None, *, async_op: bool = False) -> Work | None:
-        """Make a call, and return once it is over; or with `async_op` return its work at once, see `submit`.
+    def run(self, call: Callable[[], object], tensors: Any = None, *, async_op: bool = False) -> Work | None:
+        """Run a call and return when it is complete; with `async_op` return its work immediately, see `submit`.
 
-        Where no other call comes before it, the caller's thread makes it. A call of the queue's own thread is a part
-        of the one that it makes.
+        If no other call is in flight, the caller's thread runs it. From within a call of this queue it runs directly,
+        as a part of that call.
         """
         if async_op:
             return self.submit(call, tensors)
@@ -205,7 +212,7 @@ class CallQueue:
         return None
 
     def submit(self, call: Callable[[], object], tensors: Any = None) -> Work:
-        """Return a work at once, and make its call when those before it are over."""
+        """Queue a call behind the calls in flight; return its work immediately."""
         if not self.threaded:
             work = Work(tensors, queued=True)
             work.run(call)
@@ -213,44 +220,44 @@ class CallQueue:
         if not self._started:
             self._started = True
             self._start()
-        over = self._event()
-        work = Work(tensors, over.is_set, over.wait, queued=True)
+        complete = self._event()
+        work = Work(tensors, complete.is_set, complete.wait, queued=True)
         self._in_flight.append(work)
-        self._put((work, call, over))
+        self._put((work, call, complete))
         return work
 
     def close(self) -> None:
-        """Wait for all calls, and end the thread; raise the error of one that has failed and nobody has waited for."""
+        """Wait for all calls and end the thread; raise an error of a call that was not retrieved yet."""
         if self._started:
-            self._started, self._closing, over = False, True, self._event()
-            self._put((None, None, over))
-            over.wait()
+            self._started, self._closing, complete = False, True, self._event()
+            self._put((None, None, complete))
+            complete.wait()
             if self in self.running:
                 self.running.remove(self)
         for work in self._failed:
-            if not work.told:
+            if not work.retrieved:
                 work.raise_error()
 
     def _run(self) -> None:
         self._ident = threading.get_ident()
         while True:
-            work, call, over = self._next()
+            work, call, complete = self._next()
             if work is not None:
-                self._make(work, call)
+                self._execute(work, call)
                 self._in_flight.popleft()
-            over.set()
+            complete.set()
             if work is None:
                 return
 
-    def _make(self, work: Work, call: Callable[[], object] | None) -> None:
+    def _execute(self, work: Work, call: Callable[[], object] | None) -> None:
         last = self._failed[-1] if self._failed else None
-        if last is not None and not last.told and not isinstance(last.error, (ConfigError, MismatchError)):
+        if last is not None and not last.retrieved and not isinstance(last.error, (ConfigError, MismatchError)):
             work.error, call = last.error, None
         work.run(call)
         if work.error is not None and (last is None or work.error is not last.error):
             self._failed.append(work)
 
-    # --- what threads of virtual ranks do otherwise -----------------------------------------------------------------
+    # --- overridden for threads of virtual ranks ----------------------------------------------------------------------
     def _start(self) -> None:
         self.running.append(self)
         threading.Thread(target=self._run, name="hpcdist-calls", daemon=True).start()

@@ -17,7 +17,8 @@ from hpcdist.model.flat import FlatModel
 
 # Methods of before, and what to write.
 _FORMER = {
-    **dict.fromkeys(("state", "load_state"), 'remembers = ("start",)'), "sent": "count_sent(self, message, counts)"
+    **dict.fromkeys(("state", "load_state"), 'remembers = ("start",)'), "sent": "count_sent(self, message, counts)",
+    "begin": "def start_sum(self, own, ranks)",
 }  # fmt: skip
 
 
@@ -173,7 +174,7 @@ class Recoded(Compressor):
         """Do as `encode_residual_`, with values so small that the sum of `ranks` messages is finite."""
         return self.encode_residual_(tensor)
 
-    def begin(self, own: Tensor, ranks: int) -> Tensor:
+    def start_sum(self, own: Tensor, ranks: int) -> Tensor:
         """Start the sum over `ranks` ranks with this rank's own piece.
 
         Returns:

@@ -55,7 +55,7 @@ class ChunkTopk(Compressor):
         def check_without_feedback(self) -> None:
             if self.decay != 1:
                 raise ValueError(
-                    "strategy.compression.decay must be left out where error_feedback is false, which keeps nothing of "
+                    "strategy.compression.decay must be omitted where error_feedback is false, which keeps nothing of "
                     f"what was not sent; got {self.decay}. Leave one of them out."
                 )
 

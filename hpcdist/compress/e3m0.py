@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.comm.pieces import CACHED, slices
+from hpcdist.comm.chunks import CACHED, slices
 from hpcdist.compress.base import Compressor
 from hpcdist.compress.coding.elements import add_by_bit, as_scale, largest, views
 
@@ -72,8 +72,8 @@ def _pack(values: np.ndarray, table: np.ndarray, packed: np.ndarray) -> None:
     count = min(CACHED, len(values))
     magnitudes, reached = np.empty(count, values.dtype), np.empty(count, bool)
     codes = np.zeros(count + count % 2, np.uint8)
-    for piece in slices(len(values)):
-        part, own = values[piece], codes[: piece.stop - piece.start]
+    for chunk in slices(len(values)):
+        part, own = values[chunk], codes[: chunk.stop - chunk.start]
         above, far = magnitudes[: len(own)], reached[: len(own)]
         np.abs(part, out=above)
         np.less(part, 0, out=far)
@@ -84,4 +84,4 @@ def _pack(values: np.ndarray, table: np.ndarray, packed: np.ndarray) -> None:
         if len(own) % 2:
             codes[len(own)] = 0
         pairs = codes[: len(own) + len(own) % 2].view("<u2")
-        packed[piece.start // 2 : -(-piece.stop // 2)] = pairs | pairs >> 4
+        packed[chunk.start // 2 : -(-chunk.stop // 2)] = pairs | pairs >> 4

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.comm.pieces import slices
+from hpcdist.comm.chunks import slices
 from hpcdist.compress.base import Recoded
 
 
@@ -34,13 +34,13 @@ class Cast(Recoded):
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         short = self._open(message)
-        for piece in slices(len(out)):
-            out[piece].add_(short[piece], alpha=weight)
+        for chunk in slices(len(out)):
+            out[chunk].add_(short[chunk], alpha=weight)
 
     def share(self, tensor: Tensor, ranks: int) -> Tensor:
         return self._encode_(tensor, ranks)
 
-    def begin(self, own: Tensor, ranks: int) -> Tensor:
+    def start_sum(self, own: Tensor, ranks: int) -> Tensor:
         return own  # exact: it is rounded with the sum
 
     def combine(self, total: Tensor, ranks: int) -> Tensor:
@@ -57,10 +57,10 @@ class Cast(Recoded):
         most = min(info.max, wide.max / ranks / (1 + info.eps)) if ranks > 1 else info.max
         bound = int(torch.tensor([most], dtype=self.dtype).view(torch.int16)) - 1  # `most` may be rounded up here
         short = torch.empty(tensor.shape, dtype=self.dtype)
-        for piece in slices(len(tensor)):
-            part, rounded = tensor[piece], short[piece]
+        for chunk in slices(len(tensor)):
+            part, rounded = tensor[chunk], short[chunk]
             if addend is not None:
-                self.accumulate(part, addend[piece])
+                self.accumulate(part, addend[chunk])
             rounded.copy_(part)
             if not _all_below(rounded, bound):
                 part.clamp_(-wide.max, wide.max)  # a sum may be infinite

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.comm.pieces import CACHED, slices
+from hpcdist.comm.chunks import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding.elements import BITS, MOST_SCALE, add_by_bit, views
 
@@ -28,8 +28,8 @@ class _Part(NamedTuple):
         """Cut the matrix into pieces of whole bytes; yield the rows and the elements of each."""
         if self.rows == 1:
             return ((slice(0, 1), elements) for elements in slices(self.columns))
-        pieces = slices(self.rows, max(8, CACHED // self.columns // 8 * 8))
-        return ((rows, slice(rows.start * self.columns, rows.stop * self.columns)) for rows in pieces)
+        chunks = slices(self.rows, max(8, CACHED // self.columns // 8 * 8))
+        return ((rows, slice(rows.start * self.columns, rows.stop * self.columns)) for rows in chunks)
 
 
 @final

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.comm.pieces import CACHED, slices
+from hpcdist.comm.chunks import CACHED, slices
 from hpcdist.compress.base import Linear, Span
 
 
@@ -187,10 +187,10 @@ def add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
     """
     bits, count = (53 - len(left).bit_length()) // 2, 2 if out.dtype == torch.float64 else 1
     lefts, rights = _parts(left, bits, count), _parts(right, bits, count)
-    for piece in slices(len(out), max(1, CACHED // out.shape[1])):
+    for chunk in slices(len(out), max(1, CACHED // out.shape[1])):
         for place, part in enumerate(lefts):
             for other in rights[: count - place]:
-                out[piece].add_(part[:, piece].T @ other)
+                out[chunk].add_(part[:, chunk].T @ other)
 
 
 def _parts(factor: Tensor, bits: int, count: int) -> list[Tensor]:

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.comm.pieces import CACHED, slices
+from hpcdist.comm.chunks import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding.elements import LEAST_SCALE, MOST_SCALE, views
 
@@ -88,30 +88,30 @@ class Qsgd(Compressor):
         message = np.empty(4 * self._buckets + self._bits * -(-self.count // 8), np.uint8)
         norms, codes = views(message, self._buckets)
         work = np.empty((2, self._chunk), values.dtype)
-        for piece in slices(self.count, self._chunk):
-            buckets, packed, size = self._places(piece)
+        for chunk in slices(self.count, self._chunk):
+            buckets, packed, size = self._places(chunk)
             if addend is not None:
-                self.accumulate(tensor[piece], addend[piece])
-            norms[buckets], levels = self._round(values[piece], source, work)
+                self.accumulate(tensor[chunk], addend[chunk])
+            norms[buckets], levels = self._round(values[chunk], source, work)
             codes[packed] = _pack(levels.reshape(-1)[:size], self._bits)
-            self._add_levels(tensor[piece], -1.0, levels, norms[buckets], work[0])
+            self._add_levels(tensor[chunk], -1.0, levels, norms[buckets], work[0])
         return torch.from_numpy(message)
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         norms, codes = views(message.numpy(), self._buckets)
         work = np.empty(self._chunk, out.numpy().dtype)
-        for piece in slices(self.count, self._chunk):
-            buckets, packed, size = self._places(piece)
+        for chunk in slices(self.count, self._chunk):
+            buckets, packed, size = self._places(chunk)
             levels = np.empty((buckets.stop - buckets.start, self._bucket), np.uint8)
             levels.reshape(-1)[size:] = 0
             _unpack(codes[packed], self._bits, levels.reshape(-1)[:size])
-            self._add_levels(out[piece], weight, levels, norms[buckets], work)
+            self._add_levels(out[chunk], weight, levels, norms[buckets], work)
 
-    def _places(self, piece: slice) -> tuple[slice, slice, int]:
+    def _places(self, chunk: slice) -> tuple[slice, slice, int]:
         """Return the places of a piece's norms and packed levels, and its number of levels, a multiple of 8."""
-        size = -(-(piece.stop - piece.start) // 8) * 8
-        first = piece.start // 8 * self._bits
-        buckets = slice(piece.start // self._bucket, -(-piece.stop // self._bucket))
+        size = -(-(chunk.stop - chunk.start) // 8) * 8
+        first = chunk.start // 8 * self._bits
+        buckets = slice(chunk.start // self._bucket, -(-chunk.stop // self._bucket))
         return buckets, slice(first, first + size // 8 * self._bits), size
 
     def _round(self, values: np.ndarray, source: np.random.SFC64, work: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.comm.pieces import CACHED, slices
+from hpcdist.comm.chunks import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding.elements import as_scale, largest, mean, views
 
@@ -84,8 +84,8 @@ class TernGrad(Compressor):
             return
         one = 1 << _RANDOM_BITS
         work = torch.empty(min(CACHED, len(values)), dtype=values.dtype)
-        for piece in slices(len(values)):
-            part, sign = values[piece], signs[piece]
+        for chunk in slices(len(values)):
+            part, sign = values[chunk], signs[chunk]
             sums = work[: len(part)]
             raised = sums.numpy()
             np.copyto(raised, source.random_raw(-(-len(part) // 4)).view(np.uint16)[: len(part)])
@@ -98,8 +98,8 @@ class TernGrad(Compressor):
         scales, packed = views(message.numpy(), len(self._parts))
         signs = torch.from_numpy(_unpack(packed))
         for scale, part in zip(scales.tolist(), self._parts, strict=True):
-            for piece in slices(part.stop - part.start):
-                place = slice(part.start + piece.start, part.start + piece.stop)
+            for chunk in slices(part.stop - part.start):
+                place = slice(part.start + chunk.start, part.start + chunk.stop)
                 out[place].add_(signs[place], alpha=weight * scale)
 
 

@@ -53,28 +53,30 @@ def neighbours(path: Path) -> Iterator[None]:
             sys.path.remove(str(folder))
         for name, module in sys.modules.copy().items():  # threads may import meanwhile
             top = name.partition(".")[0]
-            if top not in before and _is_beside(sys.modules.get(top), folder):
+            if top not in before and _is_in_folder(sys.modules.get(top), folder):
                 _neighbours[name] = module, folder
         _neighbours.update(hidden)
         sys.modules.update({name: module for name, (module, _) in hidden.items()})
 
 
-def imported_beside(path: Path) -> list[Path]:
+def imported_from_same_folder(path: Path) -> list[Path]:
     """List the files in the folder of `path`, or in packages there, that have been imported; sorted."""
     folder, files = path.resolve().parent, set()
     for name, module in sys.modules.copy().items():  # threads may import meanwhile
         top, file = name.partition(".")[0], getattr(module, "__file__", None)
-        if top not in ("__main__", "hpcdist") and file and _is_beside(sys.modules.get(top), folder):
+        if top not in ("__main__", "hpcdist") and file and _is_in_folder(sys.modules.get(top), folder):
             files.add(Path(file).resolve())
     return sorted(files - {path.resolve()})
 
 
-def _is_beside(module: Any, folder: Path) -> bool:
+def _is_in_folder(module: Any, folder: Path) -> bool:
     """Tell whether a module, or a package, lies directly in the folder."""
-    file, places = getattr(module, "__file__", None), getattr(module, "__path__", None)
-    where = next(iter(places), None) if places is not None else file
-    place = None if where is None else Path(where).resolve()
-    return place is not None and place.parent == folder and place.exists()  # torch makes modules without a file
+    file, folders = getattr(module, "__file__", None), getattr(module, "__path__", None)
+    where = next(iter(folders), None) if folders is not None else file
+    location = None if where is None else Path(where).resolve()
+    return (
+        location is not None and location.parent == folder and location.exists()
+    )  # torch makes modules without a file
 
 
 def load_file(path: Path) -> ModuleType:
@@ -127,26 +129,26 @@ def loaded_files() -> dict[str, list[int]]:
 
     Not by path: nodes may have them in different folders.
     """
-    found = {path: checksum for path, (_, checksum) in _loaded.items()}
-    beside = [Path(module.__file__) for module, _ in _neighbours.values() if module.__file__]
-    found |= {path: _checksum(path) for path in beside}
-    names = sorted({path.name for path in found})
-    return {name: sorted(checksum for path, checksum in found.items() if path.name == name) for name in names}
+    checksums = {path: checksum for path, (_, checksum) in _loaded.items()}
+    siblings = [Path(module.__file__) for module, _ in _neighbours.values() if module.__file__]
+    checksums |= {path: _checksum(path) for path in siblings}
+    names = sorted({path.name for path in checksums})
+    return {name: sorted(checksum for path, checksum in checksums.items() if path.name == name) for name in names}
 
 
-def _checksum(path: str | Path, before: int = 0) -> int:
+def _checksum(path: str | Path, start: int = 0) -> int:
     with open(path, "rb", buffering=0) as file:
-        return zlib.crc32(file.read(), before)
+        return zlib.crc32(file.read(), start)
 
 
 def package_checksum() -> int:
     """Return a checksum of this package's source files: an edited copy has the same version. It takes 8 ms."""
-    found = 0
+    checksum = 0
     for folder, inner, names in os.walk(Path(__file__).parents[1]):
         inner.sort()
         for name in sorted(name for name in names if name.endswith(".py")):
-            found = _checksum(os.path.join(folder, name), found)
-    return found
+            checksum = _checksum(os.path.join(folder, name), checksum)
+    return checksum
 
 
 def load_module(path: Path) -> ModuleType:

@@ -198,7 +198,7 @@ class JobConfig(Settings):
     def _accumulates_by_its_own_setting(self) -> JobConfig:
         if "accumulation" in self.strategy.options:
             raise ConfigError(
-                "strategy.accumulation must be left out in a job, whose own setting goes with every strategy; got "
+                "strategy.accumulation must be omitted in a job, whose own setting goes with every strategy; got "
                 f"{self.strategy.options['accumulation']}. Set accumulation instead."
             )
         return self

@@ -74,8 +74,8 @@ def _merge(lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, str) and isinstance(below, dict) and "name" in below:
             value = {"name": value}
         tables = isinstance(below, dict) and isinstance(value, dict)
-        same = tables and value.get("name", below.get("name")) == below.get("name")
-        merged[key] = _merge(below, value) if same else value
+        same_algorithm = tables and value.get("name", below.get("name")) == below.get("name")
+        merged[key] = _merge(below, value) if same_algorithm else value
     return merged
 
 
@@ -179,16 +179,16 @@ def changes(before: Any, now: Any, where: str = "") -> Changes:
     """
     if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
         return {} if _canonical(before) == _canonical(now) else {where: (before, now)}
-    same = before.get("name") == now.get("name")
-    found: Changes = {}
-    for key in (key for key in now if key in before and (same or key == "name")):
-        found |= changes(before[key], now[key], f"{where}.{key}" if where else key)
-    return found
+    same_algorithm = before.get("name") == now.get("name")
+    changed: Changes = {}
+    for key in (key for key in now if key in before and (same_algorithm or key == "name")):
+        changed |= changes(before[key], now[key], f"{where}.{key}" if where else key)
+    return changed
 
 
-def describe_changes(found: Mapping[str, Iterable[Any]]) -> str:
+def describe_changes(changed: Mapping[str, Iterable[Any]]) -> str:
     """Write changes as `optimizer.lr 0.1 → 0.01, batch_size 16 → 32`."""
-    return ", ".join(f"{key} {' → '.join(map(_readable, values))}" for key, values in found.items())
+    return ", ".join(f"{key} {' → '.join(map(_readable, values))}" for key, values in changed.items())
 
 
 def _readable(value: Any) -> str:

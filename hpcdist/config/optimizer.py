@@ -74,9 +74,9 @@ def rescale(optimizer: torch.optim.Optimizer, schedule: Any, ratio: float) -> No
             group[key] *= ratio
     if schedule is None:
         return
-    for one in (schedule, *getattr(schedule, "_schedulers", ())):
-        for name in {"base_lrs", "_last_lr"} & vars(one).keys():
-            setattr(one, name, [rate * ratio for rate in getattr(one, name)])
+    for part in (schedule, *getattr(schedule, "_schedulers", ())):
+        for name in {"base_lrs", "_last_lr"} & vars(part).keys():
+            setattr(part, name, [rate * ratio for rate in getattr(part, name)])
 
 
 # --- torch's classes by name, for optimizers and schedules ------------------------------------------------------------
@@ -101,14 +101,14 @@ def check_options(where: str, algorithm: type, options: Iterable[str]) -> None:
             )
 
 
-def call(where: str, algorithm: Callable[..., Any], target: Any, options: dict[str, Any], shown: Any = None) -> Any:
-    """Call `algorithm(target, **options)`, and raise ConfigError with the options `shown` if torch refuses them."""
+def call(where: str, algorithm: Callable[..., Any], target: Any, options: dict[str, Any], display: Any = None) -> Any:
+    """Call `algorithm(target, **options)`, and raise ConfigError with the options `display` if torch refuses them."""
     try:
         return algorithm(target, **options)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        given = options if shown is None else shown
+        refused = options if display is None else display
         raise ConfigError(
-            f"{where} options must suit torch's {algorithm.__name__}; got {given} ({error}). See torch's reference."
+            f"{where} options must suit torch's {algorithm.__name__}; got {refused} ({error}). See torch's reference."
         ) from None
 
 
@@ -160,9 +160,9 @@ class ScheduleConfig(Named):
     @model_validator(mode="after")
     def _check(self) -> ScheduleConfig:
         if self.name is None:
-            given = [*self.options, *(["schedules"] if self.schedules else [])]
-            if given:
-                raise ConfigError(f"schedule.name must be given with the options {', '.join(given)}; got none.")
+            config = [*self.options, *(["schedules"] if self.schedules else [])]
+            if config:
+                raise ConfigError(f"schedule.name must be given with the options {', '.join(config)}; got none.")
         else:
             _check("schedule", self)
         if self.warmup_steps and self.per != "step":
@@ -172,7 +172,7 @@ class ScheduleConfig(Named):
             )
         if self.warmup_steps and self.name in (*OWN_RATES, ON_EVALUATIONS):
             raise ConfigError(
-                f"schedule.warmup_steps must be left out with {self.name}; got {self.warmup_steps}. OneCycleLR has a "
+                f"schedule.warmup_steps must be omitted with {self.name}; got {self.warmup_steps}. OneCycleLR has a "
                 "warm-up of its own."
             )
         if self.warmup_from is not None and not self.warmup_steps:
@@ -216,26 +216,26 @@ def with_functions_of(path: Path, table: Any) -> Any:
     return complete
 
 
-def _check(where: str, given: SchedulePart | ScheduleConfig) -> None:
+def _check(where: str, config: SchedulePart | ScheduleConfig) -> None:
     known = schedules()
-    if given.name not in known:
-        raise UnknownNameError(f"{where}.name", str(given.name), known)
-    if (given.name in MADE_OF_OTHERS) != bool(given.schedules):
+    if config.name not in known:
+        raise UnknownNameError(f"{where}.name", str(config.name), known)
+    if (config.name in MADE_OF_OTHERS) != bool(config.schedules):
         raise ConfigError(
             f"schedule.schedules must be given with {' and '.join(MADE_OF_OTHERS)}, and only there; got "
-            f"{len(given.schedules) or 'none'} with {given.name}. Write a table [[schedule.schedules]] for each."
+            f"{len(config.schedules) or 'none'} with {config.name}. Write a table [[schedule.schedules]] for each."
         )
-    check_options(where, known[given.name], given.options)
+    check_options(where, known[config.name], config.options)
 
 
 def _build(
-    where: str, given: SchedulePart | ScheduleConfig, optimizer: torch.optim.Optimizer
+    where: str, config: SchedulePart | ScheduleConfig, optimizer: torch.optim.Optimizer
 ) -> lr_scheduler.LRScheduler:
-    cls, options = schedules()[str(given.name)], given.options
+    cls, options = schedules()[str(config.name)], config.options
     if FUNCTION in options:
         options[FUNCTION] = load_function(str(options[FUNCTION]), f"{where}.{FUNCTION}")
-    if given.schedules:
-        options["schedulers"] = [_build(f"{where}.schedules", part, optimizer) for part in given.schedules]
-    if given.name == "ChainedScheduler":
-        return call(where, cls, options.pop("schedulers"), {**options, "optimizer": optimizer}, given.options)
-    return call(where, cls, optimizer, options, given.options)
+    if config.schedules:
+        options["schedulers"] = [_build(f"{where}.schedules", part, optimizer) for part in config.schedules]
+    if config.name == "ChainedScheduler":
+        return call(where, cls, options.pop("schedulers"), {**options, "optimizer": optimizer}, config.options)
+    return call(where, cls, optimizer, options, config.options)

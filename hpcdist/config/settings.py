@@ -94,14 +94,14 @@ class MayChange:
 
 def without_changeable(model: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a table of settings without those that are marked `MayChange`."""
-    kept: dict[str, Any] = {}
+    unchangeable: dict[str, Any] = {}
     for name, value in values.items():
         field = model.model_fields.get(name)
         inner = None if field is None else _settings_in(field.annotation)
         if field is None or MayChange not in field.metadata:
             nested = inner is not None and isinstance(value, Mapping)
-            kept[name] = without_changeable(inner, value) if nested else value  # type: ignore[arg-type]
-    return kept
+            unchangeable[name] = without_changeable(inner, value) if nested else value  # type: ignore[arg-type]
+    return unchangeable
 
 
 class Named(Settings):
@@ -121,7 +121,7 @@ class Named(Settings):
         return dict(self.model_extra or {})
 
 
-def checked_options(function: Callable[..., Any], given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+def checked_options(function: Callable[..., Any], options: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Check options of a function or class, its keyword-only arguments, and return them with the defaults.
 
     Args:
@@ -130,11 +130,11 @@ def checked_options(function: Callable[..., Any], given: Mapping[str, Any], wher
     Raises:
         ConfigError: an option is unknown, missing or of another type.
     """
-    return options_of(function).from_mapping(given, where).model_dump()
+    return options_of(function).from_mapping(options, where).model_dump()
 
 
 def options_of(function: Callable[..., Any]) -> type[Settings]:
-    """Make the settings of a function, or of a class: its keyword-only arguments, described as its docstring does."""
+    """Create the settings of a function or class: a field, with its description, for each keyword-only argument."""
     maker = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
     hints = inspect.get_annotations(maker, eval_str=True)
     fields: dict[str, Any] = {}
@@ -146,11 +146,11 @@ def options_of(function: Callable[..., Any]) -> type[Settings]:
 
 
 def meaning(function: Callable[..., Any], argument: str) -> str:
-    """Return what a docstring says of an argument, which may share its line with another: `height, width: Pixels.`"""
-    said = {
+    """Return a docstring's description of an argument; several may share a line, as `height, width: Pixels.`"""
+    descriptions = {
         name: text for names, text in _ARGUMENT.findall(inspect.getdoc(function) or "") for name in names.split(", ")
     }
-    text = " ".join(said.get(argument, "").split()).removesuffix(".")
+    text = " ".join(descriptions.get(argument, "").split()).removesuffix(".")
     return text[:1].lower() + text[1:]
 
 
@@ -166,12 +166,12 @@ class Option(NamedTuple):
     choices: tuple[str, ...] = ()  # the values, of a type that has few
 
 
-def describe(model: type[Settings], where: str = "", given: Settings | None = None) -> list[Option]:
-    """List all settings of a model, nested ones too, in the order of definition; with the defaults that are `given`."""
+def describe(model: type[Settings], where: str = "", current: Settings | None = None) -> list[Option]:
+    """List all settings of a model, nested ones too, in order of definition; `current` gives other defaults."""
     options = []
     for name, field in model.model_fields.items():
         key, inner = _join(where, name), _settings_in(field.annotation)
-        default = _default(field) if given is None else getattr(given, name)
+        default = _default(field) if current is None else getattr(current, name)
         if inner is not None:
             first, *others = describe(inner, key, default if isinstance(default, inner) else None)
             if field.description and not first.description:  # an algorithm by name: the field of the table describes it
@@ -218,11 +218,11 @@ def _explain(model: type[Settings], detail: ErrorDetails, where: str) -> tuple[s
         text = str(detail["ctx"]["error"])
         return (key, text, "") if text.startswith("must") else ("", text, "")
     rule = _PLAIN_RULES.get(kind) or re.sub(r"^\w+ should ", "must ", detail["msg"])
-    given = detail["input"]
+    value = detail["input"]
     close = ""
-    if kind == "literal_error" and isinstance(given, str):
-        close = suggestion(given, re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
-    return key, rule, f"; got {_short(given)}.{close}{_hint(field)}"
+    if kind == "literal_error" and isinstance(value, str):
+        close = suggestion(value, re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
+    return key, rule, f"; got {_short(value)}.{close}{_hint(field)}"
 
 
 def _locate(model: type[Settings], loc: Iterable[int | str], where: str) -> tuple[str, FieldInfo | None, Any]:
@@ -265,8 +265,8 @@ def _default_text(default: object) -> str:
 
 
 def _rule_text(field: FieldInfo) -> str:
-    limits = [(words, getattr(one, name, None)) for one in field.metadata for name, words in _LIMITS.items()]
-    return " and ".join(f"{words} {limit:g}" for words, limit in limits if limit is not None)
+    limits = [(text, getattr(limit_of, name, None)) for limit_of in field.metadata for name, text in _LIMITS.items()]
+    return " and ".join(f"{text} {limit:g}" for text, limit in limits if limit is not None)
 
 
 def _short(value: Any) -> str:

@@ -30,7 +30,7 @@ Show = Callable[[str, int, "int | None"], None]  # (file's name, bytes so far, b
 
 @dataclass(frozen=True)
 class Release:
-    """A data set as its authors released it."""
+    """The original files of a data set: names, checksums, mirrors."""
 
     title: str
     importer: str  # writes the files as HDF5
@@ -69,7 +69,7 @@ RELEASES = {  # the mirrors are those of torchvision
 
 
 class Unavailable(Exception):
-    """A place does not have the files, so the next one is tried."""
+    """An origin does not have the files, so the next one is tried."""
 
 
 def fetch(name: str, folder: Path, *, source: Path | None = None, show: Show = lambda file, n, total: None) -> str:
@@ -96,12 +96,12 @@ def fetch(name: str, folder: Path, *, source: Path | None = None, show: Show = l
         if all(_is_original(folder / file, sha) for file, sha in release.sha256.items()):
             return f"{folder}, where they were already"
         reasons = []
-        for place, copy_to in _places(release, source, show):
+        for origin, copy_to in _origins(release, source, show):
             try:
                 copy_to(folder)
-                return place
+                return origin
             except Unavailable as reason:
-                reasons.append(f"{place}: {reason}")
+                reasons.append(f"{origin}: {reason}")
     raise DataError(
         f"{release.title}'s four files must come from one of these places; none has them: {'; '.join(reasons)}. "
         "Download them where there is a network, and name their folder by --from."
@@ -125,8 +125,8 @@ def fetch_first(names: Sequence[str], folder: Path) -> str:
     raise DataError("\n".join(reasons))
 
 
-def _places(release: Release, source: Path | None, show: Show) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    """Yield the places to try, the nearest first: a name, and a function that copies the files to a folder."""
+def _origins(release: Release, source: Path | None, show: Show) -> Iterator[tuple[str, Callable[[Path], None]]]:
+    """Yield the origins to try, the nearest first: a name, and a function that copies the files to a folder."""
     if source is not None:
         yield str(source), partial(_copy, release, source)
         return
@@ -145,7 +145,7 @@ def _copy(release: Release, source: Path, folder: Path) -> None:
     for file, sha in release.sha256.items():
         # torchvision and others also write train-images.idx3-ubyte.
         names = [f"{stem}{end}" for stem in (file, file.replace("-idx", ".idx")) for end in ("", ".gz")]
-        path = next((source / one for one in names if (source / one).is_file()), None)
+        path = next((source / candidate for candidate in names if (source / candidate).is_file()), None)
         if path is None:
             raise Unavailable(f"it has none of {', '.join(names)}")
         _accept(path, folder / file, sha)
@@ -154,14 +154,14 @@ def _copy(release: Release, source: Path, folder: Path) -> None:
 def _accept(path: Path, target: Path, sha: str) -> None:
     """Write a file uncompressed to `target`, whole or not at all, if its checksum is right."""
     partial = target.with_name(f"{target.name}.part")
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     try:
         with open(partial, "wb") as written:
             for block in _blocks(path):
-                found.update(block)
+                checksum.update(block)
                 written.write(block)
-        if found.hexdigest() != sha:
-            raise Unavailable(f"{path.name} is not the original: its sha256 is {found.hexdigest()}, not {sha}")
+        if checksum.hexdigest() != sha:
+            raise Unavailable(f"{path.name} is not the original: its sha256 is {checksum.hexdigest()}, not {sha}")
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
@@ -227,13 +227,13 @@ def _get(url: str, path: Path, show: Show) -> None:
     have = partial.stat().st_size if partial.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            resumed = answer.status == 206
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            resumed = response.status == 206
             have = have if resumed else 0
-            length = answer.headers.get("Content-Length")
+            length = response.headers.get("Content-Length")
             total = None if length is None else have + int(length)
             with open(partial, "ab" if resumed else "wb") as file:
-                while block := answer.read(BLOCK_BYTES):
+                while block := response.read(BLOCK_BYTES):
                     file.write(block)
                     have += len(block)
                     show(path.name, have, total)

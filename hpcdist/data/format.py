@@ -43,13 +43,15 @@ def damage(path: str | Path, fault: str, advice: str = "Write it again.") -> Dat
     return DataError(f"{path} {fault}. {advice}")
 
 
-def require_memory(path: str | Path, n_bytes: int, what: str) -> None:
+def require_memory(path: str | Path, n_bytes: int, content: str) -> None:
     """Refuse what is held in memory as a whole, and what this machine has not the memory for.
 
     A file with holes, or a damaged one, may claim any size.
     """
-    if n_bytes > (most := psutil.virtual_memory().total):
-        raise damage(path, f"has {n_bytes} bytes of {what}, more than this machine's memory of {most}", "Divide it.")
+    if n_bytes > (available := psutil.virtual_memory().total):
+        raise damage(
+            path, f"has {n_bytes} bytes of {content}, more than this machine's memory of {available}", "Divide it."
+        )
 
 
 @contextmanager

@@ -135,8 +135,8 @@ class HDF5Dataset(Dataset):
 
     def labels(self) -> np.ndarray:
         """Read y of all samples."""
-        with HDF5Dataset(self.path, self.split, columns=("y",)) as own:
-            return own.batch(np.arange(len(self)))[1].numpy()
+        with HDF5Dataset(self.path, self.split, columns=("y",)) as dataset:
+            return dataset.batch(np.arange(len(self)))[1].numpy()
 
     @property
     def checksum(self) -> str:
@@ -214,20 +214,20 @@ class HDF5Dataset(Dataset):
 
 @lru_cache(maxsize=64)  # virtual ranks share a process
 def _checksum(path: Path, split: str, identity: object, memory_map: bool, locking: bool | str | None) -> str:
-    with HDF5Dataset(path, split, memory_map=memory_map, locking=locking) as own:
-        own._open()
-        header = own._header
+    with HDF5Dataset(path, split, memory_map=memory_map, locking=locking) as dataset:
+        dataset._open()
+        header = dataset._header
         factors = [None if factor is None else factor.tolist() for factor in (header.scale, header.offset)]
-        found = zlib.crc32(repr((header.task, header.classes, factors)).encode())
-        for column, rows in ((header.x, own._x), (header.y, own._y)):
-            found = zlib.crc32(repr((column.samples, column.shape, column.dtype.name)).encode(), found)
+        checksum = zlib.crc32(repr((header.task, header.classes, factors)).encode())
+        for column, rows in ((header.x, dataset._x), (header.y, dataset._y)):
+            checksum = zlib.crc32(repr((column.samples, column.shape, column.dtype.name)).encode(), checksum)
             count = min(max(CHECKED_BYTES // column.sample_bytes, 2), column.samples)
             stretches = 1 if count == column.samples else min(STRETCHES, count)
             length = count // stretches
             for start in np.linspace(0, column.samples - length, stretches).astype(np.int64):
                 values = cast(MappedRows, rows).take(np.arange(start, start + length))
-                found = zlib.crc32(values.data, found)
-    return f"{found:08x}"
+                checksum = zlib.crc32(values.data, checksum)
+    return f"{checksum:08x}"
 
 
 class Conversion:
@@ -342,9 +342,9 @@ class StoredRows:
         order = np.argsort(indices, kind="stable")
         ordered = indices[order]
         new_chunk = np.flatnonzero(np.diff(ordered // column.chunk_samples)) + 1
-        for places, samples in zip(np.split(order, new_chunk), np.split(ordered, new_chunk)):
+        for positions, samples in zip(np.split(order, new_chunk), np.split(ordered, new_chunk)):
             if len(samples):
-                out[places] = self._read(samples[0], samples[-1] + 1)[samples - samples[0]]
+                out[positions] = self._read(samples[0], samples[-1] + 1)[samples - samples[0]]
         return out
 
     def _read(self, start: int, stop: int) -> np.ndarray:

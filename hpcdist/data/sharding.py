@@ -32,9 +32,9 @@ class EpochPlan:
         seed, epoch: Seeds of the order, by NumPy's default generator: the same with the same version of NumPy.
         shuffle: False takes the samples in the order of the file.
         start: Samples of this epoch that any number of workers have consumed before.
-        parts: The samples that each worker has alone, such as those that `data.labels.dirichlet` gives it; empty if any
-            sample may be any worker's. A worker whose part is shorter than others' has no samples in the last step, and
-            an epoch resumed on another number of workers goes on in other parts, at about the same place.
+        parts: Sample indices of each worker, e.g. from `data.labels.dirichlet`; empty: any worker may get any sample.
+            A worker with a shorter part has no samples in the last steps. An epoch that is resumed on another number
+            of workers continues in other parts, at about the same fraction of the epoch.
 
     Raises:
         ConfigError: a number is out of range.
@@ -117,14 +117,16 @@ class EpochPlan:
         """Return the workers + 1 bounds of their slices of the epoch's order in `step`."""
         check_range("step", step, 0, self.steps - 1)
         if self.parts:
-            before = self._steps_before + step
-            left = [min(max(len(part) - before * self.batch_size, 0), self.batch_size) for part in self.parts]
-            return list(itertools.accumulate(left, initial=self._consumed(before)))
+            steps_before = self._steps_before + step
+            batch_sizes = [
+                min(max(len(part) - steps_before * self.batch_size, 0), self.batch_size) for part in self.parts
+            ]
+            return list(itertools.accumulate(batch_sizes, initial=self._consumed(steps_before)))
         first = self.start + step * self.global_batch
         return [min(first + worker * self.batch_size, self.n_samples) for worker in range(self.workers + 1)]
 
     def _consumed(self, steps: int) -> int:
-        """Count the samples of the workers' parts that so many steps of an epoch consume."""
+        """Count the samples that `steps` steps of an epoch with parts consume."""
         return sum(min(steps * self.batch_size, len(part)) for part in self.parts)
 
     @cached_property
@@ -140,20 +142,20 @@ class EpochPlan:
     @cached_property
     def _order(self) -> np.ndarray:
         if self.parts:
-            own = [self._drawn(worker, part) for worker, part in enumerate(self.parts)]
-            firsts = range(0, max(map(len, own)), self.batch_size)
-            return np.concatenate([part[first : first + self.batch_size] for first in firsts for part in own])
+            orders = [self._shuffled(worker, part) for worker, part in enumerate(self.parts)]
+            firsts = range(0, max(map(len, orders)), self.batch_size)
+            return np.concatenate([part[first : first + self.batch_size] for first in firsts for part in orders])
         generator = np.random.default_rng(np.random.SeedSequence((self.seed, self.epoch)))
         return generator.permutation(self.n_samples)
 
-    def _drawn(self, worker: int, part: np.ndarray) -> np.ndarray:
+    def _shuffled(self, worker: int, part: np.ndarray) -> np.ndarray:
         """Return a worker's part in the order of this epoch."""
         if not self.shuffle:
             return part
         return np.random.default_rng(np.random.SeedSequence((self.seed, self.epoch, worker))).permutation(part)
 
     def __getstate__(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name != "_order"}  # drawn again when needed
+        return {name: value for name, value in vars(self).items() if name != "_order"}  # computed again when needed
 
 
 def check_range(name: str, value: int, minimum: int, maximum: int | None = None) -> None:

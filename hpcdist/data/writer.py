@@ -211,14 +211,19 @@ def _check(
 
 
 def _dataset(
-    group: h5py.Group, name: str, samples: int, like: np.ndarray, chunk_samples: int | None, compression: str | None
+    group: h5py.Group, name: str, samples: int, template: np.ndarray, chunk_samples: int | None, compression: str | None
 ) -> h5py.Dataset:
-    if like.dtype.newbyteorder("=").name not in DTYPES or not like.ndim or 0 in like.shape[1:] or samples < 1:
+    if (
+        template.dtype.newbyteorder("=").name not in DTYPES
+        or not template.ndim
+        or 0 in template.shape[1:]
+        or samples < 1
+    ):
         raise DataError(
             f"{group.name}/{name} must be of {', '.join(DTYPES)} and of shape (samples, ...) with at least 1 of each; "
-            f"got {like.dtype} of shape {(samples, *like.shape[1:])}."
+            f"got {template.dtype} of shape {(samples, *template.shape[1:])}."
         )
-    sample_bytes = like.dtype.itemsize * int(np.prod(like.shape[1:]))
+    sample_bytes = template.dtype.itemsize * int(np.prod(template.shape[1:]))
     chunk_samples = min(chunk_samples or preferred_chunk_samples(sample_bytes, samples), samples)
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)  # every sample is written, so filling first would be waste
@@ -226,9 +231,9 @@ def _dataset(
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)  # all chunks side by side: read as one array
     return group.create_dataset(
         name,
-        (samples, *like.shape[1:]),
-        like.dtype,
-        chunks=(chunk_samples, *like.shape[1:]),
+        (samples, *template.shape[1:]),
+        template.dtype,
+        chunks=(chunk_samples, *template.shape[1:]),
         compression=compression,
         shuffle=compression is not None,
         dcpl=layout,

@@ -1,4 +1,4 @@
-"""Join what the ranks have found on their shares of an evaluation's batches."""
+"""Join the ranks' results of their shares of an evaluation's batches."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from transformers.trainer_pt_utils import nested_concat
 
 
 def in_order(sizes: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return where each sample of the data set stands in the ranks' results, one after the other.
+    """Return the position of each sample of the data set in the concatenation of the ranks' results.
 
-    The ranks have the batches in turn: rank r of p has batches r, r + p, r + 2p...
+    Batches are distributed round-robin: rank r of p has batches r, r + p, r + 2p...
 
     Args:
         sizes: of each rank's batches.
     """
     counts = [count for of_rank in sizes for count in of_rank]
     batches = iter(np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1]))
-    places = [[next(batches) for _ in of_rank] for of_rank in sizes]
-    return np.concatenate([np.empty(0, int), *interleaved(places)])
+    positions = [[next(batches) for _ in of_rank] for of_rank in sizes]
+    return np.concatenate([np.empty(0, int), *interleaved(positions)])
 
 
 def interleaved(of_ranks: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the ranks' batches, in turn."""
+    """Return the ranks' batches in the order of the data set."""
     missing = object()
     return [item for step in zip_longest(*of_ranks, fillvalue=missing) for item in step if item is not missing]
 
 
 def joined(of_ranks: Sequence[Any], sizes: Sequence[Sequence[int]], concatenated: bool) -> Any:
-    """Return one result of the ranks' arrays: in the data set's order, padded by -100 where lengths differ.
+    """Return the ranks' results as one, in the data set's order, padded by -100 where lengths differ.
 
     Args:
-        of_ranks: each rank's, or None where it has none: nests of arrays whose first dimension are samples, or, if not
-            `concatenated`, lists of such, one for each batch.
+        of_ranks: each rank's results, or None: nested arrays whose first dimension are samples, or, if not
+            `concatenated`, lists of such arrays, one for each batch.
         sizes: of each rank's batches.
     """
-    found = [value for value in of_ranks if value is not None]
-    if not found:
+    results = [value for value in of_ranks if value is not None]
+    if not results:
         return None
     if not concatenated:
         return interleaved([value or () for value in of_ranks])
-    order = in_order([own for own, value in zip(sizes, of_ranks) if value is not None])
-    return _taken(reduce(lambda one, other: nested_concat(one, other, padding_index=-100), found), order)
+    order = in_order([of_rank for of_rank, value in zip(sizes, of_ranks) if value is not None])
+    return _taken(reduce(lambda a, b: nested_concat(a, b, padding_index=-100), results), order)
 
 
 def _taken(value: Any, order: np.ndarray) -> Any:
@@ -57,13 +57,13 @@ def _taken(value: Any, order: np.ndarray) -> Any:
 
 
 def mean_loss(of_ranks: Sequence[Sequence[tuple[float, int]]], finite_only: bool) -> float | None:
-    """Return the mean over samples of the batches' losses; None without any.
+    """Return the mean loss over all samples; None without batches.
 
     Args:
-        of_ranks: each rank's losses and sizes of batches.
-        finite_only: leave out what is not finite, unless nothing is.
+        of_ranks: loss and size of each batch, by rank.
+        finite_only: skip batches whose loss is not finite, unless all are.
     """
-    losses = np.array([pair for own in of_ranks for pair in own], dtype=np.float64).reshape(-1, 2)
+    losses = np.array([pair for of_rank in of_ranks for pair in of_rank], dtype=np.float64).reshape(-1, 2)
     finite = np.isfinite(losses[:, 0])
     if finite_only and finite.any():
         losses = losses[finite]

@@ -28,19 +28,19 @@ from hpcdist.session.optimizer import DistributedOptimizer
 from hpcdist.session.values import allgather, barrier, broadcast, metric
 from hpcdist.session.world import current
 
-FOLDER = "hpcdist"  # of the ranks' state, in a checkpoint of the Trainer's
+FOLDER = "hpcdist"  # in a checkpoint of the Trainer: the ranks' state
 
-_Base: Any = object  # has, for checkers of types, all that a Trainer has, which follows in the order of methods
+_Base: Any = object  # for type checkers; the Trainer's class follows in the method resolution order
 
-# Arguments by which the Trainer distributes the model itself, or one rank goes another way than the others.
+# Arguments by which the Trainer distributes the model itself, or one rank deviates from the others.
 _REFUSED = (
     *("deepspeed", "fsdp", "parallelism_config", "auto_find_batch_size", "enable_jit_checkpoint"),
     *("accelerator_config.split_batches", "accelerator_config.dispatch_batches"),
 )
 
 
-class _Places(TrainerCallback):
-    """Tell the trainer where its loop is."""
+class _LoopCallback(TrainerCallback):
+    """Tells the trainer the position of its loop."""
 
     def __init__(self, trainer: TrainerMixin):
         self.trainer = trainer
@@ -56,23 +56,22 @@ class _Places(TrainerCallback):
 
 
 class TrainerMixin(_Base):
-    """Make a class of transformers' Trainer train on all ranks: `class Own(TrainerMixin, Seq2SeqTrainer)`.
+    """Makes a class of transformers' Trainer train on all ranks: `class MyTrainer(TrainerMixin, Seq2SeqTrainer)`.
 
-    Each worker trains on its share of the samples; `per_device_train_batch_size` is a worker's. Steps, epochs and
-    schedules count the steps of one worker. A loss that the model divides by the number of labels
-    (`num_items_in_batch`) is, with allreduce and hardsync, the mean over the labels of all workers' batches in the
-    step; with the others it is the mean over this worker's. `max_grad_norm` is the strategy's `clip_norm`.
+    Each worker trains on its share of the samples; `per_device_train_batch_size` is that of a worker. Steps, epochs and
+    schedules count the steps of one worker. If the model divides the loss by the number of labels
+    (`num_items_in_batch`), the loss is with allreduce and hardsync the mean over the labels of all workers' batches in
+    the step; with other strategies over this worker's. `max_grad_norm` is the strategy's `clip_norm`.
 
-    `train`, `evaluate`, `predict` and `save_model` are collective. Evaluations are of the parameters that the ranks
-    stand for, and each rank evaluates its share. `train` leaves the trained model on every rank. The first worker is
-    the main process: it alone logs and writes the model. Where some ranks serve they take part in all that the Trainer
-    does between steps.
+    `train`, `evaluate`, `predict` and `save_model` are collective. Evaluations use the consensus of all ranks; each
+    rank evaluates its share of the samples. `train` leaves the trained model on every rank. The first worker is the
+    main process, which logs and writes the model. Server ranks take part in all that the Trainer does between steps.
 
     Args:
         strategy: a name of `hpcdist.strategies.available()`, or a dict of `name` and the strategy's options.
 
     Raises:
-        ConfigError: TrainingArguments ask for another way of distributing.
+        ConfigError: TrainingArguments request another kind of distribution.
     """
 
     compute_metrics: Any
@@ -84,30 +83,30 @@ class TrainerMixin(_Base):
         self._distributed: Any = None  # the optimiser, while `train` runs
         self._batches: Any = None
         self._window: Any = None
-        self._random: Any = None  # generators' state, from a checkpoint
-        self._epoch, self._skipped, self._steps_in_epoch = 0, 0, 1  # of the epoch that a checkpoint has begun
-        self._evaluated: list[tuple[Tensor | None, int]] | None = None  # losses and sizes of an evaluation's batches
+        self._random: Any = None  # random state of a checkpoint
+        self._epoch, self._skipped, self._steps_in_epoch = 0, 0, 1  # of a resumed epoch
+        self._evaluated: list[tuple[Tensor | None, int]] | None = None  # loss and size of each evaluated batch
         self.epoch_ended = False
         super().__init__(*args, **kwargs)
-        self.add_callback(_Places(self))
+        self.add_callback(_LoopCallback(self))
 
     # --- the world ------------------------------------------------------------------------------------------------
     def create_accelerator_and_postprocess(self) -> None:
-        """Make an Accelerator that distributes nothing, and knows which process is the main one."""
+        """Create an Accelerator that distributes nothing; the first worker is the main process."""
         session = current()
         self._require_supported()
         cls = strategies.load(self._name)
         self.workers = cls.Config.from_mapping(self._options, "strategy").workers(session.outer.size)
         state, comm = self.args.distributed_state, session.comm
-        places = [(rank - self.workers[0]) % comm.size for rank in range(comm.size)]
-        here = sorted(places[rank] for rank in comm.memory.local_ranks)
+        numbers = [(rank - self.workers[0]) % comm.size for rank in range(comm.size)]
+        here = sorted(numbers[rank] for rank in comm.memory.local_ranks)
         state.distributed_type, state.backend, state.num_processes = DistributedType.NO, None, 1
-        state.process_index = places[comm.rank]
-        state.local_process_index = here.index(places[comm.rank])
+        state.process_index = numbers[comm.rank]
+        state.local_process_index = here.index(numbers[comm.rank])
         super().create_accelerator_and_postprocess()
-        self.accelerator.device_placement = False  # the Trainer places the model, and batches one by one
+        self.accelerator.device_placement = False  # the Trainer moves the model, and each batch
         self.accelerator.clip_grad_norm_ = self._norm  # the strategy clips
-        self.accelerator.dataloader_config.dispatch_batches = False  # by which one process would read for all
+        self.accelerator.dataloader_config.dispatch_batches = False  # with it one process would read for all
 
     def _require_supported(self) -> None:
         for name in _REFUSED:
@@ -120,9 +119,9 @@ class TrainerMixin(_Base):
     def get_total_train_batch_size(self, args: Any) -> int:
         return super().get_total_train_batch_size(args) * len(self.workers)
 
-    # --- the beginning --------------------------------------------------------------------------------------------
+    # --- the start ------------------------------------------------------------------------------------------------
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Collective while `train` runs. Make the optimiser, and distribute it."""
+        """Create the optimiser, and distribute it. Collective while `train` runs."""
         super().create_optimizer(*args, **kwargs)
         if self.is_in_train and self._distributed is None:
             optimizer = self.optimizer
@@ -133,7 +132,7 @@ class TrainerMixin(_Base):
         return self.optimizer
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        self.create_optimizer()  # says which ranks have batches
+        self.create_optimizer()  # determines which ranks have batches
         self._batches = TrainingBatches(dataloader)
         within = [(args.eval_strategy, args.eval_steps), (args.save_strategy, args.save_steps)]
         if not self._batches.sized and any(kind == "steps" and (n or 0) < args.max_steps for kind, n in within):
@@ -144,47 +143,50 @@ class TrainerMixin(_Base):
         return super()._prepare_for_training(max_steps, self._batches, resume_from_checkpoint)
 
     # --- steps ----------------------------------------------------------------------------------------------------
-    def _run_epoch(self, **given: Any) -> None:
-        """Run an epoch, or what a checkpoint has left of it."""
-        begun = given["epoch"] == given["epochs_trained"] and given["resume_from_checkpoint"] is not None
-        self._epoch, self._skipped, self._steps_in_epoch = given["epoch"], 0, given["steps_in_epoch"]
-        if begun and given["steps_trained_in_current_epoch"]:
-            # The Trainer would skip batches in a loader of its own.
-            self._skipped = given["steps_trained_in_current_epoch"]
+    def _run_epoch(self, **kwargs: Any) -> None:
+        """Run an epoch, or its rest after resuming."""
+        started = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["resume_from_checkpoint"] is not None
+        self._epoch, self._skipped, self._steps_in_epoch = kwargs["epoch"], 0, kwargs["steps_in_epoch"]
+        if started and kwargs["steps_trained_in_current_epoch"]:
+            # The Trainer would skip batches in another loader.
+            self._skipped = kwargs["steps_trained_in_current_epoch"]
             self._batches.resume(self._skipped)
-            given["steps_in_epoch"] -= self._skipped
-            given["num_update_steps_per_epoch"] -= self._skipped // self.args.gradient_accumulation_steps
-            given["resume_from_checkpoint"] = None
+            kwargs["steps_in_epoch"] -= self._skipped
+            kwargs["num_update_steps_per_epoch"] -= self._skipped // self.args.gradient_accumulation_steps
+            kwargs["resume_from_checkpoint"] = None
         if self._distributed.strategy.is_worker:
-            super()._run_epoch(**given)
+            super()._run_epoch(**kwargs)
         else:
-            self._serve_epoch(given)
+            self._serve_epoch(kwargs)
 
     def epoch_of(self, counted: float) -> float:
-        """Return the place in the data, in epochs, where `counted` is of what a checkpoint has left of this one."""
-        whole, left = self._steps_in_epoch, self._steps_in_epoch - self._skipped
-        if whole == left:
+        """Return the position in the data, in epochs; `counted` is the position in the rest of a resumed epoch."""
+        total, remaining = self._steps_in_epoch, self._steps_in_epoch - self._skipped
+        if total == remaining:
             return counted
-        return self._epoch + (self._skipped + (counted - self._epoch) * left) / whole
+        return self._epoch + (self._skipped + (counted - self._epoch) * remaining) / total
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[Any, Any]:
-        """Collective with allreduce and hardsync. Draw the batches of an update, and count their labels."""
-        draw = super().get_batch_samples
-        batches, items = draw(epoch_iterator, num_batches, device)
+        """Return the batches of an update, and the number of their labels. Collective with allreduce and hardsync."""
+        read = super().get_batch_samples
+        batches, items = read(epoch_iterator, num_batches, device)
         weights, self._batches.weights = self._batches.weights, []
         if self._skipped and self._random is not None:
-            checkpoint.set_random_state(self._random)  # once what follows is computed, as the Trainer does
+            checkpoint.set_random_state(self._random)  # before later batches are computed, as the Trainer does
             self._random = None
         strategy = self._distributed.strategy
         contract, counts = strategy.contract, [float(weight > 0) for weight in weights]
         reported = weights if contract.synchronous else counts  # in the mean over the workers, or this one's
         if items is not None:
-            own = [batch for batch, count in zip(batches, counts) if count]
-            labels, joins = float(draw(iter(own), len(own), device)[1]) if own else 0.0, self._joins_labels()
+            counted = [batch for batch, count in zip(batches, counts) if count]
+            labels, joins = (
+                float(read(iter(counted), len(counted), device)[1]) if counted else 0.0,
+                self._joins_labels(),
+            )
             divisor, scale = (self._mean(labels) if joins else labels) or 1.0, 1.0
-            if contract.weighs and contract.updates == "on servers" and own:
-                # Servers divide by the weights, each the mean of an update's batches; those that repeat samples have 0.
-                scale = labels / divisor * len(batches) / len(own)
+            if contract.weights_batches and contract.updates == "on servers" and counted:
+                # Servers divide by the mean weight of an update's batches; padding batches have weight 0.
+                scale = labels / divisor * len(batches) / len(counted)
             weights = [count * scale for count in counts]
             reported = reported if contract.synchronous and not joins else weights
             dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
@@ -193,24 +195,24 @@ class TrainerMixin(_Base):
         return self._window, items
 
     def _joins_labels(self) -> bool:
-        """Whether a loss is a mean over the labels of all workers' batches."""
+        """Return whether the loss is a mean over the labels of all workers' batches."""
         contract = self._distributed.strategy.contract
-        joins = contract.weighs and contract.meets == "every step"
+        joins = contract.weights_batches and contract.synchronizes == "every step"
         return joins and self.args.average_tokens_across_devices
 
     def _mean(self, value: float) -> float:
-        """Collective among the workers. Return the mean of their values."""
+        """Return the mean of all workers' values. Collective among the workers."""
         workers, sums = self._distributed.attachment.workers, torch.tensor([value], dtype=torch.float64)
         workers.allreduce(sums)
         return sums.item() / workers.size
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Add a batch's gradients; return its loss, as it counts in the mean over the workers."""
+        """Add a batch's gradients; return its loss, weighted for the mean over the workers."""
         with nullcontext() if self.accelerator.sync_gradients else self._distributed.no_sync():
             return super().training_step(model, *args, **kwargs) * self._window.reported
 
     def _norm(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Return the norm of this rank's gradients, and leave them as they are."""
+        """Return the norm of this rank's gradients, without clipping."""
         norms = [torch.linalg.vector_norm(p.grad, norm_type) for p in parameters if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
         scaler = self.accelerator.scaler
@@ -221,37 +223,38 @@ class TrainerMixin(_Base):
 
     # --- between steps --------------------------------------------------------------------------------------------
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Leave the epoch first where it ends, or where ranks that serve take part in what follows."""
+        """Leave the epoch first if it ends, or if server ranks take part in what follows."""
         control, strategy = self.control, self._distributed.strategy
         logs = control.should_log and self.state.global_step > self._globalstep_last_logged
         if logs and strategy.contract.synchronous:
             tr_loss.fill_(self._mean(tr_loss.item()))
         stops = self.epoch_ended or control.should_epoch_stop or control.should_training_stop
-        over, serves = stops or self._batches.exhausted, strategy.contract.ranks == "some serve"
-        if self._batches.open and over:
+        done, serves = stops or self._batches.exhausted, strategy.contract.ranks == "some serve"
+        if self._batches.open and done:
             self._batches.leave()
         elif self._batches.open and serves and (control.should_evaluate or control.should_save):
             self._batches.pause()
         if serves and not self._batches.open:
-            place = {"more": not over, "ended": self.epoch_ended, "logged": self._globalstep_last_logged}
-            broadcast({"state": self.state, "control": control, **place}, self.workers[0])
+            progress = {"more": not done, "ended": self.epoch_ended, "logged": self._globalstep_last_logged}
+            broadcast({"state": self.state, "control": control, **progress}, self.workers[0])
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
 
-    def _serve_epoch(self, given: Mapping[str, Any]) -> None:
+    def _serve_epoch(self, kwargs: Mapping[str, Any]) -> None:
         """Serve an epoch, and take part in what the workers do between its steps."""
         sharded, serves, ended = self._batches.sharded, True, False
-        sharded.set_epoch(given["epoch"])
+        sharded.set_epoch(kwargs["epoch"])
         while not ended:
             for _ in sharded if serves else ():
                 pass
-            told = broadcast(None, self.workers[0])
-            serves, ended = told["more"], told["ended"]
-            self.state, self.control, self._globalstep_last_logged = told["state"], told["control"], told["logged"]
+            progress = broadcast(None, self.workers[0])
+            serves, ended = progress["more"], progress["ended"]
+            self.state, self.control = progress["state"], progress["control"]
+            self._globalstep_last_logged = progress["logged"]
             self.control.should_log = False
             self.state.is_world_process_zero = self.state.is_local_process_zero = False
             super()._maybe_log_save_evaluate(
-                self._tr_loss, None, given["model"], given["trial"], given["epoch"], given["ignore_keys_for_eval"],
-                given["start_time"],
+                self._tr_loss, None, kwargs["model"], kwargs["trial"], kwargs["epoch"], kwargs["ignore_keys_for_eval"],
+                kwargs["start_time"],
             )  # fmt: skip
             serves = serves and not (self.control.should_epoch_stop or self.control.should_training_stop)
 
@@ -273,27 +276,27 @@ class TrainerMixin(_Base):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Collective. Evaluate this rank's share of the batches, and join what all have found, on every rank.
+        """Collective. Evaluate this rank's share of the batches, and join all ranks' results, on every rank.
 
-        With `batch_eval_metrics` each rank evaluates them all.
+        With `batch_eval_metrics` each rank evaluates all batches.
         """
         run, metrics_of = super().evaluation_loop, self.compute_metrics
         rest = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         with self._consensus():
             if self.args.batch_eval_metrics:
                 return run(dataloader, *rest)
-            found: list[EvalPrediction] = []
-            self._evaluated, self.gather_function = [], self._own_part
-            self.compute_metrics = metrics_of and partial(_keep, found)
+            predictions: list[EvalPrediction] = []
+            self._evaluated, self.gather_function = [], self._local_part
+            self.compute_metrics = metrics_of and partial(_keep, predictions)
             try:
                 output = run(shard(torch_loader(dataloader), training=False), *rest)
                 losses = [(float("nan") if loss is None else loss.item(), size) for loss, size in self._evaluated]
                 has_loss = any(loss is not None for loss, _ in self._evaluated)
             finally:
                 self._evaluated, self.compute_metrics = None, metrics_of
-        part = found[0] if found else EvalPrediction(None, None)
-        mine = (losses, has_loss, output.predictions, output.label_ids, part.losses, part.inputs)
-        return self._joined(allgather(mine), output, metric_key_prefix)
+        part = predictions[0] if predictions else EvalPrediction(None, None)
+        local = (losses, has_loss, output.predictions, output.label_ids, part.losses, part.inputs)
+        return self._joined(allgather(local), output, metric_key_prefix)
 
     def _joined(self, parts: list[Any], output: EvalLoopOutput, prefix: str) -> EvalLoopOutput:
         """Join the ranks' parts of an evaluation, and compute its metrics."""
@@ -312,13 +315,13 @@ class TrainerMixin(_Base):
         return EvalLoopOutput(predictions, labels, {**output.metrics, **metrics}, samples)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        found = super().prediction_step(model, inputs, *args, **kwargs)
+        outputs = super().prediction_step(model, inputs, *args, **kwargs)
         if self._evaluated is not None:
-            self._evaluated.append((found[0], find_batch_size(inputs) or 1))
-        return found
+            self._evaluated.append((outputs[0], find_batch_size(inputs) or 1))
+        return outputs
 
-    def _own_part(self, tensors: Any) -> Any:
-        """Return what this rank has found in a batch: its loss as often as the batch has samples."""
+    def _local_part(self, tensors: Any) -> Any:
+        """Return this rank's results of a batch; the Trainer repeats the loss for each sample."""
         size = self._evaluated[-1][1] if self._evaluated else None
         return tensors[:size] if isinstance(tensors, Tensor) else tensors
 
@@ -327,36 +330,36 @@ class TrainerMixin(_Base):
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """Collective while `train` runs. Save the model that the ranks stand for, by the main process."""
+        """Save the consensus of all ranks, by the main process. Collective while `train` runs."""
         model = self.model
-        model.should_save_on_this_rank = bool  # else torch.distributed's rank 0 alone would, which perhaps serves
+        model.should_save_on_this_rank = bool  # else only rank 0 of torch.distributed would save, perhaps a server
         try:
             with self._consensus():
                 super().save_model(*args, **kwargs)
         finally:
             del model.should_save_on_this_rank
         if self._distributed is not None:
-            barrier()  # all see the file
+            barrier()  # all ranks see the file
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Collective. Save the state of all ranks."""
         save(os.path.join(output_dir, FOLDER), workers=len(self.workers), **self._stateful())
 
     def _load_optimizer_and_scheduler(self, checkpoint_dir: str | None) -> None:
-        """Collective. Load the state of all ranks, or on every rank the one that the plain Trainer has written."""
-        found = None if checkpoint_dir is None else load(os.path.join(checkpoint_dir, FOLDER), **self._stateful())
-        if found is None:
+        """Collective. Load the state of all ranks, or a plain Trainer's on every rank."""
+        values = None if checkpoint_dir is None else load(os.path.join(checkpoint_dir, FOLDER), **self._stateful())
+        if values is None:
             super()._load_optimizer_and_scheduler(checkpoint_dir)
             return
-        if found["workers"] != len(self.workers):
-            raise rules.error("a run is resumed on other workers", saved=found["workers"], count=len(self.workers))
+        if values["workers"] != len(self.workers):
+            raise rules.error("a run is resumed on other workers", saved=values["workers"], count=len(self.workers))
         self._random = checkpoint.random_state()
 
     def _stateful(self) -> dict[str, Any]:
         return {"optimizer": self._distributed, "schedule": self.lr_scheduler, "loader": self._batches.sharded}
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Do nothing: the state of the ranks has it."""
+        """Do nothing: the ranks' state includes it."""
 
     def _load_rng_state(self, checkpoint_dir: str | None) -> None:
         if self._random is None:
@@ -365,10 +368,14 @@ class TrainerMixin(_Base):
             checkpoint.set_random_state(self._random)
 
 
-def _keep(found: list[EvalPrediction], part: EvalPrediction) -> dict[str, float]:
-    found.append(part)
+def _keep(predictions: list[EvalPrediction], part: EvalPrediction) -> dict[str, float]:
+    predictions.append(part)
     return {}
 
 
 class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
-    """Train by a strategy: `hpcdist.hf.Trainer(model, args, train_dataset=data, strategy="gossip_pull")`."""
+    """transformers' Trainer on all ranks, by a strategy; see TrainerMixin.
+
+    Example:
+        >>> trainer = hpcdist.hf.Trainer(model, args, train_dataset=data, strategy="gossip_pull")  # doctest: +SKIP
+    """

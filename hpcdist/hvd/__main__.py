@@ -1,4 +1,4 @@
-"""`python -m hpcdist.hvd train.py ...`: runs a script whose imports say horovod.torch on hpcdist, as it is."""
+"""`python -m hpcdist.hvd train.py ...`: runs an unchanged script that imports horovod.torch on hpcdist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from hpcdist.errors import ConfigError
 
-NAMES = {  # of Horovod's modules, by hpcdist's
+NAMES = {  # Horovod's modules, and hpcdist's replacements
     "horovod.torch": "hpcdist.hvd",
     "horovod.torch.mpi_ops": "hpcdist.hvd.operations",
     "horovod.torch.compression": "hpcdist.hvd.compression",
@@ -27,31 +27,27 @@ NAMES = {  # of Horovod's modules, by hpcdist's
 }
 
 
-INTERFACE = "0.28.1"  # the version of Horovod whose interface this is
+INTERFACE = "0.28.1"  # the version of Horovod that has this interface
 
 
 def run(*_: Any, **__: Any) -> None:
-    """Refuse to start ranks, as horovod.run does.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Refuse to start ranks, unlike horovod.run: always raises ConfigError."""
     raise ConfigError(
-        "horovod.run must not be called here, where mpirun or srun starts the ranks; got a call. Start the script as "
+        "horovod.run must not be called here, because mpirun or srun starts the ranks; got a call. Start the script as "
         "`mpirun -n 4 python -m hpcdist.hvd train.py`, without the option that makes it call horovod.run."
     )
 
 
-def stand_in() -> None:
-    """Let imports of Horovod's modules find hpcdist's."""
+def install_modules() -> None:
+    """Register hpcdist's modules under the names of Horovod's, for `import horovod.torch`."""
     for name in ("horovod", "horovod.common"):
-        package = sys.modules[name] = ModuleType(name, f"{name}, as hpcdist has it.")
-        package.__path__ = []  # has modules
-    for name, ours in NAMES.items():
-        found = sys.modules[name] = importlib.import_module(ours)
-        parent, _, own = name.rpartition(".")
+        package = sys.modules[name] = ModuleType(name, f"{name}, implemented by hpcdist.")
+        package.__path__ = []  # a package
+    for name, replacement in NAMES.items():
+        module = sys.modules[name] = importlib.import_module(replacement)
+        parent, _, attribute = name.rpartition(".")
         if parent in ("horovod", "horovod.common"):
-            setattr(sys.modules[parent], own, found)
+            setattr(sys.modules[parent], attribute, module)
     vars(sys.modules["horovod"]).update(common=sys.modules["horovod.common"], run=run, __version__=INTERFACE)
 
 
@@ -61,9 +57,9 @@ def main() -> None:
             "python -m hpcdist.hvd must be given a script; got none. Start it as "
             "`mpirun -n 4 python -m hpcdist.hvd train.py`."
         )
-    stand_in()
+    install_modules()
     sys.argv = sys.argv[1:]
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)  # as `python train.py` has it
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)  # as with `python train.py`
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

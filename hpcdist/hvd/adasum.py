@@ -1,4 +1,4 @@
-"""Adasum: a combination of gradients that is their sum where they are orthogonal, and their mean where they agree."""
+"""Adasum: combines gradients to their sum if they are orthogonal, and to their mean if they are equal."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hpcdist.collectives.calls import Collectives
 
 
 def adasum(calls: Collectives, tensor: Tensor) -> None:
-    """Collective. Replace a tensor by the ranks' combination: of pairs, then of pairs of these, and so on.
+    """Collective. Replace a tensor by the ranks' combination: of pairs of ranks, then pairs of pairs, and so on.
 
-    Ranks beyond a power of two are added to the first ones before. Sums have float64; memory: ranks times the tensor.
+    Ranks beyond a power of two are first added to the first ones. Sums are in float64; memory: ranks times the tensor.
 
     Reference: Saeed Maleki, Madan Musuvathi, Todd Mytkowicz, Olli Saarikivi, Tianju Xu, Vadim Eksarevskiy, Jaliya
     Ekanayake, Emad Barsoum, "Scaling distributed training with adaptive summation", 2021.
@@ -20,8 +20,8 @@ def adasum(calls: Collectives, tensor: Tensor) -> None:
     calls.all_gather(rows, tensor)
     addends = list(rows.double())
     power = 1 << (calls.size.bit_length() - 1)
-    for place in range(power, calls.size):
-        addends[place - power] = _pair(addends[place - power], addends[place])
+    for index in range(power, calls.size):
+        addends[index - power] = _pair(addends[index - power], addends[index])
     addends = addends[:power]
     while len(addends) > 1:
         addends = [_pair(a, b) for a, b in zip(addends[::2], addends[1::2])]

@@ -1,4 +1,4 @@
-"""How tensors are made smaller before they travel, by Horovod's names."""
+"""Compression of tensors before they are sent, by Horovod's names."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hpcdist.compress import JointCompression, Reduction, Span
 
 
 class NoneCompressor:
-    """Makes a tensor smaller, and back; a script may bring its own."""
+    """Compresses and decompresses a tensor (here: unchanged); a script may pass its own class."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return what travels, and what `decompress` needs to know."""
+        """Return the tensor to send, and the context for `decompress`."""
         return tensor, None
 
     @staticmethod
@@ -27,7 +27,7 @@ class NoneCompressor:
 
 
 class FP16Compressor(NoneCompressor):
-    """Floats travel in 16 bits; they are summed in 32."""
+    """Send floats in 16 bits; sums are in 32 bits."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -39,7 +39,7 @@ class FP16Compressor(NoneCompressor):
 
 
 class BF16Compressor(FP16Compressor):
-    """Floats travel in bfloat16; they are summed in float32."""
+    """Send floats in bfloat16; sums are in float32."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -47,9 +47,9 @@ class BF16Compressor(FP16Compressor):
 
 
 class Compressed(NoneCompressor):
-    """One of hpcdist's compressors, for DistributedOptimizers: each rank keeps the errors of its messages.
+    """One of hpcdist's compressors, for DistributedOptimizers, with error feedback on each rank.
 
-    The errors are sent with later messages of the same optimiser; they are not part of a checkpoint.
+    The residuals are sent with later messages of the same optimiser; they are not part of a checkpoint.
 
     Args:
         name: of the compressor.
@@ -61,29 +61,29 @@ class Compressed(NoneCompressor):
 
     def __init__(self, name: str, **options: Any):
         self.config = JointCompression.from_mapping({"name": name, **options}, "compression")
-        self._sums: dict[str, tuple[Communicator, Reduction]] = {}  # by names of calls
+        self._reductions: dict[str, tuple[Communicator, Reduction]] = {}  # by names of calls
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:  # type: ignore[override]
         raise ValueError(
             f"compression of single calls must be Compression.none, fp16 or bf16; got {self.config.name}, which keeps "
-            "errors of earlier calls. Give it to DistributedOptimizer."
+            "errors of earlier calls. Pass it to DistributedOptimizer."
         )
 
-    def anew(self) -> Compressed:
-        """Return another one with the same options, and without errors."""
+    def copy(self) -> Compressed:
+        """Return a compressor with the same options, and without residuals."""
         other = copy.copy(self)
-        other._sums = {}
+        other._reductions = {}
         return other
 
-    def sum_of(
+    def reduction(
         self, name: str, comm: Communicator, tensors: Sequence[Tensor], shapes: Sequence[torch.Size]
     ) -> Reduction:
-        """Collective, the first time. Return what sums the tensors of a name; they are flat, and keep their lengths."""
-        made = self._sums.get(name)
-        if made is None or made[0] is not comm:
-            every = [[Span(0, len(one), tuple(shape))] for one, shape in zip(tensors, shapes)]
-            made = self._sums[name] = comm, Reduction(comm, self.config, tensors, every)
-        return made[1]
+        """Return the reduction of the tensors of a name, all flat, with fixed lengths. Collective, the first time."""
+        known = self._reductions.get(name)
+        if known is None or known[0] is not comm:
+            spans = [[Span(0, len(tensor), tuple(shape))] for tensor, shape in zip(tensors, shapes)]
+            known = self._reductions[name] = comm, Reduction(comm, self.config, tensors, spans)
+        return known[1]
 
 
 class Compression:

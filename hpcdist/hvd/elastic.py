@@ -1,6 +1,6 @@
-"""Training that goes on without a rank that dies, by Horovod's names: state that is kept, and restored on the others.
+"""Training that continues without a failed rank, by Horovod's names: state is committed, and restored on the others.
 
-Ranks outlive another one under `mpirun --with-ft ulfm` alone. There are no new ranks: MPI's jobs do not grow.
+Ranks survive another one's failure only under `mpirun --with-ft ulfm`. No ranks are added: MPI jobs do not grow.
 
 Reference: the semantics are those of Elastic Horovod (Alexander Sergeev, Mike Del Balso, "Horovod: fast and easy
 distributed deep learning in TensorFlow", 2018, and its documentation of `horovod.torch.elastic`).
@@ -23,13 +23,14 @@ from hpcdist.hvd.state import init, rank, shutdown, size
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function of a `State` and more that trains: it begins again where ranks have died.
+    """Decorate a training function whose first argument is a `State`: it is called again if ranks have failed.
 
-    Where a call fails for a death, the others go back to the last commit and get new ranks; where the function raises
-    `HostsUpdatedInterrupt`, they keep what they have. Then all take rank 0's state, and call the function again.
+    If a call fails because of a failed rank, the others restore the last commit and form a new group of ranks; if the
+    function raises `HostsUpdatedInterrupt`, they keep their state. Then all load rank 0's state, and call the function
+    again.
 
     Raises:
-        HorovodInternalError: a call has failed, though no rank has died: it would fail again.
+        HorovodInternalError: a call has failed, but no rank: it would fail again.
     """
 
     @wraps(function)
@@ -61,10 +62,10 @@ def _reset() -> None:
 
 
 class State:
-    """What ranks must have alike; a script that has another kind of it defines `save`, `restore`, `sync` and `reset`.
+    """State that must be equal on all ranks; subclasses define `save`, `restore`, `sync` and `reset`.
 
     Args:
-        bcast_object: makes rank 0's object everyone's.
+        bcast_object: broadcasts rank 0's object.
         get_rank: returns this rank.
     """
 
@@ -73,7 +74,7 @@ class State:
         self._reset_callbacks: list[Callable[[], object]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Have functions called whenever the ranks have changed: such as one that scales the learning rate."""
+        """Add functions to call whenever the ranks have changed, such as one that scales the learning rate."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -82,12 +83,12 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """Keep the state as it is, to be restored where a rank dies before the next commit."""
+        """Save the state, to be restored if a rank fails before the next commit."""
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Does nothing: no hosts are added to a job of MPI's."""
+        """Do nothing: no hosts are added to an MPI job."""
 
     def save(self) -> None:
         raise NotImplementedError
@@ -99,14 +100,14 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Deal with other ranks than before."""
+        """Adapt to a changed group of ranks."""
 
 
 class ObjectState(State):
-    """Attributes that are copied as Python's objects.
+    """Attributes that are copied as Python objects.
 
     Args:
-        attributes: names and first values.
+        attributes: names and initial values.
     """
 
     def __init__(
@@ -117,9 +118,9 @@ class ObjectState(State):
     ):
         super().__init__(bcast_object, get_rank)
         self._saved = attributes
-        self._take(attributes)
+        self._assign(attributes)
 
-    def _take(self, values: dict[str, Any]) -> None:
+    def _assign(self, values: dict[str, Any]) -> None:
         for name, value in copy.deepcopy(values).items():
             setattr(self, name, value)
 
@@ -127,29 +128,29 @@ class ObjectState(State):
         self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._saved}
 
     def restore(self) -> None:
-        self._take(self._saved)
+        self._assign(self._saved)
 
     def sync(self) -> None:
-        """Collective. Take rank 0's state."""
+        """Collective. Load rank 0's state."""
         self.save()
         if self._saved:
             self._saved = self._bcast_object(self._saved)
-            self._take(self._saved)
+            self._assign(self._saved)
 
 
 class TorchState(ObjectState):
-    """Models, optimisers and samplers, each by its own state, and other attributes.
+    """Models, optimisers and samplers, by their `state_dict`s, and other attributes.
 
     Args:
-        model, optimizer: attributes of these names.
-        attributes: others: any number of models, optimisers, `ElasticSampler`s and objects, and their names.
+        model, optimizer: attributes with these names.
+        attributes: further models, optimisers, `ElasticSampler`s and objects, by name.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **attributes: Any):
-        given = {"model": model, "optimizer": optimizer, **attributes}
-        self._parts = {name: one for name, one in given.items() if isinstance(one, PARTS)}
+        members = {"model": model, "optimizer": optimizer, **attributes}
+        self._parts = {name: each for name, each in members.items() if isinstance(each, PARTS)}
         vars(self).update(self._parts)
-        super().__init__(**{name: one for name, one in given.items() if name not in self._parts})
+        super().__init__(**{name: each for name, each in members.items() if name not in self._parts})
         self.save()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -159,40 +160,40 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
 
     def save(self) -> None:
-        self._kept = {name: copy.deepcopy(one.state_dict()) for name, one in self._parts.items()}
+        self._kept = {name: copy.deepcopy(each.state_dict()) for name, each in self._parts.items()}
         super().save()
 
     def restore(self) -> None:
-        for name, one in self._parts.items():
-            one.load_state_dict(copy.deepcopy(self._kept[name]))
+        for name, each in self._parts.items():
+            each.load_state_dict(copy.deepcopy(self._kept[name]))
         super().restore()
 
     def sync(self) -> None:
-        """Collective. Take rank 0's state, and keep it."""
-        for one in self._parts.values():
-            if isinstance(one, torch.nn.Module):
-                broadcast_parameters(one.state_dict(), root_rank=0)
-            elif isinstance(one, torch.optim.Optimizer):
-                broadcast_optimizer_state(one, root_rank=0)
+        """Collective. Load rank 0's state, and save it."""
+        for each in self._parts.values():
+            if isinstance(each, torch.nn.Module):
+                broadcast_parameters(each.state_dict(), root_rank=0)
+            elif isinstance(each, torch.optim.Optimizer):
+                broadcast_optimizer_state(each, root_rank=0)
             else:
-                one.load_state_dict(broadcast_object(one.state_dict()))
+                each.load_state_dict(broadcast_object(each.state_dict()))
         super().sync()
 
     def reset(self) -> None:
-        for one in self._parts.values():
-            if isinstance(one, ElasticSampler):
-                one.reset()
+        for each in self._parts.values():
+            if isinstance(each, ElasticSampler):
+                each.reset()
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Deals out a data set's samples, each to one rank; after a reset, those that are left to the ranks that are.
+    """Distributes a data set's samples among the ranks; after a reset, the remaining ones among the remaining ranks.
 
-    Put it into the `TorchState`, call `record_batch` after each batch and `set_epoch` after each epoch. The last
-    samples of an epoch are dealt twice where they are not as many for each rank.
+    Put it into the `TorchState`, call `record_batch` after each batch and `set_epoch` after each epoch. Some of an
+    epoch's samples are used twice if their number is not divisible by the number of ranks.
 
     Args:
-        dataset: of a length that stays.
-        shuffle: deal samples in another order in each epoch.
+        dataset: its length must not change.
+        shuffle: use another order in each epoch.
         seed: of the order; the same on all ranks.
     """
 
@@ -202,12 +203,12 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: no sample has been dealt."""
+        """Start an epoch: no sample is used yet."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that each rank has trained on a batch of so many samples."""
+        """Record that each rank has trained on a batch of `batch_size` samples."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
@@ -218,7 +219,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Deal the samples that are left to the ranks that there are now."""
+        """Distribute the remaining samples among the current ranks."""
         self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
@@ -228,12 +229,12 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        left = self.remaining_indices
-        dealt = left + (left * self.num_replicas)[: self.total_size - len(left)]
-        return iter(dealt[self.rank :: self.num_replicas])
+        remaining = self.remaining_indices
+        padded = remaining + (remaining * self.num_replicas)[: self.total_size - len(remaining)]
+        return iter(padded[self.rank :: self.num_replicas])
 
     def __len__(self) -> int:
         return self.num_samples
 
 
-PARTS = torch.nn.Module, torch.optim.Optimizer, ElasticSampler  # have a state_dict of their own
+PARTS = torch.nn.Module, torch.optim.Optimizer, ElasticSampler  # classes with a state_dict

@@ -2,14 +2,14 @@
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective call has failed, on all ranks alike."""
+    """A collective call has failed, on all ranks."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The ranks have changed, and none of the work is lost.
+    """The group of ranks has changed, without loss of work.
 
     Args:
-        skip_sync: ranks have the same state already.
+        skip_sync: ranks have equal states already.
     """
 
     def __init__(self, skip_sync: bool = False):

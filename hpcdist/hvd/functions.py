@@ -18,20 +18,28 @@ from hpcdist.session.values import AnyDtype
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Collective. Copy root_rank's parameters, `model.state_dict()` or `model.named_parameters()`, to all ranks."""
+    """Collective. Broadcast root_rank's parameters: `model.state_dict()` or `model.named_parameters()`.
+
+    Example on 1 rank:
+        >>> import hpcdist.hvd as hvd
+        >>> hvd.init()
+        >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        >>> hvd.broadcast_optimizer_state(sgd, root_rank=0)
+        >>> hvd.shutdown()
+    """
     named = sorted(params.items()) if isinstance(params, Mapping) else list(params)
-    tensors = [(name, one) for name, one in named if torch.is_tensor(one)]
-    for handle in [broadcast_async_(one, root_rank, name, process_set) for name, one in tensors]:
+    tensors = [(name, each) for name, each in named if torch.is_tensor(each)]
+    for handle in [broadcast_async_(each, root_rank, name, process_set) for name, each in tensors]:
         synchronize(handle)
 
 
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Collective. Copy root_rank's state of an optimiser, and its options, to all ranks.
+    """Collective. Broadcast root_rank's state and options of an optimiser.
 
     Raises:
-        ValueError: the optimiser is LBFGS, whose state is of other kinds.
+        ValueError: the optimiser is LBFGS, whose state has other types.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("optimizer must not be LBFGS, whose state can't be broadcast; got one.")
@@ -41,7 +49,7 @@ def broadcast_optimizer_state(
 
 
 class _ScriptPickler(AnyDtype, cloudpickle.Pickler):
-    """Pickles functions of scripts, too."""
+    """Pickles functions of scripts too, unlike pickle."""
 
 
 def _bytes_of(value: Any) -> Tensor:
@@ -52,8 +60,8 @@ def _bytes_of(value: Any) -> Tensor:
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Collective. Return root_rank's object, which is pickled."""
-    name, here = name or "object", rank() == root_rank  # whatever others have in place of root's
+    """Collective. Return root_rank's object, sent by pickle."""
+    name, here = name or "object", rank() == root_rank  # `obj` of other ranks is ignored
     data = _bytes_of(obj) if here else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([len(data)])
     broadcast_(length, root_rank, f"{name}.sz", process_set)
@@ -63,7 +71,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Collective. Return all ranks' objects, which are pickled."""
+    """Collective. Return all ranks' objects, sent by pickle, in rank order."""
     name, data = name or "object", _bytes_of(obj)
     lengths = allgather(torch.tensor([len(data)]), f"{name}.sz", process_set).tolist()
     parts = allgather(data, f"{name}.t", process_set).split(lengths)

@@ -1,4 +1,4 @@
-"""One buffer for many tensors, which then travel by one call."""
+"""A fusion buffer: one buffer for many tensors, to send them by one call."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-PLANS = 16  # ways to cut the buffer that are kept
+PLANS = 16  # number of divisions of the buffer that are cached
 
 Plan = tuple[Tensor, tuple[Tensor, ...]]
 
 
 class FusionBuffer:
-    """Lends one flat tensor for several: its memory stays, as new memory for each call would take as long as the call.
+    """A flat tensor that is reused for several tensors; allocating memory would take as long as the call.
 
-    Its memory is as long as the longest that was asked for.
+    Its memory grows to the largest size that was requested.
     """
 
     def __init__(self) -> None:
@@ -24,13 +24,13 @@ class FusionBuffer:
         self._plans: dict[tuple[torch.device, torch.dtype, tuple[torch.Size, ...]], Plan] = {}
 
     def take(self, tensors: Sequence[Tensor]) -> Plan:
-        """Return a flat tensor, and its parts, which are shaped as these tensors of one dtype; of any content.
+        """Return a flat, uninitialised tensor and its parts, with the shapes of these tensors of one dtype.
 
-        It is on their device, or on the host where they are on several; valid until the next call.
+        It is on their device, or on the host if they are on several; valid until the next call.
         """
-        devices, dtype = {one.device for one in tensors}, tensors[0].dtype
+        devices, dtype = {each.device for each in tensors}, tensors[0].dtype
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-        shapes = tuple([one.shape for one in tensors])
+        shapes = tuple([each.shape for each in tensors])
         plan = self._plans.get((device, dtype, shapes))
         if plan is None:
             counts = [math.prod(shape) for shape in shapes]

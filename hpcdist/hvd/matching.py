@@ -1,9 +1,8 @@
-"""Collective calls that are matched by name: each is made once all ranks have asked for it, in whatever order they did.
+"""Collective calls matched by name: a call runs when all ranks have submitted it, in any order.
 
-A rank that has been asked for something tells the others what by numbers; all make those calls that every rank has been
-asked for, in the order of the first rank. A rank without any such request does not take part: nothing that needs it
-could be made before. Ranks that have joined take part in all calls, with zeros.
-
+Ranks with pending requests exchange numbers that identify them; then all make the calls that every rank has submitted,
+in the order of the first rank. A rank without pending requests does not take part in the exchange: no call could start.
+Ranks that have joined take part in all calls, with zeros.
 Reference: Alexander Sergeev, Mike Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018.
 """
 
@@ -30,62 +29,62 @@ from hpcdist.errors import CommunicationError, DeadlineError, MismatchError
 from hpcdist.hvd.exceptions import HorovodInternalError
 from hpcdist.hvd.fusion import FusionBuffer
 
-MOST, MOST_OF_ALL = 32, 1024  # requests that ranks tell each other of at once: at first, and once they have had more
+MAX_REQUESTS, LIMIT_REQUESTS = 32, 1024  # requests in an exchange: at first, and after ranks have had more
 SHORTEST_S, LONGEST_S = 50e-6, 1e-3  # pauses of ranks that wait for each other's next request
-NEWS_S = 2.0  # so much later than a failure MPI may tell of the death behind it
-AWAKE = 100  # times that the queue's thread looks for requests in vain before it waits for its next call
-KNOWN = 1 << 16  # names whose numbers are kept
-WORDS = 2  # of a request: its name with its kind, and what must be the same on all ranks
-KINDS = 255  # the bits of the first that its kind sets
-HEAD = 3  # words before them: how many there are, when the rank joined, and whether one has waited past the deadline
-SHOWN = 8  # requests of a rank that a message names
+NEWS_S = 2.0  # maximum delay between a failed call and MPI's report of the rank failure that caused it
+AWAKE = 100  # number of times that the queue's thread finds no request before it waits for its next call
+KNOWN = 1 << 16  # cached digests of names
+FIELDS = 2  # of a request: digest of name and kind, digest of its properties
+KINDS = 255  # bits of the first field that identify the kind
+HEADER = 3  # fields before the requests: their number, when the rank joined, and whether one is past the deadline
+MAX_NAMED = 8  # requests of a rank that a message names
 
 
 class NamedCall(abc.ABC):
-    """A call that a rank has been asked for, and later its result.
+    """A collective call submitted on a rank, and later its result.
 
     Args:
-        name: by which ranks find each other's.
-        like: values of `PROPERTIES`, which can be hashed.
+        name: the same on all ranks.
+        properties: values of `PROPERTIES`, hashable.
 
     Attributes:
         kind: of call: allreduce, allgather...
-        PROPERTIES: names of what must be the same on all ranks.
-        found: the result.
-        over: the result is there, or the error.
-        told_s: when the other ranks were told of it.
+        PROPERTIES: names of values that must be equal on all ranks.
+        result: of the call.
+        done: the result, or the error, is available.
+        announced_s: time of the first exchange that contained it.
     """
 
     kind: ClassVar[str] = ""
     PROPERTIES: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, name: str, like: tuple[Any, ...] = ()):
-        self.name, self.like = name, like
-        self.found: Any = None
+    def __init__(self, name: str, properties: tuple[Any, ...] = ()):
+        self.name, self.properties = name, properties
+        self.result: Any = None
         self.error: BaseException | None = None
-        self.over, self.told_s = False, 0.0
+        self.done, self.announced_s = False, 0.0
 
     @property
-    def together(self) -> Any:
-        """What requests that are made by one call have in common; None where each is made by its own."""
+    def fusion_key(self) -> Any:
+        """Return a key that is equal for requests that one call can combine; None: no fusion."""
         return None
 
     @property
     def key(self) -> tuple[int, int]:
-        """Return numbers for the name, and for what must be the same on all ranks."""
-        return _place(self.kind, self.name), _number(*self.like)
+        """Return digests of the name, and of the properties."""
+        return _name_digest(self.kind, self.name), _digest(*self.properties)
 
     @abc.abstractmethod
-    def make(self, calls: Collectives) -> None:
-        """Collective. Make the call; leave the result in `found`."""
+    def run(self, calls: Collectives) -> None:
+        """Collective. Make the call, and set `result`."""
 
-    def make_together(self, calls: Collectives, requests: Sequence[Any], buffer: FusionBuffer) -> None:
-        """Collective. Make these calls, of which this is the first, by one; for kinds that have `together`."""
+    def run_fused(self, calls: Collectives, requests: Sequence[Any], buffer: FusionBuffer) -> None:
+        """Collective. Make the calls of `requests`, the first being this one, as one; for kinds with a `fusion_key`."""
         raise NotImplementedError
 
 
 class Join(NamedCall):
-    """A rank has no more requests of its own; its result is the last rank to say so."""
+    """A rank has no more requests; the result is the last rank that joined."""
 
     kind = "join"
 
@@ -93,83 +92,83 @@ class Join(NamedCall):
         super().__init__("")
         self.since_ns = time.time_ns()
 
-    def make(self, calls: Collectives) -> None:
-        raise NotImplementedError  # it is met otherwise
+    def run(self, calls: Collectives) -> None:
+        raise NotImplementedError  # handled by the matcher
 
 
 class Refused(NamedCall):
-    """What a rank that has joined has of a call that it can't take part in."""
+    """The part of a joined rank in a call that has no stand-in."""
 
-    def make(self, calls: Collectives) -> None:
-        raise NotImplementedError  # it is ended with an error
+    def run(self, calls: Collectives) -> None:
+        raise NotImplementedError  # it ends with an error
 
 
-# By kind of call: what makes a rank's part in it, once that rank has joined, of its name and what `_plain` has made of
-# what it must be like. Calls of other kinds are refused then.
+# By kind of call: creates the part of a rank that has joined, from the call's name and its properties, as returned by
+# `_to_json`. Calls of other kinds are refused after a join.
 STANDINS: dict[str, Callable[[str, Any], NamedCall]] = {}
 
 
 class Watcher(abc.ABC):
-    """Is told what a matcher does."""
+    """Called with the events of a matcher."""
 
     @abc.abstractmethod
     def submitted(self, request: NamedCall) -> None:
-        """A request has been taken."""
+        """A request was submitted."""
 
     @abc.abstractmethod
-    def begun(self, request: NamedCall) -> None:
-        """All ranks have been asked for it, and it is made."""
+    def started(self, request: NamedCall) -> None:
+        """All ranks have submitted it, and the call starts."""
 
     @abc.abstractmethod
     def ended(self, request: NamedCall) -> None:
-        """It is over."""
+        """It is done."""
 
     @abc.abstractmethod
-    def met(self) -> None:
-        """Ranks have told each other of their requests."""
+    def exchanged(self) -> None:
+        """Ranks have exchanged their requests."""
 
 
 class Matcher:
-    """Makes the calls of the ranks of a communicator: on the thread that waits for one, or else on that of a queue.
+    """Makes the named calls of a communicator's ranks: on a thread that waits for a result, or on a queue's thread.
 
     Args:
         comm: closed at the end.
-        gather_s: for so long requests for whose end nobody waits are gathered, to be made together.
+        gather_s: cycle time: requests that nobody waits for are collected for this time, and made together.
     """
 
     def __init__(self, comm: Communicator, gather_s: float):
         self.comm, self.calls, self._buffer = comm, Collectives(comm), FusionBuffer()
         self._pending: dict[tuple[str, str], NamedCall] = {}
-        self._since_s = 0.0  # when the first of them came
+        self._since_s = 0.0  # when the first of them was submitted
         self._lock = threading.Lock()
-        self._changed, self._wake = (threading.Condition(self._lock) for _ in range(2))  # for who waits, for the thread
-        # Its thread takes turns with the one that waits, and is needed whatever MPI allows.
+        self._changed, self._wake = (threading.Condition(self._lock) for _ in range(2))  # for waiters, for the thread
+        # The thread alternates with a waiting one, and is needed at any thread level of MPI.
         self._queue, self._work = CallQueue(threaded=True), Work()  # the one of `_run`
         self._queued = False
-        self._at_work = self._closing = False
+        self._active = self._closing = False
         self._waiting, self._gather_s = 0, max(gather_s, SHORTEST_S)
-        self._error: BaseException | None = None  # with which an exchange has failed
-        self._died = ""  # who
-        self._make_room(MOST)
+        self._error: BaseException | None = None  # of a failed exchange
+        self._failed_ranks = ""
+        self._allocate(MAX_REQUESTS)
         self.watcher: Watcher | None = None
 
     def submit(self, request: NamedCall) -> NamedCall:
-        """Take a request; raise ValueError where one of that name has not been met yet.
+        """Submit a request; raise ValueError if a request with that name is pending.
 
         Once an exchange has failed, requests end with its error.
         """
-        place = request.kind, request.name
+        key = request.kind, request.name
         with self._lock:
             if self._error is not None:
                 return self._end_failed(request)
-            if place in self._pending:
+            if key in self._pending:
                 raise ValueError(
-                    f"the name of a tensor must not be that of another one under way; got {request.name!r} for "
-                    f"{request.kind} twice. Give each its own name, or wait for the first one."
+                    f"the name of a tensor must not be that of another one in flight; got {request.name!r} for "
+                    f"{request.kind} twice. Use different names, or wait for the first one."
                 )
             if not self._pending:
                 self._since_s = time.perf_counter()
-            self._pending[place] = request
+            self._pending[key] = request
             if self.watcher is not None:
                 self.watcher.submitted(request)
             if not self._queued:
@@ -178,13 +177,13 @@ class Matcher:
         return request
 
     def wait(self, request: NamedCall) -> Any:
-        """Wait for a request's result, and make calls meanwhile."""
+        """Wait for a request's result; make calls in the meantime."""
         pause_s = SHORTEST_S
         with self._lock:
             self._waiting, self._work.waited = self._waiting + 1, True
             try:
-                while not request.over:
-                    if self._at_work:
+                while not request.done:
+                    if self._active:
                         self._changed.wait()
                     elif self._advance():
                         pause_s = SHORTEST_S
@@ -196,10 +195,10 @@ class Matcher:
                 self._work.waited = self._waiting > 0 or not self._pending
         if request.error is not None:
             raise request.error
-        return request.found
+        return request.result
 
     def close(self) -> None:
-        """Collective, unless an exchange has failed. End the thread, once all requests have been met."""
+        """End the thread, when all requests are done. Collective, unless an exchange has failed."""
         with self._lock:
             self._closing = True
             self._wake.notify()
@@ -209,17 +208,17 @@ class Matcher:
 
     # --- rounds -------------------------------------------------------------------------------------------------------
     def _run(self) -> None:
-        """Make the calls for whose end nobody waits."""
+        """Make the calls that nobody waits for."""
         pause_s, in_vain = SHORTEST_S, 0
         with self._lock:
             while self._error is None and (self._pending or (not self._closing and in_vain < AWAKE)):
                 early_s = 0.0 if self._closing else self._since_s + self._gather_s - time.perf_counter()
                 if not self._pending:
-                    in_vain, self._work.waited = in_vain + 1, True  # nothing is left to do
+                    in_vain, self._work.waited = in_vain + 1, True  # no request is pending
                     self._wake.wait(self._gather_s)
                     continue
                 in_vain = 0
-                if self._waiting or self._at_work or early_s > 0:
+                if self._waiting or self._active or early_s > 0:
                     self._wake.wait(max(early_s, self._gather_s))
                 elif self._advance():
                     pause_s = SHORTEST_S
@@ -229,25 +228,25 @@ class Matcher:
             self._queued = False
 
     def _advance(self) -> bool:
-        """Collective. Make the calls that all ranks have been asked for; tell whether there are any.
+        """Collective. Make the calls that all ranks have submitted; return whether there are any.
 
-        Holds the lock at the beginning and at the end, but not meanwhile.
+        The lock is held on entry and on return, but released in between.
         """
-        told, self._at_work = list(self._pending.values()), True
+        requests, self._active = list(self._pending.values()), True
         self._lock.release()
         some, broken = True, None
         try:
-            some = self._round(told)
-        except BaseException as error:  # of the exchange itself: no call can be made any more
+            some = self._round(requests)
+        except BaseException as error:  # of the exchange itself: no further call is possible
             broken = error
-            with suppress(Exception):  # whatever comes of it, requests end
+            with suppress(Exception):  # requests must end in any case
                 self._abandon()
         self._lock.acquire()
-        self._at_work = False
+        self._active = False
         if broken is not None:
             self._error = broken
-            for request in (*told, *self._pending.values()):
-                if not request.over:
+            for request in (*requests, *self._pending.values()):
+                if not request.done:
                     self._end_failed(request)
             self._pending.clear()
         self._changed.notify_all()
@@ -256,212 +255,214 @@ class Matcher:
         return some
 
     def _abandon(self) -> None:
-        """Let other ranks' calls fail, too, and find out who has died, if ranks outlive others."""
+        """Let other ranks' calls fail too, and find the failed ranks, if ranks survive failures."""
         failures = self.comm.failures
         for comm in (self.comm, self.calls.comm) if failures.tolerant else ():
             cast(Any, comm.failures).abandon()
         with suppress(DeadlineError):
             wait_until(lambda: bool(failures.failed()), NEWS_S if failures.tolerant else 0.0, str)
-        self._died = "".join(f" Rank {rank} has died." for rank in failures.failed())
+        self._failed_ranks = "".join(f" Rank {rank} has failed." for rank in failures.failed())
 
     def _end_failed(self, request: NamedCall) -> NamedCall:
-        request.error = HorovodInternalError(f"{self._error}{self._died}")
+        request.error = HorovodInternalError(f"{self._error}{self._failed_ranks}")
         request.error.__cause__ = self._error
-        request.over = True
+        request.done = True
         return request
 
-    def _make_room(self, most: int) -> None:
-        """Let ranks tell each other of so many requests at once."""
-        self._own = torch.zeros(HEAD + WORDS * most, dtype=torch.int64)
-        self._all = torch.zeros(self.comm.size, HEAD + WORDS * most, dtype=torch.int64)
+    def _allocate(self, count: int) -> None:
+        """Allocate the tensors to exchange up to `count` requests of each rank."""
+        self._local = torch.zeros(HEADER + FIELDS * count, dtype=torch.int64)
+        self._all = torch.zeros(self.comm.size, HEADER + FIELDS * count, dtype=torch.int64)
 
-    def _round(self, told: Sequence[NamedCall]) -> bool:
-        joined = next((request for request in told if isinstance(request, Join)), None)
-        own = [request for request in told if request is not joined]
-        keys = [request.key for request in own]
-        late = self._is_late(own)
-        asked, since_ns, any_late = self._tell_all(
+    def _round(self, pending: Sequence[NamedCall]) -> bool:
+        joined = next((request for request in pending if isinstance(request, Join)), None)
+        requests = [request for request in pending if request is not joined]
+        keys = [request.key for request in requests]
+        late = self._is_late(requests)
+        asked, since_ns, any_late = self._exchange(
             [*itertools.chain(*keys)], 0 if joined is None else joined.since_ns, late
         )
         if self.watcher is not None:
-            self.watcher.met()
+            self.watcher.exchanged()
         present = [rank for rank, moment in enumerate(since_ns) if not moment]
         if not present:
             if joined is not None:
-                joined.found = max(range(len(since_ns)), key=lambda rank: (since_ns[rank], rank))
+                joined.result = max(range(len(since_ns)), key=lambda rank: (since_ns[rank], rank))
                 self._end([joined])
             return True
         if len(present) == len(asked) and all(row == asked[0] for row in asked):
-            self._make(own)
+            self._run_calls(requests)
             return True
-        by_rank = [dict(zip(row[::WORDS], row[1::WORDS])) for row in asked]
+        by_rank = [dict(zip(row[::FIELDS], row[1::FIELDS])) for row in asked]
         common = [name for name in by_rank[present[0]] if all(name in by_rank[rank] for rank in present)]
         if not common:
             if any_late:
-                self._end_late(own)
-            return self._refuse_kinds(own, [by_rank[rank] for rank in present])
-        by_name = {key[0]: request for key, request in zip(keys, own)}
+                self._end_late(requests)
+            return self._refuse_kinds(requests, [by_rank[rank] for rank in present])
+        by_name = {key[0]: request for key, request in zip(keys, requests)}
         if len(present) < len(asked):
             by_name = self._stand_in(present, by_name, common)
         differ = {name for name in common if len({by_rank[rank][name] for rank in present}) > 1}
         for name in common:
             if name in differ:
                 self._refuse(by_name[name])
-        self._make([by_name[name] for name in common if name not in differ])
+        self._run_calls([by_name[name] for name in common if name not in differ])
         return True
 
     def _is_late(self, requests: Sequence[NamedCall]) -> bool:
-        """Tell whether one has waited for other ranks' for longer than the deadline, since it was told of first."""
+        """Return whether a request has waited longer than the deadline since the first exchange that contained it."""
         now_s, late = time.perf_counter(), False
         for request in requests:
-            request.told_s = request.told_s or now_s
-            late |= now_s - request.told_s > self.comm.failures.deadline_s
+            request.announced_s = request.announced_s or now_s
+            late |= now_s - request.announced_s > self.comm.failures.deadline_s
         return late
 
     def _end_late(self, requests: Sequence[NamedCall]) -> None:
-        """Collective. Raise DeadlineError, which says what each rank waits for."""
-        names = [f"{one.kind} of {one.name!r}" for one in requests[:SHOWN]]
-        names += [f"{len(requests) - SHOWN} more"] * (len(requests) > SHOWN)
-        found = self.comm.gather(", ".join(names))
-        texts = [f"rank {rank} waits for {calls}" for rank, calls in enumerate(found) if calls]
+        """Collective. Raise DeadlineError, with the requests that each rank waits for."""
+        names = [f"{each.kind} of {each.name!r}" for each in requests[:MAX_NAMED]]
+        names += [f"{len(requests) - MAX_NAMED} more"] * (len(requests) > MAX_NAMED)
+        by_rank = self.comm.gather(", ".join(names))
+        texts = [f"rank {rank} waits for {calls}" for rank, calls in enumerate(by_rank) if calls]
         raise DeadlineError(
-            f"a call must be asked for by all ranks, under one name, within {self.comm.failures.deadline_s:g} s; got "
-            f"{'; '.join(texts)}. Give it the same name on all ranks, and have each of them ask for it."
+            f"a call must be submitted by all ranks, with one name, within {self.comm.failures.deadline_s:g} s; got "
+            f"{'; '.join(texts)}. Use the same name on all ranks, and submit it on each of them."
         )
 
-    def _refuse_kinds(self, requests: Sequence[NamedCall], told: Sequence[Collection[int]]) -> bool:
-        """Collective. End requests whose name two ranks have for different kinds of call; tell whether there are any.
+    def _refuse_kinds(self, requests: Sequence[NamedCall], fields: Sequence[Collection[int]]) -> bool:
+        """Collective. End requests whose name belongs to different kinds of call; return whether there are any.
 
         Args:
-            told: by rank, of those that have not joined, the first words of its requests.
+            fields: by rank, without joined ones, the first fields of its requests.
         """
-        names = set.intersection(*({word & ~KINDS for word in words} for words in told))
+        names = set.intersection(*({field & ~KINDS for field in of_rank} for of_rank in fields))
         for name in sorted(names):
-            here = [one for one in requests if one.key[0] & ~KINDS == name]
-            found = self.comm.gather([one.kind for one in here])
-            texts = [f"{' and '.join(kinds)} on rank {rank}" for rank, kinds in enumerate(found) if kinds]
+            here = [each for each in requests if each.key[0] & ~KINDS == name]
+            by_rank = self.comm.gather([each.kind for each in here])
+            texts = [f"{' and '.join(kinds)} on rank {rank}" for rank, kinds in enumerate(by_rank) if kinds]
             for request in here:
                 request.error = HorovodInternalError(
                     f"Mismatched calls of {request.name!r}: all ranks must make the same call under one name; got "
-                    f"{'; '.join(texts)}. Give each call a name of its own."
+                    f"{'; '.join(texts)}. Give each call a different name."
                 )
             self._end(here)
         return bool(names)
 
-    def _tell_all(self, words: Sequence[int], since_ns: int, late: bool) -> tuple[list[list[int]], list[int], bool]:
-        """Collective. Return all ranks' words, when each has joined (0 where it has not), and whether one is late."""
-        own, everyone = self._own.numpy(), self._all.numpy()
-        own[:HEAD], told = (len(words), since_ns, late), len(own) - HEAD
-        own[HEAD : HEAD + len(words)] = words[:told]
-        self.calls.all_gather(self._all, self._own)
-        counts, moments = everyone[:, 0].tolist(), everyone[:, 1].tolist()
+    def _exchange(self, fields: Sequence[int], since_ns: int, late: bool) -> tuple[list[list[int]], list[int], bool]:
+        """Collective. Return all ranks' fields, when each has joined (0: it has not), and whether a request is late."""
+        local, of_all = self._local.numpy(), self._all.numpy()
+        local[:HEADER], room = (len(fields), since_ns, late), len(local) - HEADER
+        local[HEADER : HEADER + len(fields)] = fields[:room]
+        self.calls.all_gather(self._all, self._local)
+        counts, moments = of_all[:, 0].tolist(), of_all[:, 1].tolist()
         most = max(counts)
-        if most > told:  # the first time
+        if most > room:  # the first time
             longer = torch.zeros(most, dtype=torch.int64)
-            longer.numpy()[: len(words)] = words
+            longer.numpy()[: len(fields)] = fields
             all_longer = torch.empty(len(counts), most, dtype=torch.int64)
             self.calls.all_gather(all_longer, longer)
             rows = all_longer.numpy()
-            if told < WORDS * MOST_OF_ALL:
-                self._make_room(min(2 * most // WORDS, MOST_OF_ALL))
+            if room < FIELDS * LIMIT_REQUESTS:
+                self._allocate(min(2 * most // FIELDS, LIMIT_REQUESTS))
         else:
-            rows = everyone[:, HEAD:]
-        return [row[:count].tolist() for row, count in zip(rows, counts)], moments, bool(everyone[:, 2].any())
+            rows = of_all[:, HEADER:]
+        return [row[:count].tolist() for row, count in zip(rows, counts)], moments, bool(of_all[:, 2].any())
 
     def _stand_in(
-        self, present: Sequence[int], own: dict[int, NamedCall], common: Sequence[int]
+        self, present: Sequence[int], local: dict[int, NamedCall], common: Sequence[int]
     ) -> dict[int, NamedCall]:
-        """Collective. Let ranks that have joined know what the calls are; return all ranks' requests."""
-        told = [[one.kind, one.name, _plain(one.like)] for name, one in own.items() if name in common]
-        described = self.comm.gather(told)
-        found = {}
-        for kind, name, like in described[present[0]]:
-            number = _place(kind, name)
-            request = own.get(number) or STANDINS.get(kind, Refused)(name, like)
+        """Collective. Send the calls' properties to ranks that have joined; return the requests on all ranks."""
+        common_calls = [
+            [each.kind, each.name, _to_json(each.properties)] for name, each in local.items() if name in common
+        ]
+        described = self.comm.gather(common_calls)
+        requests = {}
+        for kind, name, properties in described[present[0]]:
+            digest = _name_digest(kind, name)
+            request = local.get(digest) or STANDINS.get(kind, Refused)(name, properties)
             if kind not in STANDINS:
                 request.error = HorovodInternalError(f"{kind} must not be called once a rank has joined; got {name!r}.")
-            found[number] = request
-        return found
+            requests[digest] = request
+        return requests
 
     def _refuse(self, request: NamedCall) -> None:
-        """Collective. End a request with what each rank has asked for."""
-        found = self.comm.gather(dict(zip(request.PROPERTIES, map(_shown, request.like))))
-        rows = [row for row in found if row is not None]
+        """Collective. End a request with an error that names each rank's properties."""
+        by_rank = self.comm.gather(dict(zip(request.PROPERTIES, map(_text, request.properties))))
+        rows = [row for row in by_rank if row is not None]
         wrong = [name for name in rows[0] if len({row.get(name) for row in rows}) > 1]
         texts = [
             f"{', '.join(f'{name} {row.get(name)}' for name in wrong)} on rank {at}" for at, row in enumerate(rows)
         ]
         request.error = HorovodInternalError(
-            f"Mismatched {request.kind} of {request.name!r}: all ranks must bring the same {' and '.join(wrong)}; "
-            f"got {'; '.join(texts)}. Make them alike."
+            f"Mismatched {request.kind} of {request.name!r}: all ranks must have the same {' and '.join(wrong)}; "
+            f"got {'; '.join(texts)}. Make them equal."
         )
         self._end([request])
 
-    def _make(self, requests: Sequence[NamedCall]) -> None:
-        for goes_with, several in _together(requests):
+    def _run_calls(self, requests: Sequence[NamedCall]) -> None:
+        for key, several in _grouped_by_fusion(requests):
             first = several[0]
             if self.watcher is not None:
-                for one in several:
-                    self.watcher.begun(one)
+                for each in several:
+                    self.watcher.started(each)
             try:
                 if first.error is None:
-                    if goes_with is None:
-                        first.make(self.calls)
+                    if key is None:
+                        first.run(self.calls)
                     else:
-                        first.make_together(self.calls, several, self._buffer)
+                        first.run_fused(self.calls, several, self._buffer)
             except CommunicationError:
                 raise
             except (RuntimeError, ValueError) as error:
                 kind = HorovodInternalError if isinstance(error, MismatchError) else type(error)
-                for one in several:
-                    one.error = kind(str(error))
+                for each in several:
+                    each.error = kind(str(error))
             self._end(several)
 
     def _end(self, requests: Sequence[NamedCall]) -> None:
-        """Let requests, whose results or errors are there, be over."""
+        """Mark requests, whose results or errors are set, as done."""
         with self._lock:
             for request in requests:
                 self._pending.pop((request.kind, request.name), None)
         for request in requests:
             if self.watcher is not None:
                 self.watcher.ended(request)
-            request.over = True
+            request.done = True
 
 
-def _together(requests: Sequence[NamedCall]) -> Iterator[tuple[Any, list[NamedCall]]]:
-    """Yield requests, several at a time where these go together, with what they have in common."""
+def _grouped_by_fusion(requests: Sequence[NamedCall]) -> Iterator[tuple[Any, list[NamedCall]]]:
+    """Yield (fusion key, requests), where several requests with a key form one group."""
     groups: dict[Any, list[NamedCall]] = {}
     for request in requests:
-        goes_with = request.together
-        if goes_with is None:
+        key = request.fusion_key
+        if key is None:
             yield None, [request]
         else:
-            groups.setdefault(goes_with, []).append(request)
+            groups.setdefault(key, []).append(request)
     yield from groups.items()
 
 
 @lru_cache(maxsize=KNOWN, typed=True)
-def _number(*values: Any) -> int:
-    """Return a number for values that is the same on all ranks."""
-    text = repr(list(map(_shown, values))).encode()
+def _digest(*values: Any) -> int:
+    """Return a 64-bit digest of values, the same on all ranks."""
+    text = repr(list(map(_text, values))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
 @lru_cache(maxsize=KNOWN)
-def _place(kind: str, name: str) -> int:
-    """Return the number of a name, with that of its kind in the last bits."""
-    return (_number(name) & ~KINDS) | (_number(kind) & KINDS)
+def _name_digest(kind: str, name: str) -> int:
+    """Return the digest of a name, with that of its kind in the last bits."""
+    return (_digest(name) & ~KINDS) | (_digest(kind) & KINDS)
 
 
-def _shown(value: Any) -> str:
-    """Write a property: without torch's names."""
+def _text(value: Any) -> str:
+    """Return a property as text, without torch's type names."""
     if not isinstance(value, tuple):
         return type_of(value) if isinstance(value, torch.dtype) else str(value)
-    return ", ".join(str(list(one)) if isinstance(one, torch.Size) else _shown(one) for one in value)
+    return ", ".join(str(list(each)) if isinstance(each, torch.Size) else _text(each) for each in value)
 
 
-def _plain(value: Any) -> Any:
-    """Write a property so that it can travel: dtypes by their names."""
+def _to_json(value: Any) -> Any:
+    """Return a property in types that JSON has: dtypes as names."""
     if isinstance(value, tuple):
-        return [_plain(one) for one in value]
+        return [_to_json(each) for each in value]
     return type_of(value) if isinstance(value, torch.dtype) else value

@@ -1,4 +1,4 @@
-"""The calls themselves: what each must be like on all ranks, and how it is made."""
+"""The named calls: their properties, and how each is made."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hpcdist.hvd.matching import KNOWN, STANDINS, NamedCall
 
 Average, Sum, Adasum, Min, Max, Product = "Average", "Sum", "Adasum", "Min", "Max", "Product"
 OPERATIONS = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
-FUSED_BYTES = 1 << 20  # up to here a tensor travels together with others
+FUSED_BYTES = 1 << 20  # tensors up to this size are sent together with others
 
 
 def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
-    return tuple([one.dtype for one in tensors])
+    return tuple([each.dtype for each in tensors])
 
 
 def _shapes(tensors: Sequence[Tensor]) -> tuple[torch.Size, ...]:
-    return tuple([one.shape for one in tensors])
+    return tuple([each.shape for each in tensors])
 
 
 def scaled(tensor: Tensor, factor: float) -> Tensor:
@@ -39,17 +39,17 @@ def scaled(tensor: Tensor, factor: float) -> Tensor:
 
 @lru_cache(maxsize=KNOWN)
 def _fused_with(dtypes: Sequence[torch.dtype], shapes: Sequence[torch.Size], op: str, *scales: float) -> Any:
-    """Return what all-reduces that travel together have in common; None where one travels alone."""
+    """Return the fusion key of an all-reduce; None if it can't be fused."""
     n_bytes = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes))
     alone = n_bytes > FUSED_BYTES or len(set(dtypes)) > 1 or op == Adasum
     return None if alone else (dtypes[0], op, *scales)
 
 
 class Allreduce(NamedCall):
-    """Sum tensors, or combine them otherwise.
+    """Sum tensors, or reduce them by another operation.
 
     Args:
-        outs: get the results.
+        outs: tensors for the results.
     """
 
     kind = "allreduce"
@@ -62,30 +62,30 @@ class Allreduce(NamedCall):
         self._tensors, self._outs, self._op, self._prescale, self._postscale = tensors, outs, op, prescale, postscale
 
     @property
-    def together(self) -> Any:
-        return _fused_with(*self.like)
+    def fusion_key(self) -> Any:
+        return _fused_with(*self.properties)
 
-    def make(self, calls: Collectives) -> None:
-        for one, out in zip(self._tensors, self._outs, strict=True):
-            if self._prescale != 1.0 or one.data_ptr() != out.data_ptr():
-                out.copy_(scaled(one, self._prescale))
+    def run(self, calls: Collectives) -> None:
+        for each, out in zip(self._tensors, self._outs, strict=True):
+            if self._prescale != 1.0 or each.data_ptr() != out.data_ptr():
+                out.copy_(scaled(each, self._prescale))
             self._combine(calls, out)
-        self.found = self._outs
+        self.result = self._outs
 
-    def make_together(self, calls: Collectives, requests: Sequence[Allreduce], buffer: FusionBuffer) -> None:
-        given = [one for request in requests for one in request._tensors]
-        if len(given) == 1:
-            self.make(calls)
+    def run_fused(self, calls: Collectives, requests: Sequence[Allreduce], buffer: FusionBuffer) -> None:
+        tensors = [each for request in requests for each in request._tensors]
+        if len(tensors) == 1:
+            self.run(calls)
             return
-        flat, parts = buffer.take(given)
-        # A call of torch's for each tensor would wait for the script's thread as often.
-        torch._foreach_copy_(parts, given)
+        flat, parts = buffer.take(tensors)
+        # One call of torch, because each would wait for the script's thread to release the GIL.
+        torch._foreach_copy_(parts, tensors)
         if self._prescale != 1.0:
             flat.copy_(scaled(flat, self._prescale))
         self._combine(calls, flat)
-        torch._foreach_copy_([one for request in requests for one in request._outs], parts)
+        torch._foreach_copy_([each for request in requests for each in request._outs], parts)
         for request in requests:
-            request.found = request._outs
+            request.result = request._outs
 
     def _combine(self, calls: Collectives, out: Tensor) -> None:
         """Collective. Replace a tensor by the result, and scale it."""
@@ -93,7 +93,7 @@ class Allreduce(NamedCall):
             adasum(calls, out)
         elif self._op == Average:
             exact = not out.is_floating_point() and not out.is_complex()
-            wide = out.long() if exact else out  # whose sum does not wrap around
+            wide = out.long() if exact else out  # int64 sums don't wrap around
             calls.all_reduce(wide, "sum" if exact else "mean")
             if exact:
                 out.copy_(wide.div_(calls.size, rounding_mode="trunc"))
@@ -103,9 +103,9 @@ class Allreduce(NamedCall):
             out.copy_(scaled(out, self._postscale))
 
     @classmethod
-    def of_zeros(cls, name: str, like: Sequence[Any]) -> Allreduce:
-        """Make what a rank that has joined brings."""
-        dtypes, shapes, *more = like
+    def of_zeros(cls, name: str, properties: Sequence[Any]) -> Allreduce:
+        """Return the part of a rank that has joined."""
+        dtypes, shapes, *more = properties
         tensors = [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in zip(dtypes, shapes)]
         return cls(name, tensors, tensors, *more)
 
@@ -120,38 +120,38 @@ class CompressedAllreduce(NamedCall):
         super().__init__(name, (_dtypes(tensors), _shapes(tensors), op, repr(compression.config)))
         self._tensors, self._op, self._compression = tensors, op, compression
 
-    def make(self, calls: Collectives) -> None:
-        flat = [one.reshape(-1) for one in self._tensors]
-        reduction = self._compression.sum_of(self.name, calls.comm, flat, _shapes(self._tensors))
+    def run(self, calls: Collectives) -> None:
+        flat = [each.reshape(-1) for each in self._tensors]
+        reduction = self._compression.reduction(self.name, calls.comm, flat, _shapes(self._tensors))
         (reduction.mean if self._op == Average else reduction)(flat)
-        for one, total in zip(self._tensors, flat):
-            if total.data_ptr() != one.data_ptr():
-                one.copy_(total.view(one.shape))
-        self.found = self._tensors
+        for each, total in zip(self._tensors, flat):
+            if total.data_ptr() != each.data_ptr():
+                each.copy_(total.view(each.shape))
+        self.result = self._tensors
 
 
 class Allgather(NamedCall):
-    """Collect tensors, whose first dimensions may differ between ranks."""
+    """Gather tensors, whose first dimensions may differ between ranks."""
 
     kind = "allgather"
     PROPERTIES = ("dtype", "shape after the first dimension")
 
     def __init__(self, name: str, tensors: Sequence[Tensor]):
-        super().__init__(name, (_dtypes(tensors), tuple([one.shape[1:] for one in tensors])))
+        super().__init__(name, (_dtypes(tensors), tuple([each.shape[1:] for each in tensors])))
         self._tensors = tensors
 
-    def make(self, calls: Collectives) -> None:
+    def run(self, calls: Collectives) -> None:
         rows = torch.empty(calls.size, len(self._tensors), dtype=torch.int64)
-        calls.all_gather(rows, torch.tensor([one.shape[0] for one in self._tensors]))
-        self.found = []
-        for lengths, own in zip(rows.t().tolist(), self._tensors):
-            out = own.new_empty(sum(lengths), *own.shape[1:])
-            calls.all_gather(list(out.split(lengths)), own)
-            self.found.append((out, lengths))
+        calls.all_gather(rows, torch.tensor([each.shape[0] for each in self._tensors]))
+        self.result = []
+        for lengths, tensor in zip(rows.t().tolist(), self._tensors):
+            out = tensor.new_empty(sum(lengths), *tensor.shape[1:])
+            calls.all_gather(list(out.split(lengths)), tensor)
+            self.result.append((out, lengths))
 
 
 class Broadcast(NamedCall):
-    """Copy a rank's tensor to all."""
+    """Copy a rank's tensor to all ranks."""
 
     kind = "broadcast"
     PROPERTIES = ("dtype", "shape", "root rank")
@@ -160,15 +160,15 @@ class Broadcast(NamedCall):
         super().__init__(name, (tensor.dtype, tensor.shape, global_root))
         self._tensor, self._out, self._root = tensor, out, root
 
-    def make(self, calls: Collectives) -> None:
+    def run(self, calls: Collectives) -> None:
         if self._out.data_ptr() != self._tensor.data_ptr() and calls.rank == self._root:
             self._out.copy_(self._tensor)
         calls.broadcast(self._out, self._root)
-        self.found = [self._out]
+        self.result = [self._out]
 
 
 class Alltoall(NamedCall):
-    """Send each rank some rows of a tensor."""
+    """Send some rows of a tensor to each rank."""
 
     kind = "alltoall"
     PROPERTIES = ("dtype", "shape after the first dimension")
@@ -177,16 +177,16 @@ class Alltoall(NamedCall):
         super().__init__(name, (tensor.dtype, tensor.shape[1:]))
         self._tensor, self._splits = tensor, splits
 
-    def make(self, calls: Collectives) -> None:
+    def run(self, calls: Collectives) -> None:
         received = torch.empty(calls.size, dtype=torch.int64)
         calls.all_to_all(received, torch.tensor(self._splits))
         out = self._tensor.new_empty(int(received.sum()), *self._tensor.shape[1:])
         calls.all_to_all(list(out.split(received.tolist())), list(self._tensor.split(self._splits)))
-        self.found = out, received
+        self.result = out, received
 
 
 class Reducescatter(NamedCall):
-    """Combine tensors; each rank gets some rows of the result."""
+    """Reduce tensors; each rank gets some rows of the result."""
 
     kind = "reducescatter"
     PROPERTIES = ("dtype", "shape", "op", "prescale", "postscale")
@@ -195,25 +195,25 @@ class Reducescatter(NamedCall):
         super().__init__(name, (_dtypes(tensors), _shapes(tensors), op, float(prescale), float(postscale)))
         self._tensors, self._op, self._prescale, self._postscale = tensors, op, prescale, postscale
 
-    def make(self, calls: Collectives) -> None:
-        self.found = []
+    def run(self, calls: Collectives) -> None:
+        self.result = []
         for tensor in self._tensors:
-            each, more = divmod(tensor.shape[0], calls.size)
-            lengths = [each + (rank < more) for rank in range(calls.size)]
-            own, averaged = scaled(tensor, self._prescale).contiguous(), self._op == Average
-            exact = averaged and not own.is_floating_point() and not own.is_complex()
-            parts = list((own.long() if exact else own).split(lengths))
+            n_rows, remainder = divmod(tensor.shape[0], calls.size)
+            lengths = [n_rows + (rank < remainder) for rank in range(calls.size)]
+            local, averaged = scaled(tensor, self._prescale).contiguous(), self._op == Average
+            exact = averaged and not local.is_floating_point() and not local.is_complex()
+            parts = list((local.long() if exact else local).split(lengths))
             out = torch.empty_like(parts[calls.rank])
             calls.reduce_scatter(out, parts, "mean" if averaged and not exact else OPERATIONS[self._op])
             if exact:
                 out = out.div_(calls.size, rounding_mode="trunc").to(tensor.dtype)
-            self.found.append(scaled(out, self._postscale))
+            self.result.append(scaled(out, self._postscale))
 
 
 class Barrier(NamedCall):
     kind = "barrier"
 
-    def make(self, calls: Collectives) -> None:
+    def run(self, calls: Collectives) -> None:
         calls.barrier()
 
 

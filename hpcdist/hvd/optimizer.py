@@ -1,4 +1,4 @@
-"""An optimiser whose step takes gradients that are combined over the ranks, by Horovod's names."""
+"""An optimiser that allreduces gradients before its step, by Horovod's names."""
 
 from __future__ import annotations
 
@@ -23,57 +23,57 @@ from hpcdist.hvd.operations import (
 )
 from hpcdist.hvd.state import ProcessSet, global_process_set
 
-Wait = Callable[[], None]  # waits for a gradient, and puts it in its place
+Wait = Callable[[], None]  # waits for a gradient's allreduce, and stores the result
 
 
 class _Combined:
-    """What an optimiser has beside its own: it begins to combine each gradient when the backward pass has made it."""
+    """A mix-in for an optimiser's class: starts each gradient's allreduce when the backward pass has computed it."""
 
-    def begin_combining(
+    def start_combining(
         self, names: dict[Tensor, str], compression: Any, passes: int, op: str, predivide: float,
         groups: Sequence[Sequence[Tensor]], sparse_as_dense: bool, process_set: ProcessSet,
     ) -> None:  # fmt: skip
-        """Register what is called when a gradient is there."""
+        """Set the options, and register the hooks on gradients."""
         self._parameter_names, self._compression, self.backward_passes_per_step = names, compression, passes
         self._op, self._predivide, self._sparse_as_dense = op, predivide, sparse_as_dense
         self._process_set = process_set
-        self._waits: dict[Tensor, Wait | None] = {}  # of gradients under way; None: the group's others are not there
-        self._left: dict[Tensor, int] = {}  # backward passes until a gradient is combined
+        self._waits: dict[Tensor, Wait | None] = {}  # of gradients in flight; None: waits for others of its group
+        self._remaining: dict[Tensor, int] = {}  # backward passes until a gradient's allreduce
         self._group_of = {param: tuple(group) for group in groups for param in group}
         self._synchronized, self._should_synchronize = False, True
         for group in self.param_groups:  # type: ignore[attr-defined]
             for param in group["params"]:
-                if param.requires_grad and process_set.included():  # other ranks take steps of their own
-                    self._left[param] = passes
+                if param.requires_grad and process_set.included():  # other ranks take local steps
+                    self._remaining[param] = passes
                     if param.grad is None:
-                        param.grad = torch.zeros_like(param)  # scripts written for Horovod find one
+                        param.grad = torch.zeros_like(param)  # scripts written for Horovod expect one
                     param.register_post_accumulate_grad_hook(self._arrived)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         self.backward_passes_per_step = passes
-        self._left = dict.fromkeys(self._left, passes)
+        self._remaining = dict.fromkeys(self._remaining, passes)
 
     def _arrived(self, param: Tensor) -> None:
-        if param in self._waits and (self._waits[param] is not None or self._left[param] <= 0):
+        if param in self._waits and (self._waits[param] is not None or self._remaining[param] <= 0):
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
                 "backward_passes_per_step to accumulate gradients locally."
             )
-        self._left[param] -= 1
-        if self._left[param] == 0:
-            self._begin(param)
+        self._remaining[param] -= 1
+        if self._remaining[param] == 0:
+            self._start(param)
 
-    def _begin(self, param: Tensor) -> None:
-        """Begin to combine a gradient, or those of its group once all are there."""
+    def _start(self, param: Tensor) -> None:
+        """Start the allreduce of a gradient, or of its group if all of the group's gradients have arrived."""
         group = self._group_of.get(param)
         if group is None:
             self._waits[param] = self._combine(param)
             return
         self._waits[param] = None
-        members = [one for one in group if one.requires_grad]
-        if all(one in self._waits for one in members):
-            for one, wait in zip(members, self._combine_group(members)):
-                self._waits[one] = wait
+        members = [each for each in group if each.requires_grad]
+        if all(each in self._waits for each in members):
+            for each, wait in zip(members, self._combine_group(members)):
+                self._waits[each] = wait
 
     def _scales(self) -> tuple[str, float, float]:
         if self._op == Average and self._predivide != 1.0:
@@ -89,10 +89,10 @@ class _Combined:
         gradient, (op, prescale, postscale) = self._gradient(param), self._scales()
         name = f"allreduce.{self._parameter_names[param]}"
         if gradient.is_sparse:
-            found = sparse_allreduce_async(gradient, name, op, self._process_set)
+            wait = sparse_allreduce_async(gradient, name, op, self._process_set)
 
             def put() -> None:
-                param.grad = found()
+                param.grad = wait()
 
             return put
         small, context = self._compression.compress(gradient)
@@ -107,8 +107,8 @@ class _Combined:
         if isinstance(self._compression, Compressed):
             if any(gradient.is_sparse for gradient in gradients):
                 raise ValueError(
-                    "gradients must be dense where they are compressed by one of hpcdist's compressors; got a sparse "
-                    "one. Give sparse_as_dense=True."
+                    "gradients must be dense if one of hpcdist's compressors compresses them; got a sparse one. Pass "
+                    "sparse_as_dense=True."
                 )
             handle = compressed_allreduce_async_(gradients, name, op, self._compression, self._process_set)
         else:
@@ -116,37 +116,37 @@ class _Combined:
             handle = grouped_allreduce_async_(small, None, name, op, prescale, postscale, self._process_set)
 
         def put_all() -> None:
-            for param, gradient, found, context in zip(params, gradients, synchronize(handle), contexts):
-                self._put(param, gradient, found, context)
+            for param, gradient, result, context in zip(params, gradients, synchronize(handle), contexts):
+                self._put(param, gradient, result, context)
 
         return [put_all, *[_nothing] * (len(params) - 1)]
 
-    def _put(self, param: Tensor, gradient: Tensor, found: Tensor, context: Any) -> None:
-        whole = self._compression.decompress(found, context)
-        if whole.data_ptr() != gradient.data_ptr():
-            gradient.copy_(whole)
+    def _put(self, param: Tensor, gradient: Tensor, result: Tensor, context: Any) -> None:
+        combined = self._compression.decompress(result, context)
+        if combined.data_ptr() != gradient.data_ptr():
+            gradient.copy_(combined)
         if param.grad is not None and param.grad.is_sparse:
             param.grad = gradient.to_sparse(param.grad.sparse_dim())
 
     def synchronize(self) -> None:
-        """Collective. Wait for all gradients; begin to combine those that no backward pass has made."""
-        for param in self._left:
+        """Collective. Wait for all gradients; first start the allreduce of those that no backward pass has computed."""
+        for param in self._remaining:
             if param.requires_grad and param not in self._waits:
-                self._begin(param)
+                self._start(param)
         for group in {self._group_of[param] for param, wait in self._waits.items() if wait is None}:
-            members = [one for one in group if one in self._waits]
-            for one, begun in zip(members, self._combine_group(members)):
-                self._waits[one] = begun
+            members = [each for each in group if each in self._waits]
+            for each, started in zip(members, self._combine_group(members)):
+                self._waits[each] = started
         for wait in self._waits.values():
             if wait is not None:
                 wait()
         self._waits.clear()
-        self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
+        self._remaining = dict.fromkeys(self._remaining, self.backward_passes_per_step)
         self._synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let `step`, inside the context, take gradients as they are: after `synchronize`."""
+        """Let `step`, inside the context, use the gradients without `synchronize`, which was called before."""
         self._should_synchronize = False
         try:
             yield
@@ -154,7 +154,7 @@ class _Combined:
             self._should_synchronize = True
 
     def step(self, closure: Any = None) -> Any:
-        """Collective. Wait for all gradients, and take the optimiser's own step."""
+        """Collective. Wait for all gradients, and take the plain optimiser's step."""
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
@@ -168,9 +168,9 @@ class _Combined:
         return super().step(closure)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take a state, and forget gradients that are under way."""
+        """Load a state, and drop gradients in flight."""
         self._waits.clear()
-        self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
+        self._remaining = dict.fromkeys(self._remaining, self.backward_passes_per_step)
         self._synchronized, self._should_synchronize = False, True
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
@@ -184,7 +184,7 @@ class _Combined:
 
 
 class _AddsChanges(_Combined):
-    """Each rank takes a step of its own; the ranks' changes are combined by Adasum."""
+    """Each rank takes a local step; the changes of the parameters are combined by Adasum."""
 
     def synchronize(self) -> None:
         pass
@@ -193,8 +193,8 @@ class _AddsChanges(_Combined):
         pass
 
     def step(self, closure: Any = None) -> Any:
-        """Collective. Take the optimiser's own step, and combine what it has changed."""
-        params = list(self._left)
+        """Collective. Take the plain optimiser's step, and combine the changes of all ranks."""
+        params = list(self._remaining)
         before = [param.detach().clone() for param in params]
         result = super(_Combined, self).step(closure)  # type: ignore[misc]
         handles = []
@@ -220,16 +220,23 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Make an optimiser combine gradients over the ranks; return one of the same kind, with the same parameters.
+    """Return an optimiser of the same class and parameters that averages gradients over the ranks.
+
+    Example on 1 rank:
+        >>> import hpcdist.hvd as hvd
+        >>> hvd.init()
+        >>> wrapped = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+        >>> wrapped.step()
+        >>> hvd.shutdown()
 
     Args:
         named_parameters: `model.named_parameters()`; by default parameters are named by their numbers.
-        backward_passes_per_step: passes whose gradients are added up on a rank before they are combined.
-        op: Average, Sum, or Adasum, with which each rank takes a step of its own, and the changes are combined.
-        gradient_predivide_factor: with Average: by which gradients are divided before they are summed, not after.
-        compression: one of `Compression`'s; `Compression.by("topk", ratio=0.01)` is one of hpcdist's compressors, with
-            which all gradients travel together, or those of a group.
-        groups: lists of parameters whose gradients travel together; or the number of such lists.
+        backward_passes_per_step: number of passes whose gradients are accumulated locally before an allreduce.
+        op: Average, Sum, or Adasum, with which each rank takes a local step, and the changes are combined.
+        gradient_predivide_factor: with Average: factor by which gradients are divided before the sum, not after.
+        compression: one of `Compression`; `Compression.by("topk", ratio=0.01)` uses one of hpcdist's compressors, for
+            all gradients together, or those of a group.
+        groups: lists of parameters whose gradients are sent together; or the number of such lists.
 
     Raises:
         ValueError: names are missing, or occur twice, or options don't fit each other.
@@ -238,35 +245,35 @@ def DistributedOptimizer(
     names = _names(named_parameters, params)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    wanted = groups if groups is not None else num_groups
+    requested = groups if groups is not None else num_groups
     if isinstance(compression, Compressed):
-        wanted = _check_compressed(wanted, op, gradient_predivide_factor, params)
-        compression = compression.anew()  # what is not sent yet is this optimiser's
+        requested = _check_compressed(requested, op, gradient_predivide_factor, params)
+        compression = compression.copy()  # the residuals belong to this optimiser
     kind = _AddsChanges if op == Adasum and process_set.size() > 1 else _Combined
-    made: Any = optimizer.__class__.__new__(type(optimizer.__class__.__name__, (kind, optimizer.__class__), {}))
-    made.__dict__.update(optimizer.__dict__)
-    made.begin_combining(
+    wrapped: Any = optimizer.__class__.__new__(type(optimizer.__class__.__name__, (kind, optimizer.__class__), {}))
+    wrapped.__dict__.update(optimizer.__dict__)
+    wrapped.start_combining(
         names, compression, backward_passes_per_step, Average if op == Adasum and kind is _Combined else op,
-        gradient_predivide_factor, _groups(wanted, params), sparse_as_dense,
+        gradient_predivide_factor, _groups(requested, params), sparse_as_dense,
         process_set,
     )  # fmt: skip
-    return made
+    return wrapped
 
 
-def _check_compressed(wanted: Any, op: str, predivide: float, params: Sequence[Tensor]) -> Any:
-    """Return the groups in which gradients are compressed together: by default all of them."""
+def _check_compressed(groups: Any, op: str, predivide: float, params: Sequence[Tensor]) -> Any:
+    """Return the groups in which gradients are compressed together: by default a single one."""
     if op not in (Average, Sum) or predivide != 1.0:
         raise ValueError(
-            f"op must be Average or Sum, without gradient_predivide_factor, where gradients are compressed by one of "
-            f"hpcdist's compressors; got {op} and {predivide}."
+            "op must be Average or Sum, without gradient_predivide_factor, if one of hpcdist's compressors compresses "
+            f"gradients; got {op} and {predivide}."
         )
-    trained = {id(one) for one in params if one.requires_grad}
-    if not isinstance(wanted, int) and trained - {id(one) for group in wanted for one in group}:
+    trained = {id(each) for each in params if each.requires_grad}
+    if not isinstance(groups, int) and trained - {id(each) for group in groups for each in group}:
         raise ValueError(
-            "groups must have all parameters where gradients are compressed by one of hpcdist's compressors; some are "
-            "in none. Leave out groups."
+            "groups must have all parameters if one of hpcdist's compressors compresses gradients; some are in none. "
+            "Remove groups."
         )
-    return wanted or 1
+    return groups or 1
 
 
 def _names(named: Iterable[tuple[str, Tensor]] | None, params: Sequence[Tensor]) -> dict[Tensor, str]:
@@ -278,8 +285,8 @@ def _names(named: Iterable[tuple[str, Tensor]] | None, params: Sequence[Tensor])
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
             "model.named_parameters()."
         )
-    once = [name for name, _ in pairs]
-    if twice := sorted({name for name in once if once.count(name) > 1}):
+    all_names = [name for name, _ in pairs]
+    if twice := sorted({name for name in all_names if all_names.count(name) > 1}):
         raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
     names = {param: name for name, param in pairs}
     if missing := sum(param not in names for param in params):
@@ -289,13 +296,13 @@ def _names(named: Iterable[tuple[str, Tensor]] | None, params: Sequence[Tensor])
 
 def _groups(groups: int | Sequence[Sequence[Tensor]], params: Sequence[Tensor]) -> list[list[Tensor]]:
     if not isinstance(groups, int):
-        wanted = [list(group) for group in groups]
-        inside = [id(param) for group in wanted for param in group]
-        if any(not torch.is_tensor(param) for group in wanted for param in group):
+        lists = [list(group) for group in groups]
+        members = [id(param) for group in lists for param in group]
+        if any(not torch.is_tensor(param) for group in lists for param in group):
             raise ValueError("groups must be lists of parameters, or a number of lists.")
-        if len(set(inside)) < len(inside):
+        if len(set(members)) < len(members):
             raise ValueError("groups must not have a parameter twice.")
-        return wanted
+        return lists
     if groups < 0:
         raise ValueError(f"groups must be at least 0; got {groups}.")
     trained = [param for param in params if param.requires_grad]

@@ -1,4 +1,4 @@
-"""Who the ranks are: init, shutdown, and process sets, by Horovod's names."""
+"""The ranks: init, shutdown, and process sets, by Horovod's names."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 class ProcessSet:
-    """Some of the ranks, which make calls of their own.
+    """A group of ranks that makes its own collective calls.
 
     Args:
-        ranks: their numbers; or a communicator of MPI's.
+        ranks: their numbers; or an MPI communicator.
     """
 
     process_set_id: int | None = None
@@ -33,17 +33,17 @@ class ProcessSet:
     def __init__(self, ranks: Sequence[int] | Any):
         self.ranks = sorted(ranks) if isinstance(ranks, Iterable) else _ranks_of(ranks)
         self.matcher: Matcher | None = None
-        self.joins, self.unnamed = 0, Counter[str]()  # how often all have joined; by kind: calls without a name since
+        self.joins, self.unnamed = 0, Counter[str]()  # number of joins of all ranks; by kind: unnamed calls since
 
     def included(self) -> bool:
-        """Tell whether this rank is one of them."""
+        """Return whether this rank belongs to the set."""
         return self._known(rank() in self.ranks)
 
     def size(self) -> int:
         return self._known(len(self.ranks))
 
     def rank(self) -> int:
-        """Return this rank's number among them; -1 where it is none of them."""
+        """Return this rank's number in the set; -1 if it does not belong to it."""
         return self._known(self.ranks.index(rank()) if rank() in self.ranks else -1)
 
     def _known(self, value: T) -> T:
@@ -52,7 +52,7 @@ class ProcessSet:
         return value
 
     def number(self, kind: str) -> str:
-        """Return a name for the next call of its kind without one."""
+        """Return a name for the next unnamed call of this kind."""
         self.unnamed[kind] += 1
         return f"{kind}.noname.{self.joins}.{self.unnamed[kind]}"
 
@@ -61,7 +61,7 @@ class ProcessSet:
 
 
 class _State:
-    """What `init` has begun."""
+    """What `init` has set up."""
 
     comm: Communicator | None = None
     sets: dict[int, ProcessSet]
@@ -74,11 +74,11 @@ global_process_set = ProcessSet(())
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Collective. Join the ranks, those that live; safe to call again.
+    """Collective. Join all surviving ranks; safe to call again.
 
     Args:
-        comm: the ranks that take part, by their numbers, or a communicator of MPI's; by default all.
-        process_sets: sets that are known from the beginning; "dynamic" is what they always are here.
+        comm: numbers of the ranks that take part, or an MPI communicator; by default all.
+        process_sets: process sets to add; "dynamic" has no effect, because they are always dynamic.
     """
     if _state.comm is not None:
         return
@@ -96,21 +96,21 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             part = part.split(part.rank)
         _state.comm = part
     _state.sets, _state.numbers = {}, itertools.count()
-    # Variables of Horovod's own, which its users know.
+    # Horovod's environment variables, which its users know.
     _state.gather_s = float(os.environ.get("HOROVOD_CYCLE_TIME", 1)) / 1e3  # in milliseconds
-    global_process_set.__init__(range(_state.comm.size))  # type: ignore[misc]  # scripts hold it from their beginning
+    global_process_set.__init__(range(_state.comm.size))  # type: ignore[misc]  # scripts hold it from the start
     add_process_set(global_process_set)
     if path := os.environ.get("HOROVOD_TIMELINE"):
         start_timeline(path, os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES") == "1")
-    for one in process_sets or () if process_sets != "dynamic" else ():
-        add_process_set(one)
+    for each in process_sets or () if process_sets != "dynamic" else ():
+        add_process_set(each)
 
 
-def _survivors(everyone: Communicator, wanted: Any) -> Communicator:
-    """Collective, of the ranks that live. Join these."""
-    if wanted is not None:
-        raise ConfigError(f"comm must be left out once a rank has died; got {wanted!r}. The ranks are those that live.")
-    return cast("MpiCommunicator", everyone).of_living()
+def _survivors(everyone: Communicator, requested: Any) -> Communicator:
+    """Collective among the surviving ranks. Return their communicator."""
+    if requested is not None:
+        raise ConfigError(f"comm must be omitted once a rank has failed; got {requested!r}. All survivors take part.")
+    return cast("MpiCommunicator", everyone).of_survivors()
 
 
 def is_initialized() -> bool:
@@ -118,22 +118,22 @@ def is_initialized() -> bool:
 
 
 def shutdown() -> None:
-    """Collective. Wait for all calls, and leave the ranks; `init` may follow."""
+    """Collective. Wait for all calls, and leave the group of ranks; `init` may be called again."""
     if _state.comm is None:
         return
     stop_timeline()
-    for one in list(_state.sets.values()):
-        _close(one)
+    for each in list(_state.sets.values()):
+        _close(each)
     _state.sets.clear()
     _state.comm.close()
     _state.comm = None
 
 
-def _close(one: ProcessSet) -> None:
-    if one.matcher is not None:
-        one.matcher.close()
-        one.matcher = None
-    one.process_set_id = None
+def _close(each: ProcessSet) -> None:
+    if each.matcher is not None:
+        each.matcher.close()
+        each.matcher = None
+    each.process_set_id = None
 
 
 def communicator() -> Communicator:
@@ -145,14 +145,14 @@ def communicator() -> Communicator:
 
 # --- process sets -----------------------------------------------------------------------------------------------------
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Collective, of all ranks. Make a process set known; return it.
+    """Register a process set, and return it. Collective, of all ranks.
 
     Raises:
-        ValueError: there is one with the same ranks, or a rank is not there.
+        ValueError: there is one with the same ranks, or a rank does not exist.
     """
     comm = communicator()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    if any(one.ranks == added.ranks for one in _state.sets.values()):
+    if any(each.ranks == added.ranks for each in _state.sets.values()):
         raise ValueError(f"a process set must have other ranks than those that are known; got {list(added.ranks)}.")
     if not set(added.ranks) <= set(range(comm.size)) or len(set(added.ranks)) < len(added.ranks):
         raise ValueError(f"ranks of a process set must be some of 0..{comm.size - 1}; got {list(added.ranks)}.")
@@ -164,7 +164,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Collective, of all ranks. Forget a process set; return False where it is not known, or has all ranks."""
+    """Remove a process set; return False if it is unknown, or has all ranks. Collective, of all ranks."""
     if process_set is global_process_set or process_set.process_set_id not in _state.sets:
         return False
     del _state.sets[process_set.process_set_id]
@@ -173,28 +173,28 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def matcher_of(process_set: ProcessSet) -> Matcher:
-    """Return what makes a process set's calls; raise ValueError where this rank is none of its."""
+    """Return the matcher of a process set; raise ValueError if this rank does not belong to it."""
     if process_set.matcher is None:
         communicator()
         process_set.size()
         raise ValueError(
-            f"the rank that calls must be in the process set; got rank {rank()} and {process_set!r}. Let its ranks "
-            "alone make the call."
+            f"the rank that calls must be in the process set; got rank {rank()} and {process_set!r}. Make the call "
+            "only on its ranks."
         )
     return process_set.matcher
 
 
 def _ranks_of(mpi: Any) -> list[int]:
-    """Return the ranks of a communicator of MPI's, by their numbers in the world."""
+    """Return the ranks of an MPI communicator, as numbers in the world."""
     everyone = world.init(torch_distributed=False).mpi
     if not hasattr(mpi, "Get_group") or everyone is None:
-        raise ConfigError(f"ranks must be numbers, or a communicator of MPI's; got {mpi!r}.")
+        raise ConfigError(f"ranks must be numbers, or an MPI communicator; got {mpi!r}.")
     group = mpi.Get_group()
     return sorted(type(group).Translate_ranks(group, None, everyone.Get_group()))
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begin to write how long calls take, until `stop_timeline` or `shutdown`, to a file of rank 0.
+    """Start to write the times of calls to a file of rank 0, until `stop_timeline` or `shutdown`.
 
     Raises:
         OutputError: the file can't be written.
@@ -206,14 +206,14 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End the file, where there is one."""
+    """Close the timeline's file, if there is one."""
     matcher = matcher_of(global_process_set)
     watcher, matcher.watcher = matcher.watcher, None
     if isinstance(watcher, CallTimeline):
         watcher.close()
 
 
-# --- questions --------------------------------------------------------------------------------------------------------
+# --- queries ----------------------------------------------------------------------------------------------------------
 def rank() -> int:
     return communicator().rank
 
@@ -223,7 +223,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this rank's number among those of its node."""
+    """Return this rank's number on its node."""
     return communicator().memory.local_ranks.index(rank())
 
 
@@ -232,34 +232,34 @@ def local_size() -> int:
 
 
 def _peers() -> list[int]:
-    """Return the nodes that have a rank of this one's local number."""
-    nodes, place = communicator().nodes, local_rank()
-    return [node for node in dict.fromkeys(nodes) if nodes.count(node) > place]
+    """Return the nodes that have a rank with this rank's local number."""
+    nodes, number = communicator().nodes, local_rank()
+    return [node for node in dict.fromkeys(nodes) if nodes.count(node) > number]
 
 
 def cross_rank() -> int:
-    """Return the number of this rank's node among those that have a rank of its local number."""
+    """Return the number of this rank's node among the nodes that have a rank with its local number."""
     return _peers().index(communicator().nodes[rank()])
 
 
 def cross_size() -> int:
-    """Return how many nodes have a rank of this one's local number."""
+    """Return the number of nodes that have a rank with this rank's local number."""
     return len(_peers())
 
 
 def is_homogeneous() -> bool:
-    """Tell whether all nodes have as many ranks."""
+    """Return whether all nodes have the same number of ranks."""
     return len(set(Counter(communicator().nodes).values())) == 1
 
 
 def mpi_threads_supported() -> bool:
-    """Tell whether other threads may call MPI."""
+    """Return whether other threads may call MPI."""
     return communicator().platform.concurrent
 
 
-def _answer(value: bool) -> Callable[..., bool]:
+def _constant(value: bool) -> Callable[..., bool]:
     return lambda *_: value
 
 
-mpi_enabled = mpi_built = _answer(True)
-gloo_enabled = gloo_built = nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _answer(False)
+mpi_enabled = mpi_built = _constant(True)
+gloo_enabled = gloo_built = nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _constant(False)

@@ -1,4 +1,4 @@
-"""Batch normalisation over all ranks' batches, by Horovod's name."""
+"""Batch normalisation over the batches of all ranks, by Horovod's name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hpcdist.session import sync_batch_norm
 
 
 class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
-    """Normalise by the mean and variance of the batches of all ranks together; in training, passes are collective."""
+    """Normalise by the mean and variance of the batches of all ranks; in training, passes are collective."""
 
     @property
     def ranks(self) -> Any:  # type: ignore[override]
-        return SimpleNamespace(comm=communicator(), gradients=SimpleNamespace(weighs=False, weight=1.0))
+        return SimpleNamespace(comm=communicator(), gradients=SimpleNamespace(weights_batches=False, weight=1.0))

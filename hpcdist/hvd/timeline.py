@@ -1,4 +1,4 @@
-"""A timeline of calls, in the format of Chrome's trace viewer: how long each was waited for, and made."""
+"""A timeline of calls, in the format of Chrome's trace viewer: how long ranks waited for each call, and made it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hpcdist.records.timeline import CHUNK
 
 
 class CallTimeline(Watcher):
-    """Writes what a matcher does to a file, a chunk of lines at a time.
+    """Writes the events of a matcher to a file, a chunk of lines at a time.
 
     Args:
         path: the file; overwritten.
-        mark_cycles: whether rounds in which ranks tell each other of their requests are noted, too.
+        mark_cycles: write an event for each exchange of requests, too.
     """
 
     def __init__(self, path: Path, mark_cycles: bool):
@@ -31,20 +31,20 @@ class CallTimeline(Watcher):
         self._lines = ["[\n" + json.dumps(start)]
 
     def submitted(self, request: NamedCall) -> None:
-        self._note(request, "B", f"NEGOTIATE_{request.kind.upper()}")
+        self._record(request, "B", f"NEGOTIATE_{request.kind.upper()}")
 
-    def begun(self, request: NamedCall) -> None:
-        self._note(request, "E")
-        self._note(request, "B", request.kind.upper())
+    def started(self, request: NamedCall) -> None:
+        self._record(request, "E")
+        self._record(request, "B", request.kind.upper())
 
     def ended(self, request: NamedCall) -> None:
-        self._note(request, "E")
+        self._record(request, "E")
 
-    def met(self) -> None:
+    def exchanged(self) -> None:
         if self._marks:
             self._add({"name": "CYCLE_START", "ph": "i", "s": "g", "pid": -1})
 
-    def _note(self, request: NamedCall, phase: str, name: str = "") -> None:
+    def _record(self, request: NamedCall, phase: str, name: str = "") -> None:
         title = f"{request.kind}.{request.name}"
         with self._lock:
             new = title not in self._numbers

@@ -2,25 +2,25 @@
 
     trainer = Trainer(strategy=hpcdist.lightning.HpcdistStrategy("gossip_pull"))
 
-Ranks are those that mpirun or srun started; Lightning starts none. Lightning itself is imported on first use.
+Ranks are started by mpirun or srun, not by Lightning. Lightning itself is imported on first use.
 """
 
 import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for editors and checkers of types; see __getattr__
+if TYPE_CHECKING:  # for editors and type checkers; see __getattr__
     from hpcdist.lightning.environment import HpcdistEnvironment
     from hpcdist.lightning.fabric import HpcdistFabricStrategy
     from hpcdist.lightning.trainer import HpcdistStrategy
 
-# Names of Lightning 2.6 and its torchmetrics that are used here and aren't public, as nothing public does the same:
-#   Trainer._accelerator_connector.use_distributed_sampler, a Trainer's argument that is the user's;
-#   Strategy._layer_sync, what sync_batchnorm=True has chosen;
-#   Trainer._results, _TrainingEpochLoop._results, _ResultMetric._forward_cache, Metric._defaults: what is logged;
+# Private names of Lightning 2.6 and its torchmetrics that are used here, because nothing public does the same:
+#   Trainer._accelerator_connector.use_distributed_sampler, an argument of the user's Trainer;
+#   Strategy._layer_sync, chosen by sync_batchnorm=True;
+#   Trainer._results, _TrainingEpochLoop._results, _ResultMetric._forward_cache, Metric._defaults: logged values;
 #   MetricCollection._enable_compute_groups, _groups_checked: whether metrics share states;
 #   _TrainingEpochLoop._broadcast_sigterm_tensor, a call of torch.distributed in each step;
-#   _IndexBatchSamplerWrapper, by which a BasePredictionWriter learns of indices;
+#   _IndexBatchSamplerWrapper, which passes indices to a BasePredictionWriter;
 #   Fabric: Strategy._set_world_ranks, _backward_sync_control and _BackwardSyncControl, for no_backward_sync.
 
 __all__ = ["HpcdistEnvironment", "HpcdistFabricStrategy", "HpcdistStrategy"]
@@ -29,7 +29,7 @@ _HOMES = {"HpcdistEnvironment": "environment", "HpcdistFabricStrategy": "fabric"
 
 
 def __getattr__(name: str) -> Any:
-    # Looked up on first use: Lightning takes seconds to import, Fabric's half of it fewer.
+    # Imported on first use: Lightning takes seconds to import, Fabric less.
     if name not in _HOMES:
         raise AttributeError(f"module 'hpcdist.lightning' has no attribute {name!r}")
     if importlib.util.find_spec("lightning") is None:

@@ -1,4 +1,4 @@
-"""Tell Lightning which ranks there are."""
+"""The ranks, as Lightning's ClusterEnvironment."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hpcdist.session import broadcast, init, local_rank
 
 
 class HpcdistEnvironment(ClusterEnvironment):
-    """Collective. Give Lightning the ranks that mpirun or srun started, as hpcdist has joined them.
+    """Collective. Describe the ranks that mpirun or srun started to Lightning.
 
     Args:
-        order: ranks of hpcdist in the order in which Lightning counts them; None: the same. Lightning's rank 0 logs
-            and writes checkpoints, so it should be one that trains.
+        order: ranks of hpcdist in Lightning's order; None: the same order. Lightning's rank 0 logs and writes
+            checkpoints, so it should be a worker.
     """
 
     def __init__(self, order: Sequence[int] | None = None):
@@ -30,7 +30,7 @@ class HpcdistEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Return False: it is passed to a Trainer, or comes with an HpcdistStrategy."""
+        """Return False: it must be passed to a Trainer, or created by an HpcdistStrategy."""
         return False
 
     def world_size(self) -> int:
@@ -61,7 +61,7 @@ class HpcdistEnvironment(ClusterEnvironment):
         return self._rendezvous()[1]
 
     def _rendezvous(self) -> tuple[str, int]:
-        """Collective at the first call. Return an address of the first rank, and a port that was free there."""
+        """Return an address of the first rank, and a port that was free there. Collective at the first call."""
         if self._main is None:
             with socket.socket() as probe:
                 probe.bind(("", 0))

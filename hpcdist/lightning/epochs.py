@@ -1,4 +1,4 @@
-"""Give a Trainer's loop the batches of hpcdist.shard: begin an epoch when it asks, end it when it has done."""
+"""Give a Trainer's loop the batches of hpcdist.shard: start and end epochs as the loop does."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from hpcdist.session.loader.sharded import ShardedLoader
 class Epochs:
     """A sharded loader for training, as a Trainer's loop uses it.
 
-    The loop doesn't ask for more than the last batch, so nobody but the strategy knows when an epoch ends: it calls
-    `close`, also before a validation or a checkpoint in which ranks that serve take part. Then the epoch goes on with
-    the next batch.
+    The loop asks for no batch after the last one; so the strategy ends an epoch by `close`, also before a validation or
+    a checkpoint, in which server ranks take part. Then the epoch continues with the next batch.
 
-    A rank that serves gets as many batches as the workers have had, each None, once they have had them: for None
-    Lightning runs no training step, but all else that follows one (schedules, callbacks, validation).
+    A server rank gets as many batches as the workers have used, each None, after they have used them: for None
+    Lightning runs no training step, but all that follows a step (schedules, callbacks, validation).
 
-    Of several loaders the longest begins first, wherever it stands: the first says when steps are taken, see
-    `hpcdist.shard`, and a shorter one may end, or begin again, before it.
+    Of several loaders the longest starts first, whatever its position: the first loader determines the steps, see
+    `hpcdist.shard`, and a shorter one may end, or start again, before it.
 
     Args:
         strategy: an HpcdistStrategy.
@@ -30,17 +29,17 @@ class Epochs:
 
     def __init__(self, loader: ShardedLoader, strategy: Any):
         self._loader, self._strategy = loader, strategy
-        self._length = len(loader)  # also when training has ended, and the loader knows no workers any more
+        self._length = len(loader)  # needed after training, when the loader knows no workers
         self._batches: Iterator[Any] | None = None
-        self._drawn = 0  # in this epoch
-        self._ahead: list[Any] = []  # the longest loader's first batch, if it is drawn before its turn
+        self._drawn = 0  # number of batches in this epoch
+        self._ahead: list[Any] = []  # the longest loader's first batch, if it was read before its turn
         self.ended = False
-        self._position: dict[str, int] | None = None  # where an epoch was left that goes on
-        self._resumes: int | None = None  # the epoch of a checkpoint, which goes on inside it
+        self._position: dict[str, int] | None = None  # of a paused epoch
+        self._resumes: int | None = None  # the epoch of a checkpoint, to continue inside it
         self.sampler = self  # for Lightning, which calls its set_epoch
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the plain loader has by this name."""
+        """Return an attribute of the plain loader."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -56,19 +55,19 @@ class Epochs:
             self._drawn, self._position = 0, None
 
     def __iter__(self) -> Iterator[Any]:
-        if self.ended:  # before a longer one: a CombinedLoader goes through it once more
+        if self.ended:  # before a longer loader: a CombinedLoader iterates it again
             self._batches, self._drawn, self.ended = iter(self._loader), 0, False
         return self
 
     def __next__(self) -> Any:
-        longest = self._strategy.begin(self)
+        longest = self._strategy.start(self)
         if self._strategy.serves:
             return self._strategy.follow(self)
         if longest is not self and longest._batches is None:
-            longest._ahead.append(longest._draw())
-        return self._ahead.pop() if self._ahead else self._draw()
+            longest._ahead.append(longest._next_batch())
+        return self._ahead.pop() if self._ahead else self._next_batch()
 
-    def _draw(self) -> Any:
+    def _next_batch(self) -> Any:
         if self._batches is None:
             self._batches, self._position = iter(self._loader), None
         try:
@@ -77,19 +76,19 @@ class Epochs:
             self.ended = True
             raise
         self._drawn += 1
-        self._strategy.begin_batch(self)
+        self._strategy.start_batch(self)
         return batch
 
     def serve(self) -> None:
-        """Serve until the workers have paused."""
+        """Serve until the workers have paused, on a server rank."""
         for _ in self._loader:
             pass
 
     def close(self) -> None:
-        """End the epoch, or leave it so that the next batch goes on in it."""
+        """End the epoch, or pause it so that the next batch continues it."""
         batches, self._batches, self.ended = self._batches, None, False
         if self._drawn == len(self) and next(batches, None) is None:  # type: ignore[arg-type]
-            return  # it has ended by itself, and checked that all is well
+            return  # it has ended regularly, after its checks
         self._position = self._loader.state_dict()
         batches.close()  # type: ignore[union-attr]
         self._loader.load_state_dict(self._position)
@@ -99,6 +98,6 @@ class Epochs:
         return {**(self._position or self._loader.state_dict()), "drawn": self._drawn}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from this position."""
+        """Continue from this position."""
         self._loader.load_state_dict(state)
         self._resumes, self._drawn = state["epoch"], state["drawn"]

@@ -13,30 +13,31 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hpcdist.errors import ConfigError
-from hpcdist.lightning.ranks import AmongRanks, copied, only_adding
+from hpcdist.lightning.ranks import CollectivesMixin, copied, only_adding
 from hpcdist.session import broadcast, shard
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.world import current
 
 
-class HpcdistFabricStrategy(AmongRanks, ParallelStrategy):
-    """Collective. Train a loop of Fabric's by a strategy of hpcdist, on the ranks that mpirun or srun started::
+class HpcdistFabricStrategy(CollectivesMixin, ParallelStrategy):
+    """Collective. Train a loop of Fabric by a strategy of hpcdist, on the ranks that mpirun or srun started.
 
-        fabric = Fabric(strategy=HpcdistFabricStrategy("gossip_pull"))
-        model, optimizer = fabric.setup(model, optimizer)
-        loader = fabric.setup_dataloaders(loader)
+    A loader is iterated for an evaluation if gradients are off or the model is in `eval()` mode: then each sample is
+    on one rank, and the model has the consensus of all ranks (`hpcdist.consensus`). `fabric.save` saves the consensus.
+    After the loop `hpcdist.finish(model.module)` leaves it on every rank.
 
-    A loader is iterated for an evaluation where gradients are off or the model is in `eval()` mode: then each sample is
-    on one rank, and the model has the parameters that the ranks stand for together. `fabric.save` saves these. After
-    the loop `hpcdist.finish(model.module)` leaves them on every rank.
+    Example:
+        >>> fabric = Fabric(strategy=HpcdistFabricStrategy("gossip_pull"))  # doctest: +SKIP
+        >>> model, optimizer = fabric.setup(model, optimizer)  # doctest: +SKIP
+        >>> loader = fabric.setup_dataloaders(loader)  # doctest: +SKIP
 
     Args:
         strategy: a name of `hpcdist.strategies.available()`, or `path/to/file.py:Class`.
-        clip_norm: see DistributedOptimizer. `fabric.clip_gradients` works where updates are made on each worker.
-        options: the strategy's own.
+        clip_norm: see DistributedOptimizer. `fabric.clip_gradients` works if each worker makes its updates.
+        options: of the strategy.
 
     Raises:
-        ConfigError: the strategy's workers compute portions of a joint batch; or an option is none of the strategy's.
+        ConfigError: the strategy's workers compute portions of a joint batch; or the strategy lacks an option.
     """
 
     def __init__(self, strategy: str = "allreduce", *, clip_norm: float | None = None, **options: Any):
@@ -49,29 +50,29 @@ class HpcdistFabricStrategy(AmongRanks, ParallelStrategy):
         module.to(self.root_device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Collective. Give all ranks rank 0's parameters."""
+        """Collective. Broadcast rank 0's parameters."""
         self._share_metrics(module)
         self._models.append(module)
         return broadcast(module)
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Collective. Distribute an optimiser of a model that is set up already, or with it."""
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        """Collective. Distribute an optimiser whose model has been set up, or is set up with it."""
+        params = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in self._models:
-            if own & set(map(id, model.parameters())):
+            if params & set(map(id, model.parameters())):
                 self._distribute([optimizer], model, self.clip_norm)
                 return optimizer
         raise ConfigError(
-            "optimizer must have parameters of a model that fabric.setup or setup_module was given before; got others. "
-            "Set the model up first."
+            "optimizer must have parameters of a model that was passed to fabric.setup or setup_module before; got "
+            "others. Set the model up first."
         )
 
     def process_dataloader(self, dataloader: DataLoader[Any]) -> Any:
-        """Give this rank its share of the samples: of training, or of an evaluation."""
+        """Return a loader of this rank's share of the samples, for training or for an evaluation."""
         return _Loader(dataloader, self._models)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Collective. Return the state of the model that the ranks stand for together."""
+        """Collective. Return the state dict of the consensus of all ranks' models."""
         with consensus_of([each for each in current().optimizers if each.strategy.model.module is module]):
             return copied(module.state_dict())
 
@@ -82,7 +83,7 @@ class HpcdistFabricStrategy(AmongRanks, ParallelStrategy):
 
 
 class _Loader:
-    """A loader that is sharded for training, and for an evaluation."""
+    """A loader that is sharded once for training, and once for evaluations."""
 
     def __init__(self, loader: DataLoader[Any], models: Sequence[nn.Module]):
         self._loader, self._models = loader, models
@@ -104,13 +105,13 @@ class _Loader:
     def __iter__(self) -> Iterator[Any]:
         share = self._share()
         if share is self._shares[False]:
-            AmongRanks._require_shares(self._loader)
+            CollectivesMixin._require_shares(self._loader)
         return iter(share)
 
 
 class _Accumulation(_BackwardSyncControl):
-    """What `fabric.no_backward_sync` calls."""
+    """Called by `fabric.no_backward_sync`."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        own = [each for each in current().optimizers if each.strategy.model.module is module]
-        return only_adding(own) if enabled else nullcontext()
+        optimizers = [each for each in current().optimizers if each.strategy.model.module is module]
+        return only_adding(optimizers) if enabled else nullcontext()

@@ -1,4 +1,4 @@
-"""Tell ranks that serve what the workers have done in an epoch, so that their loops go on alike."""
+"""Tell server ranks what the workers have done in an epoch, so that their loops follow."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 class WorkersProgress:
-    """The steps of a Trainer on a worker, and on a rank that serves those that it is still to follow.
+    """The steps of a Trainer: recorded on a worker, and followed on a server rank.
 
     Attributes:
-        left: on a rank that serves, the Trainer's `global_step` after each batch that it has not followed yet.
+        remaining: on a server rank, the Trainer's `global_step` after each batch that it has not followed yet.
     """
 
     def __init__(self, trainer: Trainer, reduce: Any):
         self._trainer, self._reduce = trainer, reduce
         self._before: list[int] = []
-        self.left: list[int] = []
+        self.remaining: list[int] = []
         self._stops = False
 
     # --- on a worker --------------------------------------------------------------------------------------------------
-    def begin_batch(self) -> None:
+    def start_batch(self) -> None:
         self._before.append(self._trainer.global_step)
 
     def report(self) -> dict[str, Any]:
@@ -33,33 +33,33 @@ class WorkersProgress:
         logged = [_described(metric) for metric in self._results.values()]
         return {"steps": steps, "stops": self._trainer.should_stop, "logged": logged}
 
-    # --- on a rank that serves ----------------------------------------------------------------------------------------
+    # --- on a server rank ---------------------------------------------------------------------------------------------
     def receive(self, report: dict[str, Any]) -> None:
-        """Take up a worker's report."""
-        self.left, self._stops = report["steps"], report["stops"]
+        """Load a worker's report."""
+        self.remaining, self._stops = report["steps"], report["stops"]
         for described in report["logged"]:
             self._log(**described)
 
     def follow_step(self) -> None:
-        """Go one step further, as if it had been taken here."""
-        loop, step = self._trainer.fit_loop.epoch_loop, self.left.pop(0)
+        """Advance the loop by one step, as if it had been taken here."""
+        loop, step = self._trainer.fit_loop.epoch_loop, self.remaining.pop(0)
         automatic = self._trainer.lightning_module.automatic_optimization
         taken = loop.automatic_optimization.optim_progress.optimizer.step.total
         if not automatic:
             taken = loop.manual_optimization.optim_step_progress.total
         taken.ready = taken.completed = step
-        if not self.left and self._stops:
+        if not self.remaining and self._stops:
             self._trainer.should_stop = True
 
     def _log(
         self, settings: dict[str, Any], reduce_fx: str, synced: bool, values: dict[str, Tensor], of_step: Any
     ) -> None:
-        """Log what a worker has logged; of what is reduced over the ranks, nothing that would count."""
+        """Log a worker's value; values that are reduced over the ranks are logged with zero weight."""
         fn, attribute = getattr(torch, reduce_fx), settings["metric_attribute"]
-        own = {"reduce_fx": fn, "sync_dist": synced, "sync_dist_fn": self._reduce, "batch_size": 1}
+        reduction = {"reduce_fx": fn, "sync_dist": synced, "sync_dist_fn": self._reduce, "batch_size": 1}
         module = self._trainer.lightning_module
         value = torch.tensor(0.0) if attribute is None else module.get_submodule(attribute)  # of torchmetrics
-        self._results.log(value=value, **settings, **own)
+        self._results.log(value=value, **settings, **reduction)
         metric = self._results[f"{settings['fx']}.{settings['name']}"]
         for name, value in values.items():
             setattr(metric, name, torch.full_like(value, metric._defaults[name].item()) if synced else value)

@@ -21,56 +21,58 @@ from torchmetrics import Metric
 from hpcdist.errors import ConfigError
 from hpcdist.lightning.epochs import Epochs
 from hpcdist.lightning.progress import WorkersProgress
-from hpcdist.lightning.ranks import AmongRanks, copied, only_adding
+from hpcdist.lightning.ranks import CollectivesMixin, copied, only_adding
 from hpcdist.session import allgather, broadcast, finish, load, rules, save, shard
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.loader.sharded import ShardedLoader
 from hpcdist.session.world import current
 
 
-class HpcdistStrategy(AmongRanks, ParallelStrategy):
-    """Collective. Train a LightningModule by a strategy of hpcdist, on the ranks that mpirun or srun started::
+class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
+    """Collective. Train a LightningModule by a strategy of hpcdist, on the ranks that mpirun or srun started.
 
-        Trainer(strategy=HpcdistStrategy("gossip_pull"), max_epochs=10).fit(model, loader)
+    Optimizers become DistributedOptimizers; `hpcdist.shard` distributes the samples of training, validation, test and
+    prediction. `batch_size` is that of a rank. Evaluations and checkpoints use the consensus of all ranks
+    (`hpcdist.consensus`); after `fit` every rank has it.
 
-    Optimizers become DistributedOptimizers; training data are dealt out by `hpcdist.shard`, those of validation, test
-    and prediction too, each sample to one rank. `batch_size` is that of a rank. Evaluations and checkpoints are of the
-    parameters that the ranks stand for together (`hpcdist.consensus`); after `fit` every rank has these.
+    A server rank runs the loop with batches that are None, and without training steps. Lightning's rank 0, which logs
+    and writes checkpoints, is the first worker.
 
-    A rank that only serves runs the loop with batches that are None, and no training step. Lightning's rank 0, which
-    logs and writes checkpoints, is the first rank that trains.
+    Example:
+        >>> trainer = Trainer(strategy=HpcdistStrategy("gossip_pull"), max_epochs=10)  # doctest: +SKIP
+        >>> trainer.fit(model, loader)  # doctest: +SKIP
 
     Args:
         strategy: a name of `hpcdist.strategies.available()`, or `path/to/file.py:Class`.
-        clip_norm: see DistributedOptimizer. `gradient_clip_val` of the Trainer works as well: where servers make the
-            updates, it becomes this.
-        options: the strategy's own.
+        clip_norm: see DistributedOptimizer. The Trainer's `gradient_clip_val` works too: if servers make the updates,
+            it is used as `clip_norm`.
+        options: of the strategy.
 
     Raises:
-        ConfigError: the strategy's workers compute portions of a joint batch; or an option is none of the strategy's.
+        ConfigError: the strategy's workers compute portions of a joint batch; or the strategy lacks an option.
     """
 
     strategy_name = "hpcdist"
-    restore_checkpoint_after_setup = True  # when precision plug-ins have converted the model
-    is_distributed = True  # for Lightning, which then lets `self.log(sync_dist=True)` reduce
+    restore_checkpoint_after_setup = True  # after precision plug-ins have converted the model
+    is_distributed = True  # lets Lightning reduce in `self.log(sync_dist=True)`
 
     def __init__(self, strategy: str = "allreduce", *, clip_norm: float | None = None, **options: Any):
         super().__init__()
         self._join(strategy, clip_norm, options)
-        self.running: list[Epochs] = []  # loaders in an epoch, the longest at first
+        self.running: list[Epochs] = []  # loaders in an epoch, the longest first
         self._evaluation = ExitStack()
         self._progress: WorkersProgress | None = None
         self._clip_value: float | None = None
-        self._counted: list[tuple[Metric, dict[str, Any]]] = []  # before a batch that repeats samples
+        self._counted: list[tuple[Metric, dict[str, Any]]] = []  # metrics' states before a padding batch
         self._loaded: Path | None = None
         self._failed = False
 
     # --- set-up -------------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer) -> None:
-        """Collective. Put the model on its device, and distribute its optimisers."""
+        """Collective. Move the model to its device, and distribute its optimisers."""
         module = self._module()
         self._failed = False
-        trainer._accelerator_connector.use_distributed_sampler = False  # hpcdist.shard deals the samples out
+        trainer._accelerator_connector.use_distributed_sampler = False  # hpcdist.shard distributes the samples
         if trainer.state.fn == "fit" and self._layer_sync:
             self.model = self._layer_sync.apply(module)
         super().setup(trainer)
@@ -82,25 +84,25 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, _EndsEpochs) for callback in callbacks):
             callbacks.insert(0, _EndsEpochs(self))
-        # Lightning has rank 0 broadcast in every step whether it was signalled, by torch.distributed: ranks that serve,
-        # or step alone, don't take part.
+        # In every step Lightning broadcasts by torch.distributed whether rank 0 got a signal; server ranks, and ranks
+        # that step asynchronously, don't take part.
         vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
 
     def model_to_device(self) -> None:
         self._module().to(self.root_device)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Collective. Make the module's optimisers, and distribute them."""
+        """Collective. Create the module's optimisers, and distribute them."""
         super().setup_optimizers(trainer)
         optimizers = [each.optimizer if isinstance(each, LightningOptimizer) else each for each in self.optimizers]
         self._distribute(optimizers, self._module(), self._norm_for(trainer))
-        self.optimizers = optimizers  # as they are now
+        self.optimizers = optimizers  # the setter wraps them again
 
     def _norm_for(self, trainer: Trainer) -> float | None:
-        """Return the norm that hpcdist clips to: the Trainer's, where its own clipping would come too late."""
+        """Return the `clip_norm`: the Trainer's, if its clipping would come too late."""
         value = trainer.gradient_clip_val
         late = rules.forbids("gradients are changed between backward() and step()", self.strategy_class)
-        scaled = getattr(self.precision_plugin, "scaler", None) is not None  # a step unscales by itself
+        scaled = getattr(self.precision_plugin, "scaler", None) is not None  # then `step` unscales
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         if not value or not by_norm or is_overridden("configure_gradient_clipping", self._module()):
             return self.clip_norm
@@ -116,7 +118,7 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
         return module
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Give this rank its share of the samples."""
+        """Return a loader of this rank's share of the samples."""
         training = self._module().trainer.training
         by_user = isinstance(dataloader, ShardedLoader)
         if not training and not by_user:
@@ -130,19 +132,19 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
         return loader
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch; of several loaders, too, a rank that serves gets None in training."""
+        """Move a batch to the device; on a server rank training batches are None, with several loaders too."""
         if self.serves and self._module().trainer.training:
             return None
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # --- an epoch -----------------------------------------------------------------------------------------------------
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Have what a step logs not counted where its batch repeats samples, see `hpcdist.shard`."""
+        """Set the weight of logged values to 0 in a padding batch, see `hpcdist.shard`."""
         weights = [loader.weight for loader in self.running if not loader.ended]
         if len(set(weights)) > 1:
             raise ConfigError(
-                "several training loaders must share the samples of each step alike among ranks, as the loss has one "
-                f"weight; got batches that weigh {' and '.join(map(str, weights))}, as at the end of an epoch. Pass "
+                "several training loaders must distribute the samples of each step equally, as the loss has a single "
+                f"weight; got batches of weights {' and '.join(map(str, weights))}, as at the end of an epoch. Pass "
                 "drop_last=True to each DataLoader."
             )
         if self.running and self.running[0].weight == 0:
@@ -150,27 +152,27 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
             self._counted = [(metric, _states(metric)) for metric in self._metrics(self._module())]
 
     def end_batch(self) -> None:
-        """Give metrics back what they had counted before a batch that repeats samples."""
+        """Restore the metrics' states of before a padding batch."""
         for metric, states in self._counted:
             for name, value in states.items():
                 setattr(metric, name, value)
         self._counted = []
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Collective. As in AmongRanks; in a training step the mean weighs ranks by the samples of their batches."""
+        """Collective. As in CollectivesMixin; in a training step the mean is weighted by the samples of the batches."""
         if isinstance(tensor, Tensor) and self.running and not self.idle and self._module().trainer.training:
             weight = self.running[0].weight
             if weight != 1 and str(reduce_op).rpartition(".")[2].lower() in ("mean", "avg"):
                 tensor = tensor * weight
         return super().reduce(tensor, group, reduce_op)
 
-    def begin(self, loader: Epochs) -> Epochs:
-        """Note that a loader is in an epoch, and the longest one before it; return that."""
+    def start(self, loader: Epochs) -> Epochs:
+        """Register a loader that is in an epoch, and the longest one before it; return the longest."""
         if not self.running:
             if current().loader is not None:
                 raise ConfigError(
-                    "a training must have ended before the next one begins; got one that an exception has left. Start "
-                    "the script again."
+                    "a training must have ended before the next one starts; got one that an exception has stopped. "
+                    "Start the script again."
                 )
             loaders: Any = CombinedLoader(self._module().trainer.train_dataloader).flattened
             self.running.append(max(loaders, key=len))
@@ -178,36 +180,36 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
             self.running.append(loader)
         return self.running[0]
 
-    def begin_batch(self, loader: Epochs) -> None:
+    def start_batch(self, loader: Epochs) -> None:
         if self._progress is not None and loader is self.running[0]:
-            self._progress.begin_batch()
+            self._progress.start_batch()
 
     def follow(self, loader: Epochs) -> None:
-        """Serve, on a rank that does, until the workers pause; then follow their steps, one at each call."""
+        """On a server rank: serve until the workers pause; then follow their steps, one at each call."""
         progress = self._progress
         if progress is None or loader is not self.running[0]:
             return
-        if not progress.left:
-            with self._own_rates():
+        if not progress.remaining:
+            with self._local_rates():
                 loader.serve()
-            self.idle = True  # what steps have logged, the workers have reduced
+            self.idle = True  # the workers have reduced the values logged in steps
             progress.receive(broadcast(None, self.cluster_environment.order[0]))
-            if not progress.left:
+            if not progress.remaining:
                 raise StopIteration
         progress.follow_step()
 
     @contextmanager
-    def _own_rates(self) -> Iterator[None]:
-        """Give the optimisers their numbers back that the workers' replace: schedules go on from them here too."""
+    def _local_rates(self) -> Iterator[None]:
+        """Restore the optimisers' numbers afterwards, which the workers' replaced: schedules continue from them."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         numbers = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         yield
         if self._module().automatic_optimization:
-            for group, own in zip(groups, numbers):
-                group.update(own)
+            for group, values in zip(groups, numbers):
+                group.update(values)
 
     def pause(self) -> None:
-        """Collective. End the epoch here, or until the next batch: what follows is of all ranks."""
+        """Collective. End or pause the epoch, so that all ranks can take part in what follows."""
         if not self.running:
             return
         for loader in () if self.serves else reversed(self.running):
@@ -221,8 +223,8 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
         if self.idle or current().group is not None:
             self.pause()
 
-    def begin_evaluation(self) -> None:
-        """Collective. Give the model the parameters that the ranks stand for, until `end_evaluation`."""
+    def start_evaluation(self) -> None:
+        """Collective. Set the model to the consensus of all ranks, until `end_evaluation`."""
         self._pause_for_servers()
         self._evaluation.enter_context(consensus_of(current().optimizers))
 
@@ -230,41 +232,41 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
         self._evaluation.close()
 
     def block_backward_sync(self) -> Any:
-        """Return a context in which backward passes only add to this rank's gradients."""
+        """Return a context in which backward passes only accumulate this rank's gradients."""
         return only_adding(self.optimizers)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Collective. Return the state of the model that the ranks stand for together, on Lightning's rank 0."""
+        """Collective. Return the state dict of the consensus of all ranks' models, on Lightning's rank 0."""
         self._pause_for_servers()
         with consensus_of(current().optimizers):
             state = self._module().state_dict()
             return copied(state) if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of this rank's optimiser; others', and that of servers, is saved beside the file."""
+        """Return the state of this rank's optimiser; other ranks' states are saved in the folder next to the file."""
         plain = getattr(optimizer, "optimizer", optimizer)
         held = any(plain is each for each in current().optimizers)
         return plain.attachment.local_state_dict() if held else plain.state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Collective. Write a checkpoint on rank 0; and beside it a folder of what each rank has of its own."""
+        """Collective. Write a checkpoint on rank 0, and next to it a folder of each rank's local state."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         trained = self._trained()
         if "optimizer_states" in checkpoint and _differ(trained):
-            save(_beside(filepath), keep=1, **trained)
+            save(_ranks_folder(filepath), keep=1, **trained)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            shutil.rmtree(_beside(filepath), ignore_errors=True)
+            shutil.rmtree(_ranks_folder(filepath), ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        self._loaded = _beside(checkpoint_path)
+        self._loaded = _ranks_folder(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Collective. Restore each rank's own state, where there is one, or rank 0's optimisers."""
+        """Collective. Restore each rank's local state, if it was saved, or rank 0's optimisers."""
         trained, folder = self._trained(), self._loaded
         if _differ(trained) and broadcast(folder is not None and folder.is_dir()):
             load(folder, **trained)  # type: ignore[arg-type]
@@ -280,7 +282,7 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
         self._failed = True
 
     def teardown(self) -> None:
-        """Collective, unless an exception has ended the run. Leave the trained model on every rank."""
+        """Leave the trained model on every rank. Collective, unless an exception has ended the run."""
         if not self._failed and self._trained():
             self.pause()
             finish(self._module())
@@ -290,7 +292,7 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
 
 
 class _EndsEpochs(Callback):
-    """Tell the strategy where the Trainer's loop is: the first of its callbacks, so that the others find it so."""
+    """Tells the strategy the position of the Trainer's loop; it is the first callback, so that others run after it."""
 
     def __init__(self, strategy: HpcdistStrategy):
         self._strategy = strategy
@@ -299,7 +301,7 @@ class _EndsEpochs(Callback):
         self._strategy.end_batch()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy.begin_evaluation()
+        self._strategy.start_evaluation()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._strategy.end_evaluation()
@@ -309,7 +311,7 @@ class _EndsEpochs(Callback):
 
 
 class _Dealt(_IndexBatchSamplerWrapper):
-    """The indices of the samples in this rank's batches, for a BasePredictionWriter."""
+    """Passes the indices of this rank's samples to a BasePredictionWriter."""
 
     def __init__(self, loader: ShardedLoader):
         self._loader = loader
@@ -320,7 +322,7 @@ class _Dealt(_IndexBatchSamplerWrapper):
 
 
 def _require_one_length(loader: ShardedLoader) -> None:
-    """Collective. Raise ConfigError where a Trainer can't know how many batches each rank has, or these differ."""
+    """Collective. Raise ConfigError if the number of batches is unknown, or differs between ranks."""
     try:
         length = len(loader)
     except TypeError:
@@ -328,14 +330,14 @@ def _require_one_length(loader: ShardedLoader) -> None:
     if length is None or isinstance(getattr(loader, "dataset", None), IterableDataset):
         raise ConfigError(
             "data for training must be a map-style data set with Lightning, whose loop must know the number of "
-            "each rank's batches; got an IterableDataset. Use a map-style one, or a loop of your own."
+            "each rank's batches; got an IterableDataset. Use a map-style one, or your own training loop."
         )
     lengths = allgather(length)
     if len(set(lengths)) > 1:
         raise ConfigError(
-            "a training loader must have as many batches on each rank with Lightning, whose loops end by counting "
-            f"them; got {' and '.join(map(str, lengths))}. Let HpcdistStrategy deal out one data set; or leave out "
-            "some."
+            "a training loader must have the same number of batches on each rank with Lightning, whose loops count "
+            f"them; got {' and '.join(map(str, lengths))}. Let HpcdistStrategy distribute one data set; or skip some "
+            "batches."
         )
 
 
@@ -345,10 +347,10 @@ def _states(metric: Metric) -> dict[str, Any]:
 
 
 def _differ(optimizers: Mapping[str, Any]) -> bool:
-    """Tell whether ranks have parameters, or states of optimisers, that one of them has not."""
+    """Return whether ranks have different parameters or states of optimisers."""
     strategies = [optimizer.strategy for optimizer in optimizers.values()]
     return any(strategy.comm.size > 1 and not strategy.contract.replicates for strategy in strategies)
 
 
-def _beside(path: Any) -> Path:
+def _ranks_folder(path: Any) -> Path:
     return Path(f"{path}.ranks")

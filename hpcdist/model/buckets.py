@@ -1,4 +1,4 @@
-"""Buckets of flat gradients, each of which is sent in one message."""
+"""Buckets of flat gradients: each is sent in one message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcdist.model.slots import Slot
 
 @dataclass(eq=False)
 class Bucket:
-    """One message: the gradients of parameters that lie one after the other."""
+    """One message: the gradients of parameters that are adjacent in flat memory."""
 
     index: int  # position in the order of announcement, the same on every rank
     grads: Tensor  # a flat view
@@ -32,9 +32,9 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """Cut the groups' gradients into buckets, from the last parameter to the first.
 
-    A tensor larger than the cap is a bucket by itself; no other bucket exceeds its cap. The first bucket of a group has
-    the smaller of the two caps, so that sending starts early in the backward pass. Buckets of all groups are in the
-    order in which a backward pass from the last to the first parameter completes them.
+    A tensor larger than the cap is a bucket of its own; no other bucket exceeds its cap. The first bucket of a group
+    has the smaller of the two caps, so that sending starts early in the backward pass. Buckets of all groups are sorted
+    in the order in which a backward pass from the last to the first parameter completes them.
     """
     runs: list[list[int]] = []  # positions of the parameters of each bucket, last first
     for group, flat in enumerate(grads):
@@ -54,7 +54,7 @@ def make_buckets(
 
 
 def _cut(sizes: Iterable[tuple[int, int]], first_bytes: int, then_bytes: int) -> Iterator[list[int]]:
-    """Join positions, in the order given, to runs of at most `first_bytes`, then `then_bytes`."""
+    """Group positions, in this order, into runs of at most `first_bytes`, then `then_bytes`."""
     run: list[int] = []
     total, cap = 0, first_bytes
     for position, n_bytes in sizes:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from hpcdist.comm.pieces import some_values, sums
+from hpcdist.comm.chunks import some_values, sums
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import check_caps
 from hpcdist.model.flat_buffers import FlatBuffers
@@ -22,38 +22,38 @@ from hpcdist.model.slots import (
     unwrapped,
 )
 
-_MOVED = " (by module.to(), .half(), p.data = ... or the like). Move or convert the module first, wrap it after."
+_MOVED = " (by module.to(), .half(), p.data = ... or similar). Move or convert the module before wrapping it."
 
 
 @contextmanager
-def set_aside(parts: Sequence[Tensor], *, adds: bool = False) -> Iterator[None]:
-    """Have zeros in these tensors inside the context, and afterwards what was there; or, if it `adds`, both together.
+def zeroed(parts: Sequence[Tensor], *, adds: bool = False) -> Iterator[None]:
+    """Set tensors to zero inside the context; afterwards restore their values or, if `adds`, add them to the new ones.
 
-    A parameter of which no rank has a gradient is left alone, as torch's optimisers leave one whose gradient is None.
-    So what earlier steps have left must not move it, and waits for its next gradient: momentum of an outer step
-    (`FlatModel.leave_alone`), and what compression has not sent (`compress.only_used`).
+    Without a gradient on any rank a parameter must not change, as torch's optimisers skip a parameter whose gradient is
+    None. So state from earlier steps waits for its next gradient: momentum of an outer step (`FlatModel.skip_unused`),
+    and error-feedback residuals (`compress.only_used`).
     """
     before = [part.clone() for part in parts]
     for part in parts:
         part.zero_()
     try:
         yield
-    finally:  # also where a rank has died, and the others go on
+    finally:  # also if a rank has failed, and the others continue
         for part, value in zip(parts, before, strict=True):
             part.add_(value) if adds else part.copy_(value)
 
 
 class FlatModel:
-    """A module whose tensors lie in flat memory: a change there changes the module, and the other way round.
+    """A module whose tensors are views of flat memory: a change in one changes the other.
 
-    Tensors are grouped by (dtype, device), in order of first appearance. Within a group they lie in the order of
-    `module.parameters()` (or `.buffers()`), row-major and without padding; a tied parameter lies there once. Parameter
-    objects, shapes and values stay, so that an optimiser may be made before or after wrapping. Strides become
-    contiguous (a channels_last parameter is row-major afterwards), and a parameter may start at any element. Training
-    has the same bits as with the plain module, unless one of torch's kernels looks at strides or alignment: MKL's
-    matrix-vector product does, which changes the last bits for batches of one sample.
+    Tensors are grouped by (dtype, device), in order of first appearance. A group has the order of `module.parameters()`
+    (or `.buffers()`), row-major and without padding; a tied parameter is stored once. Parameter objects, shapes and
+    values stay, so that an optimiser may be created before or after wrapping. Strides become contiguous (a
+    channels_last parameter is row-major afterwards), and a parameter may start at any element. Training is bitwise that
+    of the plain module, unless a kernel of torch depends on strides or alignment, as MKL's matrix-vector product does
+    for batches of one sample.
 
-    Gradients: `p.grad` is a view of `grads`. After `zero_grad(set_to_none=True)` autograd makes a new tensor, which a
+    Gradients: `p.grad` is a view of `grads`. After `zero_grad(set_to_none=True)` autograd creates a new tensor, which a
     hook copies into the flat gradient: one read and one write for each element. `set_to_none=False` zeroes the view and
     adds to it: two reads and two writes. Both accumulate over several backward passes. Sparse gradients
     (`nn.Embedding(sparse=True)`) become dense, so use a dense optimiser. At a step call `refresh()`,
@@ -61,24 +61,29 @@ class FlatModel:
     `gradients.done()`. If only the optimiser reads gradients, they need not be flat: call `keep_gradients(None)` once,
     and at a step `gradients.collect()` before the optimiser's step and `done()` after it.
 
+    Example:
+        >>> from hpcdist.model import FlatModel
+        >>> [flat.shape for flat in FlatModel(model).params]  # 4 x 2 weights and 2 biases
+        [torch.Size([10])]
+
     Autograd does not notice writes to flat memory between a forward pass and its backward pass.
 
     Attributes:
         params: flat trainable parameters, one 1-D tensor per group; complex ones as (real, imaginary) pairs.
-        grads: the flat gradients, like `params`; zero at first. Empty where gradients are left to autograd.
+        grads: the flat gradients, like `params`; zero at first. Empty if autograd stores gradients itself.
         frozen: flat parameters with requires_grad=False, integer ones included.
-        slots: of each trainable parameter its name, itself (`tensor`), and its place in `params`, in the order of
-            `module.parameters()`; `slot.view(flats)` is its part of tensors like `params`.
-        frozen_slots: of the frozen ones likewise, in `frozen`.
+        slots: name, tensor and position in `params` of each trainable parameter, in the order of `module.parameters()`;
+            `slot.view(flats)` is the parameter's part of tensors like `params`.
+        frozen_slots: the same for frozen parameters and `frozen`.
         gradients: the trainable parameters' gradients, their buckets, and the backward passes since the last step.
-        flat_buffers: the buffers, with what a batch of weight 0 has changed in them.
-        is_swapped: the module has other values for the moment, see `swapped`.
+        flat_buffers: the buffers, and their values before a batch of weight 0.
+        is_swapped: the module currently has other values, see `swapped`.
 
     Args:
-        module: initialised, dense, on its device, in its dtype: move it first, wrap it after.
-        bucket_bytes, first_bucket_bytes: the largest bucket, and the largest first bucket of each group.
-        extra: parameters beside the module's, such as a loss function's, with names for messages.
-        only: the parameters to train; None for all. Other trainable parameters stay where they are.
+        module: initialised, dense, on its device, in its dtype.
+        bucket_bytes, first_bucket_bytes: maximum size of a bucket, and of the first bucket of each group.
+        extra: further parameters, such as a loss function's, with names for messages.
+        only: the parameters to train; None: all. Other trainable parameters stay outside of flat memory.
         buffers: kinds of buffers, see FlatBuffers.
         rest: False leaves frozen parameters and buffers to another FlatModel of the same module.
 
@@ -105,7 +110,7 @@ class FlatModel:
         self.module, self._extra = module, tuple(extra)
         self._only, self._rest = None if only is None else set(map(id, only)), rest
         self.is_swapped = False
-        self._moves = 0  # parameters that had to be moved back from other memory so far
+        self._moves = 0  # number of times that a parameter was moved back from other memory
         check_flattenable(self._named(), module.named_buffers())
         self.flat_buffers = FlatBuffers(module, buffers) if rest else FlatBuffers(nn.Module())
         self.gradients = Gradients((bucket_bytes, first_bucket_bytes), self.refresh, self.flat_buffers)
@@ -113,56 +118,56 @@ class FlatModel:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Move parameters into flat memory, the trainable and the frozen ones apart."""
+        """Move parameters into flat memory: the trainable ones to `params`, the others to `frozen`."""
         named = self._named()
         self.slots, self.params = flatten((name, p) for name, p in named if p.requires_grad)
         self.frozen_slots, self.frozen = flatten((name, p) for name, p in named if not p.requires_grad)
         by_name = {slot.name: slot for slot in self.slots + self.frozen_slots}
         self._all_slots = [by_name[name] for name, _ in named]  # in the module's order
         modules = list(self.module.modules())
-        held = [(getter(m._parameters), m._parameters) for m in modules]  # to notice changes quickly
-        self._places = [(get, key, p) for get, own in held for key, p in own.items() if p is not None]
+        held = [(getter(m._parameters), m._parameters) for m in modules]  # to detect changes quickly
+        self._entries = [(get, key, p) for get, params in held for key, p in params.items() if p is not None]
         self._counts = [(m._parameters, m._modules, len(m._parameters), len(m._modules)) for m in modules]
         self.keep_gradients([flat.new_zeros(len(flat)) for flat in self.params] if self._has_grads else None)
 
     def keep_gradients(self, flats: Sequence[Tensor] | None) -> None:
-        """Keep gradients in `flats`, zeros like `params`. Call it before the first batch.
+        """Store gradients in `flats`, zeros like `params`. Call it before the first batch.
 
-        None leaves them where autograd makes them: nothing is copied, and there is no flat memory.
+        None: autograd stores gradients itself; nothing is copied, and there is no flat memory.
         """
         self._has_grads, self.grads = flats is not None, tuple(flats or ())
         self.gradients.watch(self.slots, flats)
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return this view's parameters, in the module's order."""
+        """Return the parameters of this FlatModel, in the module's order."""
         named = [*unwrapped(self.module, self.module.named_parameters()), *self._extra]
         return [(name, p) for name, p in named if (self._trains(p) if p.requires_grad else self._rest)]
 
     def _trains(self, parameter: Tensor) -> bool:
-        """Tell whether the parameter is to be trained."""
+        """Return whether the parameter is to be trained."""
         return self._only is None or id(parameter) in self._only
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """The flat buffers as the module has them now, non-persistent and integer ones (num_batches_tracked) included.
+        """Return the flat buffers with the module's current values, non-persistent and integer ones included.
 
         Raises:
-            ConfigError: a buffer is new, gone, of another shape, dtype or device, or no longer tied.
+            ConfigError: a buffer is new, removed, no longer tied, or has another shape, dtype or device.
         """
         return self.flat_buffers.sync()
 
-    def admit(self, parameters: Iterable[nn.Parameter]) -> None:
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters too, as soon as they are not frozen.
 
         Raises:
-            ConfigError: one is not in this view.
+            ConfigError: a parameter does not belong to this FlatModel.
         """
         parameters = list(parameters)
-        own = {id(slot.tensor): slot.name for slot in self._all_slots}
-        if any(id(parameter) not in own for parameter in parameters):
+        known = {id(slot.tensor): slot.name for slot in self._all_slots}
+        if any(id(parameter) not in known for parameter in parameters):
             raise ConfigError(
                 "add_param_group must get parameters that the model had, frozen or trained, when it was wrapped; got "
-                "others. Give the optimiser all of them before it becomes a DistributedOptimizer."
+                "others. Pass all of them to the optimiser before it becomes a DistributedOptimizer."
             )
         self._only = None if self._only is None else self._only | set(map(id, parameters))
 
@@ -178,17 +183,17 @@ class FlatModel:
     def swapped(
         self, params: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None
     ) -> Iterator[None]:
-        """Give the module other values inside the context, and its own again afterwards, to the bit.
+        """Replace the module's values inside the context; restore them bitwise afterwards.
 
-        The given tensors (like `params` and `buffers`, on the same device) become the module's memory. Nothing is
-        copied, and the original memory, which other ranks may be reading, is never written. Changes inside the context
-        go to the given tensors. None keeps the module's own values.
+        The tensors (like `params` and `buffers`, on the same device) become the module's memory. Nothing is copied, and
+        the original memory, which other ranks may be reading, is never written. Changes inside the context go to the
+        new tensors. None keeps the module's values.
         """
-        own_params, own_buffers = self.params, self.buffers
-        new_params = own_params if params is None else tuple(params)
-        new_buffers = own_buffers if buffers is None else tuple(buffers)
-        check_memory("params", new_params, own_params, self.slots)
-        check_memory("buffers", new_buffers, own_buffers, self.flat_buffers.slots)
+        old_params, old_buffers = self.params, self.buffers
+        new_params = old_params if params is None else tuple(params)
+        new_buffers = old_buffers if buffers is None else tuple(buffers)
+        check_memory("params", new_params, old_params, self.slots)
+        check_memory("buffers", new_buffers, old_buffers, self.flat_buffers.slots)
         try:
             self.is_swapped = True
             self.params = new_params
@@ -197,19 +202,20 @@ class FlatModel:
             yield
         finally:
             self.is_swapped = False
-            self.params = own_params
-            bind(self.slots, own_params)
-            self.flat_buffers.bind(own_buffers)
+            self.params = old_params
+            bind(self.slots, old_params)
+            self.flat_buffers.bind(old_buffers)
 
     @contextmanager
-    def leave_alone(
+    def skip_unused(
         self, used: Iterable[bool], momentum: Sequence[Tensor], ranges: Sequence[tuple[int, int]] | None = None
     ) -> Iterator[None]:
-        """Have zeros in the momentum of parameters without a True in `used`; put it back afterwards.
+        """Set the momentum of parameters that are not `used` to zero inside the context; restore it afterwards.
 
         Args:
+            used: a flag for each parameter: some rank has a gradient of it.
             momentum: tensors like `params`, or none.
-            ranges: the elements of `params` that the tensors have; None: all.
+            ranges: the elements of `params` that the tensors hold; None: all.
         """
         spans = ranges or [(0, flat.numel()) for flat in self.params]
         parts = []
@@ -217,22 +223,22 @@ class FlatModel:
         for slot in unused if momentum else ():
             first, last = spans[slot.group]
             parts.append(momentum[slot.group][max(slot.start - first, 0) : max(min(slot.stop, last) - first, 0)])
-        with set_aside(parts):
+        with zeroed(parts):
             yield
 
-    def mark(self) -> None:
-        """Remember the parameters' values for `touched`."""
-        self._marked = sums(self.params)
+    def take_snapshot(self) -> None:
+        """Store checksums of the parameters, for `touched`."""
+        self._snapshot = sums(self.params)
 
     def touched(self) -> bool:
-        """Tell whether the parameters have changed since `mark`."""
-        return self._marked != sums(self.params)
+        """Return whether the parameters have changed since `take_snapshot`."""
+        return self._snapshot != sums(self.params)
 
     def changes(self) -> list[int | bytes]:
-        """Return values that differ after changes of parameters: torch's counts, memory addresses, some of the values.
+        """Return values that show changes of parameters: torch's version counters, addresses, and some elements.
 
-        torch does not count writes into `p.data` (`p.data.clamp_()`), which are noticed if they change one of up to 256
-        values of each of `params`.
+        torch does not count writes to `p.data` (`p.data.clamp_()`); they show if they change one of up to 256 elements
+        of each of `params`.
         """
         counts: list[int | bytes] = [self._moves]
         for slot in self.slots:
@@ -241,15 +247,15 @@ class FlatModel:
 
     # --- changes of the module ------------------------------------------------------------------------------------
     def refresh(self) -> None:
-        """Move parameters back that were given other memory, with their new values. Costs less than 1 µs a parameter.
+        """Move parameters back to flat memory if the loop has moved them. Takes less than 1 µs per parameter.
 
-        They move by `p.data = ...`, `vector_to_parameters` or `.double().float()`, for example. A parameter that was
-        frozen stays where it is, and has no gradient.
+        `p.data = ...`, `vector_to_parameters` or `.double().float()` move them, for example. A parameter that was
+        frozen stays in `frozen`, without gradient.
 
         Raises:
-            ConfigError: a parameter was replaced, added, removed, or given another dtype or device.
+            ConfigError: a parameter was replaced, added, removed, or has another dtype or device.
         """
-        for get, key, held in self._places:
+        for get, key, held in self._entries:
             if get(key) is not held:
                 self._check_structure()
                 break
@@ -265,28 +271,27 @@ class FlatModel:
                     self._moves += 1
 
     def _check_structure(self) -> None:
-        """Raise ConfigError if a parameter of this view was replaced, added or removed."""
-        own = {id(slot.tensor) for slot in self._all_slots}
-        known = own | {id(tensor) for _, _, tensor in self._places}
+        """Raise ConfigError if a parameter of this FlatModel was replaced, added or removed."""
+        local = {id(slot.tensor) for slot in self._all_slots}
+        known = local | {id(tensor) for _, _, tensor in self._entries}
         named = [*self.module.named_parameters(), *self._extra]
-        check_parameters([(name, p) for name, p in named if id(p) in own or id(p) not in known], self._all_slots)
+        check_parameters([(name, p) for name, p in named if id(p) in local or id(p) not in known], self._all_slots)
 
     @property
     def unfrozen(self) -> str | None:
-        """The name of a parameter that was frozen when the model was wrapped, and is to be trained now."""
-        thawed = (slot for slot in self.frozen_slots if slot.tensor.requires_grad and self._trains(slot.tensor))
-        return next((slot.name for slot in thawed), None)
+        """The name of a parameter that was frozen when the model was wrapped, and is trainable now; else None."""
+        unfrozen = (slot for slot in self.frozen_slots if slot.tensor.requires_grad and self._trains(slot.tensor))
+        return next((slot.name for slot in unfrozen), None)
 
-    def lay_out_again(self) -> None:
+    def relayout(self) -> None:
         """Make unfrozen parameters trainable: `params`, `grads`, `buckets` and `slots` become new objects.
 
-        Gradients stay; those of an unfrozen parameter are weighed as the others were. Nobody may go on using the old
-        memory.
+        Gradients stay; those of an unfrozen parameter are weighted now. The old flat tensors must not be used any more.
         """
         unfrozen = [slot.tensor for slot in self.frozen_slots if slot.tensor.requires_grad]
         check_flattenable(self._named(), [])
         self._lay_out()
-        for tensor in unfrozen if self.gradients.weighs else ():
+        for tensor in unfrozen if self.gradients.weights_batches else ():
             if tensor.grad is not None:
                 tensor.grad = tensor.grad * self.gradients.weight
         if self._has_grads:
@@ -296,7 +301,7 @@ class FlatModel:
             self.gradients.release(self.gradients.present())
 
     def description(self) -> str:
-        """Describe each tensor in a line: name, role, dtype, shape, group. Equal texts mean the same layout."""
+        """Describe each tensor in a line: name, role, dtype, shape, group. Equal texts mean equal layouts."""
         roles = {slot.name: "frozen" for slot in self.frozen_slots}
         named = [(roles.get(slot.name, "trainable"), slot) for slot in self._all_slots]
         return "\n".join(
@@ -305,7 +310,7 @@ class FlatModel:
         )
 
     def close(self) -> None:
-        """Remove the hooks. The module goes on alone, each tensor in memory of its own. May be called twice."""
+        """Remove the hooks, and copy each tensor to separate memory. May be called twice."""
         self.gradients.watch((), None)
-        for slot in (*self._all_slots, *self.flat_buffers.slots):  # of a view torch saves all that it is a view of
+        for slot in (*self._all_slots, *self.flat_buffers.slots):  # torch.save would save a view's whole flat tensor
             slot.tensor.data = slot.tensor.detach().clone()

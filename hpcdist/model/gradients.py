@@ -1,4 +1,4 @@
-"""The gradients of a model's parameters in backward passes and steps, in flat memory or where autograd puts them."""
+"""The gradients of a model's parameters in backward passes and steps, in flat memory or where autograd stores them."""
 
 from __future__ import annotations
 
@@ -24,56 +24,56 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """Let torch.compile call a function, and look neither inside nor at what it calls.
+    """Keep torch.compile from compiling a function and what it calls.
 
-    As torch.compiler.disable does, which takes seconds to import.
+    Like torch.compiler.disable, which takes seconds to import.
     """
-    own: Any = function
-    own._torchdynamo_disable = True  # read where a function that calls it is compiled
+    target: Any = function
+    target._torchdynamo_disable = True  # read when a function that calls it is compiled
     frames = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):  # from torch 2.7 on
         skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(own.__code__, frames._FrameExecStrategy(skip, skip))
+        frames.set_code_exec_strategy(target.__code__, frames._FrameExecStrategy(skip, skip))
     return function
 
 
 class Gradients:
-    """The gradients of the trainable parameters of a `FlatModel`, which says what to call in a step.
+    """The gradients of the trainable parameters of a `FlatModel` (its docstring lists the calls of a step).
 
-    A hook on each parameter copies a gradient that autograd has made elsewhere into its flat slice.
+    A hook on each parameter copies a gradient that autograd stored elsewhere into its flat slice.
 
-    A backward pass has the weight of its batch. Gradients of a batch of weight 0 leave no trace, not even NaN, and
-    those that only such batches have made count as none. With `weighs` the gradients of other batches are multiplied
-    by the weight as they arrive, before autograd adds them to earlier ones.
+    A backward pass has the weight of its batch. Gradients of a batch of weight 0 are dropped, NaN included; a parameter
+    with only such gradients counts as one without gradient. With `weights_batches` the gradients of other batches are
+    multiplied by the weight as they arrive, before autograd adds them to earlier ones.
 
-    A bucket is announced when all its gradients have come, on autograd's thread, with the stream that the last one was
-    written on. It waits for incomplete buckets before it, because collectives need the same order on every rank, and
-    gradients may arrive in any order. Gradients of several devices arrive on several threads: a lock is held meanwhile.
+    A bucket is announced when all its gradients have arrived, on autograd's thread, with the stream that the last one
+    was written on. It waits for incomplete buckets before it, because collectives need the same order on every rank,
+    and gradients may arrive in any order. Gradients of several devices arrive on several threads, hence the lock.
 
     Attributes:
         buckets: in the order in which a backward pass from the last to the first parameter completes them.
-        on_bucket: is called with each bucket that is announced.
-        on_begin: is called at the first gradient of each pass.
-        on_end: is called at the end of each pass, on the thread of `backward()`, which raises its errors. With
-            reentrant checkpointing inner passes end too, and it is called more than once.
-        weighs: gradients are multiplied by the weight. Set it before the first batch.
+        on_bucket: called with each bucket that is announced.
+        on_begin: called at the first gradient of each pass.
+        on_end: called at the end of each pass, on the thread of `backward()`, which raises its errors. With reentrant
+            checkpointing inner passes end too, and it is called more than once.
+        weights_batches: gradients are multiplied by the weight. Set it before the first batch.
         weight: of the latest batch; 1 if no loop announces batches.
-        weights: of the passes since the last step; none where there was no pass.
-        weighed_by_loop: the loop says what its batches weigh.
+        weights: of the passes since the last step; empty if there was none.
+        weighted_by_loop: the loop sets the weights of its batches.
         counts: the latest batch was announced with a weight other than 0.
-        batch: the number of batches so far, by which ranks see that they are at the same one.
-        batches_used: the number of batches that a step has followed.
+        batch: number of batches so far; ranks compare it.
+        batches_used: number of batches that a step has used.
         ends_epoch: the latest batch is the last of an epoch, so that an accumulation may be incomplete.
-        more_follow: more gradients will be added to those that arrive now, see `joined`.
-        looks_at: what of flat gradients tells of changes through `p.grad.data`, which torch does not count: a function
-            of one tensor, called at the end of a pass and at the step. None: they go unnoticed. Set it before the first
+        more_follow: more gradients will be added to the current ones, see `joined`.
+        fingerprint: (flat gradients) -> value that shows changes through `p.grad.data`, which torch does not count;
+            called at the end of a pass and at the step. None: such changes are not detected. Set it before the first
             batch.
-        changed_by_loop: tells how the loop has changed gradients in the steps so far, where it is looked at them.
+        changed_by_loop: a code for the loop's changes of gradients so far, with `fingerprint`.
 
     Args:
-        caps: bytes of a bucket, and of the first bucket of each group.
+        caps: maximum bytes of a bucket, and of the first bucket of each group.
         refresh: raises ConfigError if a parameter has another dtype, shape or device than its slot.
-        buffers: have their values of before again after a batch of weight 0.
+        buffers: restored after a batch of weight 0.
     """
 
     def __init__(self, caps: tuple[int, int], refresh: Callable[[], None], buffers: FlatBuffers):
@@ -84,30 +84,30 @@ class Gradients:
         self.on_begin: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
         # batches
-        self.weighs, self.weight, self.counts = False, 1.0, True
-        self._even: float | None = None  # the weight of each batch that counts; None: by its samples
+        self.weights_batches, self.weight, self.counts = False, 1.0, True
+        self._equal_weight: float | None = None  # weight of each batch that counts; None: by its number of samples
         self.batch = self.batches_used = self._used_last = 0
         self.ends_epoch = self.more_follow = False
-        self.weighed_by_loop = False  # hooks stay: else there are some only while the weight needs them
-        self._weigh_hooks: list[RemovableHandle] = []
-        self._weighed = False  # some gradient of this batch has been weighed, perhaps one of torch.autograd.grad
+        self.weighted_by_loop = False  # hooks stay; else they exist only while the weight needs them
+        self._weight_hooks: list[RemovableHandle] = []
+        self._weighted = False  # a gradient of this batch was weighted, perhaps one of torch.autograd.grad
         # passes
         self.weights: list[float] = []
         self._current = _NO_PASS  # autograd's number of the current pass
         self._joined = False
         # changes
-        self.looks_at: Callable[[Tensor], object] | None = None
+        self.fingerprint: Callable[[Tensor], object] | None = None
         self.changed_by_loop = 0
         self._after_step: list[int] = []  # versions of the gradients
-        self._after_pass: list[object] = []  # versions, and perhaps values
+        self._after_pass: list[object] = []  # versions, and fingerprints if any
 
     def watch(self, slots: Sequence[Slot], flats: Sequence[Tensor] | None) -> None:
-        """Take the gradients of the parameters in these slots from now on, and of no others.
+        """Track the gradients of the parameters in these slots from now on, and no others.
 
         Args:
-            flats: keep the gradients, zeros like the parameters; None leaves gradients where autograd makes them.
+            flats: memory for the gradients, zeros like the parameters; None: autograd stores gradients itself.
         """
-        for hook in (*self._hooks, *self._weigh_hooks):
+        for hook in (*self._hooks, *self._weight_hooks):
             hook.remove()
         self._slots, self._flat, self._flats = slots, flats is not None, tuple(flats or ())
         self._views = [slot.view(self._flats) for slot in slots if self._flat]
@@ -116,96 +116,96 @@ class Gradients:
         bucket_of = {name: bucket.index for bucket in self.buckets for name in bucket.params}
         self._bucket_of = [bucket_of[slot.name] for slot in slots if self._flat]
         self.announce(early=False)
-        self._blank = [False] * len(slots)  # gradients that only batches of weight 0 have made
-        self._first: set[int] = set()  # parameters that had no gradient before a batch of weight 0 gave them one
-        self._hidden: list[int] = []  # gradients that the optimiser must not see
-        self._released = 0  # how many gradients `release` has given last
+        self._blank = [False] * len(slots)  # gradients from batches of weight 0 only
+        self._first: set[int] = set()  # parameters whose first gradient came from a batch of weight 0
+        self._hidden: list[int] = []  # gradients removed for the optimiser's step
+        self._released = 0  # number of gradients set by the last `release`
         self._hooks = [
             slot.tensor.register_post_accumulate_grad_hook(self._make_hook(position))
             for position, slot in enumerate(slots)
         ]
-        self._weigh_hooks = []
+        self._weight_hooks = []
         self._set_weight(self.weight)
 
     # --- batches --------------------------------------------------------------------------------------------------
-    def begin_batch(self, weight: float = 1.0, *, ends_epoch: bool = False) -> None:
-        """Begin a batch, before its forward pass: all passes belong to it until the next one.
+    def start_batch(self, weight: float = 1.0, *, ends_epoch: bool = False) -> None:
+        """Start a batch, before its forward pass: all passes belong to it until the next one.
 
         Loops that never call this have batches of weight 1.
 
         Args:
-            weight: this rank's samples in the step over the workers' mean. A batch of weight 0 leaves no trace in
-                gradients or buffers.
+            weight: this rank's samples in the step divided by the workers' mean number. With weight 0 gradients are
+                dropped, and buffers are restored.
             ends_epoch: it is the last batch of an epoch, so that an accumulation may be incomplete.
         """
         self.batch += 1
         self._announce_batch(weight, ends_epoch)
 
     def end_batches(self) -> None:
-        """End the last batch of a loop: later passes weigh 1 and belong to no new batch."""
+        """End the last batch of a loop: later passes have weight 1 and belong to no batch."""
         self._announce_batch(1.0, False)
 
-    def weigh_alike(self, weight: float) -> None:
-        """Give each batch that counts this weight, whatever the number of its samples."""
-        self._even = weight
+    def set_equal_weight(self, weight: float) -> None:
+        """Give this weight to each batch that counts, whatever its number of samples."""
+        self._equal_weight = weight
         self._announce_batch(1.0, False)
 
-    def weigh(self, weight: float) -> None:
-        """Give the current batch, before its forward pass, another weight, unless it was announced not to count.
+    def set_batch_weight(self, weight: float) -> None:
+        """Change the weight of the current batch, before its forward pass, unless it was announced with weight 0.
 
-        Call it for each batch, if for any.
+        A loop must call it for each batch, or never.
         """
         if self.counts:
             if weight == 0.0:
-                self._buffers.keep()
-            self.weighed_by_loop = True
+                self._buffers.save()
+            self.weighted_by_loop = True
             self._set_weight(weight)
 
     def _announce_batch(self, weight: float, ends_epoch: bool) -> None:
         self._buffers.restore()
         if weight == 0.0:
-            self._buffers.keep()
-        self.ends_epoch, self.counts, self._weighed = ends_epoch, weight != 0.0, False
-        self._set_weight(weight if self._even is None or not self.counts else self._even)
+            self._buffers.save()
+        self.ends_epoch, self.counts, self._weighted = ends_epoch, weight != 0.0, False
+        self._set_weight(weight if self._equal_weight is None or not self.counts else self._equal_weight)
 
     def _set_weight(self, weight: float) -> None:
         self.weight = weight
-        self._weighed = self._weighed and bool(self.weights)  # gradients that are there already stay as they are
-        if self._needs_hooks and not self._weigh_hooks:
-            self._weigh_hooks = [self._make_weigh_hook(slot.tensor) for slot in self._slots]
-        elif not self._needs_hooks and not self.weighed_by_loop:
-            for hook in self._weigh_hooks:
+        self._weighted = self._weighted and bool(self.weights)  # earlier gradients keep their weight
+        if self._needs_hooks and not self._weight_hooks:
+            self._weight_hooks = [self._make_weight_hook(slot.tensor) for slot in self._slots]
+        elif not self._needs_hooks and not self.weighted_by_loop:
+            for hook in self._weight_hooks:
                 hook.remove()
-            self._weigh_hooks = []
+            self._weight_hooks = []
 
     @property
     def _needs_hooks(self) -> bool:
-        return self.weight == 0.0 or (self.weighs and self.weight != 1.0)
+        return self.weight == 0.0 or (self.weights_batches and self.weight != 1.0)
 
-    def _make_weigh_hook(self, parameter: Tensor) -> RemovableHandle:
-        """Register a hook, which stays while the parameter is frozen, as a critic is in its generator's steps."""
+    def _make_weight_hook(self, parameter: Tensor) -> RemovableHandle:
+        """Register a hook that stays while the parameter is frozen, as a critic's in steps of its generator."""
         trained = parameter.requires_grad
         try:
-            return parameter.requires_grad_().register_hook(partial(self._weigh, parameter))
+            return parameter.requires_grad_().register_hook(partial(self._apply_weight, parameter))
         finally:
             parameter.requires_grad_(trained)
 
     @uncompiled
-    def _weigh(self, parameter: Tensor, grad: Tensor) -> Tensor | None:
+    def _apply_weight(self, parameter: Tensor, grad: Tensor) -> Tensor | None:
         if not self._needs_hooks:
             return None
-        self._weighed = True
+        self._weighted = True
         (self._first.add if parameter.grad is None else self._first.discard)(id(parameter))
         return grad * self.weight if self.weight else torch.zeros_like(grad)  # zero times infinity is not zero
 
     @property
     def mean_weight(self) -> float:
-        """The mean weight of the passes since the last step; 0 where no batch of the gradients counts."""
+        """The mean weight of the passes since the last step; 0 if no batch counts."""
         return sum(self.weights) / len(self.weights) if self.weights else self.weight
 
     @property
-    def left_out(self) -> int:
-        """The number of earlier batches that no step has followed."""
+    def skipped(self) -> int:
+        """The number of earlier batches that no step has used."""
         return self.batch - self.batches_used - (self.batch > self._used_last)
 
     # --- backward passes ------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Gradients:
         def hook(parameter: Tensor) -> None:
             task = torch._C._current_graph_task_id()
             if task != self._current:
-                self._begin(task)
+                self._start(task)
             grad = parameter.grad
             if grad is None or grad.requires_grad or grad.layout is not torch.strided:
                 grad = parameter.grad = self._plain(position, grad)
@@ -229,8 +229,8 @@ class Gradients:
 
         return hook
 
-    def _begin(self, task: int) -> None:
-        """Begin the pass with autograd's number `task`, at its first gradient."""
+    def _start(self, task: int) -> None:
+        """Start the pass with autograd's number `task`, at its first gradient."""
         with self._lock:
             if task != self._current:
                 self._current = task
@@ -243,7 +243,7 @@ class Gradients:
     @uncompiled
     def _end(self) -> None:
         self._current = _NO_PASS
-        if not self.weights:  # a step was taken inside the pass, in a hook on the last of its parameters
+        if not self.weights:  # a step was taken inside the pass, by a hook on its last parameter
             return
         if self.on_end is not None:
             self.on_end()
@@ -251,10 +251,10 @@ class Gradients:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Count everything that is added to the gradients inside the context as one pass, which ends with it.
+        """Treat everything that is added to the gradients inside the context as one pass, which ends with it.
 
         The micro-batches of a pipeline are one pass. Buckets are announced only while the caller sets `more_follow` to
-        False, for the last of them. Changes before the end do not count as changes by the loop.
+        False, for the last micro-batch. Changes before the end do not count as changes by the loop.
         """
         self._joined = self.more_follow = True
         self.weights.append(self.weight)
@@ -265,7 +265,7 @@ class Gradients:
         self._end()
 
     def _move_in(self, position: int, grad: Tensor) -> None:
-        """Copy a gradient from elsewhere into its flat slice, and make the slice the parameter's gradient."""
+        """Copy a gradient into its flat slice, and make the slice the parameter's gradient."""
         slot = self._slots[position]
         if grad.dtype != slot.dtype or grad.shape != slot.shape:
             self._refresh()  # raises the error about the parameter
@@ -276,25 +276,25 @@ class Gradients:
     def _plain(self, position: int, grad: Tensor | None) -> Tensor:
         """Return a gradient as a dense tensor; raise ConfigError if there is none, or if it has a graph."""
         if grad is None or grad.requires_grad:
-            flaw = "one with a graph; use torch.autograd.grad(..., create_graph=True) for inner gradients"
-            taken = "none; register a hook that takes it, such as an optimiser's step, after DistributedOptimizer"
-            got = taken if grad is None else flaw
+            with_graph = "one with a graph; use torch.autograd.grad(..., create_graph=True) for inner gradients"
+            removed = "none; register a hook that takes it, such as an optimiser's step, after DistributedOptimizer"
+            got = removed if grad is None else with_graph
             name = self._slots[position].name
             raise ConfigError(f"the gradient of {name!r} must be a plain tensor after backward(); got {got}.")
         return grad if grad.layout is torch.strided else grad.to_dense()
 
     def _view(self, position: int) -> Tensor:
-        """Return the view of a flat gradient, made anew if `p.grad.data = ...` has moved it, as `.float()` does."""
+        """Return the view of a flat gradient; create it again if `p.grad.data = ...` moved it, as `.float()` does."""
         if self._views[position].data_ptr() != self._pointers[position]:
             self._views[position] = self._slots[position].view(self._flats)
         return self._views[position]
 
     # --- buckets --------------------------------------------------------------------------------------------------
     def announce(self, *, early: bool = True, passes: int = 1) -> None:
-        """Announce the buckets of the coming step: each as soon as it is complete, if `early`, or all in `collect`.
+        """Start announcing the buckets of the next step: each when it is complete, if `early`, or all in `collect`.
 
         Args:
-            passes: backward passes of the step, the last of which completes buckets.
+            passes: number of backward passes of the step; the last one completes buckets.
         """
         self._armed, self._passes = early, passes
         self._arrived = [0] * len(self._bucket_of)  # gradients of each parameter
@@ -302,7 +302,7 @@ class Gradients:
         self._announced = 0  # buckets [0, announced) have been announced
 
     def _arrive(self, position: int) -> None:
-        """Note the gradient of the parameter at `position`, and announce the buckets that it completes."""
+        """Count the gradient of the parameter at `position`, and announce the buckets that it completes."""
         with self._lock:
             if self._bucket_of[position] < self._announced:
                 raise ConfigError(
@@ -324,27 +324,27 @@ class Gradients:
 
     # --- changes by the loop --------------------------------------------------------------------------------------
     def changed(self) -> bool:
-        """Tell whether the loop has changed gradients since the last backward pass, and note how in `changed_by_loop`.
+        """Return whether the loop has changed gradients since the last backward pass; update `changed_by_loop`.
 
-        It may have changed them in place, put others in their places, or set to None what `release` has given.
+        Changes are: in place, another tensor as gradient, or None instead of a gradient set by `release`.
         """
         if not self.weights or not self._flat:
             return False
-        replaced, left, now = False, 0, self._versions()
+        replaced, remaining, now = False, 0, self._versions()
         for slot, view, pointer in zip(self._slots, self._views, self._pointers):
             grad = slot.tensor.grad
-            left += grad is not None
+            remaining += grad is not None
             replaced = replaced or (grad is not None and (grad is not view or grad.data_ptr() != pointer))
         changed = replaced or now != self._after_pass
-        if self.looks_at is not None:
-            self.changed_by_loop += (self._change(now) if changed else 0) + (left < self._released)
+        if self.fingerprint is not None:
+            self.changed_by_loop += (self._change(now) if changed else 0) + (remaining < self._released)
         return changed
 
     def _change(self, now: list[object]) -> int:
-        """Return what tells changes of gradients apart, if they are the ranks' mean by now.
+        """Return a code for the change, to compare between ranks if gradients are already the mean of all ranks.
 
-        0 where values are as before; 1 where each rank has gradients of its own, as inside a pass. Else by the power of
-        two that gradients have on average: ranks' own factors change it sooner or later, rounding hardly ever.
+        0: values are as before. 1: gradients still differ by rank, as inside a pass. Else 2048 + the exponent of the
+        gradients' mean magnitude: different factors on ranks change it in most cases, rounding hardly ever.
         """
         if self.on_end is None or self._current != _NO_PASS:
             return 1
@@ -352,12 +352,12 @@ class Gradients:
         return 0 if values == before else 2048 + math.frexp(np.abs(np.frombuffer(b"".join(values))).mean())[1]  # type: ignore[arg-type]
 
     def _versions(self) -> list[object]:
-        values = [] if self.looks_at is None else map(self.looks_at, self._flats)
-        return [*(flat._version for flat in self._flats), *values]  # changes of views count too
+        values = [] if self.fingerprint is None else map(self.fingerprint, self._flats)
+        return [*(flat._version for flat in self._flats), *values]  # versions count changes of views too
 
     # --- a step ---------------------------------------------------------------------------------------------------
     def present(self) -> list[bool]:
-        """Tell of each trainable parameter whether it has a gradient."""
+        """Return for each trainable parameter whether it has a gradient."""
         return [slot.tensor.grad is not None for slot in self._slots]
 
     def collect(self, *, last: bool = False) -> Tensor:
@@ -366,17 +366,17 @@ class Gradients:
         Gradients of batches of weight 0 are removed from their parameters.
 
         Args:
-            last: announce all buckets that are left, and refuse further gradients until `announce` is called again.
+            last: announce all remaining buckets, and refuse further gradients until `announce` is called again.
 
         Returns:
-            bool tensor on the CPU, one for each trainable parameter: True if it has a gradient.
+            bool tensor on the CPU: for each trainable parameter, whether it has a gradient.
 
         Raises:
             ConfigError: a gradient was replaced after its bucket was announced, so that other ranks got the old one.
         """
         counts = self.mean_weight > 0.0
         # Gradients of earlier passes, or of the last step, may be the mean of all ranks.
-        stays = counts or (self.weighs and (bool(self.weights) or self._are_of_last_step()))
+        stays = counts or (self.weights_batches and (bool(self.weights) or self._are_of_last_step()))
         if not stays or any(self._blank):
             self._hide(stays)
         used = torch.tensor([slot.tensor.grad is not None for slot in self._slots], dtype=torch.bool)
@@ -390,8 +390,8 @@ class Gradients:
                 self._view(position).zero_()
             else:
                 self._move_in(position, self._plain(position, grad))
-        if not self._weighed and self.weighs and self.weight not in (0.0, 1.0):
-            self._weighed = True  # gradients that the loop has assigned itself, so that no hook has weighed them
+        if not self._weighted and self.weights_batches and self.weight not in (0.0, 1.0):
+            self._weighted = True  # gradients that the loop assigned, without hooks
             for grad in self._flats or [slot.tensor.grad for slot in self._slots if slot.tensor.grad is not None]:
                 grad.mul_(self.weight)
         if last:
@@ -401,14 +401,14 @@ class Gradients:
         return used
 
     def _are_of_last_step(self) -> bool:
-        """Tell whether the gradients are still those of the last step, in place."""
+        """Return whether the gradients are still those of the last step, in place."""
         held = zip(self._slots, self._views, self._pointers)
         places = ((slot.tensor.grad, view, pointer) for slot, view, pointer in held)
         in_place = all(grad is None or (grad is view and grad.data_ptr() == at) for grad, view, at in places)
         return in_place and self._after_step == [flat._version for flat in self._flats]
 
     def _hide(self, stays: bool) -> None:
-        """Remove gradients that only batches of weight 0 have made from their parameters, or all unless it `stays`."""
+        """Remove gradients that come only from batches of weight 0, or all unless `stays`, from their parameters."""
         for position, slot in enumerate(self._slots):
             if slot.tensor.grad is not None and (not stays or self._blank[position]):
                 slot.tensor.grad = None
@@ -427,10 +427,10 @@ class Gradients:
             )
 
     def release(self, used: Tensor | Sequence[bool]) -> None:
-        """Give its view as gradient to each parameter with a True in `used`, and None to the others.
+        """Set the gradient of each parameter: the view of its flat gradient if `used`, else None.
 
-        `used`, in the order of the parameters, is the result of `collect()` or'ed over the ranks. Then an optimiser
-        skips the same parameters as in a plain run on the ranks' joint batch.
+        `used`, in the order of the parameters, is the result of `collect()` or'ed over the ranks. So an optimiser skips
+        the same parameters as in training with the joint batch on one process.
         """
         flags = torch.as_tensor(used).tolist()
         if len(flags) != len(self._slots):
@@ -440,14 +440,14 @@ class Gradients:
         self._released = sum(flags)
 
     def done(self) -> None:
-        """End the step: gradients that were removed, those of batches of weight 0, are zeros that the loop can read."""
+        """End the step: gradients that were removed for it become zeros that the loop can read."""
         for position in self._hidden:
             slot = self._slots[position]
             if slot.tensor.grad is None:
                 slot.tensor.grad = self._view(position).zero_() if self._flat else torch.zeros_like(slot.tensor)
         self._hidden.clear()
         self.weights.clear()
-        self._current = _NO_PASS  # the next step gets later gradients, also those of the same pass
+        self._current = _NO_PASS  # later gradients belong to the next step, also those of the same pass
         self.batches_used += self.batch > self._used_last
         self._used_last = self.batch
         self._after_step = [flat._version for flat in self._flats]

@@ -12,29 +12,29 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 
-_ALONG = "along"  # stands for a tensor with the shape of the parameter
-Described = dict[str, Any]  # of one parameter's state, by name: _ALONG, a number, or [number] for a tensor of one
+_ALONG = "along"  # represents a tensor with the shape of the parameter
+Described = dict[str, Any]  # one parameter's state, by name: _ALONG, a number, or [number] for a tensor of one element
 
 
 def groups(model: FlatModel, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any] | None]:
-    """Return the group of each parameter, in the order of `model.slots`; None for one that no optimiser has."""
+    """Return the group of each parameter, in the order of `model.slots`; None for a parameter outside of all groups."""
     of_all = [] if optimizer is None else optimizer.param_groups
     of = {id(parameter): group for group in of_all for parameter in group["params"]}
     return [of.get(id(slot.tensor)) for slot in model.slots]
 
 
 def required(optimizer: torch.optim.Optimizer | None, where: str) -> torch.optim.Optimizer:
-    """Return the optimiser whose state is to change.
+    """Return the optimiser, whose state is to be changed.
 
     Args:
-        where: the setting that asks for it, as `strategy.inner_state is not keep`.
+        where: the setting that needs it, such as `strategy.inner_state is not keep`.
 
     Raises:
         ConfigError: there is none.
     """
     if optimizer is None:
         raise ConfigError(
-            f"strategy.optimizer must be the local optimiser where {where}; got None. Set it after making the "
+            f"strategy.optimizer must be the local optimiser where {where}; got None. Set it after creating the "
             "strategy, or use hpcdist.DistributedOptimizer, which does."
         )
     return optimizer
@@ -43,9 +43,9 @@ def required(optimizer: torch.optim.Optimizer | None, where: str) -> torch.optim
 class Moments:
     """Averages the tensors of an optimiser's state that have the shape of their parameter.
 
-    Scalars, such as Adam's count of steps, are not averaged. If a rank has no state for a parameter, because the
-    parameter has had no gradient there yet, zeros count in the mean, and the state is made with the scalars of the
-    lowest rank that has it. State with tensors of other shapes, such as Adafactor's, is left alone.
+    Scalars, such as Adam's count of steps, are not averaged. If a rank has no state for a parameter, because it has had
+    no gradient of it yet, it contributes zeros, and gets a state with the scalars of the lowest rank that has one.
+    State with tensors of other shapes, such as Adafactor's, stays unchanged.
 
     Messages: until every parameter has a state on all ranks, one exchange of a few bytes per parameter at each average.
     """
@@ -70,27 +70,27 @@ class Moments:
                 tensor.copy_(view)
 
     def reset(self) -> None:
-        """Collective. Start again, because the optimisers' states have been replaced."""
+        """Collective. Forget what ranks have agreed on, after the optimisers' states were replaced."""
         self._names = []
 
     def _along(self, optimizer: torch.optim.Optimizer, flats: list[Tensor]) -> Iterator[tuple[Tensor, dict]]:
-        """Yield each parameter's view of `flats`, with the tensors of its state that have its shape, by name."""
+        """Yield each parameter's view of `flats`, with the state's tensors of the same shape, by name."""
         for slot in self._model.slots:
             state = optimizer.state.get(slot.tensor, {})
             along = [name for name, what in _describe(slot.tensor, state).items() if what == _ALONG]
             yield slot.view(flats), {name: state[name] for name in along}
 
     def _agree(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Collective. Make missing state; return the names of tensors with their parameter's shape on any rank."""
-        places = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-        parameters = [slot.tensor for slot in self._model.slots if slot.tensor in places]
-        own = [_describe(parameter, optimizer.state.get(parameter, {})) for parameter in parameters]
-        described = self._comm.gather(own)
+        """Collective. Create missing state; return the names of tensors with their parameter's shape on any rank."""
+        indices = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+        parameters = [slot.tensor for slot in self._model.slots if slot.tensor in indices]
+        local = [_describe(parameter, optimizer.state.get(parameter, {})) for parameter in parameters]
+        described = self._comm.gather(local)
         agreed: list[Described] = [next(filter(None, of_ranks), {}) for of_ranks in zip(*described, strict=True)]
-        lacking = [(p, new) for p, old, new in zip(parameters, own, agreed, strict=True) if new and not old]
+        lacking = [(p, new) for p, old, new in zip(parameters, local, agreed, strict=True) if new and not old]
         if lacking:
-            whole = optimizer.state_dict()  # so that torch puts each tensor on the device where it wants it
-            whole["state"] |= {places[p]: _make_state(p, described) for p, described in lacking}
+            whole = optimizer.state_dict()  # so that torch moves each tensor to the right device
+            whole["state"] |= {indices[p]: _create_state(p, described) for p, described in lacking}
             optimizer.load_state_dict(whole)
         names = list(dict.fromkeys(name for new in agreed for name, what in new.items() if what == _ALONG))
         if all(agreed):
@@ -99,7 +99,7 @@ class Moments:
 
 
 def _describe(parameter: Tensor, state: dict[str, Any]) -> Described:
-    """Describe a parameter's state; return nothing if JSON can't hold a part of it."""
+    """Describe a parameter's state; return {} if JSON can't hold a part of it."""
     described: Described = {}
     for name, value in state.items():
         if not isinstance(value, Tensor) and (value is None or isinstance(value, int | float)):
@@ -113,8 +113,8 @@ def _describe(parameter: Tensor, state: dict[str, Any]) -> Described:
     return described
 
 
-def _make_state(parameter: Tensor, described: Described) -> dict[str, Any]:
-    """Make a state of zeros in the parameter's shape, and of the given numbers."""
+def _create_state(parameter: Tensor, described: Described) -> dict[str, Any]:
+    """Return a state of zeros in the parameter's shape, and the described numbers."""
     state: dict[str, Any] = {}
     for name, what in described.items():
         if what == _ALONG:

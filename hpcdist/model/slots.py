@@ -1,4 +1,4 @@
-"""Places of a module's tensors in flat memory: slots, checks, and the description that ranks compare."""
+"""Positions of a module's tensors in flat memory: slots, checks, and the description that ranks compare."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hpcdist.errors import ConfigError
 
 @dataclass(eq=False)
 class Slot:
-    """The place of a module's tensor: elements [start, stop) of flat tensor number `group`, row-major.
+    """The position of a module's tensor: elements [start, stop) of flat tensor number `group`, row-major.
 
-    A complex tensor lies there as pairs (real part, imaginary part), so that flat memory holds real numbers only.
+    A complex tensor is stored as pairs (real part, imaginary part), so that flat memory holds only real numbers.
 
     Attributes:
-        tensor: the module's own parameter or buffer.
+        tensor: the module's parameter or buffer.
         dtype, shape: of the tensor when the module was wrapped.
         pointer: address of the slot's memory.
     """
@@ -36,20 +36,20 @@ class Slot:
     pointer: int = 0
 
     def view(self, flats: Sequence[Tensor]) -> Tensor:
-        """Return the slot's elements of flat tensors, in the shape of its own tensor and in their precision."""
+        """Return the slot's elements of flat tensors, in the tensor's shape and in the precision of `flats`."""
         flat = flats[self.group]
         dtype = flat.dtype.to_complex() if self.dtype.is_complex else flat.dtype
         return flat[self.start : self.stop].view(dtype).view(self.shape)
 
     def fits(self, tensor: Tensor, flats: Sequence[Tensor]) -> bool:
-        """Tell whether a tensor can be copied into the slot."""
+        """Return whether a tensor can be copied into the slot."""
         return (tensor.shape, tensor.dtype, tensor.device) == (self.shape, self.dtype, flats[self.group].device)
 
     def move_in(self, tensor: Tensor, flats: Sequence[Tensor], role: str, advice: str) -> None:
-        """Copy the values of `tensor` into the slot, and bind the slot's own tensor to it again.
+        """Copy the values of `tensor` into the slot, and make the slot its tensor's memory again.
 
         Raises:
-            ConfigError: shape, dtype or device differ. The message names the role, and ends with the advice.
+            ConfigError: shape, dtype or device differ. The message names `role`, and ends with `advice`.
         """
         if not self.fits(tensor, flats):
             raise ConfigError(
@@ -70,7 +70,7 @@ def bind(slots: Iterable[Slot], flats: Sequence[Tensor]) -> None:
 def flatten(
     named: Iterable[tuple[str, Tensor]], kinds: Mapping[str, str] | None = None
 ) -> tuple[list[Slot], tuple[Tensor, ...]]:
-    """Move tensors into flat memory, one flat tensor for each (dtype, device, kind), in order and without padding."""
+    """Move tensors into flat memory: one flat tensor for each (dtype, device, kind), in order and without padding."""
     groups: dict[tuple[torch.dtype, torch.device, str], int] = {}
     lengths: list[int] = []
     slots: list[Slot] = []
@@ -102,8 +102,8 @@ def check_flattenable(parameters: Sequence[tuple[str, Tensor]], buffers: Iterabl
             continue
         if tensor.data_ptr() in owners:
             raise ConfigError(
-                f"{name!r} must have memory of its own; got that of parameter {owners[tensor.data_ptr()]!r}. To tie "
-                "them, make both attributes one Parameter object (a.weight = b.weight); else clone one."
+                f"{name!r} must not share memory; got that of parameter {owners[tensor.data_ptr()]!r}. To tie them, "
+                "make both attributes one Parameter object (a.weight = b.weight); else clone one."
             )
         if isinstance(tensor, nn.Parameter):
             owners[tensor.data_ptr()] = name
@@ -123,10 +123,10 @@ def _flaw(tensor: Tensor) -> str | None:
 
 
 def getter(held: Any) -> Callable[[str], Tensor | None]:
-    """Return what finds a module's parameter or buffer by its name; None where there is none.
+    """Return a function that returns a module's parameter or buffer by name, or None.
 
     Args:
-        held: the dict of a module, or what a module of torch.jit.script has in its place, which lacks `get`.
+        held: the dict of a module, or what a torch.jit.script module has instead, which lacks `get`.
     """
     return held.get if isinstance(held, dict) else lambda key: held[key] if key in held else None  # noqa: SIM401
 
@@ -136,10 +136,10 @@ T = TypeVar("T")
 
 
 def unwrapped(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    """Yield what is named after a module's parts, under the names that it has without torch's own wrappers.
+    """Yield values under the names that they have without torch's wrappers of the module or its parts.
 
-    torch.compile and torch's checkpoint_wrapper change how a module runs and not what it is: a checkpoint of either
-    is one of the plain module.
+    torch.compile and torch's checkpoint_wrapper change how a module runs, not its tensors: so checkpoints use the plain
+    module's names.
     """
     kinds = [(path, cls.__name__) for path, part in module.named_modules() for cls in type(part).__mro__]
     wrappers = [(f"{path}." if path else "", f"{_WRAPPERS[kind]}.") for path, kind in kinds if kind in _WRAPPERS]
@@ -151,7 +151,7 @@ def unwrapped(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tup
 
 
 def check_parameters(now: Sequence[tuple[str, Tensor]], slots: Sequence[Slot]) -> None:
-    """Raise ConfigError unless these parameters are those of `slots`, the same objects in order."""
+    """Raise ConfigError unless these parameters are the tensors of `slots`, the same objects in order."""
     odd = next((name for (name, tensor), slot in zip(now, slots) if tensor is not slot.tensor), None)
     if odd is None and len(now) != len(slots):
         names = max([name for name, _ in now], [slot.name for slot in slots], key=len)
@@ -159,24 +159,24 @@ def check_parameters(now: Sequence[tuple[str, Tensor]], slots: Sequence[Slot]) -
     if odd is not None:
         raise ConfigError(
             f"the module's parameters must be the same as when it was wrapped; got {odd!r} added, removed or replaced "
-            "(load_state_dict(assign=True) replaces). Change the module first, wrap it after."
+            "(load_state_dict(assign=True) replaces). Change the module before wrapping it."
         )
 
 
-def check_memory(setting: str, tensors: Sequence[Tensor], like: Sequence[Tensor], slots: Iterable[Slot]) -> None:
-    """Raise ConfigError unless `tensors` can be the memory of `slots` in place of `like`."""
-    if len(tensors) != len(like):
-        raise ConfigError(f"{setting} must be {len(like)} flat tensors, one per group; got {len(tensors)}.")
+def check_memory(setting: str, tensors: Sequence[Tensor], template: Sequence[Tensor], slots: Iterable[Slot]) -> None:
+    """Raise ConfigError unless `tensors` can be the memory of `slots` instead of `template`."""
+    if len(tensors) != len(template):
+        raise ConfigError(f"{setting} must be {len(template)} flat tensors, one per group; got {len(tensors)}.")
     complex_groups = {slot.group for slot in slots if slot.dtype.is_complex}
-    for group, (tensor, own) in enumerate(zip(tensors, like, strict=True)):
-        if tensor.shape != own.shape or tensor.dtype != own.dtype:
-            raise ConfigError(f"{setting}, group {group}, must be {kind(own)}; got {kind(tensor)}.")
+    for group, (tensor, old) in enumerate(zip(tensors, template, strict=True)):
+        if tensor.shape != old.shape or tensor.dtype != old.dtype:
+            raise ConfigError(f"{setting}, group {group}, must be {kind(old)}; got {kind(tensor)}.")
         aligned = group not in complex_groups or tensor.storage_offset() % 2 == 0
-        if tensor.device != own.device or not tensor.is_contiguous() or not aligned:
+        if tensor.device != old.device or not tensor.is_contiguous() or not aligned:
             raise ConfigError(
-                f"{setting}, group {group}, must be contiguous, on {own.device}, and at an even storage offset where "
+                f"{setting}, group {group}, must be contiguous, on {old.device}, and at an even storage offset where "
                 f"parameters are complex; got strides {tensor.stride()}, {tensor.device}, offset "
-                f"{tensor.storage_offset()}. Allocate a tensor for it alone."
+                f"{tensor.storage_offset()}. Allocate a separate tensor."
             )
 
 
@@ -185,9 +185,9 @@ def kind(tensor: Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
-def describe_difference(mine: str, theirs: str, here: str = "here", there: str = "there") -> str | None:
+def describe_difference(a: str, b: str, here: str = "here", there: str = "there") -> str | None:
     """Return the first difference of two descriptions (`FlatModel.description`); None if they are equal."""
-    for one, other in zip_longest(mine.splitlines(), theirs.splitlines(), fillvalue="nothing"):
-        if one != other:
-            return f"{one!r} {here} against {other!r} {there}"
+    for line, other in zip_longest(a.splitlines(), b.splitlines(), fillvalue="nothing"):
+        if line != other:
+            return f"{line!r} {here} against {other!r} {there}"
     return None

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist import collectives
+from hpcdist.comm.chunks import as_real, chunks
 from hpcdist.comm.communicator import Communicator, Traffic
-from hpcdist.comm.pieces import as_real, pieces
 from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.layers import Chain
 
@@ -60,7 +60,7 @@ class Agreement:
     def norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """Collective in the replica. Compute the 2-norm of all stages' gradients together, as a float64 on the CPU."""
         grads = [p.grad for p in parameters if p.grad is not None and id(p) not in self._repeated]
-        squares = [float(torch.linalg.vector_norm(as_real(piece), dtype=torch.float64)) ** 2 for piece in pieces(grads)]
+        squares = [float(torch.linalg.vector_norm(as_real(chunk), dtype=torch.float64)) ** 2 for chunk in chunks(grads)]
         places = torch.zeros(self.comm.size, dtype=torch.float64)  # one for each rank: sums of one number are exact
         places[self.comm.rank] = math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
         self.comm.allreduce(places)
@@ -135,7 +135,7 @@ class TiedParameters:
     def traffic(self) -> Traffic:
         return sum((group.trace.traffic for group, _ in self._groups), Traffic())
 
-    def begin_gradients(self) -> None:
+    def start_gradients(self) -> None:
         """Keep the sums of earlier batches on the first of the ranks only, before gradients are added to them."""
         for parameter in self.repeated:
             if parameter.grad is not None:

@@ -65,7 +65,7 @@ class Boundary:
     Args:
         comm: has the ranks at both ends.
         stage: the stage before the boundary.
-        other: the rank at the other end, until `begin` names others.
+        other: the rank at the other end, until `start` names others.
         device: of received tensors.
         values: what they are, for messages.
     """
@@ -82,7 +82,7 @@ class Boundary:
         if other == comm.rank:
             self._here = {tag: deque() for tag in tags}
 
-    def begin(self, others: Iterable[int]) -> None:
+    def start(self, others: Iterable[int]) -> None:
         """Begin a batch, for each of whose micro-batches another rank is at the other end."""
         others = list(others)
         self._others = {tag: iter(others) for tag in self._others}

@@ -93,7 +93,7 @@ class Pipeline(PartOfModel):
         self._loss, self._micro_batches, self._chunks, self._recompute = loss, micro_batches, chunks, recompute
         self._schedule = schedule
         self._tables: dict[int, Table] = {}
-        schedules.make(schedule, grid.inner.size, micro_batches, chunks)  # refused before anything is built
+        schedules.create(schedule, grid.inner.size, micro_batches, chunks)  # refused before anything is built
         self.routing = Routing(grid, seed) if routing == "random" and grid.replicas > 1 else None
         self._device = torch.device("cpu") if device is None else torch.device(device)
         self._build((lambda: make) if isinstance(make, (nn.Module, list, tuple)) else cast(Make, make), cut)
@@ -173,14 +173,14 @@ class Pipeline(PartOfModel):
         """
         batch = _Batch(x, y, micro_batches or self._micro_batches, self._device, scaled)
         operations = self._operations(batch.parts)
-        self._begin_routes(batch, trains=True)
+        self._start_routes(batch, trains=True)
         if scaled is not None:
             scaled(torch.zeros((), device=self._device))  # it starts with the first loss, which only one rank has
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(optimizer.strategy.model.gradients.joined())
             stack.enter_context(self._between.overlapping())
-            self.tied.begin_gradients()
+            self.tied.start_gradients()
             for operation, following in zip_longest(operations, operations[1:]):
                 received = self._incoming(operation)[1](batch.keys[operation.micro_batch])
                 if following is not None:
@@ -198,7 +198,7 @@ class Pipeline(PartOfModel):
         """Where stages exchange values: the replica, or the whole grid where these take random routes."""
         return self.grid.inner if self.routing is None else self.routing.comm
 
-    def _begin_routes(self, batch: _Batch, *, trains: bool) -> None:
+    def _start_routes(self, batch: _Batch, *, trains: bool) -> None:
         """Collective where routes are random. Choose where the micro-batches go, and send the targets there."""
         routing = self.routing
         if routing is None:
@@ -207,27 +207,27 @@ class Pipeline(PartOfModel):
         if trains:
             steps = self.optimizers[0].strategy.steps if self.optimizers else 0
             weights = [optimizer.strategy.model.gradients.weight for optimizer in self.optimizers]
-            drawn = routing.draw(steps, (weights, batch.keys), self.n_stages - 1, batch.parts)
+            drawn = routing.sample(steps, (weights, batch.keys), self.n_stages - 1, batch.parts)
         stages = self.grid.stages
         for before, boundary in self._boundaries.items():
             behind = before in self.stages
             other = (before + behind) % stages
             ways = None if drawn is None else drawn[before]
-            boundary.begin(routing.ranks(ways, batch.parts, other, behind=behind))
+            boundary.start(routing.ranks(ways, batch.parts, other, behind=behind))
         if drawn is None:
             return
         batch.keys = [("drawn", key) for key in batch.keys]  # of these all replicas have the same ones
         if self.is_last:
             whole = composed(drawn)
             for end, behind in zip(self._targets, (True, False)):
-                end.begin(routing.ranks(whole, batch.parts, stages - 1, behind=behind))
+                end.start(routing.ranks(whole, batch.parts, stages - 1, behind=behind))
             for part, key in enumerate(batch.keys):
                 self._targets[0].send(key, (batch.part_of(batch.y, part),))
             batch.arrives = self._targets[1].receive
 
     def _operations(self, parts: int) -> list[Operation]:
         if parts not in self._tables:
-            self._tables[parts] = schedules.make(self._schedule, self.grid.inner.size, parts, self._chunks)
+            self._tables[parts] = schedules.create(self._schedule, self.grid.inner.size, parts, self._chunks)
         return self._tables[parts][self.grid.inner.rank]
 
     def _incoming(self, operation: Operation) -> tuple[Callable[[Hashable], None], Callable[[Hashable], Any]]:
@@ -303,7 +303,7 @@ class Pipeline(PartOfModel):
         outputs = []
         with torch.no_grad():
             batch = _Batch(x, None, self._micro_batches, self._device)
-            self._begin_routes(batch, trains=False)
+            self._start_routes(batch, trains=False)
             for operation in self._operations(batch.parts):
                 kind, number, part = operation
                 if kind != "F":

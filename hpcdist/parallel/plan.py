@@ -105,7 +105,7 @@ def predict(
     Raises:
         ConfigError: the schedule refuses the numbers, or no cut keeps the limit.
     """
-    table = schedules.make(schedule, ranks, micro_batches, chunks)
+    table = schedules.create(schedule, ranks, micro_batches, chunks)
     if cut is not None and cut.stages != ranks * chunks:
         raise ConfigError(
             f"cut must have {ranks * chunks} stages, {chunks} for each of {ranks} ranks; got {cut.stages}. Change it."
@@ -158,7 +158,7 @@ def measured_cut(comm: Communicator, costs: Callable[[], Sequence[LayerCost]], r
         costs: measures; called on rank 0 only.
         ranks, settings: as for `predict`.
     """
-    sizes = comm.together(lambda: predict(costs(), ranks, **settings).cut.sizes if comm.rank == 0 else ())
+    sizes = comm.raise_on_all_ranks(lambda: predict(costs(), ranks, **settings).cut.sizes if comm.rank == 0 else ())
     agreed = comm.gather(list(sizes))[0]
     return by_hand(agreed, sum(agreed))
 

@@ -51,13 +51,13 @@ class Routing:
                 "or cut the model into several stages."
             )
         if seed < 0:
-            raise ConfigError(f"seed of the routing must be at least 0; got {seed}. Numpy takes no negative one.")
+            raise ConfigError(f"seed of the routing must be at least 0; got {seed}. NumPy refuses negative seeds.")
         self._grid, self._seed = grid, seed
         self.comm, self._column = grid.comm.split(0), grid.outer.split(0)
         self.agreement = Agreement(self.comm)
         self._batch = (-1, -1)  # steps before the latest batch, and batches since the last step
 
-    def draw(self, steps: int, facts: object, boundaries: int, parts: int) -> list[np.ndarray] | None:
+    def sample(self, steps: int, facts: object, boundaries: int, parts: int) -> list[np.ndarray] | None:
         """Collective. Draw the permutations of a batch; None where replicas differ in `facts`.
 
         Args:

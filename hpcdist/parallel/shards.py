@@ -82,7 +82,7 @@ class Shards(PartOfModel):
         for part in self._parts.values():
             if part.own.requires_grad:
                 part.tensor.register_post_accumulate_grad_hook(self._hook(part))
-        self._models[0].register_forward_pre_hook(lambda *_: self._begin_forward(), prepend=True)
+        self._models[0].register_forward_pre_hook(lambda *_: self._start_forward(), prepend=True)
         model.register_state_dict_pre_hook(lambda *_: self._follow())
 
     @property
@@ -117,7 +117,7 @@ class Shards(PartOfModel):
         return described | {prefix + name: {**_WHOLE, "of": name, "shape": list(t.shape)} for name, t in buffers}
 
     # --- values ---------------------------------------------------------------------------------------------------
-    def _begin_forward(self) -> None:
+    def _start_forward(self) -> None:
         self._arrived.clear()  # left by a backward pass that has failed
         self._follow()
         for name, part in self._parts.items():

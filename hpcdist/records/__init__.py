@@ -21,15 +21,15 @@ from hpcdist.records.run import (
     Outcome,
     RunRecord,
     Start,
-    begin_run,
     copy_job,
     cores_by_host,
     end_run,
     load_average,
     load_run,
+    local_cores_of_host,
     note_step,
     now,
-    own_cores,
+    start_run,
 )
 from hpcdist.records.step import (
     Evaluation,

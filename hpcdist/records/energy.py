@@ -50,7 +50,7 @@ class EnergyMeter:
                 self._counters[source] = make()
             except OSError as error:
                 self.missing[source] = str(error)
-        self._begin = self.read()
+        self._start = self.read()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="hpcdist-energy", daemon=True)
         if CPU in self._counters:
@@ -58,7 +58,7 @@ class EnergyMeter:
 
     def joules(self) -> dict[str, float]:
         """Return the joules since the construction, by source."""
-        return {source: now - self._begin[source] for source, now in self.read().items()}
+        return {source: now - self._start[source] for source, now in self.read().items()}
 
     def read(self) -> dict[str, float]:
         """Read the counters, by source."""
@@ -125,10 +125,10 @@ def packages(root: Path = SYSFS) -> list[Package]:
     folder = root / "class" / "powercap"
     zones = [zone for zone in sorted(folder.glob("intel-rapl:*")) if zone.name.count(":") == 1]
     names = {zone: (zone / "name").read_text().strip() for zone in zones if (zone / "name").exists()}
-    found = [zone for zone, name in names.items() if name.startswith("package")]
-    if not found:
+    package_zones = [zone for zone, name in names.items() if name.startswith("package")]
+    if not package_zones:
         raise OSError(f"no counter of processors (RAPL) in {folder}")
-    return [Package(zone) for zone in found]
+    return [Package(zone) for zone in package_zones]
 
 
 def _number(path: Path) -> int:
@@ -166,13 +166,13 @@ class NvidiaGpu:
 
     def used(self) -> tuple[float | None, int | None]:
         """Return the share of the last moment in which it was busy, and its bytes in use; None for what it hides."""
-        found: list[Any] = []
+        values: list[Any] = []
         for question, field, unit in (("UtilizationRates", "gpu", 0.01), ("MemoryInfo", "used", 1)):
             try:
-                found.append(getattr(self.ask(f"nvmlDeviceGet{question}"), field) * unit)
+                values.append(getattr(self.ask(f"nvmlDeviceGet{question}"), field) * unit)
             except self.nvml.NVMLError:
-                found.append(None)
-        return found[0], found[1]
+                values.append(None)
+        return values[0], values[1]
 
 
 class GpuCounter:

@@ -63,33 +63,33 @@ class Stamp(NamedTuple):
     checksum: str  # its name in CHECKSUMS, a colon, and its hexadecimal digits
 
 
-def write_durably(path: Path, pieces: Iterable[bytes | np.ndarray]) -> Stamp:
+def write_durably(path: Path, chunks: Iterable[bytes | np.ndarray]) -> Stamp:
     """Write pieces (bytes, or flat uint8 arrays) into a new file and fsync it.
 
-    `pieces` may be a generator: each piece is written before the next one is made.
+    `chunks` may be a generator: each piece is written before the next one is made.
 
     Raises:
         OSError: the file exists, or can't be written.
     """
-    found, total = CHECKSUMS[WRITTEN](), 0
+    checksum, total = CHECKSUMS[WRITTEN](), 0
     with open(path, "xb") as file:
-        for piece in pieces:
-            data = piece if isinstance(piece, bytes) else piece.data
-            found.update(data)
+        for chunk in chunks:
+            data = chunk if isinstance(chunk, bytes) else chunk.data
+            checksum.update(data)
             file.write(data)
             total += len(data)
         file.flush()
         os.fsync(file.fileno())
-    return Stamp(total, f"{WRITTEN}:{found.hexdigest()}")
+    return Stamp(total, f"{WRITTEN}:{checksum.hexdigest()}")
 
 
 def stamp(file: BinaryIO, checksum: str = WRITTEN) -> Stamp:
     """Compute the length and a checksum, by its name, of what is left of an open file."""
-    found, total, chunk = CHECKSUMS[checksum](), 0, memoryview(bytearray(CHUNK_BYTES))
+    digest, total, chunk = CHECKSUMS[checksum](), 0, memoryview(bytearray(CHUNK_BYTES))
     while count := file.readinto(chunk):  # type: ignore[attr-defined]
-        found.update(chunk[:count])
+        digest.update(chunk[:count])
         total += count
-    return Stamp(total, f"{checksum}:{found.hexdigest()}")
+    return Stamp(total, f"{checksum}:{digest.hexdigest()}")
 
 
 def sync(path: Path) -> None:
@@ -182,19 +182,19 @@ def faults_of(error: ValidationError) -> str:
     )
 
 
-def checked(value: Any, kind: Any, where: str | Path, rule: str, remedy: str = "") -> Any:
-    """Check a value by `kind`, a model of pydantic's or a type, and return it as one.
+def checked(value: Any, model: Any, where: str | Path, rule: str, remedy: str = "") -> Any:
+    """Check a value by `model`, a model of pydantic's or a type, and return it as one.
 
     Raises:
         DataError: it breaks a rule of the model: `where` must `rule`; got the reason. `remedy`.
     """
     try:
-        return TypeAdapter(kind).validate_python(value)
+        return TypeAdapter(model).validate_python(value)
     except ValidationError as error:
         raise DataError(f"{where} must {rule}; got {faults_of(error)}. {remedy}".rstrip()) from None
 
 
-def read_checked(path: Path, kind: Any, rule: str, remedy: str) -> Any:
+def read_checked(path: Path, model: Any, rule: str, remedy: str) -> Any:
     """Read a file of JSON that others may have made, and check it as `checked` does; None where there is no such file.
 
     Raises:
@@ -208,35 +208,35 @@ def read_checked(path: Path, kind: Any, rule: str, remedy: str) -> Any:
         raise DataError(f"{path} must be readable; got {error.strerror}. {remedy}") from None
     except DataError as error:
         raise DataError(f"{path} must {rule}; got {error} {remedy}") from None
-    return checked(content, kind, path, rule, remedy)
+    return checked(content, model, path, rule, remedy)
 
 
-def read_lines(path: Path, kind: TypeAdapter[T], what: str, remedy: str, *, whole: bool = False) -> list[T]:
+def read_lines(path: Path, adapter: TypeAdapter[T], rule: str, remedy: str, *, whole: bool = False) -> list[T]:
     """Read a file whose lines are each JSON of a kind, which others may have made; no lines where there is no file.
 
     Args:
         whole: leave out a last line without its end.
 
     Raises:
-        DataError: the file can't be read, or a line is not of that kind: it must be `what`; the reason; `remedy`.
+        DataError: the file can't be read, or a line is not of that kind: it must be `rule`; the reason; `remedy`.
     """
     try:
-        text, found = read_bounded(path), []
+        text, items = read_bounded(path), []
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise DataError(f"{path} must be readable; got {error.strerror}. Move it away to go on.") from None
     for number, line in enumerate(text[: text.rfind(b"\n") + 1 if whole else None].splitlines(), start=1):
         try:
-            found.append(kind.validate_json(line))
+            items.append(adapter.validate_json(line))
         except ValidationError as error:
-            raise damaged_line(path, number, line, what, error, remedy) from None
-    return found
+            raise damaged_line(path, number, line, rule, error, remedy) from None
+    return items
 
 
 def damaged_line(
-    path: Path, number: int, line: bytes, what: str, fault: ValidationError | str, remedy: str
+    path: Path, number: int, line: bytes, rule: str, fault: ValidationError | str, remedy: str
 ) -> DataError:
     """Make the error of a line that is not what it must be."""
     reason = fault if isinstance(fault, str) else faults_of(fault)
-    return DataError(f"{path}:{number} must be {what}; got {line[:60]!r} ({reason}). {remedy}")
+    return DataError(f"{path}:{number} must be {rule}; got {line[:60]!r} ({reason}). {remedy}")

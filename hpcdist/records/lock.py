@@ -47,8 +47,8 @@ def locked(folder: Path, wait_s: float = 0.0, setting: str = "--output") -> Iter
                 f"{setting} must be a folder in which no other run is at work; got {folder}, held by {_read(file)}. "
                 "Wait until that ends, or give another folder."
             )
-        for left in [path for name in WRITTEN for path in folder.glob(f"{name}.tmp-*")]:
-            left.unlink(missing_ok=True)  # of a process that was killed while it replaced the file
+        for stale in [path for name in WRITTEN for path in folder.glob(f"{name}.tmp-*")]:
+            stale.unlink(missing_ok=True)  # of a process that was killed while it replaced the file
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         _write(file, f"process {os.getpid()} on host {platform.node()} since {since}")
         try:

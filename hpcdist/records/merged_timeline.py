@@ -27,14 +27,14 @@ class RankTimeline(BaseModel):
     name: str = Field(description="as viewers show it")
     clock: list[tuple[float, float]] = Field(description="moments, and how far this clock was ahead of the first's")
     error_s: float = Field(0.0, description="how wrong the latter may be")
-    left_out: int = 0
+    dropped: int = 0
 
-    def common_s(self, own_s: float) -> float:
+    def common_s(self, local_s: float) -> float:
         """Convert a moment of this rank's clock to the first rank's; the clocks drift apart evenly."""
         (first_s, ahead_s), (last_s, ahead_last_s) = self.clock[0], self.clock[-1]
         if last_s > first_s:
-            ahead_s += (ahead_last_s - ahead_s) * (own_s - first_s) / (last_s - first_s)
-        return own_s - ahead_s
+            ahead_s += (ahead_last_s - ahead_s) * (local_s - first_s) / (last_s - first_s)
+        return local_s - ahead_s
 
 
 def merge_timelines(path: Path, ranks: Sequence[RankTimeline], **about: Any) -> None:
@@ -51,7 +51,7 @@ def merge_timelines(path: Path, ranks: Sequence[RankTimeline], **about: Any) -> 
     for rank in ranks:
         for event in _events(path, rank, zero_s):
             links.note(event)
-    about |= {"ranks": len(ranks), "left out": {rank.rank: rank.left_out for rank in ranks if rank.left_out}}
+    about |= {"ranks": len(ranks), "dropped": {rank.rank: rank.dropped for rank in ranks if rank.dropped}}
     about["clocks"] = {
         rank.rank: {"ahead, s": [ahead for _, ahead in rank.clock], "error, s": rank.error_s} for rank in ranks
     }
@@ -73,8 +73,10 @@ def _merged(path: Path, rank: RankTimeline, zero_s: float, links: _Links) -> Ite
     """Yield a rank's events, of each thread those that begin first first, and of these the longest."""
     yield {"name": "process_sort_index", "ph": "M", "pid": rank.rank, "args": {"sort_index": rank.rank}}
     events = list(_events(path, rank, zero_s))
-    places = {id(event): place for place, event in enumerate(events)}  # what is within another one ended before it
-    events.sort(key=lambda e: (e["ph"] != "M", e["tid"], e.get("ts", 0), -e.get("dur", 0), -places[id(e)]))
+    positions = {
+        id(event): position for position, event in enumerate(events)
+    }  # what is within another one ended before it
+    events.sort(key=lambda e: (e["ph"] != "M", e["tid"], e.get("ts", 0), -e.get("dur", 0), -positions[id(e)]))
     for event in events:
         if event["name"] == "process_name":
             event["args"]["name"] = rank.name
@@ -95,8 +97,8 @@ def _events(path: Path, rank: RankTimeline, zero_s: float) -> Iterator[Event]:
         except ValueError:
             continue  # cut short, as its rank died
         if "ts" in event:
-            own_us = event["ts"], event["ts"] + event.get("dur", 0)
-            times = span_us(*(rank.common_s(1e-6 * us) - zero_s for us in own_us))
+            local_us = event["ts"], event["ts"] + event.get("dur", 0)
+            times = span_us(*(rank.common_s(1e-6 * us) - zero_s for us in local_us))
             event |= times if "dur" in event else {"ts": times["ts"]}
         yield event
 

@@ -103,10 +103,13 @@ def network_bytes(root: Path = SYSFS) -> tuple[int, int]:
 
     MPI uses InfiniBand past the kernel, whose counters of interfaces see none of it.
     """
-    interfaces = {name: found for name, found in psutil.net_io_counters(pernic=True).items() if name != "lo"}
+    interfaces = {name: counts for name, counts in psutil.net_io_counters(pernic=True).items() if name != "lo"}
     hardware = [name for name in interfaces if (root / "class" / "net" / name / "device").exists()]
     counted = [interfaces[name] for name in hardware or interfaces]  # else a bond would count once more
-    received, sent = sum(one.bytes_recv for one in counted), sum(one.bytes_sent for one in counted)
+    received, sent = (
+        sum(interface.bytes_recv for interface in counted),
+        sum(interface.bytes_sent for interface in counted),
+    )
     for counters in root.glob("class/infiniband/*/ports/*/counters"):
         with suppress(OSError, ValueError):  # a port that does not count
             received += 4 * int((counters / "port_rcv_data").read_text())  # in words of four bytes

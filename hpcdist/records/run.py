@@ -142,15 +142,15 @@ def seconds_since(began: str, ended: str | None = None) -> float:
     return (end - start).total_seconds()
 
 
-def cores_by_host(found: Iterable[tuple[str, list[int]]]) -> dict[str, int]:
-    """Count the cores that the ranks of each host may use, from what each rank's `own_cores` returns."""
+def cores_by_host(by_host: Iterable[tuple[str, list[int]]]) -> dict[str, int]:
+    """Count the cores that the ranks of each host may use, from what each rank's `local_cores_of_host` returns."""
     cores: dict[str, set[int]] = {}
-    for host, own in found:
-        cores.setdefault(host, set()).update(own)
+    for host, local_cores in by_host:
+        cores.setdefault(host, set()).update(local_cores)
     return {host: len(of_host) for host, of_host in cores.items()}
 
 
-def own_cores() -> tuple[str, list[int]]:
+def local_cores_of_host() -> tuple[str, list[int]]:
     """Return this process's host and the cores that it may use there."""
     return platform.node(), sorted(os.sched_getaffinity(0))
 
@@ -163,7 +163,7 @@ def load_average() -> list[float]:
         return []
 
 
-def begin_run(folder: Path, start: Start) -> None:
+def start_run(folder: Path, start: Start) -> None:
     """Add a start to `run.json`, or create that file.
 
     The summary of an earlier start is kept as `summary-1.json`..., by the start's number: `summary.json` is there only

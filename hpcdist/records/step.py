@@ -122,14 +122,14 @@ def drop_partial_line(path: Path) -> None:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - _MOST_BYTES))
         last = file.read(_MOST_BYTES)
-        kept = end - len(last) + last.rfind(b"\n") + 1
-        if kept == end:
+        length = end - len(last) + last.rfind(b"\n") + 1
+        if length == end:
             return
         if b"\n" not in last and len(last) < end:
             raise DataError(
                 f"{path} must have lines; got more than {_MOST_BYTES} bytes without a line end. Move it away to go on."
             )
-        os.truncate(path, kept)
+        os.truncate(path, length)
 
 
 class RecordTail:
@@ -196,8 +196,8 @@ class RecordTail:
 
 def record_files(folder: str | Path) -> dict[int, Path]:
     """Return the files with records in a folder, by rank."""
-    found = {int(match[1]): path for path in Path(folder).glob("*") if (match := _FILE_NAME.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+    paths = {int(match[1]): path for path in Path(folder).glob("*") if (match := _FILE_NAME.fullmatch(path.name))}
+    return dict(sorted(paths.items()))
 
 
 def read_records(folder: str | Path) -> dict[int, list[StepRecord]]:

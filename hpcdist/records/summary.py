@@ -155,9 +155,9 @@ def _bubbles(records: Mapping[int, Sequence[StepRecord]], stages: int) -> list[f
     """Return for each stage the part of the seconds that its ranks have waited for other stages."""
     shares = []
     for stage in range(stages):
-        own = [record for rank, of_rank in records.items() if rank % stages == stage for record in of_rank]
-        seconds = sum(r.seconds for r in own)
-        shares.append(sum(r.stage_s for r in own) / seconds if seconds > 0 else 0.0)
+        local = [record for rank, of_rank in records.items() if rank % stages == stage for record in of_rank]
+        seconds = sum(r.seconds for r in local)
+        shares.append(sum(r.stage_s for r in local) / seconds if seconds > 0 else 0.0)
     return shares
 
 

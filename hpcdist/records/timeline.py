@@ -30,26 +30,26 @@ THREADS = {"hpcdist-calls": "collective calls, in the background", "hpcdist-wind
 class Timeline:
     """Records the events of one rank and writes them to a file. Threads may share it.
 
-    Of more than `most` events the file has the first and the last `most / 2`, and the number of missing ones.
+    Of more than `max_events` events the file has the first and the last half of these, and the number of missing ones.
 
     Args:
         path: of the timeline of all ranks; this rank's file lies beside it and is overwritten.
         now: the rank's clock, in seconds.
-        most: events in the file.
+        max_events: events in the file.
 
     Attributes:
         role: of the rank, which its name shows.
-        left_out: the number of missing events.
+        dropped: the number of missing events.
         clock: moments, and this rank's clock minus the first rank's at each, in seconds.
         error_s: the largest error of these differences.
     """
 
-    def __init__(self, path: Path, rank: int, now: Callable[[], float], most: int = MOST):
+    def __init__(self, path: Path, rank: int, now: Callable[[], float], max_events: int = MOST):
         self.path, self.rank, self.role, self.now = path, rank, "", now
         self._recent: list[tuple[int, float, float, str, str, Details]] = []  # not yet written
-        self._room = most - most // 2  # number of first events that may still be written
-        self._last: deque[tuple[int, float, float, str, str, Details]] = deque(maxlen=most // 2)
-        self.left_out, self.error_s = 0, 0.0
+        self._room = max_events - max_events // 2  # number of first events that may still be written
+        self._last: deque[tuple[int, float, float, str, str, Details]] = deque(maxlen=max_events // 2)
+        self.dropped, self.error_s = 0, 0.0
         self.clock: list[tuple[float, float]] = []
         self._rows: dict[int, int] = {}  # numbers of threads in the file, by Python's thread ids
         self._writing = threading.Lock()
@@ -101,7 +101,7 @@ class Timeline:
             self._room -= len(first)
             if first:
                 self._write("".join(self._line(*event) for event in first))
-            self.left_out += max(0, len(self._last) + len(later) - (self._last.maxlen or 0))
+            self.dropped += max(0, len(self._last) + len(later) - (self._last.maxlen or 0))
             self._last.extend(later)
 
     def _line(self, row: int, start_s: float, end_s: float, name: str, category: str, details: Details) -> str:
@@ -120,10 +120,10 @@ class Timeline:
         """Write the remaining events and end the file. Later events are ignored."""
         self._spill()
         with self._writing:
-            if self.left_out:
-                note = f"{self.left_out:,} events left out before this one"
+            if self.dropped:
+                message = f"{self.dropped:,} events dropped before this one"
                 at_us = span_us(self._last[0][1], self._last[0][1])["ts"] if self._last else 0.0
-                instant = {"name": note, "ph": "i", "s": "p", "ts": at_us, "pid": self.rank, "tid": 0}
+                instant = {"name": message, "ph": "i", "s": "p", "ts": at_us, "pid": self.rank, "tid": 0}
                 self._write(f",\n{json.dumps(instant)}")
             self._write("".join(self._line(*event) for event in self._last) + "\n]\n")
             self._last.clear()

@@ -1,4 +1,4 @@
-"""Use the model that the ranks stand for, in the user's own loop."""
+"""Use the consensus of all ranks' models in the user's training loop: evaluate, export, end training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hpcdist.comm.pieces import sum_and_norm
+from hpcdist.comm.chunks import sum_and_norm
 from hpcdist.session import rules
 from hpcdist.session.consistency import require_same_steps
 from hpcdist.session.optimizer import release
@@ -21,18 +21,19 @@ from hpcdist.strategies.common.replicas import frozen_consensus
 
 @contextmanager
 def consensus(model: nn.Module) -> Iterator[nn.Module]:
-    """Collective. Give `model`, inside the context, the consensus of all ranks; afterwards its own parameters again.
+    """Collective. Set `model`, inside the context, to the consensus of all ranks; restore its parameters afterwards.
 
-    The consensus is the model that all ranks have trained together: the servers' parameters, or without servers the
-    mean of all ranks' parameters; buffers such as batch norm's statistics are the mean of the workers'. Evaluate and
-    export there::
+    Evaluate and export the model inside it. The consensus is the model that all ranks have trained: the servers'
+    parameters, or without servers the mean of all ranks' parameters. Buffers, such as batch norm's statistics, are the
+    mean of the workers'.
 
-        with hpcdist.consensus(model):
-            model.eval()
-            ...
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, strategy="local_sgd")
+        >>> with hd.consensus(model), torch.no_grad():
+        ...     outputs = model(torch.ones(1, 4))
 
     Raises:
-        ConfigError: no DistributedOptimizer trains the model; or ranks that serve can't take part, inside the loop.
+        ConfigError: no DistributedOptimizer trains the model; or server ranks can't take part, inside the loop.
     """
     with consensus_of(_holders(model)):
         yield model
@@ -40,12 +41,12 @@ def consensus(model: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def consensus_of(optimizers: Iterable[Any]) -> Iterator[None]:
-    """Collective. Give the models of these optimisers, inside the context, the parameters that all ranks stand for.
+    """Collective. Set the models of these optimisers, inside the context, to the consensus of all ranks.
 
     Raises:
-        ConfigError: a model's running statistics have changed inside, which are lost.
+        ConfigError: running statistics of a model changed inside the context; the change would be lost.
     """
-    begin_collective("an evaluation")
+    start_collective("an evaluation")
     optimizers = list(optimizers)
     stack = ExitStack()
     try:
@@ -77,14 +78,14 @@ def _batches_counted(optimizers: Iterable[Any]) -> list[int]:
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Make tensors that can be trained, inside of `torch.inference_mode()` too; record no gradients."""
+    """Create tensors that can be trained, inside of `torch.inference_mode()` too; record no gradients."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 @contextmanager
 def _holding(tensors: Sequence[Tensor], values: Sequence[Tensor] | None) -> Iterator[None]:
-    """Give the tensors these values inside the context; None: their own."""
+    """Set the tensors to `values` inside the context; None: leave them unchanged."""
     kept = [] if values is None else [tensor.clone() for tensor in tensors]
     for tensor, value in zip(tensors, values or ()):
         tensor.copy_(value)
@@ -97,16 +98,20 @@ def _holding(tensors: Sequence[Tensor], values: Sequence[Tensor] | None) -> Iter
 
 @normal_tensors()
 def finish(*models: nn.Module) -> Any:
-    """Collective. End the training of the models, leave the trained ones on every rank, and return them.
+    """Collective. End the training of the models: set them to the consensus on every rank, and return them.
 
-    Parameters and buffers become the consensus of all ranks (see `consensus`). The optimisers are plain ones again.
-    One model is returned itself, several as a tuple. A model that is finished, as by a Trainer's end, stays as it is.
+    Parameters and buffers become the consensus of all ranks (see `consensus`); the optimisers become plain ones again.
+    One model is returned as it is, several as a tuple. A model that is finished already stays unchanged.
+
+    Example:
+        >>> distributed = hd.DistributedOptimizer(sgd, model)
+        >>> model = hd.finish(model)
 
     Raises:
-        CheckpointError: a checkpoint in the background could not be written.
-        ConfigError: no DistributedOptimizer has trained a model; or ranks that serve can't take part, inside the loop.
+        CheckpointError: a checkpoint could not be written in the background.
+        ConfigError: no DistributedOptimizer trains a model; or server ranks can't take part, inside the loop.
     """
-    begin_collective("the end of training")
+    start_collective("the end of training")
     current().saver.wait()
     for model in models:
         _finish(model)
@@ -120,9 +125,9 @@ def _finish(model: nn.Module) -> None:
         flat.refresh()
         params, buffers = optimizer.strategy.consensus()
         frozen = frozen_consensus(optimizer.strategy) or flat.frozen
-        mine = (*flat.params, *flat.buffers, *flat.frozen)
-        for own, value in zip(mine, (*params, *buffers, *frozen), strict=True):
-            own.copy_(value)
+        tensors = (*flat.params, *flat.buffers, *flat.frozen)
+        for tensor, value in zip(tensors, (*params, *buffers, *frozen), strict=True):
+            tensor.copy_(value)
         session = current()
         if session.run is not None and session.run.strategy is optimizer.strategy:
             session.run.finish(flat.params, session.stages)
@@ -133,24 +138,24 @@ def _finish(model: nn.Module) -> None:
 
 
 def _holders(model: nn.Module) -> list[Any]:
-    """Collective for a model that is finished: ranks compare it, since they may have trained it on alone."""
+    """Return the model's optimisers; collective for a finished model, whose parameters must be equal on all ranks."""
     session = current()
     optimizers = [o for o in session.optimizers if o.strategy.model.module is model]
     if not optimizers:
         norms = [f"{sum_and_norm(each.detach().reshape(-1))[1]:.6g}" for each in model.parameters()]
-        if model not in session.finished or any(theirs != norms for theirs in session.outer.gather(norms)):
-            raise rules.error("the model is trained by no distributed optimiser")
+        if model not in session.finished or any(remote != norms for remote in session.outer.gather(norms)):
+            raise rules.error("no distributed optimiser trains the model")
     return optimizers
 
 
-def begin_collective(what: str) -> None:
-    """Collective. Let servers on the workers' ranks answer, so that all ranks can make the call `what`.
+def start_collective(what: str) -> None:
+    """Collective. Complete pending exchanges with servers that run on worker ranks, before the collective call `what`.
 
     Raises:
-        ConfigError: some ranks only serve, inside the loop.
+        ConfigError: inside the loop of a strategy with separate server ranks.
     """
     session = current()
     if session.group is not None:
-        raise rules.error("a call of all ranks stands inside the loop", call=what)
+        raise rules.error("a collective call is inside the loop", call=what)
     for optimizer in session.optimizers if session.loader is not None else ():
-        optimizer.strategy.settle()
+        optimizer.strategy.drain()

@@ -1,8 +1,8 @@
-"""Leave early, all ranks after the same step: on a signal, or before a time limit.
+"""Stop training early, on all ranks after the same step: on a signal, or before a time limit.
 
-A cluster warns a job that it is to end (a signal), or has told it from the start when that will be (the time limit).
-One rank may hear of it and another not, or a step later. So the ranks meet every few steps, and agree. Ranks that serve
-others in a loop are told after it.
+A cluster announces a job's end by a signal, or by a time limit that is known from the start. A signal may reach only
+one rank, or reach ranks in different steps. Therefore the ranks exchange signals every few steps. Server ranks learn of
+the decision after the loop.
 """
 
 from __future__ import annotations
@@ -19,26 +19,30 @@ from hpcdist.comm.launch import job_end
 from hpcdist.errors import ConfigError
 from hpcdist.session.world import loop_ranks, note_reason
 
-# SIGTERM: Slurm, before it kills (preemption, scancel, the time limit). SIGUSR1: `sbatch --signal=USR1@120`, and what
-# mpirun and srun pass on to their ranks. SIGUSR2: the other one that sites use.
+# SIGTERM: sent by Slurm before SIGKILL (preemption, scancel, the time limit). SIGUSR1: `sbatch --signal=USR1@120`, and
+# forwarded by mpirun and srun to their ranks. SIGUSR2: used by some sites.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-GROWTH = 4  # the next meeting is at most so many times as many steps away as the last one was
+GROWTH = 4  # the number of steps between exchanges grows at most by this factor
 
 
 class Leaving:
-    """Collective, as are `meet`, `step_done` and `due`. Decide when all ranks save their state and leave.
+    """Decide on all ranks together when to save and leave. Collective, as are `agree`, `step_done` and `due`.
 
-    Inside `with Leaving(comm) as leaving:` the signals are noted and do nothing else. The ranks that train meet about
-    every `every_s` seconds, which costs one small exchange, and share there the signals that any of them got.
+    Inside `with Leaving(comm) as leaving:` signals are recorded, and have no other effect. About every `every_s`
+    seconds the workers exchange the signals that any of them received, in one small message.
+
+    Example:
+        >>> with hd.Leaving(comm, ends_at="slurm", margin_s=60) as leaving:
+        ...     reason = leaving.step_done()  # after each step; save a checkpoint and break unless it is None
 
     Args:
-        ends_at: when the job is ended from outside, in seconds since 1970; "slurm" for the end of this Slurm job, if it
-            has one; None for never, or where another rank knows. The earliest one of all ranks counts.
-        margin_s: seconds to be left then, in addition to those of `cost_s`.
-        every_s: seconds between meetings, about; a signal is obeyed after at most so long.
-        cost_s: () -> seconds that this rank expects leaving to take: its checkpoint.
-        signals: leave on signals, too. Only the main thread of a process can listen to them.
-        ctrl_c: take Ctrl-C (SIGINT) as such a signal; a second one ends the process at once.
+        ends_at: end of the job, in seconds since 1970; "slurm": end of this Slurm job, if any; None: unlimited, or
+            known to another rank. The earliest time of all ranks counts.
+        margin_s: seconds to remain at that time, in addition to `cost_s`.
+        every_s: approximate seconds between exchanges: the maximum delay until a signal takes effect.
+        cost_s: () -> expected seconds that leaving takes on this rank, mostly for its checkpoint.
+        signals: leave on signals too. Only the main thread of a process can receive them.
+        ctrl_c: treat Ctrl-C (SIGINT) as such a signal; a second Ctrl-C ends the process immediately.
         clock: () -> seconds since 1970.
     """
 
@@ -55,23 +59,23 @@ class Leaving:
         clock: Callable[[], float] = time.time,
     ):
         if ends_at == "slurm":
-            ends_at = job_end(os.environ) if comm.rank == comm.failures.living[0] else None
+            ends_at = job_end(os.environ) if comm.rank == comm.failures.alive[0] else None
         if isinstance(ends_at, str):
             raise ConfigError(f"ends_at must be seconds since 1970, 'slurm' or None; got {ends_at!r}.")
         self.comm, self.margin_s, self.every_s = comm, margin_s, every_s
         self.ends_at = min((moment for moment in comm.gather(ends_at) if moment is not None), default=None)
-        self.reason: str | None = None  # once all ranks know that they are to leave
-        self.steps = 1  # between the last meeting and the next one
-        self.clock_s: float | None = None  # of the last meeting, the same on all ranks: by the first living one's clock
-        self.heard: Callable[[str], object] = lambda name: None  # called with the name of the first signal, at once
+        self.reason: str | None = None  # set on all ranks after the same exchange
+        self.steps = 1  # from the last exchange to the next one
+        self.clock_s: float | None = None  # clock of the first surviving rank at the last exchange, for all ranks
+        self.heard: Callable[[str], object] = lambda name: None  # called immediately with the name of the first signal
         self._cost_s, self._clock = cost_s, clock
         self._listens = signals and threading.current_thread() is threading.main_thread()
         self._signals = (*SIGNALS, signal.SIGINT) if ctrl_c else SIGNALS
         self._heard: str | None = None
-        self._told: str | None = None
+        self._announced: str | None = None
         self._stepped = False  # `step_done` has been called since `due`
         self._before: dict[signal.Signals, Any] = {}
-        self._left, self._since_s = self.steps, comm.now()
+        self._remaining, self._since_s = self.steps, comm.now()
 
     def __enter__(self) -> Leaving:
         if self._listens:
@@ -86,69 +90,69 @@ class Leaving:
     def _hear(self, number: int, _frame: object) -> None:
         first, self._heard = self._heard is None, signal.Signals(number).name
         if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)  # the next one ends this process, whatever it waits for
+            signal.signal(number, signal.SIG_DFL)  # the next one ends this process
         if first:
             self.heard(self._heard)
 
     def step_done(self) -> str | None:
-        """Collective. Return, after each step, the reason to leave now, the same on all ranks that train; mostly None.
+        """Collective. Return the reason to leave after this step, the same on all workers; mostly None.
 
-        Leave the loop then by `break`, and let `due()` behind it tell the ranks that serve.
+        Call it after each step. Leave the loop by `break`, and call `due()` after the loop, also for the server ranks.
 
         Raises:
-            ConfigError: outside of the `with` block, where no signal would be heard.
+            ConfigError: called outside of the `with` block, where signals are not received.
         """
         if self._listens and not self._before:
             raise ConfigError(
-                "hd.Leaving must be used as `with hd.Leaving(comm) as leaving:`, which listens to signals; got "
+                "hd.Leaving must be used as `with hd.Leaving(comm) as leaving:`, which receives signals; got "
                 "step_done() outside of that block. Put the loop into it."
             )
-        self._left, self._stepped = self._left - 1, True
-        return self.meet(self.steps) if self._left == 0 else None
+        self._remaining, self._stepped = self._remaining - 1, True
+        return self.agree(self.steps) if self._remaining == 0 else None
 
     def due(self) -> str | None:
-        """Collective. Return, after the training loop, the reason to leave now, the same on all ranks; None to go on.
+        """Collective. Return the reason to leave after the training loop, the same on all ranks; None to continue.
 
-        Ranks that serve learn it here. A signal that nobody has obeyed in a step is obeyed in the next epoch's first
-        steps, so that what ends an epoch (a schedule's step, an evaluation) is done; or now, in a loop that calls no
-        `step_done`.
+        Server ranks learn the reason here. A signal that arrived after the last exchange of the epoch takes effect in
+        the first steps of the next one, after the work at the epoch's end (a schedule's step, an evaluation); or
+        immediately, if the loop does not call `step_done`.
         """
-        mine = [self.reason, self._heard_signal(), self._stepped]
-        of_all = self.comm.failures.retry_on_failure(lambda: self.comm.gather(mine))
-        reasons, signals, stepped = zip(*(of_all[rank] for rank in self.comm.failures.living))
-        self.reason, self._told = next(filter(None, reasons), None), next(filter(None, signals), None)
-        if not any(stepped):  # nobody meets in steps
-            self.reason = self.reason or self._told
+        local = [self.reason, self._heard_signal(), self._stepped]
+        gathered = self.comm.failures.retry_on_failure(lambda: self.comm.gather(local))
+        reasons, signals, stepped = zip(*(gathered[rank] for rank in self.comm.failures.alive))
+        self.reason, self._announced = next(filter(None, reasons), None), next(filter(None, signals), None)
+        if not any(stepped):  # no exchanges in steps
+            self.reason = self.reason or self._announced
         self._stepped = False
         note_reason(self.reason)
         return self.reason
 
-    def meet(self, steps: int, soon_s: float = 0.0) -> str | None:
-        """Collective. Return the reason to leave now, the same on all ranks; None to go on, for `self.steps` steps.
+    def agree(self, steps: int, soon_s: float = 0.0) -> str | None:
+        """Collective. Return the reason to leave now, the same on all ranks; None to continue for `self.steps` steps.
 
         Args:
-            steps: made since the last meeting, at least 1.
-            soon_s: seconds that something else than steps will take before the next meeting.
+            steps: number of steps since the last exchange, at least 1.
+            soon_s: seconds of other work before the next exchange.
         """
         now_s, comm = self.comm.now(), loop_ranks(self.comm)
-        mine = [self._heard_signal(), (now_s - self._since_s) / steps, self._cost_s() + soon_s, self._clock()]
-        of_all = comm.failures.retry_on_failure(lambda: comm.gather(mine))
-        heard, step_s, cost_s, clock_s = zip(*(of_all[rank] for rank in comm.failures.living))
+        local = [self._heard_signal(), (now_s - self._since_s) / steps, self._cost_s() + soon_s, self._clock()]
+        gathered = comm.failures.retry_on_failure(lambda: comm.gather(local))
+        heard, step_s, cost_s, clock_s = zip(*(gathered[rank] for rank in comm.failures.alive))
         self._plan(max(step_s))
         signals = list(filter(None, heard))
-        self.clock_s = clock_s[0]  # one for all: ranks' clocks may differ
-        left_s = float("inf") if self.ends_at is None else self.ends_at - self.clock_s
+        self.clock_s = clock_s[0]  # the same for all: clocks of ranks may differ
+        remaining_s = float("inf") if self.ends_at is None else self.ends_at - self.clock_s
         if signals:
             self.reason = signals[0]
-        elif left_s < self.steps * max(step_s) + max(cost_s) + self.margin_s:
-            self.reason = f"the time limit, {max(left_s, 0.0):.0f} s ahead"
+        elif remaining_s < self.steps * max(step_s) + max(cost_s) + self.margin_s:
+            self.reason = f"the time limit, {max(remaining_s, 0.0):.0f} s ahead"
         self._since_s = self.comm.now()
         return self.reason
 
     def _heard_signal(self) -> str | None:
-        """Return the signal that this rank got, or that `due` has told of."""
-        return self._told or (self._heard and f"{self._heard} on rank {self.comm.rank}")
+        """Return the signal that this rank received, or that `due` announced."""
+        return self._announced or (self._heard and f"{self._heard} on rank {self.comm.rank}")
 
     def _plan(self, step_s: float) -> None:
-        wanted = int(self.every_s / step_s) if step_s > 0 else GROWTH * self.steps
-        self.steps = self._left = max(1, min(wanted, GROWTH * self.steps))
+        steps = int(self.every_s / step_s) if step_s > 0 else GROWTH * self.steps
+        self.steps = self._remaining = max(1, min(steps, GROWTH * self.steps))

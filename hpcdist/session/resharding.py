@@ -1,7 +1,7 @@
-"""Read a checkpoint in any world: by names and slices, whatever ranks, stages, shards or servers have saved it.
+"""Load a checkpoint on any number of ranks, stages, shards or servers, by parameter names and slices.
 
-Each rank reads the parameters that are its own now. Parameters are what the saved ranks stood for together; the
-optimiser's state of a parameter is that of the first rank that has it; a strategy's values are combined as it declares.
+Each rank reads the parameters that it holds now. They are the consensus of the saved ranks; the optimiser's state of a
+parameter is that of the first rank that saved it; a strategy's values are combined as its state declares.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpcdist.session.state import Named, ParameterLayout, capture, order_of, pla
 from hpcdist.session.world import Session
 from hpcdist.strategies import Strategy
 from hpcdist.strategies.base import name_of
-from hpcdist.strategies.common.state import Entry, first, mean_of_ranks
+from hpcdist.strategies.common.state import StateSpec, first, mean_of_ranks
 
 Combine = Callable[..., Any]
 T = TypeVar("T")
@@ -43,8 +43,8 @@ class SavedWorld:
     """The states in a checkpoint, by rank.
 
     Attributes:
-        meta: what `save` was given to be read first.
-        stages, replicas: numbers of them; one stage if each rank has saved a whole model.
+        meta: the metadata passed to `save`.
+        stages, replicas: numbers of them; one stage if each rank saved a whole model.
     """
 
     def __init__(self, path: Path, manifest: checkpoint.Manifest):
@@ -54,42 +54,44 @@ class SavedWorld:
         self.rank = cache(lambda rank: checkpoint.SavedRank(path, rank, files))
 
     def of(self, *keys: str) -> SavedState:
-        """Return the state of an optimiser, which the ranks have saved under these keys."""
+        """Return the state of an optimiser, saved under these keys."""
         return SavedState(
             [_Below(self.rank(r), keys) for r in range(self.replicas * self.stages)], self.stages, self.path
         )
 
     def is_same(self, session: Session, states: Mapping[str, tuple[Any, tuple[str, ...]]]) -> bool:
-        """Collective. Tell whether each rank has now what the same rank had when it saved.
+        """Collective. Return whether each rank holds now the slices that the same rank saved.
 
         Args:
-            states: of each optimiser: itself, and the keys of its state.
+            states: each optimiser, with the keys of its state.
         """
         if (self.stages, self.replicas) != (session.stages, session.outer.size):
             return False
-        has_same = self.together(session, lambda: all(self._has_same(session, *state) for state in states.values()))
+        has_same = self.raise_on_all_ranks(
+            session, lambda: all(self._has_same(session, *state) for state in states.values())
+        )
         return all(session.comm.gather(has_same))
 
-    def together(self, session: Session, work: Callable[[], T]) -> T:
-        """Collective. Return the result of `work`, which depends on what was saved.
+    def raise_on_all_ranks(self, session: Session, work: Callable[[], T]) -> T:
+        """Collective. Return the result of `work`, which reads the checkpoint.
 
         Raises:
-            CheckpointError: it has failed on some rank; on all ranks.
+            CheckpointError: it failed on some rank; raised on all ranks.
         """
 
         def understood() -> T:
             with checkpoint.understood(self.path, "the state of such a run"):
                 return work()
 
-        return checkpoint.together(session.comm, understood)
+        return checkpoint.raise_on_all_ranks(session.comm, understood)
 
     def _has_same(self, session: Session, optimizer: Any, keys: tuple[str, ...]) -> bool:
-        saved, own = _Below(self.rank(session.comm.rank), keys), capture(optimizer)
-        same = saved.at("about", "strategy") == own["about"]["strategy"]
-        return same and places_of(saved.at) == places_of(own.get)
+        saved, local = _Below(self.rank(session.comm.rank), keys), capture(optimizer)
+        same = saved.at("about", "strategy") == local["about"]["strategy"]
+        return same and places_of(saved.at) == places_of(local.get)
 
     def module_state(self, replica: int, *keys: str) -> dict[str, Any]:
-        """Join the state dicts of a module that the stages of a replica have saved."""
+        """Join the state dicts of a module, saved by the stages of a replica."""
         joined: dict[str, Any] = {}
         for stage in range(self.stages):
             joined = self.rank(replica * self.stages + stage).at(*keys) | joined
@@ -97,7 +99,7 @@ class SavedWorld:
 
 
 class _Below:
-    """What a rank has saved under some keys."""
+    """A saved rank's values under some keys."""
 
     def __init__(self, rank: SavedValues, keys: tuple[str, ...]):
         self._rank, self._keys = rank, keys
@@ -119,29 +121,29 @@ class SavedState:
         self._also: dict[str, str] = {}
         for rank in ranks:
             if not isinstance(rank.at("about", "strategy"), str):
-                raise CheckpointError(f"{path} must name the strategy that has saved it; take another checkpoint.")
+                raise CheckpointError(f"{path} must name the strategy that saved it; take another checkpoint.")
             self._also |= rank.at("about", "also", default={})
         self._index = cache(self._read_index)
 
     def reshard(self, optimizer: Any) -> dict[str, Any]:
-        """Return this rank's state, as `capture` does, of the slices that it has now."""
+        """Return this rank's state, as `capture` does, for the slices that it holds now."""
         state, layout = self.reshard_strategy(optimizer.strategy), ParameterLayout(optimizer.strategy.model)
         return state | {"optimizer": self._optimizer_state(order_of(optimizer, layout), layout)}
 
     def reshard_strategy(self, strategy: Strategy) -> dict[str, Any]:
-        """Return this rank's state but for the optimiser's."""
+        """Return this rank's state without the optimiser's."""
         layout = ParameterLayout(strategy.model)
         self._also |= layout.also
         self._index.cache_clear()
         same = self._ranks[0].at("about", "strategy") == name_of(strategy)
 
         def of_ranks(name: str) -> list[Any]:
-            found = (rank.at("strategy", name, default=self) for rank in self._ranks)
-            return [value for value in found if value is not self]
+            values = (rank.at("strategy", name, default=self) for rank in self._ranks)
+            return [value for value in values if value is not self]
 
-        def slices(entry: Entry) -> Named:
-            keys, ranks, combine = [("strategy", entry.name)], strategy.comm.size, entry.reshard or first
-            places = (place for _, _, place in layout.parts("params", entry.ranges))
+        def slices(spec: StateSpec) -> Named:
+            keys, ranks, combine = [("strategy", spec.name)], strategy.comm.size, spec.reshard or first
+            places = (place for _, _, place in layout.parts("params", spec.ranges))
             return {place.name: self._slice(place, keys, combine, ranks) for place in places}
 
         return {
@@ -154,11 +156,11 @@ class SavedState:
     def named(
         self, layout: ParameterLayout, kind: str, *sources: Sequence[str], combine: Combine = mean_of_ranks
     ) -> Named:
-        """Return this rank's slices of a kind, each found at the first of some places in the saved states."""
+        """Return this rank's slices of a kind, each read from the first of the saved kinds `sources` that has it."""
         return {place.name: self._slice(place, sources, combine) for _, _, place in layout.parts(kind)}
 
     def _buffers(self, buffers: FlatBuffers, layout: ParameterLayout) -> Named:
-        """Return the means of the workers' buffers, or the first worker's, as `FlatBuffers.kinds` says."""
+        """Return the means of the workers' buffers, or the first worker's buffers, by `FlatBuffers.kinds`."""
         return {
             place.name: self._slice(place, [["buffers"]], mean_of_ranks if buffers.kinds[group] == "mean" else first)
             for group, _, place in layout.parts("buffers")
@@ -166,50 +168,50 @@ class SavedState:
 
     def whole(self) -> dict[str, Tensor]:
         """Return the state dict of the whole model."""
-        beside, complex_ones, firsts, state = set(), set(), set(), dict[str, Tensor]()
+        excluded, complex_names, firsts, state = set(), set(), set(), dict[str, Tensor]()
         for rank in self._ranks:
-            beside |= set(rank.at("about", "beside"))
-            complex_ones |= set(rank.at("about", "complex"))
+            excluded |= set(rank.at("about", "beside"))
+            complex_names |= set(rank.at("about", "complex"))
             firsts |= set(rank.at("about", "firsts", default=()))
         for kind in ("masters", "frozen", "buffers"):
-            for counted, found in self._index(kind).items():
-                place = found[0][1].place
+            for main_name, chunks in self._index(kind).items():
+                place = chunks[0][1].place
                 averaged = kind == "masters" or (kind == "buffers" and place.name not in firsts)
                 combine = mean_of_ranks if averaged else first
-                tensor = self._cut(found, SlicePlace.whole(place.name, place.shape), combine).clone()
-                state[counted] = torch.view_as_complex(tensor) if place.name in complex_ones else tensor
-        tied = {name: state[counted] for name, counted in self._also.items() if counted in state}
-        return {name: tensor for name, tensor in (state | tied).items() if name not in beside}
+                tensor = self._cut(chunks, SlicePlace.whole(place.name, place.shape), combine).clone()
+                state[main_name] = torch.view_as_complex(tensor) if place.name in complex_names else tensor
+        tied = {name: state[main_name] for name, main_name in self._also.items() if main_name in state}
+        return {name: tensor for name, tensor in (state | tied).items() if name not in excluded}
 
     # --- slices ---------------------------------------------------------------------------------------------------
     def _slice(self, place: SlicePlace, sources: Sequence[Sequence[str]], combine: Combine, ranks: int = 1) -> Slice:
-        """Return a slice that is read when it is needed; where values are shared out and there is none it is zero."""
+        """Return a slice that is read on first use. A missing slice is zero if the values are divided among ranks."""
 
-        found = next(filter(None, (self._index(*keys).get(self._counted(place.name)) for keys in sources)), [])
-        if not found and combine not in (first, mean_of_ranks):
+        chunks = next(filter(None, (self._index(*keys).get(self._main_name(place.name)) for keys in sources)), [])
+        if not chunks and combine not in (first, mean_of_ranks):
             return Slice(place, partial(torch.zeros, place.part if place.span is None else (place.numel,)))
-        shapes = {piece.place.shape for _, piece in found}
+        shapes = {chunk.place.shape for _, chunk in chunks}
         if shapes != {place.shape}:
             got = "nothing of that name" if not shapes else f"one of {torch.Size(next(iter(shapes))).numel()} elements"
             raise CheckpointError(
                 f"model must be that of the checkpoint to resume from it; got {place.name!r} of shape "
                 f"{list(place.shape)}, for which {self.path} has {got}. Resume with the model of that run."
             )
-        return Slice(place, partial(self._cut, found, place, combine, ranks))
+        return Slice(place, partial(self._cut, chunks, place, combine, ranks))
 
-    def _cut(self, found: Sequence[tuple[int, Slice]], place: SlicePlace, combine: Combine, ranks: int = 1) -> Tensor:
-        """Combine the replicas' slices of a tensor, put them together, and cut out this rank's."""
+    def _cut(self, chunks: Sequence[tuple[int, Slice]], place: SlicePlace, combine: Combine, ranks: int = 1) -> Tensor:
+        """Combine the replicas' slices of a tensor, join them, and return the part at `place`."""
         boxes: dict[SlicePlace, dict[int, Slice]] = {}
-        for replica, piece in found:  # of several ranks of a replica that have the same the first one's counts
-            boxes.setdefault(replace(piece.place, name=place.name), {}).setdefault(replica, piece)
+        for replica, chunk in chunks:  # if several ranks of a replica saved the same slice, the first one's
+            boxes.setdefault(replace(chunk.place, name=place.name), {}).setdefault(replica, chunk)
         combined = {
-            box: combine([piece.tensor for piece in pieces.values()], len(self.workers), ranks)
-            for box, pieces in boxes.items()
+            box: combine([chunk.tensor for chunk in boxed.values()], len(self.workers), ranks)
+            for box, boxed in boxes.items()
         }
         return cut(join(combined, self.path), place, self.path)
 
-    def _counted(self, name: str) -> str:
-        """Return the name that counts of those that are tied."""
+    def _main_name(self, name: str) -> str:
+        """Return the name under which a tied tensor is saved."""
         return self._also.get(name, name)
 
     def _replicas(self) -> Iterator[tuple[int, SavedValues]]:
@@ -217,13 +219,13 @@ class SavedState:
             yield rank // self._stages, values
 
     def _read_index(self, *keys: str) -> dict[str, list[tuple[int, Slice]]]:
-        """Return all ranks' slices under these keys, by name, each with its replica; of buffers the workers'."""
-        found: dict[str, list[tuple[int, Slice]]] = {}
+        """Return all ranks' slices under these keys, by name, with their replicas; for buffers, only the workers'."""
+        index: dict[str, list[tuple[int, Slice]]] = {}
         for replica, rank in self._replicas():
             if replica in self.workers or keys[0] not in ("buffers", "frozen", "average"):
-                for name, piece in (rank.at(*keys) or {}).items():
-                    found.setdefault(self._counted(name), []).append((replica, piece))
-        return found
+                for name, chunk in (rank.at(*keys) or {}).items():
+                    index.setdefault(self._main_name(name), []).append((replica, chunk))
+        return index
 
     # --- the optimiser --------------------------------------------------------------------------------------------
     def _optimizer_state(self, order: Sequence[str], layout: ParameterLayout) -> dict[str, Any]:
@@ -231,50 +233,50 @@ class SavedState:
         groups: list[dict[str, Any]] = []
         for replica, rank in self._replicas():
             for name in rank.names("optimizer", "state"):
-                held = saved.setdefault(self._counted(name), [])
-                if not held or held[0][0] == replica:  # the first one that has it
+                held = saved.setdefault(self._main_name(name), [])
+                if not held or held[0][0] == replica:  # the first replica that has it
                     held.append((replica, rank.at("optimizer", "state", name)))
-            if replica == self.workers[0]:  # schedules change the workers' rates, which servers may be given late
+            if replica == self.workers[0]:  # schedules change the workers' rates; servers may get them later
                 groups += rank.at("optimizer", "param_groups")
-        self._take_own_numbers(groups)
+        self._restore_counters(groups)
         state = {}
         for name in order:
-            if pieces := [values for _, values in saved.get(self._counted(name), [])]:
-                state[name] = self._state_of(layout.places[name], pieces)
+            if chunks := [values for _, values in saved.get(self._main_name(name), [])]:
+                state[name] = self._state_of(layout.places[name], chunks)
         named = [{**group, "params": self._names(group["params"], order)} for group in groups]
         return {"state": state, "param_groups": named}
 
-    def _take_own_numbers(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Put into a worker's groups what steps change by themselves, such as a count, from the ranks that made them.
+    def _restore_counters(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Set numbers of a worker's groups that the optimiser's steps change, such as counts, from ranks that stepped.
 
         Args:
-            groups: of the first worker, one stage after the other.
+            groups: of the first worker, of all stages in order.
         """
-        begin = 0
+        start = 0
         for stage in range(self._stages):
             ranks = self._ranks[stage :: self._stages]
             for rank in ranks:
-                if own := rank.at("strategy", "own_numbers", default=()):
+                if counters := rank.at("strategy", "own_numbers", default=()):
                     stepped = rank.at("optimizer", "param_groups")
-                    for number, key in own:
-                        groups[begin + number][key] = stepped[number][key]
+                    for number, key in counters:
+                        groups[start + number][key] = stepped[number][key]
                     break
-            begin += len(ranks[self.workers[0]].at("optimizer", "param_groups"))
+            start += len(ranks[self.workers[0]].at("optimizer", "param_groups"))
 
     def _names(self, saved: Sequence[str], order: Sequence[str]) -> list[str]:
-        """Return the names that parameters of a saved group have here."""
-        counted = set(map(self._counted, saved))
-        return [name for name in order if self._counted(name) in counted]
+        """Return the names of a saved group's parameters that exist here."""
+        main_names = set(map(self._main_name, saved))
+        return [name for name in order if self._main_name(name) in main_names]
 
-    def _state_of(self, place: SlicePlace, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the optimiser's state of one parameter; `pieces` are those of a replica's ranks."""
-        cut_anew = not place.is_whole or any(not v.place.is_whole for v in pieces[0].values() if isinstance(v, Slice))
+    def _state_of(self, place: SlicePlace, chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the optimiser's state of one parameter; `chunks` are the states on a replica's ranks."""
+        reshards = not place.is_whole or any(not v.place.is_whole for v in chunks[0].values() if isinstance(v, Slice))
         state = {}
-        for key, value in pieces[0].items():
+        for key, value in chunks[0].items():
             if isinstance(value, Slice):
-                found = [(rank, values[key]) for rank, values in enumerate(pieces) if isinstance(values[key], Slice)]
-                value = Slice(place, partial(self._cut, found, place, first))
-            elif cut_anew and isinstance(value, Tensor) and value.numel() > 1:
+                slices = [(rank, values[key]) for rank, values in enumerate(chunks) if isinstance(values[key], Slice)]
+                value = Slice(place, partial(self._cut, slices, place, first))
+            elif reshards and isinstance(value, Tensor) and value.numel() > 1:
                 raise CheckpointError(
                     f"the optimiser's state must lie along parameters to be cut into other shards; got {key!r} of "
                     f"shape {list(value.shape)} for {place.name!r} of shape {list(place.part)}. Resume on the mesh of "

@@ -1,4 +1,4 @@
-"""A loop of one's own as a run: in a folder, with the files that `hpcdist train` writes of a job."""
+"""Write the run of a user's training loop to a folder, in the files that `hpcdist train` writes for a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config.files import git_commit, imported_beside
+from hpcdist.config.files import git_commit, imported_from_same_folder
 from hpcdist.errors import ConfigError
 from hpcdist.records import (
     Evaluation,
@@ -31,7 +31,6 @@ from hpcdist.records import (
     Start,
     StepRecord,
     append_evaluation,
-    begin_run,
     copy_job,
     cores_by_host,
     digest,
@@ -39,29 +38,30 @@ from hpcdist.records import (
     keep_evaluations,
     load_average,
     load_run,
+    local_cores_of_host,
     locked,
     making,
     note_step,
     now,
-    own_cores,
     read_records,
     record_path,
     resources_path,
+    start_run,
     summarise,
     write_summary,
 )
 from hpcdist.records.energy import Energy
 from hpcdist.records.summary import FILE_NAME as SUMMARY
 from hpcdist.session import loggers
-from hpcdist.session.curves import Curves, first_living
+from hpcdist.session.curves import Curves, first_alive
 from hpcdist.strategies.base import name_of
 from hpcdist.version import __version__
 
 _log = logging.getLogger("hpcdist")
-ENDING_S = 5.0  # that a killed run may still hold its folder when the next one goes on with it
-INTERACTIVE = "interactive"  # in place of a script's path, in notebooks
-LOG_EVERY = 20  # steps between figures for loggers
-NO_ENERGY = Energy(joules=None, not_measured="it is not measured in a loop of one's own")
+ENDING_S = 5.0  # wait for a killed run that still holds the folder's lock
+INTERACTIVE = "interactive"  # instead of a script's path, in notebooks
+LOG_EVERY = 20  # steps between metrics for loggers
+NO_ENERGY = Energy(joules=None, not_measured="it is not measured in a user's own training loop")
 
 
 @dataclass(frozen=True)
@@ -80,74 +80,74 @@ class PlannedLoop:
     options: Mapping[str, Any]
 
     def chosen(self, strategy: str | None, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return the strategy and the options of a DistributedOptimizer that the script gives these.
+        """Return the strategy and options for a DistributedOptimizer that the script calls with these.
 
         Raises:
-            ConfigError: the strategy, or an option, is another one than in the plan.
+            ConfigError: the script's strategy, or an option, differs from the plan.
         """
-        given = {"strategy": strategy, **options}
+        options_of_script = {"strategy": strategy, **options}
         for name, value in {"strategy": self.strategy, **self.options}.items():
-            if given.get(name) not in (None, value):
+            if options_of_script.get(name) not in (None, value):
                 raise ConfigError(
                     f"{name} of DistributedOptimizer must be {value!r} in this run of a comparison or a sweep; got "
-                    f"{given[name]!r}. Leave it out of the script, or let ARGS say it: --strategy {{strategy}}."
+                    f"{options_of_script[name]!r}. Remove it from the script, or use ARGS: --strategy {{strategy}}."
                 )
         return self.strategy, {**options, **self.options}
 
     def require_own(self, path: str | os.PathLike[str]) -> None:
-        """Raise ConfigError where a folder of checkpoints is not the run's own: other runs would go on from them."""
+        """Raise ConfigError if a folder of checkpoints is outside of the run's: other runs would resume from them."""
         if not Path(path).resolve().is_relative_to(Path(self.folder).resolve()):
             raise ConfigError(
                 f"checkpoints must be in the folder of a run that a comparison or a sweep has planned, {self.folder}; "
-                f"got {path}. Let ARGS say it: --checkpoints {{run}}/checkpoints."
+                f"got {path}. Use ARGS: --checkpoints {{run}}/checkpoints."
             )
 
 
-def _arguments(words: Sequence[str], folder: Path) -> dict[str, str]:
-    """Return a script's arguments by name, so that reports tell runs apart; without paths in the run's folder."""
-    found, name = {}, ""
-    for place, word in enumerate(words, 1):
-        if word.startswith("-") and not word.lstrip("-")[:1].isdigit():
-            name, _, value = word.lstrip("-").partition("=")
-            found[name] = value
+def _arguments(argv: Sequence[str], folder: Path) -> dict[str, str]:
+    """Return a script's arguments by name, to distinguish runs in reports; without paths inside the run's folder."""
+    result, name = {}, ""
+    for position, argument in enumerate(argv, 1):
+        if argument.startswith("-") and not argument.lstrip("-")[:1].isdigit():
+            name, _, value = argument.lstrip("-").partition("=")
+            result[name] = value
         else:
-            found[name or str(place)], name = word, ""
+            result[name or str(position)], name = argument, ""
     home = folder.resolve()
 
-    def is_path_inside(value: str) -> bool:  # a bare word is no path, unless it is the folder's own
+    def is_path_inside(value: str) -> bool:  # a single word is a path only if it is the folder itself
         path = Path(value).resolve()
         return bool(value) and (path == home or (os.sep in value and path.is_relative_to(home)))
 
-    return {name: value for name, value in found.items() if not is_path_inside(value)}
+    return {name: value for name, value in result.items() if not is_path_inside(value)}
 
 
 class LoopRun:
-    """Write the run of the first DistributedOptimizer: records of each step, evaluations and, at the end, a summary.
+    """Writes the run of the first DistributedOptimizer: a record of each step, evaluations, and a summary at the end.
 
-    Collective, as are `begin` and `finish`. The first rank holds the folder's lock, and writes `run.json`.
+    Collective, as are `start` and `finish`. The first rank holds the folder's lock, and writes `run.json`.
 
     Args:
         comm: all ranks of the job.
-        folder: of the run. A run there that has not ended is gone on with.
-        of_job: the folder is that of a batch job: the run gets one of its own in it, named after the script.
-        log: loggers, as the setting `log` of a job.
-        script: the file of the script, if this process began with another file.
+        folder: of the run. An unfinished run in it is continued.
+        of_job: `folder` is that of a batch job; the run gets a subfolder named after the script.
+        log: loggers, as in a job's setting `log`.
+        script: the script's file, if it is not the process's main file.
 
     Attributes:
-        wanted: the folder that the user gave.
+        requested: the folder that the user passed.
         samples: of this rank's batches since its last step.
         of_all: samples of all ranks' batches since then.
-        epochs: that have ended.
-        reason: why the script leaves before the end, where it says so.
+        epochs: number of finished epochs.
+        reason: why the script stops early, if known.
 
     Raises:
-        ConfigError: a run has ended in the folder, it is another script's, or a process works in it.
+        ConfigError: the folder has a finished run, or a run of another script, or is locked by a process.
     """
 
     def __init__(
         self, comm: Communicator, folder: Path, of_job: bool = False, log: tuple[str, ...] = (), script: str = ""
     ):
-        self.wanted = folder
+        self.requested = folder
         self.samples = self.of_all = self.epochs = 0
         self.reason = "the script ended before hpcdist.finish"
         self.strategy: Any = None  # of the first DistributedOptimizer
@@ -157,17 +157,17 @@ class LoopRun:
         self._comm, self._until_the_end = comm, ExitStack()
         self._script = Path(script or getattr(sys.modules["__main__"], "__file__", None) or INTERACTIVE)
         claim = self._claimed_in_job if of_job else self._claimed
-        text = comm.gather(comm.together(lambda: str(claim(folder)) if comm.rank == 0 else ""))[0]
+        text = comm.gather(comm.raise_on_all_ranks(lambda: str(claim(folder)) if comm.rank == 0 else ""))[0]
         self.folder = Path(text)
         self._writer: RecordWriter | None = None
         self._sampler: Sampler | None = None
         self._workers: tuple[int, ...] = ()
         self._trained, self._seconds = 0, 0.0  # so far: samples of all ranks, and seconds of this rank's steps
-        self._noted_s = 0.0  # when the last of them were counted
-        self._early: list[dict[str, float]] = []  # metrics that were logged before the first step of this start
+        self._counted_s = 0.0  # time until which `_seconds` is counted
+        self._early: list[dict[str, float]] = []  # metrics logged before this start's first step
         self._seed = 0
         self._metrics: dict[str, float] = {}
-        self._summary: dict[str, Any] | None = None  # what the records don't say, once the run has ended
+        self._summary: dict[str, Any] | None = None  # fields that records lack, once the run has ended
         self._outcome: tuple[Outcome, str | None] | None = None
         if comm.platform.virtual is None:
             self._guard()
@@ -189,32 +189,32 @@ class LoopRun:
         raise ConfigError(f"run must be a folder {why}. Give another name.")
 
     def _claimed_in_job(self, folder: Path) -> Path:
-        """Claim the first folder of this script in which no run has ended and none is at work."""
+        """Claim the first folder of this script without a finished or an active run."""
         number = 1
         while True:
-            own = folder / (self._script.stem if number == 1 else f"{self._script.stem}-{number}")
-            with making(own, "HPCDIST_RUN"):
-                own.mkdir(parents=True, exist_ok=True)  # else no number would do
-            if not (own / SUMMARY).exists():
+            subfolder = folder / (self._script.stem if number == 1 else f"{self._script.stem}-{number}")
+            with making(subfolder, "HPCDIST_RUN"):
+                subfolder.mkdir(parents=True, exist_ok=True)  # raises here, because the next number would fail too
+            if not (subfolder / SUMMARY).exists():
                 with suppress(ConfigError):
-                    return self._claimed(own)
+                    return self._claimed(subfolder)
             number += 1
 
     def _guard(self) -> None:
-        """Write down how the run ends where the script does not come to `finish`."""
+        """Write how the run ended if the script never calls `finish`."""
         previous = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
             interrupted = issubclass(kind, KeyboardInterrupt)
-            said = "Ctrl-C" if interrupted else f"{kind.__name__}: {error}".partition("\n")[0]
-            self._end("interrupted" if interrupted else "failed", said)
+            message = "Ctrl-C" if interrupted else f"{kind.__name__}: {error}".partition("\n")[0]
+            self._end("interrupted" if interrupted else "failed", message)
             previous(kind, error, trace)
 
         sys.excepthook = hook
         atexit.register(lambda: self._end("interrupted", self.reason))
 
     def _end(self, outcome: Outcome, reason: str | None = None) -> None:
-        """Close this rank's files, and write how the run has ended: the rank that fails, or the first one."""
+        """Close this rank's files; the failing rank, or the first one, writes how the run ended."""
         if self.strategy is not None and self._outcome is None:
             self._outcome = (outcome, reason)
             self._close()
@@ -225,13 +225,13 @@ class LoopRun:
         self.close_loggers()
 
     def close_loggers(self) -> None:
-        """Let the loggers write what is left; they take what is logged after `finish`, too."""
+        """Wait for the loggers, which write metrics that are logged after `finish` too."""
         if self._curves is not None:
             self._curves.close()
         self._curves = None
 
     def flush(self) -> None:
-        """Write the records of all steps to the files, as those of a checkpoint's steps must be there."""
+        """Write the records of all steps to the files, before a checkpoint is saved."""
         if self._writer is not None and not self.has_ended:
             self._writer.flush()
 
@@ -243,30 +243,30 @@ class LoopRun:
                 self._sampler.close()
 
     # --- steps --------------------------------------------------------------------------------------------------------
-    def begin(self, optimizer: Any, workers: tuple[int, ...], settings: Mapping[str, Any]) -> bool:
-        """Collective. Begin the run with the first DistributedOptimizer; tell whether it is this one.
+    def start(self, optimizer: Any, workers: tuple[int, ...], settings: Mapping[str, Any]) -> bool:
+        """Collective. Start the run with the first DistributedOptimizer; return whether `optimizer` is the first.
 
         Args:
             workers: ranks that train.
             settings: of the strategy and the optimiser.
 
         Raises:
-            ConfigError: a run with another strategy has begun in the folder, and has not ended.
+            ConfigError: the folder has an unfinished run with another strategy.
         """
         if self.strategy is not None:
             return False
         comm = self._comm
-        comm.together(lambda: self._require_same(settings["strategy"]["name"]) if comm.rank == 0 else None)
+        comm.raise_on_all_ranks(lambda: self._require_same(settings["strategy"]["name"]) if comm.rank == 0 else None)
         self.strategy, self._workers = optimizer.strategy, workers
-        self._seed = torch.initial_seed() % (1 << 53)  # what a file holds exactly
+        self._seed = torch.initial_seed() % (1 << 53)  # JSON holds it exactly
         settings = {**settings, "seed": self._seed, "arguments": _arguments(sys.argv[1:], self.folder)}
         self.strategy.records.write = self.write
         self._curves = Curves(self._log, settings, comm, workers, optimizer, self.folder, ())
         start = describe_start(comm, self.folder, self._script, settings, command=list(sys.argv))
         if start is not None:
-            begin_run(self.folder, start)
+            start_run(self.folder, start)
             _log.info(f"this run is written to {self.folder}")
-        comm.barrier()  # the other ranks' files follow
+        comm.barrier()  # before other ranks write files
         if comm.platform.virtual is None:
             self._sampler = Sampler(resources_path(self.folder, comm.rank))
         return True
@@ -283,7 +283,7 @@ class LoopRun:
 
     @property
     def _is_main(self) -> bool:
-        return self._comm.rank == first_living(self._comm, self._workers)
+        return self._comm.rank == first_alive(self._comm, self._workers)
 
     def write(self, record: StepRecord) -> None:
         """Write the record of a step, with the samples of its batches."""
@@ -298,15 +298,15 @@ class LoopRun:
         self._trained += self.of_all
         self.samples = self.of_all = 0
         self._seconds += record.seconds
-        self._noted_s = self._comm.now()
+        self._counted_s = self._comm.now()
 
     def _open(self, step: int) -> RecordWriter:
-        """Open this rank's records at the first step of this start: only now it is known where the run goes on."""
+        """Open this rank's records at the first step of this start; earlier, the step to continue from is unknown."""
         path, rank = record_path(self.folder, self._comm.rank), self._comm.rank
         if self._is_main and step > 1:
-            earlier = {of: [one for one in r if one.step < step] for of, r in read_records(self.folder).items()}
-            self._trained = sum(one.samples for of_rank in earlier.values() for one in of_rank)
-            self._seconds = sum(one.seconds for one in earlier.get(rank, ()))
+            earlier = {of: [each for each in r if each.step < step] for of, r in read_records(self.folder).items()}
+            self._trained = sum(each.samples for of_rank in earlier.values() for each in of_rank)
+            self._seconds = sum(each.seconds for each in earlier.get(rank, ()))
         if rank == 0 and step > 1:
             note_step(self.folder, step - 1)
         writer = RecordWriter(path, first_step=step)
@@ -318,27 +318,27 @@ class LoopRun:
         return writer
 
     def _write_early(self, step: int) -> None:
-        """Write what was logged before the first step of this start, which goes on from `step`."""
+        """Write metrics that were logged before this start's first step, `step` + 1."""
         early, self._early = self._early, []
         for metrics in filter(None, early) if self._is_main else ():
             self._evaluate(step, metrics)
 
     def end_epoch(self, epoch: int) -> None:
-        """Note that so many epochs have ended, and the seconds since the last step: another optimiser's, say."""
+        """Set the number of finished epochs, and count the seconds since the last step."""
         self.epochs = epoch
         if self._writer is not None:
-            self._seconds += self._comm.now() - self._noted_s
-            self._noted_s = self._comm.now()
+            self._seconds += self._comm.now() - self._counted_s
+            self._counted_s = self._comm.now()
 
     def log_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Write an evaluation, on the first rank that trains; after `finish` the summary has it, too."""
+        """Write an evaluation, on the first worker; after `finish` to the summary too."""
         if not isinstance(metrics, Mapping):
             raise ConfigError(f"metrics must be numbers by their names; got {metrics!r}. Write {{'accuracy': 0.97}}.")
-        found = {name: _number(name, value) for name, value in metrics.items()}
+        values = {name: _number(name, value) for name, value in metrics.items()}
         if self._writer is None and not self.has_ended:
-            self._early.append(found)  # on all ranks: which of them trains may not be known yet
-        elif self._is_main and found:
-            self._evaluate(self.strategy.steps, found)
+            self._early.append(values)  # on all ranks: the first worker may not be known yet
+        elif self._is_main and values:
+            self._evaluate(self.strategy.steps, values)
             if self._summary is not None:
                 self._write_summary()
 
@@ -350,14 +350,14 @@ class LoopRun:
 
     # --- the end ------------------------------------------------------------------------------------------------------
     def finish(self, params: Sequence[Tensor], stages: int) -> None:
-        """Collective. End the run: its summary is written, with the metrics that were logged last.
+        """Collective. End the run: write its summary, with the metrics that were logged last.
 
         Args:
             params: this rank's part of the trained model.
-            stages: ranks that hold one model together.
+            stages: number of ranks that hold one model together.
         """
         comm = self._comm
-        self._write_early(self.strategy.steps)  # where no step was taken
+        self._write_early(self.strategy.steps)  # if no step was taken
         pending = comm.gather(self.strategy.records.pending())
         sums = comm.gather(digest(params))[:stages]
         self._close()
@@ -375,25 +375,26 @@ class LoopRun:
             end_run(self.folder)
         self._until_the_end.close()
         if comm.platform.virtual is not None:
-            self.close_loggers()  # no process ends with a virtual rank
+            self.close_loggers()  # virtual ranks run no exit handlers
 
     def _write_summary(self) -> None:
         write_summary(self.folder, summarise(read_records(self.folder), metrics=self._metrics, **(self._summary or {})))
 
 
 def next_run(run: LoopRun | None, comm: Communicator, folder: Path, log: tuple[str, ...]) -> LoopRun:
-    """Return the run that a script wants: the one that is under way, or a new one.
+    """Return the active run if its folder is `folder`, else a new run.
 
     Raises:
-        ConfigError: another one is under way; or as of `LoopRun`.
+        ConfigError: another run is active; or as in `LoopRun`.
     """
     if run is None or run.has_ended:
         if run is not None:
             run.close_loggers()
         return LoopRun(comm, folder, log=log)
-    if run.wanted != folder:
+    if run.requested != folder:
         raise ConfigError(
-            f"run must stay {run.wanted} until hpcdist.finish has ended that run; got {folder}. Finish the model first."
+            f"run must stay {run.requested} until hpcdist.finish has ended that run; got {folder}. Finish the model "
+            "first."
         )
     return run
 
@@ -415,29 +416,29 @@ def _number(name: object, value: Any) -> float:
 def describe_start(
     comm: Communicator, folder: Path, script: Path, settings: Mapping[str, Any], **further: Any
 ) -> Start | None:
-    """Collective. Describe a start of a run, and copy the script and what it imports to the folder.
+    """Collective. Describe a start of a run, and copy the script and the files that it imports to the folder.
 
     Args:
         further: fields of `Start`.
 
     Returns:
-        None but on the first rank, which writes it down.
+        None except on the first rank, which writes it.
     """
-    found = comm.gather(own_cores())
-    if comm.rank != comm.failures.living[0]:
+    cores = comm.gather(local_cores_of_host())
+    if comm.rank != comm.failures.alive[0]:
         return None
     home = script.resolve().parent
     revision, dirty = git_commit(home)
     is_file, installed = script.is_file(), {"site-packages", "dist-packages"} & set(home.parts)
-    beside = [] if installed else imported_beside(script)
+    imported = [] if installed else imported_from_same_folder(script)
     return Start(
         started=now(),
-        job=copy_job(folder, script, beside) if is_file else JobFile(path=str(script), sha256="", copies={}),
+        job=copy_job(folder, script, imported) if is_file else JobFile(path=str(script), sha256="", copies={}),
         commit=revision,
         dirty=dirty,
         ranks=comm.size,
-        hosts=[host for host, _ in found],
-        cores=cores_by_host(found),
+        hosts=[host for host, _ in cores],
+        cores=cores_by_host(cores),
         processors=os.cpu_count(),
         load=load_average(),
         versions=versions(comm),
@@ -448,12 +449,12 @@ def describe_start(
 
 
 def required_versions(comm: Communicator) -> dict[str, str]:
-    """Return the versions that all ranks must have in common: of Python its first two numbers."""
+    """Return the versions that must be equal on all ranks; of Python, major and minor version."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"hpcdist": __version__, "torch": torch.__version__, "mpi": comm.platform.library, "python": python}
 
 
 def versions(comm: Communicator) -> dict[str, str | None]:
-    """Return the versions of hpcdist, Python and the libraries beneath; MPI's is None on virtual ranks."""
+    """Return the versions of hpcdist, Python and its libraries; MPI's is None on virtual ranks."""
     mpi = None if comm.mpi is None else comm.platform.library
     return {**required_versions(comm), "numpy": np.__version__, "python": platform.python_version(), "mpi": mpi}

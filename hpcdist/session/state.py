@@ -1,7 +1,7 @@
-"""Capture and restore all that a DistributedOptimizer needs to go on as if it had not been interrupted.
+"""Capture and restore all that a DistributedOptimizer needs to continue as if it had not been interrupted.
 
-A captured state has everything along the parameters by parameter name, as slices (`hpcdist.checkpoint.Slice`): of the
-parameters and buffers that a rank has, of the optimiser's state, and of the sharded values that its strategy declares.
+Tensors are stored by parameter name, as slices (`hpcdist.checkpoint.Slice`): the parameters and buffers of a rank, the
+optimiser's state, and the sharded values of its strategy.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ _log = logging.getLogger("hpcdist")
 _NOTHING = object()
 KINDS = ("params", "frozen", "buffers")
 Named = dict[str, Slice]
-Together = Callable[[Callable[[], Any]], Any]
+OnAllRanks = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Elements [start, stop) of flat tensor number `group`: a tensor of the model.
+    """A tensor of the model: elements [start, stop) of flat tensor number `group`.
 
     Attributes:
-        place: in the whole model, with complex numbers as pairs.
-        own: the same, with complex numbers as such.
+        place: its position in the whole model's tensor, with complex numbers as pairs of real ones.
+        typed: the same, with complex numbers.
     """
 
     group: int
     start: int
     stop: int
     place: SlicePlace
-    own: SlicePlace
+    typed: SlicePlace
 
 
 class ParameterLayout:
-    """The places of a model's tensors: in this rank's flat memory, and in the whole model.
+    """The positions of a model's tensors: in this rank's flat memory, and in the whole model.
 
     Attributes:
-        also: other names of tied tensors, each with the one that counts.
+        also: other names of tied tensors, with the name under which each is saved.
         names: in the whole model, by the tensors' ids.
-        places: of this rank's tensors by name, see `_Stretch.own`.
+        places: of this rank's tensors by name, see `_Stretch.typed`.
     """
 
     def __init__(self, model: FlatModel):
         module = model.module
         slots = {"params": model.slots, "frozen": model.frozen_slots, "buffers": model.flat_buffers.slots}
-        names = {id(slot.tensor): slot.name for own in slots.values() for slot in own}
+        names = {id(slot.tensor): slot.name for of_kind in slots.values() for slot in of_kind}
         tied = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         known = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
         parts = module.describe_parts() if isinstance(module, PartOfModel) else {}
@@ -69,46 +69,48 @@ class ParameterLayout:
         self._model, whole = model, {name: part["of"] for name, part in parts.items()}
         self.also = {name: names[id(t)] for name, t in unwrapped(module, tied) if name != names.get(id(t), name)}
         self.names = {number: whole.get(name, name) for number, name in names.items()}
-        self._beside = [name for number, name in self.names.items() if number not in known]  # such as of a loss
+        self._excluded = [name for number, name in self.names.items() if number not in known]  # such as a loss's
         self._stretches = {kind: [_stretch(slot, parts, rank) for slot in slots[kind]] for kind in KINDS}
-        self.places = {each.own.name: each.own for kind in KINDS for each in self._stretches[kind]}
+        self.places = {each.typed.name: each.typed for kind in KINDS for each in self._stretches[kind]}
 
     def about(self) -> dict[str, Any]:
-        """Describe what names alone do not say."""
-        complex_ones = [each.own.name for kind in KINDS for each in self._stretches[kind] if each.own != each.place]
+        """Return metadata that slices lack: tied names, names outside of the state dict, complex tensors..."""
+        complex_names = [
+            each.typed.name for kind in KINDS for each in self._stretches[kind] if each.typed != each.place
+        ]
         kinds = self._model.flat_buffers.kinds
-        firsts = [each.own.name for each in self._stretches["buffers"] if kinds[each.group] != "mean"]
-        return {"also": self.also, "beside": self._beside, "complex": complex_ones, "firsts": firsts}
+        firsts = [each.typed.name for each in self._stretches["buffers"] if kinds[each.group] != "mean"]
+        return {"also": self.also, "beside": self._excluded, "complex": complex_names, "firsts": firsts}
 
     def parts(self, kind: str, ranges: Ranges | None = None) -> Iterator[tuple[int, int, SlicePlace]]:
-        """Yield the group, the first element in the group's tensor, and the place of each slice in these ranges."""
+        """Yield the group, the first element in the group's tensor, and the position of each slice in these ranges."""
         for each in self._stretches[kind]:
             if ranges is None:
                 yield each.group, each.start, each.place
                 continue
             first, last = ranges[each.group]
-            begin, end = max(each.start, first), min(each.stop, last)
-            if (begin, end) == (each.start, each.stop):
-                yield each.group, begin - first, each.place
-            elif begin < end:
-                yield each.group, begin - first, replace(each.place, span=(begin - each.start, end - each.start))
+            start, end = max(each.start, first), min(each.stop, last)
+            if (start, end) == (each.start, each.stop):
+                yield each.group, start - first, each.place
+            elif start < end:
+                yield each.group, start - first, replace(each.place, span=(start - each.start, end - each.start))
 
     def split(self, kind: str, flats: Sequence[Tensor], ranges: Ranges | None = None) -> Named:
         """Return slices of flat tensors, views, by name."""
-        found = {}
+        slices = {}
         for group, start, place in self.parts(kind, ranges):
             values = flats[group][start : start + place.numel]
-            found[place.name] = Slice(place, values.view(place.part) if place.span is None else values)
-        return found
+            slices[place.name] = Slice(place, values.view(place.part) if place.span is None else values)
+        return slices
 
     def join(self, named: Mapping[str, Slice], ranges: Ranges | None = None) -> list[Tensor]:
-        """Lay slices of the parameters out in flat tensors; an empty list where there are none."""
+        """Concatenate slices of the parameters to flat tensors; an empty list if there are none."""
         if not named:
             return []
-        pieces: list[list[Tensor]] = [[] for _ in self._model.params]
+        chunks: list[list[Tensor]] = [[] for _ in self._model.params]
         for group, _, place in self.parts("params", ranges):
-            pieces[group].append(_same_place(named, place).reshape(-1))
-        return [torch.cat(own) if own else torch.zeros(0) for own in pieces]
+            chunks[group].append(_same_place(named, place).reshape(-1))
+        return [torch.cat(values) if values else torch.zeros(0) for values in chunks]
 
     def fill(self, kind: str, flats: Sequence[Tensor], named: Mapping[str, Slice]) -> None:
         """Copy slices into flat tensors."""
@@ -117,41 +119,41 @@ class ParameterLayout:
 
 
 def _same_place(named: Mapping[str, Slice], place: SlicePlace) -> Tensor:
-    found = named.get(place.name)
-    if found is None or found.place != place:
-        got = "nothing" if found is None else f"the part at {found.place.offset} of one of shape {found.place.shape}"
+    saved = named.get(place.name)
+    if saved is None or saved.place != place:
+        got = "nothing" if saved is None else f"the part at {saved.place.offset} of one of shape {saved.place.shape}"
         raise CheckpointError(
             f"the checkpoint must hold this rank's part of {place.name!r}, at {place.offset} of one of shape "
             f"{place.shape}; got {got}. Resume with the model and the strategy of that run."
         )
-    return found.tensor
+    return saved.tensor
 
 
 def _stretch(slot: Slot, parts: Mapping[str, Mapping[str, Any]], rank: int) -> _Stretch:
-    """Return the places of a tensor, which may be a part of one, see `describe_parts`."""
+    """Return the position of a tensor, which may be a part of one (see `describe_parts`)."""
     shape = tuple(slot.shape)
-    own = SlicePlace.whole(slot.name, shape)
+    typed = SlicePlace.whole(slot.name, shape)
     if slot.name in parts:
         part = parts[slot.name]
         whole = tuple(part["shape"])
         offset, size = (None, tuple(map(min, shape, whole))) if part["dims"] is None else _box(part, rank)
-        own = SlicePlace(part["of"], whole, offset, size, shape)
-    place = own
+        typed = SlicePlace(part["of"], whole, offset, size, shape)
+    place = typed
     if slot.dtype.is_complex:
-        offset = None if own.offset is None else (*own.offset, 0)
-        place = SlicePlace(own.name, (*own.shape, 2), offset, (*own.size, 2), (*own.part, 2))
-    return _Stretch(slot.group, slot.start, slot.stop, place, own)
+        offset = None if typed.offset is None else (*typed.offset, 0)
+        place = SlicePlace(typed.name, (*typed.shape, 2), offset, (*typed.size, 2), (*typed.part, 2))
+    return _Stretch(slot.group, slot.start, slot.stop, place, typed)
 
 
 def _box(part: Mapping[str, Any], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offset and size of a rank's part: along each dimension of the mesh that cuts one, a chunk."""
+    """Return offset and size of a rank's part: a chunk along each dimension that the mesh divides."""
     ranks = torch.tensor(part["ranks"])
     spans = [(0, size) for size in part["shape"]]
-    own = (ranks == rank).nonzero()[0].tolist() if part["dims"] else []  # none are cut where all ranks have the same
-    for dim, index, count in zip(part["dims"], own, ranks.shape, strict=True):
+    indices = (ranks == rank).nonzero()[0].tolist() if part["dims"] else []  # empty if all ranks have the same part
+    for dim, index, count in zip(part["dims"], indices, ranks.shape, strict=True):
         if dim is not None:
             start, stop = spans[dim]
-            chunk = -(-(stop - start) // count)  # as `torch.chunk` has it
+            chunk = -(-(stop - start) // count)  # as in `torch.chunk`
             spans[dim] = (min(start + index * chunk, stop), min(start + (index + 1) * chunk, stop))
     return tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans)
 
@@ -164,12 +166,12 @@ def capture(optimizer: Any) -> dict[str, Any]:
 
 
 def capture_strategy(strategy: Strategy) -> dict[str, Any]:
-    """Return this rank's state but for the local optimiser's."""
+    """Return this rank's state without the local optimiser's."""
     model = strategy.model
     model.refresh()
     layout, values = ParameterLayout(model), strategy.state.save()
     flats = strategy.state.parameters()
-    for name, entry in strategy.state.entries.items():
+    for name, entry in strategy.state.specs.items():
         if entry.sharded:
             values[name] = layout.split("params", values[name], entry.ranges) if values[name] else {}
     return {
@@ -184,7 +186,7 @@ def capture_strategy(strategy: Strategy) -> dict[str, Any]:
 
 
 def _optimizer_state(optimizer: Any, layout: ParameterLayout) -> dict[str, Any]:
-    """Return the local optimiser's state dict with names of parameters in place of numbers, and slices."""
+    """Return the local optimiser's state dict, with parameter names instead of numbers, and tensors as slices."""
     raw, order = optimizer.attachment.local_state_dict(), order_of(optimizer, layout)
 
     def sliced(name: str, value: Any) -> Any:
@@ -207,57 +209,59 @@ def order_of(optimizer: Any, layout: ParameterLayout) -> list[str]:
 
 
 def places_of(state: Callable[..., Any]) -> list[SlicePlace]:
-    """Return where all slices of a rank lie that its strategy trains by.
+    """Return the positions of a rank's slices of parameters, buffers and masters.
 
     Args:
-        state: returns the part of a captured state under a key.
+        state: (key) -> the part of a captured state under that key.
     """
     return [each.place for kind in (*KINDS, "masters") for each in (state(kind) or {}).values()]
 
 
 # --- restore ----------------------------------------------------------------------------------------------------------
-def restore(optimizer: Any, state: Mapping[str, Any], together: Together) -> None:
+def restore(optimizer: Any, state: Mapping[str, Any], raise_on_all_ranks: OnAllRanks) -> None:
     """Collective. Restore the result of `capture`, or of `SavedState.reshard`.
 
     Args:
-        together: Collective. Runs a function on all ranks, and raises an error on all of them if it fails on one.
+        raise_on_all_ranks: Collective. Runs a function on all ranks; if it fails on one, raises an error on all.
     """
     model = optimizer.strategy.model
     layout = ParameterLayout(model)
 
     def restore_here() -> None:
-        for kind, own in (("params", model.params), ("frozen", model.frozen), ("buffers", model.buffers)):
-            layout.fill(kind, own, state[kind])
+        for kind, tensors in (("params", model.params), ("frozen", model.frozen), ("buffers", model.buffers)):
+            layout.fill(kind, tensors, state[kind])
         optimizer.load_state_dict(_numbered(optimizer, layout, state["optimizer"]))
 
-    together(restore_here)
-    restore_strategy(optimizer.strategy, state["strategy"], together)
-    model.mark()
-    optimizer.attachment.look()
+    raise_on_all_ranks(restore_here)
+    restore_strategy(optimizer.strategy, state["strategy"], raise_on_all_ranks)
+    model.take_snapshot()
+    optimizer.attachment.take_snapshot()
 
 
-def restore_strategy(strategy: Strategy, saved: Mapping[str, Any], together: Together | None = None) -> None:
-    """Collective. Restore what a strategy declares, after the model's parameters.
+def restore_strategy(
+    strategy: Strategy, saved: Mapping[str, Any], raise_on_all_ranks: OnAllRanks | None = None
+) -> None:
+    """Collective. Restore a strategy's state, after the model's parameters.
 
     Args:
-        together: as of `restore`; by default the strategy's ranks'.
+        raise_on_all_ranks: as in `restore`; by default that of the strategy's communicator.
     """
-    together = together or strategy.comm.together
+    raise_on_all_ranks = raise_on_all_ranks or strategy.comm.raise_on_all_ranks
 
     def joined() -> dict[str, Any]:
         layout, values = ParameterLayout(strategy.model), dict(saved)
-        for name, entry in strategy.state.entries.items():
+        for name, entry in strategy.state.specs.items():
             if entry.sharded and name in values:
                 values[name] = layout.join(values[name], entry.ranges)
         return values
 
-    values = together(joined)  # before ranks tell each other what they load
-    together(lambda: strategy.state.load(values))
+    values = raise_on_all_ranks(joined)  # before ranks exchange anything while loading
+    raise_on_all_ranks(lambda: strategy.state.load(values))
 
 
 def _numbered(optimizer: Any, layout: ParameterLayout, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict for the local optimiser, which numbers parameters."""
-    order, own = order_of(optimizer, layout), optimizer.attachment.local_state_dict()
+    """Return a state dict for the local optimiser, with numbers instead of parameter names."""
+    order, local = order_of(optimizer, layout), optimizer.attachment.local_state_dict()
     numbers = {name: index for index, name in enumerate(order)}
     state = {}
     for name, values in saved["state"].items():
@@ -265,29 +269,29 @@ def _numbered(optimizer: Any, layout: ParameterLayout, saved: Mapping[str, Any])
             values = {k: v.tensor if isinstance(v, Slice) else v for k, v in values.items()}
         state[numbers.get(name, name)] = values
     groups = []
-    for number, group in enumerate(own["param_groups"]):
+    for number, group in enumerate(local["param_groups"]):
         names = {order[index] for index in group["params"]}
         sharing = [each for each in saved["param_groups"] if not names.isdisjoint(each["params"])]
-        numbered = saved["param_groups"][number : number + 1]  # of a group that is empty here
+        numbered = saved["param_groups"][number : number + 1]  # for a group without parameters here
         settings = (sharing or numbered or [{}])[0]
         groups.append(group | {k: v for k, v in settings.items() if k not in ("params", "param_names")})
     return {**saved, "state": state, "param_groups": groups}
 
 
 def require_same_model(saved: object, model: FlatModel, path: Path) -> None:
-    """Check that a saved model's description is this run's own; raise CheckpointError with the first difference."""
-    own = model.description()
-    if saved not in (own, hashlib.sha256(own.encode()).hexdigest()):  # the latter in checkpoints of before
-        difference = describe_difference(own, str(saved), "here", "there")
+    """Raise CheckpointError, with the first difference, unless a saved model's description is that of `model`."""
+    description = model.description()
+    if saved not in (description, hashlib.sha256(description.encode()).hexdigest()):  # a hash in former checkpoints
+        difference = describe_difference(description, str(saved), "here", "there")
         raise CheckpointError(
             f"model must be that of the checkpoint to resume from it; got another one than in {path}: {difference}. "
-            "Resume with the configuration of that run, or start anew in another output folder."
+            "Resume with the configuration of that run, or start again in another output folder."
         )
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 def settings_of(optimizer: Any) -> dict[str, Any]:
-    """Return what a DistributedOptimizer was made with, in types that JSON has."""
+    """Return the settings of a DistributedOptimizer, in types that JSON has."""
     strategy = optimizer.strategy
     return {
         "strategy": {"name": name_of(strategy), **by_value(strategy.config.model_dump())},
@@ -295,13 +299,13 @@ def settings_of(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def compare_settings(saved: Any, own: Mapping[str, Any], path: Path, *, told: bool, name: str = "") -> None:
-    """Log how settings differ from those of a checkpoint; told on one rank alone.
+def compare_settings(saved: Any, local: Mapping[str, Any], path: Path, *, told: bool, name: str = "") -> None:
+    """Log, if `told`, how settings differ from those of a checkpoint.
 
     Raises:
-        CheckpointError: the name of an optimiser or of a schedule differs, whose state fits no other.
+        CheckpointError: an optimiser or a schedule has another name, so that its state does not fit.
     """
-    for key, value in own.items():
+    for key, value in local.items():
         there, setting = saved.get(key, _NOTHING) if isinstance(saved, Mapping) else _NOTHING, f"{name}{key}"
         if isinstance(value, Mapping) and isinstance(there, Mapping):
             _require_kind(setting, there, value, path)
@@ -309,15 +313,15 @@ def compare_settings(saved: Any, own: Mapping[str, Any], path: Path, *, told: bo
         elif there is not _NOTHING and there != value and told:
             of_state = setting.rpartition(": ")[2].partition(".")[0] in ("optimizer", "schedule")
             _log.warning(
-                "%s is %r here, and %r in %s: %s goes on.",
+                "%s is %r here, and %r in %s: continuing with %s.",
                 setting, value, there, path, "the checkpoint's" if of_state else "this run's",
             )  # fmt: skip
 
 
-def _require_kind(setting: str, saved: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> None:
+def _require_kind(setting: str, saved: Mapping[str, Any], local: Mapping[str, Any], path: Path) -> None:
     kind = setting.rpartition(".")[2]
-    if kind in ("optimizer", "schedule") and "name" in own and saved.get("name") != own["name"]:
+    if kind in ("optimizer", "schedule") and "name" in local and saved.get("name") != local["name"]:
         raise CheckpointError(
             f"{setting} must be that of the checkpoint to resume from it, {saved.get('name')!r:.80}; got "
-            f"{own['name']}. Resume with the one of {path}; or begin with the model alone, by hpcdist.unsplit."
+            f"{local['name']}. Resume with the one of {path}; or start from the model only, by hpcdist.unsplit."
         )

@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks together."""
+"""Batch normalisation over the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hpcdist.strategies import Strategy
 
 
 class _Ranks:
-    """The ranks that a layer normalises over. Copies of the layer share them; a saved one has none."""
+    """The ranks that a layer normalises over. Copies of the layer share it; a pickled layer loses it."""
 
     def __init__(self, comm: Communicator | None = None, gradients: Gradients | None = None):
-        self.comm, self.gradients = comm, gradients  # the latter knows the batch's weight
+        self.comm, self.gradients = comm, gradients  # `gradients` knows the batch's weight
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
         return self
@@ -28,14 +28,21 @@ class _Ranks:
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Normalise by the mean and variance of the batches of all ranks together, on CPUs and GPUs.
+    """Normalise by the mean and variance of the batches of all ranks, on CPUs and GPUs.
 
-    `hpcdist.DistributedOptimizer` makes these of torch's `nn.SyncBatchNorm` layers, whose own code needs
-    torch.distributed and GPUs, and otherwise normalises each rank's batch alone. So write `nn.SyncBatchNorm`, or
-    convert a model by `nn.SyncBatchNorm.convert_sync_batchnorm(model)`. In training, forward and backward passes are
-    collective; a batch of weight 0 counts for nothing. In evaluation this is ordinary batch normalisation.
+    `hpcdist.DistributedOptimizer` replaces torch's `nn.SyncBatchNorm` layers by these, because torch's need
+    torch.distributed and GPUs. So write `nn.SyncBatchNorm`, or convert a model by
+    `nn.SyncBatchNorm.convert_sync_batchnorm(model)`. In training, forward and backward passes are collective; a batch
+    of weight 0 is ignored. In evaluation this is ordinary batch normalisation.
 
-    Messages: an all-reduce of 2 numbers per channel in the forward pass, and of as many in the backward pass.
+    Messages: an all-reduce of 2 numbers per channel in the forward pass, and again in the backward pass.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 2), nn.SyncBatchNorm(2))
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = hd.DistributedOptimizer(sgd, model)
+        >>> isinstance(model[1], hd.SyncBatchNorm)
+        True
 
     Reference: Sergey Ioffe, Christian Szegedy, "Batch normalization: accelerating deep network training by reducing
     internal covariate shift", 2015; over ranks, Chao Peng et al., "MegDet: a large mini-batch object detector", 2018.
@@ -48,32 +55,32 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         uses_batch = self.training or self.running_mean is None
         comm, gradients = self.ranks.comm, self.ranks.gradients
         if not uses_batch or comm is None or gradients is None or comm.size == 1:
-            return self._normalise_alone(input, uses_batch)
-        weight = gradients.weight if gradients.weighs else float(gradients.weight > 0)
+            return self._normalise_locally(input, uses_batch)
+        weight = gradients.weight if gradients.weights_batches else float(gradients.weight > 0)
         how = self.weight, self.bias, self.eps, weight, comm
         output, mean, variance, count = _Normalise.apply(input, *how)  # type: ignore[no-untyped-call]
         if self.training and self.running_mean is not None:
             self._track(mean, variance, float(count))
         return output
 
-    def _normalise_alone(self, input: Tensor, uses_batch: bool) -> Tensor:
+    def _normalise_locally(self, input: Tensor, uses_batch: bool) -> Tensor:
         factor = self._count_batch() if self.training and self.track_running_stats else 0.0
         tracked = not self.training or self.track_running_stats
         mean, variance = (self.running_mean, self.running_var) if tracked else (None, None)
         return nn.functional.batch_norm(input, mean, variance, self.weight, self.bias, uses_batch, factor, self.eps)
 
     def _count_batch(self) -> float:
-        """Count one more batch; return the weight of its statistics in the running ones."""
-        tracked: Any = self.num_batches_tracked  # a tensor where there are running statistics
+        """Count one more batch; return the momentum: the weight of its statistics in the running ones."""
+        tracked: Any = self.num_batches_tracked  # a tensor, as there are running statistics
         tracked.add_(1)
         return 1.0 / float(tracked) if self.momentum is None else self.momentum
 
     def _track(self, mean: Tensor, variance: Tensor, count: float) -> None:
         factor = self._count_batch()
         with torch.no_grad():
-            own: Any = self  # whose statistics are tensors here
-            own.running_mean.lerp_(mean.to(own.running_mean), factor)
-            own.running_var.lerp_((variance * (count / max(1.0, count - 1.0))).to(own.running_var), factor)
+            layer: Any = self  # its statistics are tensors here
+            layer.running_mean.lerp_(mean.to(layer.running_mean), factor)
+            layer.running_var.lerp_((variance * (count / max(1.0, count - 1.0))).to(layer.running_var), factor)
 
 
 class _Normalise(torch.autograd.Function):
@@ -86,8 +93,8 @@ class _Normalise(torch.autograd.Function):
         axes = [axis for axis in range(x.dim()) if axis != 1]
         wide = x.double()
         count = float(x.numel() // x.shape[1])
-        own = torch.cat([wide.sum(axes), wide.square().sum(axes), wide.new_tensor([count])])
-        sums = own if weight else torch.zeros_like(own)
+        local = torch.cat([wide.sum(axes), wide.square().sum(axes), wide.new_tensor([count])])
+        sums = local if weight else torch.zeros_like(local)
         comm.allreduce(sums)
         total = sums[-1].clamp(min=1.0)
         mean, square = (sums[:-1] / total).chunk(2)
@@ -108,7 +115,7 @@ class _Normalise(torch.autograd.Function):
         axes, shape, weight = ctx.axes, ctx.shape, ctx.weight
         wide, hat = grad.double(), normalised.double()
         along, across = wide.sum(axes), (wide * hat).sum(axes)
-        # Every rank's gradients are multiplied by its weight at the parameters, those that come from others before.
+        # Parameters multiply their gradients by the rank's weight; weight the sums over ranks here accordingly.
         both = torch.cat([along, across])
         sums = both * weight if weight else torch.zeros_like(both)
         ctx.comm.allreduce(sums)
@@ -122,10 +129,10 @@ class _Normalise(torch.autograd.Function):
 
 
 def synchronise_batch_norms(flat: FlatModel, strategy: type[Strategy], workers: Communicator) -> None:
-    """Convert torch's SyncBatchNorm layers to `SyncBatchNorm` over the ranks that train.
+    """Replace torch's SyncBatchNorm layers by `SyncBatchNorm` over the workers.
 
     Raises:
-        ConfigError: the strategy's ranks don't take their steps together.
+        ConfigError: the strategy is not synchronous.
     """
     layers = [(name, layer) for name, layer in flat.module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
     if not layers:

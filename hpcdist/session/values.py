@@ -1,4 +1,4 @@
-"""Exchange values between ranks in the user's own loop: broadcast, allreduce, allgather, barrier, metric."""
+"""Exchange values between ranks in the user's training loop: broadcast, allreduce, allgather, barrier, metric."""
 
 from __future__ import annotations
 
@@ -23,26 +23,34 @@ Op = Literal["mean", "sum", "min", "max"]
 
 
 def _ranks() -> Communicator:
-    """Return all ranks; in a training loop with servers the workers, as servers don't run its body."""
+    """Return all ranks; in a training loop with servers only the workers, because servers don't run its body."""
     session = current()
     session.calls += 1
     return session.group or session.comm
 
 
 def barrier() -> None:
-    """Collective. Wait for all ranks."""
+    """Collective. Wait until all ranks have called it.
+
+    Example:
+        >>> hd.barrier()
+    """
     _ranks().barrier()
 
 
 def broadcast(value: Any, root: int = 0) -> Any:
-    """Collective. Replace every rank's `value` by that of rank `root`, and return it.
+    """Collective. Return the value of rank `root` on every rank.
 
-    A tensor, a module (parameters and buffers) or a list or dict of tensors is overwritten in place; with a
-    model in stages each rank gets the values of its own stage in root's replica. Any other value that can be pickled
-    (numbers, strings, lists, dicts...) is returned as a new value, with the type that it has on `root`.
+    A tensor, a module (parameters and buffers) or a list or dict of tensors is overwritten in place; for a model in
+    stages each rank gets the values of its stage in root's replica. Any other value that can be pickled (numbers,
+    strings, lists, dicts...) is returned as a new value, with the type that it has on `root`.
+
+    Example:
+        >>> hd.broadcast({"seed": hd.rank()}, root=1)
+        {'seed': 1}
     """
     comm = _ranks()
-    source = _place(comm, root)
+    source = _group_rank(comm, root)
     if isinstance(value, Pipeline):
         session = current()
         comm, source = session.peers or session.outer, source // session.stages
@@ -55,9 +63,9 @@ def broadcast(value: Any, root: int = 0) -> Any:
             comm.broadcast(flat, source)
             tensor.detach().copy_(flat.view(tensor.shape))
         else:
-            found = broadcast_in(comm, tensor.detach().to_sparse_coo(), source)
-            with torch.no_grad():  # a detached one would not see new indices
-                tensor.copy_(found.to_sparse(layout=tensor.layout))
+            received = broadcast_in(comm, tensor.detach().to_sparse_coo(), source)
+            with torch.no_grad():  # a detached tensor would not get the new indices
+                tensor.copy_(received.to_sparse(layout=tensor.layout))
     return value
 
 
@@ -67,7 +75,7 @@ def broadcast_in(comm: Communicator, value: Any, root: int = 0) -> Any:
 
 
 class AnyDtype:
-    """Lets a pickler take tensors of all dtypes: unsigned and narrow ones, of which torch reads few, as integers."""
+    """Lets a pickler take tensors of all dtypes: those that torch can't pickle (unsigned, narrow) as integers."""
 
     def reducer_override(self, value: Any) -> Any:
         narrow = type(value) is Tensor and (value.dtype in SIGNED or value.dtype in WIDE)
@@ -86,15 +94,15 @@ def _pickled(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _place(comm: Communicator, root: int) -> int:
-    """Convert rank `root` to its number among the ranks that take part."""
+def _group_rank(comm: Communicator, root: int) -> int:
+    """Convert rank `root` of all ranks to its rank in `comm`."""
     session = current()
     if comm is session.comm:
         return root
     ranks = session.loader.workers
     if root not in ranks:
         raise ConfigError(
-            f"root must be a worker inside the training loop, where ranks that serve don't take part; got {root}. "
+            f"root must be a worker inside the training loop, where server ranks don't take part; got {root}. "
             f"Use {ranks[0]}, or broadcast outside of the loop."
         )
     return ranks.index(root)
@@ -112,30 +120,34 @@ def _tensors(value: Any) -> list[Tensor] | None:
 
 
 def allreduce(value: Any, op: Op = "mean") -> Any:
-    """Collective. Return the mean of all ranks' values, or their sum, minimum or maximum, as a new value.
+    """Collective. Return the mean, sum, minimum or maximum of all ranks' values, as a new value.
 
     The result has the type of the value: a tensor or NumPy array of the same shape and dtype, a number, or a list,
-    tuple or dict of results. Numbers that are integers on all ranks are combined exactly; their mean is a float. In
-    tensors sums of integers wrap around, and floats of 16 and 8 bits are combined in float32 and rounded once. NaN goes
-    through all operations. Inside a training loop whose strategy has servers, only the workers take part.
+    tuple or dict of results. Python integers are combined exactly; their mean is a float. Integer tensors wrap around
+    on overflow; tensors of 16- and 8-bit floats are combined in float32 and rounded once. NaN propagates in all
+    operations. Inside a training loop whose strategy has servers, only the workers take part.
+
+    Example:
+        >>> hd.allreduce(torch.tensor([1.0, hd.rank()]), op="sum")
+        tensor([2., 1.])
 
     Raises:
         UnknownNameError: no such op.
-        ConfigError: op is the mean of a tensor of integers, which can't hold it; the op says nothing of its dtype; a
-            result is an integer beyond int64; or a value is none of these.
+        ConfigError: op is mean for a tensor of integers, or is not defined for the dtype; a result is an integer beyond
+            int64; or the value has another type.
         MismatchError: shapes differ.
     """
     if op not in get_args(Op):
         raise UnknownNameError("op", str(op), get_args(Op))
-    return _each(value, lambda leaf: _reduce(leaf, op))
+    return _map_leaves(value, lambda leaf: _reduce(leaf, op))
 
 
-def _each(value: Any, work: Callable[[Any], Any]) -> Any:
+def _map_leaves(value: Any, work: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
-        return {key: _each(item, work) for key, item in value.items()}
+        return {key: _map_leaves(item, work) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        found = [_each(item, work) for item in value]
-        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)  # a namedtuple
+        results = [_map_leaves(item, work) for item in value]
+        return type(value)(*results) if hasattr(value, "_fields") else type(value)(results)  # a namedtuple
     return work(value)
 
 
@@ -156,16 +168,16 @@ def _reduce(value: Any, op: Op) -> Any:
     comm, wide = _ranks(), WIDE.get(value.dtype, value.dtype)
     if op in ("min", "max") or value.dtype is torch.bool:
         result = torch.empty(value.numel(), dtype=value.dtype)
-        combine([one.reshape(-1) for one in _values_of_all(comm, value.detach().cpu())], result)
+        combine([each.reshape(-1) for each in _values_of_all(comm, value.detach().cpu())], result)
         return result.view(value.shape).to(value.device)
-    # A mean is rounded once, after the division: of float16 the sum may be beyond the range of the mean.
+    # A mean is rounded once, after the division: the sum of float16 values may overflow although their mean doesn't.
     total = torch.empty(value.shape, dtype=wide, device=value.device).copy_(value.detach())
     comm.allreduce(total.view(-1))
-    return (total.div_(len(comm.failures.living)) if op == "mean" else total).to(value.dtype)
+    return (total.div_(len(comm.failures.alive)) if op == "mean" else total).to(value.dtype)
 
 
 def _number(value: Any) -> int | float:
-    """Convert a number to one of Python's, an integer to an integer."""
+    """Convert to a Python number; integers stay integers."""
     value = value.item() if isinstance(value, np.generic) else value
     if not isinstance(value, int) and not hasattr(value, "__float__"):
         raise ConfigError(
@@ -176,7 +188,7 @@ def _number(value: Any) -> int | float:
 
 
 def _reduce_numbers(values: Sequence[int | float], op: Op) -> int | float:
-    """Combine all ranks' numbers: by Python, on each rank alike, whose integers have no bounds."""
+    """Combine the numbers of all ranks, on each rank, in Python: its integers don't overflow."""
     if op in ("sum", "mean"):
         result = sum(values) / len(values) if op == "mean" else sum(values)
     else:
@@ -189,30 +201,34 @@ def _reduce_numbers(values: Sequence[int | float], op: Op) -> int | float:
     return result
 
 
-def _same_kind(told: Any) -> list[Any]:
-    """Collective. Exchange numbers, or a tensor's dtype and shape; raise MismatchError where these differ."""
+def _same_kind(value: Any) -> list[Any]:
+    """Collective. Exchange numbers, or a tensor's dtype and shape; raise MismatchError if dtypes or shapes differ."""
     comm = _ranks()
-    all_told = _values_of_all(comm, told)
-    first, *others = [one if isinstance(one, str) else "a number" for one in all_told]
-    for rank, kind in zip(comm.failures.living[1:], others, strict=True):
+    values = _values_of_all(comm, value)
+    first, *others = [each if isinstance(each, str) else "a number" for each in values]
+    for rank, kind in zip(comm.failures.alive[1:], others, strict=True):
         if kind != first:
             raise MismatchError(
-                f"value must have the same shape on every rank; got {first} on rank {comm.failures.living[0]} and "
+                f"value must have the same shape on every rank; got {first} on rank {comm.failures.alive[0]} and "
                 f"{kind} on rank {rank}. Use allgather for values of different lengths."
             )
-    return all_told
+    return values
 
 
 def _values_of_all(comm: Communicator, value: Any) -> list[Any]:
     pickles = comm.gather(_pickled(value))
-    return [pickle.loads(pickles[rank]) for rank in comm.failures.living]
+    return [pickle.loads(pickles[rank]) for rank in comm.failures.alive]
 
 
 def allgather(value: Any) -> Any:
-    """Collective. Return all ranks' values, in rank order, on every rank.
+    """Collective. Return the values of all ranks, in rank order, on every rank.
 
-    Tensors are joined along their first dimension, whose length may differ between ranks; scalars become a vector. A
-    dict gives a dict of results. Any other value that can be pickled gives a list with one entry per rank.
+    Tensors are concatenated along their first dimension, whose length may differ between ranks; scalars become a
+    vector. A dict gives a dict of results. Any other value that can be pickled gives a list with one entry per rank.
+
+    Example:
+        >>> hd.allgather(torch.tensor(hd.rank()))
+        tensor([0, 1])
     """
     if isinstance(value, Mapping):
         return {key: allgather(item) for key, item in value.items()}
@@ -227,10 +243,14 @@ def allgather(value: Any) -> Any:
 
 
 def metric(value: Any, weight: float = 1.0) -> Any:
-    """Collective. Return the weighted mean over all ranks of a figure such as a loss or an accuracy, on every rank.
+    """Collective. Return the weighted mean over all ranks of a loss, an accuracy or another metric, on every rank.
 
-    Pass this rank's own mean, and as `weight` the number of its samples. With weight 0, as on a rank that serves, the
-    value does not matter. A dict gives a dict. If all weights are 0 the result is NaN.
+    Pass the mean over this rank's samples, and the number of samples as `weight`. With weight 0, as on a server rank,
+    the value is ignored. A dict gives a dict. If all weights are 0 the result is NaN.
+
+    Example:
+        >>> hd.metric(0.9 if hd.rank() == 0 else 0.6, weight=200 if hd.rank() == 0 else 100)
+        0.8
     """
     if isinstance(value, Mapping):
         return {key: metric(item, weight) for key, item in value.items()}

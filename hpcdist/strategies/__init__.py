@@ -1,7 +1,7 @@
-"""Find distribution strategies: one file per algorithm, by the file's name.
+"""Find distribution strategies by name: one file per algorithm, named like the file.
 
-A strategy is the final subclass of `Strategy` in its file, and its `Config` holds its options. Parts that several of
-them share lie in `server`, `decentralised` and `synchronous`.
+A strategy is the final subclass of `Strategy` in its file; its `Config` holds its options. Code that several
+strategies share is in `common`, `server`, `decentralised`, `synchronous` and `lbfgs`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hpcdist.strategies.common.contract import Contract
 
 
 def available() -> list[str]:
-    """List the names of all strategies, those of installed packages included, sorted."""
+    """Return the sorted names of all strategies, including strategies of installed packages."""
     return catalogue("strategies").available()
 
 
@@ -20,9 +20,9 @@ def load(name: str) -> type[Strategy]:
     """Load a strategy's class, by its name or as `path/to/file.py:Class`.
 
     Raises:
-        UnknownNameError: there is none of that name; lists the known ones.
-        ConfigError: there are two of that name; or it can't be imported, is no strategy, or lacks a contract,
-            options or arguments that the library needs.
+        UnknownNameError: no strategy has that name; the message lists the known names.
+        ConfigError: two strategies have that name; or the file can't be imported, has no strategy, or its class lacks
+            a contract, options or arguments that the library needs.
     """
     cls: type[Strategy] = catalogue("strategies").load(name)
     cls.require_complete(name)

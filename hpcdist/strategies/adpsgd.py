@@ -16,13 +16,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.comm.pieces import alongside
+from hpcdist.comm.chunks import alongside
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Flats, copy_all
-from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, Peers
+from hpcdist.strategies.decentralised.peers import Peers, PeerSampler, SamplingConfig
 from hpcdist.topology import Topology, make_topology
 
 _FREE = 0  # in place of who holds it
@@ -47,16 +47,20 @@ class ADPSGD(Strategy):
     descent", 2018, algorithm 1 and section 3.3.
     """
 
-    class Config(DrawConfig):
+    class Config(SamplingConfig):
         """Options of adpsgd."""
 
         topology: Named = Field(Named(name="bipartite"), description="graph of the pairs of ranks that average")
 
     contract = Contract(
-        averages="parameters", meets="never", consensus="elsewhere", memory="read by others", deaths="others go on"
+        averages="parameters",
+        synchronizes="never",
+        consensus="elsewhere",
+        memory="read by others",
+        deaths="others continue",
     )
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         topology = make_topology(config.topology, comm)
         if not (topology.static and topology.symmetric):
             raise ConfigError(
@@ -64,9 +68,9 @@ class ADPSGD(Strategy):
                 "bipartite, a ring or torus of even sides, or a graph of your own."
             )
         _, passive = two_sides(topology)
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
-        self.draw = Draw(comm, self.peers, self.state, config.seed)
+        self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)
         self._passive = comm.rank in passive
         self._neighbours = [rank for rank in topology.in_neighbours(comm.rank, 0) if rank != comm.rank]
         self._shared = [comm.window(p.numel() if self._passive else 0, p.dtype) for p in model.params]
@@ -93,7 +97,7 @@ class ADPSGD(Strategy):
     # --- an active rank -------------------------------------------------------------------------------------------
     def _average(self) -> None:
         """Average with the first neighbour, in random order, that is alive and free."""
-        for i in torch.randperm(len(self._neighbours), generator=self.draw.generator).tolist():
+        for i in torch.randperm(len(self._neighbours), generator=self.sampler.generator).tolist():
             if self._neighbours[i] in self.peers.present and self._average_with(self._neighbours[i]):
                 return
 

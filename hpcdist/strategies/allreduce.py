@@ -112,10 +112,10 @@ class AllReduce(Strategy):
                 )
 
     config: Config
-    contract = Contract(averages="gradients", meets="every step", closure="often", frozen="at any time")
+    contract = Contract(averages="gradients", synchronizes="every step", closure="often", frozen="at any time")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         if self.adds_up and config.provider.op != "average":
             raise ConfigError(
                 f"strategy.provider.op must be average with loss = 'sum', which adds up itself; got "
@@ -146,7 +146,7 @@ class AllReduce(Strategy):
         # Of steps without and with overlap; its `way` is the number of one of these.
         self._trial = Trial(comm, 2, **TRIALS) if config.overlap == "auto" and overlaps else None
         self._merged_s = comm.now()
-        model.gradients.on_bucket = self._averaging.begin
+        model.gradients.on_bucket = self._averaging.start
         model.gradients.on_end = self._backward_ended
         self._arm(overlapped=config.overlap == "on" and overlaps)
 
@@ -197,9 +197,9 @@ class AllReduce(Strategy):
         self.model.gradients.release(used)
         if self._trial is not None and not self._trial.decided:
             now_s = self.comm.now()
-            self._trial.note(now_s - self._merged_s)
+            self._trial.record(now_s - self._merged_s)
             self._merged_s = now_s
-        overlapped = self._overlapped if self._trial is None else bool(self._trial.way)
+        overlapped = self._overlapped if self._trial is None else bool(self._trial.variant)
         if overlapped or self._overlapped:
             self._arm(overlapped)
 
@@ -233,7 +233,7 @@ class AllReduce(Strategy):
             bad = found and (bad or found)
         if self.stages is not None and not self.gradients.ignores_nonfinite:
             bad = self.stages.nonfinite(bad)
-        event = self.gradients.leave_out(bad) if bad else None
+        event = self.gradients.skip_update(bad) if bad else None
         if not bad:
             self.gradients.clip()
             update()
@@ -263,7 +263,7 @@ class AllReduce(Strategy):
             loss = closure()
             bad = self._averaged()
             if bad:
-                self.gradients.leave_out(bad)
+                self.gradients.skip_update(bad)
             return None if loss is None else self._mean(torch.as_tensor(loss, dtype=torch.float64).item())
 
         self.model.refresh()
@@ -289,7 +289,7 @@ class AllReduce(Strategy):
         if self._overlapped:
             self.model.gradients.collect(last=True)
             self._averaging.wait()
-        self.model.lay_out_again()  # what is averaged already stays so when it is averaged again
+        self.model.relayout()  # what is averaged already stays so when it is averaged again
         self._agreement.forget()
         self._arm(overlapped=False)
 

@@ -91,8 +91,8 @@ class AsyncDiLoCo(ServerStrategy):
     steps_on_workers = True
     config: Config
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         workers = len(self.roles.workers)
         every = workers if config.every is None else config.every
         if config.spread * every > 1 + 1e-12:
@@ -216,7 +216,7 @@ class _WayServer(Server):
         self._used |= request.used
         alone = self._config.rule in ("nesterov", "discounted")
         used = request.used if alone else self._used
-        with self.model.leave_alone(used, self._momentum, self._shard.ranges):
+        with self.model.skip_unused(used, self._momentum, self._shard.ranges):
             for x, momentum, total, way in zip(self._params, self._momentum, self._sum, ways, strict=True):
                 self._step(x, momentum, total, way, staleness, ends)
         if ends:

@@ -1,4 +1,4 @@
-"""Train by a strategy: each is a file with one final subclass of `Strategy`."""
+"""The base class of all strategies: each strategy is a file with one final subclass of `Strategy`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hpcdist.comm.chunks import some_values
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.pieces import some_values
 from hpcdist.config import Settings
 from hpcdist.errors import ConfigError, RankFailedError, refuse_former
 from hpcdist.model.flat import FlatModel
@@ -23,45 +23,46 @@ from hpcdist.records import StepRecord
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.gradients import LocalGradients
 from hpcdist.strategies.common.records import Outcome, Recorder
-from hpcdist.strategies.common.replicas import mean_over, spread_model, with_buffers
+from hpcdist.strategies.common.replicas import broadcast_model, mean_over, with_buffers
 from hpcdist.strategies.common.state import Flats, State
 
-_FORMER = {  # methods of before, and the line to write instead
+_FORMER = {  # former methods, and the line to write instead
     "entries": 'self.rounds = self.state.value("rounds", 0, self, reshard="first") in __init__',
     "state": 'self.momentum = self.state.sharded("momentum", model.params, reshard="mean") in __init__',
     "load_state": "self.state.after_load(self.follow) in __init__",
     "take_up": "def reset_from_model(self): self.state.reset()",
     "masters": "self.state.parameters = lambda: Flats(self.x) in __init__",
+    "settle": "def drain(self)",
 }
 
-Update = Callable[[], None]  # runs the local optimiser on the gradients that are in the model
+Update = Callable[[], None]  # runs the local optimiser on the model's gradients
 
 
 class Strategy(abc.ABC):
-    """Collective. Train `model` together with the other ranks of `comm`.
+    """Collective. Train `model` jointly with the other ranks of `comm`.
 
     All ranks start from rank 0's parameters and buffers. The strategy owns `comm` but does not close it. A subclass
-    declares its `contract`, and overrides those of the methods below from `advance` to `close` that concern it.
+    declares its `contract`, implements `advance`, and overrides the hooks below it, down to `close`, as needed.
 
     Args:
         config: this strategy's options.
-        comm: a communicator of its own: nobody else sends on it.
+        comm: a communicator that only this strategy sends on.
         model: the flat view of this rank's replica.
         optimizer: the optimiser that `update` runs, for a strategy that reads its state or its hyper-parameters
-            (learning rate, momentum, decay...). None: these are the same on all ranks, and stay.
-        clip_norm: largest 2-norm of the gradients of an update, all together; None does not clip.
-        on_record: receives what a rank records outside `step`, such as a server.
-        loss: whether the loss of a batch is a mean over its samples, or a sum, so that workers' gradients add up.
-        stages: agrees with the ranks that have the other stages of this rank's replica, where `model` is one stage
-            of it and `comm` are the ranks that have the same one; None where each rank has the whole model.
+            (learning rate, momentum, decay...). None: hyper-parameters are equal on all ranks and constant.
+        clip_norm: largest 2-norm of an update's whole gradient; None: no clipping.
+        on_record: receives records that a rank writes outside `step`, for example on a server.
+        loss: whether a batch's loss is the mean over its samples or their sum; sums add workers' gradients.
+        stages: agreement among the ranks that hold the stages of one replica, where `model` is one stage and `comm`
+            contains the ranks with the same stage; None where each rank has the whole model.
 
     Attributes:
-        state: what checkpoints keep beyond parameters, buffers and the local optimiser; a subclass declares its values
-            where it creates them, see `State`.
-        steps: taken by this rank.
-        adds_up: the gradients of an update are added up, and not averaged.
-        gradients: clips this rank's gradients, and leaves out those that are not finite.
-        records: makes the records of steps.
+        state: values that checkpoints keep in addition to parameters, buffers and the local optimiser. A subclass
+            declares its values where it creates them, see `State`.
+        steps: number of steps of this rank.
+        adds_up: an update uses the sum of the workers' gradients, not the mean.
+        gradients: clips this rank's gradients, and skips updates with gradients that are not finite.
+        records: creates the records of steps.
         hyperparameters: the numbers in the optimiser's param_groups.
 
     Raises:
@@ -69,52 +70,52 @@ class Strategy(abc.ABC):
     """
 
     class Config(Settings):
-        """Options that all strategies have; and the ranks' parts, which follow from the options."""
+        """Options that all strategies have, and the ranks' roles, which depend on the options."""
 
         on_nonfinite: Literal["stop", "skip", "ignore"] = Field(
-            "stop", description="at a NaN or infinite gradient end the run, leave the update out, or ignore it"
+            "stop", description="at a NaN or infinite gradient end the run, skip the update, or ignore it"
         )
 
-        _former: ClassVar[Mapping[str, str]] = {}  # options that have another name now, by that of before
+        _former: ClassVar[Mapping[str, str]] = {}  # former name of an option -> current name
 
         @model_validator(mode="before")
         @classmethod
-        def _refuse_former(cls, given: Any) -> Any:
-            for name in cls._former if isinstance(given, Mapping) else ():
-                if name in given:
+        def _refuse_former(cls, options: Any) -> Any:
+            for name in cls._former if isinstance(options, Mapping) else ():
+                if name in options:
                     raise ValueError(
                         f"strategy.{name} must be given as strategy.{cls._former[name]}, its name now; got "
-                        f"{given[name]!r}. Rename it."
+                        f"{options[name]!r}. Rename it."
                     )
-            return given
+            return options
 
         @classmethod
-        def by_names_of_now(cls, saved: Mapping[str, Any]) -> dict[str, Any]:
-            """Return saved options by the names that they have now."""
+        def with_current_names(cls, saved: Mapping[str, Any]) -> dict[str, Any]:
+            """Return saved options, with former names replaced by current ones."""
             return {cls._former.get(name, name): value for name, value in saved.items()}
 
         def workers(self, size: int) -> tuple[int, ...]:
-            """Return those of `size` ranks that compute gradients; the others serve."""
+            """Return the ranks, of `size`, that compute gradients; the others are servers."""
             return tuple(range(size))
 
         def needed(self, size: int) -> tuple[int, ...]:
-            """Return the ranks without which the others can't go on."""
+            """Return the ranks that the run cannot continue without."""
             return tuple(range(size))
 
         def optimizer_ranks(self, size: int) -> tuple[int, ...]:
-            """Return the ranks that have a part of one optimiser's state; none where each has its own whole one."""
+            """Return the ranks that share one optimiser's state; empty where each rank has a complete optimiser."""
             return ()
 
         def narrow(self, contract: Contract, size: int) -> Contract:
-            """Return the contract with these options on `size` ranks."""
+            """Return the contract that holds with these options on `size` ranks."""
             return contract
 
-        def meets(self, step: int) -> bool:
-            """Tell whether the ranks of a synchronous strategy communicate in this step; counts from 1."""
+        def synchronizes(self, step: int) -> bool:
+            """Return whether the ranks of a synchronous strategy communicate in this step, counted from 1."""
             return True
 
         def require_plain(self, optimizer: str) -> None:
-            """Raise ConfigError where an option changes the gradient that an optimiser's line search needs as it is.
+            """Raise ConfigError where an option changes gradients, for an optimiser with a line search.
 
             Args:
                 optimizer: name of the optimiser, which evaluates its closure several times.
@@ -124,25 +125,29 @@ class Strategy(abc.ABC):
 
     @classmethod
     def require_complete(cls, name: str) -> None:
-        """Raise ConfigError where the class lacks what the library reads of it: contract, options, arguments."""
+        """Raise ConfigError where the class lacks a contract, options or arguments that the library needs."""
         if not isinstance(getattr(cls, "contract", None), Contract):
             raise ConfigError(
-                f"{name} must declare a contract, which says how it deals with training loops; got "
-                f"{getattr(cls, 'contract', None)!r}. Write contract = Contract(averages=..., meets=...) in the class, "
-                "of hpcdist.strategies.Contract."
+                f"{name} must declare a contract, which describes how it behaves in training loops; got "
+                f"{getattr(cls, 'contract', None)!r}. Write contract = Contract(averages=..., synchronizes=...) in the "
+                "class, with hpcdist.strategies.Contract."
             )
         if not issubclass(cls.Config, Strategy.Config):
             raise ConfigError(
                 f"Config of {name} must be a subclass of Strategy.Config; got one of {cls.Config.__base__!r}. Write "
                 "class Config(Strategy.Config)."
             )
-        own = inspect.signature(cls.__init__)
+        signature = inspect.signature(cls.__init__)
         try:
-            own.bind(*(None,) * 4, **{key: None for key, one in _ARGUMENTS.items() if one.kind is one.KEYWORD_ONLY})
+            signature.bind(
+                *(None,) * 4,
+                **{key: None for key, parameter in _ARGUMENTS.items() if parameter.kind is parameter.KEYWORD_ONLY},
+            )
         except TypeError as error:
             raise ConfigError(
-                f"__init__ of {name} must take the arguments of Strategy's; got {own}: {error}. Write def __init__("
-                "self, config, comm, model, **given), which calls super().__init__(config, comm, model, **given)."
+                f"__init__ of {name} must take the arguments of Strategy's; got {signature}: {error}. Write def "
+                "__init__(self, config, comm, model, **kwargs), which calls super().__init__(config, comm, model, "
+                "**kwargs)."
             ) from None
 
     def __init_subclass__(cls, **options: Any):
@@ -171,87 +176,89 @@ class Strategy(abc.ABC):
         self.records = Recorder(comm, on_record)
         self.state = State(comm, model)
         self.steps = self.state.value("steps", 0, self, reshard="first")
-        here = self.contract.synchronous and self.contract.updates == "here" and self.contract.averages != "gradients"
-        self._compared = here and comm.size > 1
-        self._meetings = 0  # steps in which ranks might have compared hyper-parameters
-        model.gradients.weighs = self.contract.weighs
+        updates_here = (
+            self.contract.synchronous and self.contract.updates == "here" and self.contract.averages != "gradients"
+        )
+        self._compared = updates_here and comm.size > 1
+        self._synchronizations = 0  # number of steps in which the ranks communicated
+        model.gradients.weights_batches = self.contract.weights_batches
         if comm.size > 1 and not self.contract.uses_changed_gradients:
-            model.gradients.looks_at = _sum
-        elif comm.size > 1 and self.contract.replicates:  # where a change on all ranks is fine: less will do
-            model.gradients.looks_at = some_values
+            model.gradients.fingerprint = _sum
+        elif comm.size > 1 and self.contract.replicates:  # a change on all ranks is fine: a sample of values will do
+            model.gradients.fingerprint = some_values
         self.adds_up = loss == "sum"
         if self.adds_up:  # a mean of p times the gradients is their sum; servers don't divide
-            model.gradients.weigh_alike(comm.size if self.contract.updates == "here" else 1.0)
+            model.gradients.set_equal_weight(comm.size if self.contract.updates == "here" else 1.0)
         if not self.contract.reads_gradients:
             model.keep_gradients(None)
-        spread_model(comm, model)
+        broadcast_model(comm, model)
         if comm.trace.timeline is not None:
             comm.trace.timeline.role = "worker" if self.is_worker else "server"
 
-    # --- what a subclass defines ----------------------------------------------------------------------------------
+    # --- methods that a subclass defines --------------------------------------------------------------------------
     @abc.abstractmethod
     def advance(self, update: Update) -> Outcome:
-        """Take one step of a worker along its batch's gradients; decide when `update` runs."""
+        """Take one step of a worker with its batch's gradients, in `model.grads`; call `update` when it is due."""
 
     def serve(self, update: Update) -> None:
-        """Apply the workers' gradients, on server ranks, until every worker has paused."""
+        """On server ranks: apply the workers' gradients until every worker has called `pause`."""
 
     def pause(self) -> None:
-        """Pause, on workers: no step follows for now (end of an epoch, a checkpoint), so that `serve` returns."""
+        """On workers: announce a pause between steps (end of an epoch, a checkpoint), so that `serve` returns."""
 
-    def settle(self) -> None:
-        """Collective, inside an epoch. Answer the requests of other ranks, before all ranks make a collective call."""
+    def drain(self) -> None:
+        """Collective, inside an epoch. Serve pending requests of other ranks before a collective call of all ranks."""
 
     def synchronize(self) -> None:
-        """Collective where ranks average gradients. Make gradients those that the step will use."""
+        """Collective where ranks average gradients. Replace local gradients by the averaged ones before `step`."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward passes only add to this rank's gradients."""
+        """Return a context in which backward passes accumulate local gradients without communication."""
         return nullcontext()
 
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Collective. Compute the parameters and buffers that the ranks stand for: the exact mean over all ranks.
+        """Collective. Return the parameters and buffers to evaluate and save: the exact mean over all ranks.
 
-        Returns new tensors shaped like `model.params` and `model.buffers`; the model is untouched.
+        Returns new tensors shaped like `model.params` and `model.buffers`; does not change the model.
         """
         params = (self.state.parameters() or Flats(self.model.params)).tensors
-        return with_buffers(self, mean_over(self.comm, params, self.comm.failures.living))
+        return with_buffers(self, mean_over(self.comm, params, self.comm.failures.alive))
 
     def reset_from_model(self) -> None:
-        """Collective. Start the strategy's copies of the parameters again, which the loop has set on all ranks."""
+        """Collective. Reinitialize the strategy's copies of the parameters after the loop has set new parameters."""
         self.state.reset()
 
     def shrink(self) -> None:
-        """Collective among the living. Shrink the group to the ranks that live, to go on without the others.
+        """Collective among the surviving ranks. Remove failed ranks from the group, so that the run can continue.
 
         Raises:
-            RankFailedError: a rank that has died is needed.
+            RankFailedError: the run cannot continue without a rank that failed, see `Config.needed`.
         """
         self.comm.failures.shrink()
         for rank in set(self.config.needed(self.comm.size)) & set(self.comm.failures.lost):
             raise RankFailedError(
-                f"rank {rank} has died, and the others can't go on without it. Resume from the last checkpoint."
+                f"rank {rank} has died, and the others can't continue without it. Resume from the last checkpoint."
             )
-        self.records.report_remarks(self.steps)
+        self.records.report_events(self.steps)
 
     def close(self) -> None:
         """Collective. Release windows and threads."""
 
-    # --- what the loop calls --------------------------------------------------------------------------------------
+    # --- methods that the loop calls ------------------------------------------------------------------------------
     def step(
         self, update: Update, *, skips: bool = False, unscale: float | None = None, changed: bool | None = None
     ) -> StepRecord:
         """Take one step of a worker, and return its record. Collective for synchronous strategies.
 
-        Gradients of a batch of weight 0 count for nothing; the rank takes part all the same.
+        A batch of weight 0 contributes no gradient; its rank takes part in the communication.
 
         Args:
-            skips: leaves the update out where gradients are not finite, whatever `on_nonfinite` says.
-            unscale: gradients are multiplied by it first; for a loss that was scaled.
-            changed: the loop has changed gradients since the backward pass; None: they are looked at here.
+            skips: skip the update where gradients are not finite, whatever `on_nonfinite` is.
+            unscale: factor applied to the gradients first, the inverse of a loss scale.
+            changed: the loop has changed gradients since the backward pass; None: check here.
 
         Raises:
-            ConfigError: the module is not the one that was wrapped any more.
+            ConfigError: the module's parameters are no longer the ones that were wrapped.
             NonFiniteError: a gradient is not finite, and `on_nonfinite` is "stop".
             MismatchError: hyper-parameters of a synchronous strategy differ between ranks.
         """
@@ -259,14 +266,14 @@ class Strategy(abc.ABC):
             self.model.refresh()
             changed = self.model.gradients.changed()
         self.model.flat_buffers.restore()
-        self.gradients.begin(self.steps + 1, skips, changed=changed and unscale is None)
+        self.gradients.start(self.steps + 1, skips, changed=changed and unscale is None)
         if unscale is not None:
             for slot in self.model.slots:
                 if slot.tensor.grad is not None:
                     slot.tensor.grad.mul_(unscale)
         if self._compared and self._compares():
             require_equal_values(self.comm, self.hyperparameters, self.steps + 1, self.model.gradients.batch)
-            update = self.hyperparameters.noting(update)
+            update = self.hyperparameters.track_counters(update)
         with self.comm.trace.span(type(self).__name__, "strategy") as details:
             outcome = self.advance(update)
             if not isinstance(outcome, Outcome):
@@ -282,17 +289,17 @@ class Strategy(abc.ABC):
         return self.records.record(self.steps, outcome)
 
     def _compares(self) -> bool:
-        """Tell whether ranks compare hyper-parameters now: at their 1st, 2nd, 4th, 8th... and every 64th meeting.
+        """Return whether ranks compare hyper-parameters now: at the 1st, 2nd, 4th, 8th... and every 64th exchange.
 
-        Strategies that average gradients in every step send a checksum along with them instead, and servers compare
-        the numbers that come with gradients.
+        Strategies that average gradients in every step send a checksum with them instead, and servers compare the
+        hyper-parameters that workers send with gradients.
         """
-        if self.comm.failures.tolerant:  # a rank that dies while ranks compare would end them all
+        if self.comm.failures.tolerant:  # a rank that fails during the comparison would end all ranks
             return False
-        if not self.hyperparameters or not self.config.meets(self.steps + 1):
+        if not self.hyperparameters or not self.config.synchronizes(self.steps + 1):
             return False
-        self._meetings += 1
-        return self._meetings & (self._meetings - 1) == 0 or self._meetings % 64 == 0
+        self._synchronizations += 1
+        return self._synchronizations & (self._synchronizations - 1) == 0 or self._synchronizations % 64 == 0
 
 
 _ARGUMENTS = inspect.signature(Strategy.__init__).parameters
@@ -305,4 +312,4 @@ def _sum(tensor: Tensor) -> str:
 def name_of(strategy: Strategy | type[Strategy]) -> str:
     """Return the name of a strategy's file, for messages."""
     cls = strategy if isinstance(strategy, type) else type(strategy)
-    return cls.__module__.rpartition(".")[2].removeprefix("hpcdist_job_")  # of a file of the user's
+    return cls.__module__.rpartition(".")[2].removeprefix("hpcdist_job_")  # the prefix of user files

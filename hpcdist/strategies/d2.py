@@ -7,7 +7,7 @@ from typing import final
 import numpy as np
 from pydantic import Field
 
-from hpcdist.comm.pieces import alongside
+from hpcdist.comm.chunks import alongside
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Strategy, Update
@@ -32,7 +32,7 @@ class D2(Strategy):
     rule diverges even without gradients. With `lazy`, the default, ranks mix by (W + I)/2, which has none; without, the
     ring of an even number of ranks is refused, for example. On one rank the optimiser runs alone.
 
-    Bytes per rank and step: one parameter vector to each neighbour. At meetings 1, 2, 4, 8... and each 64th an
+    Bytes per rank and step: one parameter vector to each neighbour. At synchronizations 1, 2, 4, 8... and each 64th an
     all-reduce of 16 bytes compares settings. Memory: c, and one vector per neighbour.
 
     Reference: Hanlin Tang, Xiangru Lian, Ming Yan, Ce Zhang, Ji Liu, "D²: decentralized training over decentralized
@@ -46,9 +46,9 @@ class D2(Strategy):
         lazy: bool = Field(True, description="mix by (W + I)/2, so that any symmetric graph will do")
 
     config: Config
-    contract = Contract(averages="parameters", meets="every step")
+    contract = Contract(averages="parameters", synchronizes="every step")
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         topology = make_topology(config.topology, comm)
         name = config.topology.name
         if not (topology.symmetric and topology.doubly_stochastic and topology.static):
@@ -62,7 +62,7 @@ class D2(Strategy):
                 f"strategy.topology of d2 must have no eigenvalue of −1/3 or less in W; got {name} of {comm.size} "
                 f"ranks, with {least:.3f}. Set strategy.lazy = true, which mixes by (W + I)/2, or take another graph."
             )
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self._mixing = Mixing(comm, topology, overlap=False, kept=0.5 if config.lazy else 0.0)
         self._changed = self.state.sharded("changed", model.params if comm.size > 1 else [], resets=True)  # c
         # Of the parameters, at the last step.

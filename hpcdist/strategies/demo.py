@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.comm.pieces import CACHED
+from hpcdist.comm.chunks import CACHED
 from hpcdist.compress import CompressionConfig, Reduction, Span, spans
 from hpcdist.compress.coding.blocks import Blocks
 from hpcdist.strategies.synchronous.own_step import OwnStep, rate_of
@@ -63,8 +63,8 @@ class DeMo(OwnStep):
     plain: ClassVar = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
     advice: ClassVar = "torch.optim.SGD without momentum"
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         sent = {"name": "chunk_topk", "keep": config.keep, "side": config.side, "values": config.values}
         chosen = CompressionConfig.from_mapping({**sent, "decay": config.momentum}, "strategy")
         self._sum = Reduction(

@@ -24,8 +24,8 @@ class DiLoCo(Periodic):
     run of fewer than H steps never communicates: evaluate, and end, at multiples of H.
 
     Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, and 8/H for each parameter: one that no rank has
-    had a gradient of since the last outer step is not moved by its momentum. At meetings 1, 2, 4, 8... and each 64th an
-    all-reduce of 16 bytes compares settings. Memory per rank: two parameter vectors (x and its momentum), with
+    had a gradient of since the last outer step is not moved by its momentum. At synchronizations 1, 2, 4, 8... and each
+    64th an all-reduce of 16 bytes compares settings. Memory per rank: two parameter vectors (x and its momentum), with
     `overlap` four.
 
     Reference: Arthur Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023,
@@ -43,8 +43,8 @@ class DiLoCo(Periodic):
 
     config: Config
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self.momentum = self.state.sharded("outer", self.common if config.outer_momentum else [], reshard="first")
 
     def move(self, fragment: Fragment) -> None:

@@ -56,8 +56,8 @@ class Dion(OwnStep):
     advice: ClassVar = "one of torch's"
     runs_optimizer = True  # for the others
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self._names_known = False
         self._momentum = self.state.sharded("momentum", model.params, reshard="mean")  # M
         self.basis: dict[str, Tensor] = self.state.by_parameter("basis", self)  # Q of each matrix, shape (r, n)

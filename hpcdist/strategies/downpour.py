@@ -126,8 +126,8 @@ class Downpour(ServerStrategy):
     steps_on_workers = True  # with Adagrad on the servers
     config: Config
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         warm_start = WarmStart(config.warm_start, self.roles.workers[0])
         self.compose(lambda: _Worker(self), lambda: _Server(self, warm_start))
 
@@ -152,13 +152,13 @@ class _Worker(Worker):
         self._used = strategy.state.flags("used", torch.zeros(len(self.model.slots), dtype=torch.bool), False)
         self._config = strategy.config
         first = self.place.rank == self.place.roles.workers[0]
-        self._begins_late = self._config.warm_start > 0 and not first
+        self._starts_late = self._config.warm_start > 0 and not first
 
     def step(self, update: Update) -> Outcome:
         strategy, config = self.strategy, self._config
-        if self._begins_late and strategy.steps == 0:
-            return self._begin_late()
-        used, skipped = self.model.gradients.collect(), strategy.gradients.left_out()
+        if self._starts_late and strategy.steps == 0:
+            return self._start_late()
+        used, skipped = self.model.gradients.collect(), strategy.gradients.skipped()
         if not skipped:
             strategy.gradients.clip()
             for total, grad in zip(self._sum, self.model.grads, strict=True):
@@ -180,7 +180,7 @@ class _Worker(Worker):
     def finish(self) -> None:
         self.client.wait()  # for the reply to a push, whose slot the pause takes
 
-    def _begin_late(self) -> Outcome:
+    def _start_late(self) -> Outcome:
         """Drop the first gradient, and begin with the parameters at the end of the warm start."""
         self.strategy.gradients.nonfinite()
         self._request(FETCH)
@@ -245,5 +245,5 @@ class _Server(Server):
         else:
             self.strategy.hyperparameters.set(values)
             self._rule.add(request)
-            self._rule.apply(self.strategy.hyperparameters.noting(self.update), 1.0)
+            self._rule.apply(self.strategy.hyperparameters.track_counters(self.update), 1.0)
         self.count_update([staleness])

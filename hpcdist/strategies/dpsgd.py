@@ -37,8 +37,8 @@ class DPSGD(Strategy):
 
     With `overlap`, a change of parameters between steps (a clamp, say) must be part of the optimiser's step, because at
     other times the parameters are being sent. Bytes per rank and step: one parameter vector to each neighbour; after
-    the last step of a run one more, unused. At meetings 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares
-    settings. Memory: one parameter vector per neighbour.
+    the last step of a run one more, unused. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes
+    compares settings. Memory: one parameter vector per neighbour.
 
     With `compression` a rank sends differences, from which its neighbours keep a copy x̂ of its x, and x ← x + γ(Wx̂ −
     x̂) takes the place of Wx (CHOCO-SGD). The topology must then be the same in every step. Bytes: a message to each
@@ -82,16 +82,16 @@ class DPSGD(Strategy):
             return replace(contract, sends="between steps" if alters else "within steps")
 
     config: Config
-    contract = Contract(averages="parameters", meets="every step")
+    contract = Contract(averages="parameters", synchronizes="every step")
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         topology = make_topology(config.topology, comm)
         if not (topology.symmetric and topology.doubly_stochastic):
             raise ConfigError(
                 f"topology of dpsgd must be symmetric and doubly stochastic; got {config.topology.name}. Take ring, "
                 "torus, complete, hierarchical or graph; or strategy sgp, which goes with any topology."
             )
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self._mixing: Mixing | CompressedMixing
         if config.compression and comm.size > 1:
             self._mixing = CompressedMixing(comm, topology, model, config.compression, config.rate, self.state)
@@ -100,7 +100,7 @@ class DPSGD(Strategy):
         self.state.before_load(self._mixing.drop)  # what was sent is not what is loaded
 
     def advance(self, update: Update) -> Outcome:
-        if not self._mixing.under_way:  # at the first step of an epoch, or without overlap
+        if not self._mixing.in_flight:  # at the first step of an epoch, or without overlap
             self._mixing.start(self.model.params, self.steps)
         self._mixing.finish(self.model.params)
         outcome = self.gradients.step_alone(update)
@@ -166,7 +166,7 @@ class CompressedMixing:
         self._before: list[dict] = []  # the compressors' states before it
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Tell whether an exchange has been started and not finished."""
         return bool(self._sent)
 
@@ -194,7 +194,7 @@ class CompressedMixing:
 
     def drop(self) -> None:
         """Collective. Wait for the exchange under way, if there is one, and drop its result."""
-        if self.under_way:
+        if self.in_flight:
             self._receive()
 
     close = drop
@@ -210,7 +210,7 @@ class CompressedMixing:
     @property
     def coders(self) -> list[dict]:
         """The compressors' states before the exchange in flight. Setting an empty list changes no compressor."""
-        if self.under_way:
+        if self.in_flight:
             return self._before
         return [deepcopy(feedback.compressor.state_dict()) for feedback in self._feedbacks]
 

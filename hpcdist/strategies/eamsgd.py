@@ -32,7 +32,7 @@ class Nesterov(Motion):
         if not self._model.gradients.mean_weight:
             update()
             return
-        with torch.no_grad(), self._model.leave_alone(self._model.gradients.present(), self._velocity):
+        with torch.no_grad(), self._model.skip_unused(self._model.gradients.present(), self._velocity):
             x, ahead = self.position(), [params.clone() for params in self._model.params]
             update()
             for params, velocity, start, gone_from in zip(self._model.params, self._velocity, x, ahead, strict=True):
@@ -65,6 +65,6 @@ class EAMSGD(ServerStrategy):
     )
     steps_on_workers = True
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         tie_to_centre(self, config, lambda: Nesterov(model, config.momentum, self.state))

@@ -53,6 +53,6 @@ class EASGD(ServerStrategy):
     )
     steps_on_workers = True
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         tie_to_centre(self, config, lambda: Plain(model))

@@ -11,7 +11,15 @@ from hpcdist.comm.snapshot import Publication
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import copy_all
-from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, MixingConfig, Peers, Wire, average_in, check_count
+from hpcdist.strategies.decentralised.peers import (
+    MixingConfig,
+    Peers,
+    PeerSampler,
+    SamplingConfig,
+    Wire,
+    average_in,
+    check_count,
+)
 
 
 @final
@@ -28,28 +36,28 @@ class GossipPull(Strategy):
     every step. With `order = "before"` it first fetches and averages, then runs the local optimiser and publishes; the
     gradient is computed at θᵢ before the average.
 
-    Bytes per rank and step: m(p − 1)/p parameter vectors fetched on average, m without `draw_self`; half with fp16 or
-    bf16; none in the steps between. Memory: two parameter vectors, and one more where the fetched one is copied: from
-    another node, with m > 1, half precision or `order = "before"`.
+    Bytes per rank and step: m(p − 1)/p parameter vectors fetched on average, m without `include_self`; half with fp16
+    or bf16; none in the steps between. Memory: two parameter vectors, and one more where the fetched one is copied:
+    from another node, with m > 1, half precision or `order = "before"`.
 
     Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
     2016, algorithm 3.
     """
 
-    class Config(DrawConfig, MixingConfig):
+    class Config(SamplingConfig, MixingConfig):
         """Options of gossip_pull."""
 
         pulls: int = Field(1, ge=1, description="number of ranks whose parameters are fetched for one average")
         torn: bool = Field(False, description="do not check that all fetched parameters belong to one step")
 
     config: Config
-    contract = Contract(averages="parameters", meets="never", memory="read by others", deaths="others go on")
+    contract = Contract(averages="parameters", synchronizes="never", memory="read by others", deaths="others continue")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
-        self.draw = Draw(comm, self.peers, self.state, config.seed)
-        check_count(comm, "pulls", config.pulls, oneself=config.draw_self)
+        self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)
+        check_count(comm, "pulls", config.pulls, include_self=config.include_self)
         self._publishes_own = config.order == "after" and not config.compression  # what is averaged then
         self._wire = Wire(config.compression, model.params, self.state)
         self._fetched = self.state.scratch(self._wire.empty())
@@ -74,7 +82,7 @@ class GossipPull(Strategy):
 
     def _mix(self) -> None:
         """Average with the ranks that are drawn, all with equal weights."""
-        peers = self.draw.ranks(self.config.pulls, oneself=self.config.draw_self)
+        peers = self.sampler.sample(self.config.pulls, include_self=self.config.include_self)
         weight = 1 + (self.comm.rank in peers)  # of the own parameters: a mean of that many
         published = self._publishes_own
         for peer in peers:
@@ -99,7 +107,7 @@ class GossipPull(Strategy):
 
     def _take_back(self) -> None:
         """Set the own parameters to what was published last."""
-        copy_all(self.model.params, self._published.own())
+        copy_all(self.model.params, self._published.local())
 
     def reset_from_model(self) -> None:
         self._publish(self.steps)

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, MixingConfig, Peers, Wire, average_in, check_count
+from hpcdist.strategies.decentralised.peers import (
+    MixingConfig,
+    Peers,
+    PeerSampler,
+    SamplingConfig,
+    Wire,
+    average_in,
+    check_count,
+)
 
 _WRITING = -1  # in place of a count
 
@@ -39,8 +47,8 @@ class GossipPush(Strategy):
     `order = "before"` it first pushes and averages, then runs the local optimiser; the gradient is computed at θᵢ
     before the average.
 
-    Bytes per rank and step that pushes: n(p − 1)/p parameter vectors put on average, n without `draw_self`; half with
-    fp16 or bf16; and two to four words for each. Memory per rank: p parameter vectors, p − 1 slots and a copy. A
+    Bytes per rank and step that pushes: n(p − 1)/p parameter vectors put on average, n without `include_self`; half
+    with fp16 or bf16; and two to four words for each. Memory per rank: p parameter vectors, p − 1 slots and a copy. A
     checkpoint includes messages that are not averaged yet; on another number of ranks they are dropped, because all
     ranks start from the mean.
 
@@ -49,19 +57,19 @@ class GossipPush(Strategy):
     "Gossip training for deep learning", 2016, where a rank pushes with a probability, 1/interval on average.
     """
 
-    class Config(DrawConfig, MixingConfig):
+    class Config(SamplingConfig, MixingConfig):
         """Options of gossip_push."""
 
         pushes: int = Field(1, ge=1, description="number of ranks that the parameters are sent to at each average")
 
     config: Config
-    contract = Contract(averages="parameters", meets="never", memory="read by others", deaths="others go on")
+    contract = Contract(averages="parameters", synchronizes="never", memory="read by others", deaths="others continue")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
-        self.draw = Draw(comm, self.peers, self.state, config.seed)
-        check_count(comm, "pushes", config.pushes, oneself=config.draw_self)
+        self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)
+        check_count(comm, "pushes", config.pushes, include_self=config.include_self)
         self._wire = Wire(config.compression, model.params, self.state)
         self._taken = self.state.scratch(self._wire.empty())
         self._slots = [comm.window((comm.size - 1) * t.numel(), t.dtype) for t in self._taken]
@@ -81,7 +89,7 @@ class GossipPush(Strategy):
         """Push where this step does, and average all messages that have arrived."""
         weight = 1
         if (self.steps + 1) % self.config.interval == 0:
-            for peer in self.draw.ranks(self.config.pushes, oneself=self.config.draw_self):
+            for peer in self.sampler.sample(self.config.pushes, include_self=self.config.include_self):
                 if peer == self.comm.rank:
                     weight = 2
                 else:
@@ -130,7 +138,7 @@ class GossipPush(Strategy):
     def _copy_slots(self) -> list[tuple[int, int, list[Tensor]]]:
         """Copy the messages that have arrived: slot, their number, their sums."""
         held = []
-        whole = len(self.comm.failures.living) == self.comm.size  # else those who go on from here have other slots
+        whole = len(self.comm.failures.alive) == self.comm.size  # else those who go on from here have other slots
         for slot, count in enumerate(self._arrived() if whole else ()):
             if count > 0:
                 self._copy(slot)

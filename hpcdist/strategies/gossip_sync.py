@@ -7,7 +7,7 @@ from typing import Literal, final
 import torch
 from pydantic import Field, model_validator
 
-from hpcdist.comm.pieces import alongside
+from hpcdist.comm.chunks import alongside
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.decentralised.peers import MixingConfig, Peers, Wire
@@ -21,7 +21,7 @@ class GossipSync(Strategy):
     ranks, without communication), send θᵢ to π(i) and set θᵢ ← (θᵢ + θⱼ)/2 with j = π⁻¹(i). The mean of all θ changes
     by the mean of the local updates and by nothing else, to rounding; in expectation over π the squared distance to the
     mean is halved. If a rank dies, the rank that would receive from it does not average, until all ranks meet and go on
-    with permutations of the living.
+    with permutations of the surviving ranks.
 
     With `pairing = "matching"` the ranks are drawn into disjoint pairs instead, and both ranks of a pair get the mean
     of the two, equal to the bit unless parameters are sent in half precision. With an odd number of ranks one rank, a
@@ -31,8 +31,8 @@ class GossipSync(Strategy):
     the local optimiser; the gradient is computed at θᵢ before the average.
 
     Bytes per rank and step with an average: one parameter vector sent, half with fp16 or bf16; none if π(i) = i, which
-    has probability 1/p. At meetings 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings. Without
-    `draw_self` permutations with π(i) = i are drawn again.
+    has probability 1/p. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings.
+    Without `include_self` permutations with π(i) = i are drawn again.
 
     Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
     2016, synchronous gossiping SGD. Matchings: Stephen Boyd, Arpita Ghosh, Balaji Prabhakar, Devavrat Shah,
@@ -49,21 +49,21 @@ class GossipSync(Strategy):
 
         @model_validator(mode="after")
         def _pairs_are_of_two(self):
-            if self.pairing == "matching" and not self.draw_self:
+            if self.pairing == "matching" and not self.include_self:
                 raise ValueError(
-                    "strategy.draw_self must be true with strategy.pairing 'matching', whose pairs are of two ranks in "
-                    "any case; got false. Leave it out."
+                    "strategy.include_self must be true with strategy.pairing 'matching', whose pairs are of two ranks "
+                    "in any case; got false. Leave it out."
                 )
             return self
 
-        def meets(self, step: int) -> bool:
+        def synchronizes(self, step: int) -> bool:
             return self.mixes(step, self.order)
 
     config: Config
-    contract = Contract(averages="parameters", meets="every step", deaths="others go on")
+    contract = Contract(averages="parameters", synchronizes="every step", deaths="others continue")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
         self._wire = Wire(config.compression, model.params, self.state)
         self._received = self.state.scratch([torch.empty_like(t) for t in self._wire.pack(model.params)])
@@ -79,9 +79,9 @@ class GossipSync(Strategy):
 
     def _average(self) -> None:
         """Collective. Average with the rank that this step's draw pairs with this one."""
-        ranks, rank = self.comm.failures.living, self.comm.rank
+        ranks, rank = self.comm.failures.alive, self.comm.rank
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.steps)
-        order = _draw_order(len(ranks), generator, self.config)  # the same on all ranks, whoever is known to be dead
+        order = _random_order(len(ranks), generator, self.config)  # the same on all ranks, whoever is known to be dead
         place = ranks.index(rank)
         dest, source = ranks[order[place]], ranks[order.index(place)]
         if dest == rank:
@@ -98,7 +98,7 @@ class GossipSync(Strategy):
                         mine.sub_(sent_part, alpha=0.5).add_(theirs, alpha=0.5)
 
 
-def _draw_order(count: int, generator: torch.Generator, config: GossipSync.Config) -> list[int]:
+def _random_order(count: int, generator: torch.Generator, config: GossipSync.Config) -> list[int]:
     """Draw each rank's destination: a permutation of `count` ranks, or one that swaps the two of every pair."""
     order = torch.randperm(count, generator=generator).tolist()
     if config.pairing == "matching":
@@ -106,6 +106,6 @@ def _draw_order(count: int, generator: torch.Generator, config: GossipSync.Confi
         for a, b in zip(order[::2], order[1::2]):
             swapped[a], swapped[b] = b, a
         return swapped
-    while not config.draw_self and count > 1 and any(i == to for i, to in enumerate(order)):
+    while not config.include_self and count > 1 and any(i == to for i, to in enumerate(order)):
         order = torch.randperm(count, generator=generator).tolist()  # e times on average
     return order

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.comm.pieces import alongside
+from hpcdist.comm.chunks import alongside
 from hpcdist.config import Named
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
@@ -31,8 +31,9 @@ class GradientTracking(Strategy):
     out, because it is not finite, keeps the one before in y. On one rank the optimiser runs alone.
 
     Bytes per rank and step: two parameter vectors to each neighbour, x and y, and two elements for each parameter,
-    which tell whether a rank has a gradient of it: where none has it is left alone. At meetings 1, 2, 4, 8... and each
-    64th an all-reduce of 16 bytes compares settings. Memory: y, the gradient before, and two vectors per neighbour.
+    which tell whether a rank has a gradient of it: where none has it is left alone. At synchronizations 1, 2, 4, 8...
+    and each 64th an all-reduce of 16 bytes compares settings. Memory: y, the gradient before, and two vectors per
+    neighbour.
 
     Reference: Angelia Nedić, Alex Olshevsky, Wei Shi, "Achieving geometric convergence for distributed optimization
     over time-varying graphs", 2017 (DIGing); Shi Pu, Angelia Nedić, "Distributed stochastic gradient tracking methods",
@@ -46,11 +47,11 @@ class GradientTracking(Strategy):
         order: Literal["before", "after"] = Field("before", description="average before the local step, or after it")
 
     config: Config
-    contract = Contract(averages="parameters", meets="every step")
+    contract = Contract(averages="parameters", synchronizes="every step")
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         topology = conserving(config.topology, comm, "gradient_tracking")
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self._mixing = Mixing(comm, topology, overlap=False)
         like = model.params if comm.size > 1 else []
         # With the first part of y go two flags of each parameter: it has a gradient now; it has one on some ranks only.

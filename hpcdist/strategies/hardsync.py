@@ -49,8 +49,8 @@ class Hardsync(ServerStrategy):
 
         fan_in: FanIn = None
 
-    contract = replace(ServerStrategy.contract, averages="gradients", meets="every step")
+    contract = replace(ServerStrategy.contract, averages="gradients", synchronizes="every step")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         exchange_gradients(self, HardsyncPolicy())

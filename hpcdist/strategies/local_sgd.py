@@ -28,9 +28,12 @@ class LocalSGD(Periodic):
     mean squares, but not its count of steps) is averaged together with the parameters; otherwise each rank keeps its
     own.
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "local_sgd", period=16)
+
     Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters; averaging SGD's momentum doubles
-    these bytes, and Adam's state triples them. At meetings 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes
-    compares settings. Memory per rank: one parameter vector, with `overlap` three.
+    these bytes, and Adam's state triples them. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16
+    bytes compares settings. Memory per rank: one parameter vector, with `overlap` three.
 
     Reference: Sebastian U. Stich, "Local SGD converges fast and communicates little", 2019; Jian Zhang, Christopher
     De Sa, Ioannis Mitliagkas, Christopher Ré, "Parallel SGD: when does averaging help?", 2016; Tao Lin, Sebastian U.
@@ -67,14 +70,14 @@ class LocalSGD(Periodic):
                 )
             return self
 
-        def meets(self, step: int) -> bool:
+        def synchronizes(self, step: int) -> bool:
             after = step - self.warmup_steps
             return after <= 0 or after % self.period == 0
 
     config: Config
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self._inside: collectives.AllReduce | None = None  # this rank's node
         if config.node_period is not None:
             node = comm.split(comm.nodes[comm.rank])
@@ -88,7 +91,7 @@ class LocalSGD(Periodic):
         step, node_period = self.steps + 1, self.config.node_period
         if self.alone:
             return outcome
-        if self.config.meets(step):
+        if self.config.synchronizes(step):
             self._average_state(self.calls.algorithm(self.config.algorithm))
         elif self._inside and node_period and (step - self.config.warmup_steps) % node_period == 0:
             for flat in self.model.params:

@@ -23,9 +23,9 @@ class NoLoCo(Strategy):
     follow the rule of `diloco` with heavy-ball momentum, whatever the groups. With one group of all ranks all x are
     equal, to rounding, and this is that `diloco`.
 
-    A slow rank holds up the others of its group, and all at meetings 1, 2, 4, 8... and each 64th, where an all-reduce
-    of 16 bytes compares settings. Replicas are never all equal unless all are one group; evaluations use their mean.
-    Each rank keeps the state of its inner optimiser. On one rank it runs alone.
+    A slow rank holds up the others of its group, and all at synchronizations 1, 2, 4, 8... and each 64th, where an
+    all-reduce of 16 bytes compares settings. Replicas are never all equal unless all are one group; evaluations use
+    their mean. Each rank keeps the state of its inner optimiser. On one rank it runs alone.
 
     Bytes per rank and exchange: two parameter vectors to each other rank of the group, and 4 for each parameter, as
     momentum moves none of which the group has had no gradient. Memory per rank: four parameter vectors (x, v, the way
@@ -45,17 +45,17 @@ class NoLoCo(Strategy):
         pull: float = Field(0.7, ge=0, le=2, description="γ: part of the way to the mean of the group's x")
         seed: int = Field(0, ge=0, description="seed of the groups")
 
-        def meets(self, step: int) -> bool:
+        def synchronizes(self, step: int) -> bool:
             return step % self.period == 0
 
     config: Config
-    contract = Contract(averages="parameters", meets="every period")
+    contract = Contract(averages="parameters", synchronizes="every period")
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         groups = make_topology(
             Named(name="random_groups", group=config.group if comm.size > 1 else 1, seed=config.seed), comm
         )
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self._mixing = Mixing(comm, groups, overlap=False)
         like = model.params if comm.size > 1 else []
         self.outer = self.state.sharded("outer", like, start="parameters", reshard="mean", resets=True)  # x
@@ -64,18 +64,18 @@ class NoLoCo(Strategy):
 
     def advance(self, update: Update) -> Outcome:
         outcome = self.gradients.step_alone(update)
-        if self.outer and self.config.meets(self.steps + 1):
-            self._meet()
+        if self.outer and self.config.synchronizes(self.steps + 1):
+            self._synchronize()
         return outcome
 
-    def _meet(self) -> None:
+    def _synchronize(self) -> None:
         """Collective in each group. Take an outer step."""
         config, params = self.config, self.model.params
         ways = [own - x for own, x in zip(params, self.outer, strict=True)]
         means = [x.clone() for x in self.outer]
         used = self.gradients.take_used()
         self._mixing.mix((*ways, *means, used), (self.steps + 1) // config.period)
-        with self.model.leave_alone(used > 0, self._momentum):
+        with self.model.skip_unused(used > 0, self._momentum):
             for own, x, v, way, mean in zip(params, self.outer, self._momentum, ways, means, strict=True):
                 v.mul_(config.outer_momentum).add_(way, alpha=config.outer_lr).add_(mean.sub_(x), alpha=config.pull)
                 x.add_(v)

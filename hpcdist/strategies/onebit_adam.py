@@ -47,8 +47,8 @@ class OneBitAdam(AdamStep):
 
     config: Config
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self._mean = TwoWayMean(self.calls.comm, config.compression, model.params, spans(model))
         self.state.two_way("mean", self._mean)
 

@@ -41,6 +41,6 @@ class ParameterServer(ServerStrategy):
     class Config(StaleConfig):
         """Options of parameter_server."""
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         exchange_gradients(self, AsynchronousPolicy(config, len(self.roles.workers)), overlap=config.overlap)

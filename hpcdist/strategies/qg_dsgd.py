@@ -18,17 +18,17 @@ from hpcdist.strategies.decentralised.mixing import Mixing, conserving, rates
 class QGDSGD(Strategy):
     """Train by decentralised SGD with quasi-global momentum, all ranks together: x ← W(x − ηs), s the step of SGD.
 
-    SGD steps as it always does, m = βm̂ + g, and s = m, or g + βm with Nesterov's momentum; but m̂ is not its last m: it
-    follows what became of the parameters, m̂ ← μm̂ + (1 − μ)(xₜ − xₜ₊₁)/η, with μ = `memory`. So it has the neighbours'
-    part, and ranks whose data differ are not driven apart by momentum of their own gradients alone. β, Nesterov, η and
-    the weight decay are the local optimiser's, which must be torch's SGD. Without momentum this is `dpsgd` in the form
-    that steps before it averages, to the bit. A step whose rate is 0 leaves m̂ as it is. The mean of all x follows the
-    mean of the steps, to rounding.
+    SGD steps as it always does, m = βm̂ + g, and s = m, or g + βm with Nesterov's momentum; but m̂ is not its last m:
+    it follows what became of the parameters, m̂ ← μm̂ + (1 − μ)(xₜ − xₜ₊₁)/η, with μ = `memory`. So it has the
+    neighbours' part, and ranks whose data differ are not driven apart by momentum of their own gradients alone. β,
+    Nesterov, η and the weight decay are the local optimiser's, which must be torch's SGD. Without momentum this is
+    `dpsgd` in the form that steps before it averages, to the bit. A step whose rate is 0 leaves m̂ as it is. The mean
+    of all x follows the mean of the steps, to rounding.
 
     W must be doubly stochastic; it may be directed, and change from step to step. On one rank SGD runs alone, with
     momentum of its own.
 
-    Bytes per rank and step: one parameter vector to each neighbour. At meetings 1, 2, 4, 8... and each 64th an
+    Bytes per rank and step: one parameter vector to each neighbour. At synchronizations 1, 2, 4, 8... and each 64th an
     all-reduce of 16 bytes compares settings. Memory: m̂, x before the step, and one vector per neighbour.
 
     Reference: Tao Lin, Sai Praneeth Karimireddy, Sebastian U. Stich, Martin Jaggi, "Quasi-global momentum: accelerating
@@ -42,11 +42,11 @@ class QGDSGD(Strategy):
         memory: float = Field(0.9, ge=0, lt=1, description="μ: part of the momentum that a step keeps")
 
     config: Config
-    contract = Contract(averages="parameters", meets="every step", optimizer="SGD")
+    contract = Contract(averages="parameters", synchronizes="every step", optimizer="SGD")
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         topology = conserving(config.topology, comm, "qg_dsgd")
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         if self.optimizer is not None and comm.size > 1:
             self._sgd()
         self._mixing = Mixing(comm, topology, overlap=False)
@@ -66,7 +66,7 @@ class QGDSGD(Strategy):
         for x, was in zip(self.model.params, before, strict=True):
             was.sub_(x)
         kept = self.config.memory
-        with self.model.leave_alone(self.model.gradients.present(), self._momentum):
+        with self.model.skip_unused(self.model.gradients.present(), self._momentum):
             for slot, rate in zip(self.model.slots, rates(self.model, local), strict=True):
                 if rate:
                     slot.view(self._momentum).mul_(kept).add_(slot.view(before), alpha=(1 - kept) / rate)

@@ -30,7 +30,7 @@ from hpcdist.strategies.server.channel import (
     Reply,
     RequestChannel,
     ServerRequest,
-    require_living,
+    require_alive,
 )
 from hpcdist.strategies.server.placement import Roles, Shard, broadcast_shards
 
@@ -117,9 +117,9 @@ class Sandblaster(Strategy):
             return replace(contract, ranks="all work") if len(self.workers(size)) == size else contract
 
     contract = Contract(
-        averages="gradients", meets="never", updates="on servers", batch="portions", ranks="some serve",
+        averages="gradients", synchronizes="never", updates="on servers", batch="portions", ranks="some serve",
         consensus="elsewhere",
-        deaths="others go on",
+        deaths="others continue",
     )  # fmt: skip
 
     config: Config
@@ -129,9 +129,9 @@ class Sandblaster(Strategy):
     sums: RequestChannel  # to the shards, where there is more than one rank
     work: RequestChannel  # to the coordinator
 
-    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **given: Any):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any):
         self.roles = roles = assign_lbfgs(comm.size, config.servers)
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self.coordinates, self.has_shard = comm.rank == COORDINATOR, comm.rank in roles.shards
         self.joint: JointBatch | None = None  # the loop says of which batch the next step is
         self.point = SharedPoint(comm, roles.shards, model.params)
@@ -228,7 +228,7 @@ class Sandblaster(Strategy):
             )
         self.model.refresh()
         if self.coordinates:  # one rank alone: nobody else begins a period
-            self.coordinator.begin()
+            self.coordinator.start()
         with self.comm.trace.span(type(self).__name__, "strategy"):
             loss = self.worker.step(closure, self.joint)
         if self.coordinates:
@@ -277,7 +277,7 @@ class Sandblaster(Strategy):
     def _coordinate(self) -> None:
         """Give out portions until every worker has paused or died."""
         coordinator, paused = self.coordinator, dict[int, ServerRequest]()
-        coordinator.begin()
+        coordinator.start()
         while not paused.keys() | self._dead >= set(self.roles.workers):
             request = self._next_request(self.work, coordinator.patience_s(self.comm.now()))
             if request is not None and request.kind == GRADIENT:
@@ -301,7 +301,7 @@ class Sandblaster(Strategy):
             patience_s = CHECK_S if patience_s is None else min(patience_s, CHECK_S)
         request = channel.inbox.next(patience_s)
         if request is None:
-            require_living(self.comm, self.config.needed(self.comm.size))
+            require_alive(self.comm, self.config.needed(self.comm.size))
         return request
 
     def _forget_dead(self) -> None:

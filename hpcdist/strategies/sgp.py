@@ -31,8 +31,8 @@ class SGP(Strategy):
     with the z before that step. A change of parameters between steps must then be part of the optimiser's step.
 
     Bytes per rank and step: one parameter vector to each rank sent to, half with fp16 or bf16, and 8 bytes for w. At
-    meetings 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings. Memory: one parameter vector per
-    rank received from, and x. With `overlap` one more exchange after the last step of a run, unused.
+    synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings. Memory: one parameter
+    vector per rank received from, and x. With `overlap` one more exchange after the last step of a run, unused.
 
     Reference: Mahmoud Assran, Nicolas Loizou, Nicolas Ballas, Mike Rabbat, "Stochastic gradient push for distributed
     deep learning", 2019, algorithm 1; with `overlap` algorithm 2 for τ = 1.
@@ -55,11 +55,11 @@ class SGP(Strategy):
             )
 
     config: Config
-    contract = Contract(averages="parameters", meets="every step", consensus="elsewhere")
+    contract = Contract(averages="parameters", synchronizes="every step", consensus="elsewhere")
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         topology = make_topology(config.topology, comm)
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self._mixing = Mixing(comm, topology, overlap=config.overlap)
         self._biased = not topology.doubly_stochastic
         like = model.params if self._biased else ()
@@ -86,7 +86,7 @@ class SGP(Strategy):
 
     def _mix(self) -> None:
         """Collective. Mix and debias: x ← Px, w ← Pw, z ← x/w."""
-        if not self._mixing.under_way:  # without overlap, or at the first step
+        if not self._mixing.in_flight:  # without overlap, or at the first step
             self._mixing.start(self._rounded(), self.steps)
         weight = torch.tensor([self._weight], dtype=torch.float64)
         self._mixing.finish((*self._x, weight) if self._biased else self.model.params)

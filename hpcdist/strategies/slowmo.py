@@ -41,8 +41,8 @@ class SlowMo(Periodic):
     in its Nesterov form is `diloco` with Nesterov. With β = 0, α = 1 it is `local_sgd`.
 
     On one rank the optimiser runs alone, without a slow step. Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of
-    parameters, and the base's; and 8/H for each parameter, as with `diloco`. At meetings 1, 2, 4, 8... and each 64th an
-    all-reduce of 16 bytes compares settings. Memory per rank: two parameter vectors (x and u), and the base's.
+    parameters, and the base's; and 8/H for each parameter, as with `diloco`. At synchronizations 1, 2, 4, 8... and each
+    64th an all-reduce of 16 bytes compares settings. Memory per rank: two parameter vectors (x and u), and the base's.
 
     Reference: Jianyu Wang, Vinayak Tantia, Nicolas Ballas, Michael Rabbat, "SlowMo: improving communication-efficient
     distributed SGD with slow momentum", 2020; Kai Chen, Qiang Huo, "Scalable training of deep learning machines by
@@ -90,7 +90,7 @@ class SlowMo(Periodic):
             """Return the options of the base, which is not local."""
             return BASES[self.base.name].Config.from_mapping(self.base.options, "strategy.base")
 
-        def meets(self, step: int) -> bool:
+        def synchronizes(self, step: int) -> bool:
             return self.base.name != "local" or step % self.period == 0
 
         def narrow(self, contract: Contract, size: int) -> Contract:
@@ -98,13 +98,17 @@ class SlowMo(Periodic):
                 return contract
             own = self.base_options().narrow(BASES[self.base.name].contract, size)
             return replace(
-                contract, meets=own.meets, parameters=own.parameters, sends=own.sends, consensus=own.consensus
+                contract,
+                synchronizes=own.synchronizes,
+                parameters=own.parameters,
+                sends=own.sends,
+                consensus=own.consensus,
             )
 
     config: Config
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         slow = [torch.zeros_like(x, dtype=WIDE.get(x.dtype)) for x in self.common]  # u, of gradients' size
         self.momentum = self.state.sharded("slow", tensors=slow, reshard="first")
         self.rates = self.state.by_parameter("rates", self, optional=True)  # the last one above 0, of its own moves

@@ -59,8 +59,8 @@ class Softsync(ServerStrategy):
 
     contract = replace(ServerStrategy.contract, averages="gradients")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         workers = len(self.roles.workers)
         if config.splits > workers and comm.size > 1:
             raise ConfigError(

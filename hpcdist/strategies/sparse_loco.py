@@ -21,11 +21,11 @@ class SparseCompression(CompressionConfig):
     @model_validator(mode="before")
     @classmethod
     def _as_in_the_paper(cls, value: Any) -> Any:
-        given = {"name": value} if isinstance(value, str) else value
-        if isinstance(given, Mapping) and given.get("name", "chunk_topk") == "chunk_topk":
-            fades = {} if given.get("error_feedback") is False else {"decay": 0.95}  # else nothing is kept to fade
-            return {"values": "2bit", **fades, **given}
-        return given
+        options = {"name": value} if isinstance(value, str) else value
+        if isinstance(options, Mapping) and options.get("name", "chunk_topk") == "chunk_topk":
+            fades = {} if options.get("error_feedback") is False else {"decay": 0.95}  # else nothing is kept to fade
+            return {"values": "2bit", **fades, **options}
+        return options
 
 
 @final
@@ -43,9 +43,9 @@ class SparseLoCo(Periodic):
     the state of its local optimiser. On one rank the optimiser runs alone.
 
     Bytes per rank and exchange: (p − 1)·m for a message of m bytes, about n/200 for n bytes of float32 parameters with
-    the defaults. That is less than an all-reduce of all parameters up to about 400 ranks. At meetings 1, 2, 4, 8... and
-    each 64th an all-reduce of 16 bytes compares settings. Memory per rank: two parameter vectors (x and what was not
-    sent), with `overlap` four.
+    the defaults. That is less than an all-reduce of all parameters up to about 400 ranks. At synchronizations 1, 2, 4,
+    8... and each 64th an all-reduce of 16 bytes compares settings. Memory per rank: two parameter vectors (x and
+    what was not sent), with `overlap` four.
 
     Reference: Amir Sarfi, Benjamin Thérien, Joel Lidin, Eugene Belilovsky, "Communication efficient LLM pre-training
     with SparseLoCo", 2025. Its published code applies the outer rate twice; here it applies once.

@@ -40,9 +40,9 @@ class SPARTA(Strategy):
     1/`share` steps; evaluations use their mean. With `share` = 1 this is `local_sgd` with a period of 1, to rounding.
     As the base of `slowmo` it is joined with a slow outer step. On one rank the optimiser runs alone.
 
-    Bytes per rank and step: 2·share·n(p − 1)/p for n bytes of parameters. At meetings 1, 2, 4, 8... and each 64th an
-    all-reduce of 16 bytes compares settings. Memory: a part, twice, for each step of the delay; with shuffled and
-    partition an index of 8 bytes for each element.
+    Bytes per rank and step: 2·share·n(p − 1)/p for n bytes of parameters. At synchronizations 1, 2, 4, 8... and each
+    64th an all-reduce of 16 bytes compares settings. Memory: a part, twice, for each step of the delay; with shuffled
+    and partition an index of 8 bytes for each element.
 
     Reference: Matt Beton, Mohamed Baioumy, Tycho van der Ouderaa, Matthew Reed, Seth Howes, Alex Cheema, Gelu Vrabie,
     "Improving the efficiency of distributed training using sparse parameter averaging", 2025. What becomes of the steps
@@ -65,10 +65,10 @@ class SPARTA(Strategy):
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
 
     config: Config
-    contract = Contract(averages="parameters", meets="every step")
+    contract = Contract(averages="parameters", synchronizes="every step")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self.alone = comm.size == 1
         self.calls = Collectives(comm, Traffic())
         self.records.count(self.calls.comm)

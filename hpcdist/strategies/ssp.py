@@ -85,6 +85,6 @@ class SSP(ServerStrategy):
 
     contract = replace(ServerStrategy.contract, averages="gradients")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         exchange_gradients(self, SSPPolicy(config.bound, self.place.children))

@@ -41,8 +41,9 @@ class StreamingDiLoCo(Periodic):
 
     Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, as with `diloco`; but at most those of a fragment
     in one step. With `compression` = e3m0, (p − 1)(n/8 + 4F)/H: each rank sends its codes to every other one; and 8/H
-    for each parameter, as with `diloco`. At meetings 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares
-    settings. Memory per rank: four parameter vectors (x, its momentum, the means, δᵢ; three with blend and delayed).
+    for each parameter, as with `diloco`. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes
+    compares settings. Memory per rank: four parameter vectors (x, its momentum, the means, δᵢ; three with blend and
+    delayed).
 
     Reference: Arthur Douillard et al., "Streaming DiLoCo with overlapping communication: towards a distributed free
     lunch", 2025. There δᵢ is the distance from the rank's own parameters of a period ago; here it is that from x, the
@@ -106,11 +107,11 @@ class StreamingDiLoCo(Periodic):
 
     config: Config
 
-    def __init__(self, config: Config, comm, model, **given):
+    def __init__(self, config: Config, comm, model, **kwargs):
         self.eager = config.merge == "eager"  # then each rank has x and momentum of its own
         self.of_ranks = "mean" if self.eager else "first"
         self.blend = None if self.eager or config.merge == "shift" else config.blend
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self.momentum = self.state.sharded("momentum", self.common, reshard=self.of_ranks)
 
     def cut(self) -> list[Fragment]:
@@ -157,7 +158,7 @@ class StreamingDiLoCo(Periodic):
             for own, mean, last in fragment.views(self.model.params, self.mean, before):
                 mean.add_(own - last, alpha=1 / self.comm.size)
                 last.copy_(own)
-        with self.model.leave_alone(self.used | self.gradients.used if self.eager else self.used, self.momentum):
+        with self.model.skip_unused(self.used | self.gradients.used if self.eager else self.used, self.momentum):
             self.move(fragment)
         for own, x, mean in fragment.views(self.model.params, self.common, self.mean):
             mean.copy_(own)

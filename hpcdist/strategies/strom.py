@@ -11,8 +11,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import ANY, Request
-from hpcdist.comm.pieces import alongside
 from hpcdist.compress import CompressionConfig, Feedback, only_used, spans
 from hpcdist.compress.coding.reduction import cut, join
 from hpcdist.config import Named
@@ -95,10 +95,10 @@ class Strom(Strategy):
             return self
 
     config: Config
-    contract = Contract(averages="parameters", meets="never", deaths="others go on")
+    contract = Contract(averages="parameters", synchronizes="never", deaths="others continue")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
         # One message goes to all others, so that this rank's parameters change by it, too.
         self._floods = load(config.topology.name).complete
@@ -114,11 +114,11 @@ class Strom(Strategy):
             self.state.custom("links", self._save_links, self._load_links, lambda: None)
 
     def _make_links(self) -> list[_Link]:
-        comm, living, choice = self.comm, self.comm.failures.living, self.config.compression
+        comm, alive, choice = self.comm, self.comm.failures.alive, self.config.compression
         if self._floods:
-            groups = [[rank for rank in living if rank != comm.rank]] if len(living) > 1 else []
+            groups = [[rank for rank in alive if rank != comm.rank]] if len(alive) > 1 else []
         else:
-            tree = spanning_tree(make_topology(self.config.topology, comm), living)
+            tree = spanning_tree(make_topology(self.config.topology, comm), alive)
             groups = [[peer] for peer in tree[comm.rank]]
         return [_Link(peers, choice.feedbacks(comm, self.model.params, spans(self.model))) for peers in groups]
 
@@ -138,7 +138,7 @@ class Strom(Strategy):
         warming = self.steps < self.config.compression.warmup_steps
         silent = warming and self.comm.rank >= (self.config.compression.warmup_ranks or self.comm.size)
         whole = warming and self.config.compression.warmup_ranks is None
-        share = 0.0 if silent else 1.0 if self.config.add_up else 1 / len(self.comm.failures.living)
+        share = 0.0 if silent else 1.0 if self.config.add_up else 1 / len(self.comm.failures.alive)
         tag = _WHOLE if whole else _CODED
         if self._floods:
             (link,) = self._links
@@ -170,7 +170,7 @@ class Strom(Strategy):
 
     def _add_arrived(self) -> None:
         """Add messages that have come in full; wait for none."""
-        while self._begin(ANY, block=False):
+        while self._start(ANY, block=False):
             pass
         arriving, self._arriving = self._arriving, []
         for each in arriving:
@@ -180,7 +180,7 @@ class Strom(Strategy):
                 else:
                     self._arriving.append(each)
 
-    def _begin(self, source: int, block: bool) -> bool:
+    def _start(self, source: int, block: bool) -> bool:
         """Begin to receive a message; return False if none has come, or its sender has died."""
         try:
             envelope = self.comm.probe(source, block=block)
@@ -212,7 +212,7 @@ class Strom(Strategy):
         self._send(torch.empty(0, dtype=torch.uint8), peers, _END)
         for peer in peers:
             while peer in self.peers.present and self._ended[peer] < self._period:
-                self._begin(peer, block=True)
+                self._start(peer, block=True)
         for each in self._arriving:
             if self.peers.survives(each.request.wait):
                 self._add(each)
@@ -221,9 +221,9 @@ class Strom(Strategy):
         self._sending, self._arriving = [], []
 
     def shrink(self) -> None:
-        living = self.comm.failures.living
+        alive = self.comm.failures.alive
         super().shrink()
-        if self.comm.failures.living != living:
+        if self.comm.failures.alive != alive:
             before, self._links = self._links, self._make_links()
             for link in self._links:  # to the same ranks as an old one, or to all that are left: residuals stay
                 same = (old.feedbacks for old in before if self._floods or old.peers == link.peers)

@@ -35,7 +35,8 @@ class ZeroOneAdam(AdamStep):
 
     Bytes per rank of n bytes of float32 gradients: at a full step 2n(p − 1)/p, at a compressed one and at an exchange a
     32ⁿᵈ of that and eight for each parameter and rank, at the others nothing; in the first phase 32 of agreement, at an
-    exchange 24 for each parameter. At meetings 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings.
+    exchange 24 for each parameter. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares
+    settings.
     Memory: m, v, u, x, what was not sent, and a second part of that for a pᵗʰ.
 
     Reference: Yucheng Lu, Conglong Li, Minjia Zhang, Christopher De Sa, Yuxiong He, "Maximizing communication
@@ -57,15 +58,15 @@ class ZeroOneAdam(AdamStep):
             """Tell whether a step is of the second phase; counts from 1."""
             return step > self.variance_steps
 
-        def meets(self, step: int) -> bool:
+        def synchronizes(self, step: int) -> bool:
             doublings = min(64, max(0, step - self.variance_steps - 1) // self.local_steps)
             return not self.local(step) or step % min(self.most_local, 2**doublings) == 0
 
     config: Config
     contract = replace(AdamStep.contract, averages="parameters")
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         model.keep_gradients([torch.zeros_like(flat) for flat in model.params])  # which are averaged at first
         self._mean = TwoWayMean(self.calls.comm, config.compression, model.params, spans(model))
         state = self.state
@@ -102,7 +103,7 @@ class ZeroOneAdam(AdamStep):
         self.require_optimizer()
         outcome = self.gradients.step_alone(lambda: self.hooked(self._step_alone))
         self._count()
-        if self.config.meets(step):
+        if self.config.synchronizes(step):
             with torch.no_grad():
                 self._exchange()
         return outcome

@@ -1,4 +1,4 @@
-"""Describe and drive runs: the command line, reports, comparisons, simulation, Slurm, examination.
+"""Command line, reports, comparisons, simulation, Slurm jobs, node checks.
 
 `import hpcdist` imports nothing of this folder, and nothing below it does.
 """

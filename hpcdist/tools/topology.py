@@ -1,4 +1,4 @@
-"""The description of a topology: checks of its weights, its spectral gap, who sends to whom, a picture."""
+"""Describe a topology: its weights, its spectral gap, its neighbours, a drawing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from hpcdist.errors import ConfigError, require_packages
 from hpcdist.topology.base import Topology
 
-SHOWN_STEPS = 3  # of a topology whose matrices are drawn at random
+SHOWN_STEPS = 3  # of a topology with random matrices
 TOLERANCE = 1e-12  # of sums of weights
-SAMPLED_STEPS = 16  # for the spectral gap of such a topology
+SAMPLED_STEPS = 16  # to estimate the spectral gap of such a topology
 ZERO = 1e-12  # smaller eigenvalues are rounding errors
 PANEL_INCHES = 4.0
 
@@ -23,13 +23,13 @@ def steps(topology: Topology) -> range:
 
 
 def describe(topology: Topology) -> dict[str, Any]:
-    """Return the facts about a topology, by name, computed from its matrices."""
+    """Return a topology's properties by name, computed from its matrices."""
     matrices = [topology.matrix(step) for step in steps(topology)]
     messages = [np.count_nonzero(matrix, axis=0).max() - 1 for matrix in matrices]
     average = " per step, in the mean square" if topology.period is None else f" per step, over {topology.period}"
     return {
         "ranks": topology.size,
-        "matrices": "drawn at each step" if topology.period is None else topology.period,
+        "matrices": "random at each step" if topology.period is None else topology.period,
         "rows sum to 1": _sums(matrices, axis=1),
         "columns sum to 1": _sums(matrices, axis=0),
         "symmetric": "yes" if all(np.allclose(m, m.T, rtol=0, atol=TOLERANCE) for m in matrices) else "no",
@@ -44,7 +44,7 @@ def _sums(matrices: list[np.ndarray], axis: int) -> str:
 
 
 def adjacency(topology: Topology, step: int) -> list[dict[str, Any]]:
-    """Return a row per rank: its own weight, and its neighbours with their weights."""
+    """Return a dict per rank: its weight for itself, and its neighbours with their weights."""
     return [
         {
             "rank": rank,
@@ -61,14 +61,20 @@ def _list(rank: int, neighbours: dict[int, float]) -> str:
 
 
 def spectral_gap(topology: Topology) -> float:
-    """Compute 1 − r: each step multiplies the ranks' distance from their mean by r.
+    """Compute 1 − r, where each step multiplies the ranks' distance from their mean by r.
 
-    If W is always the same, r is the second largest modulus of its eigenvalues. If W repeats after t steps, r^t is that
-    of the product of t matrices. If W is random, r² is the second eigenvalue of E[WᵀW]. A draw that treats all ranks
-    alike has E[WᵀW] = aI + b11ᵀ, so that r² = (E‖W‖² − 1)/(p − 1), estimated from SAMPLED_STEPS steps.
+    For a constant W, r is the second largest modulus of its eigenvalues. If W repeats after t steps, r^t is that of the
+    product of the t matrices. For a random W, r² is the second eigenvalue of E[WᵀW]: if all ranks are sampled alike,
+    E[WᵀW] = aI + b11ᵀ and r² = (E‖W‖² − 1)/(p − 1), estimated from SAMPLED_STEPS steps.
 
     Reference: Lin Xiao, Stephen Boyd, "Fast linear iterations for distributed averaging", 2004; Stephen Boyd, Arpita
     Ghosh, Balaji Prabhakar, Devavrat Shah, "Randomized gossip algorithms", 2006, for random W.
+
+    Example:
+        >>> from hpcdist.tools.topology import spectral_gap
+        >>> from hpcdist.topology.ring import Ring
+        >>> round(spectral_gap(Ring(4)), 3)
+        0.667
     """
     if topology.period is None:
         squares = np.mean([np.square(topology.matrix(step)).sum() for step in range(SAMPLED_STEPS)])
@@ -80,7 +86,7 @@ def spectral_gap(topology: Topology) -> float:
 
 
 def _second(matrix: np.ndarray) -> float:
-    """Compute the second largest modulus of a matrix's eigenvalues; 0 if there is only one."""
+    """Return the second largest modulus of a matrix's eigenvalues; 0 if there is only one."""
     moduli = np.sort(np.abs(np.linalg.eigvals(matrix)))
     return float(moduli[-2]) if len(moduli) > 1 and moduli[-2] > ZERO else 0.0
 
@@ -89,17 +95,16 @@ def draw(topology: Topology, path: Path) -> None:
     """Draw a topology to a file; arrows point from sender to receiver, lines without heads go both ways.
 
     Raises:
-        ConfigError: the file's name ends in neither .svg nor .png, matplotlib is missing, or the file can't be
-            written.
+        ConfigError: the file's name ends in neither .svg nor .png, matplotlib is missing, or the file can't be written.
     """
     if path.suffix not in (".svg", ".png"):
         raise ConfigError(f"--output must end in .svg or .png; got {path}. Rename it.")
     require_packages("--output", "plots", "matplotlib")
     from matplotlib.figure import Figure
 
-    shown = steps(topology)
-    figure = Figure(figsize=(PANEL_INCHES * len(shown), PANEL_INCHES), layout="constrained")
-    for step, axes in zip(shown, figure.subplots(1, len(shown), squeeze=False)[0], strict=True):
+    drawn = steps(topology)
+    figure = Figure(figsize=(PANEL_INCHES * len(drawn), PANEL_INCHES), layout="constrained")
+    for step, axes in zip(drawn, figure.subplots(1, len(drawn), squeeze=False)[0], strict=True):
         _draw_step(axes, topology, step)
     try:
         figure.savefig(path)
@@ -109,15 +114,15 @@ def draw(topology: Topology, path: Path) -> None:
 
 def _draw_step(axes: Any, topology: Topology, step: int) -> None:
     angles = np.pi / 2 - 2 * np.pi * np.arange(topology.size) / topology.size  # clockwise from the top
-    places = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    positions = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     weights = topology.matrix(step)
     for receiver, sender in np.argwhere(weights):
         both = weights[sender, receiver] > 0
         if sender < receiver or (sender != receiver and not both):
             line = {"arrowstyle": "-" if both else "-|>", "shrinkA": 9, "shrinkB": 9, "color": "tab:blue"}
-            axes.annotate("", xy=places[receiver], xytext=places[sender], arrowprops=line)
-    axes.scatter(*places.T, s=250, facecolor="white", edgecolor="black", zorder=3)
-    for rank, (x, y) in enumerate(places):
+            axes.annotate("", xy=positions[receiver], xytext=positions[sender], arrowprops=line)
+    axes.scatter(*positions.T, s=250, facecolor="white", edgecolor="black", zorder=3)
+    for rank, (x, y) in enumerate(positions):
         axes.text(x, y, str(rank), ha="center", va="center", zorder=4, fontsize=8)
     axes.set(xlim=(-1.2, 1.2), ylim=(-1.2, 1.2), aspect="equal", title="" if topology.static else f"step {step}")
     axes.axis("off")

@@ -1,6 +1,6 @@
-"""Topologies: which ranks average with each other, and with which weights. One file each, found by the file's name.
+"""Topologies: which ranks average with each other, and with which weights. One file each, loaded by its name.
 
-A topology is a pure function of (rank, size, step): it does not communicate, and all ranks compute the same.
+A topology is a pure function of (rank, size, step): it does not communicate, and all ranks compute the same result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ load: Callable[[str], type[Topology]] = catalogue("topologies").load
 
 
 def make_topology(chosen: Named, comm: Communicator) -> Topology:
-    """Make the chosen topology for the ranks of `comm`. Its option `nodes`, if it has one, is that of `comm.memory`.
+    """Create the chosen topology for the ranks of `comm`. An option `nodes`, if the topology has one, is `comm.nodes`.
 
     Raises:
         UnknownNameError: no topology has this name.

@@ -1,4 +1,4 @@
-"""The interface of all topologies: neighbours with their weights, which are the rows of the mixing matrix."""
+"""The interface of topologies: each rank's neighbours with their weights, the rows of the mixing matrix W."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from hpcdist.errors import ConfigError
 
 
 class Topology(abc.ABC):
-    """The mixing matrix W of each step: xᵢ ← Σⱼ Wᵢⱼ xⱼ.
+    """Defines which ranks average with each other at each step: the mixing matrix W in xᵢ ← Σⱼ Wᵢⱼ xⱼ.
 
-    Subclasses are final, one per module, and named after it. Options are keyword-only. A topology does not communicate:
-    all ranks compute the same neighbours and weights.
+    xᵢ are the parameters of rank i. A topology does not communicate: all ranks compute the same neighbours and
+    weights. To add one, write a final subclass in a module of its name, with keyword-only options.
 
     Args:
         size: number of ranks p, at least 1.
 
     Attributes:
         size: number of ranks p.
-        period: steps after which the matrices repeat; 1 if they are all the same, None if they are random.
-        symmetric: W is symmetric at every step, as D-PSGD needs it.
-        doubly_stochastic: rows and columns of W sum to 1. Otherwise only columns do, and only push-sum finds the mean.
-        complete: each rank sends to every other one at every step.
+        period: number of steps after which W repeats; 1 if W never changes, None if it is random.
+        symmetric: W is symmetric at every step, a requirement of D-PSGD.
+        doubly_stochastic: rows and columns of W sum to 1. If only columns do, only push-sum converges to the mean.
+        complete: each rank sends to every other rank at every step.
 
     Raises:
         ConfigError: `size` is not a positive integer.
+
+    Example:
+        >>> from hpcdist.topology import load
+        >>> load("ring")(size=5).out_neighbours(rank=0, step=0)  # {rank: weight}
+        {0: 0.333..., 1: 0.333..., 4: 0.333...}
 
     Reference: Xiangru Lian, Ce Zhang, Huan Zhang, Cho-Jui Hsieh, Wei Zhang, Ji Liu, "Can decentralized algorithms
     outperform centralized algorithms? A case study for decentralized parallel stochastic gradient descent", 2017, for
@@ -44,27 +49,27 @@ class Topology(abc.ABC):
 
     def __init__(self, size: int):
         if not isinstance(size, int) or size < 1:
-            raise ConfigError(f"the number of ranks must be an integer of at least 1; got {size!r}. Check it.")
+            raise ConfigError(f"size must be an integer of at least 1; got {size!r}. Pass the number of ranks.")
         self.size = size
 
     @property
     def static(self) -> bool:
-        """Whether W is the same at every step."""
+        """Return whether W is the same at every step."""
         return self.period == 1
 
     @abc.abstractmethod
     def in_neighbours(self, rank: int, step: int) -> dict[int, float]:
-        """Return the ranks from which `rank` receives at a step (from 0), with their weights.
+        """Return the weights of the ranks from which `rank` receives at `step` (0 is the first).
 
         Returns:
-            {j: W[rank, j]} without zeros, ascending, with `rank` itself.
+            {j: W[rank, j]} for nonzero weights, sorted by j, `rank` itself included.
         """
 
     def out_neighbours(self, rank: int, step: int) -> dict[int, float]:
-        """Return the ranks to which `rank` sends at a step (from 0), with their weights.
+        """Return the weights at the ranks to which `rank` sends at `step` (0 is the first).
 
         Returns:
-            {i: W[i, rank]} without zeros, ascending, with `rank` itself.
+            {i: W[i, rank]} for nonzero weights, sorted by i, `rank` itself included.
         """
         if self.symmetric:
             return self.in_neighbours(rank, step)
@@ -81,24 +86,24 @@ class Topology(abc.ABC):
 
 
 def uniform(ranks: Iterable[int]) -> dict[int, float]:
-    """Return equal weights for the distinct ranks, ascending."""
+    """Return equal weights that sum to 1 for the distinct ranks, sorted."""
     distinct = sorted(set(ranks))
     return dict.fromkeys(distinct, 1 / len(distinct))
 
 
 @lru_cache(maxsize=8)
-def drawn_order(size: int, seed: int, step: int) -> tuple[list[int], list[int]]:
-    """Draw an order of the ranks from (seed, step); return it with each rank's position in it."""
+def random_order(size: int, seed: int, step: int) -> tuple[list[int], list[int]]:
+    """Shuffle the ranks, seeded by (seed, step); return the order and each rank's position in it."""
     order = np.random.default_rng([seed, step]).permutation(size)
     return order.tolist(), np.argsort(order).tolist()
 
 
 class Circulant(Topology):
-    """The base of circulant graphs: rank i sends to i + d (mod p) for each distance d, with equal weights."""
+    """Base class of circulant graphs: rank i sends to i + d (mod p) for each distance d, with equal weights."""
 
     @abc.abstractmethod
     def distances(self, step: int) -> Sequence[int]:
-        """Return the distances to the ranks that a rank sends to at a step, 0 (itself) included."""
+        """Return the distances d at `step`, 0 (the rank itself) included."""
 
     def in_neighbours(self, rank: int, step: int) -> dict[int, float]:
         return uniform((rank - distance) % self.size for distance in self.distances(step))

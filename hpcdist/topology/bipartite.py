@@ -1,4 +1,4 @@
-"""Complete bipartite graph: every even rank averages with every odd one."""
+"""Complete bipartite graph: every even rank averages with every odd rank."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from hpcdist.topology.base import Topology
 
 @final
 class Bipartite(Topology):
-    """The complete bipartite graph: edges between all even and all odd ranks, so no odd cycle for any p.
+    """Average even with odd ranks: the complete bipartite graph. AD-PSGD needs it: without odd cycles no deadlock.
 
-    Weights 1/(1 + ⌈p/2⌉) along each edge, the rest for the rank itself; ⌊p/2⌋ or ⌈p/2⌉ messages. Spectral gap 4/(p + 2)
-    if p is even, and 6/(p + 3) if p is odd and at least 7.
+    p is the number of ranks. Weights 1/(1 + ⌈p/2⌉) along each edge, the remainder for the rank itself; ⌊p/2⌋ or ⌈p/2⌉
+    messages per rank and step. Spectral gap 4/(p + 2) if p is even, and 6/(p + 3) if p is odd and at least 7.
+
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "dpsgd", topology="bipartite")
 
     Reference: Xiangru Lian, Wei Zhang, Ce Zhang, Ji Liu, "Asynchronous decentralized parallel stochastic gradient
     descent", 2018, section 3.3, for the graph; Lin Xiao, Stephen Boyd, "Fast linear iterations for distributed

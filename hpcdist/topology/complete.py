@@ -1,4 +1,4 @@
-"""Complete graph: everybody averages with everybody."""
+"""Complete graph: every rank averages with every other rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from hpcdist.topology.base import Circulant
 
 @final
 class Complete(Circulant):
-    """The complete graph, W = 11ᵀ/p: the exact mean at every step, for p − 1 messages per rank. Spectral gap 1.
+    """Average with all ranks at every step: the complete graph, W = 11ᵀ/p for p ranks.
+
+    Gives the exact mean, for p − 1 messages per rank and step. Spectral gap 1.
+
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "dpsgd", topology="complete")
 
     Reference: Xiangru Lian, Ce Zhang, Huan Zhang, Cho-Jui Hsieh, Wei Zhang, Ji Liu, "Can decentralized algorithms
     outperform centralized algorithms? A case study for decentralized parallel stochastic gradient descent", 2017.

@@ -1,4 +1,4 @@
-"""The user's own directed graph, for push-sum."""
+"""A directed graph from the user's file, for push-sum."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from hpcdist.topology.graph import read_edges
 
 @final
 class Digraph(Topology):
-    """A directed graph from a file. Each rank divides its values evenly among itself and those it sends to.
+    """A directed graph from a file. Each rank splits its values evenly among itself and the ranks it sends to.
 
-    So columns sum to 1; rows need not.
+    So columns of W sum to 1; rows need not.
 
     Args:
         size: number of ranks.
-        path: file of edges; `a b` means that a sends to b. `#` begins a comment.
+        path: file of edges, one `a b` per line: rank a sends to rank b. `#` starts a comment.
 
     Raises:
         ConfigError: the file breaks a rule, or a rank can't be reached from another one.
+
+    Example:
+        >>> from pathlib import Path
+        >>> _ = Path("edges.txt").write_text("0 1" + chr(10) + "1 0")
+        >>> comm.barrier()
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "sgp", topology={"name": "digraph", "path": "edges.txt"})
 
     Reference: Mahmoud Assran, Nicolas Loizou, Nicolas Ballas, Mike Rabbat, "Stochastic gradient push for distributed
     deep learning", 2019, section 2.

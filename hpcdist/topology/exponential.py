@@ -9,11 +9,12 @@ from hpcdist.topology.base import Circulant
 
 @final
 class ExponentialGraph(Circulant):
-    """The static exponential graph: rank i sends to i + 2ᵏ for all 2ᵏ < p, with weights 1/(1 + t).
+    """Send to the ranks at distances 1, 2, 4, 8... of p ranks at every step: the static exponential graph.
 
-    Messages per rank: t = ⌈lg p⌉.
+    Messages per rank and step: t = ⌈lg p⌉. Weights 1/(1 + t). Spectral gap 2/(1 + t) if p is even, more if p is odd.
 
-    Spectral gap 2/(1 + t) if p is even, more if p is odd.
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "sgp", topology="exponential")
 
     Reference: Bicheng Ying, Kun Yuan, Yiming Chen, Hanbin Hu, Pan Pan, Wotao Yin, "Exponential graph is provably
     efficient for decentralized deep training", 2021, spectral gap of the static graph.

@@ -1,4 +1,4 @@
-"""The user's own graph from a file of edges, with Metropolis-Hastings weights."""
+"""An undirected graph from the user's file, with Metropolis-Hastings weights."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from hpcdist.topology.base import Topology
 
 @final
 class Graph(Topology):
-    """An undirected graph from a file, with weights Wᵢⱼ = 1/(1 + max(dᵢ, dⱼ)) for degrees d.
+    """An undirected graph from a file, with weights Wᵢⱼ = 1/(1 + max(dᵢ, dⱼ)) for dᵢ neighbours of rank i.
 
-    A rank's own weight is the rest of its row. Messages of rank i: dᵢ.
+    The weight Wᵢᵢ is 1 minus the sum of the row. Messages of rank i per step: dᵢ.
 
     Args:
         size: number of ranks.
-        path: file of edges, one `a b` on each line; `#` begins a comment.
+        path: file of edges, one `a b` per line; `#` starts a comment.
 
     Raises:
         ConfigError: the file breaks a rule, or a rank can't be reached.
+
+    Example:
+        >>> from pathlib import Path
+        >>> _ = Path("edges.txt").write_text("0 1")
+        >>> comm.barrier()
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "dpsgd", topology={"name": "graph", "path": "edges.txt"})
 
     Reference: Lin Xiao, Stephen Boyd, "Fast linear iterations for distributed averaging", 2004, local-degree
     weights; Lin Xiao, Stephen Boyd, Sanjay Lall, "A scheme for robust distributed sensor fusion based on average
@@ -38,8 +44,8 @@ class Graph(Topology):
         for a, b in sorted(read_edges(path, size, directed=False)):
             peers[a].append(b)
         self._rows = []
-        for rank, own in enumerate(peers):
-            row = {peer: 1 / (1 + max(len(own), len(peers[peer]))) for peer in own}
+        for rank, neighbours in enumerate(peers):
+            row = {peer: 1 / (1 + max(len(neighbours), len(peers[peer]))) for peer in neighbours}
             self._rows.append(dict(sorted({**row, rank: 1 - sum(row.values())}.items())))
 
     def in_neighbours(self, rank: int, step: int) -> dict[int, float]:
@@ -49,7 +55,7 @@ class Graph(Topology):
 def read_edges(path: str | Path, size: int, directed: bool) -> set[tuple[int, int]]:
     """Read the edges (a, b) of a file, in both directions unless `directed`.
 
-    A line has two ranks, `a b`; `#` begins a comment. An edge may be given twice.
+    Each line holds two ranks, `a b`; `#` starts a comment. Edges may repeat.
 
     Raises:
         ConfigError: the file can't be read, a line breaks these rules, or the edges do not connect all ranks.
@@ -70,22 +76,21 @@ def read_edges(path: str | Path, size: int, directed: bool) -> set[tuple[int, in
 
 
 def _edge(where: str, text: str, size: int) -> tuple[int, int]:
-    words = text.split()
-    if len(words) != 2 or not all(word.isdecimal() and int(word) < size for word in words):
+    tokens = text.split()
+    if len(tokens) != 2 or not all(token.isdecimal() and int(token) < size for token in tokens):
         raise ConfigError(f"{where} must be two ranks from 0 to {size - 1}; got {text!r}. Write 'a b' for each edge.")
-    a, b = map(int, words)
+    a, b = map(int, tokens)
     if a == b:
-        raise ConfigError(f"{where} must join two different ranks; got {text!r}. Its own weight is implied.")
+        raise ConfigError(f"{where} must connect two different ranks; got {text!r}. Remove it: Wᵢᵢ is implied.")
     return a, b
 
 
 def _check_connected(path: Path, edges: set[tuple[int, int]], size: int, directed: bool) -> None:
     graph = nx.DiGraph(edges)
     graph.add_nodes_from(range(size))
-    (joined,) = (part for part in nx.strongly_connected_components(graph) if 0 in part)
-    if len(joined) < size:
-        cut_off = min(set(range(size)) - joined)
-        way = "to and from" if directed else "to"
+    (connected,) = (part for part in nx.strongly_connected_components(graph) if 0 in part)
+    if len(connected) < size:
+        cut_off, path_to = min(set(range(size)) - connected), "to and from" if directed else "to"
         raise ConfigError(
-            f"the edges in {path} must connect all {size} ranks; got no way from rank 0 {way} rank {cut_off}. Add some."
+            f"edges in {path} must connect all {size} ranks; got no path from rank 0 {path_to} rank {cut_off}. Add it."
         )

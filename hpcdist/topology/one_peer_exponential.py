@@ -1,4 +1,4 @@
-"""One-peer exponential graph: the neighbours of the exponential graph, one in each step."""
+"""One-peer exponential graph: one neighbour of the exponential graph per step, in turn."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from hpcdist.topology.base import Circulant
 
 @final
 class OnePeerExponential(Circulant):
-    """The one-peer exponential graph: at step s rank i sends to i + 2^(s mod t), t = ⌈lg p⌉; weights 1/2.
+    """Send to one rank per step, at distance 1, then 2, 4, 8...: the one-peer exponential graph.
 
-    One message per rank and step.
+    At step s rank i of p sends to i + 2^(s mod t), t = ⌈lg p⌉; weights 1/2. If p is a power of two, any t consecutive
+    steps give the exact mean; otherwise no number of steps does.
 
-    If p is a power of two, any t steps in a row give the exact mean; otherwise no number of steps does.
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "sgp", topology="one_peer_exponential")
 
     Reference: Bicheng Ying, Kun Yuan, Yiming Chen, Hanbin Hu, Pan Pan, Wotao Yin, "Exponential graph is provably
     efficient for decentralized deep training", 2021, periodic exact averaging; Mahmoud Assran, Nicolas Loizou, Nicolas

@@ -9,9 +9,12 @@ from hpcdist.topology.base import Circulant
 
 @final
 class RingGraph(Circulant):
-    """A ring with weights 1/3 for the rank itself and both neighbours; 2 messages per rank. On 2 ranks weights are 1/2.
+    """Average with the previous and the next rank: weights 1/3 for the rank and both neighbours, 1/2 on 2 ranks.
 
-    Spectral gap ⅔(1 − cos(2π/p)) for p ≥ 3, which falls as 1/p².
+    2 messages per rank and step. Spectral gap ⅔(1 − cos(2π/p)) for p ≥ 3 ranks, which falls as 1/p².
+
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "dpsgd", topology="ring")
 
     Reference: Xiangru Lian, Ce Zhang, Huan Zhang, Cho-Jui Hsieh, Wei Zhang, Ji Liu, "Can decentralized algorithms
     outperform centralized algorithms? A case study for decentralized parallel stochastic gradient descent", 2017.

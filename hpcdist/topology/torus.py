@@ -11,18 +11,21 @@ from hpcdist.topology.base import Topology, uniform
 
 @final
 class Torus(Topology):
-    """A grid of ranks, row by row, whose edges are joined; weights 1/5 for the rank itself and its four neighbours.
+    """Average with four neighbours on a grid of ranks that wraps around; weights 1/5 for the rank and each neighbour.
 
-    With 2 rows or columns two neighbours are the same rank, and with 1 they are the rank itself; distinct ranks have
-    equal weights then, and one row is a ring. With at least 3 rows and 3 columns the spectral gap is ⅖(1 − cos(2π/n)),
-    n the longer side's length.
+    Ranks fill the grid row by row. With fewer than 3 rows or columns some neighbours coincide; distinct ranks then have
+    equal weights, and one row is a ring. With at least 3 rows and 3 columns the spectral gap is ⅖(1 − cos(2π/n)) for
+    the longer side n.
 
     Args:
         size: number of ranks.
-        rows: a divisor of `size`; by default the largest one up to its root.
+        rows: a divisor of `size`; by default the largest one that is at most its square root.
 
     Raises:
         ConfigError: `rows` is not a divisor of `size`.
+
+    Example on 4 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "dpsgd", topology={"name": "torus", "rows": 2})
 
     Reference: Bicheng Ying, Kun Yuan, Yiming Chen, Hanbin Hu, Pan Pan, Wotao Yin, "Exponential graph is provably
     efficient for decentralized deep training", 2021, which compares it with others.

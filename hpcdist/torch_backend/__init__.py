@@ -55,13 +55,13 @@ def _world() -> Any:
 def _met_by_mpi(otherwise: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     """Return a rendezvous that MPI tells its ranks, where their environment does not."""
 
-    def meet_by_mpi(url: str, timeout: timedelta | None = None, **more: Any) -> Iterator[Any]:
-        from hpcdist.comm.launch import declared_size
+    def rendezvous_over_mpi(url: str, timeout: timedelta | None = None, **more: Any) -> Iterator[Any]:
+        from hpcdist.comm.launch import launched_size
 
-        if all(name in os.environ for name in PLACE) or declared_size(os.environ) is None:
+        if all(name in os.environ for name in PLACE) or launched_size(os.environ) is None:
             yield from otherwise(url, **({} if timeout is None else {"timeout": timeout}), **more)
             return
-        from hpcdist.torch_backend.default_group import meet_if_possible
+        from hpcdist.torch_backend.default_group import rendezvous_if_possible
         from hpcdist.torch_backend.group import numbers_of
 
         comm = _world()
@@ -69,9 +69,9 @@ def _met_by_mpi(otherwise: Callable[..., Iterator[Any]]) -> Callable[..., Iterat
         rank, size = int(given.get("rank", comm.rank)), int(given.get("world_size", comm.size))
         if size == comm.size:
             numbers_of(comm, rank)
-        yield meet_if_possible(comm).store, rank, size
+        yield rendezvous_if_possible(comm).store, rank, size
 
-    return meet_by_mpi
+    return rendezvous_over_mpi
 
 
 register()

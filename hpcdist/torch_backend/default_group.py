@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.external.torch_distributed import Rendezvous, meet, timeout_of
+from hpcdist.comm.external.torch_distributed import Rendezvous, rendezvous, timeout_of
 from hpcdist.comm.network import interface_of
 from hpcdist.errors import CommunicationError, ConfigError
 
@@ -40,7 +40,7 @@ def start_default_group(comm: Communicator, backend: str, interface: str = "") -
         comm: real ranks.
         backend: hpcdist, gloo, or nccl, for which each rank has a GPU of its own and has chosen it; or one per kind of
             device.
-        interface: to meet on, as for `meet`.
+        interface: to meet on, as for `rendezvous`.
 
     Raises:
         CommunicationError: ranks don't reach each other over TCP, and no part of the group is on hpcdist.
@@ -48,13 +48,13 @@ def start_default_group(comm: Communicator, backend: str, interface: str = "") -
     global _started
     end_default_group()
     own = OWN in backend
-    meeting = (meet_if_possible if own else meet)(comm, interface)
+    point = (rendezvous_if_possible if own else rendezvous)(comm, interface)
     hook = sys.excepthook  # ends all ranks; torch's would collect what it shows, and pass it on afterwards
-    if meeting.address and (interface := interface_of(meeting.address)):
+    if point.address and (interface := interface_of(point.address)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # of groups that the script makes, too
     with _connecting_late():
         dist.init_process_group(
-            backend, store=meeting.store, rank=comm.rank, world_size=comm.size,
+            backend, store=point.store, rank=comm.rank, world_size=comm.size,
             timeout=timeout_of(comm, 0.0) if own else timeout_of(comm), pg_options=comm if own else None,
         )  # fmt: skip
     sys.excepthook = hook
@@ -62,7 +62,7 @@ def start_default_group(comm: Communicator, backend: str, interface: str = "") -
     real: Any = comm
     if _END not in real.process.threads:
         real.process.threads.insert(0, _END)  # the watchdog tells of a call that others never make
-    return meeting
+    return point
 
 
 def started_for() -> Communicator | None:
@@ -117,11 +117,11 @@ def introduce(comm: Communicator, backend: str | bool, interface: str = "") -> N
     if backend not in ("gloo", "nccl"):
         backend = host_backend(comm)
         backend = f"cpu:{OWN},cuda:nccl" if backend == OWN and not poor else backend
-    meeting = start_default_group(comm, str(backend), interface)
+    point = start_default_group(comm, str(backend), interface)
     os.environ.update({"RANK": str(comm.rank), "WORLD_SIZE": str(comm.size)})
     more: dict[str, Any] = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": len(local_ranks)}
-    if meeting.host:
-        more |= {"MASTER_ADDR": meeting.host, "MASTER_PORT": meeting.store.port}
+    if point.host:
+        more |= {"MASTER_ADDR": point.host, "MASTER_PORT": point.store.port}
     if torch.cuda.device_count() == 0 and not torch.xpu.is_available():
         more["ACCELERATE_USE_CPU"] = "true"  # or Accelerate counts one process where there is no GPU
     for name, value in more.items():
@@ -142,10 +142,10 @@ def _connecting_late() -> Iterator[None]:
             os.environ[name] = before
 
 
-def meet_if_possible(comm: Communicator, interface: str = "") -> Rendezvous:
+def rendezvous_if_possible(comm: Communicator, interface: str = "") -> Rendezvous:
     """Collective. Meet over TCP, or else have a store that says why there is none, and no address."""
     try:
-        return meet(comm, interface)
+        return rendezvous(comm, interface)
     except CommunicationError as error:
         return Rendezvous(cast(Any, NoStore(error)), "", "")
 
@@ -154,7 +154,7 @@ class NoStore(dist.Store):
     """Takes the place of torch's store where ranks reach each other by MPI only: refuses what needs one.
 
     Args:
-        reason: what `meet` has raised.
+        reason: what `rendezvous` has raised.
     """
 
     made: ClassVar[list[NoStore]] = []  # kept, as a process group keeps the part in C++ alone, without these methods

@@ -172,7 +172,7 @@ class MpiGroup(dist.ProcessGroup):
         return self.on_gpus() if torch.device(device).type == "cuda" else None
 
     # --- collective calls ---------------------------------------------------------------------------------------------
-    def _begin(self, options: Any, found: Any, call: Callable[..., Any], *args: Any, **more: Any) -> Work:
+    def _start(self, options: Any, found: Any, call: Callable[..., Any], *args: Any, **more: Any) -> Work:
         """Make a call, or begin it where the script does not wait."""
         with self._lock:  # several threads may make calls
             self._sequence += 1
@@ -191,10 +191,10 @@ class MpiGroup(dist.ProcessGroup):
         if tensors[0].is_sparse:
             if (operation := _operation(opts)[0]) != "sum":
                 raise ConfigError(f"op of a sparse all_reduce must be SUM; got {operation}. Make the tensor dense.")
-            return self._begin(opts, [tensors[0]], self._sum_sparse, tensors[0])
+            return self._start(opts, [tensors[0]], self._sum_sparse, tensors[0])
         operation, factor = _operation(opts)
         given = tensors[0] if len(tensors) == 1 else tensors
-        return self._begin(opts, tensors, self._calls.all_reduce, given, operation, factor=factor)
+        return self._start(opts, tensors, self._calls.all_reduce, given, operation, factor=factor)
 
     allreduce_coalesced = allreduce
 
@@ -211,20 +211,20 @@ class MpiGroup(dist.ProcessGroup):
             calls.all_gather(values, own.values())
             tensor.copy_(torch.sparse_coo_tensor(torch.cat(places, 1), torch.cat(values), tensor.shape).coalesce())
 
-        return calls.queue.make(sum_up, async_op=async_op)
+        return calls.queue.run(sum_up, async_op=async_op)
 
     @by_device
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = _BROADCAST) -> Work:
-        return self._begin(opts, tensors, self._calls.broadcast, tensors[0], opts.rootRank)
+        return self._start(opts, tensors, self._calls.broadcast, tensors[0], opts.rootRank)
 
     @by_device
     def reduce(self, tensors: Sequence[Tensor], opts: Any = _REDUCE) -> Work:
         operation, factor = _operation(opts)
-        return self._begin(opts, tensors, self._calls.reduce, tensors[0], opts.rootRank, operation, factor=factor)
+        return self._start(opts, tensors, self._calls.reduce, tensors[0], opts.rootRank, operation, factor=factor)
 
     @by_device
     def allgather(self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = _ALLGATHER) -> Work:
-        return self._begin(opts, outs, self._calls.all_gather, outs[0], tensors[0])
+        return self._start(opts, outs, self._calls.all_gather, outs[0], tensors[0])
 
     @by_device
     def allgather_coalesced(
@@ -235,7 +235,7 @@ class MpiGroup(dist.ProcessGroup):
 
     @by_device
     def _allgather_base(self, out: Tensor, tensor: Tensor, opts: Any = _ALLGATHER) -> Work:
-        return self._begin(opts, [out], self._calls.all_gather, out, tensor)
+        return self._start(opts, [out], self._calls.all_gather, out, tensor)
 
     @by_device
     def allgather_into_tensor_coalesced(
@@ -246,24 +246,24 @@ class MpiGroup(dist.ProcessGroup):
     @by_device
     def gather(self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = _GATHER) -> Work:
         wanted = outs[0] if self.rank() == opts.rootRank else None
-        return self._begin(opts, outs, self._calls.gather, wanted, tensors[0], opts.rootRank)
+        return self._start(opts, outs, self._calls.gather, wanted, tensors[0], opts.rootRank)
 
     @by_device
     def scatter(self, outs: Sequence[Tensor], given: Sequence[Sequence[Tensor]], opts: Any = _SCATTER) -> Work:
         parts = given[0] if self.rank() == opts.rootRank else None
-        return self._begin(opts, outs, self._calls.scatter, outs[0], parts, opts.rootRank)
+        return self._start(opts, outs, self._calls.scatter, outs[0], parts, opts.rootRank)
 
     @by_device
     def reduce_scatter(
         self, outs: Sequence[Tensor], given: Sequence[Sequence[Tensor]], opts: Any = _REDUCE_SCATTER
     ) -> Work:
         operation, factor = _operation(opts)
-        return self._begin(opts, outs, self._calls.reduce_scatter, outs[0], given[0], operation, factor=factor)
+        return self._start(opts, outs, self._calls.reduce_scatter, outs[0], given[0], operation, factor=factor)
 
     @by_device
     def _reduce_scatter_base(self, out: Tensor, given: Tensor, opts: Any = _REDUCE_SCATTER) -> Work:
         operation, factor = _operation(opts)
-        return self._begin(opts, [out], self._calls.reduce_scatter, out, given, operation, factor=factor)
+        return self._start(opts, [out], self._calls.reduce_scatter, out, given, operation, factor=factor)
 
     @by_device
     def reduce_scatter_tensor_coalesced(
@@ -273,7 +273,7 @@ class MpiGroup(dist.ProcessGroup):
 
     @by_device
     def alltoall(self, outs: Sequence[Tensor], given: Sequence[Tensor], opts: Any = _ALL_TO_ALL) -> Work:
-        return self._begin(opts, outs, self._calls.all_to_all, outs, given)
+        return self._start(opts, outs, self._calls.all_to_all, outs, given)
 
     @by_device
     def alltoall_base(
@@ -281,7 +281,7 @@ class MpiGroup(dist.ProcessGroup):
         opts: Any = _ALL_TO_ALL,
     ) -> Work:  # fmt: skip
         outs, parts = self._in_parts(out, out_sizes, "output"), self._in_parts(given, sizes, "input")
-        return self._begin(opts, [out], self._calls.all_to_all, outs, parts)
+        return self._start(opts, [out], self._calls.all_to_all, outs, parts)
 
     def _in_parts(self, tensor: Tensor, sizes: Sequence[int], name: str) -> Tensor | list[Tensor]:
         """Cut a tensor along its first dimension; leave it whole where parts are equal."""
@@ -295,7 +295,7 @@ class MpiGroup(dist.ProcessGroup):
         return tensor
 
     def barrier(self, opts: Any = _BARRIER) -> Work:
-        return self._begin(opts, [], self._calls.barrier)
+        return self._start(opts, [], self._calls.barrier)
 
     # Names that these calls have in later versions of torch, which know the earlier ones, too.
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced

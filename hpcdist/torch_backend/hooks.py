@@ -46,7 +46,7 @@ class CompressionState:
         self._sums: dict[int, Reduction] = {}  # by the numbers of buckets
         self._seen: set[int] = set()
 
-    def begin(self, bucket: GradBucket) -> Work:
+    def start(self, bucket: GradBucket) -> Work:
         """Begin to replace a bucket by its mean over the ranks."""
         number, gradients = bucket.index(), bucket.buffer()
         first, spans = number not in self._seen, _spans(bucket)
@@ -68,7 +68,7 @@ def compressed(state: CompressionState, bucket: GradBucket) -> Future[Tensor]:
 
     For `model.register_comm_hook(CompressionState("topk"), compressed)`.
     """
-    return state.begin(bucket).get_future().then(_first)
+    return state.start(bucket).get_future().then(_first)
 
 
 def _first(done: Future[list[Tensor]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every setting of a run, and those with which it goes on otherwise than it was."""
+"""All settings of a run, and those that differ when it is resumed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpcdist.train.job import Job
 
 
 class Configured(Protocol):
-    """A trainer, this library's or a baseline's, as far as it holds settings."""
+    """A trainer, of this library or of a baseline, as far as it has settings."""
 
     config: JobConfig
     job: Job
@@ -44,41 +44,41 @@ def all_settings(trainer: Configured) -> dict[str, Any]:
     return by_value(values)
 
 
-def _resolved(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Complete values by the function's own defaults; a None stands for the default too."""
+def _resolved(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Complete options by the function's defaults, also where an option is None."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # written in C
-        return given
-    own = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "optimizer"}
-    return own | {key: value for key, value in given.items() if value is not None or own.get(key) is None}
+        return options
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "optimizer"}
+    return defaults | {k: value for k, value in options.items() if value is not None or defaults.get(k) is None}
 
 
 def changes_since(meta: Mapping[str, Any], trainer: Configured) -> Changes:
-    """Find the settings of a checkpoint's run that differ now, without those that are marked `MayChange`."""
+    """Return the settings that differ from those of a checkpoint's run, except those declared as `MayChange`."""
     saved = meta.get("settings")
     now = without_changeable(JobConfig, all_settings(trainer))
     if not isinstance(saved, Mapping):
         return {}
     config = strategies.load(trainer.config.strategy.name).Config
-    return changes({**saved, "strategy": config.by_names_of_now(saved["strategy"])}, now)
+    return changes({**saved, "strategy": config.with_current_names(saved["strategy"])}, now)
 
 
 def require_state_fits(changed: Changes, path: Path) -> None:
-    """Raise CheckpointError if the optimiser or the schedule is of another class, whose state means nothing here."""
+    """Raise CheckpointError if the optimiser or the schedule has another class, so that its state does not fit."""
     for kind in ("optimizer", "schedule"):
         if f"{kind}.name" in changed:
             saved, now = changed[f"{kind}.name"]
             raise CheckpointError(
                 f"{kind} must be that of the checkpoint to resume from it, {saved!r:.80}; got {now}. Resume with the "
-                f"one of {path}; or begin with the model alone, by hpcdist.unsplit."
+                f"one of {path}; or start from the model only, by hpcdist.unsplit."
             )
 
 
-def take_over(optimizer: Optimizer, schedule: LRScheduler | None, changed: Changes, path: Path) -> None:
-    """Put changed options of the optimiser and of the schedule in place of those that a checkpoint's state has.
+def apply_changes(optimizer: Optimizer, schedule: LRScheduler | None, changed: Changes, path: Path) -> None:
+    """Set changed options of the optimiser and of the schedule again, after loading a checkpoint's state.
 
-    Raises CheckpointError where the schedule has computed with the former option.
+    Raises CheckpointError if the schedule's state depends on the former option.
     """
     for setting, (saved, now) in changed.items():
         table, _, key = setting.partition(".")
@@ -89,13 +89,13 @@ def take_over(optimizer: Optimizer, schedule: LRScheduler | None, changed: Chang
             if type(schedule).__name__ in OWN_RATES or not hasattr(schedule, key):
                 raise CheckpointError(
                     f"{setting} must be that of the checkpoint to resume from it, {saved!r:.80}; got {now!r:.80}. "
-                    f"Torch's schedule has computed with it: resume with the one of {path}."
+                    f"The schedule's state depends on it: resume with the one of {path}."
                 )
             setattr(schedule, key, now)
 
 
 def rate_ratio(config: JobConfig, changed: Changes) -> float:
-    """Return by which factor the learning rate has changed by itself, whatever scales it."""
+    """Return the factor by which `optimizer.lr` has changed."""
     saved, now = changed.get("optimizer.lr", (None, None))
     if not saved or now is None or config.schedule.name in OWN_RATES:
         return 1.0

@@ -13,27 +13,27 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from hpcdist.data.labels import labels_of
 from hpcdist.data.loader import Batch
 from hpcdist.errors import ConfigError, DataError
-from hpcdist.session.consistency import marks
-from hpcdist.session.loader.sampling import drawing
+from hpcdist.session.consistency import fingerprints
+from hpcdist.session.loader.sampling import seeded
 
 Collate = Callable[[list[Any]], Any]
 
 
 class JobDataset(Dataset[Any]):
-    """One of the two Datasets of a job, a source of batches for Loader.
+    """A training or test Dataset of a job, as a source of batches for Loader.
 
-    What a sample draws from the generators of Python, NumPy and torch, such as an augmentation, follows from the seed,
-    the epoch and the sample's index. So it is the same on any number of ranks and processes, and in a resumed run.
+    While a sample is read, the generators of Python, NumPy and torch are seeded by the seed, the epoch and the sample's
+    index. So augmentations are the same on any number of ranks and processes, and in a resumed run.
 
     Args:
         name: `train` or `test`, for messages.
         dataset: has a length; its samples are pairs (x, y), unless `collate_fn` takes others.
-        seed: of the random numbers that samples draw.
-        collate_fn: makes a batch, a pair of tensors (x, y), of a list of samples; None: torch's `default_collate`.
-        num_workers: processes that read samples ahead; 0 reads in the process that trains.
+        seed: of the samples' random numbers.
+        collate_fn: joins a list of samples into a batch, a pair of tensors (x, y); None: torch's `default_collate`.
+        num_workers: processes that read samples ahead; 0 reads in the training process.
 
     Raises:
-        DataError: the Dataset has no length or no samples, or the first and the last sample make no batch.
+        DataError: the Dataset has no length or no samples, or its first and last sample can't be joined into a batch.
     """
 
     def __init__(self, name: str, dataset: Any, seed: int = 0, collate_fn: Collate | None = None, num_workers: int = 0):
@@ -41,7 +41,7 @@ class JobDataset(Dataset[Any]):
         self._collate: Collate = default_collate if collate_fn is None else collate_fn
         if not hasattr(dataset, "__len__"):
             raise DataError(
-                f"{self._name} must be a Dataset with a length; got {type(dataset).__name__}, which has none. Give it "
+                f"{self._name} must be a Dataset with a length; got {type(dataset).__name__}, which has none. Add "
                 "__len__ and __getitem__, or write the loop yourself: hpcdist.shard takes iterable data sets."
             )
         if not len(dataset):
@@ -50,7 +50,7 @@ class JobDataset(Dataset[Any]):
         self._order: list[tuple[int, np.ndarray]] = []  # epoch and samples of each batch; the DataLoader keeps the list
         self._loader = None if num_workers == 0 else DataLoader(
             self, batch_size=None, sampler=self._order, collate_fn=_unchanged, num_workers=num_workers,
-            persistent_workers=True, generator=torch.Generator(),  # the default one is the model's
+            persistent_workers=True, generator=torch.Generator(),  # not torch's default one, which the model uses
         )  # fmt: skip
         self.source = type(dataset).__name__
         self.batch([0, -1])
@@ -59,7 +59,7 @@ class JobDataset(Dataset[Any]):
         return len(self._dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, from which the random numbers of the next batches follow."""
+        """Set the epoch, which seeds the random numbers of the next batches."""
         self._epoch = epoch
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
@@ -67,17 +67,17 @@ class JobDataset(Dataset[Any]):
         return _raised(self[self._epoch, np.asarray(indices) % len(self)])
 
     def read_ahead(self, indices: Iterable[np.ndarray]) -> Iterator[Batch]:
-        """Read a batch for each array of indices, in the order of the arrays."""
+        """Yield a batch for each array of indices."""
         if self._loader is None:
             return map(self.batch, indices)
         self._order[:] = [(self._epoch, batch) for batch in indices]
         return map(_raised, self._loader)
 
-    def __getitem__(self, place: tuple[int, np.ndarray]) -> Batch | DataError:
-        """Read a batch of an epoch; return an error, which is to be raised without the traceback of a process."""
+    def __getitem__(self, position: tuple[int, np.ndarray]) -> Batch | DataError:
+        """Read a batch, position = (epoch, indices); return errors, not raised in a worker process."""
         samples = []
-        for number in place[1].tolist():
-            with drawing((self._seed, place[0]), number):
+        for number in position[1].tolist():
+            with seeded((self._seed, position[0]), number):
                 try:
                     samples.append(self._dataset[number])
                 except IndexError as error:
@@ -87,11 +87,9 @@ class JobDataset(Dataset[Any]):
                     )
         if self._collate is default_collate and not (isinstance(samples[0], (tuple, list)) and len(samples[0]) == 2):
             kind = type(samples[0]).__name__
-            return self._error(
-                f"samples that are pairs (x, y); got {kind}. Return pairs, or give the job a collate_fn."
-            )
+            return self._error(f"samples that are pairs (x, y); got {kind}. Return pairs, or set the job's collate_fn.")
         try:
-            found = self._collate(samples)
+            batch = self._collate(samples)
         except (RuntimeError, TypeError) as error:
             if self._collate is not default_collate:
                 raise
@@ -99,14 +97,14 @@ class JobDataset(Dataset[Any]):
                 "samples of one shape, or the job a collate_fn, such as one that pads them by "
                 f"torch.nn.utils.rnn.pad_sequence; got {error}."
             )
-        shapes = [getattr(part, "shape", None) for part in found] if isinstance(found, (tuple, list)) else [found]
+        shapes = [getattr(part, "shape", None) for part in batch] if isinstance(batch, (tuple, list)) else [batch]
         if [shape[0] if isinstance(shape, torch.Size) and shape else None for shape in shapes] != [len(samples)] * 2:
             got = ", ".join(str(tuple(shape)) if isinstance(shape, torch.Size) else "no tensor" for shape in shapes)
             return self._error(
                 f"batches that are pairs of tensors (x, y), each with an entry for each of the {len(samples)} samples; "
                 f"got shapes {got}. Change the Dataset or the job's collate_fn."
             )
-        return cast(Batch, tuple(found))
+        return cast(Batch, tuple(batch))
 
     def _error(self, rule: str) -> DataError:
         return DataError(f"{self._name} must have {rule}")
@@ -114,12 +112,12 @@ class JobDataset(Dataset[Any]):
     @property
     def checksum(self) -> str:
         """Return a checksum of the Dataset's files, tensors and lists; samples are not read."""
-        found = marks(self._dataset, "")
-        rounded = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in found.items()}
+        values = fingerprints(self._dataset, "")
+        rounded = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in values.items()}
         return f"{zlib.crc32(repr((len(self), rounded)).encode()):08x}"
 
     def labels(self) -> np.ndarray:
-        """Return the label of each sample; samples are read where the Dataset has no list of labels."""
+        """Return the label of each sample; samples are read if the Dataset has no list of labels."""
         try:
             return labels_of(self._dataset)
         except ConfigError:

@@ -28,7 +28,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")  # one for all containers of a ho
 
 
 class RunEnergy:
-    """Measures what the hosts' processors and the ranks' GPUs use, each of them once; `root` is sysfs's folder."""
+    """Measures the energy of the hosts' processors and of the ranks' GPUs, each once; `root` is sysfs's folder."""
 
     def __init__(self, comm: Communicator, device: torch.device | None, root: Path = SYSFS):
         self._comm, self._device, self._root = comm, device, root
@@ -36,28 +36,28 @@ class RunEnergy:
         self._before: Sums = {}, {}  # in earlier starts of this run
         self._resumed = False
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Collective. Start the measurement."""
         if self._comm.platform.virtual is not None:
             return
         gpu = gpu_uuid(self._device)
-        places = [place or ["", None] for place in self._comm.gather([_host(), gpu])]
-        before = places[: self._comm.rank]
+        devices = [device or ["", None] for device in self._comm.gather([_host(), gpu])]
+        before = devices[: self._comm.rank]
         makers: dict[str, Callable[[], Sequence[Joules]]] = {}
         if _host() not in [host for host, _ in before]:
             makers[CPU] = lambda: packages(self._root)
-        if gpu is not None and gpu not in [one for _, one in before]:
+        if gpu is not None and gpu not in [other for _, other in before]:
             makers[GPU] = lambda: [GpuCounter(gpu)]
         self._meter = EnergyMeter(makers)
         if self._resumed and not any(self._before):
-            self._before = {}, dict.fromkeys(makers, "the checkpoint that the run went on from does not tell it")
+            self._before = {}, dict.fromkeys(makers, "the checkpoint that the run was resumed from does not contain it")
 
     def _sums(self) -> Sums:
-        """Collective. Add up the joules of all ranks and starts."""
-        own = ({}, {}) if self._meter is None else (self._meter.joules(), self._meter.missing)
-        joules, missing = add_up([*(part for part in self._comm.gather(own) if part is not None), self._before])
+        """Collective. Return the joules of all ranks and starts."""
+        local = ({}, {}) if self._meter is None else (self._meter.joules(), self._meter.missing)
+        joules, missing = add_up([*(part for part in self._comm.gather(local) if part is not None), self._before])
         if self._comm.failures.lost:
-            missing |= dict.fromkeys(joules, f"rank {self._comm.failures.lost[0]} has died, with what it had read")
+            missing |= dict.fromkeys(joules, f"rank {self._comm.failures.lost[0]} has failed, with its readings")
         return joules, missing
 
     def result(self) -> Energy:
@@ -76,7 +76,7 @@ class RunEnergy:
         return [] if self._comm.platform.virtual is not None else list(self._sums())
 
     def load_state(self, saved: Sequence[Mapping[str, Any]] | None) -> None:
-        """Go on from the joules of all ranks at a checkpoint; None if the checkpoint has none."""
+        """Continue from the joules of all ranks at a checkpoint; None if the checkpoint has none."""
         self._resumed = True
         self._before = (dict(saved[0]), dict(saved[1])) if saved else ({}, {})
 
@@ -86,7 +86,7 @@ def _host() -> str:
 
 
 def gpu_uuid(device: torch.device | None) -> str | None:
-    """Return the UUID of a device that is a GPU."""
+    """Return the UUID of a GPU; None for another device."""
     if device is None or device.type != "cuda":
         return None
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", "unknown"))

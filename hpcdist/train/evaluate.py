@@ -1,4 +1,4 @@
-"""Evaluate the consensus of the ranks, or the average of the iterates; the ranks' own parameters stay as they are."""
+"""Evaluate the consensus of the ranks, or the average of the iterates, without changing the ranks' parameters."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.strategies import Strategy
 from hpcdist.train.job import Job, JobData
 
-BATCH = 1024  # samples evaluated at a time
-ETA = 3  # of IterateAverage: with 3 the second half of the steps has 15/16 of the weight, with more even more
+BATCH = 1024  # samples in a batch of an evaluation
+ETA = 3  # of IterateAverage: with 3 the second half of the steps has 15/16 of the weight; more with larger values
 
 
 def evaluate(
     job: Job, strategy: Strategy, comm: Communicator, dataset: JobData, others: Communicator | None = None
 ) -> dict[str, float]:
-    """Collective. Compute loss and metrics of the strategy's consensus; the replicas share the data set.
+    """Collective. Return loss and metrics of the strategy's consensus; the replicas divide the data set among them.
 
     Parameters, buffers and the training mode are the same afterwards.
 
     Args:
         comm: all ranks.
-        others: the ranks that hold the same part of the model in all replicas; None if each rank has a whole model.
+        others: the ranks with the same part of the model, in all replicas; None if each rank has a whole model.
     """
     with strategy.model.swapped(*strategy.consensus()):
         return evaluate_replica(job, strategy.model.module, comm, dataset, others)
@@ -34,7 +34,7 @@ def evaluate(
 def evaluate_replica(
     job: Job, module: nn.Module, comm: Communicator, dataset: JobData, others: Communicator | None = None
 ) -> dict[str, float]:
-    """Collective. Do the same for a module that is equal in all replicas.
+    """Collective. Return loss and metrics of a module that is equal in all replicas; see `evaluate`.
 
     In a model in stages only the rank with the last stage has outputs; the others get None.
     """
@@ -45,8 +45,8 @@ def evaluate_replica(
     module.eval()
     try:
         with torch.no_grad():
-            share = others.failures.living.index(others.rank)
-            for x, y in Loader(dataset, BATCH, worker=share, workers=len(others.failures.living), shuffle=False):
+            share = others.failures.alive.index(others.rank)
+            for x, y in Loader(dataset, BATCH, worker=share, workers=len(others.failures.alive), shuffle=False):
                 x, y = x.to(device), y.to(device)
                 outputs = module(x)
                 if outputs is None:
@@ -63,10 +63,10 @@ def evaluate_replica(
 
 
 class IterateAverage:
-    """The average of a model's parameters and buffers over the steps of one rank; later steps count more.
+    """The average of a model's parameters and buffers over the steps of one rank; later steps have more weight.
 
-    It is a control for studies: it shows what averaging by itself brings. w̄ₜ = (1 − a) w̄ₜ₋₁ + a wₜ with
-    a = (η + 1)/(t + η), so that the number of steps need not be known.
+    A control for studies: it shows the effect of averaging without communication. w̄ₜ = (1 − a) w̄ₜ₋₁ + a wₜ at step t,
+    with a = (η + 1)/(t + η), so that the number of steps need not be known.
 
     Reference: Ohad Shamir, Tong Zhang, "Stochastic gradient descent for non-smooth optimization: convergence results
     and optimal averaging schemes", 2013, section 4.
@@ -82,7 +82,7 @@ class IterateAverage:
         if comm.size > 1:
             raise ConfigError(
                 f"average_iterates must be false on more than one rank; got true on {comm.size}. It is a control that "
-                "tells what averaging brings by itself: leave it out."
+                "shows the effect of averaging without communication: remove it."
             )
         self._model, self.steps = model, 0
         self.params = [tensor.detach().clone() for tensor in model.params]
@@ -98,4 +98,4 @@ class IterateAverage:
             if kind == "mean":
                 average.lerp_(now.detach(), part)
             else:
-                average.copy_(now)  # a count, such as batch normalisation's
+                average.copy_(now)  # a counter, such as batch normalisation's

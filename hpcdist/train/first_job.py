@@ -1,4 +1,4 @@
-"""A job to begin with: a small network that tells three arms of a spiral apart.
+"""A first job: a small network that classifies the three arms of a spiral.
 
 hpcdist run -n 2 hpcdist train my_job.py
 hpcdist run -n 2 hpcdist train my_job.py --set strategy=gossip_pull --set epochs=10
@@ -28,7 +28,7 @@ def spirals(count: int, seed: int) -> TensorDataset:
 job = Job(
     model=model,
     loss=nn.functional.cross_entropy,  # (outputs, targets) -> the mean over the batch
-    metrics={"accuracy": Metric(accuracy)},  # of each sample; the first one is the job's own
+    metrics={"accuracy": Metric(accuracy)},  # per sample; the first metric is the job's main one
     data={"train": spirals(3000, seed=0), "test": spirals(600, seed=1)},
     defaults={  # of the settings, which --set and --config override
         "epochs": 20,

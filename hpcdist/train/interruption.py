@@ -1,4 +1,4 @@
-"""Tell the user of a run that is interrupted how to go on with it: by a command to be copied."""
+"""Report how to resume an interrupted run: a command to copy."""
 
 from __future__ import annotations
 
@@ -12,82 +12,82 @@ from pathlib import Path
 import psutil
 
 from hpcdist import checkpoint
-from hpcdist.comm.launch import undisputed_task
+from hpcdist.comm.launch import task_or_none
 from hpcdist.records import end_run
 
 _logger = logging.getLogger(__name__)
 
 
 class Interruption:
-    """Tells the user of an interruption, on one rank for all, and writes it into the run's folder.
+    """Reports an interruption, on one rank for all, and writes it into the run's folder.
 
     Args:
-        words: of the command line.
-        environ: this process's environment, which has the launcher's variables.
-        processes: the number of each rank's process, on this host.
+        argv: of the command line.
+        environ: this process's environment, with the launcher's variables.
+        processes: the process number of each rank on this host.
     """
 
     def __init__(
         self,
         folder: Path,
         checkpoints: Path,
-        words: Sequence[str],
+        argv: Sequence[str],
         environ: Mapping[str, str],
         ranks: int,
         processes: Mapping[int, int],
     ):
         self._folder, self._checkpoints = folder, checkpoints
         self._processes = {rank: pid for rank, pid in processes.items() if psutil.pid_exists(pid)}
-        task = undisputed_task(environ)
+        task = task_or_none(environ)
         self._launcher = None if task is None else task.launcher
-        self.command = shlex.join([*_launch(self._launcher, ranks), *_train(words, folder)])
-        self._go_on = f"Go on with:\n  {self.command}"
+        self.command = shlex.join([*_launch(self._launcher, ranks), *_train(argv, folder)])
+        self._how_to_resume = f"Resume with:\n  {self.command}"
 
     def heard(self, name: str) -> None:
-        """Tell at once that a signal has come; `run.json` says so, too, for the ranks may be ended before they leave.
+        """Report a signal immediately, in `run.json` too, because the ranks may be killed before they leave.
 
-        On Ctrl-C, or SIGTERM, Open MPI's mpirun sends its ranks SIGTERM, kills them a quarter of a second later, and
-        shows none of their output any more: only the terminal itself can be written to. It does the same to the others
-        where a rank has died.
+        On Ctrl-C or SIGTERM, Open MPI's mpirun sends its ranks SIGTERM, kills them a quarter of a second later, and
+        drops their output; so the message is written to the terminal itself. It does the same to the other ranks if one
+        has failed.
         """
         died = [f"rank {rank}" for rank, pid in self._processes.items() if not psutil.pid_exists(pid)]
         with suppress(OSError):
-            end_run(self._folder, *(("failed", f"{', '.join(died)} has died") if died else ("interrupted", name)))
+            end_run(self._folder, *(("failed", f"{', '.join(died)} has failed") if died else ("interrupted", name)))
         if name == signal.SIGTERM.name and self._launcher == "Open MPI's mpirun":
             newest = checkpoint.latest(self._checkpoints)
             saved = "no checkpoint has been saved yet" if newest is None else f"the newest checkpoint is {newest}"
-            why = f"{', '.join(died)} has died, and mpirun ends the others" if died else "interrupted by mpirun"
-            text = f"{why}. Ranks save if mpirun leaves them the time; until then {saved}. {self._go_on}"
+            why = f"{', '.join(died)} has failed, and mpirun ends the others" if died else "interrupted by mpirun"
+            text = f"{why}. Ranks save if mpirun leaves enough time; until then {saved}. {self._how_to_resume}"
             with suppress(OSError), open("/dev/tty", "w") as terminal:
                 terminal.write(f"\nhpcdist: {text}\n")
                 return
         else:
-            again = "; Ctrl-C again ends them at once" if name == signal.SIGINT.name else ""
+            again = "; Ctrl-C again ends them immediately" if name == signal.SIGINT.name else ""
             text = f"{name}: all ranks save a checkpoint after the next steps, and leave{again}"
         _logger.info(text)
 
     def left(self, step: int, reason: str) -> None:
-        """Tell that all ranks have saved and leave."""
+        """Report that all ranks have saved and leave."""
         path = checkpoint.latest(self._checkpoints)
-        _logger.info(f"left after step {step} ({reason}), saved in {path}. {self._go_on}")
+        _logger.info(f"left after step {step} ({reason}), saved in {path}. {self._how_to_resume}")
 
 
 def _launch(launcher: str | None, ranks: int) -> list[str]:
-    """Return the words that start so many ranks as this run's were."""
+    """Return the launcher's part of a command for `ranks` ranks."""
     if launcher is None:
         return []
     program = launcher if launcher.startswith("srun") else launcher.rpartition(" ")[2]
     return [*program.split(), "-n", str(ranks)]
 
 
-def _train(words: Sequence[str], folder: Path) -> Iterable[str]:
-    """Return the words of `hpcdist train` that go on with the run."""
-    program, *arguments = words or ("hpcdist",)
+def _train(argv: Sequence[str], folder: Path) -> Iterable[str]:
+    """Return the `hpcdist train` command that resumes the run."""
+    program, *arguments = argv or ("hpcdist",)
     kept, options = [], iter(arguments)
-    for word in options:
-        if word == "--output":
+    for argument in options:
+        if argument == "--output":
             next(options, None)
-        elif word != "--resume" and not word.startswith("--output="):
-            kept.append(word)
+        elif argument != "--resume" and not argument.startswith("--output="):
+            kept.append(argument)
     start = ["python", "-m", "hpcdist"] if Path(program).name == "__main__.py" else [Path(program).name]
     return [*start, *kept, "--output", str(folder), "--resume"]

@@ -1,4 +1,4 @@
-"""A job: the model, its data, its measure. Everything else is configuration."""
+"""A job: a model, its data and its metrics. Everything else is configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig
 from hpcdist.config.files import load_file
-from hpcdist.data import HDF5Dataset  # first: it names what is missing where h5py is
+from hpcdist.data import HDF5Dataset  # first: it raises a clear error without h5py
 from hpcdist.data.hdf5 import COLUMNS
 from hpcdist.data.labels import counts, dirichlet, labels_of
 from hpcdist.data.loader import Loader
@@ -30,7 +30,11 @@ JobData = HDF5Dataset | JobDataset
 
 @dataclass(frozen=True)
 class Metric:
-    """A measure of a model over a data set: `finish` of the mean of `per_sample` values.
+    """A metric of a model over a data set: `finish` of the mean of `per_sample` values.
+
+    Example:
+        >>> from hpcdist.train import Metric, squared_error
+        >>> rmse = Metric(squared_error, finish=lambda mean: mean**0.5, higher_is_better=False)
 
     Args:
         per_sample: (outputs, targets) -> one value per sample, shape (batch,).
@@ -45,17 +49,23 @@ class Metric:
 
 @dataclass(frozen=True)
 class Job:
-    """A training job; a file in `jobs/` has one under the name `job`.
+    """A training job: a file in `jobs/` defines one as `job`.
+
+    Example:
+        >>> from hpcdist.train import Job, Metric, accuracy
+        >>> create = lambda width=64: nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2))
+        >>> metrics = {"accuracy": Metric(accuracy)}
+        >>> job = Job(create, nn.functional.cross_entropy, metrics, data={"train": data, "test": data})
 
     Args:
-        model: makes the model from the options under `model` in the configuration; every rank has the same seed.
+        model: creates the model from the options under `model` in the configuration; every rank has the same seed.
         loss: (outputs, targets) -> the mean loss over a batch, a scalar to differentiate.
-        metrics: by name; the first one is the job's own measure.
-        data: torch Datasets of pairs (x, y) under `train` and `test`; or a function that writes an HDF5 file at a path,
-            which rank 0 calls if that file is missing. Another file, by `data.path`, replaces either; a job that always
-            reads one needs no data here.
-        defaults: configuration that the user's TOML file and `--set` override.
-        collate_fn: makes a batch, a pair of tensors (x, y), of a list of samples of the Datasets, as DataLoader's.
+        metrics: by name; the first one is the job's main metric.
+        data: torch Datasets of pairs (x, y) by the names `train` and `test`; or a function (path) that writes an HDF5
+            file, which rank 0 calls if that file is missing. `data.path` sets another file; a job that always reads a
+            file needs no data here.
+        defaults: settings, overridden by the user's TOML file and `--set`.
+        collate_fn: joins a list of samples of the Datasets into a batch, a pair of tensors (x, y), as in DataLoader.
     """
 
     model: Callable[..., nn.Module]
@@ -67,7 +77,7 @@ class Job:
 
 
 def load_job(path: str | Path) -> Job:
-    """Load the `job` that a file defines; the file may import files beside it."""
+    """Return the `job` that a file defines; the file may import files in its folder."""
     path = Path(path)
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
@@ -79,19 +89,35 @@ def load_job(path: str | Path) -> Job:
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return 1 for each sample whose largest output is its class, else 0. Shapes (batch, classes) and (batch,)."""
+    """Return 1 for each sample whose largest output is its class, else 0.
+
+    Example:
+        >>> from hpcdist.train import accuracy
+        >>> accuracy(torch.tensor([[0.2, 0.8], [0.9, 0.1]]), torch.tensor([1, 1]))
+        tensor([1., 0.], dtype=torch.float64)
+
+    Args:
+        outputs: shape (batch, classes).
+        targets: classes, shape (batch,).
+    """
     return (outputs.argmax(dim=1) == targets).double()
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the squared difference of each sample, averaged over its outputs; shape (batch,)."""
+    """Return the squared difference of each sample, averaged over its outputs; shape (batch,).
+
+    Example:
+        >>> from hpcdist.train import squared_error
+        >>> squared_error(torch.tensor([[1.0, 3.0]]), torch.tensor([[1.0, 1.0]]))
+        tensor([2.], dtype=torch.float64)
+    """
     return (outputs.reshape(targets.shape) - targets).double().square().reshape(len(targets), -1).mean(dim=1)
 
 
-def own_samples(
+def split_samples(
     config: JobConfig, data: JobData, workers: int
 ) -> tuple[tuple[np.ndarray, ...], list[dict[str, int]] | None]:
-    """Return the samples of each worker, and their number by label; nothing where workers have none of their own."""
+    """Return each worker's samples, and their number by label; empty if any worker may get any sample."""
     if config.data.split == "any":
         return (), None
     labels = labels_of(data)
@@ -102,32 +128,32 @@ def own_samples(
 def open_data(
     job: Job, config: JobConfig, comm: Communicator, columns: Collection[str] = COLUMNS
 ) -> tuple[JobData, JobData]:
-    """Collective. Open a job's data for training and for testing; rank 0 makes a missing file.
+    """Collective. Open a job's data for training and for testing; rank 0 creates a missing file.
 
     Args:
-        columns: x, y or both, as this rank reads them of a file.
+        columns: x, y or both: what this rank reads of a file.
 
     Raises:
-        MismatchError: some rank has other samples, as where a node has an old copy of the file.
+        MismatchError: a rank has other samples, for example because a node has an old copy of the file.
     """
     if comm.rank == 0:
         prepare_data(job, config)
     comm.barrier()
     mpi = comm.mpi if config.data.parallel else None
-    train, test = (opened(job, config, split, mpi_comm=mpi, columns=columns) for split in ("train", "test"))
-    require_equal(comm, described(train, test), "the data's content")
+    train, test = (open_split(job, config, split, mpi_comm=mpi, columns=columns) for split in ("train", "test"))
+    require_equal(comm, describe_data(train, test), "the data's content")
     return train, test
 
 
 def first_batch(job: Job, config: JobConfig, samples: int) -> tuple[Tensor, Tensor]:
-    """Read a batch of so many training samples, or of all if there are fewer; make the data file if it is missing."""
+    """Read a batch of `samples` training samples, or all if there are fewer; create the data file if it is missing."""
     prepare_data(job, config)
-    with closing(opened(job, config, "train")) as data:
+    with closing(open_split(job, config, "train")) as data:
         return next(iter(Loader(data, min(samples, len(data)))))
 
 
-def opened(job: Job, config: JobConfig, split: str, **options: Any) -> JobData:
-    """Open a job's data, "train" or "test": the file, by HDF5Dataset's options, or the job's Dataset."""
+def open_split(job: Job, config: JobConfig, split: str, **options: Any) -> JobData:
+    """Open a job's data, "train" or "test": the file, with options of HDF5Dataset, or the job's Dataset."""
     if config.data.path is None and isinstance(job.data, Mapping):
         if set(job.data) != {"train", "test"}:
             names = ", ".join(map(repr, job.data)) or "none"
@@ -136,21 +162,22 @@ def opened(job: Job, config: JobConfig, split: str, **options: Any) -> JobData:
     return HDF5Dataset(Path(str(config.data.path)), split, **options)
 
 
-def described(train: JobData, test: JobData) -> dict[str, Any]:
-    """Return what tells a job's data from others, wherever their file lies; among a run's settings, under `data`."""
+def describe_data(train: JobData, test: JobData) -> dict[str, Any]:
+    """Return source and checksums of a job's data, without paths; a part of a run's settings, under `data`."""
     return {"source": train.source, "checksums": {"train": train.checksum, "test": test.checksum}}
 
 
 def check_path(job: Job, config: JobConfig) -> None:
-    """Raise ConfigError where a data file is missing that the job does not make: it makes the one of its defaults."""
-    path, makes = Path(config.data.path or ""), not isinstance(job.data, Mapping)
-    own = Path(job.defaults.get("data", {}).get("path") or path)
-    if path.exists() or (makes and path.name == own.name):  # in any folder
+    """Raise ConfigError if a data file is missing that the job does not create (it creates that of its defaults)."""
+    path, creates = Path(config.data.path or ""), not isinstance(job.data, Mapping)
+    default = Path(job.defaults.get("data", {}).get("path") or path)
+    if path.exists() or (creates and path.name == default.name):  # in any folder
         return
-    close = suggestion(path.stem, [*([own.stem] if makes else []), *(file.stem for file in path.parent.glob("*.h5"))])
+    stems = [*([default.stem] if creates else []), *(file.stem for file in path.parent.glob("*.h5"))]
     raise ConfigError(
-        f"data.path must be a file that exists{f', or {own}, which the job makes' if makes else ''}; got {path}, which "
-        f"does not exist.{close} `hpcdist data import` makes such files of other formats."
+        f"data.path must be a file that exists{f', or {default}, which the job creates' if creates else ''}; got "
+        f"{path}, which does not exist.{suggestion(path.stem, stems)} `hpcdist data import` creates such files from "
+        "other formats."
     )
 
 
@@ -158,7 +185,7 @@ def _write_by(write: Callable[[Path], object], path: Path) -> None:
     """Let a job's function write its data.
 
     Raises:
-        ConfigError: it takes no path, or has written no file there.
+        ConfigError: it does not take a path, or has written no file there.
     """
     try:
         inspect.signature(write).bind(path)
@@ -172,16 +199,16 @@ def _write_by(write: Callable[[Path], object], path: Path) -> None:
     write(path)
     if not path.exists():
         raise ConfigError(
-            f"data of the job must write the file that it is given, as hpcdist.data.create does; got none at {path}. "
+            f"data of the job must write the file at its argument, as hpcdist.data.create does; got none at {path}. "
             "To return data sets, pass them: data={'train': ..., 'test': ...}."
         )
 
 
 def prepare_data(job: Job, config: JobConfig) -> None:
-    """Make the job's data file if it is missing.
+    """Create the job's data file if it is missing.
 
     Raises:
-        ConfigError: another file is missing, whose name may be misspelt.
+        ConfigError: the job does not create the missing file; its name may be misspelt.
     """
     check_path(job, config)
     if config.data.path is not None:
@@ -189,7 +216,7 @@ def prepare_data(job: Job, config: JobConfig) -> None:
 
 
 def make_data(job: Job, path: Path) -> None:
-    """Let the job's function write a missing data file; remove a file that is not whole."""
+    """Let the job's function write a missing data file; remove an incomplete one."""
     if path.exists() or isinstance(job.data, Mapping):
         return
     try:

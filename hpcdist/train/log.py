@@ -1,4 +1,4 @@
-"""The log of a run: records, evaluations and summary in files, and reports of its progress."""
+"""The log of a run: records, evaluations and summary in files, and progress reports."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from hpcdist.records import (
 )
 from hpcdist.session.curves import Curves
 from hpcdist.train.energy import RunEnergy, gpu_uuid
-from hpcdist.train.milestones import Milestones
 from hpcdist.train.resume import Position
+from hpcdist.train.stop_conditions import StopConditions
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run, as the first living rank sees it."""
+    """The progress of a run, as seen by the first surviving rank."""
 
-    epoch: int  # number of epochs that have ended
+    epoch: int  # number of finished epochs
     epochs: int | None  # None if only a budget ends the run
     epoch_samples: int
-    step: int  # that a worker has taken
-    samples: int  # of all epochs, all ranks together
+    step: int  # of a worker
+    samples: int  # of all epochs and ranks
     total_samples: int  # an estimate with a budget of steps or seconds
     seconds: float  # of training
     loss: float | None
@@ -50,7 +50,7 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Estimate the seconds of training that are left, at the mean speed so far; None before the first samples."""
+        """Estimate the remaining seconds of training, at the mean speed so far; None before the first samples."""
         if self.ended or not self.samples or self.seconds <= 0:
             return None
         return self.seconds * (self.total_samples / self.samples - 1)
@@ -59,14 +59,14 @@ class Progress:
 class RunLog:
     """Writes the records, evaluations and summary of a run, and reports its progress.
 
-    Each rank has a file of records and one of resources; the first living rank writes everything else, and reports.
+    Each rank has a file of records and one of resources; the first surviving rank writes everything else, and reports.
 
     Args:
         folder: of the run.
-        position, milestones: the run's own.
-        report: called now and then with the progress; may be None.
-        curves: figures for other tools.
-        device: where this rank computes.
+        position, stop_conditions: of the run.
+        report: called with the progress from time to time; may be None.
+        curves: passes metrics to other tools.
+        device: the device of this rank.
 
     Attributes:
         train_s: seconds of training so far, without evaluations and checkpoints.
@@ -84,39 +84,39 @@ class RunLog:
         config: JobConfig,
         comm: Communicator,
         position: Position,
-        milestones: Milestones,
+        stop_conditions: StopConditions,
         report: Callable[[Progress], None] | None,
         curves: Curves,
         device: torch.device | None = None,
     ):
-        self.train_s, self.energy, self.n_samples = 0.0, RunEnergy(comm, device), milestones.n_samples
+        self.train_s, self.energy, self.n_samples = 0.0, RunEnergy(comm, device), stop_conditions.n_samples
         self.metrics: dict[str, float] = {}
         self.joules: float | None = None
         self._folder, self._config, self._comm = folder, config, comm
-        self._position, self._milestones, self._report = position, milestones, report
+        self._position, self._stop_conditions, self._report = position, stop_conditions, report
         self._curves, self._device = curves, device
         self._sampler: Sampler | None = None
         self.earlier: list[tuple[int, dict[str, float]]] = []  # evaluations before a resumed run, by step
         self._losses: list[float] = []
-        self._gradients = 0  # applied by this rank, a server, in this epoch
-        self._since: float | None = None  # when the training under way began
+        self._gradients = 0  # number that this rank, a server, has applied in this epoch
+        self._since: float | None = None  # start of the current training
 
     def open(self, first_step: int) -> None:
-        """Collective. Open this rank's file of records for steps from `first_step` on, and drop such steps in it."""
-        self.energy.begin()
+        """Collective. Open this rank's file of records at `first_step`, and drop records of this and later steps."""
+        self.energy.start()
         self._writer = RecordWriter(record_path(self._folder, self._comm.rank), first_step=first_step)
         if self._leads:
             keep_evaluations(self._folder, self._position.step)
-        if self._position.step:  # not in a run that begins
-            kept = [(one.step, one.metrics) for one in read_evaluations(self._folder)] if self._leads else []
-            self.earlier = self._comm.gather(kept)[self._comm.failures.living[0]]
+        if self._position.step:  # in a resumed run
+            kept = [(each.step, each.metrics) for each in read_evaluations(self._folder)] if self._leads else []
+            self.earlier = self._comm.gather(kept)[self._comm.failures.alive[0]]
         self._curves.open(first_step)
         if self._comm.platform.virtual is None:
             self._sampler = Sampler(resources_path(self._folder, self._comm.rank), gpu_uuid(self._device))
 
     @property
     def _leads(self) -> bool:
-        return self._comm.rank == self._comm.failures.living[0]
+        return self._comm.rank == self._comm.failures.alive[0]
 
     # --- steps ----------------------------------------------------------------------------------------------------
     @contextmanager
@@ -130,22 +130,22 @@ class RunLog:
         return self.train_s + (0.0 if self._since is None else self._comm.now() - self._since)
 
     def write(self, record: StepRecord, loss: float | None = None) -> None:
-        """Write a record, and keep the batch's loss, which the record of another rank of the replica may hold."""
+        """Write a record, and keep the batch's loss, which may be in the record of another rank of the replica."""
         self._writer.write(record)
         self._curves.add(record)
         if loss is not None:
             self._losses.append(loss)
 
     def flush(self) -> None:
-        """Write all records so far to the file, which keeps them even if this process is killed."""
+        """Write all records so far to the file, where they remain even if this process is killed."""
         self._writer.flush()
 
     def count_gradients(self, count: int) -> None:
-        """Count gradients that this rank, a server, has applied; report the progress every `log_every` of them."""
+        """Count gradients applied by this rank, a server; report the progress every `log_every` of them."""
         before, self._gradients = self._gradients, self._gradients + count
         if before // self._config.log_every < self._gradients // self._config.log_every:
-            done = self._gradients * self._config.batch_size  # an estimate, as not all batches are full
-            self.report(min(done, self._milestones.n_samples))
+            done = self._gradients * self._config.batch_size  # an estimate, because not all batches are full
+            self.report(min(done, self._stop_conditions.n_samples))
 
     def end_epoch(self) -> None:
         """Report the end of an epoch, with the position at the start of the next one."""
@@ -156,28 +156,28 @@ class RunLog:
         """Report the progress, after `done` samples of this epoch."""
         self._curves.report()
         if self._report is not None and self._leads:
-            recent, epoch_samples = self._losses[-self._config.log_every :], self._milestones.n_samples
+            recent, epoch_samples = self._losses[-self._config.log_every :], self._stop_conditions.n_samples
             samples = self._position.epoch * epoch_samples + done
-            ahead = max(0, done - self._position.consumed)  # of the position, which is that of the ranks' last meeting
+            ahead = max(0, done - self._position.consumed)  # since the last sync point, which sets the position
             self._report(
                 Progress(
                     epoch=self._position.epoch,
                     epochs=self._config.epochs,
                     epoch_samples=epoch_samples,
-                    step=self._position.step + -(-ahead // self._milestones.global_batch),
+                    step=self._position.step + -(-ahead // self._stop_conditions.global_batch),
                     samples=samples,
-                    total_samples=self._milestones.total_samples(samples),
+                    total_samples=self._stop_conditions.total_samples(samples),
                     seconds=self._seconds(),
                     loss=sum(recent) / len(recent) if recent else None,
                     metrics=self.metrics,
-                    ended=self._milestones.ended,
+                    ended=self._stop_conditions.ended,
                 )
             )
 
     # --- evaluations and the summary ------------------------------------------------------------------------------
     def write_evaluation(self) -> None:
         """Write the metrics of the last evaluation, unless a resumed run has them in the file already."""
-        step, epoch, samples = self._position.step, self._position.epoch, self._milestones.samples
+        step, epoch, samples = self._position.step, self._position.epoch, self._stop_conditions.samples
         new = not self.earlier or step != self.earlier[-1][0]
         if new:
             self._curves.evaluate(step, self.metrics)
@@ -185,12 +185,12 @@ class RunLog:
             append_evaluation(self._folder, Evaluation(step, epoch, samples, self.train_s, self.metrics, self.joules))
 
     def summarise(self, sha256: str, pending: int, **further: Any) -> Summary:
-        """Collective. Write the summary of the records in all ranks' files, and return it on every rank.
+        """Collective. Write the summary from the records of all ranks, and return it on every rank.
 
         Args:
             sha256: of the final parameters.
-            pending: gradients that no update has applied, on all ranks together.
-            further: more keys of the summary.
+            pending: number of gradients without an update, of all ranks.
+            further: more fields of the summary.
         """
         summary, energy = None, self.energy.result()
         if self._leads:
@@ -210,7 +210,7 @@ class RunLog:
             )
             write_summary(self._folder, summary)
         summaries = self._comm.gather(None if summary is None else summary.model_dump_json())
-        return Summary.model_validate_json(summaries[self._comm.failures.living[0]])
+        return Summary.model_validate_json(summaries[self._comm.failures.alive[0]])
 
     def close(self) -> None:
         if self._sampler is not None:

@@ -21,37 +21,37 @@ from hpcdist.records import StepRecord, Summary
 from hpcdist.session import rules
 from hpcdist.session.curves import Curves
 from hpcdist.session.leaving import Leaving
-from hpcdist.session.loader.period import Weighed, joint_batch, period
+from hpcdist.session.loader.period import WeightedBatch, joint_batch, period
 from hpcdist.session.world import current, require_equal
 from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.train import resume
+from hpcdist.train.early_stopping import EarlyStopping
 from hpcdist.train.evaluate import IterateAverage, evaluate
-from hpcdist.train.job import Job, described, open_data, own_samples
+from hpcdist.train.job import Job, describe_data, open_data, split_samples
 from hpcdist.train.log import Progress, RunLog
-from hpcdist.train.milestones import Milestones
 from hpcdist.train.numerics import Precision, count_skipped, require_finite
 from hpcdist.train.planning import with_measured_cut
 from hpcdist.train.replica import StagedReplica, WholeReplica
 from hpcdist.train.resume import Position
 from hpcdist.train.saving import Saving
-from hpcdist.train.standing import Standing
+from hpcdist.train.stop_conditions import StopConditions
 
 T = TypeVar("T")
 SAVED_BYTES_S = 100e6  # assumed for the first checkpoint: a slow shared file system
 
 
 class Trainer:
-    """Collective. Runs a job once.
+    """Collective. Runs a job once: trains, evaluates, saves and resumes, with any strategy.
 
     Args:
         config: the same on all ranks.
-        output: folder for records and `summary.json`; rank 0 has made it.
-        report: called now and then with the progress, on the first living rank.
-        ends_at: when the job will be ended from outside, in seconds since 1970, so that the run leaves before; None if
-            never, or if only another rank knows.
+        output: folder for records and `summary.json`, created by rank 0.
+        report: called with the progress from time to time, on the first surviving rank.
+        ends_at: end of the job in seconds since 1970, so that the run leaves before; None if unlimited, or known only
+            to another rank.
         listens: leave on a signal, or before `ends_at`.
-        judge: called on the first living rank after each evaluation but the last; a text ends the run there, and says
-            why.
+        judge: called on the first surviving rank after each evaluation but the last; returns a reason to end the run,
+            or None.
     """
 
     def __init__(
@@ -73,25 +73,25 @@ class Trainer:
             gpu_aware_mpi=config.gpu_aware_mpi,
             internode=config.internode,
         )
-        # A node may have its data in a folder of its own: their content is compared.
+        # Paths of data may differ by node: their content is compared.
         require_equal(comm, config.model_dump(exclude={"output": True, "data": {"path"}}), "configuration")
         self.checkpoints = Path(config.checkpoint.folder or output / "checkpoints")
         self.position = Position()
-        self.device = own_device(session.local_rank())
+        self.device = local_device(session.local_rank())
         self.config = config = with_measured_cut(comm, job, config, self.device)
         self.precision = Precision(config.amp, self.device)
-        self._make_model()
+        self._create_model()
         self._train, self._test = open_data(job, config, comm, self.replica.columns)
-        self.milestones = Milestones(config, comm, self.position, len(self._train))
-        self._deal_samples(self.strategy.config.workers(self.replica.others.size))
-        speakers = tuple(map(self.replica.speaker, self.workers))
+        self.stop_conditions = StopConditions(config, comm, self.position, len(self._train))
+        self._distribute_samples(self.strategy.config.workers(self.replica.others.size))
+        logging_ranks = tuple(map(self.replica.logging_rank, self.workers))
         settings = {**config.model_dump(), "strategy": {"name": config.strategy.name, **self.strategy_options}}
-        curves = Curves(config.log, settings, comm, speakers, self.optimizer, output, tuple(job.metrics))
-        self.log = RunLog(output, config, comm, self.position, self.milestones, report, curves, self.device)
-        self._skipped = 0  # steps in a row
-        self._save_s = 3 * sum(flat.nbytes for flat in self.model.params) / SAVED_BYTES_S  # with two moments; a guess
+        curves = Curves(config.log, settings, comm, logging_ranks, self.optimizer, output, tuple(job.metrics))
+        self.log = RunLog(output, config, comm, self.position, self.stop_conditions, report, curves, self.device)
+        self._skipped = 0  # consecutive steps
+        self._save_s = 3 * sum(flat.nbytes for flat in self.model.params) / SAVED_BYTES_S  # an estimate, two moments
         self._evaluate_s = 0.0
-        self.standing = Standing(job, config)
+        self.early_stopping = EarlyStopping(job, config)
         leaves, self.leaving = config.leave.enabled, None
         if listens and (leaves or config.checkpoint.every_s):
             margin_s, every_s = config.leave.margin_s, config.leave.every_s
@@ -100,13 +100,13 @@ class Trainer:
                 cost_s=lambda: 2.5 * self._save_s, ctrl_c=True,  # a checkpoint may be in flight
             )  # fmt: skip
 
-    def _make_model(self) -> None:
+    def _create_model(self) -> None:
         config = self.config
         torch.manual_seed(config.seed)
         kind = WholeReplica if config.parallel.whole else StagedReplica
         self.replica = kind(self.job, config, self.comm, self.device, self.precision)
         current().grid = self.replica.grid
-        self._make_optimizer()
+        self._create_optimizer()
         options = {"on_nonfinite": "skip" if config.amp == "fp16" else config.on_nonfinite, **config.strategy.options}
         fields = strategies.load(config.strategy.name).Config.model_fields
         if "seed" in fields:
@@ -116,18 +116,18 @@ class Trainer:
         )
         if config.amp == "fp16" and self.optimizer.strategy.contract.batch == "portions":
             raise ConfigError(
-                f"amp must be off or bf16 with {config.strategy.name}, whose line search needs the loss's own "
-                "gradient; got fp16. Use bf16."
+                f"amp must be off or bf16 with {config.strategy.name}, whose line search needs the exact gradient of "
+                "the loss; got fp16. Use bf16."
             )
         self.strategy, self.model = self.optimizer.strategy, self.optimizer.strategy.model
-        # A plateau's schedule looks at evaluations.
+        # ReduceLROnPlateau steps at evaluations.
         self._schedules_steps = config.schedule.per == "step" and not isinstance(self.schedule, ReduceLROnPlateau)
-        torch.manual_seed(config.seed + 1 + self.comm.rank)  # dropout and the like differ between ranks, stages too
+        torch.manual_seed(config.seed + 1 + self.comm.rank)  # dropout must differ between ranks, stages too
         self.strategy.records.write = self._write
         self.average = IterateAverage(self.model, self.replica.others) if config.average_iterates else None
 
-    def _make_optimizer(self) -> None:
-        """Make the optimiser, with a rate that follows the number of workers if set so."""
+    def _create_optimizer(self) -> None:
+        """Create the optimiser, with a learning rate scaled by the number of workers if configured."""
         config, strategy = self.config, strategies.load(self.config.strategy.name)
         options = strategy.Config.from_mapping(config.strategy.options, "strategy")
         workers = len(options.workers(self.replica.others.size))
@@ -135,12 +135,12 @@ class Trainer:
         self.optimizer = config.optimizer.build(self.replica.module.parameters(), self.rate_factor)
         self.schedule = config.schedule.build(self.optimizer, self.rate_factor)
 
-    def _deal_samples(self, workers: tuple[int, ...]) -> None:
+    def _distribute_samples(self, workers: tuple[int, ...]) -> None:
         """Divide the samples of the next epochs among these replicas."""
         self.workers = workers
         if self.config.data.split != "any":
             rules.refuse("joint batches are split by label", self.strategy)
-        parts, self.labels = own_samples(self.config, self._train, len(workers))
+        parts, self.labels = split_samples(self.config, self._train, len(workers))
         self.loader = Loader(
             self._train,
             self.config.batch_size * self.config.accumulation,
@@ -151,7 +151,7 @@ class Trainer:
             prefetch=self.config.data.prefetch,
             parts=parts,
         )
-        self.milestones.global_batch = self.loader.plan.global_batch
+        self.stop_conditions.global_batch = self.loader.plan.global_batch
 
     @property
     def strategy_options(self) -> dict[str, Any]:
@@ -166,19 +166,19 @@ class Trainer:
         """
         if resume_from is not None:
             resume.load(self, resume_from)
-        self.milestones.look(self.log.train_s)
+        self.stop_conditions.check_clock(self.log.train_s)
         self.log.open(first_step=self.strategy.steps + 1)
-        self.standing.add(self.log.earlier)
-        self.milestones.stopped = self.standing.reason
+        self.early_stopping.add(self.log.earlier)
+        self.stop_conditions.stopped = self.early_stopping.reason
         self._saving = Saving(self.config, self.leaving)
         try:
             with self.leaving or nullcontext():
-                while not self.milestones.ended:
+                while not self.stop_conditions.ended:
                     self._epoch()
                     if self._leaves:
                         return None
             current().saver.wait()
-            if not self.log.metrics:  # resumed from the very end
+            if not self.log.metrics:  # resumed from a finished run
                 self._write_evaluation()
             return self._surviving(self._summarise)
         finally:
@@ -186,8 +186,8 @@ class Trainer:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What tells the data from others."""
-        return described(self._train, self._test)
+        """Source and checksums of the data."""
+        return describe_data(self._train, self._test)
 
     @property
     def _leaves(self) -> bool:
@@ -199,38 +199,38 @@ class Trainer:
         self.loader.set_epoch(position.epoch, position.consumed)
         plan = self.loader.plan
         batches, done = iter(self.loader), 0
-        while done < plan.steps and not self._leaves and not self.milestones.ended:
-            count, before = self._count_steps(plan.steps - done), self.milestones.samples
+        while done < plan.steps and not self._leaves and not self.stop_conditions.ended:
+            count, before = self._count_steps(plan.steps - done), self.stop_conditions.samples
             self.strategy.records.start()
             with self.log.training():
                 self._steps(batches, done, count)
                 self._surviving(self.comm.barrier)
             done, position.step = done + count, position.step + count
             position.consumed = plan.position(done)
-            self.milestones.look(self.log.train_s, count)
-            evaluates = self.milestones.evaluates(before) or self.milestones.ended
-            self.standing.improved = False  # before an evaluation says so
+            self.stop_conditions.check_clock(self.log.train_s, count)
+            evaluates = self.stop_conditions.evaluates(before) or self.stop_conditions.ended
+            self.early_stopping.improved = False  # until the next evaluation
             if done == plan.steps:
                 self._end_epoch(evaluates)
             elif evaluates:
                 self._write_evaluation()
                 self.log.report(position.consumed)
-            if self.leaving is not None and not self.milestones.ended:
-                left = plan.steps - done % plan.steps
-                near = min(left, self.milestones.steps_to_evaluation or left) <= self.leaving.steps
-                self.leaving.meet(count, soon_s=self._evaluate_s if near else 0.0)
+            if self.leaving is not None and not self.stop_conditions.ended:
+                remaining = plan.steps - done % plan.steps
+                near = min(remaining, self.stop_conditions.steps_to_evaluation or remaining) <= self.leaving.steps
+                self.leaving.agree(count, soon_s=self._evaluate_s if near else 0.0)
             is_due = self._saving.is_due(
-                position.step, epoch_ends=done == plan.steps, run_ends=self.milestones.ended,
-                improved=self.standing.improved,
+                position.step, epoch_ends=done == plan.steps, run_ends=self.stop_conditions.ended,
+                improved=self.early_stopping.improved,
             )  # fmt: skip
             if is_due or self._leaves:
                 with self.comm.trace.span("checkpoint", "run"):
                     self._save()
 
-    def _count_steps(self, left: int) -> int:
-        """Count the steps until all ranks meet again: at most the `left` ones of this epoch."""
+    def _count_steps(self, remaining: int) -> int:
+        """Return the number of steps to the next sync point of all ranks: at most the `remaining` ones of the epoch."""
         every = self.config.checkpoint.every_steps
-        ahead = [left, self.milestones.steps or left]
+        ahead = [remaining, self.stop_conditions.steps or remaining]
         if every:
             ahead.append(every - self.position.step % every)
         if self.leaving is not None:
@@ -240,21 +240,21 @@ class Trainer:
     def _save(self) -> None:
         self.log.flush()  # the records of a checkpoint's steps must be in the files
         self._require_finite()  # else this checkpoint might replace the last good one
-        best = self.standing.steps if self.config.checkpoint.best else []
-        keep, continues = self.config.checkpoint.keep, not (self._leaves or self.milestones.ended)
+        best = self.early_stopping.steps if self.config.checkpoint.best else []
+        keep, continues = self.config.checkpoint.keep, not (self._leaves or self.stop_conditions.ended)
         options = {"keep": keep, "best": best, "background": self.config.checkpoint.background and continues}
         self._surviving(lambda: resume.save(self, self.checkpoints, **options))
         self._save_s = current().saver.seconds or self._save_s
 
     def _end_epoch(self, evaluates: bool) -> None:
-        """Go to the next epoch; `evaluates` asks for an evaluation, whatever `eval_every` says."""
+        """Go to the next epoch; `evaluates`: evaluate, whatever `eval_every` says."""
         self.position.epoch, self.position.consumed = self.position.epoch + 1, 0
-        evaluates = evaluates or self.milestones.ended or self.position.epoch % self.config.eval_every == 0
+        evaluates = evaluates or self.stop_conditions.ended or self.position.epoch % self.config.eval_every == 0
         if evaluates:
             self._write_evaluation()
-        left = tuple(rank for rank in self.workers if rank in self.replica.others.failures.living)
-        if left != self.workers:
-            self._deal_samples(left)
+        workers = tuple(rank for rank in self.workers if rank in self.replica.others.failures.alive)
+        if workers != self.workers:
+            self._distribute_samples(workers)
         if isinstance(self.schedule, ReduceLROnPlateau):
             if evaluates:
                 self.schedule.step(self.log.metrics["loss"])  # the same on all ranks
@@ -267,15 +267,16 @@ class Trainer:
         with self.comm.trace.span("evaluation", "run"):
             self._evaluate()
         self.log.write_evaluation()
-        self.standing.add([(self.position.step, self.log.metrics)])
-        self.milestones.stopped = self.standing.reason
-        if self._judge is not None and not self.milestones.ended:
-            self.milestones.stopped = self._surviving(self._judged)
+        self.early_stopping.add([(self.position.step, self.log.metrics)])
+        self.stop_conditions.stopped = self.early_stopping.reason
+        if self._judge is not None and not self.stop_conditions.ended:
+            self.stop_conditions.stopped = self._surviving(self._judged)
         self._evaluate_s = self.comm.now() - start
 
     def _judged(self) -> str | None:
-        judge, leader = cast(Callable[[], str | None], self._judge), self.comm.failures.living[0]
-        return self.comm.gather(self.comm.together(lambda: judge() if self.comm.rank == leader else None))[leader]
+        judge, leader = cast(Callable[[], str | None], self._judge), self.comm.failures.alive[0]
+        reason = self.comm.raise_on_all_ranks(lambda: judge() if self.comm.rank == leader else None)
+        return self.comm.gather(reason)[leader]
 
     def _evaluate(self) -> None:
         self._require_finite()
@@ -291,7 +292,7 @@ class Trainer:
         self._surviving(lambda: require_finite(self.strategy, self.comm, self.position.step))
 
     def _surviving(self, action: Callable[[], T]) -> T:
-        """Collective. Return the result of `action` on all living ranks; see Failures.retry_on_failure."""
+        """Collective. Return the result of `action` on all surviving ranks; see Failures.retry_on_failure."""
 
         def shrunk() -> T:
             self.strategy.shrink()
@@ -301,28 +302,28 @@ class Trainer:
         return self.comm.failures.retry_on_failure(shrunk, self.strategy.comm.failures)
 
     def _steps(self, batches: Iterator[Batch], first: int, count: int) -> None:
-        """Take `count` steps of this epoch from step `first` on. Servers serve meanwhile."""
+        """Take `count` steps of this epoch, starting with step `first`. Servers process messages until the end."""
         steps = range(first, first + count)
         portions = self.strategy.contract.batch == "portions"
-        weighed = self._joint(steps) if portions else self._weighed(batches, steps)
+        weighted = self._joint(steps) if portions else self._weighted(batches, steps)
         take = self._step_in_portions if portions else self._step
-        for step, (x, y) in enumerate(period([self.optimizer], weighed), first):
+        for step, (x, y) in enumerate(period([self.optimizer], weighted), first):
             take(x, y)
             if (step + 1) % self.config.log_every == 0:
                 self.log.report(self.loader.plan.position(step + 1))
 
-    def _weighed(self, batches: Iterator[Batch], steps: Iterable[int]) -> Iterator[Weighed]:
-        """Draw this worker's batches of these steps."""
+    def _weighted(self, batches: Iterator[Batch], steps: Iterable[int]) -> Iterator[WeightedBatch]:
+        """Yield this worker's batches of these steps."""
         plan, worker = self.loader.plan, self.workers.index(self.replica.others.rank)
         for step in steps:
-            yield Weighed(next(batches), plan.weight(step, worker), ends_epoch=step == plan.steps - 1)
+            yield WeightedBatch(next(batches), plan.weight(step, worker), ends_epoch=step == plan.steps - 1)
 
-    def _joint(self, steps: Iterable[int]) -> Iterator[Weighed]:
-        """Draw the joint batches of all workers, as indices: each worker may read any portion."""
+    def _joint(self, steps: Iterable[int]) -> Iterator[WeightedBatch]:
+        """Yield the joint batches of all workers, as indices: each worker may read any portion."""
         plan, worker = self.loader.plan, self.workers.index(self.replica.others.rank)
         for step in steps:
             indices, self.strategy.joint = joint_batch(plan, step, worker, self.strategy.config)
-            yield Weighed((indices, self.strategy.joint), ends_epoch=step == plan.steps - 1)
+            yield WeightedBatch((indices, self.strategy.joint), ends_epoch=step == plan.steps - 1)
 
     def _step_in_portions(self, indices: np.ndarray, joint: JointBatch) -> None:
         share = self.config.batch_size * self.config.accumulation
@@ -366,10 +367,10 @@ class Trainer:
         self.log.flush()
         params, _ = self.strategy.consensus()
         sha256 = self.replica.digest(self.model, params)
-        pending = torch.tensor([self.strategy.records.pending() if self.replica.speaks else 0])
+        pending = torch.tensor([self.strategy.records.pending() if self.replica.is_logging else 0])
         self.comm.allreduce(pending)
         self.comm.barrier()  # all records are in the files
-        reason = self.milestones.stopped
+        reason = self.stop_conditions.stopped
         stopped = None if reason is None else f"stopped early at step {self.position.step}: {reason}"
         return self.log.summarise(
             sha256, int(pending), workers=len(self.workers), cut=list(self.replica.cut), best=self._best(),
@@ -377,11 +378,11 @@ class Trainer:
         )  # fmt: skip
 
     def _best(self) -> dict[str, Any] | None:
-        if self.standing.best is None:
+        if self.early_stopping.best is None:
             return None
-        path = checkpoint.best_of(self.checkpoints, self.standing.steps)
-        step, value = self.standing.best
-        return {"metric": self.standing.metric, "value": value, "step": step, "checkpoint": path and str(path)}
+        path = checkpoint.best_of(self.checkpoints, self.early_stopping.steps)
+        step, value = self.early_stopping.best
+        return {"metric": self.early_stopping.metric, "value": value, "step": step, "checkpoint": path and str(path)}
 
     def close(self) -> None:
         """Collective. Release windows, threads and files."""
@@ -394,7 +395,7 @@ class Trainer:
         self._test.close()
 
 
-def own_device(local_rank: int) -> torch.device:
+def local_device(local_rank: int) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     return torch.device("cpu")

@@ -15,17 +15,17 @@ from hpcdist.records import StepRecord
 from hpcdist.records.summary import is_skipped
 from hpcdist.strategies import Strategy
 
-ADVICE = "Lower the learning rate or clip the gradients, and go on from the last checkpoint"
+ADVICE = "Lower the learning rate or clip the gradients, and resume from the last checkpoint"
 
 
 class Precision:
-    """Autocasting, and for float16 a scale of the loss; the strategy skips steps whose gradients overflow.
+    """Mixed precision: autocasting, and for float16 a scale of the loss; the strategy skips steps that overflow.
 
     Args:
         amp: "off", "bf16" or "fp16".
 
     Attributes:
-        scaler: scales the loss; disabled but for float16.
+        scaler: scales the loss; enabled only for float16.
 
     Reference: Paulius Micikevicius et al., "Mixed precision training", 2018.
     """
@@ -49,34 +49,34 @@ class Precision:
         return loss
 
 
-def count_skipped(in_a_row: int, record: StepRecord, most: int) -> int:
-    """Count the steps in a row that this worker has skipped, up to this record; raise NonFiniteError at `most`."""
+def count_skipped(in_a_row: int, record: StepRecord, limit: int) -> int:
+    """Return the number of consecutive steps that this worker has skipped; raise NonFiniteError at `limit`."""
     if not record.samples:
         return in_a_row
     in_a_row = in_a_row + 1 if is_skipped(record) else 0
-    if in_a_row >= most:
+    if in_a_row >= limit:
         raise NonFiniteError(
-            f"steps in a row whose gradient is NaN or infinite must be fewer than max_skipped, {most}; got as many up "
-            f"to step {record.step}. {ADVICE}, or raise max_skipped."
+            f"consecutive steps whose gradient is NaN or infinite must be fewer than max_skipped, {limit}; got as many "
+            f"up to step {record.step}. {ADVICE}, or raise max_skipped."
         )
     return in_a_row
 
 
 def require_finite(strategy: Strategy, comm: Communicator, step: int) -> None:
-    """Collective among the living. Raise NonFiniteError, on all ranks, unless all parameters are finite.
+    """Collective among the surviving ranks. Raise NonFiniteError, on all ranks, unless all parameters are finite.
 
     An update may be infinite although the gradient is finite: 1e37 times a rate of 100.
     """
     if strategy.config.on_nonfinite == "ignore":
         return
     bad = []
-    if not all(torch.isfinite(params.sum()) for params in strategy.model.params):  # may also have overflowed
+    if not all(torch.isfinite(params.sum()) for params in strategy.model.params):  # the sum itself may overflow
         bad = [name for name, p in strategy.model.module.named_parameters() if not torch.isfinite(p).all()]
     bad_of = comm.gather(bad[:1] and [bad[0], len(bad)])
-    for rank in comm.failures.living:
+    for rank in comm.failures.alive:
         if bad_of[rank]:
             name, count = bad_of[rank]
             raise NonFiniteError(
                 f"parameters must be finite; got NaN or infinity on rank {rank} after step {step}: {name}"
-                f"{f' and {count - 1} more' * (count > 1)}. {ADVICE}, which is from before."
+                f"{f' and {count - 1} more' * (count > 1)}. {ADVICE}, which was saved before."
             )

@@ -17,15 +17,15 @@ from hpcdist.parallel.plan import measured_cut
 from hpcdist.session.optimizer import release
 from hpcdist.train.job import Job, first_batch
 
-REPEATS = 15  # passes that measure a layer
-MOST = 256  # virtual ranks in a rehearsal: they are threads, and more take too long
-WIDTH = 128  # of the model in a rehearsal: each of that many ranks can hold a shard of it
+REPEATS = 15  # passes to measure a layer
+MAX_RANKS = 256  # virtual ranks in a rehearsal: they are threads
+WIDTH = 128  # of the model in a rehearsal: enough for a shard of it on each rank
 
 
 def measure_layers(job: Job, config: JobConfig, device: torch.device) -> list[LayerCost]:
     """Measure each layer of a job's model on its largest micro-batch, on a GPU or with one thread.
 
-    Makes a missing data file. Raises ConfigError where the model is not a chain of layers.
+    Creates a missing data file. Raises ConfigError unless the model is a chain of layers.
     """
     samples = -(-config.batch_size // config.parallel.micro_batches)
     threads = torch.get_num_threads()
@@ -65,20 +65,20 @@ def copies(config: JobConfig) -> float:
 
 
 def rehearse(config: JobConfig, ranks: int, ranks_per_node: int = 1) -> None:
-    """Make the strategy and the optimiser of a run on virtual ranks, and close them.
+    """Create the strategy and the optimiser of a run on virtual ranks, and close them, to find errors before a run.
 
-    A replica of a model in stages counts as one rank. With more than 256 ranks, or sums by another library, only the
+    A replica of a model in stages counts as one rank. With more than 256 ranks, or an external all-reduce, only the
     roles of the ranks are checked.
 
     Raises:
-        ConfigError: the run would raise it, for too few workers, a topology that does not suit their number...
+        ConfigError: the run would raise it: for too few workers, an unsuitable topology...
     """
     cls = strategies.load(config.strategy.name)
     options = cls.Config.from_mapping(config.strategy.options, "strategy")
     stages = config.parallel.stages
     replicas = ranks // checked_stages(stages, ranks)
     options.workers(replicas)
-    if replicas > MOST or getattr(options, "provider", None):
+    if replicas > MAX_RANKS or getattr(options, "provider", None):
         return
     network = Network(0.0, math.inf, ranks_per_node=max(1, ranks_per_node // stages))
     run_virtual(lambda comm: _set_up(config, comm), replicas, network=network)

@@ -1,4 +1,4 @@
-"""A replica of the model: the ranks that hold it together, and how they compute a batch."""
+"""A replica of the model: the ranks that together hold it, and how they compute a batch."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from hpcdist.records.digest import tensor_bytes
 from hpcdist.train.job import Job
 from hpcdist.train.numerics import Precision
 
-PIECE = 1 << 20  # elements of a message
+CHUNK = 1 << 20  # elements of a message
 
 
 class JobReplica(abc.ABC):
-    """This rank's part in a replica of the model."""
+    """This rank's part of a replica of the model."""
 
     module: nn.Module  # this rank's layers
-    others: Communicator  # the ranks with the same layers, one of each replica; a rank in it is a replica's number
-    speaks: bool = True  # this rank records the replica's samples, losses and staleness
+    others: Communicator  # the ranks with the same layers, one per replica; its rank numbers are replica numbers
+    is_logging: bool = True  # this rank records the replica's samples, losses and staleness
     grid: Grid | None = None  # stages and replicas; None if each rank has a whole model
     cut: tuple[int, ...] = ()  # the numbers of layers of the stages; empty if each rank has a whole model
-    columns: tuple[str, ...] = COLUMNS  # of the data that this rank reads: the first stage x, the last one y
+    columns: tuple[str, ...] = COLUMNS  # the data that this rank reads: x on the first stage, y on the last one
 
     @abc.abstractmethod
-    def speaker(self, number: int) -> int:
+    def logging_rank(self, number: int) -> int:
         """Return the rank that records the samples and losses of a replica."""
 
     @abc.abstractmethod
     def backward(self, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-        """Collective in the replica. Add the gradients of a batch; return its mean loss, a float64 scalar."""
+        """Add the gradients of a batch; return its mean loss, a float64 scalar. Collective in the replica."""
 
     @abc.abstractmethod
     def account(self, record: StepRecord) -> StepRecord:
-        """Add the replica's own traffic and waiting since the last record."""
+        """Add the traffic and waiting within the replica since the last record."""
 
     @abc.abstractmethod
     def digest(self, model: FlatModel, params: Sequence[Tensor]) -> str:
-        """Collective in the replica. Compute the sha256 of the whole model's parameters."""
+        """Return the sha256 of the whole model's parameters. Collective in the replica."""
 
     def require_whole(self, lost: Sequence[int]) -> None:
-        """Raise RankFailedError if a rank has died without which its replica can't go on."""
+        """Raise RankFailedError if a rank has failed that its replica needs."""
 
     def close(self) -> None:
         """Collective. Release communicators."""
@@ -66,7 +66,7 @@ class WholeReplica(JobReplica):
         self._job, self._config, self.others, self._precision = job, config, comm, precision
         self.module = job.model(**config.model).to(device)
 
-    def speaker(self, number: int) -> int:
+    def logging_rank(self, number: int) -> int:
         return number
 
     def backward(self, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -97,10 +97,10 @@ class WholeReplica(JobReplica):
 
 
 class StagedReplica(JobReplica):
-    """Collective. A replica whose layers lie on several ranks of a grid, as a pipeline.
+    """Collective. A replica whose layers are on several ranks of a grid, as a pipeline.
 
     With `accumulation` a batch has more micro-batches of the same size, so that the pipeline fills and empties only
-    once in a step.
+    once per step.
     """
 
     module: Pipeline
@@ -119,11 +119,11 @@ class StagedReplica(JobReplica):
             routing=settings.routing, seed=config.seed,
         )  # fmt: skip
         _require_parameters(comm, self.module)
-        self.cut, self.speaks = self.module.cut.sizes, self.module.is_last
+        self.cut, self.is_logging = self.module.cut.sizes, self.module.is_last
         self.columns = ("x",) * self.module.is_first + ("y",) * self.module.is_last
         self._before = self.module.traffic()
 
-    def speaker(self, number: int) -> int:
+    def logging_rank(self, number: int) -> int:
         return (number + 1) * self.grid.stages - 1
 
     def backward(self, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -146,38 +146,38 @@ class StagedReplica(JobReplica):
             stage_s=lost_s,
             waited_for={rank * self.grid.stages + self.grid.stage: s for rank, s in record.waited_for.items()},
         )
-        return record if self.speaks else replace(record, samples=0, loss=None, staleness=(), dropped=0)
+        return record if self.is_logging else replace(record, samples=0, loss=None, staleness=(), dropped=0)
 
     def digest(self, model: FlatModel, params: Sequence[Tensor]) -> str:
-        """Collective in the replica. Compute the sha256 that the whole model would have, piece by piece."""
+        """Return the sha256 of the whole model's parameters, computed by chunks. Collective in the replica."""
         inner, sha, pipeline = self.grid.inner, hashlib.sha256(), self.module
-        repeated = set(map(id, pipeline.tied.repeated))  # in the whole model they are the first stage's
+        repeated = set(map(id, pipeline.tied.repeated))  # the whole model has them in the first stage
         numbers = [number for stage in pipeline.stages for number in pipeline.cut.layers(stage)]
         layers = dict(zip((name for name, _ in pipeline.named_children()), numbers, strict=True))
-        mine = [
+        local = [
             (layers[slot.name.partition(".")[0]], str(params[slot.group].dtype), slot.start, slot.stop)
             for slot in model.slots
             if id(slot.tensor) not in repeated
         ]
-        parts = [(*part, rank) for rank, parts in enumerate(inner.gather(mine)) for part in parts]
+        parts = [(*part, rank) for rank, parts in enumerate(inner.gather(local)) for part in parts]
         parts.sort(key=lambda part: part[0])  # by layer; stable
         groups = {str(flat.dtype): flat for flat in params}
         for dtype in dict.fromkeys(part[1] for part in parts):
             of_group = [part for part in parts if part[1] == dtype]
             sha.update(f"{dtype} ({sum(stop - start for _, _, start, stop, _ in of_group)},);".encode())
             for _, _, start, stop, rank in of_group:
-                for first in range(start, stop, PIECE):
-                    piece = groups[dtype][first : min(first + PIECE, stop)] if inner.rank == rank else None
-                    sha.update(self._brought(piece, rank, min(PIECE, stop - first), dtype))
+                for first in range(start, stop, CHUNK):
+                    chunk = groups[dtype][first : min(first + CHUNK, stop)] if inner.rank == rank else None
+                    sha.update(self._collected(chunk, rank, min(CHUNK, stop - first), dtype))
         return inner.gather(sha.hexdigest())[0]
 
-    def _brought(self, piece: Tensor | None, rank: int, length: int, dtype: str) -> Any:
-        """Return a piece of a rank's parameters on the first rank of the replica, and nothing on others."""
+    def _collected(self, chunk: Tensor | None, rank: int, length: int, dtype: str) -> Any:
+        """Return a chunk of a rank's parameters on the first rank of the replica, and b"" on the others."""
         inner = self.grid.inner
-        if piece is not None:  # of this rank
+        if chunk is not None:  # of this rank
             if rank == 0:
-                return tensor_bytes(piece)
-            inner.isend(piece, 0).wait()
+                return tensor_bytes(chunk)
+            inner.isend(chunk, 0).wait()
         elif inner.rank == 0:
             received = torch.empty(length, dtype=getattr(torch, dtype.removeprefix("torch.")))
             inner.irecv(received, rank).wait()
@@ -188,8 +188,8 @@ class StagedReplica(JobReplica):
         for rank in lost:
             replica, stage = divmod(rank, self.grid.stages)
             raise RankFailedError(
-                f"rank {rank}, stage {stage} of replica {replica}, has died, and the model's other stages can't go on "
-                "without it. Resume from the last checkpoint, on as many ranks as are left."
+                f"rank {rank}, stage {stage} of replica {replica}, has failed, and the model's other stages can't "
+                "continue without it. Resume from the last checkpoint, on the remaining number of ranks."
             )
 
     def close(self) -> None:
@@ -203,5 +203,5 @@ def _require_parameters(comm: Communicator, pipeline: Pipeline) -> None:
     if not all(trains):
         raise ConfigError(
             f"parallel.cut must give each rank a layer with parameters to train; got {pipeline.cut}, by which rank "
-            f"{trains.index(False)} has none. Set it by hand: numbers of layers, such as parallel.cut = [4, 3]."
+            f"parallel.cut must give each rank a layer with parameters to train; got {pipeline.cut}, with which rank "
         )

@@ -1,4 +1,4 @@
-"""Save and load all that a run needs to go on as if it had not been interrupted."""
+"""Save and load all that a run needs to continue as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcdist.config.optimizer import rescale
 from hpcdist.session import state as states
 from hpcdist.session.resharding import SavedState, SavedWorld
 from hpcdist.session.world import current
-from hpcdist.train.changes import all_settings, changes_since, rate_ratio, require_state_fits, take_over
+from hpcdist.train.changes import all_settings, apply_changes, changes_since, rate_ratio, require_state_fits
 
 _logger = logging.getLogger(__name__)
 Trainer = Any  # hpcdist.train.loop.Trainer, which imports this module
@@ -23,11 +23,11 @@ Trainer = Any  # hpcdist.train.loop.Trainer, which imports this module
 
 @dataclass
 class Position:
-    """The position of a run, in numbers that don't depend on the number of ranks but for `step`."""
+    """The position of a run; only `step` depends on the number of ranks."""
 
     epoch: int = 0
     consumed: int = 0  # samples of this epoch, all ranks together
-    step: int = 0  # since the run began
+    step: int = 0  # since the start of the run
 
 
 def capture(trainer: Trainer) -> dict[str, Any]:
@@ -58,40 +58,42 @@ def save(trainer: Trainer, folder: Path, **options: Any) -> Path:
 
 
 def saved_cut(folder: Path) -> list[int] | None:
-    """Read the numbers of layers of the stages of the newest checkpoint; None where there is none, or no stages."""
+    """Return the numbers of layers of the newest checkpoint's stages; None without checkpoint or stages."""
     newest = checkpoint.latest(folder, fallback=True)
     return None if newest is None else checkpoint.read_manifest(newest).meta.get("cut")
 
 
 def load(trainer: Trainer, path: Path) -> None:
-    """Collective. Load a checkpoint, to go on from it on the same number of ranks or on another.
+    """Collective. Load a checkpoint, to continue on the same or another number of ranks.
 
-    On the same number every rank gets its own state back, and goes on to the bit. On another number all ranks start
-    from the mean of the saved parameters and buffers (a server's: from the server's) with rank 0's optimiser; the
-    samples of the epoch that are left are dealt out anew, and a rate that follows the global batch is scaled to it.
-    A model in stages may be cut into others, or be whole, with the same optimiser's state; replicas count as ranks do.
-    Where settings have changed, it goes on with the trainer's.
+    On the same number every rank loads its state, and continues bitwise. On another number all ranks start from the
+    mean of the saved parameters and buffers (with servers: from the servers') with rank 0's optimiser; the remaining
+    samples of the epoch are distributed again, and a learning rate that depends on the global batch is rescaled.
+    A model in stages may be cut differently, or be whole, with the same optimiser's state; replicas count as ranks.
+    If settings have changed, the trainer's are used.
 
     Raises:
-        CheckpointError: it is damaged, or of another model, or of another class of optimiser or schedule.
+        CheckpointError: it is damaged, or has another model, or another class of optimiser or schedule.
     """
-    session, saved = current(), SavedWorld(path, checkpoint.verify_together(trainer.comm, path))
-    together = partial(saved.together, session)
-    changed = together(lambda: _compare(trainer, saved))
+    session, saved = current(), SavedWorld(path, checkpoint.verify_on_all_ranks(trainer.comm, path))
+    raise_on_all_ranks = partial(saved.raise_on_all_ranks, session)
+    changed = raise_on_all_ranks(lambda: _compare(trainer, saved))
     same = saved.is_same(session, {"": (trainer.optimizer, ())})
-    state = together(lambda: saved.rank(trainer.comm.rank).at() if same else _resharded(trainer, saved.of(), saved))
-    together(lambda: _apply(trainer, state, same))
-    states.restore(trainer.optimizer, state, together)
-    factor = together(lambda: trainer.rate_factor / state.get("rate_factor", trainer.rate_factor))
+    state = raise_on_all_ranks(
+        lambda: saved.rank(trainer.comm.rank).at() if same else _resharded(trainer, saved.of(), saved)
+    )
+    raise_on_all_ranks(lambda: _apply(trainer, state, same))
+    states.restore(trainer.optimizer, state, raise_on_all_ranks)
+    factor = raise_on_all_ranks(lambda: trainer.rate_factor / state.get("rate_factor", trainer.rate_factor))
     rescale(trainer.optimizer, trainer.schedule, factor * rate_ratio(trainer.config, changed))
-    together(lambda: take_over(trainer.optimizer, trainer.schedule, changed, path))
+    raise_on_all_ranks(lambda: apply_changes(trainer.optimizer, trainer.schedule, changed, path))
 
 
 def _compare(trainer: Trainer, saved: SavedWorld) -> Changes:
     comm, meta = trainer.comm, saved.meta
     changed = changes_since(meta, trainer)
     require_state_fits(changed, saved.path)
-    if changed and comm.rank == comm.failures.living[0]:
+    if changed and comm.rank == comm.failures.alive[0]:
         _logger.info(f"settings have changed since {saved.path}: {describe_changes(changed)}")
     if max(saved.stages, current().stages) == 1:  # models in stages are compared by names
         states.require_same_model(meta.get("model"), trainer.model, saved.path)
@@ -99,10 +101,10 @@ def _compare(trainer: Trainer, saved: SavedWorld) -> Changes:
 
 
 def _resharded(trainer: Trainer, values: SavedState, saved: SavedWorld) -> dict[str, Any]:
-    """Make this rank's state from those of another world; what belongs to the run alone is the first worker's."""
+    """Return this rank's state from another number of ranks; values of the run as a whole are the first worker's."""
     worker = saved.rank(values.workers[0] * saved.stages)
-    own = ("schedule", "rate_factor", "precision", "average", "position", "train_s", "energy")
-    state = {name: worker.at(name) for name in own} | values.reshard(trainer.optimizer)
+    names = ("schedule", "rate_factor", "precision", "average", "position", "train_s", "energy")
+    state = {name: worker.at(name) for name in names} | values.reshard(trainer.optimizer)
     if trainer.average is not None and state["average"] is not None:
         layout = states.ParameterLayout(trainer.model)
         named = {kind: values.named(layout, kind, ["average", kind]) for kind in ("params", "buffers")}
@@ -120,7 +122,7 @@ def _average(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def _apply(trainer: Trainer, state: dict[str, Any], same: bool) -> None:
-    """Restore all but the optimiser and its strategy."""
+    """Restore everything except the optimiser and its strategy."""
     if same:
         checkpoint.set_random_state(state["random"])
     if trainer.schedule is not None:

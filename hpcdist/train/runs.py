@@ -1,4 +1,4 @@
-"""Run a job in a folder to its end, from a job file, settings and flags; write down what it ran with."""
+"""Run a job in a folder to its end, from a job file, settings and flags; write its provenance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, cast
 from hpcdist import checkpoint, strategies
 from hpcdist.checkpoint.folder import clean
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.traced import begin_timeline, end_timeline
+from hpcdist.comm.traced import end_timeline, start_timeline
 from hpcdist.config import JobConfig, describe_changes, load
 from hpcdist.config.files import neighbours, not_ending
 from hpcdist.config.merge import Changes
@@ -25,15 +25,15 @@ from hpcdist.config.optimizer import with_functions_of
 from hpcdist.errors import ConfigError, suggestion
 from hpcdist.parallel.cut import cut_of
 from hpcdist.parallel.layers import outline
-from hpcdist.parallel.schedules import make as make_schedule
+from hpcdist.parallel.schedules import create as create_schedule
 from hpcdist.records import (
     Outcome,
     Summary,
-    begin_run,
     end_run,
     locked,
     making,
     merged_timeline,
+    start_run,
 )
 from hpcdist.records.timeline import unused
 from hpcdist.registry import label
@@ -41,15 +41,15 @@ from hpcdist.session import loggers
 from hpcdist.session.run import describe_start
 from hpcdist.session.world import require_same_files
 from hpcdist.train.changes import all_settings, changes_since
+from hpcdist.train.early_stopping import EarlyStopping
 from hpcdist.train.interruption import Interruption
 from hpcdist.train.job import Job, load_job
 from hpcdist.train.log import Progress
 from hpcdist.train.loop import Trainer
 from hpcdist.train.resume import saved_cut
-from hpcdist.train.standing import Standing
 
-ENDING_S = 5.0  # that a killed run may still hold its folder when the next one resumes
-NUMBERS = ".numbers"  # beside runs: a file of the name of the last run of each job, strategy and number of ranks
+ENDING_S = 5.0  # wait for a killed run that still holds the folder's lock
+NUMBERS = ".numbers"  # in the folder of runs: a file named as the last run of each job, strategy and number of ranks
 _logger = logging.getLogger(__name__)
 
 
@@ -74,42 +74,44 @@ def train(
     The summary is None if the run has left early, on a signal or before `ends_at`, with a checkpoint.
 
     Args:
-        toml_path, overrides: settings over the job's defaults.
-        output: the run's folder; None makes a new one in the configured folder.
-        resume: go on from the newest whole checkpoint in `output`, or start anew if there is none.
-        show: called with the strategy's name and the progress, on the first living rank.
-        ends_at: when the job will be ended from outside, in seconds since 1970; None if never or unknown.
-        command, environment: words of the command line, which the run's folder keeps, and this process's environment;
-            both make the command that goes on with the run.
-        make: makes the trainer, from the arguments of Trainer.
+        toml_path, overrides: settings that override the job's defaults.
+        output: the run's folder; None: a new one in the configured folder.
+        resume: continue from the newest complete checkpoint in `output`, or start from the beginning if there is none.
+        show: called with the strategy's name and the progress, on the first surviving rank.
+        ends_at: end of the job, in seconds since 1970; None if unlimited or unknown.
+        command, environment: the command line, stored in the run's folder, and this process's environment; the command
+            to resume the run is derived from both.
+        make: creates the trainer, from the arguments of Trainer.
         timeline: write `timeline.json`, or `timeline-2.json`... if the run is resumed.
-        allow_changes: go on also with other settings than those of the checkpoint.
-        judge: called with the run's folder, on the first living rank, after each evaluation but the last; a text ends
-            the run there, and the summary's `stopped_early` says it.
+        allow_changes: resume also if settings differ from those of the checkpoint.
+        judge: called with the run's folder, on the first surviving rank, after each evaluation but the last; returns a
+            reason to end the run (the summary's `stopped_early`), or None.
 
     Raises:
         ConfigError: a setting breaks its rule, the folder holds another run, or another process works in it; a resumed
-            run would train with other settings than its checkpoint's, or on other data; the job's code calls sys.exit.
+            run has other settings or data than its checkpoint; the job's code calls sys.exit.
         MismatchError: ranks have other files of the job, other data, or other settings.
     """
     if allow_changes and not resume:
-        raise ConfigError("--resume must be given with --allow-changes; got none. It goes on with a run that is there.")
-    with _staying(job_path), ExitStack() as until_the_end:
+        raise ConfigError("--resume must be given with --allow-changes; got none. It continues an existing run.")
+    with _not_exiting(job_path), ExitStack() as until_the_end:
         until_the_end.enter_context(neighbours(job_path))  # the job's functions may import them later
-        job, config = comm.together(lambda: specify(job_path, toml_path, overrides))
+        job, config = comm.raise_on_all_ranks(lambda: specify(job_path, toml_path, overrides))
         require_same_files(comm)
-        folder = cast(Path, _decided(comm, lambda: _choose(job_path, config, comm.size, output, resume, until_the_end)))
+        folder = cast(
+            Path, _on_rank_0(comm, lambda: _choose(job_path, config, comm.size, output, resume, until_the_end))
+        )
         if timeline:
-            path = _decided(comm, lambda: unused(folder / merged_timeline.FILE_NAME))
-            comm = begin_timeline(comm, cast(Path, path))
+            path = _on_rank_0(comm, lambda: unused(folder / merged_timeline.FILE_NAME))
+            comm = start_timeline(comm, cast(Path, path))
         report = None if show is None else lambda progress: show(config.strategy.name, progress)
         if resume and config.parallel.measures:
             config = _with_saved_cut(comm, config, Path(config.checkpoint.folder or folder / "checkpoints"))
         judged, listens = None if judge is None else partial(judge, folder), comm.platform.virtual is None
         trainer = make(job, config, comm, folder, report, ends_at=ends_at, listens=listens, judge=judged)
         newest, changed = _newest(trainer, allow_changes) if resume else (None, {})
-        write_down(trainer, job_path, command, newest, changed)
-        leads = comm.rank == comm.failures.living[0]
+        write_start(trainer, job_path, command, newest, changed)
+        leads = comm.rank == comm.failures.alive[0]
         if leads and output is None:
             _keep_number(folder)
         pids = getattr(comm, "pids", None)
@@ -135,56 +137,56 @@ def train(
     return folder, summary
 
 
-def _staying(job_path: Path) -> AbstractContextManager[None]:
+def _not_exiting(job_path: Path) -> AbstractContextManager[None]:
     advice = "Raise an exception to fail. A run ends early by stop.patience, epochs or budget."
-    return not_ending(job_path, "while its run is under way", advice)
+    return not_ending(job_path, "while its run is active", advice)
 
 
 def _end(comm: Communicator, folder: Path, outcome: Outcome, reason: str | None) -> None:
-    if comm.rank == comm.failures.living[0]:
+    if comm.rank == comm.failures.alive[0]:
         end_run(folder, outcome, reason)
 
 
 def _outcome(error: BaseException) -> tuple[Outcome, str]:
-    """Return how a run ended that an exception has ended, and why."""
+    """Return the outcome of a run that an exception ended, and the reason."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", "Ctrl-C"
     return "failed", f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _decided(comm: Communicator, work: Callable[[], Path | None]) -> Path | None:
-    """Collective. Run `work` on rank 0, as other nodes may see a shared folder later; return its result on all."""
-    path = comm.together(lambda: work() if comm.rank == 0 else None)
+def _on_rank_0(comm: Communicator, work: Callable[[], Path | None]) -> Path | None:
+    """Collective. Run `work` on rank 0, because other nodes may see a shared folder later; return its result on all."""
+    path = comm.raise_on_all_ranks(lambda: work() if comm.rank == 0 else None)
     text = comm.gather(str(path or ""))[0]
     return Path(text) if text else None
 
 
 def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) -> tuple[Job, JobConfig]:
-    """Load a job and its settings, checked as far as one process can."""
+    """Load a job and its settings, and check them as far as one process can."""
     job = load_job(job_path)
-    given = load({}, toml_path, overrides)
+    options = load({}, toml_path, overrides)
     if not isinstance(job.data, Mapping):
-        own = {"path": f"data/{job_path.stem}.h5", **job.defaults.get("data", {})}
-        job = replace(job, defaults={**job.defaults, "data": own})
+        data = {"path": f"data/{job_path.stem}.h5", **job.defaults.get("data", {})}
+        job = replace(job, defaults={**job.defaults, "data": data})
     defaults = dict(job.defaults)
-    budget = given.get("budget")
-    if "epochs" not in given and isinstance(budget, Mapping) and any(limit != "none" for limit in budget.values()):
-        defaults.pop("epochs", None)  # the budget replaces the job's own number of epochs
+    budget = options.get("budget")
+    if "epochs" not in options and isinstance(budget, Mapping) and any(limit != "none" for limit in budget.values()):
+        defaults.pop("epochs", None)  # a budget replaces the job's default number of epochs
     values = load(defaults, toml_path, overrides)
     if "schedule" in values:
         values["schedule"] = with_functions_of(job_path, values["schedule"])
     config = JobConfig(**values)
     strategies.load(config.strategy.name).Config.from_mapping(config.strategy.options, "strategy")  # before any folder
     loggers.require(config.log)
-    Standing(job, config)
+    EarlyStopping(job, config)
     if config.data.prefetch and config.data.path is None:
         raise ConfigError(
-            f"data.prefetch must be 0 with torch Datasets, as a thread would draw from the model's random numbers; got "
+            f"data.prefetch must be 0 with torch Datasets, because a thread would use the model's random numbers; got "
             f"{config.data.prefetch}. Set data.num_workers, a number of processes."
         )
     _check_model(job, config)
     if not config.parallel.whole:
-        with _staying(job_path):  # it makes the model's layers
+        with _not_exiting(job_path):  # creates the model's layers
             _check_stages(job, config)
     return job, config
 
@@ -208,16 +210,16 @@ def _check_model(job: Job, config: JobConfig) -> None:
 def _check_stages(job: Job, config: JobConfig) -> None:
     """Raise ConfigError if the model has too few layers, or the schedule refuses the number of stages."""
     settings = config.parallel
-    make_schedule(settings.schedule, settings.stages, settings.micro_batches * config.accumulation, settings.chunks)
+    create_schedule(settings.schedule, settings.stages, settings.micro_batches * config.accumulation, settings.chunks)
     cut_of(outline(lambda: job.model(**config.model)), settings.stages * settings.chunks, settings.sizes)
 
 
 def _choose(
     job_path: Path, config: JobConfig, ranks: int, output: Path | None, resume: bool, until_the_end: ExitStack
 ) -> Path:
-    """Make or find the run's folder, and lock it until the end."""
+    """Create or find the run's folder, and lock it until the end."""
     if output is None and resume:
-        raise ConfigError("--output must be given with --resume; got none. It names the run to go on with.")
+        raise ConfigError("--output must be given with --resume; got none. It names the run to resume.")
     with making(output or Path(config.output)):
         if output is None:
             folder = _new_folder(Path(config.output), f"{job_path.stem}-{label(config.strategy.name)}-{ranks}")
@@ -227,28 +229,28 @@ def _choose(
         until_the_end.enter_context(locked(folder, ENDING_S if resume else 0.0))
     if not resume and any(folder.glob("records-rank*.jsonl")):
         raise ConfigError(
-            f"--output must be a folder without records; got {folder}, which holds a run. Add --resume to go on with "
-            "it, or give another folder."
+            f"--output must be a folder without records; got {folder}, which holds a run. Add --resume to continue it, "
+            "or set another folder."
         )
     return folder
 
 
 def _new_folder(parent: Path, name: str) -> Path:
-    """Make `parent`/`name`-N, of a number above those of all runs of the name, also of runs that were removed since."""
+    """Create `parent`/`name`-N, with N above the numbers of all runs with that name, including removed ones."""
     parent.mkdir(parents=True, exist_ok=True)
     number = max([0, *_numbers(parent, name), *_numbers(parent / NUMBERS, name)])
     while True:
         number += 1
-        with suppress(FileExistsError):  # perhaps of another job that starts at this moment
+        with suppress(FileExistsError):  # another job may be starting at the same time
             (folder := parent / f"{name}-{number}").mkdir()
             return folder
 
 
 def _keep_number(folder: Path) -> None:
-    """Keep the number of a run that has begun: an empty file of its name stays where its folder is removed."""
+    """Store the number of a started run, as an empty file with its name, which stays when its folder is removed."""
     name, number = folder.name.rsplit("-", 1)
     kept = folder.parent / NUMBERS
-    with suppress(OSError):  # as where the disk is full: then the folder alone tells the number
+    with suppress(OSError):  # for example if the disk is full
         kept.mkdir(exist_ok=True)
         (kept / folder.name).touch()
         for lower in _numbers(kept, name):
@@ -257,52 +259,54 @@ def _keep_number(folder: Path) -> None:
 
 
 def _numbers(folder: Path, name: str) -> list[int]:
-    """List the numbers of the runs of this name in a folder."""
-    found = [path.name.removeprefix(f"{name}-") for path in folder.glob(f"{glob.escape(name)}-*")]
-    return [int(text) for text in found if text.isdecimal()]
+    """Return the numbers of the runs with this name in a folder."""
+    suffixes = [path.name.removeprefix(f"{name}-") for path in folder.glob(f"{glob.escape(name)}-*")]
+    return [int(text) for text in suffixes if text.isdecimal()]
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove a new folder if no run has begun in it, as with a setting that the strategy refuses."""
+    """Remove a new folder if no run has started in it, for example after an invalid setting."""
     if not (folder / "run.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _with_saved_cut(comm: Communicator, config: JobConfig, checkpoints: Path) -> JobConfig:
-    """Collective. Return the settings with the cut of the newest checkpoint, if that has as many stages."""
-    sizes = comm.gather(comm.together(lambda: saved_cut(checkpoints) if comm.rank == 0 else None))[0]
+    """Collective. Return the settings with the cut of the newest checkpoint, if it has the same number of stages."""
+    sizes = comm.gather(comm.raise_on_all_ranks(lambda: saved_cut(checkpoints) if comm.rank == 0 else None))[0]
     stages = config.parallel.stages * config.parallel.chunks
     return config.with_cut(tuple(sizes)) if sizes and len(sizes) == stages else config
 
 
 def _newest(trainer: Trainer, allow_changes: bool) -> tuple[tuple[Path, checkpoint.Manifest] | None, Changes]:
-    """Collective. Find the newest checkpoint that all ranks can read, and what has changed since, also their number.
+    """Collective. Return the newest checkpoint that all ranks can read, and changed settings, also the number of ranks.
 
-    Raises ConfigError where settings have changed, and may not.
+    Raises ConfigError if settings have changed, and `allow_changes` is False.
     """
     comm, checkpoints = trainer.comm, trainer.checkpoints
-    comm.together(lambda: clean(checkpoints) if comm.rank == 0 else None)  # its lock is held: nobody else saves there
-    found = checkpoint.latest_together(comm, checkpoints)
-    if found is None:
+    comm.raise_on_all_ranks(
+        lambda: clean(checkpoints) if comm.rank == 0 else None
+    )  # the run's lock is held: no other process saves there
+    newest = checkpoint.latest_on_all_ranks(comm, checkpoints)
+    if newest is None:
         if comm.rank == 0:
-            _logger.info(f"no checkpoint in {checkpoints} yet: starting anew")
+            _logger.info(f"no checkpoint in {checkpoints} yet: starting from the beginning")
         return None, {}
-    path, manifest = found
+    path, manifest = newest
     changed = changes_since(manifest.meta, trainer)
     if changed and not allow_changes:
         raise ConfigError(
-            f"settings must be those of {path} to go on from it; got {describe_changes(changed)}. Add --allow-changes "
-            "to go on with the new values, or start another run."
+            f"settings must be those of {path} to resume from it; got {describe_changes(changed)}. Add --allow-changes "
+            "to continue with the new values, or start another run."
         )
     if comm.rank == 0:
-        _logger.info(f"going on from {path}")
+        _logger.info(f"resuming from {path}")
     if manifest.ranks != comm.size:
         changed["ranks"] = (manifest.ranks, comm.size)
-    return found, changed
+    return newest, changed
 
 
 # --- provenance -------------------------------------------------------------------------------------------------------
-def write_down(
+def write_start(
     trainer: Trainer,
     job_path: Path,
     command: Sequence[str],
@@ -324,4 +328,4 @@ def write_down(
         changed={key: list(values) for key, values in changed.items()},
     )
     if start is not None:
-        begin_run(trainer.output, start)
+        start_run(trainer.output, start)

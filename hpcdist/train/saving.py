@@ -1,4 +1,4 @@
-"""When a run saves a checkpoint."""
+"""Decide when a run saves a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from hpcdist.session.leaving import Leaving
 
 
 class Saving:
-    """Tells when a checkpoint is due, at the same step on all ranks, without a message.
+    """Decides when a checkpoint is due, at the same step on all ranks, without a message.
 
-    The time is that of the ranks' last meeting, which all of them know. Where they don't meet, as on virtual ranks,
-    steps alone count.
+    Time is measured at the ranks' last sync point, the same on all. Without sync points, as on virtual ranks, only
+    steps count.
 
     Args:
-        meetings: those at which ranks decide whether they leave; None without any.
+        leaving: has the sync points at which ranks decide whether they leave; None without any.
     """
 
-    def __init__(self, config: JobConfig, meetings: Leaving | None):
-        self._config, self._waits, self._meetings = config.checkpoint, config.stop.patience is not None, meetings
+    def __init__(self, config: JobConfig, leaving: Leaving | None):
+        self._config, self._waits, self._leaving = config.checkpoint, config.stop.patience is not None, leaving
         self._since: dict[str, float] = {}  # the run's start, the epoch's and the last checkpoint
 
     def is_due(self, step: int, *, epoch_ends: bool, run_ends: bool, improved: bool) -> bool:
-        """Return whether to save after this step; `improved` says that its evaluation is the best so far."""
+        """Return whether to save after this step; `improved`: its evaluation is the best so far."""
         config, long = self._config, self._long()
         is_due = (config.every_steps > 0 and step % config.every_steps == 0) or (
             "checkpoint" in long
@@ -29,14 +29,14 @@ class Saving:
             or (run_ends and "run" in long)
             or (improved and config.best and (self._waits or "run" in long))
         )
-        if self._meetings is not None and self._meetings.clock_s is not None:
-            self._since |= {"checkpoint": self._meetings.clock_s} if is_due else {}
-            self._since |= {"epoch": self._meetings.clock_s} if epoch_ends else {}
+        if self._leaving is not None and self._leaving.clock_s is not None:
+            self._since |= {"checkpoint": self._leaving.clock_s} if is_due else {}
+            self._since |= {"epoch": self._leaving.clock_s} if epoch_ends else {}
         return is_due
 
     def _long(self) -> set[str]:
-        """Return what has lasted `checkpoint.every_s`: the time since the last checkpoint, the epoch, the run."""
-        clock_s = None if self._meetings is None else self._meetings.clock_s
+        """Return which of checkpoint, epoch and run started at least `checkpoint.every_s` ago."""
+        clock_s = None if self._leaving is None else self._leaving.clock_s
         if clock_s is None or not self._config.every_s:
             return set()
         if not self._since:

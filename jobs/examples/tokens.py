@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
         model.train()
         for tokens, targets in train:
             optimizer.zero_grad()
-            optimizer.weigh((targets != PAD).sum())  # the loss is a mean over so many letters
+            optimizer.set_batch_weight((targets != PAD).sum())  # the loss is a mean over so many letters
             loss_of(model(tokens), targets).backward()
             optimizer.step()
 

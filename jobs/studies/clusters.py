@@ -23,9 +23,9 @@ from typing import Annotated, Any
 import typer
 
 from hpcdist.tools.compare.comparison import FIRST_SEED
-from hpcdist.tools.compare.plan import ComparedCell
+from hpcdist.tools.compare.plan import ComparedGroup
 from hpcdist.tools.statistics import interval
-from kit.cells import CellRuns, EndedRun, declare_cell, search
+from kit.groups import EndedRun, GroupRuns, declare_group, search
 from kit.output import Claim, Study, paragraphs, start
 from kit.pairs import difference, excludes
 
@@ -56,7 +56,7 @@ class Scale:
     batches: int = 8_000  # of all workers together: two passes
     seeds: int = 5
 
-    def declare(self, rule: Rule, power: int) -> ComparedCell:
+    def declare(self, rule: Rule, power: int) -> ComparedGroup:
         """Declare the runs of a rule with ν = 10^(power/2)."""
         settings = {
             "strategy": {**dict(rule.strategy), "period": PERIOD, "outer_lr": round(10 ** (power / 2), 4)},
@@ -68,7 +68,7 @@ class Scale:
         first = 0 if rule.waits else 1  # rank 0 serves
         slower = [f"straggler:{first + n},{step_s / STEPS_S[0]:.4f}," for n, step_s in enumerate(STEPS_S) if n]
         compute = f"{''.join(slower)}{1000 * STEPS_S[0]:g}ms"
-        return declare_cell(rule.name, first + len(STEPS_S), settings, {"compute": compute}, loop=f"{JOB}:train")
+        return declare_group(rule.name, first + len(STEPS_S), settings, {"compute": compute}, loop=f"{JOB}:train")
 
 
 def _asynchronous(name: str, **options: Any) -> Rule:
@@ -154,11 +154,11 @@ def claims(results: Results) -> list[Claim]:
 
 
 # --- the study --------------------------------------------------------------------------------------------------------
-def choose(cells: CellRuns, scale: Scale, rule: Rule) -> int:
+def choose(groups: GroupRuns, scale: Scale, rule: Rule) -> int:
     """Search the rule's ν, as a power of √10."""
 
     def measure(power: int) -> float:
-        (run,) = cells.measure(scale.declare(rule, power), [FIRST_SEED])
+        (run,) = groups.measure(scale.declare(rule, power), [FIRST_SEED])
         return run.summary.metrics["accuracy"]
 
     return search(measure, lambda accuracy: -accuracy, -1, {})
@@ -172,10 +172,10 @@ def main(
 ) -> None:
     scale = QUICK if quick else Scale(hidden=hidden)
     settings = {"data": {"path": str(output / f"clusters-{scale.points}.h5")}}
-    with CellRuns(JOB, output, workers, settings=settings, cluster={"network": NETWORK}) as cells:
-        cells.make_data()
-        powers = cells.each(lambda rule: choose(cells, scale, rule), RULES, "ν searched")
-        made = cells.make({rule: scale.declare(rule, powers[rule]) for rule in RULES}, range(scale.seeds))
+    with GroupRuns(JOB, output, workers, settings=settings, cluster={"network": NETWORK}) as groups:
+        groups.make_data()
+        powers = groups.each(lambda rule: choose(groups, scale, rule), RULES, "ν searched")
+        made = groups.make({rule: scale.declare(rule, powers[rule]) for rule in RULES}, range(scale.seeds))
     results, study = Results(powers, made), Study(output)
     title = f"{scale.hidden} hidden units, {scale.batches:,} batches of {BATCH}, {scale.seeds} seeds"
     study.write_csv("table.csv", study.table(title, results.rows(), "; means with 95 % intervals"))

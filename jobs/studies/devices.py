@@ -69,11 +69,11 @@ def percent(one_s: float, ranks: int, ranks_s: float) -> float:
 
 def read(folder: Path) -> list[Trained]:
     """Read the runs of a comparison that have ended, in the order of the strategies' names and of ranks."""
-    cells: dict[tuple[str, int], list[Summary]] = {}
+    groups: dict[tuple[str, int], list[Summary]] = {}
     for run in (read_comparison(folder) or {"runs": []})["runs"]:
         if (summary := Run(folder / run["folder"], follow=True).summary) is not None:
-            cells.setdefault((run["name"], run["ranks"]), []).append(summary)
-    return [Trained(name, ranks, found) for (name, ranks), found in sorted(cells.items())]
+            groups.setdefault((run["name"], run["ranks"]), []).append(summary)
+    return [Trained(name, ranks, found) for (name, ranks), found in sorted(groups.items())]
 
 
 def rows(found: Sequence[Trained], cores: int) -> list[dict[str, Any]]:

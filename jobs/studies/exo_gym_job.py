@@ -49,7 +49,7 @@ class Averaged(Strategy):
 
         period: int = PERIOD
 
-    contract = Contract(averages="parameters", meets="every step")
+    contract = Contract(averages="parameters", synchronizes="every step")
 
     def advance(self, update: Any) -> Outcome:
         outcome = self.gradients.step_alone(update)

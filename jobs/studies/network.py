@@ -35,10 +35,10 @@ from typing import Annotated, Any
 import typer
 from matplotlib.figure import Figure
 
-from hpcdist.tools.compare.plan import ComparedCell
-from hpcdist.tools.statistics import LEAST_SEEDS, Interval, geometric
+from hpcdist.tools.compare.plan import ComparedGroup
+from hpcdist.tools.statistics import MIN_SEEDS, Interval, geometric
 from kit import plots
-from kit.cells import CellRuns, EndedRun, declare_cell
+from kit.groups import EndedRun, GroupRuns, declare_group
 from kit.hosted import HostedLauncher
 from kit.hosts import Cable, why_not
 from kit.output import Claim, Study, start, verdict, wrap
@@ -84,22 +84,22 @@ class Scale:
         shape = {"model": {"hidden": self.hidden}, "batch_size": self.batch, "every": self.every}
         return {"strategy": SETUPS[setup], "optimizer": optimizer, **shape}
 
-    def cells(self, hosts: int) -> dict[tuple[Cable, str], ComparedCell]:
+    def groups(self, hosts: int) -> dict[tuple[Cable, str], ComparedGroup]:
         """Declare the runs on real ranks, which end at the target."""
         end, found = {"target": self.target, "limit": self.limit}, {}
         for network in self.networks:
             cable = {name: value for name, value in vars(network).items() if value}
             for setup in SETUPS:
                 settings = {**self.settings(setup), **end}
-                found[network, setup] = declare_cell(f"{setup}, {network}", hosts, settings, cable, LOOP)
+                found[network, setup] = declare_group(f"{setup}, {network}", hosts, settings, cable, LOOP)
         return found
 
-    def predicted(self, network: Cable, setup: str, run: EndedRun) -> ComparedCell:
+    def predicted(self, network: Cable, setup: str, run: EndedRun) -> ComparedGroup:
         """Declare the same steps on virtual ranks, on the network and with the step times that a run has measured."""
         measured, settings = run.summary.model_extra, {**self.settings(setup), "steps": run.curve[-1].step}
         links = f"{measured['latency_s']!r}s,{measured['bandwidth_bytes_s']!r}B/s"
         cluster = {"network": links, "compute": f"replay:{run.folder}"}
-        return declare_cell(f"{setup}, {network}", run.summary.ranks, settings, cluster, LOOP)
+        return declare_group(f"{setup}, {network}", run.summary.ranks, settings, cluster, LOOP)
 
 
 QUICK = Scale(networks=(Cable(100),), hidden=1000, target=0.8)  # 1.1 million parameters
@@ -184,7 +184,7 @@ class Results:
         """Make the table: one row per setup and network."""
         for outcome in self.outcomes:
             target_s, sooner = outcome.target_s, self.sooner(outcome)
-            known = target_s is not None and len(outcome.runs) >= LEAST_SEEDS
+            known = target_s is not None and len(outcome.runs) >= MIN_SEEDS
             yield {
                 "network": str(outcome.network),
                 "setup": outcome.setup,
@@ -265,12 +265,12 @@ def main(
         if reason := why_not(cable):
             sys.exit(f"error: this job must be able to make hosts on this machine; {reason}.")
     output = output.resolve()  # hosts share files, and the ranks' folder may be another
-    wanted = scale.cells(size)
-    with CellRuns(JOB, output, target=scale.target, launcher=HostedLauncher()) as cells:
-        runs = cells.make(wanted, range(seeds))
-    with CellRuns(JOB, output / "virtual", workers) as cells:
+    wanted = scale.groups(size)
+    with GroupRuns(JOB, output, target=scale.target, launcher=HostedLauncher()) as groups:
+        runs = groups.make(wanted, range(seeds))
+    with GroupRuns(JOB, output / "virtual", workers) as groups:
         again = {key: scale.predicted(*key, of_seeds[0]) for key, of_seeds in runs.items()}
-        ahead = cells.make(again, [0], "virtual ranks")
+        ahead = groups.make(again, [0], "virtual ranks")
     results, study = Results([Outcome(*key, runs[key], *ahead[key]) for key in runs]), Study(output)
 
     study.table("what messages had", results.network_rows())
@@ -278,7 +278,7 @@ def main(
     study.write_csv("table.csv", study.table(title, results.rows()))
     study.claims(results.paragraphs())
     study.draw({"network": results.figure()})
-    study.end([run for found in (runs, ahead) for of_cell in found.values() for run in of_cell])
+    study.end([run for found in (runs, ahead) for of_group in found.values() for run in of_group])
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from typing import Annotated
 
 import typer
 
-from hpcdist.tools.compare.plan import ComparedCell
+from hpcdist.tools.compare.plan import ComparedGroup
 from hpcdist.tools.statistics import Interval, interval
-from kit.cells import CellRuns, EndedRun, declare_cell
+from kit.groups import EndedRun, GroupRuns, declare_group
 from kit.output import Study, markdown, start, wrap
 from kit.pairs import difference, excludes
 from regression_job import SAMPLES, job
@@ -115,9 +115,9 @@ class Setup:
     ranks: int
     batch: int
 
-    def declare(self, epochs: int) -> ComparedCell:
+    def declare(self, epochs: int) -> ComparedGroup:
         settings = {"strategy": self.strategy, "batch_size": self.batch, "epochs": epochs, "eval_every": epochs}
-        return declare_cell(self.name, self.ranks, settings, cluster(self.batch))
+        return declare_group(self.name, self.ranks, settings, cluster(self.batch))
 
 
 JOB_REFERENCE = Setup("allreduce on 4 ranks", "allreduce", 4, 10)
@@ -139,7 +139,7 @@ class Results:
     def budgets(self) -> tuple[Budget, ...]:
         return tuple(Budget(unit, self.steps) for unit in ("updates", "samples", "steps"))
 
-    def cells(self) -> dict[Protocol, ComparedCell]:
+    def groups(self) -> dict[Protocol, ComparedGroup]:
         """Declare the runs of each training, the longest first.
 
         The rate is constant, so that a short run is the beginning of a long one.
@@ -151,7 +151,7 @@ class Results:
         longest_first = sorted(updates, key=lambda training: -updates[training] * training.workers)
         return {training: self._declare(training, updates[training]) for training in longest_first}
 
-    def _declare(self, training: Protocol, updates: int) -> ComparedCell:
+    def _declare(self, training: Protocol, updates: int) -> ComparedGroup:
         settings = {
             "strategy": {"name": "parameter_server"},
             "optimizer": {"name": "SGD", "lr": training.rate},
@@ -164,7 +164,7 @@ class Results:
         ranks = training.workers + (training.workers > 1)
         averaged = ", averaged" * training.averaged
         name = f"{training.workers} of batch {training.batch}, {training.own} samples, rate {training.rate:g}{averaged}"
-        return declare_cell(name, ranks, settings, cluster(training.batch), loop=f"{JOB}:train")
+        return declare_group(name, ranks, settings, cluster(training.batch), loop=f"{JOB}:train")
 
     def rmse(self, protocol: Protocol, budget: Budget) -> list[float]:
         """List the RMSE on the test set of each seed."""
@@ -282,11 +282,11 @@ def main(
     """Make the runs that are missing, and say what they show."""
     steps, seeds, epochs = (100, 2, 2) if quick else (10_000, 5, job.defaults["epochs"])
     results, study = Results(steps, seeds), Study(output)
-    wanted: dict[Protocol | Setup, ComparedCell] = {**results.cells()}
+    wanted: dict[Protocol | Setup, ComparedGroup] = {**results.groups()}
     wanted |= {setup: setup.declare(epochs) for setup in JOB_SETUPS}
     settings = {"data": {"path": str(output / "friedman1.h5")}}
-    with CellRuns(JOB, output, workers, settings=settings, cluster={"network": NETWORK}) as cells:
-        found = cells.make(wanted, range(seeds))
+    with GroupRuns(JOB, output, workers, settings=settings, cluster={"network": NETWORK}) as groups:
+        found = groups.make(wanted, range(seeds))
     results.runs = {one: of_one for one, of_one in found.items() if isinstance(one, Protocol)}
     of_job = {setup: [run.summary.metrics["rmse"] for run in found[setup]] for setup in JOB_SETUPS}
 

@@ -29,9 +29,9 @@ that synchronous all-reduce scales better to more (about 100) and converges most
   which the stricter one leaves time to make up for a slow beginning: 0.35, where about 9 % of the test images are
   wrong, and 0.2, where 5 % are.
 
-The 26 cells are run with five seeds, which tuning does not see, with both kinds of steps and each target's rates: about
-330 runs, for most rates are the same, beside about 190 for the rates. The folder holds all of them, those for the rates
-in `tuning`, and `hpcdist report` makes a page of it. A run that is there is not made again.
+The 26 groups are run with five seeds, which tuning does not see, with both kinds of steps and each target's rates:
+about 330 runs, for most rates are the same, beside about 190 for the rates. The folder holds all of them, those for the
+rates in `tuning`, and `hpcdist report` makes a page of it. A run that is there is not made again.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hpcdist.tools.compare.comparison import FIRST_SEED
-from hpcdist.tools.compare.plan import ComparedCell
+from hpcdist.tools.compare.plan import ComparedGroup
 from hpcdist.tools.statistics import Interval, interval
 from kit import plots
-from kit.cells import CellRuns, EndedRun, at_rate, declare_cell, search
+from kit.groups import EndedRun, GroupRuns, at_rate, declare_group, search
 from kit.output import Claim, Study, paragraphs, start
 from kit.pairs import ratio
 from scaling_job import model_bytes
@@ -79,7 +79,7 @@ Curve = Sequence[Sequence[float]]  # gradients, virtual seconds and test loss of
 
 # --- what is run ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Cell:
+class RunGroup:
     """A strategy on so many workers; `servers` come on top of them."""
 
     strategy: str
@@ -90,7 +90,7 @@ class Cell:
     def name(self) -> str:
         return f"{self.strategy}, {self.servers} servers" if self.servers > 1 else self.strategy
 
-    def declare(self, grid: Grid, steps: str) -> ComparedCell:
+    def declare(self, grid: Grid, steps: str) -> ComparedGroup:
         """Declare the runs, at a rate that is yet to be found."""
         options = {"name": self.strategy, **OPTIONS[self.strategy], "on_nonfinite": "ignore"}
         if self.servers:
@@ -104,7 +104,7 @@ class Cell:
             "eval_every_samples": grid.every * BATCH,
         }
         ranks, cluster = self.workers + self.servers, {"compute": COMPUTE[steps]}
-        return declare_cell(f"{self.name}, {steps}", ranks, settings, cluster, loop=f"{JOB}:train")
+        return declare_group(f"{self.name}, {steps}", ranks, settings, cluster, loop=f"{JOB}:train")
 
     def guess(self) -> int:
         """Guess the power of 2 at which to look for the best rate first.
@@ -128,11 +128,11 @@ class Grid:
     seeds: int = 5
     tuning_seeds: int = 2
 
-    def cells(self) -> list[Cell]:
+    def groups(self) -> list[RunGroup]:
         """List all, those with the most workers first, for they take longest."""
-        found = [Cell("easgd", workers, SHARDS) for workers in self.sharded]
-        found += [Cell(name, workers, int(name == "easgd")) for name in OPTIONS for workers in self.workers]
-        return sorted(found, key=lambda cell: (-cell.workers, cell.strategy, cell.servers))
+        found = [RunGroup("easgd", workers, SHARDS) for workers in self.sharded]
+        found += [RunGroup(name, workers, int(name == "easgd")) for name in OPTIONS for workers in self.workers]
+        return sorted(found, key=lambda group: (-group.workers, group.strategy, group.servers))
 
 
 SHARDS = 4
@@ -142,13 +142,13 @@ QUICK = Grid((2, 4), (STRAGGLERS,), sharded=(4,), gradients=384, every=32, targe
 # --- the runs and their results ---------------------------------------------------------------------------------------
 @dataclass
 class Results:
-    """With one kind of steps and one target: the runs of each cell, in the order of their seeds, and their rates."""
+    """With one kind of steps and one target: the runs of each group, in the order of their seeds, and their rates."""
 
     grid: Grid
     steps: str
     target: float
-    rates: dict[Cell, float]
-    runs: dict[Cell, list[EndedRun]] = field(default_factory=dict)
+    rates: dict[RunGroup, float]
+    runs: dict[RunGroup, list[EndedRun]] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -156,63 +156,63 @@ class Results:
 
     def names(self) -> list[str]:
         """List the strategies' names, all-reduce first."""
-        return sorted({cell.name for cell in self.runs}, key=lambda name: (name.split(",")[0] != SYNCHRONOUS, name))
+        return sorted({group.name for group in self.runs}, key=lambda name: (name.split(",")[0] != SYNCHRONOUS, name))
 
-    def of(self, name: str) -> list[Cell]:
-        """List a strategy's cells, few workers first."""
-        return sorted((cell for cell in self.runs if cell.name == name), key=lambda cell: cell.workers)
+    def of(self, name: str) -> list[RunGroup]:
+        """List a strategy's groups, few workers first."""
+        return sorted((group for group in self.runs if group.name == name), key=lambda group: group.workers)
 
-    def cell(self, name: str, workers: int) -> Cell | None:
-        return next((cell for cell in self.of(name) if cell.workers == workers), None)
+    def group(self, name: str, workers: int) -> RunGroup | None:
+        return next((group for group in self.of(name) if group.workers == workers), None)
 
-    def first(self, cell: Cell) -> Cell:
+    def first(self, group: RunGroup) -> RunGroup:
         """Find the same strategy on its fewest workers."""
-        return self.of(cell.strategy)[0]
+        return self.of(group.strategy)[0]
 
-    def curves(self, cell: Cell) -> list[Curve]:
+    def curves(self, group: RunGroup) -> list[Curve]:
         """List (gradients, virtual seconds, test loss) of each look, run by run."""
-        return list(map(curve, self.runs[cell]))
+        return list(map(curve, self.runs[group]))
 
-    def losses(self, cell: Cell) -> list[float]:
+    def losses(self, group: RunGroup) -> list[float]:
         """List the losses at the end, run by run."""
-        return [curve[-1][2] for curve in self.curves(cell)]
+        return [curve[-1][2] for curve in self.curves(group)]
 
-    def times_s(self, cell: Cell) -> list[float]:
+    def times_s(self, group: RunGroup) -> list[float]:
         """List the seconds to the target, run by run; infinite where it is not reached."""
-        return [time_to(curve, self.target) for curve in self.curves(cell)]
+        return [time_to(curve, self.target) for curve in self.curves(group)]
 
-    def reached(self, cell: Cell) -> bool:
+    def reached(self, group: RunGroup) -> bool:
         """Tell whether every run has come to the target."""
-        return all(map(math.isfinite, self.times_s(cell)))
+        return all(map(math.isfinite, self.times_s(group)))
 
-    def ratio(self, cell: Cell, other: Cell) -> Interval | None:
-        """Estimate the time to the target over that of another cell; None where one does not reach it."""
-        if not (self.reached(cell) and self.reached(other)):
+    def ratio(self, group: RunGroup, other: RunGroup) -> Interval | None:
+        """Estimate the time to the target over that of another group; None where one does not reach it."""
+        if not (self.reached(group) and self.reached(other)):
             return None
-        return ratio(self.times_s(cell), self.times_s(other))
+        return ratio(self.times_s(group), self.times_s(other))
 
-    def spread(self, cell: Cell) -> float:
+    def spread(self, group: RunGroup) -> float:
         """Compute half of the final loss's interval over its mean: how much runs differ."""
-        loss = interval(self.losses(cell))
+        loss = interval(self.losses(group))
         return loss.half / loss.mean
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Make the table: one row per cell."""
+        """Make the table: one row per group."""
         for name in self.names():
-            for cell in self.of(name):
-                curves, seconds = self.curves(cell), self.times_s(cell)
-                first, reaching = self.first(cell), [s for s in seconds if math.isfinite(s)]
-                gained = self.ratio(first, cell) if cell is not first else None
+            for group in self.of(name):
+                curves, seconds = self.curves(group), self.times_s(group)
+                first, reaching = self.first(group), [s for s in seconds if math.isfinite(s)]
+                gained = self.ratio(first, group) if group is not first else None
                 yield {
-                    "strategy": cell.name,
-                    "p": cell.workers,
-                    "rate": f"{self.rates[cell]:g}",
-                    "final loss": f"{interval(self.losses(cell)):.3f}",
-                    "s to target": f"{interval(seconds):.1f}" if self.reached(cell) else "",
+                    "strategy": group.name,
+                    "p": group.workers,
+                    "rate": f"{self.rates[group]:g}",
+                    "final loss": f"{interval(self.losses(group)):.3f}",
+                    "s to target": f"{interval(seconds):.1f}" if self.reached(group) else "",
                     "reached": f"{len(reaching)}/{len(seconds)}",
                     f"faster than on {first.workers}": "" if gained is None else f"{gained:.1f}",
                     "gradients to target": _count(curves, self.target),
-                    "s per step": f"{fmean(curve[-1][1] * cell.workers / curve[-1][0] for curve in curves):.3f}",
+                    "s per step": f"{fmean(curve[-1][1] * group.workers / curve[-1][0] for curve in curves):.3f}",
                 }
 
 
@@ -236,8 +236,8 @@ def time_to(curve: Curve, target: float) -> float:
     return math.inf
 
 
-# --- the rate of a cell -----------------------------------------------------------------------------------------------
-def tune(cells: CellRuns, grid: Grid, cell: Cell) -> dict[str, Any]:
+# --- the rate of a group ----------------------------------------------------------------------------------------------
+def tune(groups: GroupRuns, grid: Grid, group: RunGroup) -> dict[str, Any]:
     """Search the power of 2 that is the best rate for each target, from a guess, on seeds of its own.
 
     Best is the shortest mean time to the target or, where no rate gets there with every seed, the lowest final loss.
@@ -246,9 +246,9 @@ def tune(cells: CellRuns, grid: Grid, cell: Cell) -> dict[str, Any]:
 
     def measure(power: int) -> list[Curve]:
         seeds = range(FIRST_SEED, FIRST_SEED + grid.tuning_seeds)
-        return list(map(curve, cells.measure(at_rate(cell.declare(grid, STRAGGLERS), 2.0**power), seeds)))
+        return list(map(curve, groups.measure(at_rate(group.declare(grid, STRAGGLERS), 2.0**power), seeds)))
 
-    best = {target: search(measure, partial(merit, target=target), cell.guess(), curves) for target in grid.targets}
+    best = {target: search(measure, partial(merit, target=target), group.guess(), curves) for target in grid.targets}
     tried = {power: {target: merit(found, target) for target in best} for power, found in sorted(curves.items())}
     return {"best": best, "tried": tried}
 
@@ -258,12 +258,12 @@ def merit(curves: Sequence[Curve], target: float) -> tuple[float, float]:
     return fmean(time_to(curve, target) for curve in curves), fmean(curve[-1][2] for curve in curves)
 
 
-def rate_rows(cell: Cell, found: dict) -> list[dict]:
-    """Make a row per target and rate that was tried for a cell."""
+def rate_rows(group: RunGroup, found: dict) -> list[dict]:
+    """Make a row per target and rate that was tried for a group."""
     return [
         {
-            "strategy": cell.name,
-            "p": cell.workers,
+            "strategy": group.name,
+            "p": group.workers,
             "target": target,
             "rate": 2.0**power,
             "s to target": merits[target][0],
@@ -288,7 +288,7 @@ def few(results: Results) -> Claim:
     parts, told = [], []
     for reference, others in _by_workers(results):
         if reference.workers <= FEW:
-            ratios = {cell.name: results.ratio(cell, reference) for cell in others}
+            ratios = {group.name: results.ratio(group, reference) for group in others}
             reaching = {name: ratio for name, ratio in ratios.items() if ratio is not None}
             first = min(reaching, key=lambda name: reaching[name].mean, default=None)
             parts.append(first is not None and reaching[first].high < 1)
@@ -306,13 +306,13 @@ def many(results: Results) -> Claim:
     parts, told = [], []
     for reference, others in _by_workers(results):
         if reference.workers > FEW:
-            ratios = {cell.name: results.ratio(cell, reference) for cell in others}
+            ratios = {group.name: results.ratio(group, reference) for group in others}
             behind = [results.reached(reference) and (ratio is None or ratio.low > 1) for ratio in ratios.values()]
             parts.append(all(behind))
             listed = ", ".join(f"{name} {'not always' if r is None else f'{r:.2f}'}" for name, r in ratios.items())
             told.append(f"p = {reference.workers}: {listed}")
     last = [results.of(name)[-1] for name in results.names()]
-    gains = ", ".join(f"{cell.name} {_gain(results, cell)}" for cell in last)
+    gains = ", ".join(f"{group.name} {_gain(results, group)}" for group in last)
     return Claim(
         f"With {_words(results)}, all-reduce reaches it before all of them on more than {FEW}.",
         parts,
@@ -337,15 +337,15 @@ def consistency(results: Results) -> Claim:
     )
 
 
-def _by_workers(results: Results) -> Iterator[tuple[Cell, list[Cell]]]:
+def _by_workers(results: Results) -> Iterator[tuple[RunGroup, list[RunGroup]]]:
     """Yield all-reduce on each number of workers, and the others on as many."""
     for reference in results.of(SYNCHRONOUS):
-        found = (results.cell(name, reference.workers) for name in results.names())
-        yield reference, [cell for cell in found if cell not in (None, reference)]
+        found = (results.group(name, reference.workers) for name in results.names())
+        yield reference, [group for group in found if group not in (None, reference)]
 
 
-def _gain(results: Results, cell: Cell) -> str:
-    gained = results.ratio(results.first(cell), cell)
+def _gain(results: Results, group: RunGroup) -> str:
+    gained = results.ratio(results.first(group), group)
     return "does not reach it" if gained is None else f"{gained:.1f}"
 
 
@@ -370,9 +370,9 @@ def loss_time(results: Results) -> Figure:
     figure, panels = plots.panels(len(workers), (4.2, 3.4), columns=3, sharey=True)
     for axes, p in zip(panels, workers):
         for (colour, _), name in zip(STYLES, results.names()):
-            cell = results.cell(name, p)
-            if cell is not None:
-                _curve(axes, results, cell, colour)
+            group = results.group(name, p)
+            if group is not None:
+                _curve(axes, results, group, colour)
         drawn = np.concatenate([line.get_ydata() for panel in panels for line in panel.lines])
         axes.set_ylim(drawn.min() / 1.2, drawn.max() * 1.2)  # a few seeds' intervals may be far wider
         axes.axhline(results.target, **plots.RULE)
@@ -383,13 +383,13 @@ def loss_time(results: Results) -> Figure:
     return figure
 
 
-def _curve(axes: Axes, results: Results, cell: Cell, colour: str) -> None:
-    curves = results.curves(cell)
+def _curve(axes: Axes, results: Results, group: RunGroup, colour: str) -> None:
+    curves = results.curves(group)
     shortest_s = fmean(curve[-1][1] for curve in curves) / len(curves[0])
     moments = np.geomspace(shortest_s, min(curve[-1][1] for curve in curves), POINTS)
     logs = np.array([np.interp(moments, *np.array(curve)[:, 1:].T) for curve in curves])
     found = [interval(column) for column in np.log(logs).T.tolist()]
-    axes.plot(moments, [np.exp(value.mean) for value in found], color=colour, linewidth=1, label=cell.name)
+    axes.plot(moments, [np.exp(value.mean) for value in found], color=colour, linewidth=1, label=group.name)
     if len(curves) > 1:
         low, high = ([np.exp(getattr(value, end)) for value in found] for end in ("low", "high"))
         axes.fill_between(moments, low, high, color=colour, alpha=0.2, linewidth=0)
@@ -400,10 +400,10 @@ def target_workers(of_all: Sequence[Results]) -> Figure:
     figure, panels = plots.panels(len(of_all), (5.2, 3.8), columns=2, sharey=True)
     for axes, results in zip(panels, of_all):
         for (colour, marker), name in zip(STYLES, results.names()):
-            cells = [cell for cell in results.of(name) if results.reached(cell)]
-            found = [interval(results.times_s(cell)) for cell in cells]
-            if cells:
-                plots.error_bars(axes, [cell.workers for cell in cells], found, name, color=colour, marker=marker)
+            groups = [group for group in results.of(name) if results.reached(group)]
+            found = [interval(results.times_s(group)) for group in groups]
+            if groups:
+                plots.error_bars(axes, [group.workers for group in groups], found, name, color=colour, marker=marker)
         axes.set(title=results.title, xlabel="workers", ylabel="virtual time [s]")
         plots.plain_logs(axes)
         axes.set_xticks(results.grid.workers, map(str, results.grid.workers))
@@ -411,22 +411,22 @@ def target_workers(of_all: Sequence[Results]) -> Figure:
 
 
 # --- the study --------------------------------------------------------------------------------------------------------
-def make_runs(cells: CellRuns, grid: Grid) -> tuple[list[Results], list[dict]]:
+def make_runs(groups: GroupRuns, grid: Grid) -> tuple[list[Results], list[dict]]:
     """Search the rates and make all runs; results by steps and target, and the table of rates."""
-    tuned = cells.each(partial(tune, cells, grid), grid.cells(), "rates")
+    tuned = groups.each(partial(tune, groups, grid), grid.groups(), "rates")
     of_all = [
-        Results(grid, steps, target, {cell: 2.0 ** found["best"][target] for cell, found in tuned.items()})
+        Results(grid, steps, target, {group: 2.0 ** found["best"][target] for group, found in tuned.items()})
         for steps, target in product(grid.steps, grid.targets)
     ]
     wanted = {
-        (results.title, cell): at_rate(cell.declare(grid, results.steps), rate)
+        (results.title, group): at_rate(group.declare(grid, results.steps), rate)
         for results in of_all
-        for cell, rate in results.rates.items()
+        for group, rate in results.rates.items()
     }
-    runs = cells.make(wanted, range(grid.seeds))
+    runs = groups.make(wanted, range(grid.seeds))
     for results in of_all:
-        results.runs = {cell: runs[results.title, cell] for cell in results.rates}
-    return of_all, [row for cell, found in tuned.items() for row in rate_rows(cell, found)]
+        results.runs = {group: runs[results.title, group] for group in results.rates}
+    return of_all, [row for group, found in tuned.items() for row in rate_rows(group, found)]
 
 
 def main(
@@ -435,8 +435,10 @@ def main(
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
 ) -> None:
     grid = QUICK if quick else Grid()
-    with CellRuns(JOB, output, workers, metric="loss", target=min(grid.targets), cluster={"network": NETWORK}) as cells:
-        of_all, rates = make_runs(cells, grid)
+    with GroupRuns(
+        JOB, output, workers, metric="loss", target=min(grid.targets), cluster={"network": NETWORK}
+    ) as groups:
+        of_all, rates = make_runs(groups, grid)
     study = Study(output)
     remark = f"; {grid.gradients} gradients, {grid.seeds} seeds, means with 95 % confidence"
     for results in of_all:
@@ -446,7 +448,7 @@ def main(
     study.write_csv("rates.csv", rates)
     study.claims(paragraphs(claims(of_all)))
     study.draw(figures(of_all))
-    runs = [run for results in of_all for of_cell in results.runs.values() for run in of_cell]
+    runs = [run for results in of_all for of_group in results.runs.values() for run in of_group]
     study.end(runs, rates=rates, grid=vars(grid))
 
 

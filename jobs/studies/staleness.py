@@ -38,10 +38,10 @@ import typer
 from matplotlib.figure import Figure
 
 from hpcdist.tools.compare.comparison import FIRST_SEED
-from hpcdist.tools.compare.plan import ComparedCell
+from hpcdist.tools.compare.plan import ComparedGroup
 from hpcdist.tools.statistics import Interval, interval
 from kit import plots
-from kit.cells import TUNING, CellRuns, EndedRun, declare_cell
+from kit.groups import TUNING, EndedRun, GroupRuns, declare_group
 from kit.output import Claim, Study, paragraphs, start
 from kit.pairs import difference, ratio
 
@@ -56,7 +56,7 @@ JOB = Path(__file__).with_name("staleness_job.py")
 
 # --- what is run ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Cell:
+class RunGroup:
     """One protocol on λ learners with batches of μ. `splits` is the n of n-softsync, 0 is hardsync."""
 
     splits: int
@@ -81,7 +81,7 @@ class Cell:
         """Compute (λ − 1)/c for updates of c = ⌊λ/n⌋ gradients."""
         return 0.0 if self.splits == 0 else (self.learners - 1) / (self.learners // self.splits)
 
-    def declare(self, grid: Grid, rate: float) -> ComparedCell:
+    def declare(self, grid: Grid, rate: float) -> ComparedGroup:
         """Declare the runs.
 
         Args:
@@ -98,29 +98,29 @@ class Cell:
         }
         name = f"{self.protocol}, {self.modulation}, batch {self.batch}, jitter {self.jitter:g}"
         compute = f"jitter:{STEP_MS + SAMPLE_MS * self.batch:g}ms,{self.jitter}"
-        return declare_cell(name, 1 + self.learners, settings, {"compute": compute})
+        return declare_group(name, 1 + self.learners, settings, {"compute": compute})
 
 
-def hardsync(batch: int, learners: int) -> Cell:
-    return Cell(0, "none", batch, learners)
+def hardsync(batch: int, learners: int) -> RunGroup:
+    return RunGroup(0, "none", batch, learners)
 
 
-def softsync(splits: int, modulation: str, batch: int, learners: int) -> Cell:
-    """Make a cell; dividing the rate by n = 1 changes nothing, so that this one is the one without modulation."""
-    return Cell(splits, "none" if splits == 1 and modulation == "average" else modulation, batch, learners)
+def softsync(splits: int, modulation: str, batch: int, learners: int) -> RunGroup:
+    """Make a group; dividing the rate by n = 1 changes nothing, so that this one is the one without modulation."""
+    return RunGroup(splits, "none" if splits == 1 and modulation == "average" else modulation, batch, learners)
 
 
-def one_softsync(batch: int, learners: int) -> Cell:
+def one_softsync(batch: int, learners: int) -> RunGroup:
     return softsync(1, "average", batch, learners)
 
 
-def asynchronous(batch: int, learners: int, modulation: str = "average") -> Cell:
+def asynchronous(batch: int, learners: int, modulation: str = "average") -> RunGroup:
     return softsync(learners, modulation, batch, learners)
 
 
-def even(cell: Cell) -> Cell:
-    """Make the same cell on learners whose steps all take equally long."""
-    return replace(cell, jitter=0.0)
+def even(group: RunGroup) -> RunGroup:
+    """Make the same group on learners whose steps all take equally long."""
+    return replace(group, jitter=0.0)
 
 
 PROTOCOLS = {"hardsync": hardsync, "1-softsync": one_softsync, "async": asynchronous}
@@ -148,7 +148,7 @@ class Grid:
         """List the (μ, λ) with μλ = B."""
         return [(b, p) for b in self.batches for p in self.learners if b * p == REFERENCE_BATCH]
 
-    def cells(self) -> list[Cell]:
+    def groups(self) -> list[RunGroup]:
         """List all, each once, those of most gradients first."""
         found = [BASELINE]
         for batch in self.batches:
@@ -157,7 +157,7 @@ class Grid:
         found += [softsync(n, modulation, *self.probe) for n in self.splits for modulation in MODULATIONS]
         found += [asynchronous(batch, learners, "none") for batch, learners in self.diagonal]
         found += [even(protocol(self.probe[0], p)) for p in self.learners for protocol in (hardsync, one_softsync)]
-        return sorted(dict.fromkeys(found), key=lambda cell: cell.batch)
+        return sorted(dict.fromkeys(found), key=lambda group: group.batch)
 
 
 QUICK = Grid(batches=(32, 64), learners=(2, 4), probe=(32, 4), passes=2, seeds=2)
@@ -166,77 +166,77 @@ QUICK = Grid(batches=(32, 64), learners=(2, 4), probe=(32, 4), passes=2, seeds=2
 # --- the runs and their results ---------------------------------------------------------------------------------------
 @dataclass
 class Results:
-    """The runs of each cell, in the order of their seeds."""
+    """The runs of each group, in the order of their seeds."""
 
     grid: Grid
     rate: float  # α₀
-    runs: dict[Cell, list[EndedRun]] = field(default_factory=dict)
+    runs: dict[RunGroup, list[EndedRun]] = field(default_factory=dict)
 
-    def errors(self, cell: Cell) -> list[float]:
+    def errors(self, group: RunGroup) -> list[float]:
         """List the test errors in per cent."""
-        return [percent_wrong(run) for run in self.runs[cell]]
+        return [percent_wrong(run) for run in self.runs[group]]
 
-    def times_s(self, cell: Cell) -> list[float]:
+    def times_s(self, group: RunGroup) -> list[float]:
         """List the virtual seconds."""
-        return [run.summary.wall_s for run in self.runs[cell]]
+        return [run.summary.wall_s for run in self.runs[group]]
 
-    def error(self, cell: Cell) -> Interval:
-        return interval(self.errors(cell))
+    def error(self, group: RunGroup) -> Interval:
+        return interval(self.errors(group))
 
-    def seconds(self, cell: Cell) -> Interval:
-        return interval(self.times_s(cell))
+    def seconds(self, group: RunGroup) -> Interval:
+        return interval(self.times_s(group))
 
-    def staleness(self, cell: Cell) -> Interval:
-        return interval([run.summary.staleness.mean for run in self.runs[cell]])
+    def staleness(self, group: RunGroup) -> Interval:
+        return interval([run.summary.staleness.mean for run in self.runs[group]])
 
-    def histogram(self, cell: Cell) -> dict[int, int]:
+    def histogram(self, group: RunGroup) -> dict[int, int]:
         """Count the gradients of each staleness, of all seeds together."""
         total: dict[int, int] = {}
-        for made in self.runs[cell]:
+        for made in self.runs[group]:
             for staleness, count in made.summary.staleness.histogram.items():
                 total[staleness] = total.get(staleness, 0) + count
         return dict(sorted(total.items()))
 
-    def diverged(self, cell: Cell) -> int:
+    def diverged(self, group: RunGroup) -> int:
         """Count the runs that end with more than half of the test samples wrong."""
-        return sum(error > 50 for error in self.errors(cell))
+        return sum(error > 50 for error in self.errors(group))
 
-    def worse_by(self, cell: Cell, other: Cell) -> Interval:
-        """Estimate by how many points the error of `cell` is above that of `other`."""
-        return difference(self.errors(cell), self.errors(other))
+    def worse_by(self, group: RunGroup, other: RunGroup) -> Interval:
+        """Estimate by how many points the error of `group` is above that of `other`."""
+        return difference(self.errors(group), self.errors(other))
 
-    def longer(self, cell: Cell, other: Cell) -> Interval:
-        """Estimate how many times the virtual time of `other` a cell takes."""
-        return ratio(self.times_s(cell), self.times_s(other))
+    def longer(self, group: RunGroup, other: RunGroup) -> Interval:
+        """Estimate how many times the virtual time of `other` a group takes."""
+        return ratio(self.times_s(group), self.times_s(other))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Make the table: one row per cell."""
-        for cell in sorted(self.runs, key=lambda c: (c.jitter == 0, c.learners, c.batch, c.splits, c.modulation)):
+        """Make the table: one row per group."""
+        for group in sorted(self.runs, key=lambda c: (c.jitter == 0, c.learners, c.batch, c.splits, c.modulation)):
             yield {
-                "protocol": cell.protocol,
-                "n": cell.splits or None,
-                "modulation": cell.modulation,
-                "μ": cell.batch,
-                "λ": cell.learners,
-                "μλ": cell.total_batch,
-                "jitter": f"{cell.jitter:.0%}",
-                "error %": f"{self.error(cell):.2f}",
-                "diverged": f"{self.diverged(cell)}/{len(self.runs[cell])}",
-                "virtual s": f"{self.seconds(cell):.2f}",
-                "staleness": f"{self.staleness(cell):.2f}",
-                "(λ−1)/c": f"{cell.expected_staleness:.2f}",
-                "max": max(run.summary.staleness.max for run in self.runs[cell]),
+                "protocol": group.protocol,
+                "n": group.splits or None,
+                "modulation": group.modulation,
+                "μ": group.batch,
+                "λ": group.learners,
+                "μλ": group.total_batch,
+                "jitter": f"{group.jitter:.0%}",
+                "error %": f"{self.error(group):.2f}",
+                "diverged": f"{self.diverged(group)}/{len(self.runs[group])}",
+                "virtual s": f"{self.seconds(group):.2f}",
+                "staleness": f"{self.staleness(group):.2f}",
+                "(λ−1)/c": f"{group.expected_staleness:.2f}",
+                "max": max(run.summary.staleness.max for run in self.runs[group]),
             }
 
     def run_rows(self) -> Iterator[dict[str, Any]]:
         """Make the table of all runs."""
-        for cell, runs in self.runs.items():
+        for group, runs in self.runs.items():
             for run in runs:
                 lr, summary = run.settings["optimizer"]["lr"], run.summary
                 measured = {"error": percent_wrong(run) / 100, "loss": summary.metrics["loss"]}
                 stale = {"staleness_mean": summary.staleness.mean, "staleness_max": summary.staleness.max}
                 cost = {"virtual_s": summary.wall_s, "samples": summary.samples}
-                yield {**vars(cell), "rate": lr, "seed": summary.seed, **measured, **cost, **stale}
+                yield {**vars(group), "rate": lr, "seed": summary.seed, **measured, **cost, **stale}
 
 
 def percent_wrong(run: EndedRun) -> float:
@@ -244,10 +244,10 @@ def percent_wrong(run: EndedRun) -> float:
     return 100 * (1 - run.summary.metrics["accuracy"])
 
 
-def choose_rate(cells: CellRuns, grid: Grid) -> tuple[float, list[dict]]:
+def choose_rate(groups: GroupRuns, grid: Grid) -> tuple[float, list[dict]]:
     """Choose α₀; it and the table of errors that it was chosen by."""
     rates, seeds = [rate * (1 - grid.momentum) for rate in RATES], range(FIRST_SEED, FIRST_SEED + grid.seeds)
-    runs = cells.make({rate: BASELINE.declare(grid, rate) for rate in rates}, seeds, "one learner", TUNING)
+    runs = groups.make({rate: BASELINE.declare(grid, rate) for rate in rates}, seeds, "one learner", TUNING)
     errors = {rate: interval(list(map(percent_wrong, runs[rate]))) for rate in rates}
     best = min(error.mean for error in errors.values())
     chosen = min(rate for rate, error in errors.items() if error.mean <= best + TOLERANCE)
@@ -271,7 +271,7 @@ def modulation(results: Results) -> Claim:
     reference = hardsync(batch, learners)
     plain, average, each = ([softsync(n, rule, batch, learners) for n in results.grid.splits] for rule in MODULATIONS)
     loss = results.worse_by(plain[-1], reference)
-    gap = max(results.worse_by(cell, reference).mean for cell in average)
+    gap = max(results.worse_by(group, reference).mean for group in average)
     along = [asynchronous(*pair, "none") for pair in results.grid.diagonal]
     return Claim(
         "Without modulation a large n is worse or diverges; divided by n, every n ends where hardsync does.",
@@ -289,13 +289,13 @@ def batches(results: Results) -> Claim:
     grid, parts, sentences = results.grid, [], []
     for name, protocol in PROTOCOLS.items():
         lines = {p: [protocol(batch, p) for batch in grid.batches] for p in grid.learners}
-        growth = {p: results.worse_by(cells[-1], cells[0]) for p, cells in lines.items()}
-        over_batches = fmean(_spread(results, cells) for cells in lines.values())
+        growth = {p: results.worse_by(groups[-1], groups[0]) for p, groups in lines.items()}
+        over_batches = fmean(_spread(results, groups) for groups in lines.values())
         along = [protocol(*pair) for pair in grid.diagonal]
         spread, grows = _spread(results, along), [gain.low > 0 for gain in growth.values()]
         parts += [all(grows), spread <= FLAT * over_batches]
         listed = "; ".join(f"{gain:.2f} at λ = {learners}" for learners, gain in growth.items())
-        errors = "; ".join(f"{_error(results, cell)} at ({cell.batch}, {cell.learners})" for cell in along)
+        errors = "; ".join(f"{_error(results, group)} at ({group.batch}, {group.learners})" for group in along)
         sentences.append(
             f"{name}: from μ = {grid.batches[0]} to {grid.batches[-1]} the error grows by {listed} (points), an "
             f"interval above 0 for {sum(grows)} of {len(grows)} λ; at the (μ, λ) with μλ = {REFERENCE_BATCH} it is "
@@ -331,42 +331,42 @@ def runtime(results: Results) -> Claim:
 
 def staleness(results: Results) -> Claim:
     batch, learners = results.grid.probe
-    stale = [cell for cell in results.runs if cell.splits]
-    off = {cell: results.staleness(cell).mean / cell.expected_staleness - 1 for cell in stale}
+    stale = [group for group in results.runs if group.splits]
+    off = {group: results.staleness(group).mean / group.expected_staleness - 1 for group in stale}
     low, high = min(off, key=off.__getitem__), max(off, key=off.__getitem__)
-    beyond = [_share_beyond(results, cell) for cell in stale]
+    beyond = [_share_beyond(results, group) for group in stale]
     listed = "; ".join(
-        f"{results.staleness(cell):.2f} at n = {cell.splits}, where (λ − 1)/c = {cell.expected_staleness:.2f} "
-        f"(largest {max(results.histogram(cell))})"
-        for cell in (softsync(n, "average", batch, learners) for n in results.grid.splits)
+        f"{results.staleness(group):.2f} at n = {group.splits}, where (λ − 1)/c = {group.expected_staleness:.2f} "
+        f"(largest {max(results.histogram(group))})"
+        for group in (softsync(n, "average", batch, learners) for n in results.grid.splits)
     )
     return Claim(
         "The mean staleness of n-softsync is about n, (λ − 1)/c.",
         [max(map(abs, off.values())) <= NEAR],
-        f"At μ = {batch}, λ = {learners}: {listed}. Over all {len(stale)} cells the mean deviates from (λ − 1)/c by "
+        f"At μ = {batch}, λ = {learners}: {listed}. Over all {len(stale)} groups the mean deviates from (λ − 1)/c by "
         f"{off[low]:+.1%} ({_name(low)}) to {off[high]:+.1%} ({_name(high)}), and up to {NEAR:.0%} counts as about. "
         "A run's first gradients are all of the same parameters and its last meet learners that have ended, which "
-        "lowers the mean of short runs. The largest part of a cell's gradients that are more than 2n updates stale "
+        "lowers the mean of short runs. The largest part of a group's gradients that are more than 2n updates stale "
         f"is {max(beyond):.2%}.",
     )
 
 
-def _name(cell: Cell) -> str:
-    return f"{cell.protocol} at μ = {cell.batch}, λ = {cell.learners}"
+def _name(group: RunGroup) -> str:
+    return f"{group.protocol} at μ = {group.batch}, λ = {group.learners}"
 
 
-def _error(results: Results, cell: Cell) -> str:
-    diverged = results.diverged(cell)
-    return f"{results.error(cell):.2f}" + f" ({diverged} of {len(results.runs[cell])} diverged)" * bool(diverged)
+def _error(results: Results, group: RunGroup) -> str:
+    diverged = results.diverged(group)
+    return f"{results.error(group):.2f}" + f" ({diverged} of {len(results.runs[group])} diverged)" * bool(diverged)
 
 
-def _errors(results: Results, cells: Iterable[Cell]) -> str:
-    return "; ".join(f"{_error(results, cell)} at n = {cell.splits}" for cell in cells)
+def _errors(results: Results, groups: Iterable[RunGroup]) -> str:
+    return "; ".join(f"{_error(results, group)} at n = {group.splits}" for group in groups)
 
 
-def _spread(results: Results, cells: Iterable[Cell]) -> float:
+def _spread(results: Results, groups: Iterable[RunGroup]) -> float:
     """Compute the largest mean error less the smallest."""
-    means = [results.error(cell).mean for cell in cells]
+    means = [results.error(group).mean for group in groups]
     return max(means) - min(means)
 
 
@@ -375,26 +375,26 @@ def _times(ratios: dict[int, float]) -> str:
     return "; ".join(f"{ratio:.2f} times as long at λ = {learners}" for learners, ratio in ratios.items())
 
 
-def _share_beyond(results: Results, cell: Cell) -> float:
+def _share_beyond(results: Results, group: RunGroup) -> float:
     """Compute the part of the gradients that are more than 2n updates stale."""
-    histogram = results.histogram(cell)
-    return sum(count for value, count in histogram.items() if value > 2 * cell.splits) / sum(histogram.values())
+    histogram = results.histogram(group)
+    return sum(count for value, count in histogram.items() if value > 2 * group.splits) / sum(histogram.values())
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
 def figures(results: Results) -> dict[str, Figure]:
-    over_batch = errors(results, "μλ", lambda cell: cell.total_batch)
+    over_batch = errors(results, "μλ", lambda group: group.total_batch)
     for axes in over_batch.axes:
         axes.axvline(REFERENCE_BATCH, **plots.RULE)
     return {
-        "error_time": errors(results, "virtual time [s]", lambda cell: results.seconds(cell).mean),
+        "error_time": errors(results, "virtual time [s]", lambda group: results.seconds(group).mean),
         "error_batch": over_batch,
         "staleness": histograms(results),
         "modulation": rules(results),
     }
 
 
-def errors(results: Results, label: str, x: Callable[[Cell], float]) -> Figure:
+def errors(results: Results, label: str, x: Callable[[RunGroup], float]) -> Figure:
     """Draw test errors, a panel per protocol, a line per number of learners, a point per batch.
 
     Over μλ: where the lines of all λ lie on one another, only the product matters.
@@ -402,9 +402,9 @@ def errors(results: Results, label: str, x: Callable[[Cell], float]) -> Figure:
     figure, panels = plots.panels(len(PROTOCOLS), (4, 4), sharex=True, sharey=True)
     for axes, (name, protocol) in zip(panels, PROTOCOLS.items()):
         for marker, learners in zip(plots.MARKERS, results.grid.learners):
-            cells = [protocol(batch, learners) for batch in results.grid.batches]
-            found = [results.error(cell) for cell in cells]
-            plots.error_bars(axes, [x(cell) for cell in cells], found, f"λ = {learners}", marker=marker)
+            groups = [protocol(batch, learners) for batch in results.grid.batches]
+            found = [results.error(group) for group in groups]
+            plots.error_bars(axes, [x(group) for group in groups], found, f"λ = {learners}", marker=marker)
         axes.set(xlabel=label, title=name)
         plots.plain_logs(axes)
     panels[0].set_ylabel("test error [%]")
@@ -417,13 +417,13 @@ def histograms(results: Results) -> Figure:
     batch, learners = results.grid.probe
     figure, panels = plots.panels(len(results.grid.splits), (2.6, 3))
     for axes, n in zip(panels, results.grid.splits):
-        cell = softsync(n, "average", batch, learners)
-        histogram = results.histogram(cell)
+        group = softsync(n, "average", batch, learners)
+        histogram = results.histogram(group)
         total = sum(histogram.values())
         axes.bar(list(histogram), [count / total for count in histogram.values()], width=0.9)
-        axes.axvline(cell.expected_staleness, color="C1", label=f"(λ − 1)/c = {cell.expected_staleness:.2f}")
+        axes.axvline(group.expected_staleness, color="C1", label=f"(λ − 1)/c = {group.expected_staleness:.2f}")
         axes.axvline(2 * n, label=f"2n = {2 * n}", **plots.RULE)
-        axes.set(title=cell.protocol, xlabel="staleness [updates]")
+        axes.set(title=group.protocol, xlabel="staleness [updates]")
         axes.legend(fontsize="x-small")
     panels[0].set_ylabel("part of the gradients")
     figure.suptitle(f"μ = {batch}, λ = {learners}")
@@ -453,9 +453,9 @@ def main(
 ) -> None:
     grid = replace(QUICK if quick else Grid(), momentum=momentum)
     settings = {"data": {"path": str(output / f"digits-passes-{grid.passes}.h5")}}
-    with CellRuns(JOB, output, workers, settings=settings, cluster={"network": NETWORK}) as cells:
-        rate, rates = choose_rate(cells, grid)
-        made = cells.make({cell: cell.declare(grid, rate) for cell in grid.cells()}, range(grid.seeds))
+    with GroupRuns(JOB, output, workers, settings=settings, cluster={"network": NETWORK}) as groups:
+        rate, rates = choose_rate(groups, grid)
+        made = groups.make({group: group.declare(grid, rate) for group in grid.groups()}, range(grid.seeds))
     results, study = Results(grid, rate, made), Study(output)
 
     study.table("one learner, batch 128", rates)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from states import bits, loaded, names, state_of
 
 from harness.cases import each
-from hpcdist.checkpoint import latest, read_manifest, save, verify, verify_together
+from hpcdist.checkpoint import latest, read_manifest, save, verify, verify_on_all_ranks
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import CheckpointError
 from train import tiny
@@ -132,7 +132,7 @@ def test_a_place_that_is_no_checkpoint_is_refused(folder):
     for place, what in (
         (folder / "absent", "nothing there"),
         (folder / "step-00000001" / "manifest.json", "a file"),
-        (folder, "a folder without one. It holds checkpoints: give one of them, as latest"),
+        (folder, "a folder without one. It holds checkpoints: pass one of them, as from latest"),
     ):
         with pytest.raises(CheckpointError, match=f"must be a checkpoint, a folder with a manifest.json; got {what}"):
             verify(place)
@@ -148,7 +148,7 @@ def test_a_damaged_latest_checkpoint_is_passed_over_only_when_told(folder):
     assert latest(folder) == path
     with pytest.raises(CheckpointError, match=r"rank-0001.safetensors must have xxh3_128:\w{15}...; got .* An older"):
         verify(path)
-    message = "passed over in favour of step-00000001: .*rank-0001.safetensors must have xxh3_128:"
+    message = "skipped in favour of step-00000001: .*rank-0001.safetensors must have xxh3_128:"
     with pytest.warns(UserWarning, match=message):
         assert latest(folder, fallback=True) == folder / "step-00000001"
     cut(folder / "step-00000001" / "rank-0000.json")
@@ -173,7 +173,7 @@ def test_each_file_is_checked_once_and_by_the_rank_that_reads_it(tmp_path, monke
 
     def body(comm):
         rank_of[threading.get_ident()] = comm.rank
-        return verify_together(comm, path)
+        return verify_on_all_ranks(comm, path)
 
     monkeypatch.setattr(module, "check_file", noted)
     assert run_virtual(body, size) == [read_manifest(path)] * size
@@ -202,7 +202,7 @@ def test_damage_is_one_error_on_all_ranks_that_names_the_files(ranks, shared_tmp
                 cut(path / "manifest.json") if damage == "manifest" else damage[0](path / f"rank-{damage[1]}")
             comm.barrier()
             with pytest.raises(CheckpointError) as caught:
-                verify_together(comm, path)
+                verify_on_all_ranks(comm, path)
             messages.append(str(caught.value))
         return messages
 

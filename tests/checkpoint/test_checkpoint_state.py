@@ -179,7 +179,7 @@ def test_a_value_that_cannot_be_stored_is_told_with_its_place(tmp_path, case):
     message = str(caught.value)
     assert message.startswith("The checkpoint of step 3 must be saved by all ranks; got state['optimizer'][0]")
     assert "state['optimizer'][0]['fn'] must be None, a bool, int," in message and f"; got {got}" in message
-    assert message.endswith("Convert it, or leave it out of the state.")
+    assert message.endswith("Convert it, or remove it from the state.")
     assert os.listdir(tmp_path) == []
 
 

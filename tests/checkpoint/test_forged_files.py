@@ -211,7 +211,7 @@ def test_forged_checkpoints_with_right_checksums_are_refused_by_a_sentence(saved
     (harmless, said), *others = run_virtual(body, readers)
     assert len(harmless) < len(FORGED) / 5 and len(FORGED) > 130
     assert [passed for passed, _ in others] == [harmless] * (readers - 1)
-    assert "must name the strategy that has saved it; take another checkpoint" in said
+    assert "must name the strategy that saved it; take another checkpoint" in said
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -279,7 +279,7 @@ def test_places_of_slices_must_be_possible():
     assert SlicePlace.from_description(given).numel == 2
     wrong = ({"offset": [3, 0]}, {"span": [1, 5]}, {"span": [1]}, {"part": [1, 2]}, {"name": 3}, {"size": [-1, 2]})
     for change in wrong:
-        with pytest.raises(ValueError, match="a slice must lie inside its whole tensor; got {'name'"):
+        with pytest.raises(ValueError, match="a slice must be inside its whole tensor; got {'name'"):
             SlicePlace.from_description(given | change)
     with pytest.raises(ValueError, match=r"a slice of 'weight' must have shape \[2\]; got torch.Size\(\[3\]\)"):
         Slice(SlicePlace.from_description(given), torch.zeros(3)).tensor  # noqa: B018 (it is read)
@@ -287,9 +287,9 @@ def test_places_of_slices_must_be_possible():
 
 def test_parts_of_an_unknown_placement_are_refused():
     place = SlicePlace("weight", (4,), None, (2,), (2,))
-    with pytest.raises(CheckpointError, match="parts of parameters must lie one behind the other .*; got 'weight'"):
+    with pytest.raises(CheckpointError, match="parts of parameters must be contiguous chunks .*; got 'weight'"):
         join({place: torch.zeros(2)}, "folder")
-    with pytest.raises(CheckpointError, match="parameters must be cut one part behind the other .*; got 'weight'"):
+    with pytest.raises(CheckpointError, match="parameters must be cut into contiguous chunks .*; got 'weight'"):
         cut(torch.zeros(4), place, "folder")
 
 
@@ -321,7 +321,7 @@ def test_an_error_of_reading_at_the_newest_falls_back_to_the_one_before(saved, t
         script = Script(comm)
         return script.load(tmp_path)["epoch"]
 
-    with pytest.warns(UserWarning, match=f"passed over in favour of step-00000001: .*{name} .*Input/output error"):
+    with pytest.warns(UserWarning, match=f"skipped in favour of step-00000001: .*{name} .*Input/output error"):
         assert run_virtual(body, 2) == [3, 3]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -366,7 +366,7 @@ def test_other_settings_are_told_with_both_values(saved, caplog):
     for said in (
         "optimizer.lr is 0.7 here, and 0.1 in", ": the checkpoint's goes on.",
         "optimizer.momentum is 0 here, and 0.9 in",
-        "strategy.compression.name is 'dgc' here, and 'topk' in", ": this run's goes on.",
+        "strategy.compression.name is 'dgc' here, and 'topk' in", ": continuing with this run's.",
     ):  # fmt: skip
         assert said in caplog.text
 
@@ -378,7 +378,7 @@ def test_other_data_is_told(caplog):
         loaders[1].load_state_dict(loaders[0].state_dict())
 
     run_virtual(body, 1)
-    assert "data has 6 samples here, and 8 in the checkpoint: this run's go on." in caplog.text
+    assert "data has 6 samples here, and 8 in the checkpoint: continuing with these data." in caplog.text
 
 
 def test_other_data_of_as_many_samples_are_told(caplog, tmp_path):
@@ -401,7 +401,7 @@ def test_other_data_of_as_many_samples_are_told(caplog, tmp_path):
     subsets = [Subset(each, list(range(1, 8))) for each in (a, b, c)]
     for saved, same, other in ((a, b, c), subsets, (first, first, second)):
         assert not told(saved, same)
-        assert "in the checkpoint: this run's data go on." in told(saved, other)
+        assert "in the checkpoint: continuing with these data." in told(saved, other)
 
 
 def test_another_strategy_goes_on_from_the_parameters_and_the_optimizer_s_state(saved, caplog):

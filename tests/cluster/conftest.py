@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from cluster import jobs, kit
-from hpcdist.comm.launch import declared_size
+from hpcdist.comm.launch import launched_size
 
 REQUIRED = os.environ.get("HPCDIST_CLUSTER") == "require"
 LIMIT_S = 240.0  # of a test: jobs wait for each other where this machine has other work
-collect_ignore_glob = ["test_*.py"] if declared_size(os.environ) else []  # they start the ranks themselves
+collect_ignore_glob = ["test_*.py"] if launched_size(os.environ) else []  # they start the ranks themselves
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -36,7 +36,7 @@ CHECKED = {  # a setting, and the beginnings of the errors that are found
     "name=it": [],
     "cpus_per_rank=9": ["ranks_per_node x cpus_per_rank must be at most the 8 cores", "sbatch --test-only"],
     "nodes=5": [
-        "nodes and spare_nodes must be together at most the number of nodes of main that fit, 4", "sbatch --test-only",
+        "nodes + spare_nodes must be at most the number of fitting nodes of main, 4", "sbatch --test-only",
     ],
     "gpus_per_rank=3": ["ranks_per_node x gpus_per_rank must be at most the 2 GPUs", "sbatch --test-only"],
     "directives.add.partition=x": ["partition must be one of main, urgent; got 'x'.", "sbatch --test-only"],

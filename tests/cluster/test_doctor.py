@@ -37,7 +37,7 @@ def test_a_job_with_a_node_to_spare_goes_on_without_the_one_behind_a_slow_cable(
     text = [line.partition(": ")[2] for line in said.splitlines()]  # each begins with the rank
     found = [line.split(maxsplit=2) for line in text]
     assert ["warning", "links"] in [row[:2] for row in found if row[2:] and row[2].startswith("n3 is slow: ")], said
-    assert ["ok", "spare", "leaves out n3; 3 remain: n1, n2, n4"] in found
+    assert ["ok", "spare", "excludes n3; 3 remain: n1, n2, n4"] in found
     assert "4 ranks on 4 nodes, 1 each (n1, n2, n3, n4), MPICH" in said and "started by srun --mpi=pmi2" in said
     assert "seen by all nodes within" in said
     assert sorted(line for line in text if line in cluster.nodes) == ["n1", "n2", "n4"], "those that went on"
@@ -103,7 +103,7 @@ def test_a_job_goes_on_without_one_of_two_nodes_that_pass_each_other_nothing(clu
     """Open MPI does not start there: it waits."""
     with disconnected(cluster, "n2", "n3"):
         said, found, ran = job(cluster, workdir, "srun-pmix", nodes=2, spare_nodes=1)
-    told = "the link n2-n3 passes nothing: no TCP connection came about within 3.5 s, though all reach n1. Leave one"
+    told = "the link n2-n3 passes nothing: no TCP connection within 3.5 s, though all reach n1. Exclude one"
     assert found[0].startswith(told), said
     assert ran == ["n1", "n2"], said
 
@@ -112,5 +112,5 @@ def test_a_job_goes_on_without_one_of_two_nodes_that_pass_each_other_nothing(clu
 def test_a_job_goes_on_without_a_node_that_hangs(cluster, workdir):
     (workdir / "hang.sh").write_text(HANG)
     said, found, ran = job(cluster, workdir, "srun-pmi2", spare_nodes=1, site={"container": ["bash", "hang.sh"]})
-    assert found[0] == "n2 must come to n1 by TCP; it did not within 8 s: it hangs, or can't reach n1", said
+    assert found[0] == "n2 must connect to n1 by TCP; it did not within 8 s: it hangs, or can't reach n1", said
     assert ran == ["n1", "n3", "n4"], said

@@ -115,7 +115,7 @@ def ended(cluster, befallen, reference):
 def left(log: str) -> tuple[int, str, int]:
     """After which step a run left, why, and from which step it went on."""
     after, why = re.search(r"left after step (\d+) \((.*?)\), saved in", log).groups()
-    return int(after), why, int(re.search(r"going on from \S*step-(\d+)", log)[1])
+    return int(after), why, int(re.search(r"resuming from \S*step-(\d+)", log)[1])
 
 
 def test_a_warning_to_the_batch_shell_reaches_all_ranks(ended):
@@ -140,7 +140,7 @@ def test_a_run_leaves_before_its_time_limit(ended):
 def test_a_job_goes_on_without_the_node_that_died(ended, name):
     told, log = ended(name)
     assert "left after" not in log, "there was no time to"
-    again = int(re.search(r"going on from \S*step-(\d+)", log)[1])
+    again = int(re.search(r"resuming from \S*step-(\d+)", log)[1])
     assert 0 < again < STEPS and again % 10 == 0
     assert "2" not in told["NodeList"], "it had no other choice"
 

@@ -83,7 +83,7 @@ def test_a_job_is_held_begun_put_back_and_cancelled(cluster, workdir, prepared, 
     prepared("sleep", "100")
     job = jobs.submit(cluster, workdir, "--set", "directives.add.hold=true")
     ((status, _, said),) = in_turn(["logs"])
-    assert status == 1 and f"job {job} must have begun to have a log; got none yet: job {job} is PENDING" in said
+    assert status == 1 and f"job {job} must have started to have a log; got none yet: job {job} is PENDING" in said
     cluster.run("scontrol", "release", job)
     cluster.wait(job, "RUNNING")
     (_, told, _), (status, _, _) = in_turn(["status"], ["requeue"])

@@ -225,7 +225,7 @@ def test_allreduce_by_name_and_again_and_again(ranks):
         for work in works:
             work.wait()
         for options in ({"op": "max"}, {"factor": 2.0}):
-            with pytest.raises(ConfigError, match="op must be sum or mean, without factor, where algorithm is 'ring'"):
+            with pytest.raises(ConfigError, match="op must be sum or mean, without factor, for algorithm 'ring'"):
                 calls.all_reduce(tensor, algorithm="ring", **options)
         calls.close()
         return tensor.tolist()

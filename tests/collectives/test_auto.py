@@ -260,7 +260,7 @@ def test_a_file_is_measured_anew_to_refresh_it_and_where_it_is_out_of_date_or_co
     (path,) = tmp_path.iterdir()
     path.write_bytes(content or path.read_bytes())
     measurements.clear()
-    message = r"allreduce-\w+\.json is not a table of all-reduce times .*measuring anew"
+    message = r"allreduce-\w+\.json is not a table of all-reduce times .*measuring again"
     with nullcontext() if content in (None, OUTDATED) else pytest.warns(UserWarning, match=message):
         assert run_virtual(lambda comm: once(comm, tmp_path, refresh=content is None), 2, network=NETWORK) == good
     assert len(measurements) == 2 and json.loads(path.read_text()) == json.loads(good[0])
@@ -279,7 +279,7 @@ def test_a_file_per_ranks_and_nodes_and_library(tmp_path, measurements):
 
 def test_a_folder_that_can_not_be_written_costs_only_a_warning(tmp_path, measurements):
     (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="all-reduce times can't be kept in .*file/allreduce-"):
+    with pytest.warns(UserWarning, match="all-reduce times can't be cached in .*file/allreduce-"):
         found = run_virtual(lambda comm: once(comm, tmp_path / "file"), 2, network=NETWORK)
     assert found[0] == found[1] and len(measurements) == 2
 

@@ -402,7 +402,7 @@ DIFFERENT = [  # calls of which one rank makes another one
     (lambda c: c.all_to_all([torch.ones(2)] * c.size, [torch.ones(2 + (c.rank == 1))] * c.size),
      "all_to_all: .* got 3 elements on rank 1 for rank 0, which expects 2 elements"),
     (lambda c: c.gather([torch.ones(3)] * c.size if c.rank == 0 else None, ONES),
-     "gather: .* got 4 elements on rank 0 for rank 0, which expects 3 elements. Give both the same"),
+     "gather: .* got 4 elements on rank 0 for rank 0, which expects 3 elements. Check the shapes"),
     (lambda c: c.scatter(ONES, [ONES] * c.size if c.rank < 2 else None, min(c.rank, 1)),
      "scatter: float32, root 0 on rank 0; scatter: float32, root 1 on"),
 ]  # fmt: skip
@@ -422,15 +422,15 @@ def test_what_differs_is_refused_on_all_ranks_before_anything_is_changed(ranks):
 
 ODD = [
     (lambda c: c.all_reduce(torch.ones(2), "total"), UnknownNameError, "operation must be one of and, max"),
-    (lambda c: c.all_reduce(torch.ones(2), "and"), ConfigError, "'and' must have integers or truth values; got tor"),
+    (lambda c: c.all_reduce(torch.ones(2), "and"), ConfigError, "'and' must have integers or booleans; got tor"),
     (lambda c: c.all_reduce(torch.ones(2).int(), "mean"), ConfigError, "'mean' must have floating-point or complex"),
     (lambda c: c.all_reduce(torch.ones(2) * 1j, "max"), ConfigError, "'max' must have numbers that have an order"),
-    (lambda c: c.all_gather(torch.ones(3), torch.ones(1)), ConfigError, "out must have as many elements for each"),
+    (lambda c: c.all_gather(torch.ones(3), torch.ones(1)), ConfigError, "out must have the same number"),
     (lambda c: c.all_gather([torch.ones(3)], torch.ones(3)), ConfigError,
      "out must be a tensor for each of 2 ranks, all of one dtype; got 1"),
-    (lambda c: c.all_gather(torch.ones(4), torch.ones(3)), ConfigError, "tensor must be like this rank's part"),
+    (lambda c: c.all_gather(torch.ones(4), torch.ones(3)), ConfigError, "tensor must match this rank's part"),
     (lambda c: c.all_to_all(torch.ones(2), torch.ones(2, dtype=torch.float64)), ConfigError,
-     "given must be of out's dtype, float32; got float64. Make both alike"),
+     "inputs must have the dtype of out, float32; got float64. Convert them"),
     (lambda c: c.broadcast(torch.ones(2), 2), CommunicationError, "root must be a rank in 0..1; got 2"),
 ]  # fmt: skip
 

@@ -31,15 +31,15 @@ def test_rows_of_all_ranks_or_of_one_are_seen_on_all_nodes(ranks, count):
     def work(comm, slots):
         seen = []
         for call in range(70):  # more than the places that rows have
-            place = slots.places(torch.int32, count)[slots.calls]
+            place = slots.row_buffers(torch.int32, count)[slots.calls]
             place.rows[comm.rank].fill_(1000 * comm.rank + call)
-            assert slots.meet(call, place.shown)
+            assert slots.synchronize(call, place.gathered)
             seen.append(place.table[:, [0, -1]].tolist())
         for source in range(comm.size):  # of which alone the row is shown
-            place = slots.places(torch.int32, count)[slots.calls]
+            place = slots.row_buffers(torch.int32, count)[slots.calls]
             if comm.rank == source:
                 place.rows[source].fill_(7 + source)
-            assert slots.meet(1, place.shown._replace(source=source))
+            assert slots.synchronize(1, place.gathered._replace(source=source))
             seen.append(place.rows[source][[0, -1]].tolist())
         return seen
 
@@ -55,9 +55,9 @@ def test_a_note_that_differs_on_any_rank_is_seen_by_all_whatever_each_has_shown(
         for odd in range(comm.size):
             for count in (0, 3, 300, PACKET_BYTES):
                 mine = count if comm.rank == odd else 5
-                place = slots.places(torch.uint8, mine)[slots.calls]
-                found.append(slots.meet(mine + 1, place.shown if mine else None))
-                found.append(slots.meet(0))
+                place = slots.row_buffers(torch.uint8, mine)[slots.calls]
+                found.append(slots.synchronize(mine + 1, place.gathered if mine else None))
+                found.append(slots.synchronize(0))
         return found
 
     for nodes in PLACES[ranks.size]:

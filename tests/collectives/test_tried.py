@@ -30,10 +30,10 @@ class Sleeping(PreparedCall):
 @pytest.mark.mpi(min_size=2)
 def test_the_way_that_is_faster_on_the_slowest_rank_is_taken(ranks):
     def body(comm):
-        ways = [Sleeping(0.0, 0.05 if comm.rank == 1 else 0.0), Sleeping(0.1, 0.01)]
-        call = TriedCall(ways, Trial(comm, 2, operations.TRIALS))
+        variants = [Sleeping(0.0, 0.05 if comm.rank == 1 else 0.0), Sleeping(0.1, 0.01)]
+        call = TriedCall(variants, Trial(comm, 2, operations.TRIALS))
         assert all(call(torch.ones(1)) for _ in range(2 * TRIALS + 5))
-        return [way.calls for way in ways]
+        return [variant.calls for variant in variants]
 
     assert ranks(body) == [[TRIALS, TRIALS + 5]] * ranks.size
 
@@ -55,21 +55,21 @@ def test_long_copies_in_a_node_are_tried_both_ways(ranks, monkeypatch):
             assert torch.equal(copied, alike + 1)
             assert all(torch.equal(gathered[r], alike + r) for r in range(size))
             assert all(torch.equal(swapped[r], alike[rank] + r) for r in range(size))
-        known = [(trial.way, trial.decided) for trial in found._trials.values()]
+        known = [(trial.variant, trial.decided) for trial in found._trials.values()]
         found.close()
-        return len(found._ways), known
+        return len(found._providers), known
 
     results = ranks(body)
-    assert all(ways == 2 and known == results[0][1] and len(known) == 3 for ways, known in results)
+    assert all(variants == 2 and known == results[0][1] and len(known) == 3 for variants, known in results)
 
 
 def test_another_way_than_the_first_must_be_worth_it():
     def body(comm):
         trial, taken = Trial(comm, 3, rounds=2, warm_up=2, worth=0.9), []
         while not trial.decided:
-            taken.append(trial.way)
-            trial.note([1.0, 0.95, 1.5 - 0.7 * comm.rank][trial.way])  # the slowest rank's third is 1.5
-        trial.note(0.0)
-        return taken, trial.way
+            taken.append(trial.variant)
+            trial.record([1.0, 0.95, 1.5 - 0.7 * comm.rank][trial.variant])  # the slowest rank's third is 1.5
+        trial.record(0.0)
+        return taken, trial.variant
 
     assert run_virtual(body, 2) == [([0, 1, 2] * 4, 0)] * 2

@@ -11,9 +11,9 @@ import torch
 from comm.dtypes import DTYPES
 from harness.cases import each
 from hpcdist.collectives.calls import Collectives
-from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import ANY, TAG_LIMIT
 from hpcdist.comm.mpi.messages import MpiLibraryCalls
+from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.errors import (
     CheckpointError,
     CommunicationError,
@@ -32,7 +32,7 @@ def ranks(ranks):
 
     def run(body, **simulation):
         if not ranks.real and ranks.size == 1:
-            body(Alone(deadline_s=0.05))
+            body(SingleRankCommunicator(deadline_s=0.05))
         return ranks(body, **simulation)
 
     run.real, run.size = ranks.real, ranks.size
@@ -201,8 +201,8 @@ REFUSED = [
     (lambda c, t: c.sendrecv(t[::2], 0, t, 0), r"flat .* contiguous"),
     (lambda c, t: c.allreduce(t[::2]), r"flat .* contiguous"),
     (lambda c, t: c.broadcast(t.view(2, 3)), r"flat .* contiguous"),
-    (lambda c, t: c.allreduce(t > 0), r"dtype of a sum must be a number; got torch.bool. Convert the tensor"),
-    (lambda c, t: c.allreduce(t.to(torch.float8_e4m3fn)), r"dtype of a sum must be a number; got torch.float8_e4m3fn"),
+    (lambda c, t: c.allreduce(t > 0), r"dtype of a sum must be numeric; got torch.bool. Convert the tensor"),
+    (lambda c, t: c.allreduce(t.to(torch.float8_e4m3fn)), r"dtype of a sum must be numeric; got torch.float8_e4m3fn"),
     (lambda c, t: c.split(-1), r"color must be an integer of at least 0, or None; got -1"),
     (lambda c, t: c.window(-1), r"count of a window must be at least 0; got -1"),
 ]
@@ -302,7 +302,7 @@ def test_no_call_of_a_closed_communicator_reaches_mpi_which_would_end_the_job(ra
     """Nor do collective calls, which are prepared in shared memory."""
 
     def body(comm):
-        if isinstance(comm, Alone):
+        if isinstance(comm, SingleRankCommunicator):
             return  # it holds nothing that could be gone
         copy, calls, word = comm.split(0), Collectives(comm), torch.ones(1)
         calls.all_reduce(word), calls.all_reduce(word)
@@ -408,7 +408,7 @@ def test_waiting_is_told_from_communicating(ranks):
 # --- memory that is there already -------------------------------------------------------------------------------------
 def test_attached_memory_is_read_and_written_in_place(ranks):
     def body(comm):
-        if isinstance(comm, Alone):
+        if isinstance(comm, SingleRankCommunicator):
             return  # its memory is its windows'
         if not comm.memory.can_attach:
             pytest.skip("the kernel lets no process read another's memory")
@@ -465,7 +465,7 @@ def test_where_work_fails_all_fail_alike_and_the_first_is_named(ranks):
     """Also by an error that is made of more than a message: it is told as its kind."""
 
     def body(comm):
-        assert comm.together(lambda: comm.rank + 7) == comm.rank + 7
+        assert comm.raise_on_all_ranks(lambda: comm.rank + 7) == comm.rank + 7
 
         def work():
             if comm.rank > 0:
@@ -476,9 +476,9 @@ def test_where_work_fails_all_fail_alike_and_the_first_is_named(ranks):
                 raise UnknownNameError("colour", "blau", ["blue"])
 
         with pytest.raises(CheckpointError) as caught:
-            comm.together(work)
+            comm.raise_on_all_ranks(work)
         with pytest.raises(ConfigError, match=r"colour must be one of blue; got 'blau'") as kind:
-            comm.together(refused)
+            comm.raise_on_all_ranks(refused)
         return str(caught.value), str(kind.value).startswith("on rank 2: ")
 
     first, *others = ranks(body)

@@ -69,15 +69,15 @@ def test_a_measurement_is_kept_by_what_it_depends_on(tmp_path):
     assert path == cache.cache_file("thing", "Open MPI", 2, folder=tmp_path / "new")
     assert path != cache.cache_file("thing", "Open MPI", 3, folder=tmp_path / "new")
     assert re.fullmatch(r"thing-[0-9a-f]{16}\.json", path.name)
-    cache.keep(path, "1")
-    cache.keep(path, "2")
+    cache.write_cached(path, "1")
+    cache.write_cached(path, "2")
     assert path.read_text() == "2" and list(path.parent.iterdir()) == [path]
 
 
 def test_a_measurement_that_can_not_be_kept_warns(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="a measurement can't be kept in .*thing.json"):
-        cache.keep(tmp_path / "file" / "thing.json", "1")
+    with pytest.warns(UserWarning, match="a measurement can't be cached in .*thing.json"):
+        cache.write_cached(tmp_path / "file" / "thing.json", "1")
 
 
 # --- the benchmark ----------------------------------------------------------------------------------------------------

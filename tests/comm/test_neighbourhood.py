@@ -125,7 +125,7 @@ def test_wrong_lists_of_one_rank_are_refused_on_all(ranks):
 
     def body(comm):
         for wrong in ([0, 0], [99], [1]):
-            message = rf"sources must be different ranks, without oneself; got \{wrong} on rank 1 of"
+            message = rf"sources must be distinct ranks other than the rank itself; got \{wrong} on rank 1 of"
             with pytest.raises(CommunicationError, match=message):
                 comm.neighbourhood(wrong if comm.rank == 1 else [], [])
         message = r"destinations must be the ranks that have .* sources; got \[\] on rank 0, .* of \[1\]"

@@ -7,8 +7,8 @@ import resource
 import pytest
 import torch
 
-from hpcdist.comm.alone import Alone
 from hpcdist.comm.mpi import node_memory
+from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import CommunicationError
 
@@ -113,5 +113,5 @@ def test_without_mpi_shared_zeros_are_a_tensor_like_any_other():
         return tensor.tolist(), tensor.dtype, comm.memory.is_shared(tensor)
 
     expected = ([0, 0, 0], torch.int64, False)
-    assert body(Alone()) == expected
+    assert body(SingleRankCommunicator()) == expected
     assert run_virtual(body, 2) == [expected] * 2

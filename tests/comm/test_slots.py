@@ -33,10 +33,10 @@ def test_ranks_see_what_all_have_shown_in_this_call(ranks, ordered, spins, count
     def body(comm):
         slots, seen = made(comm), []
         for call in range(150):
-            shown = slots.places(torch.int32, count)[slots.calls]
-            shown.rows[comm.rank].fill_(1000 * comm.rank + call)
-            assert slots.meet(call)
-            seen.append(shown.table[:, 4].tolist())
+            gathered = slots.row_buffers(torch.int32, count)[slots.calls]
+            gathered.rows[comm.rank].fill_(1000 * comm.rank + call)
+            assert slots.synchronize(call)
+            seen.append(gathered.table[:, 4].tolist())
         slots.close()
         return seen
 
@@ -53,8 +53,8 @@ def test_rows_of_calls_one_after_the_other_never_share_a_place():
             rows, table = places[call].table, tables[call % 2]
             assert rows.untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
             assert rows.data_ptr() == places[call + Slots.period].table.data_ptr()
-            assert rows.data_ptr() == places[call].shown.rows.ctypes.data
-            assert places[call].shown.rows.shape == (2, rows[0].nbytes)
+            assert rows.data_ptr() == places[call].gathered.rows.ctypes.data
+            assert places[call].gathered.rows.shape == (2, rows[0].nbytes)
     assert [len({places[call].table.data_ptr() for call in range(64)}) for places in lengths] == [2, 4, 2, 8]
 
 
@@ -62,7 +62,7 @@ def test_rows_of_calls_one_after_the_other_never_share_a_place():
 def test_notes_that_differ_are_seen_by_all(ranks):
     def body(comm):
         slots = made(comm)
-        found = [slots.meet(note) for note in (7, comm.rank == 1, -5, comm.rank, 1 << 62)]
+        found = [slots.synchronize(fingerprint) for fingerprint in (7, comm.rank == 1, -5, comm.rank, 1 << 62)]
         slots.close()
         return found
 
@@ -76,7 +76,7 @@ def test_a_rank_that_sleeps_is_woken(ranks):
         for late in range(3):
             if comm.rank == 0:
                 time.sleep(0.05 * late)
-            assert slots.meet(late)
+            assert slots.synchronize(late)
         slots.close()
         return comm.trace.traffic.waiting_s
 
@@ -91,7 +91,7 @@ def test_a_rank_that_does_not_come_is_named(ranks):
         comm.failures.deadline_s = 0.2
         if comm.rank == 0:
             with pytest.raises(DeadlineError) as raised:
-                slots.meet(1)
+                slots.synchronize(1)
             error = str(raised.value)
         comm.failures.deadline_s = 60.0
         comm.barrier()

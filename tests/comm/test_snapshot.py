@@ -105,7 +105,7 @@ def test_every_rank_publishes_and_reads_its_own_too(ranks):
         published, out = Publication(comm, like(), publishes=True), like()
         for clock in (0, 7, 8):
             published.publish(filled(comm.rank + clock), clock)
-            assert all(map(torch.equal, published.own(), filled(comm.rank + clock)))
+            assert all(map(torch.equal, published.local(), filled(comm.rank + clock)))
             comm.barrier()
             for peer in range(comm.size):
                 assert published.read(out, peer) == clock
@@ -142,7 +142,7 @@ def test_a_reader_that_is_always_overtaken_ends_at_the_deadline():
                 comm.compute()
         else:
             comm.failures.deadline_s = 0.5
-            with pytest.raises(DeadlineError, match=r"rank 1: a whole read of rank 0's .* 0.5 s and \d+ attempts"):
+            with pytest.raises(DeadlineError, match=r"rank 1: a consistent read of rank 0's .* 0.5 s and \d+ attempts"):
                 published.read(like(), 0)
             assert published.retries > 3
 

@@ -168,5 +168,5 @@ def test_an_interface_or_a_network_may_be_chosen():
 def test_addresses_on_a_common_network_come_first():
     own = [network.Address("ib0", network.ip_interface("10.3.0.7/16"))]
     theirs = ["192.168.1.9", "fd00::1", "10.3.200.1", "10.4.0.1"]
-    assert network.in_order(theirs, own) == ["10.3.200.1", "192.168.1.9", "fd00::1", "10.4.0.1"]
-    assert network.here() == network.here() != ""
+    assert network.shared_first(theirs, own) == ["10.3.200.1", "192.168.1.9", "fd00::1", "10.4.0.1"]
+    assert network.stack_id() == network.stack_id() != ""

@@ -215,7 +215,7 @@ def test_arguments_that_break_a_rule_are_refused(case):
 
 def test_a_compute_model_that_draws_nonsense_is_refused():
     class Backwards(Constant):
-        def draw(self, rank, generator):
+        def sample(self, rank, generator):
             return -1.0
 
     with pytest.raises(ConfigError, match="seconds drawn by a compute model must be finite and at least 0; got -1.0"):

@@ -37,10 +37,10 @@ def draw() -> list:
 
 @each("size", [2, 16])
 def test_random_numbers_do_not_depend_on_the_other_ranks(size):
-    together = run_virtual(lambda comm: [(draw(), comm.compute())[0] for _ in range(7)], size, seed=5)
+    raise_on_all_ranks = run_virtual(lambda comm: [(draw(), comm.compute())[0] for _ in range(7)], size, seed=5)
     in_one_go = run_virtual(lambda comm: [draw() for _ in range(7)], size, seed=5)
-    assert together == in_one_go
-    assert all(a != b for a, b in itertools.pairwise(together))
+    assert raise_on_all_ranks == in_one_go
+    assert all(a != b for a, b in itertools.pairwise(raise_on_all_ranks))
 
 
 def test_a_generator_that_the_body_puts_into_numpy_is_its_own():

@@ -67,7 +67,7 @@ class Delays(ComputeModel):
     def __init__(self, *seconds):
         self.seconds = seconds
 
-    def draw(self, rank, generator):
+    def sample(self, rank, generator):
         return self.seconds[rank]
 
 
@@ -100,7 +100,7 @@ def test_transfers_that_take_no_time_are_never_torn():
 
 
 def test_what_has_no_sum_is_not_accumulated():
-    with pytest.raises(CommunicationError, match="dtype of a sum must be a number; got torch.bool"):
+    with pytest.raises(CommunicationError, match="dtype of a sum must be numeric; got torch.bool"):
         run_virtual(lambda comm: comm.window(1, torch.bool).accumulate(torch.ones(1).bool(), 0), 1)
 
 

@@ -9,8 +9,8 @@ import torch
 
 from comm.dtypes import DTYPES
 from harness.cases import each
-from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import Put
+from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.comm.virtual import Exponential, Network, run_virtual
 from hpcdist.errors import CommunicationError, DeadlineError
 
@@ -39,7 +39,7 @@ def placed(ranks, way):
         if not ranks.real:
             ranks(there)
             if ranks.size == 1:
-                body(Alone(deadline_s=1))
+                body(SingleRankCommunicator(deadline_s=1))
         return ranks(there, **SLOW)
 
     return run
@@ -66,7 +66,7 @@ def test_every_rank_reads_what_every_rank_wrote(placed, dtype):
             for call in (window.get, window.put, window.accumulate)[: 2 + (dtype != torch.bool)]:
                 call(torch.empty(0, dtype=dtype), peer, 3 * comm.size + peer)  # nothing, at the very end
             if dtype == torch.bool:
-                with pytest.raises(CommunicationError, match="dtype of a sum must be a number; got torch.bool"):
+                with pytest.raises(CommunicationError, match="dtype of a sum must be numeric; got torch.bool"):
                     window.accumulate(expected, peer)
         assert torch.equal(window.local[: 3 * comm.size], expected)
         window.close()
@@ -240,7 +240,7 @@ REFUSED = [
     (lambda w, t, p: w.wait(bool, rank=p, count=-1), r"within rank \d's 4 elements; got \[0, -1\)"),
     (lambda w, t, p: w.get(t, 99), r"rank of a window must be a rank in 0\.\.\d; got 99"),
     (lambda w, t, p: w.wait(bool, rank=-2), r"rank of a window must be a rank in .* got -2"),
-    (lambda w, t, p: w.put(t.double(), p), r"dtype must be that of the window, torch.float32; got torch.float64"),
+    (lambda w, t, p: w.put(t.double(), p), r"dtype must be the window's, torch.float32; got torch.float64"),
     (lambda w, t, p: w.put(torch.ones(2, 2), p), r"flat \(1 dimension\) and contiguous"),
     (lambda w, t, p: w.get(torch.ones(6)[::2], p), r"flat \(1 dimension\) and contiguous"),
     (lambda w, t, p: w.fetch_add(1, p), r"fetch_add must be used on an int64 window; got a window of torch.float32"),

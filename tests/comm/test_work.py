@@ -50,13 +50,13 @@ def test_calls_are_made_in_their_order_also_those_that_block_and_those_inside_an
 
     def outer() -> None:
         may_go.wait()
-        queue.make(lambda: made.append("inside"))
+        queue.run(lambda: made.append("inside"))
         made.append("outer")
 
     queue.submit(outer)
     threading.Timer(0.05, may_go.set).start()
-    queue.make(lambda: made.append(threading.current_thread().name))
-    queue.make(lambda: made.append(threading.current_thread().name))
+    queue.run(lambda: made.append(threading.current_thread().name))
+    queue.run(lambda: made.append(threading.current_thread().name))
     assert made == ["inside", "outer", "hpcdist-calls", "MainThread"]
 
 
@@ -91,7 +91,7 @@ def test_without_a_thread_a_call_is_over_when_its_work_is_there():
     queue = CallQueue(threaded=False)
     work = queue.submit(lambda: 1 / 0)
     assert work.is_completed() and isinstance(work.exception(), ZeroDivisionError) and not queue.busy
-    assert queue.make(lambda: None) is None and queue.make(lambda: None, 3, async_op=True).result() == 3
+    assert queue.run(lambda: None) is None and queue.run(lambda: None, 3, async_op=True).result() == 3
     queue.close()
 
 

@@ -39,7 +39,7 @@ def test_what_is_too_large_waits():
 def test_sums_over_ranks_are_finite(name, size):
     """Of the largest numbers on all ranks, each of which may be rounded up; what is too large for the sum waits."""
     compressor, tensor, out = make(name, 1), torch.tensor([3.4e38]), torch.zeros(1)
-    total = compressor.begin(tensor.clone(), size)
+    total = compressor.start_sum(tensor.clone(), size)
     message = compressor.share(tensor, size)
     shares = torch.zeros(1)
     for _ in range(size - 1):

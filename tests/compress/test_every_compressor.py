@@ -285,10 +285,10 @@ def test_names_and_options_that_there_are_not_are_refused():
         ({"name": "treshold"}, "got 'treshold'"),
         ({"name": "topk", "ration": 0.5}, r"strategy\.compression.*ration"),
         ({"ratio": 0.5}, "with option ratio; got none"),
-        ({"name": "topk", "warmup_ranks": 2}, "warmup_ranks must be left out without warmup_steps, .*; got 2"),
+        ({"name": "topk", "warmup_ranks": 2}, "warmup_ranks must be omitted without warmup_steps, .*; got 2"),
         (
             {"name": "chunk_topk", "decay": 0.9, "error_feedback": False},
-            "decay must be left out .* is false, .*; got 0.9",
+            "decay must be omitted .* is false, .*; got 0.9",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

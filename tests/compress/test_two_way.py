@@ -82,7 +82,7 @@ def test_it_sends_a_bit_for_each_element_both_ways(ranks):
 
 @each("option", [{"warmup_steps": 3}, {"warmup_steps": 3, "warmup_ranks": 1}])
 def test_a_warm_up_is_refused(option):
-    with pytest.raises(ConfigError, match="compression.warmup_steps and warmup_ranks must be left out where means are"):
+    with pytest.raises(ConfigError, match="compression.warmup_steps and warmup_ranks must be omitted where means are"):
         run_virtual(lambda comm: run(comm, "ef_signsgd", **option), 2)
 
 

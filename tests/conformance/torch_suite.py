@@ -56,13 +56,13 @@ def load(backend: str, folder: str, size: int):
     return module
 
 
-def main(backend: str, results: Path, left_out: set[str]) -> None:
-    """Run all tests but those whose names are in `left_out`."""
+def main(backend: str, results: Path, skipped: set[str]) -> None:
+    """Run all tests but those whose names are in `skipped`."""
     import torch.distributed as dist
 
     import hpcdist
     import hpcdist.torch_backend
-    from hpcdist.comm.external.torch_distributed import meet
+    from hpcdist.comm.external.torch_distributed import rendezvous
 
     warnings.simplefilter("ignore")
     comm = hpcdist.init(torch_distributed=False, deadline_s=120)
@@ -86,11 +86,11 @@ def main(backend: str, results: Path, left_out: set[str]) -> None:
             with results.open("a") as file:
                 file.write(json.dumps(said) + "\n")
 
-    store = meet(comm).store
+    store = rendezvous(comm).store
     names = sorted(name for name in dir(Suite) if name.startswith("test"))
-    assert left_out <= set(names), left_out - set(names)
+    assert skipped <= set(names), skipped - set(names)
     for name in names:
-        if name in left_out:
+        if name in skipped:
             continue
         say(test=name, state="begun")
         start = time.perf_counter()

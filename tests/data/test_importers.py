@@ -54,21 +54,21 @@ def test_an_importer_has_its_data_sets_name_and_an_unknown_one_lists_them():
 # --- splitting ----------------------------------------------------------------------------------------------------
 def test_split_is_whole_even_per_class_and_drawn_from_the_seed():
     labels = np.repeat([0, 1, 2], [50, 100, 30])
-    splits = importers.draw_splits(180, 0.2, 3, labels)
+    splits = importers.random_splits(180, 0.2, 3, labels)
     assert np.sort(np.concatenate([splits["train"], splits["test"]])).tolist() == list(range(180))
     assert np.bincount(labels[splits["test"]]).tolist() == [10, 20, 6]
-    assert (importers.draw_splits(180, 0.2, 3, labels)["test"] == splits["test"]).all()
-    assert (importers.draw_splits(180, 0.2, 4, labels)["test"] != splits["test"]).any()
-    assert {name: len(part) for name, part in importers.draw_splits(5, 0, 0).items()} == {"train": 5}
+    assert (importers.random_splits(180, 0.2, 3, labels)["test"] == splits["test"]).all()
+    assert (importers.random_splits(180, 0.2, 4, labels)["test"] != splits["test"]).any()
+    assert {name: len(part) for name, part in importers.random_splits(5, 0, 0).items()} == {"train": 5}
 
 
 def test_splits_that_cannot_be_drawn_are_refused():
     for fraction in (-0.1, 1.0, float("nan")):
         with pytest.raises(ConfigError, match=f"test_fraction must be at least 0 and below 1; got {fraction}."):
-            importers.draw_splits(10, fraction, 0)
+            importers.random_splits(10, fraction, 0)
     for samples, labels in ((1, None), (3, [0, 0, 1])):
         with pytest.raises(DataError, match=f"{samples} samples can't be split with test_fraction 0.5 .* Take another"):
-            importers.draw_splits(samples, 0.5, 0, labels)
+            importers.random_splits(samples, 0.5, 0, labels)
 
 
 # --- digits -------------------------------------------------------------------------------------------------------

@@ -118,14 +118,14 @@ def test_labels_are_found_or_given():
     data = TensorDataset(torch.zeros(600, 1), torch.as_tensor(LABELS))
     assert np.array_equal(labels_of(Photos()), LABELS) and np.array_equal(labels_of(data), LABELS)
     assert np.array_equal(labels_of(Subset(data, [0, 599, 61])), [0, 9, 1])
-    assert np.array_equal(labels_of(data, given=(LABELS + 1).tolist()), LABELS + 1)
+    assert np.array_equal(labels_of(data, given_labels=(LABELS + 1).tolist()), LABELS + 1)
     bare = torch.utils.data.ConcatDataset([data])
     with pytest.raises(ConfigError, match="labels must be given where .* a ConcatDataset has none .* Pass labels="):
         labels_of(bare)
     with pytest.raises(ConfigError, match="labels must be one integer for each of 600 samples; got 600 of float32"):
-        labels_of(data, given=torch.zeros(600))
+        labels_of(data, given_labels=torch.zeros(600))
     with pytest.raises(ConfigError, match="labels must be one integer for each of 600 samples; got 3 of int64"):
-        labels_of(data, given=[1, 2, 3])
+        labels_of(data, given_labels=[1, 2, 3])
 
 
 class Stream(IterableDataset):
@@ -202,7 +202,9 @@ def loop_of_portions(comm):
 
 
 def test_joint_batches_are_not_split(tmp_path):
-    with pytest.raises(ConfigError, match="samples must be any worker's with sandblaster, where all .* got a split"):
+    with pytest.raises(
+        ConfigError, match="samples must be available to all workers with sandblaster, where all .* got a split"
+    ):
         run_virtual(loop_of_portions, 3)
-    with pytest.raises(ConfigError, match="samples must be any worker's with sandblaster"):
+    with pytest.raises(ConfigError, match="samples must be available to all workers with sandblaster"):
         run_virtual(lambda comm: tiny.run(comm, tmp_path, "strategy=sandblaster", *SPLIT), 3)

@@ -80,8 +80,10 @@ def test_split_is_exact_and_drawn_from_the_seed(csv, tmp_path):
 
     train, test = rows(0)
     assert len(test) == 15
-    together = np.concatenate([train, test])
-    np.testing.assert_array_equal(together[np.argsort(together[:, 0])], VALUES[np.argsort(VALUES[:, 0])])
+    raise_on_all_ranks = np.concatenate([train, test])
+    np.testing.assert_array_equal(
+        raise_on_all_ranks[np.argsort(raise_on_all_ranks[:, 0])], VALUES[np.argsort(VALUES[:, 0])]
+    )
     np.testing.assert_array_equal(rows(0)[1], test)
     assert (rows(1)[1] != test).any()
 
@@ -283,7 +285,7 @@ LABELLED = {"x": VALUES, "y": np.arange(50) % 2}
         ({}, {"delimiter": ""}, "delimiter must be one character, such as ',' or ';'; got ''."),
         ({}, {"test_fraction": 1}, "test_fraction must be at least 0 and below 1; got 1."),
         (LABELLED, {"task": "classification", "standardise": "all"}, "must be none or features for .*; got all."),
-        ({"x": VALUES, "y": VALUES}, {"target": "x0"}, "target must be left out where .* has arrays x and y; got"),
+        ({"x": VALUES, "y": VALUES}, {"target": "x0"}, "target must be omitted where .* has arrays x and y; got"),
     ],
 )
 def test_bad_options(csv, tmp_path, case):

@@ -49,8 +49,8 @@ def test_numbers_and_names_in_a_line():
     rows = [([], ""), ([3], "3"), ([0, 1, 2, 3, 7], "0-3, 7"), ([5, 1, 2, 5], "1-2, 5"), ([4, 6], "4, 6")]
     assert all(counted(numbers) == text for numbers, text in rows)
     assert listed(["a", "b"]) == "a, b"
-    assert listed([f"n{i}" for i in range(20)], most=3) == "n0, n1, 18 more"
-    assert listed([f"n{i}" for i in range(3)], most=3) == "n0, n1, n2"
+    assert listed([f"n{i}" for i in range(20)], max_names=3) == "n0, n1, 18 more"
+    assert listed([f"n{i}" for i in range(3)], max_names=3) == "n0, n1, n2"
 
 
 # --- names of nodes ---------------------------------------------------------------------------------------------------

@@ -81,11 +81,11 @@ def test_what_is_said_of_versions():
 
     (found,) = judge({}, {}, {}, {"torch": "2.8"})
     assert (found.status, found.nodes) == (ERROR, ("n2",))
-    text = "torch must be the same on all ranks; got 2.8 on rank 3 (n2) and 2.9 elsewhere. Start all from the same"
+    text = "torch must be the same on all ranks; got 2.8 on rank 3 (n2) and 2.9 on the others. Start all from the same"
     assert found.text.startswith(text)
     torch, numpy = judge({"numpy": "1.26"}, {}, {"torch": "2.8"}, {"torch": "2.8.1"})
     assert (numpy.status, numpy.nodes) == (WARNING, ("n1",))
-    assert "got 2.8, 2.8.1 on ranks 2-3 (n2) and 2.9 elsewhere" in torch.text
+    assert "got 2.8, 2.8.1 on ranks 2-3 (n2) and 2.9 on the others" in torch.text
 
 
 # --- windows while their owner computes -------------------------------------------------------------------------------

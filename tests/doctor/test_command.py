@@ -90,10 +90,10 @@ def test_another_number_of_ranks_is_told_once():
 
 
 def test_files_are_written_with_what_is_known_before_mpi_starts_or_refused():
-    report = Report(ExaminationOptions(json_path=Path("nowhere") / "told.json"), speaks=True)
+    report = Report(ExaminationOptions(json_path=Path("nowhere") / "told.json"), is_reporter=True)
     with pytest.raises(ConfigError, match="told.json must be a file that can be written; got No such file"):
         report.conclude()
-    report = Report(ExaminationOptions(2, Path("out"), json_path=Path("told.json")), speaks=True)
+    report = Report(ExaminationOptions(2, Path("out"), json_path=Path("told.json")), is_reporter=True)
     report.nodes = Nodes(("n1", "n2", "n3"), ())
     report.add([Finding(WARNING, "n2 is not well", ("n2",))])
     report.write_files(status=1)
@@ -168,8 +168,8 @@ def test_what_other_work_makes_slow_is_waited_for_and_errors_say_the_load():
     assert slow.returncode == 0, slow.stdout
     found = lines(slow)
     assert [row[:2] for row in found if row[0] == "error"] == [] and found[0][:2] == ["warning", "world"]
-    load = r"Other work is running: \S+'s load is 3.5 times its processors"
-    assert re.fullmatch(rf"{load}\. Times below may be those of other work, and waits are longer", found[0][2])
+    load = r"Other processes are running: \S+'s load is 3.5 times its processors"
+    assert re.fullmatch(rf"{load}\. Measured times may be affected, and timeouts are longer", found[0][2])
     assert stopped.returncode != 0
     (error,) = [row[2] for row in lines(stopped) if row[:2] == ["error", "files"]]
     assert re.fullmatch(rf"rank 1 did not answer within 7 s\. All must answer at 'files'\. {load}", error)
@@ -208,14 +208,14 @@ def test_a_rank_that_never_starts_mpi_is_not_waited_for():
         command = ["-c", LATE.format(rank=late), "doctor", "--limit-s", "4", "--json", f"late-{late}.json"]
         return launch(3, command, env={**ENV, "HOME": os.getcwd()}, timeout_s=120)
 
-    for late, speaks, job in zip((2, 0), (0, 1), at_once(lambda: run(2), lambda: run(0))):
+    for late, is_reporter, job in zip((2, 0), (0, 1), at_once(lambda: run(2), lambda: run(0))):
         assert job.returncode == 1, job.stdout + job.stderr
         world, *more = lines(job)
         assert world[:2] == ["error", "world"]
-        text = rf"rank {speaks} waited \d\S* s in MPI's start for the others of 3 ranks\. One has ended"
+        text = rf"rank {is_reporter} waited \d\S* s in MPI's start for the others of 3 ranks\. One has ended"
         assert re.match(text, world[2])
-        assert [row[:2] for row in more] == [["error", "all"]] * (speaks == 0) and "Timeout" not in job.stderr
-        assert Path(f"late-{late}.json").exists() == (speaks == 0)
+        assert [row[:2] for row in more] == [["error", "all"]] * (is_reporter == 0) and "Timeout" not in job.stderr
+        assert Path(f"late-{late}.json").exists() == (is_reporter == 0)
 
 
 # --- on hosts of its own ----------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_the_host_behind_a_slow_cable_is_named_and_a_folder_that_is_not_shared(m
     slow = next(text for _, text in said if text.startswith("n2"))
     figures = r"\d+ µs, \d\d(\.\d)? Mbit/s"
     assert re.search(rf"n2 is slow: to n1 {figures}, to n3 {figures}; the nodes' median is \d+ µs, ", slow)
-    assert ["ok", "spare", "leaves out n2; 2 remain: n1, n3"] in found and Path("out").read_text() == "n2\n"
+    assert ["ok", "spare", "excludes n2; 2 remain: n1, n3"] in found and Path("out").read_text() == "n2\n"
     (files,) = [text for status, check, text in found if (status, check) == ("error", "files")]
     assert files.startswith("folder must be on a file system that all nodes share; got /dev/shm, where n2, n3 see")
     assert job.returncode == 1, "leaving out a node does not settle that"
@@ -258,9 +258,9 @@ def test_two_hosts_that_pass_each_other_nothing_are_named(make_hosts):
     found, said = on_hosts(made, ["-c", IDLE])
     assert [row[:2] for row in found] == [["error", "links"], ["ok", "spare"], ["error", "all"]], said
     assert found[0][2].startswith(
-        "the link n2-n4 passes nothing: MPI's first message did not come within 2.5 s, though all reach n1. Leave one"
+        "the link n2-n4 passes nothing: MPI's first message did not arrive within 2.5 s, though all reach n1. Exclude"
     )
-    assert found[1][2] == "leaves out n4; 3 remain: n1, n2, n3" and Path("out").read_text() == "n4\n"
+    assert found[1][2] == "excludes n4; 3 remain: n1, n2, n3" and Path("out").read_text() == "n4\n"
 
 
 BREAKS = """

@@ -27,9 +27,11 @@ def findings(draw):
 @given(findings(), st.integers(0, 4))
 def test_exactly_so_many_are_left_out(found, spare):
     choice = choose(NAMES, found, spare)
-    assert len(choice.out) == spare and list(choice.out) == [name for name in NAMES if name in choice.out]
-    assert set(choice.healthy) <= set(choice.out)
-    stays = [f for f in found if f.status == ERROR and not set(f.nodes) & set(choice.out)]
+    assert len(choice.excluded) == spare and list(choice.excluded) == [
+        name for name in NAMES if name in choice.excluded
+    ]
+    assert set(choice.healthy) <= set(choice.excluded)
+    stays = [f for f in found if f.status == ERROR and not set(f.nodes) & set(choice.excluded)]
     assert list(choice.errors) == stays
 
 
@@ -58,7 +60,7 @@ def test_of_two_slow_nodes_the_slower_one_leaves():
 def test_an_error_of_a_link_is_settled_by_either_end():
     found = [Finding(ERROR, "link", ("n2", "n3")), Finding(WARNING, "slow", ("n3",))]
     choice = choose(NAMES, found, 1)
-    assert choice.out == ("n3",) and choice.errors == ()
+    assert choice.excluded == ("n3",) and choice.errors == ()
 
 
 def test_an_error_that_is_nobodys_stays():
@@ -68,11 +70,11 @@ def test_an_error_that_is_nobodys_stays():
 
 def test_what_is_said():
     sick = [Finding(WARNING, "slow", ("n2",))]
-    assert describe(choose(NAMES, sick, 1), NAMES).text == "leaves out n2; 4 remain: n1, n3, n4, n5"
+    assert describe(choose(NAMES, sick, 1), NAMES).text == "excludes n2; 4 remain: n1, n3, n4, n5"
     text = describe(choose(NAMES, sick, 2), NAMES).text
-    assert text == "leaves out n2 and n5, with which nothing is wrong; 3 remain: n1, n3, n4"
-    assert describe(choose(NAMES, [], 1), NAMES).text.startswith("leaves out n5, with which nothing is wrong; 4 remain")
-    assert describe(choose(NAMES, [], 0), NAMES).text.startswith("leaves out no node; 5 remain")
+    assert text == "excludes n2 and n5 (healthy); 3 remain: n1, n3, n4"
+    assert describe(choose(NAMES, [], 1), NAMES).text.startswith("excludes n5 (healthy); 4 remain")
+    assert describe(choose(NAMES, [], 0), NAMES).text.startswith("excludes no node; 5 remain")
 
 
 @pytest.mark.parametrize("spare", [5, 6])

@@ -30,7 +30,7 @@ def test_a_folder_is_examined_and_left_as_it_was(ranks, shared_tmp_path):
         assert all(row["refused"] and row["freed"] for row in measured["locks"]["nodes"].values())
         assert measured["locks"]["held"] and measured["locks"]["nodes"]
         assert measured["write"]["bytes"] == measured["read"]["bytes"] > 0
-        assert {f.status for f in found} <= {OK, WARNING} and ", locks hold, write " in found[-1].text
+        assert {f.status for f in found} <= {OK, WARNING} and ", locks work, write " in found[-1].text
     assert [path.name for path in shared_tmp_path.iterdir()] == ["mine"]
 
 
@@ -73,14 +73,14 @@ UNLOCKED = "HDF5 must be able to lock files; got Function not implemented in /w.
     "case",
     [
         ({"nodes.n2": BLIND, "nodes.n3": BLIND}, ERROR, (), ALONE),
-        ({"nodes.n2": BLIND}, ERROR, ("n2",), "n2 does not see within 4 s what n1 wrote to /w: is it mounted there?"),
+        ({"nodes.n2": BLIND}, ERROR, ("n2",), "n2 does not see the file of n1 in /w within 4 s: is it mounted there?"),
         ({"nodes.n2": {"error": "Read-only"}}, ERROR, ("n2",), "n2 can't use /w: Read-only"),
-        ({"nodes.n2": LATE}, ERROR, ("n2",), "n1 does not see within 4 s what n2 wrote to /w"),
+        ({"nodes.n2": LATE}, ERROR, ("n2",), "n1 does not see the file of n2 in /w within 4 s"),
         ({"nodes.n3.free_bytes": 10**9}, WARNING, (), "/w has 1 GB"),
         ({"nodes.n3.free_bytes": 10**7}, ERROR, (), "/w has 10 MB"),
         ({"locks": REFUSES}, WARNING, (), UNLOCKED),
-        ({"locks.nodes.n3.refused": False}, WARNING, (), "locks must hold between nodes; got one on n3, of a file in"),
-        ({"locks.nodes.n3.freed": False}, WARNING, ("n3",), "a lock of a file in /w that was given back stays refused"),
+        ({"locks.nodes.n3.refused": False}, WARNING, (), "locks must work between nodes; got one on n3, of a file in"),
+        ({"locks.nodes.n3.freed": False}, WARNING, ("n3",), "a released lock of a file in /w stays refused"),
         ({"locks.nodes.n3": {"error": "No locks"}}, WARNING, ("n3",), "n3 can't lock files in /w: No locks. Set HDF5_"),
         ({"write": {"error": "Disk quota exceeded"}}, ERROR, (), "/w must allow to write a file; got Disk quota"),
     ],
@@ -94,7 +94,7 @@ def test_what_is_wrong_with_a_file_system(case):
 
 def test_a_good_file_system_and_one_whose_locks_nobody_needs():
     (found,) = judge(fine())
-    text = "/w: 500 GB free, seen by all nodes within 10 ms, locks hold, write 100 MB/s, read 100 MB/s"
+    text = "/w: 500 GB free, seen by all nodes within 10 ms, locks work, write 100 MB/s, read 100 MB/s"
     assert (found.status, found.text) == (OK, text)
     (found,) = judge(fine() | {"locks": REFUSES}, HDF5_USE_FILE_LOCKING="FALSE")
     assert found.status == OK and "locks" not in found.text

@@ -88,7 +88,7 @@ def test_ranks_tell_what_they_see(ranks):
 
     for measured, found in ranks(body):
         if measured["ranks"][0]["count"] == 0:
-            assert found[0].status == ERROR and "every rank must see a GPU; got none on any." in found[0].text
+            assert found[0].status == ERROR and "every rank must see a GPU; got none." in found[0].text
 
 
 def test_a_driver_that_fails_is_told(monkeypatch):
@@ -97,7 +97,7 @@ def test_a_driver_that_fails_is_told(monkeypatch):
 
     for call, text in (
         ("nvmlInit", "the GPU driver must answer; got Driver Not Loaded"),
-        ("nvmlDeviceGetHandleByIndex", "the GPU driver must tell of each GPU; got Driver Not Loaded"),
+        ("nvmlDeviceGetHandleByIndex", "the GPU driver must report each GPU; got Driver Not Loaded"),
     ):
         monkeypatch.setattr(gpus, "nvml", found := Driver())
         monkeypatch.setattr(found, call, fail)
@@ -115,7 +115,7 @@ def test_without_a_driver_there_is_nothing_to_tell(monkeypatch):
     measured = fine()
     measured["nodes"] = {"n1": None, "n2": None}
     (found,) = judge(measured)
-    assert found.text == "each rank sees 2 and has its own; no NVIDIA driver: health unknown"
+    assert found.text == "each rank sees 2 and has a separate one; no NVIDIA driver: health unknown"
 
 
 @pytest.mark.gpu
@@ -133,12 +133,12 @@ NODES_FAULT = {"error": "the GPU driver's answer did not end within 8 s."}
 @each(
     "case",
     [
-        ({}, OK, (), "each rank sees 2 and has its own (NVIDIA H200), free and in good health"),
+        ({}, OK, (), "each rank sees 2 and has a separate one (NVIDIA H200), free and healthy"),
         ({"ranks": BLIND, "nodes": dict.fromkeys(NODES.names)}, OK, (), "none"),
         ({"ranks": BLIND}, OK, (), "none visible to torch, though the driver has some on n1, n2"),
         ({"ranks.2": {"count": 1, "uuid": "x"}, "ranks.3": {"count": 1, "uuid": "y"}}, ERROR, ("n2",),
-         "all ranks must see the same number of GPUs; got 1 on ranks 2-3 (n2) and 2 elsewhere."),
-        ({"ranks.1.uuid": "n1-0"}, WARNING, (), "each rank must have a GPU of its own; got ranks 0-1 on n1-0 (n1)"),
+         "all ranks must see the same number of GPUs; got 1 on ranks 2-3 (n2) and 2 on others."),
+        ({"ranks.1.uuid": "n1-0"}, WARNING, (), "each rank must have a separate GPU; got ranks 0-1 on n1-0 (n1)"),
         ({"nodes.n2.gpus.1.ecc_errors": 3}, ERROR, ("n2",), "n2: NVIDIA H200 n2-1 has 3 uncorrected memory errors."),
         ({"nodes.n2.gpus.1.reasons": 0x48}, WARNING, ("n2",), "n2: NVIDIA H200 n2-1 is slowed down by hardware, heat."),
         ({"nodes.n2.gpus.1.free_mb": 500}, WARNING, ("n2",),

@@ -158,14 +158,14 @@ def test_the_slow_node_is_named_with_its_links_and_the_median():
     slow, rest = say([FAST, (40e-6, 1e7), (2e-3, 2e7), FAST])
     assert (slow.status, slow.nodes, rest.status) == (WARNING, ("n3",), OK) and slow.weight == pytest.approx(50)
     assert "n3 is slow: to n2 40 µs, 80 Mbit/s, to n4 2000 µs, 160 Mbit/s; the nodes' median is" in slow.text
-    assert "30 µs, 8.0 Gbit/s. Leave it out (--exclude=n3)" in slow.text
+    assert "30 µs, 8.0 Gbit/s. Exclude it (--exclude=n3)" in slow.text
     assert "slowest n2-n3 40 µs, 80 Mbit/s; fastest common network eth0 10.0.0.0/24 (10000 Mbit/s)" in rest.text
 
 
 def test_a_slow_link_is_named_with_both_ends():
     slow, _ = say([FAST, (40e-6, 1e7), FAST, FAST])
     assert (slow.status, slow.nodes) == (WARNING, ("n2", "n3"))
-    assert slow.text.startswith("the link n2-n3 is slow, but not those to their other neighbours: 40 µs, 80 Mbit/s")
+    assert slow.text.startswith("the link n2-n3 is slow, but not the links to other neighbours: 40 µs, 80 Mbit/s")
 
 
 def test_two_nodes_have_nothing_to_compare_with_and_one_has_no_links():

@@ -43,7 +43,7 @@ def test_pairs_of_nodes_that_pass_nothing_are_told_by_node():
     nodes = Nodes(("n1", "n2", "n3", "n4", "n5"), (0, 1, 2, 3, 4))
     (link,) = startup.unreachable_pairs([(1, 2)], nodes, "it did not come")
     assert (link.status, link.nodes, link.weight) == (ERROR, ("n2", "n3"), 1)
-    assert link.text.startswith("the link n2-n3 passes nothing: it did not come, though all reach n1. Leave one of the")
+    assert link.text.startswith("the link n2-n3 passes nothing: it did not come, though all reach n1. Exclude one of")
     node, rest = startup.unreachable_pairs([(1, 2), (2, 3), (2, 4), (1, 4)], nodes, "it did not come")
     assert (node.nodes, node.weight, rest.nodes) == (("n3",), 3, ("n2", "n5"))
     assert node.text.startswith("the links from n3 to n2, n4, n5 pass nothing: it did not come, though all reach n1.")
@@ -60,7 +60,7 @@ def test_all_pairs_are_tried_or_of_many_nodes_some_with_each():
 def test_a_node_that_does_not_come_is_named():
     (found,) = startup.absent_nodes(["n3"], "n1", 8)
     assert (found.status, found.nodes) == (WARNING, ("n3",))
-    assert found.text == "n3 must come to n1 by TCP; it did not within 8 s: it hangs, or can't reach n1"
+    assert found.text == "n3 must connect to n1 by TCP; it did not within 8 s: it hangs, or can't reach n1"
 
 
 class Scripted:

@@ -48,7 +48,11 @@ def test_a_killed_server_ends_the_run_with_a_message(tmp_path, size, options):
     done = job(tmp_path, size, *options, "epochs=2000", "checkpoint.every_steps=20", deaths={0: AT_ANY_TIME})
     assert done.returncode != 0
     # In a step, or between two steps, where all ranks take part.
-    met = ", and its part of the parameters", ", and the others can't go on without it", "; this call needs all of them"
+    met = (
+        ", and its part of the parameters",
+        ", and the others can't continue without it",
+        "; this call needs all of them",
+    )
     assert any(f"rank 0 has died{message}" in done.stderr for message in met), done.stderr
     assert "Resume from the last checkpoint" in done.stderr
 

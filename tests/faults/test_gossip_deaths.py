@@ -12,7 +12,7 @@ pytestmark = survivable
 NAMES = [
     name
     for name in strategies.available()
-    if (cls := strategies.load(name)).contract.deaths == "others go on" and "servers" not in cls.Config.model_fields
+    if (cls := strategies.load(name)).contract.deaths == "others continue" and "servers" not in cls.Config.model_fields
 ]
 
 

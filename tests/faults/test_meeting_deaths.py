@@ -69,4 +69,4 @@ def test_a_rank_that_is_needed_ends_the_run_there_with_a_message(tmp_path):
     options = ["strategy=parameter_server", "strategy.servers=colocated"]
     done = job(tmp_path, 3, *options, deaths={1: STEP}, inside="comm.barrier")
     assert done.returncode != 0 and not (tmp_path / "run" / "summary.json").exists()
-    assert "rank 1 has died, and the others can't go on without it. Resume from the last checkpoint." in done.stderr
+    assert "rank 1 has died, and the others can't continue without it. Resume from the last checkpoint." in done.stderr

@@ -48,7 +48,7 @@ def test_a_result_is_that_of_the_living_on_each_of_them(tmp_path):
         if comm.rank in (0, 4):
             dies_in(*[(comm, "allreduce", 1), (comm.calls, "communicate", 2)][comm.rank // 4])
         found = [first, comm.failures.retry_on_failure(action), comm.failures.retry_on_failure(action)]
-        print(f"rank {comm.rank}: {found} {comm.failures.living} {sorted(comm.failures.lost)}", flush=True)
+        print(f"rank {comm.rank}: {found} {comm.failures.alive} {sorted(comm.failures.lost)}", flush=True)
     """
     done = job(tmp_path, 5, text)
     assert done.returncode == 0, done.stderr

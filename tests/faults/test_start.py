@@ -14,7 +14,7 @@ import pytest
 from comm.jobs_here import run, run_alone
 from faults.deaths import ULFM, survivable
 from harness.launch import IMPORTS, find_mpirun, launch
-from hpcdist.comm.launch import Task, undisputed_task
+from hpcdist.comm.launch import Task, task_or_none
 from hpcdist.comm.mpi import start
 
 needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
@@ -171,9 +171,9 @@ def test_in_time_it_leaves_everything_as_it_was(task):
 
 def test_a_launcher_that_contradicts_itself_sets_no_limit():
     size = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    assert undisputed_task(size | {"OMPI_COMM_WORLD_RANK": "1"}) == Task(1, 2, 0, "Open MPI's mpirun")
-    assert undisputed_task(size | {"OMPI_COMM_WORLD_RANK": "7"}) is None
-    assert undisputed_task({}) is None
+    assert task_or_none(size | {"OMPI_COMM_WORLD_RANK": "1"}) == Task(1, 2, 0, "Open MPI's mpirun")
+    assert task_or_none(size | {"OMPI_COMM_WORLD_RANK": "7"}) is None
+    assert task_or_none({}) is None
 
 
 def test_slurm_is_asked_for_short_values_only_while_mpi_starts():

@@ -17,9 +17,9 @@ sys.stdin.read()
 def _fail(*ranks: int) -> list[str]:
     """What ranks of one node find, none of which ends before the last has had its turn."""
     command = [sys.executable, "-c", FAILS]
-    begun = [subprocess.Popen([*command, str(rank)], stdin=-1, stdout=-1, text=True) for rank in ranks]
-    found = [process.stdout.readline().strip() for process in begun]
-    for process in begun:
+    started = [subprocess.Popen([*command, str(rank)], stdin=-1, stdout=-1, text=True) for rank in ranks]
+    found = [process.stdout.readline().strip() for process in started]
+    for process in started:
         process.communicate()
     return found
 

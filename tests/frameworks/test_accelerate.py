@@ -28,10 +28,10 @@ def trained(folder, size, script=SCRIPT):
 
 
 def test_the_script_equals_one_process(tmp_path):
-    (alone, said), (together, said_together) = (trained(tmp_path / str(size), size) for size in (1, 2))
-    assert alone.keys() == together.keys() and said == said_together and said.count("of 46") == 3
+    (alone, said), (raise_on_all_ranks, said_together) = (trained(tmp_path / str(size), size) for size in (1, 2))
+    assert alone.keys() == raise_on_all_ranks.keys() and said == said_together and said.count("of 46") == 3
     for name, value in alone.items():
-        torch.testing.assert_close(together[name], value, rtol=0, atol=1e-12)
+        torch.testing.assert_close(raise_on_all_ranks[name], value, rtol=0, atol=1e-12)
 
 
 @pytest.mark.extended

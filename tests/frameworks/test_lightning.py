@@ -133,15 +133,21 @@ def test_the_environment_tells_the_ranks(found):
     "case",
     [
         ("portions", "ConfigError: strategy must compute gradients of whole batches with Lightning; got sandblaster"),
-        ("devices", "ConfigError: devices must be 'auto', or the number of ranks on this node, 2, for mpirun or srun"),
-        ("samples", "ConfigError: data of an evaluation must have a sample for each of 2 ranks, which log alike"),
+        (
+            "devices",
+            "ConfigError: devices must be 'auto', or the number of ranks on this node, 2, which mpirun or srun",
+        ),
+        ("samples", "ConfigError: data of an evaluation must have a sample for each of 2 ranks, which log the"),
         ("module", "ConfigError: strategy must be used by a Trainer; got no LightningModule. Call trainer.fit(model)."),
-        ("stranger", "ConfigError: optimizer must have parameters of a model that fabric.setup or setup_module was"),
+        ("stranger", "ConfigError: optimizer must have parameters of a model that was passed to fabric.setup or"),
         ("name", "AttributeError: module 'hpcdist.lightning' has no attribute 'strategy'"),
         ("stream", "ConfigError: data for training must be a map-style data set with Lightning, whose loop must know"),
-        ("uneven", "ConfigError: a training loader must have as many batches on each rank with Lightning, whose loops"),
-        ("weights", "ConfigError: several training loaders must share the samples of each step alike among ranks, as"),
-        ("left", "ConfigError: a training must have ended before the next one begins; got one that an exception has"),
+        (
+            "uneven",
+            "ConfigError: a training loader must have the same number of batches on each rank with Lightning, whose",
+        ),
+        ("weights", "ConfigError: several training loaders must distribute the samples of each step equally, as"),
+        ("left", "ConfigError: a training must have ended before the next one starts; got one that an exception has"),
     ],
 )
 def test_what_is_refused(found, case):

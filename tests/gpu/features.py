@@ -58,7 +58,7 @@ def shared_folder() -> Path:
 
 def in_half(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> int:
     """Train in bfloat16, with one step in which the last sample's loss is infinite; return how many were left out."""
-    scaler, left_out = torch.amp.GradScaler(KIND), 0
+    scaler, skipped = torch.amp.GradScaler(KIND), 0
     for step in range(STEPS + 2):
         optimizer.zero_grad()
         with torch.autocast(KIND, torch.bfloat16):
@@ -71,8 +71,8 @@ def in_half(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y
         before = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
-        left_out += scaler.get_scale() < before
-    return left_out
+        skipped += scaler.get_scale() < before
+    return skipped
 
 
 @feature
@@ -80,9 +80,9 @@ def scaled_steps_in_half_precision():
     for overlap in ("on", "off"):
         net = network().to(device)
         optimizer = hd.DistributedOptimizer(sgd(net.parameters()), net, overlap=overlap)
-        left_out = in_half(net, optimizer, inputs[mine], targets[mine])
+        skipped = in_half(net, optimizer, inputs[mine], targets[mine])
         hd.finish(net)
-        require(left_out == 1, left_out)
+        require(skipped == 1, skipped)
         same(net.parameters(), alone(in_half), 5e-3)
 
 

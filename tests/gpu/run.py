@@ -89,9 +89,9 @@ class Session:
         limit_s = min(limit_s * (3 if self.options.quick else 1), self.left_s)  # other work may run beside a check
         if limit_s < 2:
             return self.note(name, "skipped", "there is no time left")
-        return self.end(name, self.begin(name, command), time.monotonic(), limit_s)
+        return self.end(name, self.start_case(name, command), time.monotonic(), limit_s)
 
-    def begin(self, name: str, command: Sequence[str]) -> subprocess.Popen:
+    def start_case(self, name: str, command: Sequence[str]) -> subprocess.Popen:
         print(f"==> {name}: {' '.join(command)}", flush=True)
         with (self.folder / f"{name}.log").open("wb") as log:
             return subprocess.Popen(
@@ -253,7 +253,7 @@ def begin_horovod(session: Session) -> subprocess.Popen:
     build = ["-m", "hpcdist", "horovod", "build", "--no-install", "--gpu", "nccl", "--jobs", str(jobs)]
     build += ["--cache", str(session.folder / "horovod"), "--source", str(_source(session))]
     nice = ["nice", "-n", "19"] if shutil.which("nice") else []
-    return session.begin("horovod_build", [*nice, *session.command(*build)])
+    return session.start_case("horovod_build", [*nice, *session.command(*build)])
 
 
 def end_horovod(session: Session, job: subprocess.Popen, start: float) -> bool:

@@ -22,7 +22,7 @@ from harness import cases
 from harness.console import Console
 from harness.ranks import RealRanks, VirtualRanks
 from harness.time_limit import TimeLimit
-from hpcdist.comm.launch import check_world, declared_size
+from hpcdist.comm.launch import check_world, launched_size
 
 SIZES = (1, 2, 3, 4)
 MARKERS = (
@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     cases.chosen = config.option.keyword.lower()
     console = Console()
-    job = _join(config, console) if declared_size(os.environ) else None
+    job = _join(config, console) if launched_size(os.environ) else None
     config.stash[JOB] = job
     hypothesis.settings.load_profile("ranks" if job else "plain")
 

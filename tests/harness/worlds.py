@@ -35,7 +35,7 @@ def resharded(strategy, ranks) -> dict:
 
 
 def params(state) -> dict:
-    return {name: piece.tensor for name, piece in state["params"].items()}
+    return {name: chunk.tensor for name, chunk in state["params"].items()}
 
 
 def take_up(strategy, ranks) -> dict:

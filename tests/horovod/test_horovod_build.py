@@ -130,16 +130,16 @@ def test_nccl_where_torch_cuda_and_nccl_are_there(program, tmp_path, monkeypatch
         == found
     )
     assert toolset.find_gpu(replace(choice, gpu="off"), "12.8", nowhere) == GpuTools(lack="as chosen")
-    for torch_cuda, left_out, lack in (
+    for torch_cuda, skipped, lack in (
         (None, {}, "torch was built without CUDA"),
         ("13.0", {}, "nvcc is of CUDA 12.6, torch of CUDA 13.0. Load a module of CUDA 13"),
         ("12.8", {"cuda_home": None}, "there is no nvcc. Load the module of CUDA"),
         ("12.8", {"nccl_home": None}, "there is no nccl.h. Load the module of NCCL"),
     ):
-        without = toolset.find_gpu(replace(choice, **left_out), torch_cuda, nowhere)
+        without = toolset.find_gpu(replace(choice, **skipped), torch_cuda, nowhere)
         assert not without.nccl_home and lack in without.lack
         with pytest.raises(BuildError, match=f"CUDA and NCCL: both must be there for --gpu nccl; .*{lack}"):
-            toolset.find_gpu(replace(choice, gpu="nccl", **left_out), torch_cuda, nowhere)
+            toolset.find_gpu(replace(choice, gpu="nccl", **skipped), torch_cuda, nowhere)
     (tmp_path / "build").mkdir()
     settings = build.settings(replace(FOUND, gpu=found), tmp_path / "build", {}, jobs=3)
     assert settings["HOROVOD_GPU_OPERATIONS"] == "NCCL" and settings["HOROVOD_CUDA_HOME"] == str(cuda)

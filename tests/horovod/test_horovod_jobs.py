@@ -111,7 +111,7 @@ def test_a_cycle_time_holds_to_the_end_of_the_process(tmp_path):
     try:
         Horovod(half, cycle_time_ms=0.5)
     except ConfigError as error:
-        assert "cycle_time_ms must be left out where groups of the ranks that Horovod runs on" in str(error)
+        assert "cycle_time_ms must be omitted where groups of the ranks that Horovod runs on" in str(error)
         print("refused", flush=True)
     """
     done = script(tmp_path, text, 2)
@@ -155,7 +155,7 @@ def test_the_command_trains_by_it_and_resumes(tmp_path, monkeypatch):
         done = launch(2, [*command, *more], env=ENV, timeout_s=LIMIT_S)
         assert done.returncode == 0, done.stderr
         found.append(re.search(r"test accuracy ([\d.]+), test loss ([\d.]+)", done.stdout).groups())
-    assert "going on from run/checkpoints/step-00000080" in done.stderr
+    assert "resuming from run/checkpoints/step-00000080" in done.stderr
     assert float(found[0][0]) > 0.9 and found[0] == found[1]
 
 

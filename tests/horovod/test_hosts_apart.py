@@ -9,12 +9,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys, psutil, torch, hpcdist as hd
-from hpcdist.comm.external.torch_distributed import meet
+from hpcdist.comm.external.torch_distributed import rendezvous
 comm = hd.init(deadline_s=60)
-meeting = meet(comm)
-address = comm.gather(meeting.address.encode())
+point = rendezvous(comm)
+address = comm.gather(point.address.encode())
 listening = [own.laddr.ip for own in psutil.Process().net_connections("inet") if own.status == "LISTEN"
-             and own.laddr.port == meeting.store.port]
+             and own.laddr.port == point.store.port]
 assert listening == ["10.78.0.1"] * (comm.rank == 0), listening
 comm.barrier()
 model = torch.nn.Linear(3, 2)

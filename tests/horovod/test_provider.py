@@ -10,7 +10,7 @@ import torch
 import hpcdist as hd
 from harness.cases import each
 from hpcdist import strategies
-from hpcdist.comm.external.torch_distributed import ProcessGroup, meet
+from hpcdist.comm.external.torch_distributed import ProcessGroup, rendezvous
 from hpcdist.comm.network import LOOPBACK
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import describe
@@ -173,12 +173,12 @@ def test_adasum_is_taken_of_each_parameter(ranks):
 @pytest.mark.sizes(3)
 def test_ranks_of_one_host_meet_by_loopback(ranks):
     def body(comm):
-        meeting = meet(comm)
-        meeting.store.set(f"rank {comm.rank}", str(comm.rank))
+        point = rendezvous(comm)
+        point.store.set(f"rank {comm.rank}", str(comm.rank))
         comm.barrier()
-        told = [meeting.store.get(f"rank {rank}").decode() for rank in range(comm.size)]
+        told = [point.store.get(f"rank {rank}").decode() for rank in range(comm.size)]
         comm.barrier()
-        return meeting.address, told
+        return point.address, told
 
     found = ranks(body)
     assert found == [(LOOPBACK, [str(rank) for rank in range(len(found))])] * len(found)
@@ -195,16 +195,16 @@ def test_ranks_of_several_hosts_never_meet_by_loopback(ranks, monkeypatch):
         monkeypatch.setattr(torch_distributed, "here", lambda: f"host of rank {comm.rank}")
         if not all(comm.gather(b"yes" if torch_distributed.addresses() else b"")):
             with pytest.raises(CommunicationError, match="rank 0 must be reached by all ranks over TCP; rank 1 got no"):
-                meet(comm)
+                rendezvous(comm)
             return True
-        meeting = meet(comm)
-        assert meeting.address != LOOPBACK
+        point = rendezvous(comm)
+        assert point.address != LOOPBACK
         comm.barrier()
         with pytest.raises(UnknownNameError, match="interface or network of this host must be one of .*; got 'nope0'"):
-            meet(comm, "nope0")
+            rendezvous(comm, "nope0")
         monkeypatch.setattr(torch_distributed, "addresses", lambda chosen="": [])
         with pytest.raises(CommunicationError, match="rank 1 got no answer from port .* has none but loopback"):
-            meet(comm)
+            rendezvous(comm)
         return True
 
     assert all(ranks(body))
@@ -249,9 +249,9 @@ REFUSED = [
     ({"algorithm": "ring", "provider": "horovod"}, "strategy.algorithm must be auto with strategy.provider = "),
     ({"compression": "topk", "provider": "gloo"}, "strategy.compression must be none with strategy.provider = "),
     ({"provider": "mpi"}, "provider.name must be 'hpcdist', 'horovod', 'nccl' or 'gloo'; got 'mpi'"),
-    ({"provider": {"name": "nccl", "op": "adasum"}}, "provider.op must be left out with nccl, .*; got adasum"),
-    ({"provider": {"name": "horovod", "interface": "ib0"}}, "strategy.provider.interface must be left out with"),
-    ({"provider": {"name": "hpcdist", "cycle_time_ms": 1.0}}, "provider.cycle_time_ms must be left out with"),
+    ({"provider": {"name": "nccl", "op": "adasum"}}, "provider.op must be omitted with nccl, .*; got adasum"),
+    ({"provider": {"name": "horovod", "interface": "ib0"}}, "strategy.provider.interface must be omitted with"),
+    ({"provider": {"name": "hpcdist", "cycle_time_ms": 1.0}}, "provider.cycle_time_ms must be omitted with"),
     ({"provider": {"name": "horovod", "cycle_time_ms": 0.0}}, "cycle_time_ms must be greater than 0; got 0"),
     ({"provider": {"name": "horovod", "op": "max"}}, "provider.op must be 'average', 'sum' or 'adasum'; got 'max'"),
     ({"provider": {"name": "horovod", "fusion": 1}}, "provider setting must be one of .*fusion_mb.*; got 'fusion'"),

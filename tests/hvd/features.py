@@ -129,9 +129,9 @@ def ranks_that_differ_are_told():
     raises(HorovodInternalError, text, lambda: kinds[rank % 2](torch.ones(1), name="kinds"))
     raises(ValueError, "op must be one of hvd's", lambda: hvd.allreduce(torch.ones(1), op="mean"))
     raises(ValueError, "average must not be given", lambda: hvd.allreduce(torch.ones(1), True, op=hvd.Sum))
-    raises(ValueError, "rows must be as many", lambda: hvd.alltoall(torch.ones(size + 1)))
+    raises(ValueError, "rows must be divisible", lambda: hvd.alltoall(torch.ones(size + 1)))
     raises(ValueError, "splits must be an integer", lambda: hvd.alltoall(torch.ones(size), torch.ones(1)))
-    raises(ValueError, "splits must be of at most", lambda: hvd.alltoall(torch.ones(size), torch.full((size,), 9)))
+    raises(ValueError, "splits must add up to at most", lambda: hvd.alltoall(torch.ones(size), torch.full((size,), 9)))
     raises(ValueError, "root_rank must be a rank", lambda: hvd.broadcast(torch.ones(1), size))
     raises(ValueError, "must have a dimension", lambda: hvd.allgather(torch.tensor(1.0)))
     raises(ValueError, "that is scattered must have", lambda: hvd.reducescatter(torch.tensor(1.0)))
@@ -268,15 +268,15 @@ def compressors_of_hpcdist():
     for name in ("topk", "powersgd", "qsgd", "onebit", "terngrad", "dgc", "threshold", "fp16"):
         require(F.mse_loss(trained(hvd.Compression.by(name))(inputs), targets) < before, name)
     few = hvd.Compression.by("topk", ratio=0.3)
-    together, first = [network(), network(2)], trained(few)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in together]
+    fusion_key, first = [network(), network(2)], trained(few)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in fusion_key]
     optimizers = [hvd.DistributedOptimizer(one, compression=few) for one in optimizers]
     for _ in range(STEPS):  # each has errors of its own, though their names are the same
-        for net, optimizer in zip(together, optimizers, strict=True):
+        for net, optimizer in zip(fusion_key, optimizers, strict=True):
             optimizer.zero_grad()
             F.mse_loss(net(inputs[mine]), targets[mine]).backward()
             optimizer.step()
-    require(all(map(torch.equal, together[0].parameters(), first.parameters())))
+    require(all(map(torch.equal, fusion_key[0].parameters(), first.parameters())))
     every = hvd.Compression.by("topk", ratio=1.0)
     for options in ({}, {"sparse_as_dense": True}):
         table = nn.Embedding(10, 3, sparse=True)

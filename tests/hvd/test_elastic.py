@@ -66,12 +66,12 @@ for turn in range(2):  # the second one begins when the exchange has failed
         hvd.allreduce(torch.ones(1 << 20), name=f"turn {turn}")
     except hvd.HorovodInternalError as error:
         texts.append(str(error))
-assert len(texts) == 2 and all("Rank 1 has died" in text for text in texts), texts
+assert len(texts) == 2 and all("Rank 1 has failed" in text for text in texts), texts
 try:
     hvd.shutdown()
     hvd.init(comm=[0, 2])
 except ValueError as error:
-    assert "comm must be left out once a rank has died" in str(error), error
+    assert "comm must be omitted once a rank has failed" in str(error), error
     print("told", flush=True)
 """
 

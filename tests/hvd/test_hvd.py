@@ -43,9 +43,9 @@ for name in ("epoch 1" if hvd.rank() == 0 else "epoch 2", "later"):
 """)
     job = launch(2, ["-m", "hpcdist.hvd", script], env=IMPORTS, timeout_s=LIMIT_S)
     text = (
-        "a call must be asked for by all ranks, under one name, within 2 s; got rank 0 waits for allreduce of "
-        "'epoch 1'; rank 1 waits for allreduce of 'epoch 2'. Give it the same name on all ranks, and have each of them "
-        "ask for it. True True"
+        "a call must be submitted by all ranks, with one name, within 2 s; got rank 0 waits for allreduce of "
+        "'epoch 1'; rank 1 waits for allreduce of 'epoch 2'. Use the same name on all ranks, and submit it on each "
+        "of them. True True"
     )
     assert job.returncode == 0 and job.stdout.splitlines() == [text] * 4, (job.stdout, job.stderr)
 

@@ -40,7 +40,7 @@ def step_s(schedule: str, ranks: int, micro_batches: int, chunks: int = 1, netwo
 def predicted_s(schedule: str, ranks: int, micro_batches: int, chunks=1, message_s=0.0, recompute=False) -> float:
     thirds = AGAIN if recompute else THIRDS
     seconds = {kind: third / 3 * STEP_S / ranks / chunks / micro_batches for kind, third in thirds.items()}
-    table = schedules.make(schedule, ranks, micro_batches, chunks)
+    table = schedules.create(schedule, ranks, micro_batches, chunks)
     return schedules.simulate(table, seconds, lambda operation: message_s).makespan_s
 
 

@@ -104,10 +104,10 @@ class Counted(nn.Linear):
     def __init__(self, layers, counts):
         super().__init__(WIDTH, WIDTH)
         layers.append(self)
-        counts.append(living(layers))
+        counts.append(alive(layers))
 
 
-def living(layers):
+def alive(layers):
     """The elements of the layers' parameters in memory, where several may lie in the same."""
     storages = [p.untyped_storage() for layer in layers for p in layer.parameters() if p.is_cpu]
     return sum({storage.data_ptr(): storage.nbytes() // 4 for storage in storages}.values())
@@ -124,4 +124,4 @@ def test_no_rank_holds_the_whole_model_while_it_builds_its_part(stages):
         )
         assert len(chain) == size
         assert size * LAYER <= max(counts) <= size * LAYER + scratch
-        assert living(layers) <= size * LAYER + scratch
+        assert alive(layers) <= size * LAYER + scratch

@@ -97,7 +97,7 @@ def test_rows_and_json():
 
 def test_drawings():
     def drawn(name, ranks, micro_batches, chunks=1, columns=100):
-        table = schedules.make(name, ranks, micro_batches, chunks)
+        table = schedules.create(name, ranks, micro_batches, chunks)
         return gantt(table, schedules.simulate(table, {"F": 1, "B": 2, "I": 1, "W": 1}), columns)
 
     assert drawn("one_f_one_b", 2, 3) == [

@@ -18,7 +18,7 @@ def thirds(chunks=1):
 
 
 def timing(name, ranks, micro_batches, chunks=1):
-    return schedules.simulate(schedules.make(name, ranks, micro_batches, chunks), thirds(chunks))
+    return schedules.simulate(schedules.create(name, ranks, micro_batches, chunks), thirds(chunks))
 
 
 @pytest.mark.parametrize("name", schedules.available())
@@ -27,7 +27,7 @@ def test_a_table_can_be_executed_and_its_bubble_is_known(name, chunks):
     """`make` checks each table. Few micro-batches are in one rank at a time, which costs the others their chunks."""
     if chunks > 1 and name in ONE_CHUNK:
         with pytest.raises(ConfigError, match=f"chunks must be 1 with the schedule {name}; got {chunks}"):
-            schedules.make(name, 2, 4, chunks)
+            schedules.create(name, 2, 4, chunks)
         return
     for p, m in SIZES:
         bubble_s = timing(name, p, m, chunks).makespan_s - 3 * m
@@ -42,7 +42,7 @@ def test_a_table_can_be_executed_and_its_bubble_is_known(name, chunks):
 @given(st.sampled_from(SIZES), st.floats(0.1, 10), st.floats(0.1, 10))
 def test_the_share_of_the_bubble_whatever_the_backward_pass_takes(name, sizes, forward, backward):
     p, m = sizes
-    found = schedules.simulate(schedules.make(name, p, m), {"F": forward, "B": backward})
+    found = schedules.simulate(schedules.create(name, p, m), {"F": forward, "B": backward})
     assert found.bubbles == pytest.approx([(p - 1) / (m + p - 1)] * p) and found.bubble == pytest.approx(
         found.bubbles[0]
     )
@@ -58,23 +58,23 @@ def test_micro_batches_kept():
 
 def test_one_chunk_of_interleaved_is_1f1b():
     for p, m in SIZES:
-        assert schedules.make("interleaved", p, m) == schedules.make("one_f_one_b", p, m)
+        assert schedules.create("interleaved", p, m) == schedules.create("one_f_one_b", p, m)
 
 
 def test_results_that_travel():
-    table = schedules.make("gpipe", 2, 1)
+    table = schedules.create("gpipe", 2, 1)
     found = schedules.simulate(table, {"F": 1, "B": 2}, transfer_s=lambda operation: 0.5)
     assert (
         found.makespan_s == 7
         and found.spans_s == [[(0, 1), (5, 7)], [(1.5, 2.5), (2.5, 4.5)]]
         and found.bubbles == pytest.approx([4 / 7] * 2)
     )
-    alone = schedules.make("gpipe", 1, 1, 2)
+    alone = schedules.create("gpipe", 1, 1, 2)
     assert schedules.simulate(alone, {"F": 1, "B": 2}, transfer_s=lambda operation: 0.5).makespan_s == 6
 
 
 def test_seconds_of_each_operation():
-    found = schedules.simulate(schedules.make("gpipe", 2, 2), lambda op: 1.0 + op.stage)
+    found = schedules.simulate(schedules.create("gpipe", 2, 2), lambda op: 1.0 + op.stage)
     assert found.makespan_s == 10 and found.bubbles == pytest.approx([0.6, 0.2])
 
 
@@ -110,6 +110,6 @@ def test_a_table_is_refused(table, message):
 
 def test_numbers_are_refused():
     with pytest.raises(ConfigError, match="micro_batches of a schedule must be at least 1; got 0"):
-        schedules.make("gpipe", 2, 0)
+        schedules.create("gpipe", 2, 0)
     with pytest.raises(UnknownNameError, match=r"schedule must be one of gpipe, .*; got 'gpip'\. Did you mean 'gpipe'"):
-        schedules.make("gpip", 2, 1)
+        schedules.create("gpip", 2, 1)

@@ -234,16 +234,16 @@ def test_differences_that_would_grow_are_refused():
 def test_shards_know_their_parts_of_parameters(count):
     """All elements, once each, in order; and whole rows of a matrix stay one matrix."""
     for shard in cut(_like(), count):
-        for (start, stop), own, pieces in zip(shard.ranges, SPANS, shard.spans(SPANS), strict=True):
-            ends = [0, *(piece.stop for piece in pieces)]
-            assert [piece.start for piece in pieces] == ends[:-1] and ends[-1] == stop - start
-            for piece in pieces:
-                assert torch.Size(piece.shape).numel() == piece.stop - piece.start
-                (span,) = [s for s in own if s.start <= start + piece.start < s.stop]
-                if len(piece.shape) > 1:
-                    assert piece.shape[1:] == span.shape[1:]
+        for (start, stop), own, chunks in zip(shard.ranges, SPANS, shard.spans(SPANS), strict=True):
+            ends = [0, *(chunk.stop for chunk in chunks)]
+            assert [chunk.start for chunk in chunks] == ends[:-1] and ends[-1] == stop - start
+            for chunk in chunks:
+                assert torch.Size(chunk.shape).numel() == chunk.stop - chunk.start
+                (span,) = [s for s in own if s.start <= start + chunk.start < s.stop]
+                if len(chunk.shape) > 1:
+                    assert chunk.shape[1:] == span.shape[1:]
 
 
 def test_a_cut_through_rows_leaves_a_matrix_and_two_vectors():
-    ((pieces,),) = [Shard(((7, 95),)).spans(SPANS[:1])]
-    assert pieces == [Span(0, 3, (3,)), Span(3, 83, (8, 10)), Span(83, 88, (5,))]
+    ((chunks,),) = [Shard(((7, 95),)).spans(SPANS[:1])]
+    assert chunks == [Span(0, 3, (3,)), Span(3, 83, (8, 10)), Span(83, 88, (5,))]

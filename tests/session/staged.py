@@ -48,12 +48,14 @@ def pipeline(comm: Any, stages: int, model: Callable[[], nn.Module] = make, **op
 
 def whole(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """What ranks have of the model, as that of one process; ranks that have the same must have it to the bit."""
-    together: dict[str, Tensor] = {}
+    raise_on_all_ranks: dict[str, Tensor] = {}
     for part in parts:
         for name, tensor in part.items():
-            assert name not in together or torch.equal(together[name], tensor), f"ranks differ in {name}"
-            together[name] = tensor
-    return together
+            assert name not in raise_on_all_ranks or torch.equal(raise_on_all_ranks[name], tensor), (
+                f"ranks differ in {name}"
+            )
+            raise_on_all_ranks[name] = tensor
+    return raise_on_all_ranks
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:

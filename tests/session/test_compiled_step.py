@@ -13,7 +13,7 @@ from harness.ranks import VirtualRanks
 from hpcdist.errors import ConfigError
 from strategies import problem
 
-pytestmark = [pytest.mark.computes, pytest.mark.filterwarnings("ignore:The optimiser's state is in parts")]
+pytestmark = [pytest.mark.computes, pytest.mark.filterwarnings("ignore:The optimiser's state is divided")]
 
 
 def trained(comm, name, compiled=None, make=None):

@@ -38,6 +38,6 @@ def test_examples_with_other_libraries_equal_one_process(tmp_path):
         return SCRIPT.format(examples=str(ROOT / "jobs" / "examples"), arguments=list(arguments))
 
     alone = found(run(tmp_path, script("--batch-size", "32"), 1, preloaded=("torch._dynamo",)))
-    together = found(run(tmp_path, script("--batch-size", "16"), 2, preloaded=("torch._dynamo",)))
+    raise_on_all_ranks = found(run(tmp_path, script("--batch-size", "16"), 2, preloaded=("torch._dynamo",)))
     for name, sums in alone.items():
-        assert together[name] == pytest.approx(sums, abs=1e-12), name
+        assert raise_on_all_ranks[name] == pytest.approx(sums, abs=1e-12), name

@@ -45,7 +45,7 @@ MANY = {
 del MANY["allreduce"], MANY["hardsync"]
 # Where one rank raises the others are ended, and loops that they are in.
 quiet = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-pytestmark = [pytest.mark.computes, pytest.mark.filterwarnings("ignore:The optimiser's state is in parts")]
+pytestmark = [pytest.mark.computes, pytest.mark.filterwarnings("ignore:The optimiser's state is divided")]
 SIZES = {"joint": 3, "one": 2, "same": 3, "many": 3}
 TABLE = {"joint": JOINT, "one": ONE, "same": SAME, "many": MANY}
 EVERYWHERE = {way: [*options] for way, options in TABLE.items()}  # not what is added for some habits below

@@ -147,15 +147,15 @@ def test_on_another_number_of_ranks_it_goes_on_from_what_they_stood_for(ranks, p
         assert hd.load(tmp_path, **loop.objects()) == {"epoch": 1, "step": 7}
         rates = loop.schedule.get_last_lr(), [group["lr"] for group in loop.optimizer.param_groups]
         with hd.consensus(loop.model):
-            begun = copied(loop.model)
+            started = copied(loop.model)
         loop.epoch()
         assert loop.loader.state_dict()["epoch"] == 2
-        return begun, rates, loop.finished()[0]
+        return started, rates, loop.finished()[0]
 
     saved = ranks(saving)
     loaded = run_virtual(loading, size)
-    for begun, (last, own), ended in loaded:
-        assert difference(begun, saved[0][0]) <= 1e-12
+    for started, (last, own), ended in loaded:
+        assert difference(started, saved[0][0]) <= 1e-12
         assert last == own == saved[0][1]
         assert difference(ended, loaded[0][2]) == 0.0 and all(t.isfinite().all() for t in ended.values())
 
@@ -207,15 +207,15 @@ def test_strategies_that_are_not_synchronous_go_on_between_epochs(ranks, strateg
 def test_counts_that_steps_change_in_param_groups_go_on_as_in_one_process(tmp_path):
     """The server has them; workers, whose rates count, take no steps by themselves."""
 
-    def body(comm, begun=None, batch=8, strategy="hardsync", save=None):
+    def body(comm, started=None, batch=8, strategy="hardsync", save=None):
         hd.init(comm=comm)
         model = net()
         optimizer = hd.DistributedOptimizer(Averaging(model.parameters(), lr=0.1), model, strategy=strategy)
         loader = hd.shard(DataLoader(data(48), batch_size=batch))
-        if begun is None:
+        if started is None:
             train(None, model, optimizer, loader, 1)
         else:
-            hd.load(begun, optimizer=optimizer)
+            hd.load(started, optimizer=optimizer)
         if save is not None:
             hd.save(save, optimizer=optimizer)
         train(None, model, optimizer, loader, 1)
@@ -227,7 +227,7 @@ def test_counts_that_steps_change_in_param_groups_go_on_as_in_one_process(tmp_pa
 
     expected, count = rank_0(1, batch=16, strategy="allreduce")
     whole = rank_0(3, save=tmp_path)
-    for found, own in (whole, rank_0(3, begun=tmp_path), rank_0(2, begun=tmp_path, batch=16)):
+    for found, own in (whole, rank_0(3, started=tmp_path), rank_0(2, started=tmp_path, batch=16)):
         assert difference(found, expected) <= 1e-12
         assert own == count == 6
 
@@ -312,10 +312,10 @@ SERVERS = dict.fromkeys(["hardsync", "easgd", "softsync"], 2)  # others are on t
 @with_each("name", [*(f"{name} {SERVERS.get(name, 'colocated')}" for name in SERVED), *SERVERLESS, *GOSSIPS])
 def test_training_goes_on_from_values_that_the_loop_loads(ranks, name):
     """With a learning rate of 0 they stay, but for what is under way: momentum, changes that are not sent yet."""
-    under_way = (
+    in_flight = (
         "eamsgd", "strom", "diloco", "streaming_diloco", "sparse_loco", "noloco", "slowmo", "async_diloco",
     )  # fmt: skip
-    before = name.split()[0] in under_way  # the first epoch; else between epochs
+    before = name.split()[0] in in_flight  # the first epoch; else between epochs
 
     def body(comm):
         hd.init(comm=comm)

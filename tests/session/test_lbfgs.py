@@ -44,10 +44,10 @@ def _train(comm, search, sizes, **options):
     hd.init(comm=comm)
     module = problem.model()
     optimizer = hd.DistributedOptimizer(_lbfgs(module, search), module, **options)
-    begin = sum(sizes[: comm.rank])
-    indices, losses, seen = range(begin, begin + sizes[comm.rank]), [], []
+    start = sum(sizes[: comm.rank])
+    indices, losses, seen = range(start, start + sizes[comm.rank]), [], []
     for _ in range(STEPS):
-        optimizer.strategy.model.gradients.begin_batch(sizes[comm.rank] * len(sizes) / sum(sizes))
+        optimizer.strategy.model.gradients.start_batch(sizes[comm.rank] * len(sizes) / sum(sizes))
         if len(indices):
             losses.append(optimizer.step(_closure(optimizer, module, indices, seen)).item())
         else:

@@ -44,7 +44,9 @@ hd.finish(model)
 """
 BREAK = EXIT.replace("sys.exit(0)", "break")
 HELD = EXIT.replace("enumerate(loader)", "enumerate(batches := iter(loader))")  # so that it makes no pause
-WEIGHS = EXIT.replace("batch == 3:\n            sys.exit(0)", "batch == 3:\n            optimizer.weigh(len(x))")
+WEIGHS = EXIT.replace(
+    "batch == 3:\n            sys.exit(0)", "batch == 3:\n            optimizer.set_batch_weight(len(x))"
+)
 ALL = "every rank in "
 REQUEST = "rank 1 or rank 2 in Window.wait for a request from any worker"
 EITHER = "rank 1 or rank 2 in Window.wait for a request or a reply"
@@ -64,7 +66,7 @@ def ends(tmp_path, strategy, text, size):
         ("allreduce", 3, BREAK, ALL + "allreduce", r"  rank 2: in gather on world.* at .*: "),
         ("local_sgd", 2, EXIT, ALL, SCRIPT_ENDS),
         ("hardsync", 3, HELD, REQUEST, SCRIPT_ENDS),
-        ("hardsync", 3, WEIGHS, REQUEST, r"  rank 2: in allreduce .*: optimizer.weigh\("),
+        ("hardsync", 3, WEIGHS, REQUEST, r"  rank 2: in allreduce .*: optimizer.set_batch_weight\("),
         pytest.param("hardsync colocated", 3, HELD, EITHER, SCRIPT_ENDS, marks=pytest.mark.extended),
     ],
 )
@@ -95,7 +97,7 @@ while count < 10:
         if count == 10:
             break
 """
-SERVES = r"\[rank 0\] This rank serves the ranks that train: a loop over hpcdist.shard\(loader\) has no batch here"
+SERVES = r"\[rank 0\] This is a server rank: a loop over hpcdist.shard\(loader\) has no batches here"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ SERVES = r"\[rank 0\] This rank serves the ranks that train: a loop over hpcdist
     [
         (AFTER, r"\[rank 0\] NameError: name 'loss' is not defined\n" + SERVES),
         pytest.param(COUNTED, r"rank 0 waited .* \(it serves\)", marks=pytest.mark.extended),
-        pytest.param(COUNTED + "hd.finish(model)", "Rank 0 serves and takes no step", marks=pytest.mark.extended),
+        pytest.param(COUNTED + "hd.finish(model)", "Rank 0 is a server and takes no step", marks=pytest.mark.extended),
     ],
 )
 def test_what_fails_on_a_rank_that_serves_says_that_it_serves(tmp_path, text, error):
@@ -134,12 +136,14 @@ hd.finish(model)
     ],
 )
 def test_a_call_of_torch_distributed_that_ranks_which_serve_never_make_is_named(tmp_path, strategy, call):
-    begin = time.monotonic()
+    start = time.monotonic()
     shown = ends(tmp_path, strategy, CALLS.format(call=call), 2)
-    assert "calls of torch.distributed must be outside of the training loop where ranks serve" in shown
-    assert re.search(r"needs rank 0. Call hpcdist.allreduce, .* dist.new_group\(\[1\]\), made before the loop", shown)
+    assert "calls of torch.distributed must be outside of the training loop if there are server ranks" in shown
+    assert re.search(
+        r"needs rank 0. Call hpcdist.allreduce, .* dist.new_group\(\[1\]\), created before the loop", shown
+    )
     assert "broadcast" in call or re.search(rf"rank 1 is at .*: {re.escape(call)}\n", shown), shown
-    assert time.monotonic() - begin < 30, "and not after the deadline"
+    assert time.monotonic() - start < 30, "and not after the deadline"
 
 
 # --- loops and scripts that are right ---------------------------------------------------------------------------------

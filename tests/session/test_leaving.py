@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hpcdist as hd
 from comm.jobs_here import run
 from harness.launch import find_mpirun
-from hpcdist.comm.alone import Alone
+from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.comm.virtual import Constant, Jitter, run_virtual
 from hpcdist.errors import ConfigError
 from hpcdist.session.leaving import SIGNALS, Leaving
@@ -63,7 +63,7 @@ def test_all_leave_before_the_limit_with_time_for_the_checkpoint(step_s, margin_
 
 
 def test_without_its_block_it_would_hear_no_signal_and_is_refused():
-    leaving = Leaving(Alone())
+    leaving = Leaving(SingleRankCommunicator())
     with pytest.raises(ConfigError, match=r"hd.Leaving must be used as `with hd.Leaving.* outside of that block"):
         leaving.step_done()
     with leaving:
@@ -171,7 +171,7 @@ def test_a_loop_that_left_goes_on_to_the_same_bits(tmp_path, strategy, step):
 
 def test_another_end_is_refused():
     with pytest.raises(ConfigError, match="ends_at must be seconds since 1970, 'slurm' or None; got 'soon'"):
-        Leaving(Alone(), ends_at="soon")
+        Leaving(SingleRankCommunicator(), ends_at="soon")
 
 
 def test_no_limit_and_no_signal_means_never():
@@ -182,8 +182,8 @@ def test_no_limit_and_no_signal_means_never():
 def test_ranks_meet_about_as_often_as_asked():
     def body(comm):
         leaving, meetings = Leaving(comm, every_s=5.0, clock=comm.now), []
-        meet = leaving.meet
-        leaving.meet = lambda steps: meetings.append(steps) or meet(steps)
+        agree = leaving.agree
+        leaving.agree = lambda steps: meetings.append(steps) or agree(steps)
         _walk(comm, leaving, 1000)
         return meetings
 

@@ -147,7 +147,7 @@ def test_the_next_worker_writes_where_the_first_has_died(tmp_path, notes):
     second.open(first_step=1)
     second.add(StepRecord(1, samples=4, loss=3.0, computing_s=1.0))
     second.report()
-    comm.failures.living = (1,)
+    comm.failures.alive = (1,)
     second.add(StepRecord(2, samples=4, loss=2.0, computing_s=1.0, waiting_s=1.0, staleness=(0, 1)))
     second.report()
     second.close()
@@ -174,13 +174,13 @@ def test_a_tool_that_fails_is_left_out(tmp_path, notes, caplog):
     assert summary.metrics and set(read(notes)[1]) == TAGS
     messages = [record.message for record in caplog.records]
     assert messages == [
-        "log goes on without notes.py:Exiting: SystemExit: 3",
-        "log goes on without notes.py:Broken: OSError: no more ink",
+        "log continues without notes.py:Exiting: SystemExit: 3",
+        "log continues without notes.py:Broken: OSError: no more ink",
     ]
 
 
 def test_no_step_waits_for_a_slow_tool(monkeypatch, caplog):
-    monkeypatch.setattr(curves, "MOST_WAITING", 2)
+    monkeypatch.setattr(curves, "MAX_WAITING", 2)
     monkeypatch.setattr(curves, "PATIENCE_S", 0.1)
     may_write = threading.Event()
     slow = curves._Loggers(("slow",), lambda name: SimpleNamespace(write=lambda *_: may_write.wait(5), close=str), [])
@@ -192,6 +192,6 @@ def test_no_step_waits_for_a_slow_tool(monkeypatch, caplog):
     quick._lost = 2
     quick.close()
     assert [record.message for record in caplog.records] == [
-        "log is not written 0 s after the run: its last figures may be lost",
-        "log lacks 2 sets of figures, which came faster than they could be written",
+        "log is not written 0 s after the run: its last metrics may be lost",
+        "log lacks 2 sets of metrics, which came faster than they could be written",
     ]

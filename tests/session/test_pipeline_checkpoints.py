@@ -149,7 +149,7 @@ def test_a_checkpoint_is_unsplit_and_exported_without_ranks(tmp_path, strategy, 
     stood, _ = saved(tmp_path / "saved", 4, stages, strategy, epochs=0)
     state = hd.unsplit(tmp_path / "saved")
     assert difference(state, stood) < 1e-12
-    with pytest.raises(CheckpointError, match="optimizer must be a name that hpcdist.save was given; got 'adam', and"):
+    with pytest.raises(CheckpointError, match="optimizer must be a name passed to hpcdist.save; got 'adam', and"):
         hd.unsplit(tmp_path / "saved", "adam")
     with pytest.raises(CheckpointError, match="must be a checkpoint, or a folder of them; got none there"):
         hd.unsplit(tmp_path / "elsewhere")

@@ -395,19 +395,19 @@ def optimized(model, optimizer=sgd, **options):
 
 REFUSALS = {
     "stages must divide the number of ranks, 4; got 3": lambda comm: pipeline(comm, 3),
-    "model must be what hpcdist.pipeline has returned where 2 ranks hold one model together; got Linear": lambda comm: (
+    "model must be the result of hpcdist.pipeline if 2 ranks hold one model together; got Linear": lambda comm: (
         pipeline(comm, 2), optimized(nn.Linear(2, 1)),
     ),
     "optimizer must have parameters of this rank's stages; got 8 others": lambda comm: (
         hd.DistributedOptimizer(sgd(make().parameters()), pipeline(comm, 2)),
     ),
-    "optimizer must step along each stage by itself .*; got LBFGS": lambda comm: optimized(
+    "optimizer must handle each stage separately .*; got LBFGS": lambda comm: optimized(
         pipeline(comm, 2), torch.optim.LBFGS
     ),
-    "strategy must step along each stage by itself .*; got sandblaster, whose directions": lambda comm: optimized(
+    "strategy must handle each stage separately .*; got sandblaster, whose directions": lambda comm: optimized(
         pipeline(comm, 2), strategy="sandblaster"
     ),
-    "stages must be the same for all models that are trained at a time, 2; got 4": lambda comm: (
+    "stages must be the same for all models that are trained at the same time, 2; got 4": lambda comm: (
         optimized(pipeline(comm, 2)), pipeline(comm, 4),
     ),
     "strategy.servers must be a number of ranks of their own with softsync and several stages": lambda comm: optimized(
@@ -450,7 +450,7 @@ def test_models_that_are_in_stages_or_distributed_already_are_refused(ranks):
         hd.pipeline(make, mse, stages=1)
         optimized(model)
 
-    refused(ranks, "model must not be in stages already; got what hpcdist.pipeline has returned", twice)
+    refused(ranks, "model must not be in stages already; got what hpcdist.pipeline returned", twice)
     refused(ranks, "model must be cut into stages before a DistributedOptimizer trains it", after)
     refused(ranks, "model must be cut by hpcdist.pipeline in this session; got one of another grid", elsewhere)
     different = lambda comm: pipeline(comm, 2, micro_batches=2 + comm.rank)  # noqa: E731

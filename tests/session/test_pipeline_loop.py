@@ -76,11 +76,11 @@ def test_gradients_leave_while_the_last_micro_batch_is_on_its_way_back(ranks, sc
         model = pipeline(comm, 2, schedule=schedule, micro_batches=4)
         optimizer = hd.DistributedOptimizer(sgd(model.parameters()), model, overlap="on", bucket_bytes=256)
         strategy, passes_ended = optimizer.strategy, []
-        begin = strategy._averaging.begin
+        start = strategy._averaging.start
 
         def note(bucket):
             passes_ended.append(strategy._passes)
-            begin(bucket)
+            start(bucket)
 
         strategy.model.gradients.on_bucket = note
         x, y = next(iter(hd.shard(batches(2))))

@@ -21,7 +21,7 @@ FOREIGN = {
     "backward_passes_per_step": "Use accumulation=N",
     "op": "Gradients are averaged",
     "process_set": r"Pass the ranks to hpcdist.init\(comm=...\)",
-    "find_unused_parameters": "Leave it out",
+    "find_unused_parameters": "Remove it",
     "bucket_cap_mb": "Use bucket_bytes=N",
 }
 
@@ -64,7 +64,7 @@ def made(optimizer, model, **options):
     return hd.DistributedOptimizer(optimizer, model, **options)
 
 
-def begun(comm, features=2, lr=0.1, **options):
+def started(comm, features=2, lr=0.1, **options):
     """Collective. A model and its distributed optimiser."""
     hd.init(comm=comm)
     model = nn.Linear(features, 1)
@@ -83,7 +83,7 @@ def piped(**options):
 # By message: what is done with a model and its optimiser.
 REFUSED = {
     **{
-        f"must be given arguments of hpcdist's; got '{name}', which it has not. {answer}": (
+        f"must get arguments of hpcdist's; got '{name}', which it does not have. {answer}": (
             lambda model, optimizer, name=name: made(optimizer, model, **{name: 1})
         )
         for name, answer in FOREIGN.items()
@@ -112,27 +112,30 @@ REFUSED = {
     ),
     **{
         rf"n must be a finite number, at least 0; got {n}\. Count": (
-            lambda model, optimizer, n=n: made(optimizer, model).weigh(n)
+            lambda model, optimizer, n=n: made(optimizer, model).set_batch_weight(n)
         )
         for n in (-1.0, float("nan"))
     },
     "the loss must be a mean over samples with hpcdist.pipeline, .*; got loss='sum'. Leave that out": (
         lambda model, optimizer: piped(loss="sum")
     ),
-    r"the loss must be a mean over samples with hpcdist.pipeline, .*; got optimizer.weigh\(\). Leave that out": (
-        lambda model, optimizer: piped().weigh(2)
+    r"the loss must be a mean over samples with hpcdist.pipeline, .*; got .*.set_batch_weight\(\). Leave that out": (
+        lambda model, optimizer: piped().set_batch_weight(2)
     ),
-    "loader.weight must be left as it is; got 2. Call optimizer.weigh": (
+    r"optimizer.weigh must be called by its name now; .* Write optimizer.set_batch_weight\(n\)": (
+        lambda model, optimizer: made(optimizer, model).weigh(2)
+    ),
+    "loader.weight must not be set; got 2. Call optimizer.set_batch_weight": (
         lambda model, optimizer: setattr(hd.shard(loader()), "weight", 2)
     ),
     "model must be the torch.nn.Module that optimizer trains; got NoneType. Pass it second": (
         lambda model, optimizer: hd.DistributedOptimizer(optimizer)
     ),
     "optimizer must be a torch.optim.Optimizer; got Linear": lambda model, optimizer: made(model, optimizer),
-    r"got Wrapper, which wraps one. Distribute the one .*: Wrapper\(hpcdist.DistributedOptimizer\(.* its 'base'": (
+    r"got Wrapper, which wraps one. Distribute the wrapped one, its 'base', .*: Wrapper\(hpcdist.Distrib": (
         lambda model, optimizer: made(Wrapper(optimizer), model)
     ),
-    "clip_norm must be None with Insisting, which needs the loss's own gradient at each evaluation; got 1.0": (
+    "clip_norm must be None with Insisting, which needs the exact gradient of the loss at each evaluation; got 1.0": (
         lambda model, optimizer: made(Insisting(model.parameters()), model, clip_norm=1.0)
     ),
     "closure must be given to each step of Insisting": (
@@ -152,7 +155,7 @@ REFUSED = {
     "each parameter must be in one DistributedOptimizer; got 'bias' in two": (
         lambda model, optimizer: (made(optimizer, model), made(torch.optim.SGD([model.bias], lr=0.1), model))
     ),
-    "model must be one that a DistributedOptimizer trains; got another one, or one that ranks have": (
+    "model must be trained by a DistributedOptimizer; got another one, or one that ranks have": (
         lambda model, optimizer: (made(optimizer, model), hd.finish(model), hd.finish(nn.Linear(2, 1)))
     ),
     "loader must be a torch DataLoader, whose samples hpcdist.shard splits .*; got list. .* or pass split=False": (
@@ -198,7 +201,7 @@ def test_a_model_of_another_wrapper_is_refused_when_it_is_given_wrapped_and_when
 
 def test_several_models_are_finished_at_once_and_their_loader_keeps_its_length():
     def alone(comm):
-        models, optimizers = zip(*(begun(comm) for _ in range(2)))
+        models, optimizers = zip(*(started(comm) for _ in range(2)))
         shared = hd.shard(loader(), optimizers=optimizers)
         before = [len(batch) for batch in shared], len(shared)
         assert hd.finish(*models) == models
@@ -244,7 +247,7 @@ def test_a_model_and_its_optimiser_are_pickled_and_copied_as_the_plain_ones(stra
 
 def test_a_model_that_has_been_finished_stays_as_it_is():
     def body(comm):
-        model, optimizer = begun(comm)
+        model, optimizer = started(comm)
         assert hd.finish(model) is model  # as a Trainer's end does
         with hd.consensus(model):
             values = copy.deepcopy(model.state_dict())
@@ -263,7 +266,7 @@ def test_a_model_that_has_been_finished_stays_as_it_is():
 def test_loops_of_strategies_with_other_workers_are_refused():
     def body(comm):
         for strategy in ("allreduce", "hardsync"):
-            begun(comm, strategy=strategy)
+            started(comm, strategy=strategy)
         message = r"optimizers of one loop must have the same workers; got ranks \(0, 1\) and \(1,\)"
         with pytest.raises(ConfigError, match=message):
             next(iter(hd.shard(loader())))
@@ -276,7 +279,7 @@ def test_loops_of_strategies_with_other_workers_are_refused():
 @each("strategy", ["dpsgd", "sgp"])
 def test_parameters_that_are_sent_between_steps_must_not_be_changed_there(strategy):
     def body(comm):
-        model, optimizer = begun(comm, strategy=strategy, overlap=True)
+        model, optimizer = started(comm, strategy=strategy, overlap=True)
         for x in hd.shard(DataLoader(torch.ones(12, 2), batch_size=2)):
             optimizer.zero_grad()
             model(x).sum().backward()
@@ -284,7 +287,7 @@ def test_parameters_that_are_sent_between_steps_must_not_be_changed_there(strate
             with torch.no_grad():
                 model.weight.clamp_(-0.01, 0.01)
 
-    with pytest.raises(ConfigError, match="they are replaced in steps, or sent between them"):
+    with pytest.raises(ConfigError, match="which replace them in steps, or send them between steps"):
         run_virtual(body, 2)
 
 
@@ -293,7 +296,7 @@ def test_a_state_that_is_in_parts_is_warned_of(servers):
     """A checkpoint of one's own would have a part of it; hpcdist.save has all."""
 
     def body(comm):
-        model, optimizer = begun(comm, strategy="hardsync", servers=servers)
+        model, optimizer = started(comm, strategy="hardsync", servers=servers)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             optimizer.state_dict()
@@ -301,7 +304,7 @@ def test_a_state_that_is_in_parts_is_warned_of(servers):
         return [str(warning.message) for warning in found]
 
     told = run_virtual(body, 4)[0]
-    start = "The optimiser's state is in parts, on the servers, ranks (0, 1); this is rank 0's"
+    start = "The optimiser's state is divided among the servers, ranks (0, 1); this is the part of rank 0"
     assert [text.startswith(start) for text in told] == [True] * (servers - 1)
 
 
@@ -339,9 +342,9 @@ ENDLESS = {
 @each("training", [True, False])
 def test_a_sampler_that_never_ends_is_refused_on_all_ranks(name, ranks, training):
     def body(comm):
-        model, _ = begun(comm, 1)
+        model, _ = started(comm, 1)
         loader = DataLoader(torch.arange(48.0).reshape(48, 1), **ENDLESS[name])
-        with pytest.raises(ConfigError, match="sampler must end in each epoch .*; got .*, which draws on after 48"):
+        with pytest.raises(ConfigError, match="sampler must end in each epoch .*; got .*, which continues after 48"):
             next(iter(hd.shard(loader, training=training)))
         hd.finish(model)
         return True
@@ -351,7 +354,7 @@ def test_a_sampler_that_never_ends_is_refused_on_all_ranks(name, ranks, training
 
 def test_a_long_epoch_of_a_small_data_set_is_drawn():
     def body(comm):
-        begun(comm, 1, lr=0.0, strategy="gossip_pull")
+        started(comm, 1, lr=0.0, strategy="gossip_pull")
         sampler = torch.utils.data.WeightedRandomSampler([1.0, 1.0], 100)
         loader = DataLoader(torch.arange(2.0).reshape(2, 1), batch_size=5, sampler=sampler)
         return sum(len(x) for x in hd.shard(loader))
@@ -361,7 +364,7 @@ def test_a_long_epoch_of_a_small_data_set_is_drawn():
 
 def test_an_epoch_left_early_goes_on_where_it_was_left_once_it_is_loaded():
     def body(comm):
-        begun(comm, 1, lr=0.0, strategy="gossip_pull")
+        started(comm, 1, lr=0.0, strategy="gossip_pull")
         data = DataLoader(torch.arange(20.0).reshape(20, 1), batch_size=2)
         first, other = hd.shard(data), hd.shard(data)
         seen = []

@@ -39,7 +39,7 @@ class Mine(Strategy):
 
     def advance(self, update):
         if self.model.unfrozen:
-            self.model.lay_out_again()
+            self.model.relayout()
         return self.gradients.step_alone(update)
 
     def minimise(self, solve, closure):
@@ -57,7 +57,7 @@ LOOPS = [
     "values_loaded_on_rank_0_only_between_epochs", "gradients_scaled_on_one_rank", "averaged_by_hand_in_the_loop",
     "a_step_inside_backward",
 ]  # fmt: skip
-FREE = Contract(averages="nothing", meets="never", frozen="at any time")
+FREE = Contract(averages="nothing", synchronizes="never", frozen="at any time")
 WORDS = {
     field.name: list(ast.literal_eval(re.sub(r"^Literal", "", field.type))) for field in dataclasses.fields(Contract)
 }
@@ -94,12 +94,12 @@ def test_rules_that_look_at_the_contract_each_have_a_loop_here():
     elsewhere = {  # batches in portions: tests/session/test_lbfgs.py
         "several optimisers share a loop", "the model is in stages", "the loss is a sum",
         "a layer is frozen later",  # tests/session/test_refusals.py
-        "the loader draws batches, or reads its own samples",
+        "the loader yields whole batches, or reads its own samples",
         "joint batches are split by label",  # tests/data/test_labels.py
         "micro-batches go to other replicas",  # tests/session/test_random_routing.py
         "an epoch of a stream is left for an evaluation",  # by transformers' Trainer: tests/hf
-        "ranks that serve are called by torch.distributed",  # tests/session/test_leaves.py
-        "is_main() is called before rank 0 serves",  # tests/session/test_session.py
+        "server ranks are called by torch.distributed",  # tests/session/test_leaves.py
+        "is_main() is called before rank 0 becomes a server",  # tests/session/test_session.py
     }  # fmt: skip
     assert looking - elsewhere == given & looking
 

@@ -50,7 +50,7 @@ def _loop(comm, folder, strategy, lbfgs=False):
     return [p.tolist() for p in model.parameters()]
 
 
-def begun(folder, strategy, **options):
+def started(folder, strategy, **options):
     return run_virtual(lambda comm: _loop(comm, folder, strategy, **options), 2)
 
 
@@ -73,12 +73,12 @@ def test_a_loop_writes_what_a_job_writes(strategy, tmp_path):
 
 
 def test_steps_that_evaluate_closures_are_written_too(tmp_path):
-    begun(tmp_path, "allreduce", lbfgs=True)
+    started(tmp_path, "allreduce", lbfgs=True)
     assert load_summary(tmp_path).samples == EPOCHS * N
 
 
 def test_a_run_is_optional_and_changes_no_result(tmp_path):
-    assert begun(None, "allreduce") == begun(tmp_path, "allreduce")
+    assert started(None, "allreduce") == started(tmp_path, "allreduce")
 
 
 NOTES = """
@@ -114,7 +114,7 @@ def test_loggers_write_a_loop_s_figures(tmp_path, monkeypatch):
 
 def test_loggers_need_a_run():
     def body(comm, **given):
-        with pytest.raises(ConfigError, match="log must be a list of names, given with run, whose folder has their"):
+        with pytest.raises(ConfigError, match="log must be a list of names, given with run, whose folder stores"):
             hd.init(comm=comm, **given)
 
     run_virtual(lambda comm: body(comm, log=["tensorboard"]), 1)
@@ -186,25 +186,25 @@ def test_metrics_before_the_optimiser_are_written_once_where_rank_0_serves(tmp_p
 
 
 def test_folders_of_other_runs_are_refused(tmp_path):
-    begun(tmp_path / "ended", "allreduce")
+    started(tmp_path / "ended", "allreduce")
     with pytest.raises(
         ConfigError,
         match="run must be a folder in which no run has ended; got .*, where one has",
     ):
-        begun(tmp_path / "ended", "allreduce")
+        started(tmp_path / "ended", "allreduce")
     (tmp_path / "ended" / "summary.json").unlink()
     with pytest.raises(
         ConfigError, match="run must be a folder of hardsync, or a new one; got .*, whose run with allreduce"
     ):
-        begun(tmp_path / "ended", "hardsync")
+        started(tmp_path / "ended", "hardsync")
     record = json.loads((tmp_path / "ended" / "run.json").read_text())
     record["job"]["path"] = "other.py"
     (tmp_path / "ended" / "run.json").write_text(json.dumps(record))
     with pytest.raises(ConfigError, match=r"run must be a folder of .*, or a new one; got .* of other.py"):
-        begun(tmp_path / "ended", "allreduce")
+        started(tmp_path / "ended", "allreduce")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="run must be a folder that can be made; got .*file"):
-        begun(tmp_path / "file" / "mine", "allreduce")
+        started(tmp_path / "file" / "mine", "allreduce")
 
 
 def test_one_run_follows_another_once_that_has_ended(tmp_path):
@@ -224,7 +224,7 @@ def test_runs_of_a_script_with_other_arguments_have_rows_of_their_own(tmp_path, 
     for name, words in {"a": "--epochs 6 -v 1e-3", "b": "--epochs=8 -v -0.5", "c": "--epochs 8 -v -0.5"}.items():
         folder, seed = tmp_path / name, f"--seed={ord(name)}"
         monkeypatch.setattr(sys, "argv", ["train.py", *words.split(), seed, "--run", str(folder / "checkpoints")])
-        begun(folder, "allreduce")
+        started(folder, "allreduce")
     assert load_run(tmp_path / "b").settings["arguments"] == {"epochs": "8", "v": "-0.5", "seed": "98"}
     (job,) = read_jobs([tmp_path])
     assert [(one.name, one.run.folder.name) for one in job.runs] == [
@@ -237,7 +237,7 @@ def test_runs_of_a_script_with_other_arguments_have_rows_of_their_own(tmp_path, 
 def test_arguments_are_told_from_paths_where_the_run_s_folder_is_the_current_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "6", "--fast", "--run", ".", "--saved", "./checkpoints"])
-    begun(Path("."), "allreduce")
+    started(Path("."), "allreduce")
     assert load_run(tmp_path).settings["arguments"] == {"epochs": "6", "fast": ""}
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hpcdist as hd
 from comm.jobs_here import python_alone, write
 from harness.cases import each
-from hpcdist.comm.launch import check_world, contradiction, declared_size, unlaunched
+from hpcdist.comm.launch import check_world, contradiction, launched_size, unlaunched
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.config.merge import by_value
 from hpcdist.errors import ConfigError, MismatchError, WorldError
@@ -62,8 +62,8 @@ def _loop(comm, name, epochs=3, loader=None, **options):
 def test_the_same_loop_runs_every_strategy_and_sees_each_sample_once(ranks, name):
     found = ranks(lambda comm: _loop(comm, name))
     for epoch in range(3):
-        together = sorted(i for seen, *_ in found for i in seen[epoch])
-        assert together == list(range(N)), "not every sample exactly once"
+        raise_on_all_ranks = sorted(i for seen, *_ in found for i in seen[epoch])
+        assert raise_on_all_ranks == list(range(N)), "not every sample exactly once"
     orders = [[i for seen, *_ in found for i in seen[epoch]] for epoch in range(3)]
     assert orders[0] != orders[1] != orders[2], "epochs are shuffled alike"
     assert all(torch.equal(params, found[0][1]) for _, params, *_ in found)
@@ -210,7 +210,7 @@ def test_sums_add_up_and_weights_hold_in_a_loop_without_a_loader(strategy):
         optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, **options)
         rows = torch.arange(6.0).reshape(6, 1).split([1, 2, 3])[comm.rank]
         if loss == "mean":
-            optimizer.weigh(len(rows))
+            optimizer.set_batch_weight(len(rows))
         getattr(model(rows), loss)().backward()
         optimizer.step()
         return round(model.weight.item(), 5)
@@ -271,7 +271,7 @@ DECLARED = [
 @each("case", DECLARED)
 def test_what_the_launcher_declared(case):
     environ, declared = case
-    found = declared_size(environ)
+    found = launched_size(environ)
     assert (found and found[0]) == declared
     check_world(declared or 5, "Open MPI", environ)
     if declared:
@@ -343,4 +343,4 @@ def test_before_init_processes_of_multiprocessing_and_torchrun(tmp_path):
     assert "trained 1" in done.stdout and "found one rank in ForkProcess-" in done.stderr
     assert "hpcdist.init() must be called before this" in done.stdout
     assert done.returncode != 0 and "joined" not in done.stdout
-    assert f"Type `mpirun -n 2 python {script} --epochs 3`" in done.stderr
+    assert f"Run `mpirun -n 2 python {script} --epochs 3`" in done.stderr

@@ -34,10 +34,10 @@ def _linear(comm, strategy="allreduce", model=None, **options):
 
 
 # --- how many samples a batch has -------------------------------------------------------------------------------------
-COUNTED = "Ranks' batches weigh by their samples"
+COUNTED = "Ranks' batches are weighted by their numbers of samples"
 
 
-def _on_own_batches(sizes, make, loss, weigh=None):
+def _on_own_batches(sizes, make, loss, set_batch_weight=None):
     """One step on batches of these sizes, each rank's own; returns the parameters, and one process's."""
     cuts = np.cumsum([0, *sizes])
 
@@ -46,8 +46,8 @@ def _on_own_batches(sizes, make, loss, weigh=None):
         model, optimizer = _linear(comm)
         for batch in hd.shard([make(X[cuts[comm.rank] : cuts[comm.rank + 1]])], split=False):
             optimizer.zero_grad()
-            if weigh:
-                optimizer.weigh(weigh(batch))
+            if set_batch_weight:
+                optimizer.set_batch_weight(set_batch_weight(batch))
             loss(model, batch).backward()
             optimizer.step()
         return model.weight.detach().clone()
@@ -86,8 +86,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_how_samples_were_counted_is_told_where_it_matters(told, case):
-    make, loss, weigh, levels = CASES[case]
-    found, alone = _on_own_batches((7, 3, 5), make, loss, weigh)
+    make, loss, set_batch_weight, levels = CASES[case]
+    found, alone = _on_own_batches((7, 3, 5), make, loss, set_batch_weight)
     assert told(COUNTED) == levels
     exact = torch.allclose(found[0], alone, rtol=0, atol=1e-12)
     assert exact == ("WARNING" not in levels)
@@ -100,7 +100,7 @@ def test_equal_batches_are_not_worth_a_word(told):
 
 
 # --- counts that ranks add up -----------------------------------------------------------------------------------------
-WEIGHED = "would be weighed twice"
+WEIGHED = "the weight would count twice"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_loss_over_the_count_of_all_ranks_in_an_uneven_step_is_named(told, how
             if how == "all ranks' count":
                 count = hd.allreduce(count)
             if how == "weighed":
-                optimizer.weigh(count)
+                optimizer.set_batch_weight(count)
                 hd.allreduce(count)
             (model(x).square().sum() / count).backward()
             optimizer.step()
@@ -156,7 +156,7 @@ def test_processes_of_loaders_draw_other_numbers_on_each_rank_of_one_seed(split)
         assert all(torch.equal(*pair) for pair in zip(own, plain))  # the first worker's are one process's
 
 
-MASKS = "their dropout masks are the same"
+MASKS = "their dropout masks are identical"
 
 
 @pytest.mark.parametrize(

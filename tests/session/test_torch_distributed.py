@@ -267,7 +267,7 @@ ENDS = {  # the script, and what is said
         "versions and settings must be the same on every rank; rank 1 differs from rank 0: torch_distributed",
     ),
     "a monitored barrier": (
-        "hd.init(); dist.monitored_barrier()", "call its own method, torch.distributed.group.WORLD.monitored_barrier(",
+        "hd.init(); dist.monitored_barrier()", "call torch.distributed.group.WORLD.monitored_barrier(",
     ),
     "a rank that never comes": (
         "hd.init(deadline_s=2).rank or dist.all_reduce(torch.ones(1)); time.sleep(60)",
@@ -311,7 +311,7 @@ def test_a_group_that_ranks_may_die_in_is_on_gloo_and_tells_the_others(tmp_path)
 def test_ranks_that_reach_each_other_by_mpi_only_are_known_and_on_gloo_are_warned(tmp_path, script, warned):
     job = run(tmp_path, APART + script, 2)
     assert job.returncode == 0, job.stderr
-    text = "To torch.distributed, and libraries that ask it, each rank is alone: rank 0 must be reached"
+    text = "torch.distributed, and libraries that use it, see only one rank: rank 0 must be reached"
     assert job.stderr.count(text) == warned
 
 
@@ -336,5 +336,5 @@ def test_virtual_ranks_start_nothing():
 def test_an_error_of_webdataset_is_explained():
     """Its `single_node_only`, the default, which saw one rank before the ranks were made known."""
     error = ValueError("you need to add an explicit nodesplitter to your input pipeline for multi-node training")
-    assert "nodesplitter=webdataset.split_by_node, with which each rank reads shards of its own" in _advice(error)
+    assert "nodesplitter=webdataset.split_by_node: each rank then reads different shards" in _advice(error)
     assert _advice(ValueError("another one")) == ""

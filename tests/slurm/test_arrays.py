@@ -61,9 +61,9 @@ def test_there_is_an_array_for_each_number_of_ranks(bash):
     ("change", "overrides", "message"),
     [
         ({"tune": 3}, [], "--tune must be 0 with --slurm, whose runs don't wait for each other; got 3. Search"),
-        ({"baselines": ("ddp",)}, [], "--baselines must be left out with --slurm, .*; got ddp. Compare with them"),
+        ({"baselines": ("ddp",)}, [], "--baselines must be omitted with --slurm, .*; got ddp. Compare with them"),
         ({}, ["nodes=2"], "--slurm-set must leave nodes to the comparison or the sweep; got it there. Remove it."),
-        ({}, ["ranks_per_node=3"], "ranks_per_node must divide each of --ranks that is larger; got 3 for 4 ranks"),
+        ({}, ["ranks_per_node=3"], "ranks_per_node must divide each larger number of --ranks; got 3 for 4 ranks"),
         ({}, ["time_min=0"], "time_min must be greater than or equal to 1; got 0"),
     ],
 )
@@ -108,7 +108,7 @@ def test_runs_are_submitted_looked_at_and_submitted_again(tmp_path, monkeypatch,
 
     def ends_well(folder: Path) -> None:
         run = runs[folder.relative_to("out").as_posix()]
-        made.make(PlannedRun(run["name"], "strategy", run["ranks"], 0, tuple(run["set"]), ""), folder)
+        made.run(PlannedRun(run["name"], "strategy", run["ranks"], 0, tuple(run["set"]), ""), folder)
 
     ends_well(first.folders[0])
     Path(first.log.replace("%a", "1")).write_text("a\nRuntimeError: no memory\n")
@@ -118,7 +118,7 @@ def test_runs_are_submitted_looked_at_and_submitted_again(tmp_path, monkeypatch,
     }
     assert hpcdist("compare", "--output", "out") == 1
     told = capsys.readouterr()
-    assert "1 of 4 runs have ended; of Slurm's tasks 1 run, 1 wait" in told.err and "3 without a result" in told.out
+    assert "1 of 4 runs have ended; Slurm tasks: 1 running, 1 waiting" in told.err and "3 without a result" in told.out
     assert "RuntimeError: no memory" in (first.folders[1] / FAILURE).read_text()
     assert facts("12", first, [])["run"] == "out/runs/12: 1 of 2 runs have ended"
 

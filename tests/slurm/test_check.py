@@ -20,7 +20,7 @@ from hpcdist.tools.slurm.spec import Directives, JobSpec, Site
 
 GOOD = {"job": "it.py", "nodes": 2, "settings": ["checkpoint.every_steps=100"], "cpus_per_rank": 2}
 NO_SLURM = Problem(
-    "note", "Slurm must be on PATH to be asked; found no sbatch. Run this on a host of the cluster, too."
+    "note", "Slurm must be on PATH for its checks; found no sbatch. Run this on a host of the cluster, too."
 )
 
 
@@ -66,38 +66,38 @@ def test_good_jobs_have_no_findings(settings):
     "case",
     [
         ({"warn_s": 3600}, "error: warn_s must be less than the time limit, 3600 s; got 3600. Raise time_min"),
-        ({"warn_s": 59}, "warning: warn_s must be at least 60, for Slurm looks at limits about once a minute; got 59."),
+        ({"warn_s": 59}, "warning: warn_s must be at least 60, for Slurm checks limits about once a minute; got 59."),
         ({"time_min": 5, "warn_s": 270}, "warning: time_min must leave time to work before the warning; got 30 s."),
         ({"job": "no.py"}, "error: job must exist; got no.py, without no.py. Run this where the job is submitted."),
-        ({"config": "~/a.toml"}, "error: config must be the path itself, for ~ and $ are not expanded; got ~/a.toml."),
-        ({"output": "$SCRATCH/a"}, "error: output must be the path itself, for ~ and $ are not expanded; got $SCRATCH"),
+        ({"config": "~/a.toml"}, "error: config must be a path without ~ and $, which are not expanded; got ~/a.toml."),
+        ({"output": "$SCRATCH/a"}, "error: output must be a path without ~ and $, which are not expanded; got"),
         ({"output": "it.py/a"}, "error: output must be a folder that you may write; got it.py/a, but "),
         ({"output": "/dev/shm/a"}, "warning: output must lie on a file system that all nodes share; got /dev/shm/a"),
         ({"strategy": "gosip"}, "error: strategy must be one of adpsgd, allreduce, "),
         ({"nodes": 1}, "warning: nodes or ranks_per_node must be more than 1 to distribute anything; got one rank."),
-        ({"shape": "parameter_server", "servers": 2}, "error: servers must leave at least one rank to work; got 2 on"),
+        ({"shape": "parameter_server", "servers": 2}, "error: servers must leave at least one rank as a worker; got 2"),
         ({"shape": "parameter_server", "ranks_per_node": 4, "servers": 3, "servers_on": "one_per_node"},
          "warning: servers must be at most nodes, 2, to have one each; got 3."),
         ({"shape": "parameter_server", "ranks_per_node": 2, "servers": 3},
          "warning: servers must be at most ranks_per_node, 2, to fit on the first node; got 3."),
-        ({"shape": "hybrid"}, "warning: stages must be at least 2 to divide a model; got 1. Raise ranks_per_node, or"),
+        ({"shape": "hybrid"}, "warning: stages must be at least 2 to split a model; got 1. Raise ranks_per_node, or"),
         ({"shape": "hybrid", "ranks_per_node": 7}, "error: stages must be 1 to the model's number of layers, 6; got 7"),
         ({"shape": "allreduce", "gpus_per_rank": 0}, "warning: gpus_per_rank must be 1 in the shape allreduce on GPUs"),
-        ({"provider": "nccl"}, "error: provider must be horovod or none without GPUs; got 'nccl', which sums on GPUs"),
+        ({"provider": "nccl"}, "error: provider must be horovod or none without GPUs; got 'nccl', which needs GPUs"),
         ({"gpus_per_rank": 2}, "warning: gpus_per_rank must be 1, for a rank of hpcdist uses one GPU; got 2."),
         ({"shape": "gossip", "cpus_per_rank": 1}, "warning: cpus_per_rank must be at least 2 for gossip_pull, whose"),
         ({"settings": ["checkpoint.every_s=0"]}, "warning: checkpoint.every_s must be above 0 for a requeued job to"),
-        ({"shrink": True, "shape": "gossip"}, "error: launcher must be mpirun, of Open MPI, for ranks to outlive"),
+        ({"shrink": True, "shape": "gossip"}, "error: launcher must be Open MPI's mpirun, for ranks to survive"),
         ({"shape": "study", "cases": [["seed=1"], ["seed=1"]]}, "warning: cases must differ; got ['seed=1'] twice."),
-        ({"spare_nodes": 1, "doctor": False}, "warning: doctor must be true to find which nodes to leave out; got 1"),
+        ({"spare_nodes": 1, "doctor": False}, "warning: doctor must be true to find the nodes to exclude; got 1"),
         ({"site": {"venv": "none-such"}}, "error: venv must exist; got none-such, without none-such/bin/activate."),
         ({"site": {"source": ["a.sh"]}}, "error: source[0] must exist; got a.sh"),
         ({"site": {"gpu_bind": "closest"}, "shape": "allreduce", "ranks_per_node": 2},
-         "warning: gpu_bind must be none for NCCL to copy from GPU to GPU; got 'closest', which hides the others"),
+         "warning: gpu_bind must be none for NCCL to copy from GPU to GPU; got 'closest', which hides other"),
         ({"site": {"gpus": "per_task", "launcher": "mpirun"}, "shape": "allreduce", "ranks_per_node": 2},
          "warning: gpus must be per_node with the launcher mpirun, whose daemon is one task; got 'per_task'."),
         ({"site": {"launcher": "mpirun"}, "shrink": True},
-         "warning: shrink must go with a strategy that can go on, adpsgd, "),
+         "warning: shrink needs a strategy that can continue, adpsgd, "),
     ],
 )  # fmt: skip
 def test_what_is_found(case):
@@ -139,7 +139,7 @@ def test_the_runs_own_settings_are_looked_at_as_train_does(case):
         ("job = 3", "error: job file must define `job = hpcdist.train.Job(...)`; got it.py, which does not."),
         ("job = ", "error: job must be a file that Python can run; got SyntaxError in it.py: invalid syntax"),
         ("1 / 0", "error: job must be a file that Python can run; got ZeroDivisionError in it.py: division by zero."),
-        ("import not_there_at_all", "warning: job must import what is there; got No module named 'not_there_at"),
+        ("import not_there_at_all", "warning: job must import installed modules; got No module named 'not_there_at"),
     ],
 )
 def test_a_jobs_file_that_is_wrong(case):
@@ -183,12 +183,12 @@ def test_the_runs_file_the_environment_and_a_template_of_ones_own_are_read():
 
 PYTHON = str(Path(sys.executable).name)
 COMMANDS = [
-    (["nonsense", "it.py"], {}, "error: command must begin with a program; got nonsense, not on PATH. Name one"),
-    (["nonsense"], {"modules": ["gcc"]}, "warning: command must begin with a program; got nonsense, not on PATH"),
+    (["nonsense", "it.py"], {}, "error: command must start with a program; got nonsense, not on PATH. Name one"),
+    (["nonsense"], {"modules": ["gcc"]}, "warning: command must start with a program; got nonsense, not on PATH"),
     (
         ["./none.sh"],
         {"modules": ["gcc"]},
-        "error: command must begin with a program; got ./none.sh, no such file. Name",
+        "error: command must start with a program; got ./none.sh, no such file. Name",
     ),
     (["./it.py"], {}, "error: .*; got ./it.py, a file that is not executable. Write python ./it.py."),
     (["it.py"], {}, "error: .*; got it.py, a file that is not executable. Write python it.py."),
@@ -198,7 +198,7 @@ COMMANDS = [
         "error: command must name a script .*; got train.py, and",
     ),
     (["bash", "-e", "run.sh"], {}, "error: command must name a script that exists; got run.sh, and none in /.*Write"),
-    (["plain/bin/python3", "it.py"], {}, "warning: command must begin with a Python that has hpcdist; got plain/bin/p"),
+    (["plain/bin/python3", "it.py"], {}, "warning: command must start with a Python that has hpcdist; got plain/bin/p"),
     (
         ["python3", "it.py"],
         {"venv": "plain"},
@@ -233,7 +233,7 @@ def test_strategies_say_themselves_what_they_need():
     alone = {"adpsgd", "gossip_pull", "gossip_push", "gossip_sync", "strom"}
     served = {"async_diloco", "downpour", "eamsgd", "easgd", "hardsync", "parameter_server", "softsync", "ssp"}
     contracts = {name: strategies.load(name).contract for name in strategies.available()}
-    assert {n for n, c in contracts.items() if c.deaths == "others go on"} == alone | served | {"sandblaster"}
+    assert {n for n, c in contracts.items() if c.deaths == "others continue"} == alone | served | {"sandblaster"}
     assert {n for n, c in contracts.items() if c.memory == "read by others"} == {"adpsgd", "gossip_pull", "gossip_push"}
 
 
@@ -281,7 +281,7 @@ def test_what_slurm_says_is_read():
     assert text == "mpi must be one of pmi2, pmix, which srun --mpi=list names; got 'pmix_v9'."
 
 
-TOGETHER = "nodes and spare_nodes must be together at most the number of nodes of main that fit, "
+TOGETHER = "nodes + spare_nodes must be at most the number of fitting nodes of main, "
 
 
 @each(

@@ -72,9 +72,9 @@ def test_the_commit_and_whether_files_differ_from_it():
 
 # --- without a Slurm --------------------------------------------------------------------------------------------------
 def test_slurm_must_be_there(monkeypatch):
-    with pytest.raises(ConfigError, match="shape must be one that runs by itself to be submitted; got 'interactive'"):
+    with pytest.raises(ConfigError, match="shape must be a batch shape to be submitted; got 'interactive'"):
         queue.submit(JobSpec(shape="interactive"), "#!/bin/bash\n")
-    monkeypatch.setattr(queue, "ANSWERS_S", 0.1)
+    monkeypatch.setattr(queue, "SLURM_REPLY_S", 0.1)
     with pytest.raises(QueueError, match="sleep must answer within 0.1 s; got nothing. The controller is down or busy"):
         queue.ask("sleep", "5")
     monkeypatch.setenv("PATH", "")

@@ -25,7 +25,7 @@ TEXT = st.one_of(
 SHELL_TEXT = TEXT.map(lambda text: text.replace("\0", ""))
 WORD = SHELL_TEXT.map(lambda text: f"x{text}")  # not empty, no option
 FILE = st.one_of(WORD, SHELL_TEXT.filter(bool))
-WORDS = [f"x{piece}" for piece in PIECES if piece != "\0"]  # each of them, in the first example
+WORDS = [f"x{chunk}" for chunk in PIECES if chunk != "\0"]  # each of them, in the first example
 
 
 def sbatch_reads(script: Script) -> list[str]:

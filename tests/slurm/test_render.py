@@ -235,7 +235,7 @@ def test_directives_are_added_replaced_and_removed():
     assert text.count("--time=") == 1 and not re.search("--mem|--mail-type|--requeue", text)
     assert "exclusive" not in script(site, directives={"add": {"exclusive": False}}).text
     explained = script(site, mem_gb=8).with_reasons()
-    assert "Memory of each node" not in explained and "# Asked for by the site's profile." in explained
+    assert "Memory of each node" not in explained and "# Set by the site's profile." in explained
 
 
 def test_profiles_that_come_along_and_one_of_ones_own(tmp_path):
@@ -285,7 +285,7 @@ def test_a_template_or_a_profile_with_a_mistake_or_missing(tmp_path):
 def test_templates_that_are_not_installed(monkeypatch, tmp_path):
     monkeypatch.setattr(profiles, "__file__", str(tmp_path / "hpcdist" / "tools" / "slurm" / "places.py"))
     monkeypatch.setattr(profiles.sys, "prefix", str(tmp_path))
-    with pytest.raises(ConfigError, match="slurm/sites must be beside the package or in share/hpcdist/slurm"):
+    with pytest.raises(ConfigError, match="slurm/sites must be next to the package or in share/hpcdist/slurm"):
         folder("sites")
     (tmp_path / "share/hpcdist/slurm/sites").mkdir(parents=True)
     assert folder("sites") == tmp_path / "share/hpcdist/slurm/sites"

@@ -64,7 +64,7 @@ def test_an_exception_comes_with_its_traceback(local):
         future.result()
     assert "on rank 1 of job" in str(caught.value.__cause__)
     assert "in fails_on_one_rank" in str(caught.value.__cause__) and future.state == "FAILED"
-    with pytest.raises(RunError, match="must raise what can be pickled; got Unpickled: 1 and 2"):
+    with pytest.raises(RunError, match="must raise picklable exceptions; got Unpickled: 1 and 2"):
         other.result()
 
 
@@ -87,14 +87,14 @@ def test_a_job_without_results_says_how_it_ended(local):
 
 def test_a_call_is_refused_by_another_python(tmp_path):
     (tmp_path / "call.pickle").write_bytes(call.pickled_call(max, (1, 2), {}))
-    assert call.make_call(tmp_path) == 2
+    assert call.run_call(tmp_path) == 2
     path = tmp_path / "call.pickle"
     with open(path, "rb") as file:
         _, places = pickle.load(file)
         rest = file.read()
     path.write_bytes(pickle.dumps(((3, 5), places)) + rest)
     with pytest.raises(MismatchError, match=r"Python must be 3\.5 on the nodes, .*; got 3\.\d+"):
-        call.make_call(tmp_path)
+        call.run_call(tmp_path)
 
 
 def test_what_is_wrong_is_refused_before_there_is_a_folder(local, tmp_path, monkeypatch):
@@ -105,13 +105,11 @@ def test_what_is_wrong_is_refused_before_there_is_a_folder(local, tmp_path, monk
     with pytest.raises(ConfigError, match="warn_s must be less than the time limit, 60 s; got 100"):
         local(max, 1, site="generic", time_min=1, warn_s=100)
     lock = threading.Lock()
-    with pytest.raises(
-        ConfigError, match="argument 2 must be what cloudpickle can pickle, .*; got a lock .*Make it on"
-    ):
+    with pytest.raises(ConfigError, match="argument 2 must be picklable by cloudpickle, .*; got a lock .*Create it"):
         local(max, 1, lock)
-    with pytest.raises(ConfigError, match="key must be what cloudpickle can pickle, .*; got a lock"):
+    with pytest.raises(ConfigError, match="key must be picklable by cloudpickle, .*; got a lock"):
         local(max, 1, key=lock)
-    with pytest.raises(ConfigError, match="function must be what cloudpickle can pickle, .*; got a function"):
+    with pytest.raises(ConfigError, match="function must be picklable by cloudpickle, .*; got a function"):
         local(lambda: lock)
     with pytest.raises(ConfigError, match="name must have at most 200 bytes; got 300"):
         local(max, 1, name="n" * 300)

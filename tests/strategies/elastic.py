@@ -29,7 +29,7 @@ class Paces(ComputeModel):
 
     seconds: tuple[float, ...]
 
-    def draw(self, rank, generator) -> float:
+    def sample(self, rank, generator) -> float:
         return self.seconds[rank]
 
 

@@ -114,7 +114,7 @@ def is_recursion(ranks, folder: Path, strategy: str, graph: str, overlap: bool, 
 
 def step_without_samples(strategy):
     """Takes part in a step without a gradient."""
-    strategy.model.gradients.begin_batch(0.0)
+    strategy.model.gradients.start_batch(0.0)
     strategy.step(lambda: None)
 
 

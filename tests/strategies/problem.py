@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from harness import loops
 from hpcdist import strategies
-from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.data import EpochPlan
 from hpcdist.model.buckets import Bucket
@@ -48,7 +48,7 @@ def loss(module: nn.Module, indices: Any) -> Tensor:
 
 def stepping() -> list[str]:
     """The strategies whose steps go along gradients that the loop has computed; the others evaluate portions."""
-    return [name for name in strategies.available() if strategies.load(name).contract.batch == "own"]
+    return [name for name in strategies.available() if strategies.load(name).contract.batch == "local"]
 
 
 # By strategy: options for runs of a few steps.
@@ -105,7 +105,7 @@ def load(module: nn.Module, params: Collection[Tensor]) -> None:
 
 def nonfinite(model: FlatModel, bucket: Bucket | None = None) -> list[str]:
     """The parameters whose gradient is not finite, as a strategy finds them."""
-    return LocalGradients(Alone(), model, "stop", None, None).nonfinite(bucket)
+    return LocalGradients(SingleRankCommunicator(), model, "stop", None, None).nonfinite(bucket)
 
 
 def make(
@@ -215,7 +215,7 @@ def epoch(
 
     def backward(step: int) -> None:
         sizes = plan.sizes(step)
-        strategy.model.gradients.begin_batch(sizes[worker] * len(sizes) / sum(sizes))
+        strategy.model.gradients.start_batch(sizes[worker] * len(sizes) / sum(sizes))
         if strategy.contract.batch == "portions":
             joint[:], strategy.joint = joint_batch(plan, step, worker, strategy.config)
             return

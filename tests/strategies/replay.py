@@ -102,8 +102,8 @@ def watched(cls, note):
     """The strategy; `note(strategy, request)` comes before each request that one of its servers deals with."""
 
     class Watched(cls):
-        def __init__(self, *args, **given):
-            super().__init__(*args, **given)
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
             if self.place.children:
                 self._receive, self.server.receive = self.server.receive, self._note
 

@@ -162,7 +162,7 @@ def test_the_living_go_on_and_a_passive_rank_frees_itself_from_a_dead_one():
         if comm.rank == 0:
             strategy._holder.compare_and_swap(0, 1, 1)  # dies while it averages with rank 1
         comm.barrier()
-        strategy.comm.failures.living = (1, 2, 3)
+        strategy.comm.failures.alive = (1, 2, 3)
         values = []
         if comm.rank != 0:
             for _ in range(80):

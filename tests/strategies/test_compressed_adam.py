@@ -98,7 +98,7 @@ def test_replicas_are_equal_where_they_must_be(ranks, name):
             for found, _ in results
             for own, other in zip(found[step], results[0][0][step], strict=True)
         )
-        assert same == config.meets(step + 1), step
+        assert same == config.synchronizes(step + 1), step
 
 
 @pytest.mark.sizes(3)

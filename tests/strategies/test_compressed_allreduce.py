@@ -119,7 +119,7 @@ def test_it_goes_on_from_another_number_of_ranks(ranks, name):
     found = ranks(after)
     assert ("compressed.velocity" in found[0][1]) == (name == "dgc")
     for key in found[0][1]:
-        own = [torch.cat([piece.tensor.reshape(-1) for piece in s.at("strategy", key).values()]) for s in states]
+        own = [torch.cat([chunk.tensor.reshape(-1) for chunk in s.at("strategy", key).values()]) for s in states]
         assert name != "dgc" or not torch.equal(own[0], own[1]), "every rank has one of its own"
         for _, along, _ in found:
             torch.testing.assert_close(along[key], torch.stack(own).mean(dim=0), rtol=1e-13, atol=1e-17)

@@ -149,8 +149,12 @@ def test_dpsgd_ends_apart_and_the_others_at_the_optimum_of_all():
     b = targets(size)
     biased = torch.linalg.solve(torch.eye(size, dtype=torch.float64) * (1 + RATE) - weights, RATE * b)
     assert (biased - b.mean(dim=0)).abs().max() > 0.1
-    together = b.mean(dim=0).expand(size, -1)
-    cases = [("dpsgd", {"overlap": False}, biased), ("d2", {}, together), ("gradient_tracking", {}, together)]
+    raise_on_all_ranks = b.mean(dim=0).expand(size, -1)
+    cases = [
+        ("dpsgd", {"overlap": False}, biased),
+        ("d2", {}, raise_on_all_ranks),
+        ("gradient_tracking", {}, raise_on_all_ranks),
+    ]
     for name, options, expected in cases:
         found = run_virtual(lambda comm, n=name, o=options: run(comm, n, RINGS | o, 200), size)
         torch.testing.assert_close(torch.stack(found)[:, -1], expected, rtol=0, atol=1e-6)

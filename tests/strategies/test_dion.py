@@ -178,8 +178,8 @@ def test_names_are_known_of_frozen_parameters_and_of_other_stages_and_not_asked_
         step(made, local, problem.loss(module, range(4)))
         stage = nn.ModuleDict({str(comm.rank): nn.Linear(2, 2)})
         local = torch.optim.SGD(stage.parameters(), lr=RATE)
-        given = {"optimizer": local, "stages": Agreement(comm.split(0))}
-        made = cls(cls.Config(others=("1.weight",)), comm.split(comm.rank), FlatModel(stage), **given)
+        kwargs = {"optimizer": local, "stages": Agreement(comm.split(0))}
+        made = cls(cls.Config(others=("1.weight",)), comm.split(comm.rank), FlatModel(stage), **kwargs)
         step(made, local, stage[str(comm.rank)](torch.ones(1, 2)).sum())
         return True
 

@@ -27,8 +27,8 @@ def _noting():
     class Noting(strategies.load(NAME)):
         requests: list[tuple[int, int, int]] = []  # server, source, kind
 
-        def __init__(self, *args, **given):
-            super().__init__(*args, **given)
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
             if self.place.children:
                 self._deal, self.server._deal = self.server._deal, self._note
 

@@ -51,7 +51,7 @@ ALONE = [
     *((name, {}) for name in problem.stepping() if not problem.steps_itself(name)),
     *((name, problem.PERIODS[name]) for name in problem.LONG_PERIODS if not problem.steps_itself(name)),
     ("gossip_pull", {"pulls": 2, "interval": 2}),
-    ("gossip_push", {"pushes": 2, "interval": 2, "draw_self": False}),
+    ("gossip_push", {"pushes": 2, "interval": 2, "include_self": False}),
     ("gossip_sync", {"pairing": "matching", "interval": 2, "order": "before"}),
     ("local_sgd", {"period": 2, "overlap": True}),
     ("local_sgd", {"period": 2, "average_optimizer_state": True}),

@@ -47,9 +47,9 @@ def test_peers_are_drawn_uniformly_oneself_included_but_not_the_dead(name):
 
     def body(comm):
         strategy = problem.make(comm, name, torch.nn.Linear(1, 1), seed=3)
-        drawn = [peer for _ in range(steps) for peer in strategy.draw.ranks()]
-        strategy.comm.failures.living = (0, 2, 3)
-        left = {peer for _ in range(50) for peer in strategy.draw.ranks()}
+        drawn = [peer for _ in range(steps) for peer in strategy.sampler.sample()]
+        strategy.comm.failures.alive = (0, 2, 3)
+        left = {peer for _ in range(50) for peer in strategy.sampler.sample()}
         strategy.close()
         return drawn, left
 
@@ -65,7 +65,7 @@ def test_a_reading_that_was_overtaken_leaves_no_trace(overtaken):
     """Parameters are read where they lie, and the own ones come back before the next attempt."""
 
     def body(comm):
-        strategy = problem.make(comm, "gossip_pull", torch.nn.Linear(3, 2), draw_self=False)
+        strategy = problem.make(comm, "gossip_pull", torch.nn.Linear(3, 2), include_self=False)
         (own,) = strategy.model.params
         own.copy_(torch.arange(8.0) + comm.rank)
         strategy.state.load({"steps": 0, "peers": None})

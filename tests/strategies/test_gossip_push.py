@@ -23,7 +23,7 @@ def _make(comm, features=3, **options):
 
 def _step(strategy, peer):
     """A step without learning in which this rank draws `peer`."""
-    strategy.draw.ranks = lambda *_, **__: [peer]
+    strategy.sampler.sample = lambda *_, **__: [peer]
     strategy.step(lambda: None)
     return strategy.model.params[0].clone()
 
@@ -144,7 +144,7 @@ def test_messages_are_whole_and_counted_once_on_a_network_slower_than_the_steps(
 def _push_ones(comm, module, steps):
     """How many messages this rank pushed, all of ones, and how many it received; every sum is of whole ones."""
     strategy = problem.make(comm, NAME, module, seed=4)
-    received, pushed, take, draw = 0, 0, strategy._take, strategy.draw.ranks
+    received, pushed, take, draw = 0, 0, strategy._take, strategy.sampler.sample
 
     def counting(slot, count):
         nonlocal received
@@ -207,7 +207,7 @@ def test_the_state_includes_what_has_arrived(ranks):
             _step(strategy, 1)
         comm.barrier()
         state, params = strategy.state.save(), strategy.model.params[0].clone()
-        following = [strategy.draw.generator.get_state()]
+        following = [strategy.sampler.generator.get_state()]
         other = {"steps": strategy.steps}  # of another world: generators stay, slots are empty
         strategy.close()
 
@@ -215,7 +215,7 @@ def test_the_state_includes_what_has_arrived(ranks):
         for loaded in (state, other):
             strategy.model.params[0].copy_(params)
             strategy.state.load(loaded)
-            following.append(strategy.draw.generator.get_state())
+            following.append(strategy.sampler.generator.get_state())
             if comm.rank == 1:
                 found.append(_step(strategy, 1)[0].item())
             comm.barrier()

@@ -27,26 +27,26 @@ class _Peers:
     """Notes what each rank has drawn, by step."""
 
     def __init__(self, strategy):
-        self.drawn, draw = {}, strategy.draw.ranks
+        self.drawn, draw = {}, strategy.sampler.sample
 
         def noting(*args, **options):
             self.drawn[strategy.steps + 1] = draw(*args, **options)
             return self.drawn[strategy.steps + 1]
 
-        strategy.draw.ranks = noting
+        strategy.sampler.sample = noting
 
 
 def _in_step(comm, strategy, name):
     """Makes all ranks mix at the same time, so that what each one finds does not depend on who is faster."""
-    meets = {"gossip_pull": "_mix", "gossip_push": "_average"}[name]
-    mix = getattr(strategy, meets)
+    synchronizes = {"gossip_pull": "_mix", "gossip_push": "_average"}[name]
+    mix = getattr(strategy, synchronizes)
 
     def meeting(*args):
         comm.barrier()
         mix(*args)
         comm.barrier()
 
-    setattr(strategy, meets, meeting)
+    setattr(strategy, synchronizes, meeting)
 
 
 def _steps(comm, name, options):
@@ -89,8 +89,8 @@ def _mixed(name, x, drawn):
 @each("case", [(1, 1, True), (3, 1, True), (1, 2, False), (2, 3, True)])
 def test_steps_are_those_of_a_simulation_with_the_same_peers(name, order, case):
     """Every step: mix and then descend along the gradient of before, or the other way round."""
-    interval, count, draw_self = case
-    options = {"order": order, "interval": interval, COUNT[name]: count, "draw_self": draw_self}
+    interval, count, include_self = case
+    options = {"order": order, "interval": interval, COUNT[name]: count, "include_self": include_self}
     found = run_virtual(lambda comm: _steps(comm, name, options), 4)
     targets = np.stack([_target(rank) for rank in range(4)])
     x = np.zeros((4, FEATURES))
@@ -102,13 +102,13 @@ def test_steps_are_those_of_a_simulation_with_the_same_peers(name, order, case):
             x = x + change
         if step % interval == 0:
             assert all(len(set(peers)) == count for peers in drawn)
-            assert draw_self or all(rank not in peers for rank, peers in enumerate(drawn))
+            assert include_self or all(rank not in peers for rank, peers in enumerate(drawn))
             x = _mixed(name, x, drawn)
         if order == "before":
             x = x + change
         np.testing.assert_allclose(np.stack([values[step - 1] for values, *_ in found]), x, rtol=0, atol=1e-14)
     if interval == 1 and count > 1:
-        assert any(rank in peers for rank, (_, of, _) in enumerate(found) for peers in of.values()) == draw_self
+        assert any(rank in peers for rank, (_, of, _) in enumerate(found) for peers in of.values()) == include_self
 
 
 @each("order", ["after", "before"])
@@ -135,7 +135,7 @@ def test_synchronous_steps_are_those_of_a_simulation_with_the_same_draws(ranks, 
 @every
 @each("interval", [1, 4])
 def test_bytes_are_moved_in_the_steps_that_mix(name, interval):
-    options = {"interval": interval, "draw_self": False, **({COUNT[name]: 2} if name in COUNT else {})}
+    options = {"interval": interval, "include_self": False, **({COUNT[name]: 2} if name in COUNT else {})}
     runs = run_virtual(lambda comm: problem.train(comm, name, options, epochs=1), 4)
     n_bytes = runs[0].params[0].nbytes * (2 if name in COUNT else 1)
     for run in runs:
@@ -159,7 +159,7 @@ def test_a_message_pushed_in_between_is_averaged_in_the_next_step_whatever_the_i
     def body(comm):
         strategy = problem.make(comm, "gossip_push", torch.nn.Linear(3, 1, dtype=torch.float64), interval=3)
         strategy.model.params[0].fill_(comm.rank)
-        strategy.draw.ranks = lambda *_, **__: [0]
+        strategy.sampler.sample = lambda *_, **__: [0]
         if comm.rank == 1:
             for _ in range(3):
                 strategy.step(lambda: None)

@@ -48,10 +48,10 @@ def test_the_mean_is_conserved_to_rounding_and_pairs_become_equal_to_the_bit(ran
             assert "pairing" not in options or torch.equal(after, after[sources])
 
 
-@each("options", [{}, {"pairing": "matching"}, {"draw_self": False}])
+@each("options", [{}, {"pairing": "matching"}, {"include_self": False}])
 @each("size", [4, 5])
 def test_a_step_averages_along_one_uniform_permutation_or_in_disjoint_pairs(size, options):
-    """A matching leaves one out of an odd number; a permutation leaves nobody alone without `draw_self`."""
+    """A matching leaves one out of an odd number; a permutation leaves nobody alone without `include_self`."""
     steps, met = 120, np.zeros((size, size))
     for sources in mixed.sources(lambda body: run_virtual(body, size), steps, **options):
         assert sorted(sources) == list(range(size))
@@ -59,7 +59,7 @@ def test_a_step_averages_along_one_uniform_permutation_or_in_disjoint_pairs(size
             assert all(sources[source] == rank for rank, source in enumerate(sources))
             assert sum(source == rank for rank, source in enumerate(sources)) == size % 2
         met[np.arange(size), sources] += 1
-    alone = {"pairing": size % 2 == 1, "draw_self": False}[next(iter(options))] if options else True
+    alone = {"pairing": size % 2 == 1, "include_self": False}[next(iter(options))] if options else True
     chance = 1 / (size if alone else size - 1)
     possible = met[~np.eye(size, dtype=bool) | alone]
     assert alone or not met.diagonal().any()
@@ -70,7 +70,7 @@ def test_the_living_go_on_without_a_rank_that_has_died():
     def body(comm):
         strategy = mixed.linear(comm, NAME)
         strategy.model.params[0].fill_(comm.rank)
-        strategy.comm.failures.living = (0, 2, 3)
+        strategy.comm.failures.alive = (0, 2, 3)
         if comm.rank != 1:
             for _ in range(20):
                 strategy.step(lambda: None)

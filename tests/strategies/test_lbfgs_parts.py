@@ -202,7 +202,7 @@ def _known(seconds):
     """The pace of workers that have had portions before."""
     pace = Pace()
     for worker, each_s in seconds.items():
-        pace.begin(worker, 0.0)
+        pace.start(worker, 0.0)
         pace.end(worker, each_s)
     return pace
 
@@ -210,11 +210,11 @@ def _known(seconds):
 def test_late_is_what_takes_longer_than_four_of_five_do():
     pace = _known({1: 1.0})
     for seconds in (1.0, 1.0, 1.3, 1.0, 1.0, 9.0, 1.0, 1.2, 1.0, 1.0, 1.0):
-        pace.begin(1, 0.0)
+        pace.start(1, 0.0)
         pace.end(1, seconds)
-        pace.begin(1, 0.0)
+        pace.start(1, 0.0)
         pace.end(1, 2 * pace.mean_s(1) - seconds)
-    pace.begin(1, 50.0)
+    pace.start(1, 50.0)
     assert pace.end_of(1) == pytest.approx(50 + pace.mean_s(1))
     assert 1.0 < pace.due(50.0)[1] - 50.0 < 2.0, "one that took nine times as long is not how it is as a rule"
 
@@ -232,7 +232,7 @@ def test_a_slow_worker_has_none_of_the_last_portions():
 def test_a_worker_that_was_too_slow_is_tried_again_now_and_then():
     pace = _known({1: 1.0})
     for worker, seconds in ((1, 1.0),) * 5 + ((3, 40.0),):
-        pace.begin(worker, 0.0)
+        pace.start(worker, 0.0)
         pace.end(worker, seconds)
     assert Portions(39, pace).give(3, 50.0) is None, "the other one has them all by 90 s"
     assert Portions(40, pace).give(3, 50.0) == 0

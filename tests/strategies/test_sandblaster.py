@@ -503,7 +503,7 @@ def test_loops_that_do_not_suit_it_are_refused(tmp_path):
         with pytest.raises(ConfigError, match="closure must be given to each step of SGD, which evaluates"):
             optimizer.step()
         batches = DataLoader(TensorDataset(problem.X), batch_size=None)
-        with pytest.raises(ConfigError, match="loader must deal out single samples of a map-style data set with a"):
+        with pytest.raises(ConfigError, match="loader must read single samples of a map-style data set with a"):
             next(iter(hd.shard(batches)))
         hd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other, "sandblaster")
         with pytest.raises(ConfigError, match="evaluates portions of its batches must have one optimizer; got 2. Give"):

@@ -31,8 +31,8 @@ LEARN = [
     ("softsync", {"compression": TOPK}),
     ("hardsync", {"compression": DENSITY, "servers": 2}),
     ("hardsync", {"compression": TOPK, "fan_in": 2}),
-    ("softsync", {"compression": TOPK, "fan_in": 2, "compress_answers": False}),
-    ("hardsync", {"compression": "terngrad", "compress_answers": False}),
+    ("softsync", {"compression": TOPK, "fan_in": 2, "compress_replies": False}),
+    ("hardsync", {"compression": "terngrad", "compress_replies": False}),
     ("downpour", {"compression": DENSITY, "servers": 2}),
     ("eamsgd", {"compression": TOPK}),
     ("strom", {"compression": "ef_signsgd"}),
@@ -84,7 +84,7 @@ def test_it_sends_less(case):
 
     whole, both, letters = (
         sent(options)
-        for options in ({}, {"compression": compression}, {"compression": compression, "compress_answers": False})
+        for options in ({}, {"compression": compression}, {"compression": compression, "compress_replies": False})
     )
     assert both < letters < whole
     assert both < (0.55 if compression == "fp16" else 0.2) * whole
@@ -133,7 +133,7 @@ def _after_five_steps(comm, options):
 
 
 def _flat(named):
-    return torch.cat([piece.tensor.reshape(-1) for piece in named.values()])
+    return torch.cat([chunk.tensor.reshape(-1) for chunk in named.values()])
 
 
 def test_in_a_world_of_another_size_no_gradient_that_was_not_sent_is_lost():
@@ -185,7 +185,7 @@ def _steps(comm, name: str, options: dict) -> list[torch.Tensor]:
 def test_deep_gradient_compression_step_by_step(more):
     options = {"compression": {**DGC, **more}}
     served = run_virtual(
-        lambda comm: _steps(comm, "hardsync", {**options, "compress_answers": False}), 4, compute=Exponential(0.1)
+        lambda comm: _steps(comm, "hardsync", {**options, "compress_replies": False}), 4, compute=Exponential(0.1)
     )
     reduced = run_virtual(lambda comm: _steps(comm, "allreduce", options), 3)
     assert [len(found) for found in served] == [0] + [STEPS] * 3

@@ -49,11 +49,15 @@ BY_THEMSELVES = [
     ("eamsgd", {"momentum": -0.1}, "momentum must be"),
     ("easgd", {"beta": 2.0}, "beta must be"),
     ("easgd", {"beta": -0.1}, "beta must be"),
-    ("gossip_sync", {"pairing": "matching", "draw_self": False}, "draw_self must be true with .*pairing 'matching'"),
+    (
+        "gossip_sync",
+        {"pairing": "matching", "include_self": False},
+        "include_self must be true with .*pairing 'matching'",
+    ),
     *(
-        (name, {"compression": given}, message)
+        (name, {"compression": kwargs}, message)
         for name in ("gossip_pull", "gossip_push", "gossip_sync", "sgp")
-        for given, message in (
+        for kwargs, message in (
             ("topk", HALF),
             ({"name": "fp16", "warmup_steps": 4}, "must be without warmup_steps and error_feedback = false"),
         )
@@ -83,7 +87,7 @@ BY_THEMSELVES = [
         "combine must be ranks .* with powersgd",
     ),
     ("sparse_loco", {"compression": "qsgd", "combine": "senders"}, "senders with qsgd, of which each .* Take chunk"),
-    ("sparse_loco", {"compression": {"error_feedback": False, "decay": 0.9}}, "decay must be left out .*; got 0.9"),
+    ("sparse_loco", {"compression": {"error_feedback": False, "decay": 0.9}}, "decay must be omitted .*; got 0.9"),
     ("sparse_loco", {"outer_lr": float("inf")}, "outer_lr must be a finite number; got inf. Step of the common param"),
     ("streaming_diloco", {"period": 3, "delay": 3}, "delay must be less than strategy.period, 3, .* got 3"),
     *((n, {"take_up": "shift"}, "take_up must be given as strategy.merge, .* got 'shift'") for n in MERGING),
@@ -157,7 +161,7 @@ IN_A_WORLD = [
     ("easgd", {"compression": WARM}, 2, "compression.warmup_ranks must be none with easgd, whose"),
     ("easgd", {"compression": "terngrad"}, 2, LOSES + ".* got terngrad"),
     ("gossip_pull", {"pulls": 4}, 3, COUNT.format("pulls", 3, 4)),
-    ("gossip_push", {"pushes": 3, "draw_self": False}, 3, COUNT.format("pushes", 2, 3)),
+    ("gossip_push", {"pushes": 3, "include_self": False}, 3, COUNT.format("pushes", 2, 3)),
     *(
         (name, {"topology": "digraph"}, 4, f"strategy.topology of {name} must be doubly stochastic; got digraph")
         for name in ("gradient_tracking", "qg_dsgd")
@@ -199,8 +203,8 @@ def test_defaults_are_those_of_the_paper_or_of_its_code(name):
 
 def test_an_option_of_a_compressor_leaves_the_papers_others():
     cls = strategies.load("sparse_loco")
-    for given in ({"ratio": 0.1}, "chunk_topk", {}):
-        options = cls.Config(compression=given).compression
+    for kwargs in ({"ratio": 0.1}, "chunk_topk", {}):
+        options = cls.Config(compression=kwargs).compression
         assert options.name == "chunk_topk" and BITS.items() <= options.options.items()
     assert cls.Config(compression={"name": "topk"}).compression.options == {}
     assert cls.Config(compression={"error_feedback": False}).compression.options == {"values": "2bit"}, "nothing fades"
@@ -234,13 +238,13 @@ def test_settings_that_do_not_suit_ranks_model_or_optimiser_are_refused(case, tm
 def test_settings_like_those_that_are_refused_are_not():
     strategies.load("strom").Config(compression=UNFED)
     assert not strategies.load("allreduce").Config(compression={"name": "signsgd"}).compression.error_feedback
-    problem.virtual({"compression": QSGD, "compress_answers": False}, 2, "hardsync", epochs=1)
+    problem.virtual({"compression": QSGD, "compress_replies": False}, 2, "hardsync", epochs=1)
 
 
 class Whole(Strategy):
     """A strategy of a user's, which lacks nothing."""
 
-    contract = Contract(averages="nothing", meets="never")
+    contract = Contract(averages="nothing", synchronizes="never")
 
     def advance(self, update):
         return self.gradients.step_alone(update)
@@ -257,7 +261,7 @@ class FewArguments(Whole):
 
 
 class NotInitialised(Whole):
-    def __init__(self, config, comm, model, **given):
+    def __init__(self, config, comm, model, **kwargs):
         self.config = config
 
 
@@ -297,6 +301,10 @@ def test_what_an_author_forgot_is_said(mistake):
 def test_a_word_that_a_contract_does_not_know_is_refused():
     message = r"averages of a Contract must be one of gradients, nothing, parameters; got 'gradient'\. Did you mean"
     with pytest.raises(UnknownNameError, match=message):
-        Contract(averages="gradient", meets="never")
-    with pytest.raises(UnknownNameError, match="deaths of a Contract must be one of end all, others go on; got 'None'"):
-        Contract(averages="gradients", meets="never", deaths=None)
+        Contract(averages="gradient", synchronizes="never")
+    with pytest.raises(
+        UnknownNameError, match="deaths of a Contract must be one of end all, others continue; got 'None'"
+    ):
+        Contract(averages="gradients", synchronizes="never", deaths=None)
+    with pytest.raises(ConfigError, match="Contract must not be given 'meets', .* write synchronizes="):
+        Contract(averages="gradients", meets="never")

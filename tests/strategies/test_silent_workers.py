@@ -22,7 +22,7 @@ class Hiccup(ComputeModel):
     def __init__(self):
         self._steps = Counter()
 
-    def draw(self, rank, generator):
+    def sample(self, rank, generator):
         self._steps[rank] += 1
         return LONG_S if rank == SILENT and self._steps[rank] == AT else STEP_S
 

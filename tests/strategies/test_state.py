@@ -29,7 +29,7 @@ class Owner:
 
     def __init__(self, steps=0, size=1):
         self.model = FlatModel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
-        self.comm = SimpleNamespace(size=size, together=lambda body: body())
+        self.comm = SimpleNamespace(size=size, raise_on_all_ranks=lambda body: body())
         self.state = State(self.comm, self.model)
         self.steps = self.state.value("steps", 0, self, reshard="first")
         self.fresh = self.state.value("fresh", "new", self)
@@ -76,7 +76,7 @@ def test_hooks_run_around_saving_and_loading_also_those_of_a_base():
 
 def test_a_name_is_declared_once():
     owner = Owner()
-    with pytest.raises(ValueError, match="the name of a value must not be declared before; got 'steps' again. Rename"):
+    with pytest.raises(ValueError, match="a name of the state must be declared once; got 'steps' again. Rename"):
         owner.state.value("steps", 0, owner)
 
 
@@ -84,6 +84,11 @@ def test_a_name_is_declared_once():
 def test_a_strategy_that_declares_its_state_by_a_method_is_refused(name):
     with pytest.raises(ConfigError, match=rf"Mine must not define '{name}', which nothing calls; write: .*self\.state"):
         type("Mine", (Strategy,), {name: lambda self: None})
+
+
+def test_a_method_that_was_renamed_is_refused():
+    with pytest.raises(ConfigError, match=r"Mine must not define 'settle', which nothing calls; write: def drain\("):
+        type("Mine", (Strategy,), {"settle": lambda self: None})
 
 
 # --- along the parameters ---------------------------------------------------------------------------------------------
@@ -238,7 +243,7 @@ def test_a_state_that_one_rank_can_not_restore_is_refused_on_all(name):
             strategy.state.load(state | {"steps": "x"} if comm.rank == 1 else state)
         strategy.state.load(state)
         comm.barrier()
-        return got.value.elsewhere
+        return got.value.on_other_rank
 
     assert run_virtual(body, 3) == [True, False, True]
 
@@ -246,5 +251,5 @@ def test_a_state_that_one_rank_can_not_restore_is_refused_on_all(name):
 def test_a_value_that_can_not_be_loaded_is_named():
     owner = Owner()
     owner.state.sharded("x", tensors=[torch.zeros(3)])
-    with pytest.raises(CheckpointError, match="the strategy's 'x' must be what such a strategy has saved"):
+    with pytest.raises(CheckpointError, match="the strategy's 'x' must be a value that this strategy has saved"):
         owner.state.load({"steps": 0, "x": [torch.zeros(2)]})

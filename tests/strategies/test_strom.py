@@ -184,7 +184,7 @@ def test_another_number_of_ranks_takes_up_all_that_was_not_sent():
         return next(iter(trainer.residuals.values()))
 
     residuals = [state.at("strategy", "link.residual").values() for state in states]
-    held = sum(torch.cat([piece.tensor.view(-1) for piece in own]) for own in residuals)
+    held = sum(torch.cat([chunk.tensor.view(-1) for chunk in own]) for own in residuals)
     for size in (2, 3, 5):
         torch.testing.assert_close(sum(run_virtual(load, size)), held, rtol=0, atol=1e-14)
     run_virtual(lambda comm: take_up(Trainer(comm).strategy, states), 1)  # which sends nothing

@@ -16,7 +16,7 @@ from harness.ranks import VirtualRanks
 from session.habits.run import Repeated, data, difference, mse, renewed
 from strategies import problem
 
-pytestmark = [pytest.mark.computes, pytest.mark.filterwarnings("ignore:The optimiser's state is in parts")]
+pytestmark = [pytest.mark.computes, pytest.mark.filterwarnings("ignore:The optimiser's state is divided")]
 # With these every strategy makes some steps of each of its kinds in an epoch of 8 steps.
 FEW: dict[str, dict[str, Any]] = {
     **problem.PERIODS, "demo": {"keep": 1}, "strom": {"compression": {"name": "topk", "ratio": 0.1}},

@@ -12,10 +12,10 @@ from hpcdist.records import (
     Start,
     StepRecord,
     append_evaluation,
-    begin_run,
     end_run,
     read_records,
     record_path,
+    start_run,
     summarise,
     write_summary,
 )
@@ -72,7 +72,7 @@ def write_run(
     given = {"ranks": ranks, "hosts": [f"n{rank}" for rank in range(ranks)], "settings": settings, "virtual": virtual}
     given["job"] = {"path": job, "sha256": job_sha256 or f"sum of {job}", "copies": {}}
     folder.mkdir(parents=True, exist_ok=True)
-    begin_run(folder, Start(**start(**given, **(machine or {}))))
+    start_run(folder, Start(**start(**given, **(machine or {}))))
     if not ends:
         return
     step_s = seconds / STEPS
@@ -100,7 +100,7 @@ def write_run(
 
 
 def write_comparison(folder: Path, runs: Sequence[dict], **said: object) -> None:
-    """A comparison's folder: its runs, each the arguments of `write_run` with the cell's `name` and `kind`."""
+    """A comparison's folder: its runs, each the arguments of `write_run` with the group's `name` and `kind`."""
     listed = []
     for run in runs:
         run = dict(run)

@@ -10,12 +10,12 @@ from hpcdist.config import load
 from hpcdist.errors import RunError
 from hpcdist.records import Evaluation, Summary, append_evaluation, write_summary
 from hpcdist.tools.compare.plan import PlannedRun
-from kit.cells import EndedRun
+from kit.groups import EndedRun
 from study import evidence
 
 
 class PretendedRuns:
-    """Makes runs that are the better, the nearer their rate is to 0.008; `failing` names cells whose runs fail."""
+    """Makes runs that are the better, the nearer their rate is to 0.008; `failing` names groups whose runs fail."""
 
     def __init__(self, *failing: str):
         self.failing, self.made = failing, []
@@ -26,7 +26,7 @@ class PretendedRuns:
     def __exit__(self, *failure: object) -> None:
         pass
 
-    def make(self, run: PlannedRun, folder: Path) -> None:
+    def run(self, run: PlannedRun, folder: Path) -> None:
         self.made.append(run.folder)
         if run.name in self.failing:
             raise RunError("exit status 1\nerror: a rank has died")

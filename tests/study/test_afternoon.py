@@ -55,7 +55,7 @@ def an_afternoon(runs: Path) -> Path:
         virtual={"network": "20us,10Gbit/s"}, target=None,
     )  # fmt: skip
     sweep = SweptRuns(replace(DECLARED, over=("optimizer.lr=0.001..0.128:log:8",)), runs / "sweep")
-    sweep.make(Runner(runs / "sweep", PretendedRuns()))
+    sweep.run(Runner(runs / "sweep", PretendedRuns()))
     return runs
 
 
@@ -139,7 +139,7 @@ def test_a_part_of_the_runs_is_chosen_as_in_their_list(command, runs):
 
 
 def test_a_folder_that_is_not_there_is_named(command, runs):
-    said = "FOLDER must be a folder with runs in it; got runs/none, which is no folder."
+    said = "FOLDER must be a folder with runs in it; got runs/none, which is not a folder."
     for folders in (["runs/none"], ["runs", "runs/none"]):
         status, out, err = command("report", *folders)
         assert (status, out) == (1, "") and said in err

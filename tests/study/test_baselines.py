@@ -67,7 +67,7 @@ def test_it_leaves_the_folder_of_a_run(runs, name):
     assert summary.samples == read_evaluations(runs / name)[-1].samples and summary.wall_s > 0
     assert summary.staleness.histogram.keys() == {0} and summary.seconds.computing > 0
     assert summary.bytes_per_step == 4 * (65 * 12 + 13 * 10), "a ring's: once the gradients, on two ranks"
-    assert "library does not tell" in " ".join(summary.remarks)
+    assert "library does not report" in " ".join(summary.remarks)
     assert run.settings["strategy"] == {"name": name} and run.settings["clip_norm"] == 1.0 and run.ended
     records = read_records(runs / name)
     assert [record.step for record in records[0]] == list(range(1, len(records[1]) + 1))
@@ -75,7 +75,7 @@ def test_it_leaves_the_folder_of_a_run(runs, name):
 
 def test_settings_of_no_plain_loop_are_refused(runs):
     message = json.loads((runs / "refused.json").read_text())
-    assert "on_nonfinite must be stop" in message and "whose loop is as its users write it; got another." in message
+    assert "on_nonfinite must be stop" in message and "which has a plain training loop; got another." in message
 
 
 def test_the_command_says_in_one_line_what_is_wrong(tmp_path):

@@ -26,11 +26,11 @@ def run(study, training, tmp_path):
     load_job(study.JOB).data(data := tmp_path / "clusters-1024.h5")
 
     def make(rule, seed: int = 0):
-        cell = study.Scale(hidden=4, batches=160).declare(rule, -1)
-        settings = {**load({}, None, cell.settings), "seed": seed, "data": {"path": str(data)}, "batch_size": 8}
+        group = study.Scale(hidden=4, batches=160).declare(rule, -1)
+        settings = {**load({}, None, group.settings), "seed": seed, "data": {"path": str(data)}, "batch_size": 8}
         folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        compute = ClusterConfig.from_mapping(load({}, None, cell.cluster), "cluster").steps(float)
-        run_virtual(training.train(settings, folder), cell.ranks, seed=seed, compute=compute)
+        compute = ClusterConfig.from_mapping(load({}, None, group.cluster), "cluster").steps(float)
+        run_virtual(training.train(settings, folder), group.ranks, seed=seed, compute=compute)
         return read_evaluations(folder), load_summary(folder)
 
     return make
@@ -65,14 +65,14 @@ def test_the_same_seed_gives_the_same_run(study, run):
 def test_the_rate_is_the_one_that_is_better_than_its_neighbours(study, best):
     tried = []
 
-    class Cells:
-        def measure(self, cell, seeds):
+    class Groups:
+        def measure(self, group, seeds):
             assert min(seeds) >= study.FIRST_SEED, "no seed of the runs that are shown"
-            rate = load({}, None, cell.settings)["strategy"]["outer_lr"]
+            rate = load({}, None, group.settings)["strategy"]["outer_lr"]
             tried.append(round(2 * math.log10(rate)))
             return [ended(metrics={"accuracy": 1 - abs(tried[-1] - best) / 10})]
 
-    assert study.choose(Cells(), study.QUICK, study.DELAYED) == best
+    assert study.choose(Groups(), study.QUICK, study.DELAYED) == best
     assert {best - 1, best, best + 1} <= set(tried) and len(set(tried)) == len(tried)
 
 

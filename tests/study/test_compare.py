@@ -77,8 +77,8 @@ ONE_CYCLE = ("schedule.name=OneCycleLR", "schedule.max_lr=0.1", "schedule.total_
         ({"metric": "acuracy"}, "metric must be one of accuracy, loss; got 'acuracy'"),
         ({"baselines": ("dpp",)}, "--baselines must be one of ddp, horovod"),
         ({"rates": {"hardsync": 0.1}}, "--rate must be one of allreduce, gossip_pull"),
-        ({"rates": {"allreduce": 0.1}, "tune": 3}, "--rate must be left out with --tune"),
-        ({"settings": ONE_CYCLE, "tune": 3}, "--tune must be left out with OneCycleLR, whose rates are not"),
+        ({"rates": {"allreduce": 0.1}, "tune": 3}, "--rate must be omitted with --tune"),
+        ({"settings": ONE_CYCLE, "tune": 3}, "--tune must be omitted with OneCycleLR, whose rates are not"),
         ({"strategies": ("parameter_server:servers=3",), "ranks": (2, 3)},
          "parameter_server .servers 3. must be able to run on one of the numbers of ranks"),
         ({"strategies": ("gosip_pull",)}, "^strategy must be one of adpsgd, .*; got 'gosip_pull'. Did you"),
@@ -105,23 +105,21 @@ def test_strategies_that_do_the_same_on_one_rank_share_its_runs(tmp_path):
     found = ComparedRuns(replace(DECLARED, strategies=strategies, seeds=1, rates={"dion": 0.1}), tmp_path)
     folders = {run.name: (Path(run.folder).name, run.overrides) for run in found.plan if run.ranks == 1}
     assert folders["gossip_pull"] == folders["allreduce"] and len(set(folders.values())) == 3
-    assert found.left_out == [
-        "on one rank allreduce, gossip_pull all take the optimiser's own steps, in runs that they share"
-    ]
+    assert found.skipped == ["on one rank allreduce, gossip_pull all take the optimiser's steps, and share runs"]
     launcher = PretendedRuns()
-    found.make(Runner(tmp_path, launcher))
+    found.run(Runner(tmp_path, launcher))
     assert len(launcher.made) == 7 == len(set(launcher.made)) and not missing(found.plan, tmp_path)
     assert len(read_runs(tmp_path)) == 8
     rated = ComparedRuns(replace(DECLARED, rates={"gossip_pull": 0.1}), tmp_path / "rated")
-    assert len({run.folder for run in rated.plan}) == 8 and not rated.left_out
+    assert len({run.folder for run in rated.plan}) == 8 and not rated.skipped
 
 
 def test_what_cannot_run_is_left_out_with_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(baselines.load("horovod"), "why_not", staticmethod(lambda: "It is not there."))
     strategies = ("allreduce", "parameter_server:servers=3")
     found = ComparedRuns(replace(DECLARED, strategies=strategies, baselines=("horovod",), ranks=(2, 5)), tmp_path)
-    assert [cell.name for cell in found.cells] == ["allreduce", "allreduce", "parameter_server (servers 3)"]
-    served, *others = found.left_out
+    assert [group.name for group in found.groups] == ["allreduce", "allreduce", "parameter_server (servers 3)"]
+    served, *others = found.skipped
     assert served.startswith("parameter_server (servers 3) is left out on 2 ranks: strategy.servers must leave ")
     assert others == [f"horovod is left out on {ranks} ranks: It is not there." for ranks in (2, 5)]
 
@@ -141,9 +139,9 @@ def test_another_comparison_in_the_same_folder_is_refused_by_its_differences(tmp
         ComparedRuns(replace(DECLARED, seeds=3), tmp_path)
     assert folder.read_experiment(tmp_path, Comparison) == DECLARED
     (tmp_path / COMPARISON).write_text('{"version": 9, "runs": []}')
-    with pytest.raises(DataError, match="must hold a declaration of version 1; got version 9"):
+    with pytest.raises(DataError, match="must hold an experiment of version 1; got version 9"):
         ComparedRuns(DECLARED, tmp_path)
-    with pytest.raises(ConfigError, match="JOB must be given where there is no comparison to go on with"):
+    with pytest.raises(ConfigError, match="JOB must be given where there is no comparison to resume"):
         folder.read_experiment(tmp_path / "new", Comparison)
 
 
@@ -161,7 +159,7 @@ def test_without_a_folder_the_same_command_goes_on_and_another_one_has_a_new_fol
 def test_a_simulation_goes_on_whatever_its_steps_were_measured_to_take(tmp_path):
     cluster = {"network": "20us,10Gbit/s", "compute": "measured"}
     measured = replace(DECLARED, virtual={**cluster, "step_s": {"8": 0.01}})
-    folder.write(tmp_path / "simulate", measured, higher_is_better=True, cells=(), runs=())
+    folder.write(tmp_path / "simulate", measured, higher_is_better=True, groups=(), runs=())
     for compute, found in (("measured", "simulate"), ("0.1", "simulate-2")):
         declared = replace(DECLARED, virtual={**cluster, "compute": compute})
         assert folder.default(tmp_path / "simulate", declared) == tmp_path / found
@@ -234,7 +232,7 @@ def test_seconds_to_the_target_are_one_number_on_the_terminal_the_page_in_csv_an
     assert "seconds to 50 %, geometric mean</th>" in page and "seconds of training, geometric mean" in page
     assert f">{shown}<" in page and ">8 at best<" in page
     (content,) = json.loads((tmp_path / "report/runs.json").read_text())["jobs"]
-    found = {cell["name"]: cell["seconds_to_target"] for cell in content["cells"]}
+    found = {group["name"]: group["seconds_to_target"] for group in content["cells"]}
     assert found["allreduce"]["geometric_mean"] == pytest.approx(12) and found["gossip_pull"] is None
     with open(tmp_path / "report/runs.csv", encoding="utf-8") as lines:
         seconds = [row["time_to_target_s"] for row in csv.DictReader(lines)]
@@ -264,10 +262,10 @@ def test_rates_are_searched_on_seeds_of_their_own(tmp_path):
 
 def test_a_rate_whose_runs_fail_is_not_chosen(tmp_path):
     class Diverging(PretendedRuns):
-        def make(self, run, folder):
+        def run(self, run, folder):
             if "-lr=0.002-" in run.folder:
                 raise RunError("NaN")
-            super().make(run, folder)
+            super().run(run, folder)
 
     declared = replace(DECLARED, tune=3, ranks=(2,), strategies=("allreduce",))
     (chosen,) = ComparedRuns(declared, tmp_path).tune(Runner(tmp_path, Diverging()))
@@ -297,7 +295,7 @@ def test_runs_that_are_left_repeat_the_best_and_its_neighbours():
 def test_without_a_terminal_each_run_has_a_line(tmp_path, capsys):
     planned = written(tmp_path, ranks=(2, 3)).plan
     making = Runner(tmp_path, PretendedRuns("gossip_pull"))
-    with making.shown("runs", len(planned)):
+    with making.display("runs", len(planned)):
         making.run_all(planned)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 8 and all(f"{number} of 8  " in line for number, line in enumerate(lines, 1))
@@ -309,9 +307,9 @@ def test_without_a_terminal_each_run_has_a_line(tmp_path, capsys):
 def test_a_terminal_shows_the_current_runs_loss_and_metrics(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     run = PlannedRun("allreduce", "strategy", 2, 0, ("budget.samples=400", "optimizer.lr=0.1"), "runs/a")
-    with run_all.shown("runs", 3) as shown:
+    with run_all.display_runs("runs", 3) as shown:
         assert shown.lines() == []
-        shown.begin(run, tmp_path)
+        shown.start(run, tmp_path)
         assert shown.lines() == ["allreduce, 2 ranks, rate 0.1, seed 0"]
         append_evaluation(tmp_path, Evaluation(1, 0, 100, 2.0, {"accuracy": 0.5, "loss": 9.0}))
         with RecordWriter(record_path(tmp_path, 0)) as records:
@@ -338,11 +336,11 @@ def test_a_run_that_fails_ends_in_its_last_lines_and_one_that_left_ends_the_comp
         return MpiLauncher("job.py", [sys.executable, str(script), word], os.environ)
 
     with pytest.raises(RunError, match="(?s)exit status 4 of .*; its last lines:.*--progress', 'off'.*the reason$"):
-        launched("-n").make(run, tmp_path / "run")
+        launched("-n").run(run, tmp_path / "run")
     with pytest.raises(RunError, match=r"baselines.ddp', 'job.py', '--output', '[^']*', '--set', 'seed=0'\]"):
-        launched("-n").make(replace(run, name="ddp", kind="baseline"), tmp_path / "ddp")
+        launched("-n").run(replace(run, name="ddp", kind="baseline"), tmp_path / "ddp")
     with pytest.raises(KeyboardInterrupt):
-        launched("left").make(run, tmp_path / "run")
+        launched("left").run(run, tmp_path / "run")
 
 
 def hpcdist(*arguments: object) -> int:
@@ -357,8 +355,8 @@ WHOLE = "--ranks must be whole numbers above 0, with commas between them; got "
 @each(
     "case",
     [
-        ("compare", [], "JOB must be given to begin a comparison; got none"),
-        ("compare", ["--output", "new"], "JOB must be given where there is no comparison to go on with; got none"),
+        ("compare", [], "JOB must be given to start a comparison; got none"),
+        ("compare", ["--output", "new"], "JOB must be given where there is no comparison to resume; got none"),
         ("compare", [JOB, "--ranks", "1,two"], f"{WHOLE}'1,two'"),
         ("compare", [JOB, "--ranks", "0"], f"{WHOLE}'0'"),
         ("compare", [JOB, "--target", "0.97"], "--target must be METRIC=VALUE; got '0.97'"),
@@ -367,13 +365,13 @@ WHOLE = "--ranks must be whole numbers above 0, with commas between them; got "
         ("compare", [JOB, "--budget", "samples=0"], "--budget must be samples=N"),
         ("compare", ["nosuch.py"], "job must be a Python file; got nosuch.py, which does not exist"),
         ("compare", [JOB, "--slurm", "generic", "--launcher", "env"],
-         "--launcher must be left out with --slurm, .*; got 'env'"),
+         "--launcher must be omitted with --slurm, .*; got 'env'"),
         ("compare", [JOB, "--slurm-set", "time_min=3"],
          "--slurm must be given with --slurm-set; got none. Such as --slurm generic."),
-        ("sweep", [], "JOB must be given to begin a sweep; got none"),
-        ("sweep", ["--output", "new", "--over", "batch_size=8"], "JOB must be given to begin a sweep; got none"),
-        ("sweep", ["--output", "new"], "JOB must be given where there is no sweep to go on with; got none, .* none"),
-        ("sweep", [JOB], "--over must be given to begin a sweep; got none. Such as --over batch_size=16,32"),
+        ("sweep", [], "JOB must be given to start a sweep; got none"),
+        ("sweep", ["--output", "new", "--over", "batch_size=8"], "JOB must be given to start a sweep; got none"),
+        ("sweep", ["--output", "new"], "JOB must be given where there is no sweep to resume; got none, .* none"),
+        ("sweep", [JOB], "--over must be given to start a sweep; got none. Such as --over batch_size=16,32"),
         ("sweep", [JOB, "--over", "batch_size=8", "--network", "1us,1B/s"], "--virtual must be given with --network"),
     ],
 )  # fmt: skip
@@ -394,7 +392,7 @@ def test_a_sweep_goes_on_by_its_folder_alone(tmp_path, monkeypatch):
     assert hpcdist(*command) == 0 and len(made.made) == 2
     (tmp_path / "out" / made.made[0] / "summary.json").unlink()
     assert hpcdist("sweep", *out) == 0 and made.made[2:] == made.made[:1]
-    with pytest.raises(ConfigError, match="another thing: `hpcdist sweep --output .*out` goes on with it"):
+    with pytest.raises(ConfigError, match="another: `hpcdist sweep --output .*out` resumes it"):
         hpcdist("compare", *out)
 
 
@@ -408,7 +406,7 @@ def test_a_sweep_runs_on_virtual_ranks(tmp_path, monkeypatch):
     trials = json.loads((tmp_path / "out" / "sweep.json").read_text())["trials"]
     found = [load_summary(tmp_path / "out" / trial["folders"][0]) for trial in trials]
     assert [summary.wall_s for summary in found] == [pytest.approx(0.1, rel=0.1)] * 2  # as many samples
-    with pytest.raises(ConfigError, match="--slurm and --launcher must be left out with virtual ranks; got one"):
+    with pytest.raises(ConfigError, match="--slurm and --launcher must be omitted with virtual ranks; got one"):
         hpcdist("sweep", "--launcher", "mpirun -n", *out)
 
 
@@ -458,7 +456,7 @@ def test_a_comparison_by_mpirun_is_interrupted_and_goes_on(tmp_path, monkeypatch
         first.send_signal(signal.SIGTERM)  # a shell's background jobs ignore SIGINT
         assert first.wait(100) == 130, (tmp_path / "log").read_text()
     done = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/summary.json")}
-    assert f"`hpcdist compare --output {out}` goes on with it" in (tmp_path / "log").read_text()
+    assert f"`hpcdist compare --output {out}` resumes it" in (tmp_path / "log").read_text()
     assert len(done) == 1
 
     monkeypatch.setattr(run_all, "find_spec", lambda name: None)  # no report: it takes seconds

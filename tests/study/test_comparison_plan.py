@@ -9,7 +9,7 @@ import pytest
 from hpcdist.config import load
 from hpcdist.errors import ConfigError
 from hpcdist.tools.compare.experiment import Comparison, Sweep, read_budget, read_strategies
-from hpcdist.tools.compare.plan import cells, plan, read_strategy, title
+from hpcdist.tools.compare.plan import groups, plan, read_strategy, title
 
 DECLARED = Comparison(
     job="jobs/digits.py",
@@ -25,7 +25,7 @@ DECLARED = Comparison(
 
 
 def planned(declared=DECLARED, rates=None):
-    return plan(declared, cells(declared, 16), rates)
+    return plan(declared, groups(declared, 16), rates)
 
 
 def test_strategies_are_split_where_an_option_is_the_former_ones():
@@ -100,7 +100,7 @@ def test_the_plan_as_a_table(experiment, table):
     a simulation one rank, too, which speed-ups are over. Settings of a sweep's trials are drawn when they begin.
     """
     lines = []
-    for run in plan(experiment, cells(experiment, 1)):
+    for run in plan(experiment, groups(experiment, 1)):
         assert run.overrides[-1] == f"seed={run.seed}" and run.by_folder == isinstance(experiment, Sweep)
         lines.append(f"{run.folder.removeprefix('runs/')}: {run.name}: {' '.join(run.overrides[:-1])}".strip())
     assert lines == table.split("\n")[1:-1]
@@ -117,12 +117,12 @@ def test_a_run_holds_all_its_settings():
 
 def test_a_budget_of_steps_is_evaluated_by_the_samples_of_all_ranks_and_the_users_period_wins():
     declared = replace(DECLARED, budget={"steps": 100})
-    every = {cell.ranks: load({}, None, cell.run(declared, 0).overrides) for cell in cells(declared, 16)[:4]}
+    every = {group.ranks: load({}, None, group.run(declared, 0).overrides) for group in groups(declared, 16)[:4]}
     assert {ranks: found["eval_every_samples"] for ranks, found in every.items()} == {1: 80, 4: 320}
     declared = replace(declared, settings=("eval_every_samples=7",))
-    assert load({}, None, cells(declared, 16)[0].run(declared, 0).overrides)["eval_every_samples"] == 7
+    assert load({}, None, groups(declared, 16)[0].run(declared, 0).overrides)["eval_every_samples"] == 7
     declared = replace(DECLARED, budget={})
-    assert set(load({}, None, cells(declared, 16)[0].run(declared, 0).overrides)) == {"optimizer", "seed", "strategy"}
+    assert set(load({}, None, groups(declared, 16)[0].run(declared, 0).overrides)) == {"optimizer", "seed", "strategy"}
 
 
 def test_the_order_is_random_within_each_seed_and_always_the_same():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from hpcdist.records import Start, begin_run, write_summary
+from hpcdist.records import Start, start_run, write_summary
 from study import evidence
 
 STUDY = "devices"
@@ -23,7 +23,7 @@ def compared(output: Path, *runs: tuple, missing: str | None = None) -> Path:
         folder = output / told[-1]["folder"]
         folder.mkdir(parents=True)
         settings = {"data": {"source": "IDX files fashion-mnist"}}
-        begin_run(folder, Start(**evidence.start(ranks=ranks, settings=settings)))
+        start_run(folder, Start(**evidence.start(ranks=ranks, settings=settings)))
         given = {"strategy": name, "ranks": ranks, "samples": 60_000, "wall_s": wall_s, "metrics": {"accuracy": 0.87}}
         write_summary(folder, evidence.summary(**{**given, **more}))
     if missing:

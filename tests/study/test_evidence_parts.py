@@ -136,7 +136,7 @@ def test_what_is_done_is_not_done_again(tmp_path):
 
     parts = ("--only", "gossip", "--only", "regression")
     even, late, uneven = (f"runs/evidence/gossip/{name}" for name in ("jitter", "straggler", "exponential"))
-    assert made(*parts, status=1, FAILS="straggler") == [even, late, "runs/evidence/regression"], "others go on"
+    assert made(*parts, status=1, FAILS="straggler") == [even, late, "runs/evidence/regression"], "others continue"
     assert made(*parts) == [late, uneven, "python"], "the last one makes the table"
     assert made(*parts) == []
     complete = [line.split()[0] for line in script("--list", root=tmp_path).stdout.splitlines() if "complete" in line]

@@ -91,13 +91,13 @@ def test_a_step_takes_as_long_as_computing_and_a_ring(study, tmp_path):
                 writer.write(StepRecord(step, computing_s=computing))
     real = ended([Evaluation(4, 0, 64, 1.0, {"accuracy": 0.9})], latency_s=1e-3, bandwidth_bytes_s=1e6)
     scale = study.Scale(hidden=200, batch=8)
-    cell = scale.predicted(study.Cable(), study.DENSE, replace(real, folder=tmp_path / "real"))
-    run = PlannedRun(cell.name, "strategy", 2, 0, (*cell.settings, "seed=0"), "run", cell.cluster, cell.loop)
+    group = scale.predicted(study.Cable(), study.DENSE, replace(real, folder=tmp_path / "real"))
+    run = PlannedRun(group.name, "strategy", 2, 0, (*group.settings, "seed=0"), "run", group.cluster, group.loop)
     (tmp_path / "run").mkdir()
     Simulation(str(study.JOB), ClusterConfig(compute="0s"), 1, {}).train(run, tmp_path / "run")
     found = load_summary(tmp_path / "run")
     n_bytes = 4 * (65 * 200 + 201 * 200 + 201 * 10)
-    assert load_settings({}, None, cell.settings)["steps"] == 4 and found.samples == 4 * 2 * 8
+    assert load_settings({}, None, group.settings)["steps"] == 4 and found.samples == 4 * 2 * 8
     assert found.bytes_per_step == pytest.approx(n_bytes, rel=0.01), "2n(p − 1)/p"
     expected_s = (0.3 + 0.2 + 0.1 + 0.4) / 4 + 2 * (1e-3 + n_bytes / 2 / 1e6)
     assert found.wall_s / 4 == pytest.approx(expected_s, rel=0.05)

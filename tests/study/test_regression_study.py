@@ -72,10 +72,10 @@ def test_budgets_hold_what_they_say(study):
 
 def test_every_comparison_has_its_run(study):
     results = study.Results(steps=10_000, seeds=5)
-    cells = results.cells()
+    groups = results.groups()
     for budget in results.budgets:
         for protocol in budget.protocols():
-            settings = load({}, None, cells[protocol.training].settings)
+            settings = load({}, None, groups[protocol.training].settings)
             assert budget.updates(protocol) <= settings["updates"]
             assert budget.updates(protocol) % settings["every"] == 0
 
@@ -102,10 +102,10 @@ def test_a_short_run_is_the_beginning_of_a_long_one_and_an_average_is_of_the_sec
     load_job(study.JOB).data(data := tmp_path / "friedman1.h5")
 
     def run(protocol, updates: int, **changes) -> dict:
-        cell = study.Results(steps=20, seeds=1).cells()[protocol.training]
-        settings = {**load({}, None, cell.settings), "seed": 0, "data": {"path": str(data)}, "updates": updates}
+        group = study.Results(steps=20, seeds=1).groups()[protocol.training]
+        settings = {**load({}, None, group.settings), "seed": 0, "data": {"path": str(data)}, "updates": updates}
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        run_virtual(training.train({**settings, **changes}, folder), cell.ranks, compute=Jitter(4e-3, 0.2))
+        run_virtual(training.train({**settings, **changes}, folder), group.ranks, compute=Jitter(4e-3, 0.2))
         return {look.step: look.metrics["rmse"] for look in read_evaluations(folder)}
 
     for protocol in (study.SERIAL, study.CASES[2]):

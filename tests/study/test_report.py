@@ -22,10 +22,10 @@ from hpcdist import records
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import Evaluation, RecordWriter, StepRecord, append_evaluation, record_path
 from hpcdist.registry import catalogue
-from hpcdist.tools.machine import remarks
+from hpcdist.tools.machine import timing_warnings
 from hpcdist.tools.report import wording, write
 from hpcdist.tools.report.analysis import Analysis, analyse
-from hpcdist.tools.report.figures.base import COLOURS, ReportTable, looks
+from hpcdist.tools.report.figures.base import COLOURS, ReportTable, line_styles
 from hpcdist.tools.report.figures.time import STYLES
 from hpcdist.tools.report.results import JobRuns, read_jobs
 from hpcdist.tools.report.verdict import judge
@@ -107,15 +107,15 @@ def test_runs_that_nobody_planned_are_grouped_by_what_differs(tmp_path):
     (tmp_path / "study" / "comparison.json").write_text("{}")
     evidence.write_run(tmp_path / "study" / "tuning" / "a", seed=1000)
     findings = analyse(only_job(tmp_path))
-    assert {cell.label: [run.seed for run in cell.runs] for cell in findings.cells} == {
+    assert {group.label: [run.seed for run in group.runs] for group in findings.groups} == {
         "allreduce, 2 ranks": [0, 1, 0],
         "allreduce, 2 ranks, virtual": [0],
         "softsync (splits 1), 2 ranks": [0, 1],
         "softsync (splits 4), 2 ranks": [0, 1],
     }
     assert findings.job.reference == "allreduce" and findings.job.metric == "accuracy"
-    assert [one.run.failure for one in findings.failures] == ["has begun and not ended"]
-    assert [contrast.cell.virtual for contrast in findings.contrasts] == [False, False], "never against real time"
+    assert [one.run.failure for one in findings.failures] == ["has started and not ended"]
+    assert [contrast.group.virtual for contrast in findings.contrasts] == [False, False], "never against real time"
 
 
 def test_each_job_has_names_and_a_reference_of_its_own(tmp_path):
@@ -140,13 +140,13 @@ def test_each_job_has_names_and_a_reference_of_its_own(tmp_path):
 
 
 def test_a_folder_that_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="folders must hold a run that has ended"):
+    with pytest.raises(ConfigError, match="folders must hold a finished run"):
         only_job(tmp_path)
     evidence.write_run(tmp_path / "a")
     with pytest.raises(ConfigError, match="--target must name a metric of the runs, accuracy, loss; got rmse"):
         only_job(tmp_path, ("rmse", 1.0))
     (tmp_path / "comparison.json").write_text('{"runs": [], "metric": "accuracy"}')
-    with pytest.raises(DataError, match="must be what `hpcdist compare` writes; got KeyError"):
+    with pytest.raises(DataError, match="must be written by `hpcdist compare`; got KeyError"):
         only_job(tmp_path)
 
 
@@ -155,7 +155,7 @@ def test_runs_of_one_seed_are_all_counted_and_a_target_may_be_lower_than_the_fir
         evidence.write_run(tmp_path / name)
     findings = analyse(only_job(tmp_path, ("loss", 0.1)))
     assert not findings.job.higher_is_better
-    assert findings.cells[0].seconds_to_target == {(0, 0): 6.0, (0, 1): 6.0}
+    assert findings.groups[0].seconds_to_target == {(0, 0): 6.0, (0, 1): 6.0}
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ SAID = {
         versus(1.5), {},
         "`softsync` reached 97 % 1.49 times sooner (95 % interval 1.47 to 1.52) than `allreduce`; final accuracy 98 % "
         "against 98 %, the same seed by seed.",
-        ["`softsync` reached 97 % 1.49 times sooner (95"], ["The time to the target is that of the first evaluation"],
+        ["`softsync` reached 97 % 1.49 times sooner (95"], ["The metric is measured only at evaluations"],
     ),
     "no target": (
         versus(1.5), {"target": None},
@@ -187,11 +187,11 @@ SAID = {
         "With 5 seeds no difference from `allreduce` can be told from noise, in time or in accuracy.",
         ["`softsync` reached 97 % 1.04 times sooner (within noise: 95 % interval",
          "final accuracy 98.02 % against 98 %, a difference of +0.02 points (within noise: 95 % interval −0.16 to"],
-        ["Within noise does not mean alike: intervals leave room for a factor of 1.32 in time and 0.2 points of "
+        ["Within noise does not mean equal: the intervals allow for a factor of 1.32 in time and 0.2 points of "
          "accuracy. More seeds narrow them."],
     ),
     "a loser": (
-        versus(0.5), {}, "Nothing beats `allreduce` (final accuracy 98 %): all of what was held against it did worse",
+        versus(0.5), {}, "Nothing beats `allreduce` (final accuracy 98 %): all groups compared with it did",
         ["2.01 times later (95 % interval 1.98 to 2.04) than `allreduce`"], [],
     ),
     "another reference": (versus(0.5), {"reference": "softsync"}, "`allreduce` reached", [], []),
@@ -219,15 +219,15 @@ SAID = {
     "a strategy without a result": (
         FAILING, {},
         "`allreduce` reached 97 % in all seeds; the baseline `ddp` in 0 of 5 seeds (final accuracy 60 %). On as many "
-        "ranks nothing beats `allreduce` (final accuracy 98 %): 1 of 2 of what was held against it did worse, beyond "
-        "noise. Some could not be tested.", ["`gossip_pull` has no run that ended: nothing can be compared."],
-        ["5 runs without a result: listed below, and in no number."],
+        "ranks nothing beats `allreduce` (final accuracy 98 %): 1 of 2 groups compared with it did significantly "
+        "worse. Some could not be tested.", ["`gossip_pull` has no run that ended: nothing can be compared."],
+        ["5 runs without a result: listed below, not included in the numbers."],
     ),
     "one seed": (
-        versus(2.0)[:2], {}, "Each comparison has one seed, which shows nothing about noise, so that nothing here is a "
-        "result. In this seed `softsync` was the fastest (final accuracy 98 %).",
-        ["2 times sooner (fewer than 3 seeds, which show too little of noise) than `allreduce`; final accuracy 98 %"],
-        ["Every kind of run has one seed"],
+        versus(2.0)[:2], {}, "Each comparison has one seed, which can't show noise: nothing here is a result. "
+        "In this seed `softsync` was the fastest (final accuracy 98 %).",
+        ["2 times sooner (fewer than 3 seeds, too few to estimate noise) than `allreduce`; final accuracy 98 %"],
+        ["Every group has one seed"],
     ),
     "a winner beside one that is faster and worse": (
         versus(1.5) + [{**run, "name": "gossip_pull"} for run in versus(2.0, accuracy=LOWER)[1::2]], {},
@@ -259,7 +259,7 @@ SAID = {
     "virtual runs": (
         changed(versus(1.5), slice(None), virtual={"network": {"latency_s": 1e-6}}), {},
         "`softsync` reached 97 % 1.49 times sooner", [],
-        ["All runs are of virtual ranks: their seconds are virtual"],
+        ["All runs used virtual ranks: their seconds are simulated"],
     ),
     "ranks that shared cores of a busy machine": (
         changed(versus(1.5), slice(None), machine=BUSY), {}, "", [],
@@ -281,21 +281,21 @@ def test_what_is_said_of(tmp_path, name):
     assert [text for text in reasons if not any(text in reason for reason in verdict.reasons)] == [], verdict.reasons
     assert [text for text in caveats if not any(text in caveat for caveat in verdict.caveats)] == [], verdict.caveats
     assert "busy" in name or "The machine" not in str(verdict.caveats)
-    assert name != "a winner" or "alike" not in str(verdict.caveats)
+    assert name != "a winner" or "mean equal" not in str(verdict.caveats)
     assert name != "one seed" or "interval" not in verdict.reasons[0]
 
 
 def test_numbers_behind_what_is_said(tmp_path):
     (contrast,) = found_in(tmp_path / "winner", versus(1.5)).contrasts
     logs = [math.log(1.5 / factor) for factor in (1.0, 1.01, 0.99, 1.02, 1.0)]
-    assert contrast.sooner.mean == pytest.approx(math.exp(sum(logs) / 5)) and contrast.sooner.paired
+    assert contrast.speedup.mean == pytest.approx(math.exp(sum(logs) / 5)) and contrast.speedup.paired
     frame = hpcdist.read_runs(tmp_path / "winner")
     assert len(frame) == 10 and frame.groupby("name")["time_to_target_s"].mean()["allreduce"] == 9.0
     late = found_in(tmp_path / "late", changed(versus(2.0), slice(1, 6, 4), accuracy=(0.5, 0.9, 0.95, 0.96)))
-    assert late.contrasts[0].sooner is None, "where not every run has reached the target"
+    assert late.contrasts[0].speedup is None, "where not every run has reached the target"
     assert next(row["time_to_target_s"] for row in late.rows if row["name"] == "softsync") is None
     diverged = found_in(tmp_path / "nan", changed(versus(2.0), slice(1, 2), accuracy=(0.5, 0.97, math.nan, math.nan)))
-    assert diverged.contrasts[0].better is None
+    assert diverged.contrasts[0].difference is None
     found_in(tmp_path / "none", [{"name": "allreduce", "made": False}])
     assert "No run has ended: there is nothing to judge yet." in write(tmp_path / "none").read_text()
 
@@ -310,7 +310,7 @@ def test_the_first_on_several_ranks_is_held_against_one_rank(tmp_path):
             {"name": "softsync", "strategy": "softsync", "ranks": 2, "seed": seed, "seconds": 4.0 + seed},
         ]
     findings = found_in(tmp_path / "a", runs)
-    assert [contrast.cell.label for contrast in findings.contrasts] == ["softsync, 2 ranks"], "none on one rank"
+    assert [contrast.group.label for contrast in findings.contrasts] == ["softsync, 2 ranks"], "none on one rank"
     assert judge(findings).reasons[0] == (
         "`softsync` on 2 ranks was the first of all that reached 97 %: 2.63 times sooner (95 % interval 1.92 to 3.6) "
         "than `allreduce` on 1 rank; final accuracy 98 % against 98 %."
@@ -329,10 +329,10 @@ def test_the_first_on_several_ranks_is_held_against_one_rank(tmp_path):
 
 def test_times_of_ranks_that_share_cores_or_a_busy_machine_are_doubted():
     for ranks, cores, load, said in (
-        *((2, 2, 2.4, []), (1, 1, 1.9, []), (4, 2, 4.3, ["4 ranks shared 2 cores: times are"])),
+        *((2, 2, 2.4, []), (1, 1, 1.9, []), (4, 2, 4.3, ["4 ranks shared 2 cores: times would"])),
         *((2, 1, 0.0, ["2 ranks shared 1 core: "]), (1, 2, 2.6, ["The machine was busy: its load average was 2.6"])),
     ):
-        found = remarks(ranks, cores, processors=2, load=load)
+        found = timing_warnings(ranks, cores, processors=2, load=load)
         assert len(found) == len(said) and all(text.startswith(start) for text, start in zip(found, said)), found
 
 
@@ -364,17 +364,17 @@ def test_what_only_rounding_tells_apart_is_the_same(tmp_path):
 def test_strategies_have_colours_of_their_own_before_controls(tmp_path):
     names = ["allreduce", *"uvwxyz"]
     runs = [{"name": name} for name in names] + [{"name": f"serial {i}", "kind": "serial", "ranks": 1} for i in "12"]
-    found = looks(found_in(tmp_path, runs))
+    found = line_styles(found_in(tmp_path, runs))
     assert len({found[name].color for name in names}) == 7
 
 
 def test_comparisons_are_corrected_for_their_number(tmp_path):
     runs = versus(1.07, (1.0, 1.05, 0.95, 1.06, 0.96))
     alone = found_in(tmp_path / "a", runs).contrasts[0]
-    assert alone.sooner.p == pytest.approx(0.0446521, rel=1e-5) and alone.p_sooner == 2 * alone.sooner.p
+    assert alone.speedup.p == pytest.approx(0.0446521, rel=1e-5) and alone.p_speedup == 2 * alone.speedup.p
     many = [dict(run, name=f"{run['name']} {i}") for i in range(6) for run in runs[1::2]] + runs[::2]
     findings = found_in(tmp_path / "b", many)
-    assert findings.contrasts[0].p_sooner == pytest.approx(12 * alone.sooner.p), "six of times, six of accuracies"
+    assert findings.contrasts[0].p_speedup == pytest.approx(12 * alone.speedup.p), "six of times, six of accuracies"
     verdict = judge(findings)
     assert (
         verdict.headline.startswith("With 5 seeds no difference") and "12 comparisons were made" in verdict.caveats[-1]
@@ -428,7 +428,7 @@ def test_the_page_says_it_all_by_itself(report):
     text = report.read_text()
     assert "<script" not in text and not re.findall(r'(?:src|href)="(?!#|data:,|runs\.)[^"]*"', text)
     assert "<code>softsync (splits 4)</code> on 4 ranks reached 97 % 1.49 times sooner" in text
-    assert "3 of 6 seeds reached 97 %" in text and "was not made" in text and "has begun and not ended" in text
+    assert "3 of 6 seeds reached 97 %" in text and "was not started" in text and "has started and not ended" in text
     assert "Not measured: an older version of hpcdist made the run." in text
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids))
@@ -449,10 +449,10 @@ def test_curves_go_on_with_the_seeds_that_are_left(tmp_path):
     whole, rest = figure.figure.axes[0].lines[:2]
     assert whole.get_xdata()[-1] == rest.get_xdata()[0] == 8.0, "the shortest run's end"
     assert rest.get_xdata()[-1] == 16.0 and rest.get_ydata()[-1] == 0.98 and rest.get_linestyle() == ":"
-    assert "to 0.9422 over 4 to 8 seconds, and with fewer seeds to 0.98 at 16" in figure.said[1]
-    assert "where it is pale and the line dotted, some seeds have ended" in figure.said[0]
+    assert "to 0.9422 over 4 to 8 seconds, and with fewer seeds to 0.98 at 16" in figure.alt_text[1]
+    assert "it is pale, and the line dotted, after some seeds have ended" in figure.alt_text[0]
     samples = figures["accuracy-against-samples-2-ranks"]
-    assert len(samples.figure.axes[0].lines[1].get_xdata()) == 1 and "fewer" not in samples.said[1], "all end alike"
+    assert len(samples.figure.axes[0].lines[1].get_xdata()) == 1 and "fewer" not in samples.alt_text[1], "all end alike"
 
 
 def test_colours_are_seen_on_both_grounds():

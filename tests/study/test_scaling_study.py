@@ -19,7 +19,7 @@ from hpcdist.config import load as load_settings
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import Evaluation, read_evaluations
 from hpcdist.tools.simulate.cluster import ClusterConfig
-from kit.cells import EndedRun
+from kit.groups import EndedRun
 from kit.output import paragraphs
 from study.pretended import ended
 
@@ -33,8 +33,8 @@ def train(study, training, tmp_path):
     """Make a short run of a strategy on so many workers; its curve."""
 
     def run(strategy: str, servers: int = 0, seed: int = 1, every: int = 16, compute: ComputeModel | None = None):
-        cell = study.Cell(strategy, 3, servers or int(strategy == "easgd"))
-        declared = study.at_rate(cell.declare(study.Grid(gradients=96, every=every), study.STRAGGLERS), 0.0625)
+        group = study.RunGroup(strategy, 3, servers or int(strategy == "easgd"))
+        declared = study.at_rate(group.declare(study.Grid(gradients=96, every=every), study.STRAGGLERS), 0.0625)
         settings = load_settings({}, None, (*declared.settings, f"seed={seed}"))
         cluster = ClusterConfig(network=study.NETWORK, compute=study.COMPUTE[study.STRAGGLERS])
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
@@ -50,30 +50,30 @@ def train(study, training, tmp_path):
 @pytest.mark.extended
 def test_the_quick_version(quick, study, written):
     grid, found = study.QUICK, json.loads((quick[0] / "results.json").read_text())
-    assert len(found["runs"]) == grid.seeds * len(grid.cells())
+    assert len(found["runs"]) == grid.seeds * len(grid.groups())
     for run in found["runs"]:
         looks = [(look["step"], look["seconds"], look["metrics"]["loss"]) for look in run["curve"]]
         taken, seconds, losses = zip(*looks)
         assert list(taken) == list(range(0, grid.gradients + 1, grid.every)), "the same budget and looks for all"
         assert list(seconds) == sorted(seconds) and seconds[0] == 0 < seconds[-1]
         assert losses[-1] < losses[0] and run["settings"]["seed"] < study.FIRST_SEED
-    for cell in grid.cells():
-        tried = [row for row in found["rates"] if (row["strategy"], row["p"]) == (cell.name, cell.workers)]
+    for group in grid.groups():
+        tried = [row for row in found["rates"] if (row["strategy"], row["p"]) == (group.name, group.workers)]
         (at,) = [i for i, row in enumerate(tried) if row[""]]
         assert 0 < at < len(tried) - 1, "better than its neighbours"
         assert tried[at] == min(tried, key=lambda row: (row["s to target"], row["final loss"]))
-        used = {run["settings"]["optimizer"]["lr"] for run in found["runs"] if matches(run, cell)}
+        used = {run["settings"]["optimizer"]["lr"] for run in found["runs"] if matches(run, group)}
         assert used == {tried[at]["rate"]}
     table, claims = written("loss_time_stragglers_0.8", "target_workers")
-    assert len(table) == len(grid.cells()) and len(claims) == 3
+    assert len(table) == len(grid.groups()) and len(claims) == 3
     assert {row["strategy"] for row in table} == {*study.OPTIONS, "easgd, 4 servers"}
     assert "NOT RUN" in claims[1], "on so few workers"
 
 
-def matches(run: dict, cell) -> bool:
+def matches(run: dict, group) -> bool:
     strategy, summary = run["settings"]["strategy"], run["summary"]
     found = strategy["name"], summary["workers"], summary["ranks"] - summary["workers"]
-    return found == (cell.strategy, cell.workers, cell.servers)
+    return found == (group.strategy, group.workers, group.servers)
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_what_is_looked_at_is_the_consensus(training, strategy, servers):
 
 def test_a_slow_worker_takes_fewer_gradients_but_where_all_wait(train):
     class OneSlow(ComputeModel):
-        def draw(self, rank, generator):
+        def sample(self, rank, generator):
             return 0.4 if rank == 2 else 0.1
 
     end_s = {name: train(name, compute=OneSlow())[-1][1] for name in ("allreduce", "gossip_pull")}
@@ -155,7 +155,7 @@ def test_the_loss_is_torchs_and_bounded(training):
 
 
 def test_some_steps_are_slow():
-    draws = [SlowSteps(Constant(1.0), 0.25, 4.0).draw(0, np.random.default_rng(seed)) for seed in range(400)]
+    draws = [SlowSteps(Constant(1.0), 0.25, 4.0).sample(0, np.random.default_rng(seed)) for seed in range(400)]
     assert set(draws) == {1.0, 4.0} and 60 < draws.count(4.0) < 140
 
 
@@ -173,19 +173,19 @@ def test_time_to_the_target(study, losses, expected):
 def test_the_best_rate_is_found_wherever_it_lies(study, power):
     made = []
 
-    class Cells:
-        def measure(self, cell, seeds) -> list[EndedRun]:
-            rate = load_settings({}, None, cell.settings)["optimizer"]["lr"]
+    class Groups:
+        def measure(self, group, seeds) -> list[EndedRun]:
+            rate = load_settings({}, None, group.settings)["optimizer"]["lr"]
             made.extend((rate, seed) for seed in seeds)
             soon, low = (abs(math.log2(rate) - at) for at in (power, power - 3))
             return [curved([(0, 0.0, 2.0), (1, 1.0 + soon, 0.3), (2, 90.0 + 3 * low, 0.1)]) for _ in seeds]
 
-    grid, cell = study.Grid(), study.Cell("gossip_pull", 4)
-    found = study.tune(Cells(), grid, cell)
+    grid, group = study.Grid(), study.RunGroup("gossip_pull", 4)
+    found = study.tune(Groups(), grid, group)
     assert found["best"] == {0.35: power, 0.2: power - 3}, "each target has its own"
     assert set(range(power - 4, power + 2)) <= set(found["tried"])
     assert len(made) == len(set(made)) == len(found["tried"]) * grid.tuning_seeds, "each once per seed"
-    rows = study.rate_rows(cell, found)
+    rows = study.rate_rows(group, found)
     assert [(row["target"], row["rate"]) for row in rows if row[""]] == [(0.35, 2.0**power), (0.2, 2.0 ** (power - 3))]
 
 
@@ -207,13 +207,13 @@ def curved(looks) -> EndedRun:
 
 
 def made_up(study, seconds, spread):
-    """Results that reach the target after seconds(cell), and whose final losses differ by spread(cell)."""
+    """Results that reach the target after seconds(group), and whose final losses differ by spread(group)."""
     results = study.Results(study.Grid(seeds=3), study.STRAGGLERS, 0.35, {})
-    for cell in results.grid.cells():
-        results.rates[cell] = 0.1
-        results.runs[cell] = [
-            curved([(0, 0.0, 2.0), (1, s, results.target), (2, 999.0, 0.1 + spread(cell) * seed)])
-            for seed, s in enumerate([seconds(cell)] * 3)
+    for group in results.grid.groups():
+        results.rates[group] = 0.1
+        results.runs[group] = [
+            curved([(0, 0.0, 2.0), (1, s, results.target), (2, 999.0, 0.1 + spread(group) * seed)])
+            for seed, s in enumerate([seconds(group)] * 3)
         ]
     return results
 
@@ -224,31 +224,31 @@ def verdicts(study, seconds, spread) -> list[str]:
     return [next(v for v in ("IN PART", "NOT SHOWN", "SHOWN") if f"{v}. " in text) for text in texts]
 
 
-def as_published(cell) -> float:
+def as_published(group) -> float:
     """Asynchronous methods are the faster ones on up to 32 workers, all-reduce on more."""
-    return {True: 400, False: 300 if cell.workers <= 32 else 500}[cell.strategy == "allreduce"] / cell.workers
+    return {True: 400, False: 300 if group.workers <= 32 else 500}[group.strategy == "allreduce"] / group.workers
 
 
 def test_verdicts_follow_the_results(study):
-    found = verdicts(study, as_published, lambda cell: 0.01 * (cell.strategy != "allreduce"))
+    found = verdicts(study, as_published, lambda group: 0.01 * (group.strategy != "allreduce"))
     assert found == ["SHOWN"] * 3
-    found = verdicts(study, lambda cell: 1 / as_published(cell), lambda cell: 0.01 * (cell.strategy == "allreduce"))
+    found = verdicts(study, lambda group: 1 / as_published(group), lambda group: 0.01 * (group.strategy == "allreduce"))
     assert found == ["NOT SHOWN"] * 3
 
-    def seconds(cell):
-        return as_published(cell) / (2 if (cell.strategy, cell.workers) == ("gossip_push", 128) else 1)
+    def seconds(group):
+        return as_published(group) / (2 if (group.strategy, group.workers) == ("gossip_push", 128) else 1)
 
-    found = verdicts(study, seconds, lambda cell: 0.01 * (cell.workers > 8) * (cell.strategy == "allreduce"))
+    found = verdicts(study, seconds, lambda group: 0.01 * (group.workers > 8) * (group.strategy == "allreduce"))
     assert found == ["SHOWN", "IN PART", "IN PART"], "one strategy is not behind"
 
 
 def test_a_run_that_does_not_reach_the_target_is_told(study):
-    results = made_up(study, as_published, lambda cell: 0.0)
-    cell = study.Cell("easgd", 128, 1)
-    results.runs[cell][1] = curved([(0, 0.0, 2.0), (2, 999.0, 1.9)])
+    results = made_up(study, as_published, lambda group: 0.0)
+    group = study.RunGroup("easgd", 128, 1)
+    results.runs[group][1] = curved([(0, 0.0, 2.0), (2, 999.0, 1.9)])
     (row,) = [row for row in results.rows() if (row["strategy"], row["p"]) == ("easgd", 128)]
     assert row["reached"] == "2/3"
     assert row["s to target"] == row["faster than on 4"] == row["gradients to target"] == ""
-    assert results.ratio(cell, study.Cell("allreduce", 128)) is None
+    assert results.ratio(group, study.RunGroup("allreduce", 128)) is None
     whole = [row for row in results.rows() if (row["strategy"], row["p"]) == ("gossip_pull", 32)]
     assert [row["faster than on 4"] for row in whole] == ["8.0 ± 0.0"]

@@ -108,21 +108,21 @@ def test_a_file_that_defines_job_is_a_jobs_and_another_that_imports_hpcdist_a_sc
 @each(
     "case",
     [
-        (("compare", "job.py", "--", "--lr", "1"), "ARGS must be left out with a job's file, which is no script"),
+        (("compare", "job.py", "--", "--lr", "1"), "ARGS must be omitted with a file that defines a job"),
         (("compare", "no.py"), "job must be a Python file; got no.py, which does not exist"),
         (("compare", "neither.py"), "or a script that imports hpcdist; got neither.py, which is neither"),
         (("compare", "wrong.py"), "job must be a file of Python; got wrong.py: "),
         (("compare", "train.py:fit"), "job must be a function of train.py; got 'fit'"),
-        (("compare", "train.py", "--seeds", "2"), "ARGS must include seed, without which all runs would be"),
+        (("compare", "train.py", "--seeds", "2"), "ARGS must include seed, otherwise all runs would be"),
         (("compare", "train.py", "--", "{rate}"), "ARGS must be of seed, strategy, run; got rate"),
-        (("compare", "train.py", "--set", "epochs=1"), "--set must be left out with a script, which is no job; got"),
-        (("compare", "train.py", "--budget", "steps=1"), "--budget must be left out with a script"),
-        (("compare", "train.py", "--tune", "2"), "--tune must be left out with a script"),
-        (("compare", "train.py", "--rate", "allreduce=1"), "--rate must be left out with a script"),
+        (("compare", "train.py", "--set", "epochs=1"), "--set must be omitted with a script; got"),
+        (("compare", "train.py", "--budget", "steps=1"), "--budget must be omitted with a script"),
+        (("compare", "train.py", "--tune", "2"), "--tune must be omitted with a script"),
+        (("compare", "train.py", "--rate", "allreduce=1"), "--rate must be omitted with a script"),
         (("compare", "train.py", "--strategies", "softsync:split=1"), "strategy.* splits"),
-        (("simulate", "train.py"), "--compute must be a time with a script, whose step nobody can measure before"),
-        (("sweep", "train.py", "--over", "lr=1,2", "--", "--lr", "{lr}"), "--target must be given, and --pruner left"),
-        (("sweep", "train.py", "--over", "lr=1,2", "--target", "mse=1"), "ARGS must include lr, without which"),
+        (("simulate", "train.py"), "--compute must be a time with a script, whose step can.t be measured before"),
+        (("sweep", "train.py", "--over", "lr=1,2", "--", "--lr", "{lr}"), "--target must be given, and --pruner"),
+        (("sweep", "train.py", "--over", "lr=1,2", "--target", "mse=1"), "ARGS must include lr, otherwise"),
         (("sweep", "train.py", "--over", "strategy.speling=1,2", "--target", "mse=1"), "speling"),
     ],
 )  # fmt: skip
@@ -145,7 +145,7 @@ def test_a_script_is_compared_as_it_would_run_by_hand(here, capsys):
     asked = ["--strategies", "allreduce,gossip_pull", "--seeds", "2", "--target", "mse=0.5", "--output", "out"]
     assert hpcdist("compare", "train.py", *asked, "--", "--lr", "0.1", "--seed", "{seed}") == 0
     out, said = capsys.readouterr()
-    assert "train.py alone knows its batch and when it ends: runs are not cut, and there are no serial controls" in said
+    assert "train.py sets its batch size and its end: runs are not cut, and there are no serial controls" in said
     assert "mse" in out and "to 0.5" in out and "6 of 6" in said, "gossip_pull on one rank is allreduce"
     frame = read_runs("out")
     assert sorted(zip(frame["name"], frame["ranks"], frame["seed"])) == [
@@ -166,7 +166,7 @@ def test_a_script_is_compared_as_it_would_run_by_hand(here, capsys):
     for command in (("runs", "--in", "out"), ("report", "out"), ("watch", "out", "--once")):
         assert hpcdist(*command) == 0
     assert hpcdist("compare", "train.py", *asked, "--", "--lr", "0.2", "--seed", "{seed}") == 1
-    assert "which holds another: arguments: " in capsys.readouterr().err
+    assert "where others are: arguments: " in capsys.readouterr().err
 
 
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
@@ -193,7 +193,7 @@ def simulated(path: Path | str, *more: object) -> tuple[int, Path]:
 def test_a_script_is_simulated_each_step_takes_its_time_and_one_rank_is_the_control(capsys):
     status, out = simulated("train.py", "--strategies", "allreduce,softsync:splits=1", "--target", "mse=0.5")
     said = capsys.readouterr().err
-    assert status == 0 and "steps: 10ms (0.01 s), whatever their batch" in said and "share" not in said
+    assert status == 0 and "steps: 10ms (0.01 s), for any batch size" in said and "share" not in said
     alone, four = load_summary(out / "runs/serial-r1-s0"), load_summary(out / "runs/allreduce-r4-s0")
     assert alone.wall_s == pytest.approx(16 * 0.01) and 4 * 0.01 < four.wall_s < 0.1 and four.samples == 128
     served = load_run(out / "runs/softsync-splits=1-r4-s0")
@@ -214,14 +214,14 @@ def test_a_script_is_simulated_each_step_takes_its_time_and_one_rank_is_the_cont
         ("train(compression='fp16')", "compression of DistributedOptimizer must be 'topk' in this run of a comparison"),
         (
             "hd.rank",
-            "other.py must call hpcdist.init() and hpcdist.DistributedOptimizer(...) to be a run; it has ended without",
+            "other.py must call hpcdist.init() and hpcdist.DistributedOptimizer(...) to be a run; it ended without",
         ),
-        ("hd.finish = id\ntrain()", "other.py must call hpcdist.finish(model) to be a run; it has ended without"),
+        ("hd.finish = id\ntrain()", "other.py must call hpcdist.finish(model) to be a run; it ended without"),
         ("train(then='sys.exit(3)')", "other.py must end with status 0; got sys.exit(3)"),
         ("train(then='if hd.rank() == 1: sys.exit()')", "no virtual rank can go on"),
         ("train(then='raise ValueError(7)')", "ValueError: 7"),
         ("train(then='hd.save(\"kept\", optimizer=optimizer)')", "checkpoints must be in the folder of a run that a"),
-        ("hd.compare('other.py')", "hpcdist.compare must not be called by what it trains"),
+        ("hd.compare('other.py')", "hpcdist.compare must not be called by the file that it trains"),
     ],
 )
 def test_a_run_that_fails_says_why_in_a_sentence(case, capsys):

@@ -122,7 +122,7 @@ def test_steps_take_as_long_as_in_another_run():
             for step, computing_s in enumerate(of_rank, 1):
                 writer.write(StepRecord(step, computing_s=computing_s))
     model = ClusterConfig(compute="replay:run").steps(lambda given: given)
-    assert [model.draw(0, None) for _ in range(3)] == [0.5, 0.25, 0.5] and model.draw(1, None) == 2.0
+    assert [model.sample(0, None) for _ in range(3)] == [0.5, 0.25, 0.5] and model.sample(1, None) == 2.0
     assert describe(model) == {"model": "Replay", "source": "run"}
     model.check(2)
     with pytest.raises(ConfigError, match="ranks of Replay must be at most the 2 of run; got 3"):
@@ -181,7 +181,7 @@ def test_a_job_is_simulated_and_goes_on(monkeypatch, capsys):
     assert hpcdist("simulate", "--output", "out") == 1
     assert "--output must hold a comparison on virtual ranks; got out, on real ones." in capsys.readouterr().err
     assert hpcdist("simulate", "--strategies", "allreduce") == 1
-    assert "JOB must be given to begin a simulation; got none." in capsys.readouterr().err
+    assert "JOB must be given to start a simulation; got none." in capsys.readouterr().err
 
 
 def test_measured_times_are_kept_with_the_folder_and_a_straggler_must_be_a_rank(monkeypatch, capsys):
@@ -203,11 +203,11 @@ def test_runs_in_processes_are_those_made_here(here):
     job.data(Path(config.data.path))
     overrides = (f"data.path={here}/digits.h5", "epochs=1")
     run = PlannedRun("allreduce", "strategy", 2, 0, overrides, "run")
-    VirtualLauncher(simulation).make(run, here / "by-one")
+    VirtualLauncher(simulation).run(run, here / "by-one")
     with VirtualLauncher(simulation, workers=2) as beside:
-        beside.make(run, here / "by-two")
+        beside.run(run, here / "by-two")
         with pytest.raises(RunError, match="run bad on virtual ranks failed: .*strategy must be one of"):
-            beside.make(PlannedRun("x", "strategy", 2, 0, (*overrides, "strategy=gosip"), "bad"), here / "bad")
+            beside.run(PlannedRun("x", "strategy", 2, 0, (*overrides, "strategy=gosip"), "bad"), here / "bad")
     assert load_summary(here / "by-two") == load_summary(here / "by-one")
 
 
@@ -238,7 +238,7 @@ def test_an_interrupted_simulation_ends_its_processes_and_goes_on(monkeypatch, c
         assert first.wait(100) == 130
     wait_until(lambda: not _group(first.pid))
     said = Path("log").read_text()
-    assert "`hpcdist simulate --output out` goes on with it" in said and "Traceback" not in said
+    assert "`hpcdist simulate --output out` resumes it" in said and "Traceback" not in said
     assert not list(Path("out").glob("runs/*/failure.txt"))
 
     Path("wait").unlink()

@@ -24,8 +24,8 @@ def test_the_quick_version(quick, study, written):
         for place in ("runs", "tuning")
         for path in sorted((quick[0] / place).iterdir())
     ]
-    cells = study.QUICK.cells()
-    assert len(found) == 2 * (len(cells) + 7), "two seeds of each cell and of seven rates"
+    groups = study.QUICK.groups()
+    assert len(found) == 2 * (len(groups) + 7), "two seeds of each group and of seven rates"
     assert {summary.samples for _, summary in found} == {study.QUICK.passes * 898}, "the same budget for all"
     shown, tried = set(), set()  # rates
     for settings, summary in found:
@@ -50,17 +50,17 @@ def test_the_quick_version(quick, study, written):
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------
 def made_up(study, error, seconds, staleness):
-    """Results whose runs measured what these functions of the cell say, and a little that differs between seeds."""
+    """Results whose runs measured what these functions of the group say, and a little that differs between seeds."""
     results = study.Results(study.Grid(seeds=3), rate=0.1)
-    for cell in results.grid.cells():
-        results.runs[cell] = [
+    for group in results.grid.groups():
+        results.runs[group] = [
             ended(
-                metrics={"accuracy": 1 - (error(cell) + 0.001 * seed)},
-                wall_s=seconds(cell) + 0.001 * seed,
+                metrics={"accuracy": 1 - (error(group) + 0.001 * seed)},
+                wall_s=seconds(group) + 0.001 * seed,
                 staleness={
-                    "mean": staleness(cell),
-                    "max": round(staleness(cell)),
-                    "histogram": {round(staleness(cell)): 10},
+                    "mean": staleness(group),
+                    "max": round(staleness(group)),
+                    "histogram": {round(staleness(group)): 10},
                 },
             )
             for seed in range(3)
@@ -79,26 +79,29 @@ def verdicts(study, **measured) -> list[str]:
 def test_verdicts_follow_the_results(study):
     """As the paper has them, and the opposite."""
 
-    def error(cell):
-        stale = cell.modulation == "none" and cell.splits > 2
-        return 0.9 if stale else 0.02 + cell.total_batch / 10_000
+    def error(group):
+        stale = group.modulation == "none" and group.splits > 2
+        return 0.9 if stale else 0.02 + group.total_batch / 10_000
 
-    def seconds(cell):
-        return 100 / cell.learners * (1.5 if cell.splits == 0 else 1.2 if cell.splits == 1 else 1.0)
+    def seconds(group):
+        return 100 / group.learners * (1.5 if group.splits == 0 else 1.2 if group.splits == 1 else 1.0)
 
-    def wrong(cell):
-        stale = cell.modulation == "none" and cell.splits > 1
-        return 0.6 - cell.batch / 100 - 0.2 * stale + 0.02 * (cell.modulation == "average")
+    def wrong(group):
+        stale = group.modulation == "none" and group.splits > 1
+        return 0.6 - group.batch / 100 - 0.2 * stale + 0.02 * (group.modulation == "average")
 
-    found = verdicts(study, error=error, seconds=seconds, staleness=lambda cell: cell.expected_staleness)
+    found = verdicts(study, error=error, seconds=seconds, staleness=lambda group: group.expected_staleness)
     assert found == ["SHOWN"] * 4
-    late, stale = lambda cell: 1.0 + cell.splits, lambda cell: 2 * cell.expected_staleness
+    late, stale = lambda group: 1.0 + group.splits, lambda group: 2 * group.expected_staleness
     assert verdicts(study, error=wrong, seconds=late, staleness=stale) == ["NOT SHOWN"] * 4
 
 
 def test_runs_that_diverged_are_counted(study):
     results = made_up(
-        study, lambda cell: 0.899 if cell.splits == 16 else 0.05, lambda cell: 1.0, lambda cell: cell.expected_staleness
+        study,
+        lambda group: 0.899 if group.splits == 16 else 0.05,
+        lambda group: 1.0,
+        lambda group: group.expected_staleness,
     )
     first, *_ = paragraphs(study.claims(results))
     assert "90.00 ± 0.25 (3 of 3 diverged) at n = 16" in first.replace("\n", " ")
@@ -107,8 +110,8 @@ def test_runs_that_diverged_are_counted(study):
 
 def test_the_grid_has_each_cell_once_and_the_diagonal_that_the_claims_read(study):
     for found in (study.Grid(), study.QUICK):
-        cells = found.cells()
-        assert len(set(cells)) == len(cells)
+        groups = found.groups()
+        assert len(set(groups)) == len(groups)
         assert found.probe in found.diagonal and len(found.diagonal) > 1
-        assert study.hardsync(*found.probe) in cells
+        assert study.hardsync(*found.probe) in groups
         assert found.splits[-1] == found.probe[1]

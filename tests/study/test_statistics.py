@@ -32,10 +32,10 @@ def test_an_interval_that_ends_at_a_bound_is_written_with_both_ends():
 
 def test_equal_shares_have_the_noise_of_their_test_set():
     for share, low in ((1.0, 0.9905), (0.98, 0.9595)):
-        found = interval([share] * 3, least_variance=binomial_variance(share, 360))
+        found = interval([share] * 3, min_variance=binomial_variance(share, 360))
         assert found.low == pytest.approx(low, abs=2e-4), "z of 4.3 and a standard error of at least sqrt(p(1-p)/n/3)"
-    assert interval([0.9, 0.8, 0.7], least_variance=1e-9) == interval([0.9, 0.8, 0.7])
-    one_sample_more = effect({0: 0.5, 1: 0.5, 2: 0.5}, {0: 0.49, 1: 0.49, 2: 0.49}, least_variance=0.01 * 0.99 / 100)
+    assert interval([0.9, 0.8, 0.7], min_variance=1e-9) == interval([0.9, 0.8, 0.7])
+    one_sample_more = effect({0: 0.5, 1: 0.5, 2: 0.5}, {0: 0.49, 1: 0.49, 2: 0.49}, min_variance=0.01 * 0.99 / 100)
     assert one_sample_more.low < 0 < one_sample_more.high and one_sample_more.p == pytest.approx(0.22, abs=0.02)
 
 

@@ -59,11 +59,11 @@ def test_an_axis_has_the_values_listed_or_so_many_of_a_range():
         "batch_size": "--over must be KEY=A,B,C or KEY=LOW..HIGH",
         "=1,2": "--over must be KEY=A,B,C or KEY=LOW..HIGH",
         "batch_size=1,,2": "--over must be KEY=A,B,C or KEY=LOW..HIGH",
-        "lr=1..0.1": "--over lr must be LOW..HIGH with two numbers, of which the first is the smaller one",
+        "lr=1..0.1": "--over lr must be LOW..HIGH with LOW < HIGH",
         "lr=0..1:log": "above 0 with :log",
         "lr=a..b": "two numbers",
-        "lr=0.1..1:1": "at least 2 POINTS",
-        "lr=0.1..1": "--over lr must list values, or count those of a range, for --sampler grid; got a range",
+        "lr=0.1..1:1": "2 POINTS or more",
+        "lr=0.1..1": "--over lr must be a list, or a range with a number of points, for --sampler grid; got a range",
     }.items():
         with pytest.raises(ConfigError, match=message):
             grid([read_axis(text)])
@@ -73,11 +73,11 @@ def test_an_axis_has_the_values_listed_or_so_many_of_a_range():
 def test_a_grid_makes_each_run_once_and_shows_the_best_first(tmp_path):
     declared, first = replace(DECLARED, seeds=2), PretendedRuns()
     sweep = SweptRuns(declared, tmp_path)
-    assert sweep.make(Runner(tmp_path, first)) == [] and len(first.made) == 16
+    assert sweep.run(Runner(tmp_path, first)) == [] and len(first.made) == 16
     best = {"trial": 3, "optimizer.lr": "0.008", "batch_size": "16", "samples": 200, "accuracy": pytest.approx(0.905)}
     assert sweep.rows()[0] == {**best, "state": "complete"}
     again = PretendedRuns()
-    assert SweptRuns(declared, tmp_path).make(Runner(tmp_path, again)) == [] and again.made == []
+    assert SweptRuns(declared, tmp_path).run(Runner(tmp_path, again)) == [] and again.made == []
     found = json.loads((tmp_path / COMPARISON).read_text())
     assert len(found["runs"]) == 16 and found["runs"][0]["name"] == "optimizer.lr=0.001, batch_size=16"
     with pytest.raises(ConfigError, match="seeds: 2 against 1 now"):
@@ -90,8 +90,8 @@ def test_a_grid_makes_each_run_once_and_shows_the_best_first(tmp_path):
 def test_the_folder_tells_the_space_and_each_trial(tmp_path):
     declared = replace(DECLARED, over=("optimizer.lr=0.001..0.1:log", "batch_size=8,16"), sampler="random", trials=3)
     SweptRuns(declared, tmp_path).write()
-    failing = ", ".join(Trials(tmp_path, declared).begin(0))
-    SweptRuns(declared, tmp_path).make(Runner(tmp_path, PretendedRuns(failing)))
+    failing = ", ".join(Trials(tmp_path, declared).start(0))
+    SweptRuns(declared, tmp_path).run(Runner(tmp_path, PretendedRuns(failing)))
     found = json.loads((tmp_path / SWEEP).read_text())
     assert (found["sampler"], found["pruner"], found["metric"], found["ranks"]) == ("random", "none", "accuracy", 2)
     lr, batch = found["space"]
@@ -105,7 +105,7 @@ def test_the_folder_tells_the_space_and_each_trial(tmp_path):
     )
     assert SweptRuns(declared, tmp_path).rows()[-1]["state"] == "failed"
     again = PretendedRuns()
-    assert SweptRuns(declared, tmp_path).make(Runner(tmp_path, again)) == []
+    assert SweptRuns(declared, tmp_path).run(Runner(tmp_path, again)) == []
     assert again.made == ["runs/trial-000-r2-s0"] and not (tmp_path / again.made[0] / FAILURE).exists()
 
 
@@ -118,13 +118,13 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path, monkeypatch):
     (output / study.LOCK).symlink_to(journal)  # as Optuna made it where the path was relative: it leads nowhere
     journal.write_bytes(whole + whole.splitlines()[-1][:20])
     assert len(Trials(output, DECLARED).all()) == 8 and journal.read_bytes() == whole
-    Trials(output, DECLARED).begin(0)
+    Trials(output, DECLARED).start(0)
     assert all(json.loads(line)["worker_id"] for line in journal.read_text().splitlines())
     assert not os.path.lexists(output / study.LOCK)
 
 
 def test_damaged_files_of_a_sweep_are_refused_by_name(tmp_path):
-    SweptRuns(DECLARED, tmp_path).make(Runner(tmp_path, PretendedRuns()))
+    SweptRuns(DECLARED, tmp_path).run(Runner(tmp_path, PretendedRuns()))
     journal, first = tmp_path / study.JOURNAL, tmp_path / COMPARISON
     whole = journal.read_text()
     for text in (
@@ -134,11 +134,11 @@ def test_damaged_files_of_a_sweep_are_refused_by_name(tmp_path):
         "",
     ):
         journal.write_text(text)
-        with pytest.raises(DataError, match="optuna.log must be the journal that `hpcdist sweep` has written; got "):
+        with pytest.raises(DataError, match="optuna.log must be a journal of `hpcdist sweep`; got "):
             Trials(tmp_path, DECLARED).all()
     journal.unlink()
     os.mkfifo(journal)
-    with pytest.raises(DataError, match="optuna.log must be the journal .* it is a named pipe, not a regular file"):
+    with pytest.raises(DataError, match="optuna.log must be a journal .* it is a named pipe, not a regular file"):
         Trials(tmp_path, DECLARED).all()
     content = json.loads((tmp_path / SWEEP).read_text())
     content["trials"][0]["settings"]["optimizer.lr"] = "3"
@@ -149,7 +149,7 @@ def test_damaged_files_of_a_sweep_are_refused_by_name(tmp_path):
         read_sweep(tmp_path)
     first.write_text(first.read_text().replace('"trials": 8', '"trials": "many"'))
     with pytest.raises(
-        DataError, match="comparison.json must hold a declaration; got trials: .*, got 'many'. Give JOB"
+        DataError, match="comparison.json must hold an experiment; got trials: .*, got 'many'. Give JOB"
     ):
         folder.read_experiment(tmp_path, Sweep)
 
@@ -161,7 +161,7 @@ def test_random_settings_lie_in_their_ranges_and_are_always_the_same(tmp_path):
         sweep = SweptRuns(replace(DECLARED, trials=20, over=over, sampler="random"), tmp_path / name)
         sweep.write()
         own = Trials(tmp_path / name, sweep.experiment)
-        drawn.append([own.begin(number) for number in (range(20) if name == "one" else reversed(range(20)))])
+        drawn.append([own.start(number) for number in (range(20) if name == "one" else reversed(range(20)))])
     assert drawn[0] == drawn[1][::-1] and len(set(drawn[0])) == 20
     found = [load({}, None, settings) for settings in drawn[0]]
     assert {point["batch_size"] for point in found} <= set(range(8, 13))
@@ -170,18 +170,18 @@ def test_random_settings_lie_in_their_ranges_and_are_always_the_same(tmp_path):
 
 def test_tpe_learns_from_the_runs_before_also_after_an_interruption(tmp_path):
     class Interrupted(PretendedRuns):
-        def make(self, run, folder):
+        def run(self, run, folder):
             if len(self.made) == 15:
                 (folder / "checkpoints").mkdir()
                 raise KeyboardInterrupt
-            super().make(run, folder)
+            super().run(run, folder)
 
     declared = replace(DECLARED, over=("optimizer.lr=0.0001..1:log",), sampler="tpe", trials=30)
     first, rest = Interrupted(), PretendedRuns()
     with pytest.raises(KeyboardInterrupt):
-        SweptRuns(declared, tmp_path).make(Runner(tmp_path, first))
+        SweptRuns(declared, tmp_path).run(Runner(tmp_path, first))
     sweep = SweptRuns(declared, tmp_path)
-    assert sweep.make(Runner(tmp_path, rest)) == [] and len(rest.made) == 15
+    assert sweep.run(Runner(tmp_path, rest)) == [] and len(rest.made) == 15
     assert rest.made[0] == "runs/trial-015-r2-s0" and (tmp_path / rest.made[0] / "checkpoints").exists(), "it goes on"
     rates = [float(row["optimizer.lr"]) for row in sorted(sweep.rows(), key=lambda row: row["trial"])]
 
@@ -195,7 +195,7 @@ def test_processes_draw_a_trials_settings_once(tmp_path):
     declared = replace(DECLARED, over=("optimizer.lr=0.01..1:log",), sampler="tpe", seeds=4)
     SweptRuns(declared, tmp_path).write()
     found = []
-    threads = [threading.Thread(target=lambda: found.append(Trials(tmp_path, declared).begin(2))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(Trials(tmp_path, declared).start(2))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -205,25 +205,29 @@ def test_processes_draw_a_trials_settings_once(tmp_path):
 
 def test_a_run_without_a_number_as_its_result_has_failed_and_is_not_made_again(tmp_path):
     class Diverging(PretendedRuns):
-        def make(self, run, folder):
-            super().make(run, folder)
+        def run(self, run, folder):
+            super().run(run, folder)
             path = folder / "summary.json"
             path.write_text(json.dumps({**json.loads(path.read_text()), "metrics": {"accuracy": math.nan}}))
 
     sweep = SweptRuns(replace(DECLARED, over=("batch_size=16",)), tmp_path)
-    sweep.make(Runner(tmp_path, Diverging()))
+    sweep.run(Runner(tmp_path, Diverging()))
     assert json.loads((tmp_path / SWEEP).read_text())["trials"][0]["state"] == "failed"
     again = PretendedRuns()
-    assert SweptRuns(sweep.experiment, tmp_path).make(Runner(tmp_path, again)) == [] and again.made == []
+    assert SweptRuns(sweep.experiment, tmp_path).run(Runner(tmp_path, again)) == [] and again.made == []
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 def test_the_page_says_which_settings_are_best_and_which_matter(tmp_path):
     declared = replace(DECLARED, over=("optimizer.lr=0.001..0.128:log:8", "batch_size=16,32"), seeds=1)
     trials = SweptRuns(declared, tmp_path)
-    trials.make(Runner(tmp_path, PretendedRuns("optimizer.lr=0.004, batch_size=32")))
+    trials.run(Runner(tmp_path, PretendedRuns("optimizer.lr=0.004, batch_size=32")))
     page = write(tmp_path).read_text()
-    assert "<h1>Which settings? digits.py</h1>" in page and "fastest" not in page and "held against" not in page
+    assert (
+        "<h1>Which settings? digits.py</h1>" in page
+        and "fastest" not in page
+        and "Compared with the reference" not in page
+    )
     assert "The best settings: <code>optimizer.lr</code> 0.008, <code>batch_size</code> 16, with accuracy 90 %." in page
     assert "15 of 16 trials had the whole budget; 1 failed." in page and "each ran with one seed" in page
     found = json.loads((tmp_path / "report" / "runs.json").read_text())["jobs"][0]["sweep"]
@@ -248,7 +252,7 @@ def test_a_best_value_at_the_end_of_its_range_is_named(case, tmp_path):
     assert (f"lies at the {end} end of its range" in said) == (end is not None)
     for broken in ({**content, "trials": 3}, {}):
         (tmp_path / SWEEP).write_text(json.dumps(broken))
-        with pytest.raises(DataError, match="sweep.json must be what `hpcdist sweep` writes"):
+        with pytest.raises(DataError, match="sweep.json must be written by `hpcdist sweep`"):
             read_sweep(tmp_path)
 
 
@@ -256,7 +260,7 @@ def test_a_best_value_at_the_end_of_its_range_is_named(case, tmp_path):
 class VirtualRuns:
     """Makes the runs of a sweep on virtual ranks, in this process."""
 
-    def make(self, run: PlannedRun, folder: Path) -> None:
+    def run(self, run: PlannedRun, folder: Path) -> None:
         run_virtual(lambda comm: trials.train(comm, folder), run.ranks)
 
 
@@ -267,7 +271,7 @@ def test_a_pruner_cuts_runs_of_poor_settings_on_all_ranks_at_the_same_step(prune
         pruner=pruner, strategy=strategy, settings=(f"data.path={json.dumps(str(tmp_path / 'digits.h5'))}",),
     )  # fmt: skip
     sweep = SweptRuns(declared, tmp_path)
-    assert sweep.make(Runner(tmp_path, VirtualRuns())) == [], "a run that was cut is no failure"
+    assert sweep.run(Runner(tmp_path, VirtualRuns())) == [], "a run that was cut is no failure"
     table = {float(row["optimizer.lr"]): row for row in sweep.rows()}
     row = table[1e-7]
     run = tmp_path / "runs" / f"trial-{row['trial']:03}-r2-s0"
@@ -285,7 +289,7 @@ def test_a_run_that_was_interrupted_is_judged_again(tmp_path):
         settings=(f"data.path={json.dumps(str(tmp_path / 'digits.h5'))}",),
     )  # fmt: skip
     sweep = SweptRuns(declared, tmp_path)
-    sweep.make(Runner(tmp_path, VirtualRuns()))
+    sweep.run(Runner(tmp_path, VirtualRuns()))
     cut = tmp_path / "runs" / "trial-001-r2-s0"
     own = Trials(tmp_path, declared)
     assert own.all()[1].state == "cut" and load_summary(cut).stopped_early.endswith(CUT)
@@ -293,7 +297,7 @@ def test_a_run_that_was_interrupted_is_judged_again(tmp_path):
     open_again.write()
     run = tmp_path / "again" / "runs" / "trial-000-r2-s0"
     own = Trials(tmp_path / "again", declared)
-    own.begin(0)
+    own.start(0)
     run.mkdir(parents=True)
     (run / "evaluations.jsonl").write_bytes((tmp_path / "runs" / "trial-000-r2-s0" / "evaluations.jsonl").read_bytes())
     assert own.judge(0, run) is None and own.judge(0, run) is None
@@ -301,7 +305,7 @@ def test_a_run_that_was_interrupted_is_judged_again(tmp_path):
 
 def test_a_runs_folder_must_be_a_sweeps(tmp_path):
     with pytest.raises(ConfigError, match="--output must be the folder of a run of `hpcdist sweep`; got"):
-        trials.of_folder(tmp_path / "runs" / "it")
+        trials.find_trial(tmp_path / "runs" / "it")
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -309,7 +313,7 @@ def test_a_runs_folder_must_be_a_sweeps(tmp_path):
     "case",
     [
         ({"pruner": "asha", "seeds": 2, "budget": {"samples": 9000}}, "--seeds must be 1 with --pruner asha"),
-        ({"pruner": "asha", "budget": {"seconds": 9}}, "--pruner must be none where runs have fewer than 3 eval"),
+        ({"pruner": "asha", "budget": {"seconds": 9}}, "--pruner must be none if runs have fewer than 3 eval"),
         ({"over": ("batch_size=16,many",)}, "batch_size must be an integer"),
         ({"over": ("batch_sise=16",)}, "Did you mean 'batch_size'"),
         ({"metric": "acuracy"}, "metric must be one of accuracy, loss; got 'acuracy'"),
@@ -369,10 +373,10 @@ def test_an_interruption_ends_all_runs_that_are_under_way(tmp_path):
 
 def test_a_failing_run_does_not_stop_the_others(tmp_path):
     class Failing(PretendedRuns):
-        def make(self, run, folder):
+        def run(self, run, folder):
             if run.seed % 2:
                 raise RunError("error: a rank has died")
-            super().make(run, folder)
+            super().run(run, folder)
 
     runs = [PlannedRun("it", "strategy", 1, seed, (), f"runs/{seed}") for seed in range(9)]
     failed = Runner(tmp_path, Failing(), 3).run_all(iter(runs))

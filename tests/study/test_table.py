@@ -58,7 +58,7 @@ def test_virtual_ranks_are_named_once(tmp_path, capsys):
     assert [row[0] for row in texts(tmp_path / "a", both)] == ["a, virtual", "b"]
     assert [row[0] for row in texts(tmp_path / "b", both[:1])] == ["a"]
     table.show(table.tables([analyse(job) for job in read_jobs([tmp_path / "b"])]))
-    assert capsys.readouterr().out.startswith("digits: 1 run, on virtual ranks; one run of each kind\n")
+    assert capsys.readouterr().out.startswith("digits: 1 run, on virtual ranks; one run per group\n")
 
 
 def test_columns_that_say_nothing_are_shown_only_where_they_are_asked_for(tmp_path, capsys):

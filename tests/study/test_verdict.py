@@ -13,7 +13,7 @@ from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.page import numbers
 from hpcdist.tools.report.results import read_jobs
 from hpcdist.tools.report.verdict import judge
-from hpcdist.tools.statistics import LEAST_SEEDS
+from hpcdist.tools.statistics import MIN_SEEDS
 from study import evidence
 
 NOISE = (1.0, 1.01, 0.99, 1.02, 1.0)
@@ -39,7 +39,7 @@ NOISY = [{**run, "seconds": seconds} for run, seconds in zip(REFERENCE, (9.0, 14
 NO_NOISE = "no difference from `allreduce` can be told from noise"
 NO_OTHER = "no other difference from `allreduce` can be told from noise"
 NONE = NO_OTHER.replace("other ", "")
-FEW = "so that nothing here is a result"
+FEW = "nothing here is a result"
 # Runs; what the comparison says of itself; parts of the headline, and what must not be in it.
 TABLES: dict[str, tuple[list[dict], dict, tuple[str, ...], tuple[str, ...]]] = {
     "one misses the target in all seeds": (
@@ -62,7 +62,7 @@ TABLES: dict[str, tuple[list[dict], dict, tuple[str, ...], tuple[str, ...]]] = {
     ),
     "many miss it": (
         [run for i in range(6) for run in kind(f"s{i}", (0.9, 0.91, 0.92))] + kind("allreduce", THREE), {},
-        ("`allreduce` reached 97 % in all seeds; 6 kinds of runs did not.", "all of what was held"), (),
+        ("`allreduce` reached 97 % in all seeds; 6 groups of runs did not.", "all groups compared"), (),
     ),
     "one rank beats eight": (
         kind("allreduce", (0.97, 0.971), 12.0, **ONE) + kind("allreduce", (0.86, 0.861), 12.0, ranks=8), {},
@@ -141,7 +141,7 @@ TABLES: dict[str, tuple[list[dict], dict, tuple[str, ...], tuple[str, ...]]] = {
     ),
     "missing runs": (
         REFERENCE + [{**run, "made": False} for run in kind("softsync", FIVE)], {},
-        ("There is nothing to compare: no run beside those of `allreduce` has ended.",), (NO_NOISE,),
+        ("There is nothing to compare: only runs of `allreduce` have ended.",), (NO_NOISE,),
     ),
     "interrupted runs": (
         REFERENCE + kind("softsync", FIVE[:3], 6.0) + [{"name": "softsync", "seed": i, "ends": False} for i in (3, 4)],
@@ -200,16 +200,16 @@ def test_the_headline_of(tmp_path, capsys, name):
     shown = table.tables([analysis])
     assert table.as_data(shown)[0]["verdict"] == said
     table.show(shown)
-    assert said in capsys.readouterr().out or len(analysis.cells) == 1
+    assert said in capsys.readouterr().out or len(analysis.groups) == 1
 
     # No claim below three seeds, no share outside of 0 and 1.
     for one in analysis.contrasts:
-        few = min(len(one.cell.ended), len(one.reference.ended)) < LEAST_SEEDS
-        assert not few or (math.isnan(one.p_sooner) and math.isnan(one.p_better) and one.standing() == "unknown")
-    for cell in analysis.cells:
-        accuracy = cell.mean("metric.accuracy")
+        few = min(len(one.group.ended), len(one.reference.ended)) < MIN_SEEDS
+        assert not few or (math.isnan(one.p_speedup) and math.isnan(one.p_difference) and one.outcome() == "unknown")
+    for group in analysis.groups:
+        accuracy = group.mean("metric.accuracy")
         assert accuracy is None or not (accuracy.low < 0 or accuracy.high > 1)
-        assert accuracy is None or math.isnan(accuracy.low) == (len(cell["metric.accuracy"]) < LEAST_SEEDS)
+        assert accuracy is None or math.isnan(accuracy.low) == (len(group["metric.accuracy"]) < MIN_SEEDS)
 
 
 def test_times_that_only_rounding_tells_apart_are_the_same(tmp_path):
@@ -217,7 +217,7 @@ def test_times_that_only_rounding_tells_apart_are_the_same(tmp_path):
     evidence.write_comparison(tmp_path, runs)
     (job,) = read_jobs([tmp_path])
     (contrast,) = (found := analyse(job)).contrasts
-    assert (contrast.sooner.mean, contrast.sooner.p) == (1.0, 1.0) and contrast.standing() == "alike"
+    assert (contrast.speedup.mean, contrast.speedup.p) == (1.0, 1.0) and contrast.outcome() == "tied"
     assert judge(found).reasons[-1].startswith("`softsync` reached 97 % in the same time as `allreduce`; final")
 
 
@@ -239,7 +239,9 @@ def test_equal_differences_are_doubted_where_the_test_set_is_known(tmp_path):
         for one in job.runs:
             one.run.summary.test_samples = tested
         found[tested] = analyse(job)
-    assert found[None].contrasts[0].better.p == 0.0 and found[None].cells[0].final_mean.half == 0
+    assert found[None].contrasts[0].difference.p == 0.0 and found[None].groups[0].final_mean.half == 0
     (contrast,) = found[120].contrasts
-    assert contrast.better.low < 0 < contrast.better.high and contrast.better.p == pytest.approx(0.41, abs=0.01)
-    assert contrast.standing() == "alike" and found[120].cells[0].final_mean.half > 0.02
+    assert contrast.difference.low < 0 < contrast.difference.high and contrast.difference.p == pytest.approx(
+        0.41, abs=0.01
+    )
+    assert contrast.outcome() == "tied" and found[120].groups[0].final_mean.half > 0.02

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hpcdist.comm.alone import Alone
+from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.records import energy, read_evaluations
 from hpcdist.records.energy import EnergyMeter, GpuCounter, NvidiaGpu, Package, add_up, energy_of, packages
@@ -166,7 +166,7 @@ def test_the_first_rank_of_a_host_measures_it(ranks, shared_tmp_path):
             Sysfs(root)
         comm.barrier()
         run = RunEnergy(comm, torch.device("cpu"), root)
-        run.begin()
+        run.start()
         comm.barrier()
         if comm.rank == 0:
             Sysfs.set(SimpleNamespace(zones=root / "class" / "powercap"), "intel-rapl:0", 8_000_000)
@@ -180,10 +180,10 @@ def test_the_first_rank_of_a_host_measures_it(ranks, shared_tmp_path):
 
 def test_a_run_that_goes_on_has_the_energy_of_its_starts(sysfs):
     def start(saved=None):
-        run = RunEnergy(Alone(), None, sysfs.root)
+        run = RunEnergy(SingleRankCommunicator(), None, sysfs.root)
         if saved is not None:
             run.load_state(saved)
-        run.begin()
+        run.start()
         return run
 
     first = start()
@@ -193,7 +193,7 @@ def test_a_run_that_goes_on_has_the_energy_of_its_starts(sysfs):
     assert second.result().joules == pytest.approx(4.0)
     third = start([])
     assert third.result().joules is None
-    assert third.result().not_measured == "cpu: the checkpoint that the run went on from does not tell it"
+    assert third.result().not_measured == "cpu: the checkpoint that the run was resumed from does not contain it"
     for run in (first, second, third):
         run.close()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpcdist.comm.communicator import ANY
-from hpcdist.comm.traced import begin_timeline, end_timeline
+from hpcdist.comm.traced import end_timeline, start_timeline
 from hpcdist.comm.virtual import Constant, Network, Straggler, run_virtual
 from hpcdist.errors import ConfigError, OutputError
 from hpcdist.records.merged_timeline import RankTimeline, merge_timelines
@@ -25,7 +25,7 @@ def traced(path, body, **given):
     """What `body` does on a communicator with a timeline, as a function for `ranks`."""
 
     def whole(comm):
-        made = begin_timeline(comm, path, **given)
+        made = start_timeline(comm, path, **given)
         result = body(made)
         end_timeline(made)
         return result
@@ -89,8 +89,8 @@ def test_every_call_is_an_event_and_receives_end_after_their_sends_began(ranks, 
     error_us = 1e6 * sum(clock["error, s"] for clock in trace.content["otherData"]["clocks"].values())
     arrows = list(trace.arrows())
     assert len(arrows) >= 2 * size
-    for begin, end in arrows:
-        assert begin["ts"] <= end["ts"] + error_us, "a receive does not end before its send began"
+    for start, end in arrows:
+        assert start["ts"] <= end["ts"] + error_us, "a receive does not end before its send began"
 
 
 def test_a_collective_call_names_the_rank_that_came_last(tmp_path):
@@ -204,10 +204,10 @@ def test_beyond_the_limit_the_first_and_the_last_events_stay(tmp_path):
     trace.check()
     kept = [int(event["name"].split()[1]) for event in trace.spans if event["cat"] == "test"]
     assert sorted(kept)[:400] == list(range(400)) and sorted(kept)[-400:] == list(range(2600, 3000))
-    left_out = trace.content["otherData"]["left out"]["0"]
-    assert len(trace.spans) == 1000 and left_out >= 2000
+    dropped = trace.content["otherData"]["dropped"]["0"]
+    assert len(trace.spans) == 1000 and dropped >= 2000
     (note,) = [event for event in trace.events if event["ph"] == "i"]
-    assert note["name"] == f"{left_out:,} events left out before this one"
+    assert note["name"] == f"{dropped:,} events dropped before this one"
 
 
 @pytest.mark.computes
@@ -259,13 +259,13 @@ def test_a_file_that_ends_in_the_middle_of_a_line_is_merged(tmp_path):
 
 def test_refusals(tmp_path):
     def twice(comm):
-        made = begin_timeline(comm, tmp_path / "timeline.json")
-        with pytest.raises(ConfigError, match="timeline must be begun once; got one already, .*timeline.json"):
-            begin_timeline(made, tmp_path / "other.json")
+        made = start_timeline(comm, tmp_path / "timeline.json")
+        with pytest.raises(ConfigError, match="timeline must be started once; got one already, .*timeline.json"):
+            start_timeline(made, tmp_path / "other.json")
         end_timeline(made)
 
     run_virtual(twice, 2)
-    with pytest.raises(ConfigError, match="timeline must be begun before it is ended; got none"):
+    with pytest.raises(ConfigError, match="timeline must be started before it is ended; got none"):
         run_virtual(end_timeline, 2)
     with pytest.raises(OutputError, match="missing"):
-        run_virtual(lambda comm: begin_timeline(comm, tmp_path / "missing" / "timeline.json"), 2)
+        run_virtual(lambda comm: start_timeline(comm, tmp_path / "missing" / "timeline.json"), 2)

@@ -21,7 +21,8 @@ import hpcdist as hd
 hd.init(timeline="mine.json")
 hd.init(timeline="mine.json")  # safe to call again
 model = torch.nn.Linear(4, 1)
-optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, "gossip_pull", draw_self=False)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hd.DistributedOptimizer(sgd, model, "gossip_pull", include_self=False)
 for x in hd.shard(torch.utils.data.DataLoader(torch.ones(40, 4), batch_size=4)):
     optimizer.zero_grad()
     model(x).sum().backward()
@@ -39,7 +40,7 @@ def test_a_job_whose_buckets_are_averaged_beside_the_computation(tmp_path, monke
     assert trace.names("thread_name") == {rank: ["main", "collective calls, in the background"] for rank in range(2)}
     error_us = 1e6 * sum(clock["error, s"] for clock in trace.content["otherData"]["clocks"].values())
     arrows = list(trace.arrows())
-    assert arrows and all(end["ts"] >= begin["ts"] - error_us for begin, end in arrows)
+    assert arrows and all(end["ts"] >= start["ts"] - error_us for start, end in arrows)
     averages, waits = trace.of("average a bucket", 0), trace.of("wait for buckets", 0)
     assert len(averages) >= len(waits) > 0 and {event["tid"] for event in averages} == {1}
     assert not list((tmp_path / "run").glob("timeline-rank*"))

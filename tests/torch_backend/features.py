@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hpcdist.torch_backend
 from harness.features import OWN, STEPS, feature, network, require, run, samples, train
-from hpcdist.comm.work import LET_GO
+from hpcdist.comm.work import RELEASED
 from hpcdist.registry import catalogue
 from hpcdist.torch_backend.group import BARRIER_TAG
 from hpcdist.torch_backend.hooks import CompressionState, compressed
@@ -126,7 +126,7 @@ def works_that_nobody_waits_for_stay_few():
     large = dist.all_reduce(torch.ones(5000), async_op=True)
     dist.barrier()
     del large
-    require(len(LET_GO) == 256 and not LET_GO[-1].result() and LET_GO[-2].result(), len(LET_GO))
+    require(len(RELEASED) == 256 and not RELEASED[-1].result() and RELEASED[-2].result(), len(RELEASED))
 
 
 class Slow(torch.autograd.Function):

@@ -18,7 +18,7 @@ SAYS = {
     "hangs": "rank 1: not in a call of hpcdist; at ",
     "stops": "rank 1: does not answer: it is stopped, by SIGSTOP or a debugger",
     "ends": "rank 1: in exit on world",
-    "calls": "broadcast: float32 (3,), root 0 on rank 1. Make the same on each.",
+    "calls": "broadcast: float32 (3,), root 0 on rank 1. Check the call on each rank.",
     "raises": "[rank 1] ValueError: labels must be below 10; got 12.",
     "killed": "signal 9",
 }

@@ -93,7 +93,7 @@ def test_under_torchrun_it_says_what_to_do():
             _, shown = rank.communicate(timeout=LIMIT_S)
             assert rank.returncode != 0
             assert "must be the launcher's, 2 (torchrun, accelerate launch or their like); got 1" in shown
-            assert "hpcdist trains over MPI, which that launcher does not start. Type `mpirun -n 2 python " in shown
+            assert "hpcdist needs MPI, which that launcher does not start. Run `mpirun -n 2 python " in shown
 
 
 def test_calls_that_nccl_takes_are_counted_under_the_lock_of_all_calls():
@@ -173,7 +173,7 @@ def refused(call, *texts):
         assert any(text in str(error) for text in texts), error
     else:
         raise AssertionError(call)
-direct = "a process group must not be used once it is destroyed. Use it before that, or make another one."
+direct = "a process group must not be used once it is destroyed. Use it before that, or create another one."
 by_torch = "is not initialized in the world group map"  # in place of the error above, where torch wants to log it
 for call in (
     lambda: dist.all_reduce(word, group=group), lambda: dist.all_reduce(word, group=group, async_op=True),
@@ -248,7 +248,7 @@ ENDS = {  # on how many ranks, the script, what is said
     ),
     "a call that was begun and never waited for": (2, MEETING + LEFT_OVER, "rank 1 to come to the collective call"),
     "ranks that are known": (
-        2, START + "hpcdist.init(); dist.init_process_group('hpcdist')", "hpcdist.init() has made the ranks known",
+        2, START + "hpcdist.init(); dist.init_process_group('hpcdist')", "hpcdist.init() has created",
     ),
     "one number twice": (2, START + "dist.init_process_group('hpcdist', rank=0, world_size=2)", NO_NUMBERS),
     "one number twice, on gloo": (2, START + "dist.init_process_group('gloo', rank=0, world_size=2)", NO_NUMBERS),

@@ -80,8 +80,8 @@ def test_ranks_look_at_the_clock_seldom(tmp_path):
 
     def body(comm):
         with tiny.training(comm, tmp_path, *WITHOUT_END, "strategy=gossip_pull", "budget.seconds=1.005") as trainer:
-            look = trainer.milestones.look
-            trainer.milestones.look = lambda *args: (looks.append(comm.rank), look(*args))
+            look = trainer.stop_conditions.look
+            trainer.stop_conditions.look = lambda *args: (looks.append(comm.rank), look(*args))
             trainer.run()
             return trainer.position.step, trainer.position.epoch
 
@@ -189,16 +189,16 @@ CLOCKS = """
 import os, signal
 import hpcdist as hd
 from hpcdist.config import JobConfig
-from hpcdist.train.milestones import Milestones
+from hpcdist.train.stop_conditions import StopConditions
 from hpcdist.train.resume import Position
 
 comm = hd.init(deadline_s=60).apart()
-milestones = Milestones(JobConfig(epochs="none", budget={"seconds": 20}), comm, Position(), 1000)
-milestones.look([5.0, 1.0][comm.rank], steps=1)
+conditions = StopConditions(JobConfig(epochs="none", budget={"seconds": 20}), comm, Position(), 1000)
+conditions.check_clock([5.0, 1.0][comm.rank], steps=1)
 if comm.rank == 0:
     os.kill(os.getpid(), signal.SIGKILL)
-milestones.look(2.0, steps=1)
-print(milestones.ended, milestones.steps)
+conditions.check_clock(2.0, steps=1)
+print(conditions.ended, conditions.steps)
 """
 
 
@@ -253,7 +253,7 @@ def test_bad_budgets_are_refused(case):
 
 
 def test_seconds_on_ranks_whose_steps_take_none_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="budget.seconds must be given where steps take time; got 2, and virtual"):
+    with pytest.raises(ConfigError, match="budget.seconds must be set only if steps take time; got 2, and virtual"):
         run_virtual(lambda comm: _run(comm, tmp_path, "budget.seconds=2"), 2)
 
 

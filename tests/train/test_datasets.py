@@ -21,7 +21,7 @@ from hpcdist.data.loader import Loader
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import load_summary
 from hpcdist.train.datasets import JobDataset
-from hpcdist.train.job import load_job, opened
+from hpcdist.train.job import load_job, open_split
 from hpcdist.train.runs import train
 from train import tiny
 
@@ -58,7 +58,7 @@ def padded(samples):
 
 def of_job(data):
     job = dataclasses.replace(tiny.job, data=data)
-    return tuple(opened(job, JobConfig(), split) for split in ("train", "test"))
+    return tuple(open_split(job, JobConfig(), split) for split in ("train", "test"))
 
 
 def images(count: int) -> list[tuple[torch.Tensor, int]]:

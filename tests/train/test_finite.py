@@ -58,7 +58,7 @@ def test_parameters_that_are_not_finite_end_the_run_and_no_good_checkpoint_makes
 
 
 def _tensors(path, rank):
-    return [piece.tensor for piece in checkpoint.SavedRank(path, rank).at("params").values()]
+    return [chunk.tensor for chunk in checkpoint.SavedRank(path, rank).at("params").values()]
 
 
 def test_parameters_that_are_not_finite_are_not_evaluated_but_who_looks_away_is_not_told(tmp_path):
@@ -97,7 +97,9 @@ def test_a_run_without_skipped_steps_says_nothing_of_them(tmp_path, capsys):
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
     """Three in a row are one less than too many; then four come."""
-    message = "steps in a row whose gradient is NaN or infinite must be fewer than max_skipped, 4; got .* up to step 15"
+    message = (
+        "consecutive steps whose gradient is NaN or infinite must be fewer than max_skipped, 4; got .* up to step 15"
+    )
     with pytest.raises(NonFiniteError, match=message):
         _run(tmp_path, 2, lambda call: float("nan") if call in (3, 4, 5) or call > 11 else 1.0, "max_skipped=4")
     assert [record.step for record in read_records(tmp_path / "run")[0] if record.event] == [3, 4, 5, 12, 13, 14, 15]

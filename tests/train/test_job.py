@@ -13,7 +13,7 @@ import torch
 
 from harness.cases import each
 from hpcdist.config import JobConfig
-from hpcdist.config.files import imported_beside, load_function, neighbours
+from hpcdist.config.files import imported_from_same_folder, load_function, neighbours
 from hpcdist.errors import ConfigError
 from hpcdist.train import accuracy, load_job, squared_error
 from hpcdist.train.job import make_data, prepare_data
@@ -44,7 +44,7 @@ def test_a_missing_data_file_is_refused_not_made(tmp_path, given):
     job = dataclasses.replace(tiny.job, defaults={"data": {"path": "data/tiny.h5"}})
     (tmp_path / "mydata.h5").touch()
     message = (
-        r"data.path must be a file that exists, or data/tiny.h5, which the job makes; got .*, which does not exist"
+        r"data.path must be a file that exists, or data/tiny.h5, which the job creates; got .*, which does not exist"
     )
     for of_job, rule in (
         (job, message),
@@ -70,7 +70,7 @@ def test_the_data_file_of_the_job_is_made_in_any_folder(tmp_path):
             lambda: None,
             r"data of the job must be a function of the path of the file to write; got one that takes others",
         ),
-        (lambda path: (1, 2), r"data of the job must write the file that it is given, .*; got none at .*new.h5"),
+        (lambda path: (1, 2), r"data of the job must write the file at its argument, .*; got none at .*new.h5"),
     ],
 )
 def test_a_function_that_writes_no_data_is_refused(tmp_path, case):
@@ -115,7 +115,7 @@ def test_a_job_imports_its_neighbour_and_leaves_the_path_as_it_was(tmp_path):
         assert sys.path == before
         with neighbours(its_path):  # as in a run
             assert job.model() == (word, f"later {word}"), "not that of another folder"
-            assert imported_beside(its_path) == [its_path.parent / "helpers.py", its_path.parent / "later.py"]
+            assert imported_from_same_folder(its_path) == [its_path.parent / "helpers.py", its_path.parent / "later.py"]
         assert sys.path == before
     alone = _folder_of_a_job(tmp_path / "three", "third")
     (alone.parent / "helpers.py").unlink()
@@ -132,7 +132,7 @@ def test_a_package_beside_a_job_is_a_neighbour(tmp_path):
         "from tools_of_mine.loss import loss\nfrom hpcdist.train import Job\njob = Job(None, loss, {}, None)\n"
     )
     assert load_job(tmp_path / "a.py").loss == 3
-    assert {file.name for file in imported_beside(tmp_path / "a.py")} == {"__init__.py", "loss.py"}
+    assert {file.name for file in imported_from_same_folder(tmp_path / "a.py")} == {"__init__.py", "loss.py"}
 
 
 def test_a_module_without_a_file_is_no_neighbour(tmp_path, monkeypatch):
@@ -142,7 +142,7 @@ def test_a_module_without_a_file_is_no_neighbour(tmp_path, monkeypatch):
     made = types.ModuleType("made_by_torch")
     made.__file__ = "<made_by_torch>.py"
     monkeypatch.setitem(sys.modules, "made_by_torch", made)
-    assert imported_beside(tmp_path / "a.py") == []
+    assert imported_from_same_folder(tmp_path / "a.py") == []
 
 
 @each(

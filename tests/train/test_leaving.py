@@ -138,9 +138,9 @@ def test_ctrl_c_under_mpirun_shows_the_command_that_goes_on(tmp_path, monkeypatc
             os.close(terminal)
     text = shown.decode().replace("\r\n", "\n")
     killed = how == "a rank is killed"
-    why = "rank 1 has died, and mpirun ends the others" if killed else "interrupted by mpirun"
-    assert status != 0 and f"hpcdist: {why}. Ranks save if mpirun leaves them the time" in text, text
-    assert f"Go on with:\n  {GO_ON}\n" in text, text
+    why = "rank 1 has failed, and mpirun ends the others" if killed else "interrupted by mpirun"
+    assert status != 0 and f"hpcdist: {why}. Ranks save if mpirun leaves enough time" in text, text
+    assert f"Resume with:\n  {GO_ON}\n" in text, text
     assert load_run("it").last.outcome == ("failed" if killed else "interrupted")
     assert not Path("it/summary.json").exists()
 
@@ -157,7 +157,7 @@ def test_a_second_ctrl_c_ends_the_process():
         leaving.heard = heard.append
         os.kill(os.getpid(), signal.SIGINT)
         assert heard == ["SIGINT"] and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-        assert leaving.meet(1) == "SIGINT on rank 0"
+        assert leaving.agree(1) == "SIGINT on rank 0"
     assert signal.getsignal(signal.SIGINT) is before, "it is as before"
 
 
@@ -188,7 +188,7 @@ def _leaves(name: str, send: Callable[[subprocess.Popen, Sequence[int]], None]) 
     assert status == 75, said
     assert said.count("hpcdist: left after step ") == 1 and "Traceback" not in said
     path = checkpoint.latest("it/checkpoints")
-    assert f"({name} on rank " in said and f", saved in {path}. Go on with:\n  {GO_ON}\n" in said
+    assert f"({name} on rank " in said and f", saved in {path}. Resume with:\n  {GO_ON}\n" in said
     assert (load_run("it").last.outcome, Run("it").state) == ("interrupted", "interrupted")
     assert load_run("it").last.reason.startswith(f"{name} on rank ")
     assert not Path("it/summary.json").exists()

@@ -52,7 +52,7 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(ranks, shared_tmp_p
 class Paces(ComputeModel):
     """Every rank has a pace of its own, so that letters arrive in one order only, whenever the clock began."""
 
-    def draw(self, rank, generator):
+    def sample(self, rank, generator):
         return 0.1 * (rank + 2) ** (1 / 3)
 
 
@@ -230,7 +230,7 @@ def test_batches_that_add_up_are_one_large_one(tmp_path, name):
 
 
 def test_a_jobs_accumulation_is_its_own_setting(tmp_path):
-    with pytest.raises(ConfigError, match="strategy.accumulation must be left out in a job, .*; got 3. Set"):
+    with pytest.raises(ConfigError, match="strategy.accumulation must be omitted in a job, .*; got 3. Set"):
         run_virtual(lambda comm: tiny.trainer(comm, tmp_path, "strategy.accumulation=3"), 1)
 
 

@@ -117,7 +117,7 @@ def test_a_resumed_run_with_other_settings_is_refused_or_says_what_changed_and_w
     before = Path("run/run.json").read_bytes()
     other = ("epochs=2", "optimizer.lr=0.02", "optimizer.weight_decay=0.5", "schedule.gamma=0.9", "clip_norm=none")
     told = (
-        "settings must be those of run/checkpoints/step-00000010 to go on from it; got optimizer.lr 0.01 → 0.02, "
+        "settings must be those of run/checkpoints/step-00000010 to resume from it; got optimizer.lr 0.01 → 0.02, "
         "optimizer.weight_decay 0.01 → 0.5, schedule.gamma 0.7 → 0.9, clip_norm 5.0 → none. Add --allow-changes"
     )
     with pytest.raises(ConfigError, match=re.escape(told)):
@@ -178,10 +178,10 @@ def test_the_report_holds_a_run_that_was_resumed_with_other_settings_apart(capsy
     assert f"hpcdist: runs/2: {change}\n" in capsys.readouterr().err
     (evidence,) = read_jobs([Path("runs")])
     findings = analyse(evidence)
-    first, second = findings.cells
+    first, second = findings.groups
     assert change not in first.name and change in second.name and (len(first.runs), len(second.runs)) == (1, 1)
     caveats = judge(findings).caveats
-    assert f"`runs/2` was resumed with other settings, and stands alone: {change}." in caveats
+    assert f"`runs/2` was resumed with other settings, and forms its own group: {change}." in caveats
 
 
 def test_a_run_that_failed_says_when():

@@ -16,7 +16,7 @@ from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import load_summary
 from hpcdist.tools.compare.comparison import ComparedRuns
 from hpcdist.tools.compare.experiment import Comparison, Sweep
-from hpcdist.tools.compare.plan import cells, plan
+from hpcdist.tools.compare.plan import groups, plan
 from hpcdist.tools.compare.sweep import SweptRuns
 from hpcdist.tools.compare.trials import Trials
 from hpcdist.tools.simulate.cluster import ClusterConfig
@@ -104,7 +104,7 @@ DECLARED = Comparison(
 
 
 def test_controls_have_the_batch_of_all_replicas_and_a_whole_model():
-    found = {(cell.name, cell.ranks): cell for cell in cells(DECLARED, 16, 2, stages=4)}
+    found = {(cell.name, cell.ranks): cell for cell in groups(DECLARED, 16, 2, stages=4)}
     assert {key: cell.samples for key, cell in found.items() if "averaged" not in key[0]} == {
         ("gossip_pull", 4): 32, ("gossip_pull", 8): 64, ("serial, batch 16", 1): 32, ("serial, batch 32", 1): 64,
     }  # fmt: skip
@@ -131,7 +131,7 @@ def test_a_simulation_has_stages(tmp_path):
     )
     comparison = ComparedRuns(declared, tmp_path / "it")
     run = next(run for run in comparison.plan if run.kind == "strategy")
-    VirtualLauncher(Simulation.of(declared)).make(run, Path("made"))
+    VirtualLauncher(Simulation.of(declared)).run(run, Path("made"))
     summary = load_summary("made")
     assert (summary.stages, summary.workers, summary.samples) == (4, 2, 6 * 32)
     assert summary.bubbles == pytest.approx([3 / 7] * 4, rel=0.1)

@@ -15,7 +15,7 @@ from hpcdist.config import JobConfig
 from hpcdist.errors import UnknownNameError
 from hpcdist.records import load_summary, read_evaluations
 from hpcdist.train import Metric
-from hpcdist.train.standing import Standing
+from hpcdist.train.early_stopping import EarlyStopping
 from train import tiny
 
 # A metric that is the same in all evaluations.
@@ -60,20 +60,27 @@ def test_a_run_that_goes_on_getting_better_does_not_stop(tmp_path):
 
 
 def test_which_evaluation_is_the_best():
-    standing = Standing(tiny.job, JobConfig(stop={"patience": 2}))
-    assert standing.best is None and not standing.reason
-    standing.add([(1, {"accuracy": math.nan}), (2, {"accuracy": 0.5}), (3, {"accuracy": 0.7}), (4, {"accuracy": 0.7})])
-    assert standing.best == (3, 0.7) and standing.steps == [3, 4, 2] and not standing.improved and not standing.reason
-    standing.add([(4, {"accuracy": 0.9}), (5, {"accuracy": math.nan})])
-    assert standing.reason and str(standing) == "accuracy no better for 2 evaluations; best 0.7 at step 3"
-    standing = Standing(tiny.job, JobConfig(stop={"patience": 1, "metric": "loss"}))
-    standing.add([(1, {"loss": math.inf})])
-    assert standing.reason and str(standing) == "loss not finite for 1 evaluation"
-    standing.add([(2, {"loss": 2.0}), (3, {"loss": 1.0})])
-    assert standing.best == (3, 1.0) and standing.improved and not standing.reason
+    early_stopping = EarlyStopping(tiny.job, JobConfig(stop={"patience": 2}))
+    assert early_stopping.best is None and not early_stopping.reason
+    early_stopping.add(
+        [(1, {"accuracy": math.nan}), (2, {"accuracy": 0.5}), (3, {"accuracy": 0.7}), (4, {"accuracy": 0.7})]
+    )
+    assert (
+        early_stopping.best == (3, 0.7)
+        and early_stopping.steps == [3, 4, 2]
+        and not early_stopping.improved
+        and not early_stopping.reason
+    )
+    early_stopping.add([(4, {"accuracy": 0.9}), (5, {"accuracy": math.nan})])
+    assert early_stopping.reason and str(early_stopping) == "accuracy no better for 2 evaluations; best 0.7 at step 3"
+    early_stopping = EarlyStopping(tiny.job, JobConfig(stop={"patience": 1, "metric": "loss"}))
+    early_stopping.add([(1, {"loss": math.inf})])
+    assert early_stopping.reason and str(early_stopping) == "loss not finite for 1 evaluation"
+    early_stopping.add([(2, {"loss": 2.0}), (3, {"loss": 1.0})])
+    assert early_stopping.best == (3, 1.0) and early_stopping.improved and not early_stopping.reason
 
 
 def test_a_metric_that_the_job_does_not_have_is_refused():
     message = "stop.metric must be one of accuracy, loss; got 'acuracy'. Did you mean"
     with pytest.raises(UnknownNameError, match=message):
-        Standing(tiny.job, JobConfig(stop={"metric": "acuracy"}))
+        EarlyStopping(tiny.job, JobConfig(stop={"metric": "acuracy"}))

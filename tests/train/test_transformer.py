@@ -51,7 +51,7 @@ def test_the_target_of_a_byte_is_the_one_that_follows_and_the_file_is_the_same_a
 def test_the_text_to_test_on_is_none_to_train_on(file):
     with HDF5Dataset(file, "train") as train, HDF5Dataset(file, "test") as test:
         known = bytes(train.batch(range(len(train)))[0].flatten().tolist())
-        found = sum(bytes(piece.tolist()) in known for piece in test.batch(range(len(test)))[0])
+        found = sum(bytes(chunk.tolist()) in known for chunk in test.batch(range(len(test)))[0])
     assert found / len(test) < 0.02, "a few lines of grammar are in several chapters"
 
 

@@ -18,10 +18,10 @@ from hpcdist.records import (
     RecordWriter,
     StepRecord,
     append_evaluation,
-    begin_run,
     end_run,
     load_summary,
     record_path,
+    start_run,
     write_summary,
 )
 from hpcdist.tools.runs import Run, find_runs, is_done, read_comparison, steps
@@ -163,9 +163,11 @@ def test_a_run_that_has_ended(tmp_path):
 
 
 def test_reasons_for_no_summary(tmp_path):
-    assert Run(tmp_path / "none").failure == "was not made" and Run(tmp_path / "none").state == "waiting"
+    assert Run(tmp_path / "none").failure == "was not started" and Run(tmp_path / "none").state == "waiting"
     evidence.write_run(tmp_path / "begun", ends=False)
-    assert Run(tmp_path / "begun").failure == "has begun and not ended" and Run(tmp_path / "begun").state == "starting"
+    assert (
+        Run(tmp_path / "begun").failure == "has started and not ended" and Run(tmp_path / "begun").state == "starting"
+    )
     start = json.loads((tmp_path / "begun" / "run.json").read_text())
     (tmp_path / "begun" / "run.json").write_text(json.dumps({**start, "ended": "2026-01-31T12:05:00Z"}))
     run = Run(tmp_path / "begun")
@@ -173,7 +175,7 @@ def test_reasons_for_no_summary(tmp_path):
     end_run(tmp_path / "begun", "interrupted", "SIGTERM on rank 0")
     run.update()
     assert run.state == "interrupted" and run.failure.startswith("was interrupted at ")
-    assert run.failure.endswith(" (SIGTERM on rank 0); --resume, or the same script, goes on")
+    assert run.failure.endswith(" (SIGTERM on rank 0); --resume or the same script continues")
     (tmp_path / "begun" / "failure.txt").write_text("exit status 1\nfirst\nsecond\n\nthird\nRuntimeError: no")
     run.update()
     assert run.failure == "failed:\nfirst\nsecond\nthird\nRuntimeError: no" and run.state == "failed"
@@ -218,14 +220,14 @@ def test_a_run_that_goes_on_has_not_ended_and_keeps_its_earlier_summary(tmp_path
     followed = Run(tmp_path, follow=True)
     summary = followed.summary
     assert followed.ended
-    begin_run(tmp_path, followed.start.model_copy(update={"ended": None, "outcome": None}))
+    start_run(tmp_path, followed.start.model_copy(update={"ended": None, "outcome": None}))
     followed.update()
     assert (followed.state, Run(tmp_path).state) == ("training", "training") and not is_done(tmp_path)
     assert load_summary(tmp_path / "summary-1.json") == summary and read_listed(tmp_path).state == "running"
     end_run(tmp_path, "interrupted", "SIGTERM")
     followed.update()
     assert followed.state == Run(tmp_path).state == read_listed(tmp_path).state == "interrupted"
-    begin_run(tmp_path, followed.start)
+    start_run(tmp_path, followed.start)
     write_summary(tmp_path, summary.model_copy(update={"samples": 480}))
     end_run(tmp_path)
     followed.update()
@@ -244,14 +246,14 @@ def test_runs_are_found_at_any_depth_without_those_of_tuning(tmp_path):
     assert read_comparison(tmp_path) is None and read_comparison(tmp_path / "study") == {"runs": []}
     for text in ("[", "[]", "{}", '{"runs": [{}]}', '{"runs": [{"folder": 1}]}'):
         (tmp_path / "study" / "comparison.json").write_text(text)
-        with pytest.raises(DataError, match="must be what `hpcdist compare` writes; got"):
+        with pytest.raises(DataError, match="must be written by `hpcdist compare`; got"):
             read_comparison(tmp_path / "study")
     for name in ("a\0", "é" * 200):
         (tmp_path / "study" / "comparison.json").write_text(json.dumps({"runs": [{"folder": name}]}))
         with pytest.raises(DataError, match=r"got runs.0.folder: .*no system has a file of that name"):
             read_comparison(tmp_path / "study")
     (tmp_path / "study" / "comparison.json").write_text(text)
-    with pytest.raises(DataError, match=r"got runs.0.folder: Input should be a valid string, got 1\. Make it again"):
+    with pytest.raises(DataError, match=r"got runs.0.folder: Input should be a valid string, got 1\. Run it again"):
         read_comparison(tmp_path / "study")
 
 

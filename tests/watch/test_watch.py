@@ -45,7 +45,7 @@ SUMMARY = evidence.summary(
 )
 
 
-def begin(folder: Path, **changes) -> Path:
+def start(folder: Path, **changes) -> Path:
     """A run of three ranks with four epochs of 160 samples, whose first rank serves."""
     folder.mkdir(parents=True)
     changes["settings"] = {"strategy": {"name": "softsync"}, "epochs": 4} | changes.get("settings", {})
@@ -74,7 +74,7 @@ def test_a_run_is_known_by_its_files_from_its_begin_to_its_end(tmp_path):
     folder = tmp_path / "run"
     run = Run(folder, follow=True)
     assert view("run", run).state == "waiting"
-    begin(folder)
+    start(folder)
     run.update()
     assert view("run", run).state == "starting"
     train(folder)
@@ -93,22 +93,22 @@ def test_a_run_is_known_by_its_files_from_its_begin_to_its_end(tmp_path):
     run.update()
     now = view("run", run)
     assert (now.state, now.fraction, now.left_s, now.seconds) == ("ended", 1.0, None, 20.0)
-    assert now.metrics["accuracy"] == 0.875 and now.notes == ("it went on without rank 2",)
+    assert now.metrics["accuracy"] == 0.875 and now.notes == ("it continued without rank 2",)
     assert seen(folder, curves=False, brief=True).loss is None, "its records are not read"
 
 
 def test_what_the_user_should_look_at_is_noted(tmp_path):
-    folder = begin(tmp_path / "run", resumed=[])
+    folder = start(tmp_path / "run", resumed=[])
     train(folder)
     run = Run(folder, follow=True)
     _ = run.records
     train(folder, steps=12, first_step=6)
-    begun = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps({**begun, "ended": "2026-01-31T12:05:00Z", "resumed": [begun]}))
+    started = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**started, "ended": "2026-01-31T12:05:00Z", "resumed": [started]}))
     run.update()
     now = view("run", run)
     assert (now.step, now.samples, now.state, now.notes) == (12, 384, "training", ("start 2 of this run",))
-    (folder / "run.json").write_text(json.dumps({**begun, "ended": "2026-01-31T12:05:00Z"}))
+    (folder / "run.json").write_text(json.dumps({**started, "ended": "2026-01-31T12:05:00Z"}))
     assert seen(folder).left_s is None, "nobody is at work"
     assert seen(folder).state == "dead" and "it is dead: no process" in seen(folder).notes[0]
     (folder / "failure.txt").write_text("exit status 1\nRuntimeError: no\n")
@@ -118,14 +118,14 @@ def test_what_the_user_should_look_at_is_noted(tmp_path):
 
 
 def test_ranks_that_a_run_goes_on_without_and_skipped_steps_are_noted(tmp_path):
-    folder = begin(tmp_path / "run")
+    folder = start(tmp_path / "run")
     with RecordWriter(record_path(folder, 0), first_step=1) as server:
         server.write(StepRecord(1, event="goes on without rank 1: it has died; goes on without rank 2: it is silent"))
         server.flush()
-        assert seen(folder).notes == ("it went on without rank 1, 2",)
+        assert seen(folder).notes == ("it continued without rank 1, 2",)
         server.write(StepRecord(2, event="rank 2 is back"))
         server.write(StepRecord(3, event="skipped: NaN"))
-    notes = ("it went on without rank 1", "1 steps skipped for NaN or infinite gradients")
+    notes = ("it continued without rank 1", "1 steps skipped for NaN or infinite gradients")
     assert seen(folder).notes == notes and "\n".join(notes) in terminal.frame(seen(folder), 100).plain
 
 
@@ -141,7 +141,7 @@ def test_a_run_without_a_process_is_dead(tmp_path):
     cases = [("", 0.0, "training"), ("", 3.0, "dead"), (here, 25.0, "training"), (here, 35.0, "dead")]
     cases += [("another", 35.0, "training"), ("another", 305.0, "dead")]
     for number, (host, quiet_s, state) in enumerate(cases):
-        folder = begin(tmp_path / f"run{number}")
+        folder = start(tmp_path / f"run{number}")
         train(folder)
         killed(folder, host, quiet_s)
         assert seen(folder).state == state, (host, quiet_s)
@@ -158,27 +158,27 @@ def test_the_end_of_a_run_without_a_process_has_a_status(tmp_path, capsys):
     killed(folder, platform.node(), 100.0)
     for path, which in ((folder, "it has"), (tmp_path / "run", "it has"), (tmp_path / "several", "2 of 3 runs have")):
         if path.name == "run":
-            train(begin(path))
+            train(start(path))
             killed(path, "", 100.0)
         if path.name == "several":
             for name in "abc":
-                train(begin(path / name))
+                train(start(path / name))
                 killed(path / name, "", 100.0)
             write_summary(path / "b", SUMMARY)
         for once in (True, False):
             assert not terminal.watch(path, 0.01, once=once)
-        assert f"no process is at work in {path}, and {which} no summary" in capsys.readouterr().err
+        assert f"no process is running in {path}, and {which} no summary" in capsys.readouterr().err
 
 
 def test_the_limit_that_comes_first_says_what_is_left(tmp_path):
     budget = {"samples": 3200, "steps": 20, "seconds": None}
-    folder = begin(tmp_path / "run", settings={"budget": budget, "epochs": None})
+    folder = start(tmp_path / "run", settings={"budget": budget, "epochs": None})
     train(folder)
     assert (seen(folder).fraction, seen(folder).limits) == (0.5, ("3,200 samples", "20 steps"))
 
 
 def test_stragglers_and_silent_ranks_are_named(tmp_path, monkeypatch):
-    folder = begin(tmp_path / "run")
+    folder = start(tmp_path / "run")
     train(folder, slow=2.0)
     run = Run(folder, follow=True)
     assert [one.slower for one in view("run", run).ranks] == [None, None, 2.0]
@@ -201,22 +201,22 @@ def test_runs_of_a_folder_are_found_when_they_begin(tmp_path):
     watched = WatchedFolder(tmp_path)
     watched.update()
     assert watched.runs == {} and not watched.ended
-    train(begin(tmp_path / "a"))
-    train(begin(tmp_path / "deep" / "b"))
+    train(start(tmp_path / "a"))
+    train(start(tmp_path / "deep" / "b"))
     watched.update()
     assert list(watched.runs) == ["a", "deep/b"]
     for name in ("a", "deep/b"):
         write_summary(tmp_path / name, SUMMARY)
     watched.update()
     assert watched.ended
-    with pytest.raises(ConfigError, match="folder must be a run's, or hold runs; got .*none, which is no folder"):
+    with pytest.raises(ConfigError, match="folder must be a run's, or hold runs; got .*none, which is not a folder"):
         WatchedFolder(tmp_path / "none")
 
 
 def test_a_comparison_ends_with_its_last_planned_run_or_its_process(tmp_path):
     runs = [{"folder": f"runs/{name}", "name": name, "ranks": 3, "seed": 0} for name in "ba"]
     (tmp_path / "comparison.json").write_text(json.dumps({"version": 1, "runs": runs}))
-    write_summary(begin(tmp_path / "runs" / "b"), SUMMARY)
+    write_summary(start(tmp_path / "runs" / "b"), SUMMARY)
     watched = WatchedFolder(tmp_path)
     watched.update()
     assert list(watched.runs) == ["b"] and watched.planned == 2 and not watched.ended
@@ -225,7 +225,7 @@ def test_a_comparison_ends_with_its_last_planned_run_or_its_process(tmp_path):
     assert not watched.abandoned, "its run has just ended"
     killed(tmp_path / "runs" / "b", "", 100.0)
     assert watched.abandoned and not watched.ended
-    write_summary(begin(tmp_path / "runs" / "a"), SUMMARY)
+    write_summary(start(tmp_path / "runs" / "a"), SUMMARY)
     watched.update()
     assert watched.ended
     (tmp_path / "comparison.json").write_text("{")
@@ -236,7 +236,7 @@ def test_a_comparison_ends_with_its_last_planned_run_or_its_process(tmp_path):
 
 # --- text -------------------------------------------------------------------------------------------------------------
 def test_a_frame_fits_its_width(tmp_path):
-    folder = begin(tmp_path / "run")
+    folder = start(tmp_path / "run")
     train(folder, slow=2.0)
     append_evaluation(folder, Evaluation(5, 1, 160, 5.0, {"accuracy": 0.25, "loss": 1.5}))
     append_evaluation(folder, Evaluation(10, 2, 320, 10.0, {"accuracy": 0.75, "loss": 0.625}))
@@ -256,8 +256,8 @@ def test_a_frame_fits_its_width(tmp_path):
 
 
 def test_a_line_per_run(tmp_path):
-    train(begin(tmp_path / "first"))
-    write_summary(begin(tmp_path / "second"), SUMMARY)
+    train(start(tmp_path / "first"))
+    write_summary(start(tmp_path / "second"), SUMMARY)
     views = [seen(tmp_path / name) for name in ("second", "first")]
     table = terminal.table(views, 100, planned=3, left_s=70.0, braille=False).plain.splitlines()
     assert table[0].rstrip() == "1 of 3 runs have ended, about 1 min 10 s left for all"
@@ -288,9 +288,9 @@ def test_the_time_that_all_runs_take_is_estimated_together(tmp_path):
     """One run took 100 s; the other has done half of its work; two have not begun: 2.5 runs of 100 s."""
     plan = [{"folder": f"runs/{name}", "name": name, "ranks": 3, "seed": 0} for name in "abcd"]
     (tmp_path / "comparison.json").write_text(json.dumps({"version": 1, "runs": plan}))
-    write_summary(begin(tmp_path / "runs" / "a", ended="2026-01-31T12:01:40Z"), SUMMARY)
+    write_summary(start(tmp_path / "runs" / "a", ended="2026-01-31T12:01:40Z"), SUMMARY)
     began = datetime.now(timezone.utc) - timedelta(seconds=50)
-    train(begin(tmp_path / "runs" / "b", started=began.strftime("%Y-%m-%dT%H:%M:%SZ")))
+    train(start(tmp_path / "runs" / "b", started=began.strftime("%Y-%m-%dT%H:%M:%SZ")))
     watched = WatchedFolder(tmp_path)
     watched.update()
     assert [one.state for one in watched.views()] == ["ended", "training"]
@@ -301,7 +301,7 @@ def test_the_time_that_all_runs_take_is_estimated_together(tmp_path):
 
 
 def test_what_ranks_use_is_shown(tmp_path):
-    folder = begin(tmp_path / "run")
+    folder = start(tmp_path / "run")
     train(folder)
     for rank, cores in ((1, 0.5), (2, 1.0)):
         lines = [
@@ -355,7 +355,7 @@ def get(address: str) -> tuple[int, str, dict]:
 
 
 def test_the_page_and_its_state_are_for_those_who_have_the_token(tmp_path):
-    train(begin(tmp_path / "run"))
+    train(start(tmp_path / "run"))
     append_evaluation(tmp_path / "run", Evaluation(10, 2, 320, 10.0, {"loss": float("nan")}))
     with served(tmp_path / "run") as server:
         port = server.server_port
@@ -378,17 +378,17 @@ def test_the_page_and_its_state_are_for_those_who_have_the_token(tmp_path):
 
 
 def test_a_wrong_or_silent_client_does_not_disturb_the_owner(tmp_path, capfd, monkeypatch):
-    train(begin(tmp_path / "run"))
+    train(start(tmp_path / "run"))
     monkeypatch.setattr(page, "LONGEST_S", 0.5)
-    monkeypatch.setattr(page, "MOST_OPEN", 4)
+    monkeypatch.setattr(page, "MAX_OPEN", 4)
     with served(tmp_path / "run") as server:
         with socket.create_connection(("127.0.0.1", server.server_port)) as one:
             one.sendall(b"GET http://[ HTTP/1.1\r\n\r\n")
             assert one.recv(12) == b"HTTP/1.0 400"
         before = threading.active_count()
-        silent = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(2 * page.MOST_OPEN)]
+        silent = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(2 * page.MAX_OPEN)]
         assert get(server.address)[0] == 200
-        assert threading.active_count() - before <= page.MOST_OPEN + 1
+        assert threading.active_count() - before <= page.MAX_OPEN + 1
         silent[-1].settimeout(20)
         assert silent[-1].recv(1) == b"", "it is not waited for any longer"
         for one in silent:
@@ -398,15 +398,15 @@ def test_a_wrong_or_silent_client_does_not_disturb_the_owner(tmp_path, capfd, mo
 
 def test_control_characters_of_a_run_are_shown_as_text(tmp_path, capsys):
     forged = SUMMARY | {"strategy": "soft\x1b]0;mine\x07", "metrics": {"a\x9b1m": 1.0}}
-    write_summary(begin(tmp_path / "a\x1b[2J"), forged)
+    write_summary(start(tmp_path / "a\x1b[2J"), forged)
     terminal.watch(tmp_path, 1.0, once=True)
     shown = capsys.readouterr().out
     assert r"a\x1b[2J" in shown and r"a\x9b1m" in shown and shown.replace("\n", "").isprintable()
 
 
 def test_the_page_of_several_runs_has_the_chosen_ones_curves(tmp_path):
-    train(begin(tmp_path / "first"))
-    train(begin(tmp_path / "second"))
+    train(start(tmp_path / "first"))
+    train(start(tmp_path / "second"))
     write_summary(tmp_path / "second", SUMMARY)
     with served(tmp_path) as server:
         state = json.loads(get(f"{server.address}state.json")[1])
@@ -426,7 +426,7 @@ def until(page: browser.Browser, condition: str) -> None:
 def test_the_page_in_a_browser(tmp_path):
     """Several runs in one chart, values under the mouse, zoom, smoothing, and no scrolling to the side on a phone."""
     for name in ("digits-allreduce-4", "digits-gossip_pull-4"):
-        folder = begin(tmp_path / name)
+        folder = start(tmp_path / name)
         train(folder)
         append_evaluation(folder, Evaluation(5, 1, 160, 5.0, {"accuracy": 0.25}))
         append_evaluation(folder, Evaluation(10, 2, 320, 10.0, {"accuracy": 0.75}))
@@ -436,8 +436,8 @@ def test_the_page_in_a_browser(tmp_path):
       document.getElementById('controls').dispatchEvent(new Event('input'));
     """
     plot = "document.querySelector('.card:not([hidden]) .plot')"
-    cells = "one => [...one.cells].map(cell => cell.innerText.trim()).join(' ')"
-    legend = f"[...{plot}.querySelectorAll('.u-series:not(.faint)')].map({cells})"
+    groups = "one => [...one.cells].map(cell => cell.innerText.trim()).join(' ')"
+    legend = f"[...{plot}.querySelectorAll('.u-series:not(.faint)')].map({groups})"
     page = browser.Browser(browser.program())
 
     def mouse(kind: str, part: float, buttons: int = 0) -> None:
@@ -499,7 +499,7 @@ def test_the_page_in_a_browser(tmp_path):
 @pytest.mark.skipif(browser.program() is None, reason="there is no Chromium: apt-get install chromium")
 def test_the_page_tells_its_own_failure_from_a_server_that_is_gone(tmp_path):
     """A state that the page cannot show is no silence of the server; both are said, and go away with the cause."""
-    train(begin(tmp_path / "run"))
+    train(start(tmp_path / "run"))
     page = browser.Browser(browser.program())
     said = "document.getElementById('lost')?.innerText ?? ''"
     try:

@@ -1,4 +1,4 @@
-"""Slots across nodes: ranks of a node meet in its memory, and one of them exchanges the rows with the other nodes."""
+"""Slots across nodes: ranks of a node share its memory, and one rank per node exchanges rows with other nodes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 from hpcdist.collectives.base import TAG
 from hpcdist.collectives.calls.prepared import remember
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.slots import LINE, Shown, Slots
+from hpcdist.comm.slots import LINE, GatheredRows, Slots
 
-PACKET_BYTES = 1 << 16  # up to here the other ranks' rows travel with the note
-SLOT_BYTES, ALL_BYTES = 1 << 20, 1 << 23  # of a rank's slot, and of the slots of all ranks, at most
-HEAD = 8  # bytes of a packet before its rows: the note
-DIFFER = -(1 << 63)  # the note of nodes that know that ranks differ
-NOTHING = Shown(np.zeros((0, 0), np.uint8))
+PACKET_BYTES = 1 << 16  # up to this size other ranks' rows travel with the fingerprint
+SLOT_BYTES, ALL_BYTES = 1 << 20, 1 << 23  # maximum size of a slot, and of all ranks' slots
+HEAD = 8  # bytes of a packet's header: the fingerprint
+DIFFER = -(1 << 63)  # sent instead of a fingerprint once a node knows that ranks differ
+NOTHING = GatheredRows(np.zeros((0, 0), np.uint8))
 Ranks = slice | list[int]
 
 
 def slots_across_nodes(comm: Communicator) -> Slots | None:
-    """Collective. Make slots of ranks on several nodes; None of virtual ranks, and where a rank may die."""
+    """Collective. Create slots across several nodes; None on virtual ranks, and if the job may survive deaths."""
     nodes = comm.nodes
     if len(set(nodes)) == 1 or comm.mpi is None or comm.failures.tolerant:
         return None
@@ -40,16 +40,16 @@ def slots_across_nodes(comm: Communicator) -> Slots | None:
 class SlotsAcrossNodes(Slots):
     """Collective. Slots of ranks on several nodes: each node has memory for the rows of all ranks.
 
-    A meeting is one of the ranks of each node, an exchange between the nodes' first ranks, which lead, and another
-    meeting in each node. In the exchange every leader gets the rows of all nodes in lg q rounds, q being the number of
-    nodes: in round i each hears from the leader 2^i nodes further what that one has heard. Rows that are too long for
-    a packet follow once all have agreed.
+    To synchronize, the ranks of each node synchronize, then the first ranks of the nodes, the leaders, exchange rows,
+    then the ranks of each node synchronize again. With q nodes the exchange takes lg q rounds: in round i each leader
+    receives from the leader 2^i nodes further all rows that it has so far. Rows too long for a packet are broadcast
+    once all ranks agree.
 
     Args:
-        comm: the ranks. Its account of traffic counts what leaders send.
-        node: those of this node.
-        inside: the slots of this node, with room for the rows of all ranks; None where it has one rank.
-        n_bytes: of a row, at most.
+        comm: the ranks. Its traffic counts what leaders send.
+        node: the ranks of this node.
+        inside: the slots of this node, with room for the rows of all ranks; None if it has one rank.
+        n_bytes: maximum length of a row.
 
     Reference: Jehoshua Bruck, Ching-Tien Ho, Shlomo Kipnis, Eli Upfal, Derrick Weathersby, "Efficient algorithms for
     all-to-all communications in multiport message-passing systems", 1997.
@@ -68,45 +68,46 @@ class SlotsAcrossNodes(Slots):
         self._leader_of = [order.index(number) for number in nodes]
         self._ranks_of = [[rank for rank in range(comm.size) if nodes[rank] == number] for number in order]
         self._outbox, self._inbox = (torch.zeros(HEAD + PACKET_BYTES, dtype=torch.uint8) for _ in range(2))
-        self._note, self._heard = (box.numpy()[:HEAD].view(np.int64) for box in (self._outbox, self._inbox))
+        self._fingerprint, self._received = (box.numpy()[:HEAD].view(np.int64) for box in (self._outbox, self._inbox))
         self._rounds: dict[tuple[int, int | None], list[_Round]] = {}  # by the length of a row, and its source
 
-    def meet(self, note: int, shown: Shown | None = None) -> bool:
+    def synchronize(self, fingerprint: int, gathered: GatheredRows | None = None) -> bool:
         self.calls += 1
         with self._node.failures.collective:
-            agree = self._inside is None or self._inside.meet(note)
+            agree = self._inside is None or self._inside.synchronize(fingerprint)
             if self._leaders is not None:
                 with self._leaders.failures.collective:
-                    agree = self._exchange(self._leaders, note if agree else DIFFER, shown or NOTHING)
-            return agree if self._inside is None else self._inside.meet(int(agree or self._leaders is None))
+                    agree = self._exchange(self._leaders, fingerprint if agree else DIFFER, gathered or NOTHING)
+            return agree if self._inside is None else self._inside.synchronize(int(agree or self._leaders is None))
 
-    def _exchange(self, leaders: Communicator, note: int, shown: Shown) -> bool:
-        """Show the other nodes the rows of this one, and get theirs; tell whether all have the same note.
+    def _exchange(self, leaders: Communicator, fingerprint: int, gathered: GatheredRows) -> bool:
+        """Exchange rows with the other nodes; return whether all have the same fingerprint.
 
-        Who hears of another note says so in the rounds that follow, and so does who hears of that.
+        A leader that receives another fingerprint, or DIFFER, sends DIFFER in the rounds that follow.
         """
-        rows, source = shown
+        rows, source = gathered
         n_bytes = rows.shape[-1]
         if n_bytes * (len(rows) - 1 if source is None else 1) > PACKET_BYTES:
-            if agree := self._exchange(leaders, note, NOTHING):
+            if agree := self._exchange(leaders, fingerprint, NOTHING):
                 for rank in range(self.size) if source is None else [source]:
                     leaders.broadcast(torch.from_numpy(rows[rank]), self._leader_of[rank])
             return agree
-        known = self._rounds.get((n_bytes, source))
-        if known is None:
-            known = remember(self._rounds, (n_bytes, source), self._plan(leaders, n_bytes, source))
-        self._note[0], heard, inbox = note, self._heard, self._inbox
-        for one in known:
-            if one.sent:
-                one.outgoing[...] = rows[one.sent]
-            leaders.sendrecv(one.packet, one.dest, inbox, one.source, TAG)
-            if heard[0] != note:
-                self._note[0] = DIFFER
-            elif one.received:
-                rows[one.received] = one.incoming
-        return int(self._note[0]) == note != DIFFER
+        rounds = self._rounds.get((n_bytes, source))
+        if rounds is None:
+            rounds = remember(self._rounds, (n_bytes, source), self._plan(leaders, n_bytes, source))
+        self._fingerprint[0], received, inbox = fingerprint, self._received, self._inbox
+        for step in rounds:
+            if step.sent:
+                step.outgoing[...] = rows[step.sent]
+            leaders.sendrecv(step.packet, step.dest, inbox, step.source, TAG)
+            if received[0] != fingerprint:
+                self._fingerprint[0] = DIFFER
+            elif step.received:
+                rows[step.received] = step.incoming
+        return int(self._fingerprint[0]) == fingerprint != DIFFER
 
     def _plan(self, leaders: Communicator, n_bytes: int, source: int | None) -> list[_Round]:
+        """Return the rounds of an exchange of rows of `n_bytes`, or of the row of `source` only."""
         rounds, me, n_nodes, distance = [], leaders.rank, leaders.size, 1
         while distance < n_nodes:
             n_sent = min(distance, n_nodes - distance)
@@ -118,8 +119,8 @@ class SlotsAcrossNodes(Slots):
             outgoing = _rows_in(self._outbox, len(sent), n_bytes)
             incoming = _rows_in(self._inbox, len(received), n_bytes)
             packet = self._outbox[: HEAD + outgoing.nbytes]
-            dest, heard = (me - distance) % n_nodes, (me + distance) % n_nodes
-            rounds.append(_Round(dest, heard, _some(sent), _some(received), packet, outgoing, incoming))
+            dest, peer = (me - distance) % n_nodes, (me + distance) % n_nodes
+            rounds.append(_Round(dest, peer, _as_index(sent), _as_index(received), packet, outgoing, incoming))
             distance *= 2
         return rounds
 
@@ -133,7 +134,7 @@ class SlotsAcrossNodes(Slots):
 
 
 class _Round(NamedTuple):
-    """A round of the leaders' exchange: whom it is with, and the ranks whose rows are sent and received."""
+    """A round of the leaders' exchange: destination and source node, and the ranks whose rows are sent and received."""
 
     dest: int
     source: int
@@ -144,10 +145,10 @@ class _Round(NamedTuple):
     incoming: np.ndarray
 
 
-def _some(ranks: list[int]) -> Ranks:
-    """Return what indexes these rows, as a slice where that does."""
-    together = ranks == list(range(ranks[0], ranks[0] + len(ranks))) if ranks else False
-    return slice(ranks[0], ranks[-1] + 1) if together else ranks
+def _as_index(ranks: list[int]) -> Ranks:
+    """Return an index of these rows: a slice if they are consecutive."""
+    consecutive = ranks == list(range(ranks[0], ranks[0] + len(ranks))) if ranks else False
+    return slice(ranks[0], ranks[-1] + 1) if consecutive else ranks
 
 
 def _rows_in(box: Tensor, count: int, n_bytes: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What the ranks of a collective call must agree on, and what is said where they do not."""
+"""Check that all ranks make the same collective call; otherwise raise MismatchError with their differences."""
 
 from __future__ import annotations
 
@@ -16,64 +16,66 @@ CALLS = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all"),
     *("barrier",),
 )
-NONE = -1  # of a length: nothing is sent, or received
+NONE = -1  # length of a part that is neither sent nor received
 _NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
-def note_of(call: str, dtype: torch.dtype, *more: int) -> int:
-    """Make the note of a call: a number that stands for all that must be the same on all ranks. Never 0."""
+def fingerprint_of(call: str, dtype: torch.dtype, *more: int) -> int:
+    """Hash everything that must be the same on all ranks in a call into one integer. Never 0."""
     return hash((CALLS.index(call), _NUMBERS[dtype], *more)) or 1
 
 
 def shape_numbers(tensors: Sequence[Tensor]) -> list[int]:
-    """Write shapes as numbers that no other shapes have."""
+    """Encode shapes as a list of integers, uniquely."""
     return [number for tensor in tensors for number in (tensor.dim(), *tensor.shape)]
 
 
 def refuse(comm: Communicator, call: str, detail: str | int, *tensors: Tensor) -> None:
-    """Collective. Raise what says how ranks differ, once all of them have seen that they do.
+    """Collective. Raise MismatchError with the differences between the ranks, once all ranks know that they differ.
 
     Args:
-        detail: the operation, or root's number.
+        call: name of the call.
+        detail: the operation, or the root.
+        tensors: the local tensors.
     """
-    described = [f"{type_of(one.dtype)} {tuple(one.shape)}" for one in tensors]
+    described = [f"{type_of(tensor.dtype)} {tuple(tensor.shape)}" for tensor in tensors]
     described.append(f"root {detail}" if isinstance(detail, int) else detail)
     text = f"{call}: {', '.join(filter(None, described))}".rstrip(": ")
-    found: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, other in enumerate(comm.gather(text)):
-        found.setdefault(other, []).append(rank)
-    differ = "; ".join(f"{other} on {_named(ranks)}" for other, ranks in found.items())
-    raise MismatchError(f"all ranks must make the same collective call; got {differ}. Make the same on each.")
+        ranks_of.setdefault(other, []).append(rank)
+    differ = "; ".join(f"{other} on {_named(ranks)}" for other, ranks in ranks_of.items())
+    raise MismatchError(f"all ranks must make the same collective call; got {differ}. Check the call on each rank.")
 
 
-def tell_lengths(
+def exchange_lengths(
     comm: Communicator, exchange: Exchange, call: str, dtype: torch.dtype, root: int, sent: Sequence[int],
-    wanted: Sequence[int],
+    expected: Sequence[int],
 ) -> list[list[int]]:  # fmt: skip
-    """Collective. Let all ranks know the lengths of all parts; refuse the call where they do not fit.
+    """Collective. Gather the lengths of all parts; raise MismatchError if senders and receivers disagree.
 
     Args:
-        sent: elements that this rank has for each one, or NONE; empty if it has none at all.
-        wanted: elements that it has room for of each one's, or NONE; empty if it wants nothing.
+        sent: number of elements that this rank sends to each rank, or NONE; empty if it sends nothing.
+        expected: number of elements that it expects from each rank, or NONE; empty if it receives nothing.
 
     Returns:
-        By source and destination: the elements.
+        lengths[source][dest]: number of elements.
     """
     size, nothing = comm.size, [NONE] * comm.size
-    row = [CALLS.index(call), _NUMBERS[dtype], root, *(sent or nothing), *(wanted or nothing)]
-    rows = [one.tolist() for one in exchange.show_all(torch.tensor(row))]
-    if len({tuple(one[:3]) for one in rows}) != 1:
+    row = [CALLS.index(call), _NUMBERS[dtype], root, *(sent or nothing), *(expected or nothing)]
+    rows = [tensor.tolist() for tensor in exchange.all_gather(torch.tensor(row))]
+    if len({tuple(other[:3]) for other in rows}) != 1:
         refuse(comm, call, f"{type_of(dtype)}, root {root}")
-    brought, kept = [one[3 : 3 + size] for one in rows], [one[3 + size :] for one in rows]
+    sent_by, expected_by = [other[3 : 3 + size] for other in rows], [other[3 + size :] for other in rows]
     for source in range(size):
         for dest in range(size):
-            if brought[source][dest] != kept[dest][source]:
+            if sent_by[source][dest] != expected_by[dest][source]:
                 raise MismatchError(
-                    f"{call}: a tensor must be as long where it is received as where it is sent; got "
-                    f"{_count(brought[source][dest])} on rank {source} for rank {dest}, which expects "
-                    f"{_count(kept[dest][source])}. Give both the same length."
+                    f"{call}: a tensor must have the same length on sender and receiver; got "
+                    f"{_count(sent_by[source][dest])} on rank {source} for rank {dest}, which expects "
+                    f"{_count(expected_by[dest][source])}. Check the shapes on both ranks."
                 )
-    return [[max(0, length) for length in row] for row in brought]
+    return [[max(0, length) for length in row] for row in sent_by]
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
-"""Collective calls by the library underneath, MPI's own, prepared by shape: across nodes, and for long copies in one.
+"""Collective calls by the MPI library's own functions: across nodes, and for long copies inside one node.
 
-Before each of them the ranks agree on what they call: by their slots. So what differs is refused
-before anything is overwritten. MPI leaves open in what order it adds, and has neither all operations nor all dtypes:
-so only sums take the fastest all-reduce. Otherwise ranks exchange what they bring, and combine it in rank order.
+Before each call the ranks compare its fingerprint, so that a mismatch is refused before anything is overwritten. MPI
+does not specify the order of additions, and lacks some operations and dtypes: so only sums and means use the fastest
+all-reduce. Other reductions exchange the ranks' tensors, and combine them in rank order.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from hpcdist.comm.communicator import Communicator
 
 SUMMED = {torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128}
 
-Agree = Callable[[int], bool]  # tells whether all ranks have a note
-Fastest = Callable[[str], Callable[[Tensor], None]]  # returns the fastest all-reduce, for a sum or a mean
+Agree = Callable[[int], bool]  # returns whether all ranks have this fingerprint
+Fastest = Callable[[str], Callable[[Tensor], None]]  # maps "sum" or "mean" to the fastest all-reduce
 
 
 class AgreedCall(PreparedCall):
-    """A call that is made once all ranks have agreed on it.
+    """A call by the library, made if all ranks have the same fingerprint.
 
     Args:
-        make: the call, of flat tensors.
+        make: the call, on flat tensors.
     """
 
-    def __init__(self, agree: Agree, note: int, make: Callable[..., None]):
-        self._agree, self._note, self._make = agree, note, make
+    def __init__(self, agree: Agree, fingerprint: int, make: Callable[..., None]):
+        self._agree, self._fingerprint, self._make = agree, fingerprint, make
 
     def __call__(self, *tensors: Tensor) -> bool:
-        if not self._agree(self._note):
+        if not self._agree(self._fingerprint):
             return False
         self._make(*(tensor.detach().view(-1) for tensor in tensors))
         return True
 
 
 class CallsByLibrary:
-    """Prepares calls; None where messages are faster.
+    """Prepares calls by the MPI library; methods return None if point-to-point messages are faster.
 
-    See PreparedCalls for the args of the methods.
+    The methods have the arguments of those of `PreparedCalls`.
     """
 
     def __init__(self, comm: Communicator, agree: Agree, fastest: Fastest):
@@ -53,38 +53,38 @@ class CallsByLibrary:
         self.comm, self.size, self.library = comm, comm.size, MpiLibraryCalls(comm)
         self._agree, self._fastest, self._inbox = agree, fastest, Scratch()
 
-    def all_reduce(self, note: int, dtype: torch.dtype, count: int, operation: str) -> AgreedCall | None:
+    def all_reduce(self, fingerprint: int, dtype: torch.dtype, count: int, operation: str) -> AgreedCall | None:
         if operation in ("sum", "mean") and dtype in SUMMED:
-            return self._agreed(note, lambda own: self._fastest(operation)(own))
+            return self._agreed(fingerprint, lambda local: self._fastest(operation)(local))
         return None
 
-    def broadcast(self, note: int, dtype: torch.dtype, count: int, root: int) -> AgreedCall:
-        return self._agreed(note, lambda own: self.comm.broadcast(own, root))
+    def broadcast(self, fingerprint: int, dtype: torch.dtype, count: int, root: int) -> AgreedCall:
+        return self._agreed(fingerprint, lambda local: self.comm.broadcast(local, root))
 
-    def all_gather(self, note: int, dtype: torch.dtype, count: int) -> AgreedCall:
-        def make(out: Tensor, own: Tensor) -> None:
-            inside = out.data_ptr() <= own.data_ptr() < out.data_ptr() + out.nbytes
-            self.library.all_gather(out, own.clone() if inside else own)
+    def all_gather(self, fingerprint: int, dtype: torch.dtype, count: int) -> AgreedCall:
+        def make(out: Tensor, local: Tensor) -> None:
+            inside = out.data_ptr() <= local.data_ptr() < out.data_ptr() + out.nbytes
+            self.library.all_gather(out, local.clone() if inside else local)
 
-        return self._agreed(note, make)
+        return self._agreed(fingerprint, make)
 
-    def all_to_all(self, note: int, dtype: torch.dtype, count: int) -> AgreedCall:
-        def make(out: Tensor, given: Tensor) -> None:
-            self.library.all_to_all(out, given.clone() if out.data_ptr() == given.data_ptr() else given)
+    def all_to_all(self, fingerprint: int, dtype: torch.dtype, count: int) -> AgreedCall:
+        def make(out: Tensor, inputs: Tensor) -> None:
+            self.library.all_to_all(out, inputs.clone() if out.data_ptr() == inputs.data_ptr() else inputs)
 
-        return self._agreed(note, make)
+        return self._agreed(fingerprint, make)
 
-    def reduce_scatter(self, note: int, dtype: torch.dtype, count: int, operation: str) -> AgreedCall | None:
-        if self.size * count * dtype.itemsize > MESSAGE_BYTES:  # then messages are combined while others are under way
+    def reduce_scatter(self, fingerprint: int, dtype: torch.dtype, count: int, operation: str) -> AgreedCall | None:
+        if self.size * count * dtype.itemsize > MESSAGE_BYTES:  # messages are then combined while others are in flight
             return None
         combine = reduction(operation, dtype)
 
-        def make(out: Tensor, given: Tensor) -> None:
-            found = self._inbox.like(given, len(given))
-            self.library.all_to_all(found, given)
-            combine(list(found.view(self.size, -1)), out)
+        def make(out: Tensor, inputs: Tensor) -> None:
+            received = self._inbox.empty_like(inputs, len(inputs))
+            self.library.all_to_all(received, inputs)
+            combine(list(received.view(self.size, -1)), out)
 
-        return self._agreed(note, make)
+        return self._agreed(fingerprint, make)
 
-    def _agreed(self, note: int, make: Callable[..., None]) -> AgreedCall:
-        return AgreedCall(self._agree, note, make)
+    def _agreed(self, fingerprint: int, make: Callable[..., None]) -> AgreedCall:
+        return AgreedCall(self._agree, fingerprint, make)

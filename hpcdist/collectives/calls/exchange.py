@@ -1,9 +1,8 @@
-"""How ranks hand data to each other in a collective call: through slots inside a node, by messages elsewhere.
+"""Exchange data between ranks in a collective call: through slots inside a node, by messages across nodes.
 
-There are two ways, and each collective is one of them, or both one after the other. In the first, ranks `share`: what a
-rank brings is the same for all who take it (all-gather, broadcast, gather, short all-reduces). In the second they
-`deal`: each rank has a part for every other one (all-to-all, scatter, reduce-scatter). What is brought passes in
-segments. Before anything is taken, all ranks have compared notes of what they call.
+Each collective consists of one or both of two exchanges. `share`: a rank sends the same data to all receivers
+(all-gather, broadcast, gather, short all-reduces). `deal`: a rank has a different part for each rank (all-to-all,
+scatter, reduce-scatter). Data pass in segments. All ranks compare the call's fingerprint before results are written.
 """
 
 from __future__ import annotations
@@ -15,132 +14,142 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives.base import TAG, Scratch
+from hpcdist.comm.chunks import slices
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.pieces import slices
 from hpcdist.comm.slots import Slots
 
-SLOT_BYTES = 1 << 21  # two of them per rank
+SLOT_BYTES = 1 << 21  # two slots per rank
 MESSAGE_BYTES = 1 << 22
-NOTE_BITS = 40  # so many ranks' notes can be added
+FINGERPRINT_BITS = 40  # so that fingerprints of all ranks can be added in int64
 
 Counts = Sequence[int]  # elements of each rank
 Parts = Sequence[Tensor]  # of each rank
 Ranks = Collection[int]
-Take = Callable[[int, Parts], None]  # gets where a segment begins, and what each rank has brought of it
+Consume = Callable[[int, Parts], None]  # gets the start of a segment, and each rank's data of the segment
 
 
 class Copies:
-    """A `Take` that copies what ranks bring to where it belongs.
+    """A `Consume` that copies the received data into tensors.
 
     Args:
-        into: by source: where its elements go, which may be fewer than others bring.
+        into: by source rank, the tensor for its elements; it may be shorter than that of other sources.
     """
 
     def __init__(self, into: Mapping[int, Tensor] | Sequence[Tensor]):
         self.into = into if isinstance(into, Mapping) else dict(enumerate(into))
 
-    def __call__(self, start: int, found: Parts) -> None:
+    def __call__(self, start: int, received: Parts) -> None:
         for source, whole in self.into.items():
-            into = whole[start : start + len(found[source])]
-            into.copy_(found[source][: len(into)])
+            into = whole[start : start + len(received[source])]
+            into.copy_(received[source][: len(into)])
 
 
 class Exchange(abc.ABC):
-    """One way for data between the ranks of a communicator. All methods are Collective.
+    """Moves data between the ranks of a communicator. All methods are collective.
 
-    Tensors are flat, contiguous and on the host. `note` stands for what is called, and is the same on all ranks; if it
-    is not, the methods return False on all ranks before anything is taken.
+    Tensors are flat, contiguous and on the host. `fingerprint` identifies the call; if it differs between ranks,
+    methods return False on all ranks before anything is written.
     """
 
     def __init__(self, comm: Communicator):
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
 
     @abc.abstractmethod
-    def agree(self, note: int) -> bool:
-        """Wait for all ranks; tell whether all have this note."""
+    def agree(self, fingerprint: int) -> bool:
+        """Wait for all ranks; return whether all have this fingerprint."""
 
     @abc.abstractmethod
-    def show_all(self, own: Tensor) -> list[Tensor]:
-        """Return every rank's short tensor, of the same length on all; copies."""
+    def all_gather(self, local: Tensor) -> list[Tensor]:
+        """Return copies of all ranks' short tensors, of the same length on all ranks."""
 
     @abc.abstractmethod
-    def share(self, note: int, own: Tensor, counts: Counts, take: Take, sources: Ranks, takers: Ranks) -> bool:
-        """Let `takers` take what each of `sources` brings.
+    def share(
+        self, fingerprint: int, local: Tensor, counts: Counts, consume: Consume, sources: Ranks, receivers: Ranks
+    ) -> bool:
+        """Send the data of each of `sources` to all `receivers`.
 
         Args:
-            own: what this rank brings; on ranks that are no source, anything of the dtype.
-            counts: elements that each rank brings, known to all.
-            take: called on each taker for each segment, with a tensor of each rank: as long as the segment, but only as
-                far as `counts` go is it what that rank brings.
+            local: this rank's data; on ranks that are no source, any tensor of the dtype.
+            counts: number of elements of each rank's data, known to all ranks.
+            consume: called on each receiver for each segment, with one tensor per rank, as long as the segment;
+                elements beyond a rank's `counts` are undefined.
         """
 
     @abc.abstractmethod
-    def deal(self, note: int, own: Parts, counts: Counts, longest: int, take: Take, sources: Ranks) -> bool:
-        """Let every rank take the part that each of `sources` has for it.
+    def deal(
+        self, fingerprint: int, local: Parts, counts: Counts, longest: int, consume: Consume, sources: Ranks
+    ) -> bool:
+        """Send each rank its part of the data of each of `sources`.
 
         Args:
-            own: a tensor for each rank; on ranks that are no source, any of the dtype.
-            counts: elements of each rank's part for this one.
-            longest: most elements of any part of any rank, known to all.
-            take: as with `share`.
+            local: this rank's part for each rank; on ranks that are no source, any tensors of the dtype.
+            counts: number of elements of each rank's part for this rank.
+            longest: number of elements of the longest part of any rank, known to all ranks.
+            consume: as for `share`.
         """
 
     def close(self) -> None:
-        """Release what the exchange holds."""
+        """Release the memory of the exchange."""
 
 
 class SlotExchange(Exchange):
-    """Exchange in the memory of a node: copied into a slot, and taken from there."""
+    """Exchange through slots, the shared memory of a node."""
 
     def __init__(self, comm: Communicator, slots: Slots):
         super().__init__(comm)
         self.slots = slots
 
-    def agree(self, note: int) -> bool:
-        return self.slots.meet(note)
+    def agree(self, fingerprint: int) -> bool:
+        return self.slots.synchronize(fingerprint)
 
-    def show_all(self, own: Tensor) -> list[Tensor]:
-        shown = self.slots.places(own.dtype, len(own))[self.slots.calls]
-        shown.rows[self.rank].copy_(own)
-        return list(shown.table.clone()) if self.slots.meet(0, shown.shown) else []
+    def all_gather(self, local: Tensor) -> list[Tensor]:
+        buffer = self.slots.row_buffers(local.dtype, len(local))[self.slots.calls]
+        buffer.rows[self.rank].copy_(local)
+        return list(buffer.table.clone()) if self.slots.synchronize(0, buffer.gathered) else []
 
-    def share(self, note: int, own: Tensor, counts: Counts, take: Take, sources: Ranks, takers: Ranks) -> bool:
-        slots, step, count = self.slots, self.slots.n_bytes // own.itemsize, max(counts)
-        brings, takes = self.rank in sources, self.rank in takers
+    def share(
+        self, fingerprint: int, local: Tensor, counts: Counts, consume: Consume, sources: Ranks, receivers: Ranks
+    ) -> bool:
+        slots, step, count = self.slots, self.slots.n_bytes // local.itemsize, max(counts)
+        is_source, is_receiver = self.rank in sources, self.rank in receivers
         for start in range(0, max(count, 1), step):
             length = min(step, count - start)
-            shown = slots.places(own.dtype, length)[slots.calls]
-            if brings:
-                piece = own[start : start + length]
-                shown.rows[self.rank][: len(piece)].copy_(piece)
-            if not slots.meet(note, shown.shown):
+            buffer = slots.row_buffers(local.dtype, length)[slots.calls]
+            if is_source:
+                chunk = local[start : start + length]
+                buffer.rows[self.rank][: len(chunk)].copy_(chunk)
+            if not slots.synchronize(fingerprint, buffer.gathered):
                 return False
-            if takes and length:
-                rows = shown.rows
-                if brings and self.size == 2 and len(piece) == length:  # read where it lies, which is in the cache
-                    rows = [piece, rows[1]] if self.rank == 0 else [rows[0], piece]
-                take(start, rows)
+            if is_receiver and length:
+                rows = buffer.rows
+                if (
+                    is_source and self.size == 2 and len(chunk) == length
+                ):  # read the local tensor, which is in the cache
+                    rows = [chunk, rows[1]] if self.rank == 0 else [rows[0], chunk]
+                consume(start, rows)
         return True
 
-    def deal(self, note: int, own: Parts, counts: Counts, longest: int, take: Take, sources: Ranks) -> bool:
+    def deal(
+        self, fingerprint: int, local: Parts, counts: Counts, longest: int, consume: Consume, sources: Ranks
+    ) -> bool:
         slots, size = self.slots, self.size
-        step = slots.n_bytes // own[0].itemsize // size
-        in_place = self.size == 2 or isinstance(take, Copies)  # else the own part may be where the result is built up
+        step = slots.n_bytes // local[0].itemsize // size
+        in_place = self.size == 2 or isinstance(consume, Copies)  # else the local part may be overwritten by the result
         for start in range(0, max(longest, 1), step):
             length = min(step, longest - start)
-            shown = slots.places(own[0].dtype, size * length)[slots.calls]
+            buffer = slots.row_buffers(local[0].dtype, size * length)[slots.calls]
             if self.rank in sources:
-                for rank, into in enumerate(shown.parts[self.rank]):
-                    piece = own[rank][start : start + length]
+                for rank, into in enumerate(buffer.parts[self.rank]):
+                    chunk = local[rank][start : start + length]
                     if rank != self.rank or not in_place:
-                        into[: len(piece)].copy_(piece)
-            if not slots.meet(note, shown.shown):
+                        into[: len(chunk)].copy_(chunk)
+            if not slots.synchronize(fingerprint, buffer.gathered):
                 return False
             if length:
-                mine = list(shown.parts[:, self.rank])
+                received = list(buffer.parts[:, self.rank])
                 if self.rank in sources and in_place:
-                    mine[self.rank] = own[self.rank][start : start + length]
-                take(start, mine)
+                    received[self.rank] = local[self.rank][start : start + length]
+                consume(start, received)
         return True
 
     def close(self) -> None:
@@ -148,10 +157,10 @@ class SlotExchange(Exchange):
 
 
 class MessageExchange(Exchange):
-    """Exchange by messages from each rank to each other one: across nodes, and of virtual ranks.
+    """Exchange by messages between all pairs of ranks: across nodes, and on virtual ranks.
 
     Args:
-        slots: in which ranks agree; None where there are none.
+        slots: for comparing fingerprints; None: by an all-reduce.
     """
 
     def __init__(self, comm: Communicator, slots: Slots | None = None):
@@ -159,48 +168,55 @@ class MessageExchange(Exchange):
         self._slots = slots
         self._inbox = Scratch()
         self._total = torch.zeros(1, dtype=torch.int64)
-        self._word = self._total.numpy()
+        self._total_array = self._total.numpy()
 
-    def agree(self, note: int) -> bool:
+    def agree(self, fingerprint: int) -> bool:
         if self._slots is not None:
-            return self._slots.meet(note)
-        self._word[0] = own = note & ((1 << NOTE_BITS) - 1)
+            return self._slots.synchronize(fingerprint)
+        self._total_array[0] = local = fingerprint & ((1 << FINGERPRINT_BITS) - 1)
         self.comm.allreduce(self._total)
-        return int(self._word[0]) == own * self.size
+        return int(self._total_array[0]) == local * self.size
 
-    def show_all(self, own: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        self._pass(dict.fromkeys(range(self.size), own), dict(enumerate(found)))
-        return found
+    def all_gather(self, local: Tensor) -> list[Tensor]:
+        received = [torch.empty_like(local) for _ in range(self.size)]
+        self._transfer(dict.fromkeys(range(self.size), local), dict(enumerate(received)))
+        return received
 
-    def share(self, note: int, own: Tensor, counts: Counts, take: Take, sources: Ranks, takers: Ranks) -> bool:
-        if not self.agree(note):
+    def share(
+        self, fingerprint: int, local: Tensor, counts: Counts, consume: Consume, sources: Ranks, receivers: Ranks
+    ) -> bool:
+        if not self.agree(fingerprint):
             return False
-        for at in slices(max(counts), MESSAGE_BYTES // own.itemsize):
-            outgoing = dict.fromkeys(takers, own[at]) if self.rank in sources else {}
-            self._take(own, at, counts, take, outgoing, sources if self.rank in takers else ())
+        for segment in slices(max(counts), MESSAGE_BYTES // local.itemsize):
+            outgoing = dict.fromkeys(receivers, local[segment]) if self.rank in sources else {}
+            self._exchange(local, segment, counts, consume, outgoing, sources if self.rank in receivers else ())
         return True
 
-    def deal(self, note: int, own: Parts, counts: Counts, longest: int, take: Take, sources: Ranks) -> bool:
-        if not self.agree(note):
+    def deal(
+        self, fingerprint: int, local: Parts, counts: Counts, longest: int, consume: Consume, sources: Ranks
+    ) -> bool:
+        if not self.agree(fingerprint):
             return False
-        for at in slices(longest, MESSAGE_BYTES // own[0].itemsize):
-            outgoing = {rank: part[at] for rank, part in enumerate(own)} if self.rank in sources else {}
-            self._take(own[0], at, counts, take, outgoing, sources)
+        for segment in slices(longest, MESSAGE_BYTES // local[0].itemsize):
+            outgoing = {rank: part[segment] for rank, part in enumerate(local)} if self.rank in sources else {}
+            self._exchange(local[0], segment, counts, consume, outgoing, sources)
         return True
 
-    def _take(
-        self, like: Tensor, at: slice, counts: Counts, take: Take, outgoing: dict[int, Tensor], sources: Ranks
-    ) -> None:
-        """Send pieces of a segment, and take one of each source."""
-        length = at.stop - at.start
-        inbox = self._inbox.like(like, length * self.size).split(length)
-        self._pass(outgoing, {source: inbox[source][: max(0, counts[source] - at.start)] for source in sources})
+    def _exchange(
+        self, template: Tensor, segment: slice, counts: Counts, consume: Consume, outgoing: dict[int, Tensor],
+        sources: Ranks,
+    ) -> None:  # fmt: skip
+        """Send and receive one segment, and consume it."""
+        length = segment.stop - segment.start
+        inbox = self._inbox.empty_like(template, length * self.size).split(length)
+        self._transfer(
+            outgoing, {source: inbox[source][: max(0, counts[source] - segment.start)] for source in sources}
+        )
         if sources:
-            take(at.start, inbox)
+            consume(segment.start, inbox)
 
-    def _pass(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        """Send to each rank, and receive from each, neighbours first, so that not all send to the same one."""
+    def _transfer(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
+        """Send to and receive from other ranks, starting at the neighbours, so that not all send to the same rank."""
         comm, size, requests = self.comm, self.size, []
         for source in ((self.rank - step) % size for step in range(1, size)):
             if source in incoming and len(incoming[source]):

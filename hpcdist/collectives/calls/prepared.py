@@ -1,8 +1,8 @@
-"""Collective calls by slots, prepared by shape: what is found out at a call serves all later ones like it.
+"""Collective calls through slots, prepared once per shape and reused by later calls with the same shapes.
 
 A training loop makes the same calls at every step. torch takes one to three microseconds to view, copy or add a
-tensor, however short, and NumPy a third. So a prepared call works on NumPy's arrays of the tensors and of the slots;
-where NumPy can't combine a dtype, on torch's tensors. Long tensors pass in segments of a slot.
+tensor, however short, and NumPy a third. So a prepared call works on NumPy arrays of the tensors and the slots; on
+torch tensors if NumPy can't combine the dtype. Long tensors pass in segments of a slot.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from torch import Tensor
 
 from hpcdist.collectives.calls.reduction import array_reduction, reduction
 from hpcdist.collectives.tuning.timing import Trial
+from hpcdist.comm.chunks import slices
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.pieces import slices
-from hpcdist.comm.slots import Rows, Shown, Slots, array_of
+from hpcdist.comm.slots import GatheredRows, Rows, Slots, array_of
 
-SLICED_BYTES = 1 << 15  # of longer tensors, each of three ranks or more adds up a slice, and they share the slices
-KNOWN = 512  # values that `remember` keeps
+SLICED_BYTES = 1 << 15  # of longer tensors on three ranks or more, each rank reduces a slice and shares the result
+KNOWN = 512  # maximum number of values that `remember` keeps
 K = TypeVar("K")
 V = TypeVar("V")
 
-Data = Any  # an array, or a tensor: what is done with them is written alike
+Data = Any  # an array or a tensor: the code is the same for both
 Step = Callable[[], object]
-Met = tuple[Shown, Step]  # what ranks have shown when they meet, and what each does then
-Bind = Callable[..., tuple[Step, Sequence[Met]]]  # gets the call's number and its tensors' data; returns its steps
+Exchanged = tuple[GatheredRows, Step]  # rows to publish in a `synchronize`, and the step that follows it
+Bind = Callable[..., tuple[Step, Sequence[Exchanged]]]  # gets the call's number and its data; returns its steps
 View = Callable[[Tensor], Data]
-Combine = Callable[[Sequence[Data], Data], Step]  # makes the step that combines the ranks' data
+Combine = Callable[[Sequence[Data], Data], Step]  # returns the step that combines the ranks' data
 
 
 def remember(known: dict[K, V], key: K, value: V) -> V:
-    """Keep a value among others, and return it; there are not more than KNOWN."""
+    """Store a value in a cache of at most KNOWN entries, and return it."""
     if len(known) >= KNOWN:
         known.clear()
     known[key] = value
@@ -49,32 +49,32 @@ class PreparedCall(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, *tensors: Tensor) -> bool:
-        """Collective. Make the call; return False where ranks differ, and nothing has been changed."""
+        """Collective. Run the call; return False, with nothing changed, if the ranks' calls differ."""
 
     def bound(self, *tensors: Tensor) -> Callable[[], bool] | None:
-        """Return what makes the call on the memory of these tensors, if that is faster.
+        """Return a faster function for the call on the memory of these tensors; None if there is none.
 
-        It does not keep them: whoever calls it has tensors at the same addresses.
+        It holds no references to the tensors: the caller must have tensors at the same addresses.
         """
         return None
 
 
 class TriedCall(PreparedCall):
-    """A call that is made in the fastest way, once that is known.
+    """A call that times several variants while in use, and then uses the fastest.
 
     Args:
-        ways: which all do the same.
-        trial: of all calls of about this length.
+        variants: implementations of the same call.
+        trial: chooses the variant, for all calls of about this length.
     """
 
-    def __init__(self, ways: Sequence[PreparedCall], trial: Trial):
-        self._ways, self._trial = ways, trial
+    def __init__(self, variants: Sequence[PreparedCall], trial: Trial):
+        self._variants, self._trial = variants, trial
 
     def __call__(self, *tensors: Tensor) -> bool:
         start = clock()
-        if not self._ways[self._trial.way](*tensors):
+        if not self._variants[self._trial.variant](*tensors):
             return False
-        self._trial.note(clock() - start)
+        self._trial.record(clock() - start)
         return True
 
 
@@ -82,17 +82,17 @@ class SlotCall(PreparedCall):
     """A call through slots.
 
     Args:
-        note: what stands for the call; see `Slots.meet`.
-        views: of each tensor: what views its data.
-        segments: what the call does with each piece of the data, along their last axis.
-        fetched: bytes that are counted.
+        fingerprint: identifies the call; see `Slots.synchronize`.
+        views: for each tensor, a function that views its data.
+        segments: slices of the data's last axis, each with the function that returns its steps.
+        fetched: number of bytes to count.
     """
 
     def __init__(
-        self, slots: Slots, comm: Communicator, note: int, views: Sequence[View],
+        self, slots: Slots, comm: Communicator, fingerprint: int, views: Sequence[View],
         segments: Sequence[tuple[slice, Bind]], fetched: int,
     ):  # fmt: skip
-        self._slots, self._traffic, self._note = slots, comm.trace.traffic, note
+        self._slots, self._traffic, self._fingerprint = slots, comm.trace.traffic, fingerprint
         self._views, self._segments, self._fetched = views, segments, fetched
         self._seen: dict[tuple[int, ...], bool] = {}  # addresses
 
@@ -100,11 +100,11 @@ class SlotCall(PreparedCall):
         start, before_s, slots = clock(), self._traffic.communicating_s, self._slots
         data = [view(tensor) for view, tensor in zip(self._views, tensors)]
         for cut, bind in self._segments:
-            pieces = data if len(self._segments) == 1 else [one[..., cut] for one in data]
-            first, others = bind(slots.calls, *pieces)
+            chunks = data if len(self._segments) == 1 else [array[..., cut] for array in data]
+            first, others = bind(slots.calls, *chunks)
             first()
-            for shown, step in others:
-                if not slots.meet(self._note, shown):
+            for gathered, step in others:
+                if not slots.synchronize(self._fingerprint, gathered):
                     return False
                 step()
         self._traffic.bytes_fetched += self._fetched
@@ -112,25 +112,31 @@ class SlotCall(PreparedCall):
         return True
 
     def bound(self, *tensors: Tensor) -> Callable[[], bool] | None:
-        # It takes half the time of a call on tensors that have to be viewed first, but is worth making only for tensors
-        # that come again.
-        place = tuple(tensor.data_ptr() for tensor in tensors)
-        if len(self._segments) > 1 or not self._seen.get(place):
-            remember(self._seen, place, True)
+        # A bound call takes half the time of one that has to view the tensors first, but is worth creating only for
+        # tensors that are used again.
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        if len(self._segments) > 1 or not self._seen.get(addresses):
+            remember(self._seen, addresses, True)
             return None
-        slots, note, meet, traffic, fetched = self._slots, self._note, self._slots.meet, self._traffic, self._fetched
+        slots, fingerprint, synchronize, traffic, fetched = (
+            self._slots,
+            self._fingerprint,
+            self._slots.synchronize,
+            self._traffic,
+            self._fetched,
+        )
         data = [view(_memory_of(tensor)) for view, tensor in zip(self._views, tensors)]
         ((_, bind),) = self._segments
-        kept: list[tuple[Step, Sequence[Met]] | None] = [None] * slots.period
+        kept: list[tuple[Step, Sequence[Exchanged]] | None] = [None] * slots.period
 
         def call() -> bool:
-            start, before_s, at = clock(), traffic.communicating_s, slots.calls % slots.period
-            steps = kept[at]
+            start, before_s, index = clock(), traffic.communicating_s, slots.calls % slots.period
+            steps = kept[index]
             if steps is None:
-                steps = kept[at] = bind(slots.calls, *data)
+                steps = kept[index] = bind(slots.calls, *data)
             steps[0]()
-            for shown, step in steps[1]:
-                if not meet(note, shown):
+            for gathered, step in steps[1]:
+                if not synchronize(fingerprint, gathered):
                     return False
                 step()
             traffic.bytes_fetched += fetched
@@ -141,112 +147,115 @@ class SlotCall(PreparedCall):
 
 
 class PreparedCalls:
-    """Prepares calls over a communicator's slots, which count in its account of traffic.
+    """Prepares calls through slots; their bytes count in the communicator's traffic.
 
-    Args, of all methods:
-        note: what stands for the call; see `Slots.meet`.
-        count: elements that a rank brings, for each rank where it brings parts.
+    Args of all methods:
+        fingerprint: identifies the call; see `Slots.synchronize`.
+        count: number of elements of a rank's input; of each part if the input has a part for each rank.
     """
 
     def __init__(self, slots: Slots, comm: Communicator):
         self.slots, self.comm, self.rank, self.size = slots, comm, slots.rank, slots.size
 
-    def all_reduce(self, note: int, dtype: torch.dtype, count: int, operation: str) -> SlotCall:
+    def all_reduce(self, fingerprint: int, dtype: torch.dtype, count: int, operation: str) -> SlotCall:
         """Prepare the all-reduce of a tensor.
 
-        The bytes counted are those of a ring, 2n(p-1)/p, as for MPI's own: reading memory of the node is no traffic,
-        and the figure of a run must not depend on which of them is chosen.
+        Bytes are counted as those of a ring, 2n(p-1)/p, as for MPI's own all-reduce: so the traffic of a run does not
+        depend on which one is chosen.
         """
         combine, arrays, view = _combining(operation, dtype)
 
-        def whole(place: Rows, own: Data) -> tuple[Step, Sequence[Met]]:
-            addends = rows = place.rows
-            if len(rows) == 2:  # the own tensor is read where it lies
-                addends = [rows[0], own] if self.rank else [own, rows[1]]
-            return _copy(own, rows[self.rank]), [(place.shown, combine(addends, own))]
+        def whole(buffer: Rows, local: Data) -> tuple[Step, Sequence[Exchanged]]:
+            addends = rows = buffer.rows
+            if len(rows) == 2:  # read the local addend from the tensor, which is in the cache
+                addends = [rows[0], local] if self.rank else [local, rows[1]]
+            return _copy(local, rows[self.rank]), [(buffer.gathered, combine(addends, local))]
 
         def of_length(length: int) -> Bind:
             if self.size > 2 and length * dtype.itemsize > SLICED_BYTES:
                 return self._sliced(dtype, length, combine, arrays)
-            return self._in_one_place(whole, dtype, arrays=arrays)(length)
+            return self._with_buffer(whole, dtype, arrays=arrays)(length)
 
         fetched = 2 * (self.size - 1) * count * dtype.itemsize // self.size
-        return self._call(note, dtype, count, of_length, [view], fetched)
+        return self._call(fingerprint, dtype, count, of_length, [view], fetched)
 
     def _sliced(self, dtype: torch.dtype, length: int, combine: Combine, arrays: bool) -> Bind:
-        """Combine a slice on each rank, and share the slices; every rank combines what is left over."""
+        """Reduce one slice on each rank, then share the slices; every rank reduces the remainder itself."""
         rank, size, count = self.rank, self.size, length // self.size
-        places, totals = self.slots.places(dtype, length, arrays), self.slots.places(dtype, count, arrays)
-        mine, end = slice(rank * count, (rank + 1) * count), size * count
+        inputs, totals = self.slots.row_buffers(dtype, length, arrays), self.slots.row_buffers(dtype, count, arrays)
+        local_slice, end = slice(rank * count, (rank + 1) * count), size * count
 
-        def bind(number: int, own: Data) -> tuple[Step, Sequence[Met]]:
-            rows, total = places[number].rows, totals[number + 1]
-            combined = combine([row[mine] for row in rows], total.rows[rank])
+        def bind(number: int, local: Data) -> tuple[Step, Sequence[Exchanged]]:
+            rows, total = inputs[number].rows, totals[number + 1]
+            combined = combine([row[local_slice] for row in rows], total.rows[rank])
             if end < length:
-                combined = _both(combined, combine([row[end:] for row in rows], own[end:]))
-            found = _copy(total.table, own[:end].reshape(size, count))
-            return _copy(own, rows[rank]), [(places[number].shown, combined), (total.shown, found)]
+                combined = _both(combined, combine([row[end:] for row in rows], local[end:]))
+            collect = _copy(total.table, local[:end].reshape(size, count))
+            return _copy(local, rows[rank]), [(inputs[number].gathered, combined), (total.gathered, collect)]
 
         return bind
 
-    def broadcast(self, note: int, dtype: torch.dtype, count: int, root: int) -> SlotCall:
-        leads = self.rank == root
+    def broadcast(self, fingerprint: int, dtype: torch.dtype, count: int, root: int) -> SlotCall:
+        is_root = self.rank == root
 
-        def bind(place: Rows, own: Data) -> tuple[Step, Sequence[Met]]:
-            row, shown = place.rows[root], place.shown._replace(source=root)
-            return (_copy(own, row), [(shown, _nothing)]) if leads else (_nothing, [(shown, _copy(row, own))])
+        def bind(buffer: Rows, local: Data) -> tuple[Step, Sequence[Exchanged]]:
+            row, gathered = buffer.rows[root], buffer.gathered._replace(source=root)
+            return (
+                (_copy(local, row), [(gathered, _nothing)]) if is_root else (_nothing, [(gathered, _copy(row, local))])
+            )
 
-        fetched = 0 if leads else (self.size - 1) * count * dtype.itemsize
-        return self._call(note, dtype, count, self._in_one_place(bind, dtype), [array_of], fetched)
+        fetched = 0 if is_root else (self.size - 1) * count * dtype.itemsize
+        return self._call(fingerprint, dtype, count, self._with_buffer(bind, dtype), [array_of], fetched)
 
-    def all_gather(self, note: int, dtype: torch.dtype, count: int) -> SlotCall:
-        """Prepare an all-gather into a tensor of equal parts; its tensors come in the order of the call's."""
+    def all_gather(self, fingerprint: int, dtype: torch.dtype, count: int) -> SlotCall:
+        """Prepare an all-gather into a tensor of equal parts; call it with (out, local)."""
 
-        def bind(place: Rows, out: Data, own: Data) -> tuple[Step, Sequence[Met]]:
-            return _copy(own, place.rows[self.rank]), [(place.shown, _copy(place.table, out))]
+        def bind(buffer: Rows, out: Data, local: Data) -> tuple[Step, Sequence[Exchanged]]:
+            return _copy(local, buffer.rows[self.rank]), [(buffer.gathered, _copy(buffer.table, out))]
 
         fetched, views = (self.size - 1) * count * dtype.itemsize, [self._in_parts(array_of), array_of]
-        return self._call(note, dtype, count, self._in_one_place(bind, dtype), views, fetched)
+        return self._call(fingerprint, dtype, count, self._with_buffer(bind, dtype), views, fetched)
 
-    def all_to_all(self, note: int, dtype: torch.dtype, count: int) -> SlotCall:
-        """Prepare an exchange of equal parts between two tensors."""
+    def all_to_all(self, fingerprint: int, dtype: torch.dtype, count: int) -> SlotCall:
+        """Prepare an all-to-all of equal parts; call it with (out, inputs)."""
         rank, size = self.rank, self.size
 
-        def bind(place: Rows, out: Data, given: Data) -> tuple[Step, Sequence[Met]]:
-            parts, shown = place.parts, place.shown
+        def bind(buffer: Rows, out: Data, inputs: Data) -> tuple[Step, Sequence[Exchanged]]:
+            parts, gathered = buffer.parts, buffer.gathered
             if size > 2:
-                return _copy(given, parts[rank]), [(shown, _copy(parts[:, rank], out))]
+                return _copy(inputs, parts[rank]), [(gathered, _copy(parts[:, rank], out))]
             other = 1 - rank
-            found = _both(_copy(parts[other, rank], out[other]), _copy(given[rank], out[rank]))
-            return _copy(given[other], parts[rank, other]), [(shown, found)]
+            collect = _both(_copy(parts[other, rank], out[other]), _copy(inputs[rank], out[rank]))
+            return _copy(inputs[other], parts[rank, other]), [(gathered, collect)]
 
         fetched, views = (size - 1) * count * dtype.itemsize, [self._in_parts(array_of)] * 2
-        return self._call(note, dtype, count, self._in_one_place(bind, dtype, size), views, fetched, size)
+        return self._call(fingerprint, dtype, count, self._with_buffer(bind, dtype, size), views, fetched, size)
 
-    def reduce_scatter(self, note: int, dtype: torch.dtype, count: int, operation: str) -> SlotCall:
-        """Prepare a reduction of equal parts of a tensor."""
+    def reduce_scatter(self, fingerprint: int, dtype: torch.dtype, count: int, operation: str) -> SlotCall:
+        """Prepare a reduce-scatter of equal parts; call it with (out, inputs)."""
         rank, size = self.rank, self.size
         combine, arrays, view = _combining(operation, dtype)
 
-        def bind(place: Rows, out: Data, given: Data) -> tuple[Step, Sequence[Met]]:
-            parts, shown = place.parts, place.shown
+        def bind(buffer: Rows, out: Data, inputs: Data) -> tuple[Step, Sequence[Exchanged]]:
+            parts, gathered = buffer.parts, buffer.gathered
             addends = list(parts[:, rank])
             if size > 2:
-                return _copy(given, parts[rank]), [(shown, combine(addends, out))]
-            addends[rank] = given[rank]  # of two ranks the own part is read where it lies
-            return _copy(given[1 - rank], parts[rank, 1 - rank]), [(shown, combine(addends, out))]
+                return _copy(inputs, parts[rank]), [(gathered, combine(addends, out))]
+            addends[rank] = inputs[rank]  # with two ranks read the local part from the tensor
+            return _copy(inputs[1 - rank], parts[rank, 1 - rank]), [(gathered, combine(addends, out))]
 
-        of_length, fetched = self._in_one_place(bind, dtype, size, arrays), (size - 1) * count * dtype.itemsize
-        return self._call(note, dtype, count, of_length, [view, self._in_parts(view)], fetched, size)
+        of_length, fetched = self._with_buffer(bind, dtype, size, arrays), (size - 1) * count * dtype.itemsize
+        return self._call(fingerprint, dtype, count, of_length, [view, self._in_parts(view)], fetched, size)
 
-    def _in_one_place(
-        self, bind: Callable[..., tuple[Step, Sequence[Met]]], dtype: torch.dtype, parts: int = 1, arrays: bool = True
-    ) -> Callable[[int], Bind]:
-        """Let `bind` get the place of the rows, of so many parts each, instead of the call's number."""
+    def _with_buffer(
+        self, bind: Callable[..., tuple[Step, Sequence[Exchanged]]], dtype: torch.dtype, parts: int = 1,
+        arrays: bool = True,
+    ) -> Callable[[int], Bind]:  # fmt: skip
+        """Convert a `bind` that takes a buffer, of rows with `parts` parts, to one that takes the call's number."""
 
         def of_length(length: int) -> Bind:
-            places = self.slots.places(dtype, parts * length, arrays)
-            return lambda number, *data: bind(places[number], *data)
+            buffers = self.slots.row_buffers(dtype, parts * length, arrays)
+            return lambda number, *data: bind(buffers[number], *data)
 
         return of_length
 
@@ -254,19 +263,19 @@ class PreparedCalls:
         return lambda tensor: view(tensor).reshape(self.size, -1)
 
     def _call(
-        self, note: int, dtype: torch.dtype, count: int, of_length: Callable[[int], Bind], views: Sequence[View],
+        self, fingerprint: int, dtype: torch.dtype, count: int, of_length: Callable[[int], Bind], views: Sequence[View],
         fetched: int, parts: int = 1,
     ) -> SlotCall:  # fmt: skip
-        """Cut so many elements, of each of a rank's parts, into segments that fit into a slot together."""
+        """Return the call; split `count` elements of each part into segments, of which all parts fit one slot."""
         step = self.slots.n_bytes // dtype.itemsize // parts
         cuts = list(slices(count, step))
-        made = {length: of_length(length) for length in {cut.stop - cut.start for cut in cuts}}
-        segments = [(cut, made[cut.stop - cut.start]) for cut in cuts]
-        return SlotCall(self.slots, self.comm, note, views, segments, fetched if self.slots.counted else 0)
+        binds = {length: of_length(length) for length in {cut.stop - cut.start for cut in cuts}}
+        segments = [(cut, binds[cut.stop - cut.start]) for cut in cuts]
+        return SlotCall(self.slots, self.comm, fingerprint, views, segments, fetched if self.slots.counted else 0)
 
 
 def _combining(operation: str, dtype: torch.dtype) -> tuple[Combine, bool, View]:
-    """Return what makes the step that combines the ranks' data; whether these are arrays; and what views them."""
+    """Return the `Combine` of an operation, whether it works on arrays, and the function that views a tensor's data."""
     by_arrays = array_reduction(operation, dtype)
     if by_arrays is not None:
         return by_arrays, True, array_of
@@ -291,5 +300,5 @@ def _nothing() -> None:
 
 
 def _memory_of(tensor: Tensor) -> Tensor:
-    """View a dense tensor's elements, flat, in a tensor that does not keep them in memory."""
+    """View a dense tensor's elements, flat, in a tensor that does not keep their memory alive."""
     return torch.frombuffer((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()), dtype=tensor.dtype)

@@ -1,4 +1,4 @@
-"""The operations that combine the ranks' tensors: in rank order, for every dtype of torch, the same bits everywhere."""
+"""Reduction operations over the ranks' tensors: in rank order, for every dtype of torch, reproducible to the bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.comm.pieces import slices
+from hpcdist.comm.chunks import slices
 from hpcdist.comm.transfer import SIGNED, WIDE
 from hpcdist.errors import ConfigError, UnknownNameError
 
@@ -30,15 +30,21 @@ Reduce = Callable[[Sequence[Tensor], Tensor], None]
 
 @cache
 def reduction(operation: str, dtype: torch.dtype) -> Reduce:
-    """Return a function that combines flat tensors of this dtype, one of each rank, into `out`.
+    """Return a function that reduces flat tensors of this dtype, one per rank, into `out`.
 
-    Of two tensors one may be `out` itself; of more only the first.
-
-    Floats of 16 and 8 bits are combined in float32, and rounded once. Sums of truth values are `or`, their products
-    `and`. Integers wrap around. NaN goes through `min` and `max`.
+    Of two tensors either may be `out` itself; of more only the first one. Floats of 16 and 8 bits are combined in
+    float32 and rounded once. Sums of booleans are `or`, products `and`. Integers wrap around. `min` and `max` propagate
+    NaN.
 
     Raises:
-        ConfigError: there is no such operation, or it says nothing of this dtype.
+        ConfigError: the operation is unknown, or not defined for this dtype.
+
+    Example:
+        >>> from hpcdist.collectives.calls.reduction import reduction
+        >>> out = torch.empty(2)
+        >>> reduction("max", torch.float32)([torch.tensor([1.0, 5.0]), torch.tensor([3.0, 2.0])], out)
+        >>> out
+        tensor([3., 5.])
     """
     if operation not in OPERATIONS:
         raise UnknownNameError("operation", operation, OPERATIONS)
@@ -60,14 +66,15 @@ def reduction(operation: str, dtype: torch.dtype) -> Reduce:
 def array_reduction(
     operation: str, dtype: torch.dtype
 ) -> Callable[[Sequence[np.ndarray], np.ndarray], Callable[[], object]] | None:
-    """Return what combines NumPy's arrays of two ranks or more, bitwise as `reduction` does, or None if NumPy can't.
+    """Return `bind(arrays, out)`, which returns a function that reduces the arrays into `out`; None if NumPy can't.
 
-    It gets the arrays and that for the result, and returns what is to be called whenever they have been filled. For
-    short tensors that takes a third of torch's time. NumPy's warnings of overflow are silenced: torch has none.
+    For at least two arrays, and bitwise the same as `reduction`. The bound function may be called again whenever the
+    arrays have new contents. For short tensors it takes a third of torch's time. NumPy's overflow warnings are
+    silenced, as torch has none.
     """
     if operation not in _FUNCTIONS or dtype not in _ARRAYS:
         return None
-    context, function = copy_context(), _FUNCTIONS[operation]  # np.errstate in each call would take longer than the sum
+    context, function = copy_context(), _FUNCTIONS[operation]  # np.errstate in each call would be slower than the sum
     context.run(np.seterr, all="ignore")
 
     def reduce(arrays: Sequence[np.ndarray], out: np.ndarray) -> None:
@@ -88,7 +95,7 @@ def array_reduction(
 def _why_not(operation: str, dtype: torch.dtype) -> str:
     exact = not dtype.is_floating_point and not dtype.is_complex
     if operation in _BITWISE and not exact:
-        return "integers or truth values"
+        return "integers or booleans"
     if operation == "mean" and exact:
         return "floating-point or complex numbers"
     if operation in _ORDERED and dtype.is_complex:
@@ -124,7 +131,7 @@ def _viewed(reduce: Reduce, dtype: torch.dtype) -> Reduce:
 
 
 def _widened(operation: str, wide: torch.dtype) -> Reduce:
-    """Combine in a wider type, piece by piece, and round once."""
+    """Combine in a wider dtype, in chunks, and round once."""
     reduce = reduction(operation, wide)
 
     def widened(addends: Sequence[Tensor], out: Tensor) -> None:
@@ -137,7 +144,7 @@ def _widened(operation: str, wide: torch.dtype) -> Reduce:
 
 
 def _by_numpy(function: np.ufunc) -> Reduce:
-    combine: Callable[..., None] = _chained(function)  # arrays and tensors are written alike
+    combine: Callable[..., None] = _chained(function)  # works on arrays, too
 
     def reduce(addends: Sequence[Tensor], out: Tensor) -> None:
         combine([addend.numpy() for addend in addends], out.numpy())

@@ -1,4 +1,4 @@
-"""Users' tensors as collective calls take them: flat, contiguous, on the host, and put back where those are copies."""
+"""Convert users' tensors for collective calls: flat, contiguous, on the host; copies are written back afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, to
 
 @contextmanager
 def flattened(comm: Communicator, tensor: Tensor, *, write: bool = True) -> Iterator[Tensor]:
-    """Yield a tensor's elements, shape (n,), and put them back, unless with `write=False`, where they are copies."""
+    """Yield a tensor's elements, shape (n,); if they are a copy, write them back at the end, unless `write=False`."""
     tensor = tensor.detach()
     elements = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     with comm.memory.host(elements, write=write) as host:
@@ -30,7 +30,7 @@ def flattened(comm: Communicator, tensor: Tensor, *, write: bool = True) -> Iter
 def by_dtype(
     comm: Communicator, tensors: Tensors, *, write: bool = True
 ) -> Iterator[list[tuple[list[Tensor], Tensor]]]:
-    """Yield tensors of one dtype together, with their elements one after the other, shape (n,)."""
+    """Yield for each dtype the tensors and their concatenation, shape (n,), which is written back at the end."""
     if isinstance(tensors, Tensor):
         with flattened(comm, tensors, write=write) as elements:
             yield [([tensors], elements)]
@@ -39,78 +39,88 @@ def by_dtype(
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
     with ExitStack() as until:
-        found = []
+        result = []
         for group in groups.values():
-            own = [
-                one.detach().view(-1)  # as `flattened` does, in a tenth of the time
-                if one.is_cpu and is_dense(one)
-                else until.enter_context(flattened(comm, one, write=write))
-                for one in group
+            flat = [
+                tensor.detach().view(-1)  # the same as `flattened`, in a tenth of the time
+                if tensor.is_cpu and is_dense(tensor)
+                else until.enter_context(flattened(comm, tensor, write=write))
+                for tensor in group
             ]
-            found.append((group, own, torch.cat(own)))
-        yield [(group, together) for group, _, together in found]
-        for _, own, together in found if write else ():
-            torch._foreach_copy_(own, list(together.split([len(one) for one in own])))
+            result.append((group, flat, torch.cat(flat)))
+        yield [(group, joined) for group, _, joined in result]
+        for _, flat, joined in result if write else ():
+            torch._foreach_copy_(flat, list(joined.split([len(part) for part in flat])))
 
 
 @contextmanager
 def for_each_rank(
-    comm: Communicator, given: Tensors | None, name: str, *, write: bool = True, here: bool = True, joint: bool = False
+    comm: Communicator,
+    tensors: Tensors | None,
+    name: str,
+    *,
+    write: bool = True,
+    here: bool = True,
+    joint: bool = False,
 ) -> Iterator[tuple[list[Tensor], Tensor | None]]:
-    """Yield a flat tensor for each rank, of a list, or equal parts of one tensor, with that one; or none at all.
+    """Yield one flat tensor per rank, and their concatenation if it exists; copies are written back at the end.
 
     Args:
-        here: this rank has such tensors.
-        joint: of a list of equal lengths make one tensor, so that ranks with a list do what those with a tensor do.
+        tensors: a list with a tensor for each rank, or one tensor, which is split into equal parts.
+        name: of the argument, for messages.
+        write: write copies back.
+        here: this rank has such tensors; otherwise the list is empty.
+        joint: concatenate the tensors of a list if they have equal lengths, so that ranks with a list and ranks with
+            one tensor make the same call.
     """
     size = comm.size
-    if isinstance(given, Tensor):
-        if given.numel() % size:
+    if isinstance(tensors, Tensor):
+        if tensors.numel() % size:
             raise ConfigError(
-                f"{name} must have as many elements for each of {size} ranks; got shape {tuple(given.shape)}. Give a "
-                "list with a tensor for each rank."
+                f"{name} must have the same number of elements for each of {size} ranks; got shape "
+                f"{tuple(tensors.shape)}. Pass a list with a tensor for each rank."
             )
-        with flattened(comm, given, write=write) as elements:
+        with flattened(comm, tensors, write=write) as elements:
             yield list(elements.view(size, -1)) if len(elements) else [elements] * size, elements
         return
-    parts = list(given or ()) if here else []
-    if len(parts) != size * here or len({one.dtype for one in parts}) > 1:
-        types = ", ".join(sorted({type_of(one.dtype) for one in parts})) or "none"
+    parts = list(tensors or ()) if here else []
+    if len(parts) != size * here or len({part.dtype for part in parts}) > 1:
+        types = ", ".join(sorted({type_of(part.dtype) for part in parts})) or "none"
         raise ConfigError(
             f"{name} must be a tensor for each of {size} ranks, all of one dtype; got {len(parts)}, of {types}."
         )
     with ExitStack() as until:
-        flat = [until.enter_context(flattened(comm, one, write=write)) for one in parts]
-        lengths = {len(one) for one in flat}
+        flat = [until.enter_context(flattened(comm, part, write=write)) for part in parts]
+        lengths = {len(part) for part in flat}
         if not joint or len(lengths) != 1 or 0 in lengths:
             yield flat, None
             return
         whole = torch.cat(flat)
-        joined = list(whole.view(size, -1))
-        yield joined, whole
-        for one, part in zip(flat, joined) if write else ():
-            one.copy_(part)
+        views = list(whole.view(size, -1))
+        yield views, whole
+        for part, view in zip(flat, views) if write else ():
+            part.copy_(view)
 
 
 def each(tensors: Tensors) -> Sequence[Tensor]:
-    """Return several tensors as they are, and one in a list."""
+    """Return a sequence of tensors unchanged, and a single tensor as a list."""
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Tell whether a tensor is its elements in some memory, one after the other."""
+    """Return whether a tensor's memory holds exactly its elements: contiguous, without lazy conjugation or negation."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def type_of(dtype: torch.dtype) -> str:
-    """Name a dtype without the module."""
+    """Return a dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
 def require_fit(name: str, tensor: Tensor, part: Tensor) -> None:
-    """Raise ConfigError if a tensor is not as long as this rank's part, and of its dtype."""
+    """Raise ConfigError if a tensor's length or dtype differs from that of this rank's part."""
     if tensor.numel() != len(part) or tensor.dtype != part.dtype:
         raise ConfigError(
-            f"{name} must be like this rank's part, {len(part)} elements of {type_of(part.dtype)}; got shape "
-            f"{tuple(tensor.shape)} of {type_of(tensor.dtype)}. Make both alike."
+            f"{name} must match this rank's part, {len(part)} elements of {type_of(part.dtype)}; got shape "
+            f"{tuple(tensor.shape)} of {type_of(tensor.dtype)}. Use the same length and dtype."
         )

@@ -1,4 +1,4 @@
-"""The table of measured all-reduce times, its file, and the choice of the fastest algorithm at each length."""
+"""Measure all-reduce algorithms, cache the table of times, and choose the fastest algorithm for each length."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from torch import Tensor
 
 from hpcdist.collectives import available, load
 from hpcdist.collectives.base import Algorithm, AllReduce
-from hpcdist.collectives.tuning.timing import between, calls_within, interleaved, lower_quartile
-from hpcdist.comm.cache import cache_file, measured
+from hpcdist.collectives.tuning.timing import calls_within, clamp, interleaved, lower_quartile
+from hpcdist.comm.cache import cache_file, load_or_measure
 from hpcdist.comm.communicator import Communicator
 
-# Bytes: 4 KiB to 16 MiB, and one length that no cache holds, whose winner takes the rest.
+# Bytes: 4 KiB to 16 MiB, and one size that exceeds all caches, whose winner is used for all longer tensors.
 SIZES = (*(1 << exponent for exponent in range(12, 25)), 1 << 26)
-LONG = 1 << 25  # from here on only what did well at the size before is timed, and only once
-SLOW_S = 0.1  # of the fastest one's call: nothing longer is measured, which a slow network would take minutes for
-BUDGET_S = 0.6  # seconds of timed calls in all, beside the first ones
-CALLS_S, MOST_CALLS = 1e-3, 50  # one timing covers as many calls as take about this long together
-FIRST_CALLS = 8  # at most so many come before those that count: an algorithm may prepare them
-ROUNDS = 6  # timings of an algorithm at a size in one pass through the sizes, at most
+LONG = 1 << 25  # from this size on only algorithms that were fast at the previous size are timed, and only once
+SLOW_S = 0.1  # if the fastest call takes longer, no larger size is measured: a slow network would take minutes
+BUDGET_S = 0.6  # total seconds of timed calls, without the first calls
+CALLS_S, MAX_CALLS = 1e-3, 50  # one timing covers as many calls as take about this long
+FIRST_CALLS = 8  # maximum number of untimed calls: an algorithm may prepare its calls
+ROUNDS = 6  # maximum timings of an algorithm per size in one pass through the sizes
 
-# After each pass those are dropped from a size that took longer than so many times the best one's time: in the first
-# one, which is not counted, memory is touched for the first time.
+# After each pass a size drops the algorithms that took longer than this multiple of the fastest one's time. The first
+# pass is untimed: it touches memory for the first time.
 LIMITS = (3.0, 1.9, 1.6, 1.4, 1.3, 1.3)
-HOPELESS = 1.9  # what having no figure counts as
-LATENCY_S, BYTE_S = 2e-6, 1e-10  # of shared memory or a fast network: where the formulas put algorithms beside others
-PLAUSIBLE = 5.0  # an algorithm whose formula gives more than this many times the least is not measured at all
+HOPELESS = 1.9  # factor assumed for an algorithm without a timing
+LATENCY_S, BYTE_S = 2e-6, 1e-10  # of shared memory or a fast network, to compare the cost formulas
+PLAUSIBLE = 5.0  # an algorithm whose predicted cost is more than this multiple of the smallest is not measured at all
 
-# Choosing another algorithm than the library's own at one size, or than at the size before, must make up for this
-# factor: so the choice follows what is fast over a range of sizes, and not the luck of a single measurement.
+# An algorithm other than the library's own, or than that of the previous size, must be faster by these factors to be
+# chosen: so the choice follows a range of sizes instead of the noise of a single measurement.
 FOREIGN, SWITCHED = 1.15, 1.2
-LAST = 3  # so many sizes does the last one count for, as it stands for all that are longer
+LAST = 3  # weight of the last size, which represents all longer tensors
 
 
 class TimingTable(BaseModel):
-    """The seconds of each algorithm at each length."""
+    """The measured seconds of each algorithm at each size."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     sizes: tuple[PositiveInt, ...]  # bytes, ascending
-    seconds: dict[str, tuple[NonNegativeFloat | None, ...]]  # one figure per size; None: not worth it
+    seconds: dict[str, tuple[NonNegativeFloat | None, ...]]  # by algorithm, one value per size; None: not measured
 
     @model_validator(mode="after")
     def _is_complete(self) -> TimingTable:
@@ -61,16 +61,15 @@ class TimingTable(BaseModel):
         return self
 
     def choice(self) -> list[str]:
-        """Choose one algorithm for each size: the sequence of least cost, where each change costs a factor too.
+        """Choose one algorithm for each size, minimizing the total slowdown; each change of the algorithm costs, too.
 
-        The cost is the product of the factors by which each size takes longer than its fastest algorithm; the
-        shortest path through the sizes is found by dynamic programming. Where the library's own was faster than
-        another algorithm, that one is not chosen.
+        The cost of a sequence is the product of each size's slowdown over its fastest algorithm; dynamic programming
+        finds the cheapest sequence. An algorithm is never chosen where the library's own was faster.
         """
         paths: dict[str, tuple[float, list[str]]] = {name: (0.0, []) for name in self.seconds}
         for size in range(len(self.sizes)):
-            cost, way = min(paths.values(), key=lambda path: path[0])
-            changed = (cost + math.log(SWITCHED) * bool(way), way)
+            cost, names = min(paths.values(), key=lambda path: path[0])
+            changed = (cost + math.log(SWITCHED) * bool(names), names)
             paths = {
                 name: (before[0] + self._excess(name, size), [*before[1], name])
                 for name, path in paths.items()
@@ -79,18 +78,18 @@ class TimingTable(BaseModel):
         return min(paths.values(), key=lambda path: path[0])[1]
 
     def _excess(self, name: str, size: int) -> float:
-        """Compute the logarithm of the factor by which an algorithm is slower than the best at a size, weighted."""
+        """Return the weighted logarithm of an algorithm's slowdown over the fastest algorithm at a size."""
         best = min(each_s for row in self.seconds.values() if (each_s := row[size]) is not None)
         library = self.seconds["native"][size] if "native" in self.seconds else None
-        own = self.seconds[name][size]
-        if name != "native" and library is not None and (own is None or own > library):
+        taken_s = self.seconds[name][size]
+        if name != "native" and library is not None and (taken_s is None or taken_s > library):
             return math.inf
-        factor = HOPELESS if own is None else own / best if best > 0 else 1.0
+        factor = HOPELESS if taken_s is None else taken_s / best if best > 0 else 1.0
         weight = LAST if size == len(self.sizes) - 1 else 1
         return weight * math.log(factor if name == "native" else factor * FOREIGN)
 
     def ranges(self) -> list[tuple[float, str]]:
-        """List the choice as (largest number of bytes, algorithm), ascending; the last one is without limit.
+        """Return the choice as (largest number of bytes, algorithm) pairs, ascending; the last limit is infinite.
 
         A range ends at the geometric mean of two measured sizes.
         """
@@ -99,8 +98,8 @@ class TimingTable(BaseModel):
 
 def candidates(comm: Communicator) -> list[str]:
     """List the algorithms to choose from on these ranks."""
-    found = {name: load(name) for name in available()}
-    return [name for name, cls in found.items() if issubclass(cls, Algorithm) and cls.suits(comm)]
+    classes = {name: load(name) for name in available()}
+    return [name for name, cls in classes.items() if issubclass(cls, Algorithm) and cls.suits(comm)]
 
 
 def measure_table(
@@ -112,47 +111,47 @@ def measure_table(
     """Collective. Time the algorithms against each other; the same table on all ranks.
 
     Args:
-        comm: the ranks in question. Measured on a copy of it, so that its account of traffic shows nothing of this.
-        sizes: lengths in bytes, ascending, multiples of 4. The table ends with the first that takes SLOW_S or more.
+        comm: the ranks. A copy of it is measured, so its traffic counters do not change.
+        sizes: lengths in bytes, ascending, multiples of 4. The table ends with the first one that takes SLOW_S or more.
         algorithms: names; by default all that can run here.
-        budget_s: seconds of timed calls in all, about.
+        budget_s: approximate total seconds of timed calls.
     """
-    own = comm.split(0)
-    sides = {name: load(name)(own) for name in algorithms or candidates(comm)}
+    copy = comm.split(0)
+    contenders = {name: load(name)(copy) for name in algorithms or candidates(comm)}
     tensor = torch.empty(max(sizes) // 4).zero_()  # written, so that its pages exist; zeros never overflow
     races: list[_Race] = []
 
     def add(size: int, names: Sequence[str], limit: float) -> None:
-        if not races or races[-1].least_s < SLOW_S:
-            races.append(_Race(own, {name: sides[name] for name in names}, tensor[: size // 4]))
+        if not races or races[-1].fastest_s < SLOW_S:
+            races.append(_Race(copy, {name: contenders[name] for name in names}, tensor[: size // 4]))
             races[-1].warm_up(limit)
 
     first, *further = LIMITS
     for size in sizes:
         if size < LONG:
-            add(size, list(sides), first)
+            add(size, list(contenders), first)
     share_s = budget_s / len(sizes) / len(further)
     for limit in further:
-        for race in races:  # a disturbance that lasts falls on all sizes, and on a part of each one's timings
+        for race in races:  # pass by pass: a disturbance then affects all sizes, and only part of each one's timings
             race.run(share_s, limit)
     for size in sizes:
         if size >= LONG:
-            add(size, _near(races[-1].figures_s(), HOPELESS) if races else list(sides), HOPELESS)
-    for side in sides.values():
-        side.close()
-    own.close()
-    figures = [race.figures_s() for race in races]
-    seconds = {name: tuple(of_size.get(name) for of_size in figures) for name in sides}
+            add(size, _near(races[-1].timings_s(), HOPELESS) if races else list(contenders), HOPELESS)
+    for contender in contenders.values():
+        contender.close()
+    copy.close()
+    timings = [race.timings_s() for race in races]
+    seconds = {name: tuple(of_size.get(name) for of_size in timings) for name in contenders}
     return TimingTable(sizes=tuple(sizes[: len(races)]), seconds=seconds)
 
 
 class _Race:
-    """The algorithms that may be the fastest for one tensor. Its methods are Collective."""
+    """Times the algorithms that may be the fastest for one tensor. Its methods are collective."""
 
-    def __init__(self, comm: Communicator, sides: Mapping[str, AllReduce], tensor: Tensor):
+    def __init__(self, comm: Communicator, contenders: Mapping[str, AllReduce], tensor: Tensor):
         self._comm, self._tensor = comm, tensor
-        cost_s = _costs_s(comm, list(sides), tensor.nbytes, LATENCY_S, BYTE_S)
-        self._racing = {name: sides[name] for name in _near(cost_s, PLAUSIBLE)}
+        cost_s = _costs_s(comm, list(contenders), tensor.nbytes, LATENCY_S, BYTE_S)
+        self._racing = {name: contenders[name] for name in _near(cost_s, PLAUSIBLE)}
         self._once_s: dict[str, float] = {}
         self._taken_s: dict[str, list[float]] = {}
 
@@ -164,33 +163,33 @@ class _Race:
         self._drop(self._once_s, limit)
 
     @property
-    def least_s(self) -> float:
-        """Return the seconds of the fastest one's first calls; the same on all ranks."""
+    def fastest_s(self) -> float:
+        """Return the seconds of the fastest first call; the same on all ranks."""
         return min(self._once_s.values())
 
     def run(self, budget_s: float, limit: float) -> None:
-        """Time the algorithms a few more times, and drop those beyond the limit."""
+        """Time the algorithms a few more times, and drop those slower than `limit` times the fastest."""
         if len(self._racing) > 1:
             once_s = {name: self._once_s[name] for name in self._racing}
-            calls = calls_within(CALLS_S, once_s, MOST_CALLS)
+            calls = calls_within(CALLS_S, once_s, MAX_CALLS)
             round_s = sum(calls[name] * once_s[name] for name in once_s) or budget_s
-            rounds = between(1, budget_s / round_s, ROUNDS)
+            rounds = clamp(budget_s / round_s, 1, ROUNDS)
             for name, times in interleaved(self._comm, self._racing, self._tensor, rounds, calls).items():
                 self._taken_s.setdefault(name, []).extend(times)
-            self._drop(self.figures_s(), limit)
+            self._drop(self.timings_s(), limit)
 
     def _drop(self, seconds: Mapping[str, float], limit: float) -> None:
         near = _near({name: seconds[name] for name in self._racing}, limit)
         self._racing = {name: self._racing[name] for name in near}
 
-    def figures_s(self) -> dict[str, float]:
-        """Return the lower quartile of each one's timings."""
-        figures_s = {name: lower_quartile(times) for name, times in self._taken_s.items()}
-        return figures_s or {name: self._once_s[name] for name in self._racing}
+    def timings_s(self) -> dict[str, float]:
+        """Return the lower quartile of each algorithm's timings."""
+        timings_s = {name: lower_quartile(times) for name, times in self._taken_s.items()}
+        return timings_s or {name: self._once_s[name] for name in self._racing}
 
 
 def _near(seconds: Mapping[str, float], factor: float) -> list[str]:
-    """List those that take at most `factor` times the least, and the library's own, the reference of all."""
+    """Return the names that take at most `factor` times the minimum, and always `native`, the reference."""
     limit_s = factor * min(seconds.values())
     return [name for name, each_s in seconds.items() if name == "native" or each_s <= limit_s]
 
@@ -198,19 +197,19 @@ def _near(seconds: Mapping[str, float], factor: float) -> list[str]:
 def _costs_s(
     comm: Communicator, names: Sequence[str], n_bytes: float, latency_s: float, byte_s: float
 ) -> dict[str, float]:
-    """Predict the seconds of a call of each algorithm by its formula."""
+    """Predict the seconds of one call of each algorithm by its cost formula."""
     ranks_per_node = min(Counter(comm.nodes).values())
     formulas = {name: cast(type[Algorithm], load(name)).cost_s for name in names}
     return {n: cost_s(n_bytes, comm.size, latency_s, byte_s, 0.0, ranks_per_node) for n, cost_s in formulas.items()}
 
 
 def predicted_ranges(comm: Communicator, latency_s: float, byte_s: float) -> list[tuple[float, str]]:
-    """List the algorithm of least cost by its formula at each length, as `TimingTable.ranges` does.
+    """Return the ranges, as `TimingTable.ranges`, of the cheapest algorithm by the cost formulas.
 
-    The formulas are exact, so no algorithm is preferred but the library's own among equals.
+    The formulas have no noise, so the library's own all-reduce is preferred only among equals.
 
     Args:
-        latency_s, byte_s: of the links between the ranks.
+        latency_s, byte_s: latency, and seconds per byte, of the links between the ranks.
     """
     names = sorted(candidates(comm), key=lambda name: name != "native")
     sizes = [2 ** (quarter / 4) for quarter in range(4 * 6, 4 * 30)]
@@ -219,33 +218,32 @@ def predicted_ranges(comm: Communicator, latency_s: float, byte_s: float) -> lis
 
 
 def _joined(sizes: Sequence[float], chosen: Sequence[str]) -> list[tuple[float, str]]:
-    """Join neighbours of one choice to ranges, which end at the geometric mean of two sizes."""
+    """Merge consecutive sizes with the same choice into ranges, which end at the geometric mean of two sizes."""
     ends = [*(math.sqrt(a * b) for a, b in itertools.pairwise(sizes)), math.inf]
     following = [*chosen[1:], None]
     return [(end, name) for end, name, after in zip(ends, chosen, following, strict=True) if name != after]
 
 
 def cached_table(comm: Communicator, cache_dir: Path | None = None, *, refresh: bool = False) -> TimingTable:
-    """Collective. Read the table of this machine from its file, or measure it and write it there.
+    """Collective. Return the cached table of this machine, or measure and cache it; the same on all ranks.
 
-    Rank 0 alone reads and writes; all ranks get the same table. A file that can't be used is measured anew, with a
-    warning; one that can't be written too.
+    Warns, and measures again, if the file is invalid; warns if it can't be written.
 
     Args:
-        cache_dir: where the file lies; `~` is the user's home; None: the user's cache. Made where it is missing.
-        refresh: measure although there is a file, and replace it.
+        cache_dir: folder of the file, created if missing; `~` is the user's home; None: the user's cache folder.
+        refresh: measure even if there is a file, and replace it.
     """
-    hosts = len(set(comm.gather(platform.node())))  # fewer than nodes where ranks of one host are taken to be apart
+    hosts = len(set(comm.gather(platform.node())))  # fewer than nodes if ranks of one host are treated as several nodes
     nodes = sorted(Counter(comm.nodes).values())
     path = cache_file("allreduce", nodes, hosts, comm.platform.library, folder=cache_dir)
     names = candidates(comm)
 
     def check(text: str) -> str:
         table = TimingTable.model_validate_json(text)
-        return text if sorted(table.seconds) == sorted(names) else ""  # other algorithms can run now: out of date
+        return text if sorted(table.seconds) == sorted(names) else ""  # out of date: other algorithms can run now
 
     def measure() -> str:
         return measure_table(comm, algorithms=names).model_dump_json(indent=1)
 
-    text = measured(comm, path, check, measure, "table of all-reduce times", refresh=refresh)
+    text = load_or_measure(comm, path, check, measure, "table of all-reduce times", refresh=refresh)
     return TimingTable.model_validate_json(text)

@@ -1,4 +1,4 @@
-"""Timing several ways of doing the same, so that they can be compared on a noisy machine."""
+"""Time several implementations of the same operation, so that they can be compared on a noisy machine."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 
-Sides = Mapping[str, Callable[[Tensor], object]]  # what to time, by name
+Contenders = Mapping[str, Callable[[Tensor], object]]  # functions to time, by name
 
 
 def interleaved(
-    comm: Communicator, sides: Sides, tensor: Tensor, rounds: int, calls: Mapping[str, int] | None = None
+    comm: Communicator, contenders: Contenders, tensor: Tensor, rounds: int, calls: Mapping[str, int] | None = None
 ) -> dict[str, list[float]]:
-    """Collective. Time the sides in turns; return seconds per call by side and round, of the slowest rank.
+    """Collective. Time functions in alternation; return the slowest rank's seconds per call, by function and round.
 
     Args:
-        sides: the same names in the same order on all ranks.
-        tensor: handed to every call.
-        rounds: how often each side is timed.
-        calls: how many calls one timing of a side covers; by default one.
+        contenders: the functions, with the same names in the same order on all ranks.
+        tensor: argument of every call.
+        rounds: number of timings of each function.
+        calls: number of calls that one timing of each function covers; by default one.
     """
-    taken_s: dict[str, list[float]] = {name: [] for name in sides}
-    for name in in_turn(sides, rounds):
-        side, times = sides[name], calls[name] if calls else 1
+    taken_s: dict[str, list[float]] = {name: [] for name in contenders}
+    for name in in_random_order(contenders, rounds):
+        function, times = contenders[name], calls[name] if calls else 1
         comm.barrier()
         start = comm.now()
         for _ in range(times):
-            side(tensor)
+            function(tensor)
         taken_s[name].append((comm.now() - start) / times)
     return {name: slowest(comm, times) for name, times in taken_s.items()}
 
 
-def in_turn(names: Iterable[str], rounds: int) -> Iterator[str]:
-    """Yield all names in every round, the same on all ranks.
+def in_random_order(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """Yield all names once per round, in a random order that is the same on all ranks.
 
-    Every round has every name, so that a disturbance of the machine meets them all alike, and in another order, as
-    each finds in the caches what the one before has left there.
+    So a disturbance of the machine affects all names equally, and none always runs after the same other one, which
+    determines the contents of the caches.
     """
     known, shuffled = list(names), random.Random(0)
     for _ in range(rounds):
@@ -46,18 +46,18 @@ def in_turn(names: Iterable[str], rounds: int) -> Iterator[str]:
 
 
 def slowest(comm: Communicator, seconds: list[float]) -> list[float]:
-    """Collective. Take the largest of all ranks' figures, element by element; the same on all of them."""
+    """Collective. Return the elementwise maximum over all ranks; the same on all ranks."""
     return [max(of_ranks) for of_ranks in zip(*comm.gather(seconds), strict=True)]
 
 
-def calls_within(seconds: float, once_s: Mapping[str, float], most: int) -> dict[str, int]:
-    """Count the calls of each side that take about `seconds` together, 1 to `most`, if one takes `once_s`."""
-    return {name: between(1, seconds / (each_s or seconds), most) for name, each_s in once_s.items()}
+def calls_within(seconds: float, once_s: Mapping[str, float], max_calls: int) -> dict[str, int]:
+    """Return how many calls of each function take about `seconds`, 1 to `max_calls`, if one takes `once_s`."""
+    return {name: clamp(seconds / (each_s or seconds), 1, max_calls) for name, each_s in once_s.items()}
 
 
-def between(least: int, wanted: float, most: int) -> int:
-    """Round `wanted` down to an integer within limits."""
-    return max(least, min(most, int(wanted)))
+def clamp(value: float, low: int, high: int) -> int:
+    """Round `value` down to an integer from `low` to `high`."""
+    return max(low, min(high, int(value)))
 
 
 def lower_quartile(seconds: Iterable[float]) -> float:
@@ -67,36 +67,36 @@ def lower_quartile(seconds: Iterable[float]) -> float:
 
 
 class Trial:
-    """Find the fastest of several ways of doing the same while they are in use: they take turns, and are timed.
+    """Find the fastest of several variants of a call while they are in use: they alternate, and are timed.
 
-    The lower quartile of each way's times counts, on the slowest rank. So all ranks choose the same way.
+    Compares the lower quartile of each variant's times on the slowest rank; so all ranks choose the same variant.
 
     Args:
-        comm: the ranks, which do the same in the same order.
-        ways: their number.
-        rounds: timings of each way that count.
-        warm_up: timings of each way before these.
-        worth: another way than the first must take less than this part of its time: the rest is noise.
+        comm: the ranks, which make the same calls in the same order.
+        variants: number of variants.
+        rounds: timings of each variant that count.
+        warm_up: timings of each variant before these.
+        worth: a variant replaces the first only if it takes less than this fraction of its time; the rest is noise.
 
     Attributes:
-        way: the number of the way to take next.
-        decided: it stays so.
+        variant: index of the variant to use for the next call.
+        decided: the choice is final.
     """
 
-    def __init__(self, comm: Communicator, ways: int, rounds: int, warm_up: int = 1, worth: float = 1.0):
+    def __init__(self, comm: Communicator, variants: int, rounds: int, warm_up: int = 1, worth: float = 1.0):
         self._comm, self._rounds, self._warm_up, self._worth = comm, rounds, warm_up, worth
-        self._taken_s = [list[float]() for _ in range(ways)]
-        self.way, self.decided = 0, False
+        self._taken_s = [list[float]() for _ in range(variants)]
+        self.variant, self.decided = 0, False
 
-    def note(self, seconds: float) -> None:
-        """Note how long the way took. Collective at the end of the last round."""
+    def record(self, seconds: float) -> None:
+        """Record the seconds of the variant just used. Collective at the end of the last round."""
         if self.decided:
             return
-        self._taken_s[self.way].append(seconds)
-        self.way = (self.way + 1) % len(self._taken_s)
-        if self.way == 0 and len(self._taken_s[0]) == self._warm_up + self._rounds:
+        self._taken_s[self.variant].append(seconds)
+        self.variant = (self.variant + 1) % len(self._taken_s)
+        if self.variant == 0 and len(self._taken_s[0]) == self._warm_up + self._rounds:
             counted = [lower_quartile(taken_s[self._warm_up :]) for taken_s in self._taken_s]
             first_s, *others_s = slowest(self._comm, counted)
             fastest_s = min(others_s)
-            self.way = 1 + others_s.index(fastest_s) if fastest_s < self._worth * first_s else 0
+            self.variant = 1 + others_s.index(fastest_s) if fastest_s < self._worth * first_s else 0
             self.decided = True

@@ -132,7 +132,7 @@ class Running:
         new = {ranks: None for ranks in groups if ranks not in self._groups and len(ranks) < self.comm.size}
         if new and self.tuning.cycle_time_ms is not None:
             raise ConfigError(
-                f"cycle_time_ms must be left out where groups of the ranks that Horovod runs on sum on their own; got "
+                f"cycle_time_ms must be omitted where groups of the ranks that Horovod runs on sum on their own; got "
                 f"{self.tuning.cycle_time_ms}. It starts anew for them, and can't with that."
             )
         if new:

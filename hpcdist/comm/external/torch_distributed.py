@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.base import WATCHDOG_S, OtherLibrary
-from hpcdist.comm.network import LOOPBACK, addresses, here, in_order, listen
+from hpcdist.comm.network import LOOPBACK, addresses, listen, shared_first, stack_id
 from hpcdist.errors import CommunicationError, ConfigError
 
 if TYPE_CHECKING:  # it starts MPI, which importing this must not
@@ -46,10 +46,10 @@ class ProcessGroup(OtherLibrary):
         self.backend, self.label = backend, {"nccl": "NCCL", "gloo": "Gloo"}[backend]
         if backend == "nccl":
             self._require_gpus()
-        meeting = meet(comm, interface)
+        point = rendezvous(comm, interface)
         self._timeout = timeout_of(comm)
-        self._store: TCPStore | None = meeting.store
-        self._group: Any = (self._gloo if backend == "gloo" else self._nccl)(meeting)
+        self._store: TCPStore | None = point.store
+        self._group: Any = (self._gloo if backend == "gloo" else self._nccl)(point)
 
     def _require_gpus(self) -> None:
         """Collective. Check that every rank has a GPU; raise ConfigError on all ranks otherwise."""
@@ -65,16 +65,16 @@ class ProcessGroup(OtherLibrary):
                     "'hpcdist', 'horovod' or 'gloo' there."
                 )
 
-    def _gloo(self, meeting: Rendezvous) -> Any:
+    def _gloo(self, point: Rendezvous) -> Any:
         options: Any = vars(dist.ProcessGroupGloo)["_Options"]()  # torch's types leave it out
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.address)]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=point.address)]
         options._timeout = self._timeout
-        return dist.ProcessGroupGloo(meeting.store, self.comm.rank, self.comm.size, options)
+        return dist.ProcessGroupGloo(point.store, self.comm.rank, self.comm.size, options)
 
-    def _nccl(self, meeting: Rendezvous) -> Any:
+    def _nccl(self, point: Rendezvous) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        return dist.ProcessGroupNCCL(meeting.store, self.comm.rank, self.comm.size, options)
+        return dist.ProcessGroupNCCL(point.store, self.comm.rank, self.comm.size, options)
 
     def check(self, tensor: Tensor) -> None:
         if self.backend == "nccl" and not tensor.is_cuda:
@@ -111,7 +111,7 @@ class Rendezvous(NamedTuple):
     address: str
 
 
-def meet(comm: Communicator, interface: str = "") -> Rendezvous:
+def rendezvous(comm: Communicator, interface: str = "") -> Rendezvous:
     """Collective. Make torch.distributed's store, at a free port of rank 0, which sends its addresses over MPI.
 
     Whoever reaches the store may read and change it: torch asks for no secret. So it listens on loopback where all
@@ -125,7 +125,7 @@ def meet(comm: Communicator, interface: str = "") -> Rendezvous:
         CommunicationError: a rank reaches none of rank 0's addresses.
         UnknownNameError: a host has no such interface or network.
     """
-    stacks = comm.gather(here())
+    stacks = comm.gather(stack_id())
     near = [stack == stacks[0] for stack in stacks]
     at, host, address = [LOOPBACK] * 3 if all(near) else _try_out(comm, interface, near)
     listener = listen(at) if comm.rank == 0 else None
@@ -149,7 +149,7 @@ def _try_out(comm: Communicator, interface: str, near: list[bool]) -> tuple[str,
     own = addresses(interface)
     with listen() if comm.rank == 0 else nullcontext() as probe:
         theirs, port = comm.gather([[str(a.ip.ip) for a in own], probe.getsockname()[1] if probe else 0])[0]
-        host, address = (None if near[comm.rank] else _reach(in_order(theirs, own), port)) or ("", "")
+        host, address = (None if near[comm.rank] else _reach(shared_first(theirs, own), port)) or ("", "")
         reached = comm.gather(host)
     others = {rank: at for rank, at in enumerate(reached) if not near[rank]}
     for rank, at in others.items():

@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm.capabilities import numbered
+from hpcdist.comm.capabilities import number_nodes
 from hpcdist.comm.mpi.calls import clock
 from hpcdist.comm.window import Memory, refuse_attached
 from hpcdist.errors import CommunicationError
@@ -122,7 +122,7 @@ def find_nodes(mpi: MPI.Intracomm) -> tuple[int, ...]:
     node.Free()
     firsts = np.empty(mpi.Get_size(), np.int64)
     mpi.Allgather(first, firsts)
-    return numbered(firsts.tolist())
+    return number_nodes(firsts.tolist())
 
 
 def try_attach(comm) -> bool:

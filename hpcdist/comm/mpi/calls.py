@@ -29,8 +29,8 @@ GIVE_WAY_S = 2.0  # how long mpirun may take to end the other ranks of a job
 NEWS_S = 30.0  # how much later than a broken connection MPI may tell of the death behind it
 
 
-def meet(mpi: MPI.Intracomm) -> None:
-    """Collective among the living. Return once all of them are here, whoever has died; a barrier may then hang."""
+def barrier(mpi: MPI.Intracomm) -> None:
+    """Collective among the surviving ranks. Wait until all have called it; MPI's barrier may hang after a death."""
     while True:
         dead = mpi.Get_failed()
         mpi.Ack_failed(dead.size)
@@ -169,7 +169,7 @@ class Calls:
         except DeadlineError as error:
             if deadline_s is not None:
                 raise
-            raise DeadlineError(f"{error}{self.failures.whereabouts()}") from None
+            raise DeadlineError(f"{error}{self.failures.locate_ranks()}") from None
         finally:
             with self._memory:
                 self.current = outer
@@ -182,19 +182,19 @@ class Calls:
         count, call = self.count, self.current  # in this order: a call that begins meanwhile has a higher number
         if call is None or call.what == EXIT or (call.by and call.peer == EVERYONE):
             return None  # of some ranks alone no count of calls tells who is late
-        together = self.inside > 0 or call.peer == EVERYONE or call.what == BROADCAST
-        by = () if together else call.by or ((call.peer,) if call.peer >= 0 and call.what in RECEIVES else ())
-        if not together and not by:
+        everyone = self.inside > 0 or call.peer == EVERYONE or call.what == BROADCAST
+        by = () if everyone else call.by or ((call.peer,) if call.peer >= 0 and call.what in RECEIVES else ())
+        if not everyone and not by:
             return None  # what is sent may be on its way into memory that the other rank has offered
         waited_s = clock() - call.since
-        if waited_s < (patience_s if together or call.by else max(patience_s, MESSAGE_S)):
+        if waited_s < (patience_s if everyone or call.by else max(patience_s, MESSAGE_S)):
             return None
-        if call.by and not together:
+        if call.by and not everyone:
             with self._memory:  # which is there as long as this rank waits
                 if self.current is not call or call.ready():
                     return None
         what = "all-reduce" if self.inside and call.peer != EVERYONE else call.what
-        ranks = None if together else tuple(self.world_ranks[rank] for rank in by)
+        ranks = None if everyone else tuple(self.world_ranks[rank] for rank in by)
         whom = self.peer_name(call.peer) if ranks is None else " or ".join(f"rank {rank}" for rank in ranks[:SHOWN])
         whom += f" or {len(by) - SHOWN} more" * (len(by) > SHOWN)
         return Wait(self.name, what, count, ranks, f"for {whom} {self.place(call)}", call.since, waited_s)
@@ -239,10 +239,10 @@ class FaultTolerance(Failures):
     """The ranks of a communicator that live, and what is done where one dies: agreement, and repetition of calls.
 
     A transfer with a rank that has died raises RankFailedError. A collective does so on some ranks only, and others
-    wait for these (whoever fails revokes the communicator of the living, so that all leave) or get what is incomplete
-    without an error, as from Open MPI 5.0's MPI_Allgatherv. So nothing counts before all agree that none has died.
-    Messages between the living, and windows, work on the communicator that a rank died in; only collectives need one
-    of the living alone.
+    wait for these (whoever fails revokes the communicator of the surviving ranks, so that all leave) or get what is
+    incomplete without an error, as from Open MPI 5.0's MPI_Allgatherv. So nothing counts before all agree that none has
+    died. Messages between the surviving ranks, and windows, work on the communicator that a rank died in; only
+    collectives need one of the surviving ranks alone.
 
     Args:
         mpi: MPI's communicator of all ranks.
@@ -267,7 +267,7 @@ class FaultTolerance(Failures):
         super().__init__(mpi.Get_size(), deadline_s)
         self.all, self.tolerant = mpi, tolerant
         # For collectives; messages outlive its revocation.
-        self.alive: MPI.Intracomm = mpi.Dup() if tolerant else mpi
+        self.surviving: MPI.Intracomm = mpi.Dup() if tolerant else mpi
         self.calls = self.collective = Calls(self, name, world_ranks, traffic)
         self._places = places
 
@@ -285,7 +285,7 @@ class FaultTolerance(Failures):
             return True
         return False
 
-    def whereabouts(self) -> str:
+    def locate_ranks(self) -> str:
         places = self._places()
         if not places:
             return ""
@@ -294,9 +294,9 @@ class FaultTolerance(Failures):
             as_launched = "" if rank == number else f" (rank {number} of the job)"
             lines.append((places[number].answers, f"  rank {rank}{as_launched}: {places[number].text}"))
         lines.sort(key=lambda line: line[0])  # first those that say nothing
-        shown = [text for _, text in lines[:SHOWN]]
-        shown += [f"  and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN)
-        return "\n".join(["", "Where the ranks are:", *shown])
+        listed = [text for _, text in lines[:SHOWN]]
+        listed += [f"  and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN)
+        return "\n".join(["", "Where the ranks are:", *listed])
 
     def shrink(self) -> None:
         if self.tolerant:
@@ -307,7 +307,7 @@ class FaultTolerance(Failures):
 
         Only where ranks outlive others: else a death ends the job.
         """
-        for mpi in (self.all, self.alive):
+        for mpi in (self.all, self.surviving):
             mpi.Revoke()
 
     def retry_on_failure(self, action: Callable[[], T], *others: Failures) -> T:
@@ -315,16 +315,16 @@ class FaultTolerance(Failures):
             return action()
         self.shrink()
         while True:
-            before, error = self.living, None
+            before, error = self.alive, None
             try:
                 result = action()
             except Exception as failure:  # whatever it is: incomplete data may have been used
                 error = failure
                 for failures in (self, *others):
                     if isinstance(failures, FaultTolerance):
-                        failures.alive.Revoke()
+                        failures.surviving.Revoke()
             done = self._agree(error is None)
-            if self.living == before:
+            if self.alive == before:
                 break
         if not done:
             raise error or CommunicationError(
@@ -347,14 +347,14 @@ class FaultTolerance(Failures):
             os._exit(status)
 
     def _agree(self, done: bool) -> bool:
-        """Collective among the living. Tell whether all are `done`, and shrink the group to the living."""
+        """Collective among the surviving ranks. Return whether all are `done`; shrink the group to these ranks."""
         calls = self.calls
         calls.count += 1
         with calls.blocked("shrink", EVERYONE, self.deadline_s):
             while True:
                 dead = self.failed()
                 self.all.Ack_failed(len(dead))
-                whole = not set(dead) & set(self.living) and not self.alive.Is_revoked()
+                whole = not set(dead) & set(self.alive) and not self.surviving.Is_revoked()
                 try:
                     agreed = self.all.Agree(done | whole << 1)  # of each bit whether all ranks have it
                     break
@@ -362,10 +362,12 @@ class FaultTolerance(Failures):
                     if error.Get_error_class() != MPI.ERR_PROC_FAILED:
                         raise calls.failure("shrink", EVERYONE, error) from error
             if not agreed & 2:
-                before, self.alive = self.living, cast(MPI.Intracomm, self.all.Shrink())
-                meet(self.all)  # Open MPI 5.0 crashes where a communicator is revoked that another rank is still making
-                group = self.alive.Get_group()
-                self.living = tuple(MPI.Group.Translate_ranks(group, None, self.all.Get_group()))
-                self.lost += tuple(rank for rank in before if rank not in self.living)
+                before, self.surviving = self.alive, cast(MPI.Intracomm, self.all.Shrink())
+                barrier(
+                    self.all
+                )  # Open MPI 5.0 crashes where a communicator is revoked that another rank is still making
+                group = self.surviving.Get_group()
+                self.alive = tuple(MPI.Group.Translate_ranks(group, None, self.all.Get_group()))
+                self.lost += tuple(rank for rank in before if rank not in self.alive)
                 calls.count = (calls.count // GENERATION + 1) * GENERATION  # ranks may have failed in different ones
         return bool(agreed & 1)

@@ -17,7 +17,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm.capabilities import DEADLINE_S, Platform, Trace, numbered
+from hpcdist.comm.capabilities import DEADLINE_S, Platform, Trace, number_nodes
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.attached import find_nodes
 from hpcdist.comm.mpi.calls import ANYONE, BROADCAST, EVERYONE, Call, FaultTolerance, clock, world_ranks
@@ -46,8 +46,8 @@ from hpcdist.comm.transfer import (
     Traffic,
     check_flat,
     check_rank,
+    check_source_and_tag,
     check_tag,
-    check_wanted,
 )
 from hpcdist.comm.window import Put, Window
 from hpcdist.errors import CommunicationError
@@ -156,7 +156,7 @@ class MpiCommunicator(Communicator):
 
     def _wanted(self, source: int, tag: int) -> tuple[int, int, int]:
         """Return MPI's source and tag for a message to receive, and the peer to wait for."""
-        check_wanted(source, tag, self.size)
+        check_source_and_tag(source, tag, self.size)
         any_tag = MPI.ANY_TAG if tag == ANY else tag
         return (MPI.ANY_SOURCE, any_tag, ANYONE) if source == ANY else (source, any_tag, source)
 
@@ -180,7 +180,7 @@ class MpiCommunicator(Communicator):
         calls.current = call
         calls.count += 1
         try:
-            self.failures.alive.Allreduce(_IN_PLACE, (memory_at(tensor.data_ptr(), n_bytes), kind))
+            self.failures.surviving.Allreduce(_IN_PLACE, (memory_at(tensor.data_ptr(), n_bytes), kind))
         except MPI.Exception as error:
             raise calls.failure("allreduce", EVERYONE, error) from error
         finally:
@@ -198,14 +198,14 @@ class MpiCommunicator(Communicator):
                 for part in host.split(self.staging.longest):
                     self.calls.count += 1
                     into = numbers(part)
-                    self.calls.communicate("allreduce", EVERYONE, self.failures.alive.Allreduce, _IN_PLACE, into)
+                    self.calls.communicate("allreduce", EVERYONE, self.failures.surviving.Allreduce, _IN_PLACE, into)
                 self.traffic.sent(self._hops * tensor.nbytes // self.size, self._hops)
         elif tensor.dtype in NUMBERS or tensor.dtype in (torch.float16, torch.bfloat16):
             wide = tensor.detach().to(WIDE.get(tensor.dtype, torch.int32))
             self.allreduce(wide)
             tensor.detach().copy_(wide)
         else:
-            raise CommunicationError(f"dtype of a sum must be a number; got {tensor.dtype}. Convert the tensor first.")
+            raise CommunicationError(f"dtype of a sum must be numeric; got {tensor.dtype}. Convert the tensor first.")
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         check_flat(tensor)
@@ -213,27 +213,31 @@ class MpiCommunicator(Communicator):
         self.calls.count += 1
         with self.staging.host(tensor, read=self.rank == root, write=self.rank != root) as host:
             self.calls.communicate(
-                BROADCAST, root, self.failures.alive.Bcast, self.staging.message(host), self.failures.living.index(root)
+                BROADCAST,
+                root,
+                self.failures.surviving.Bcast,
+                self.staging.message(host),
+                self.failures.alive.index(root),
             )
         if self.rank == root and self.size > 1:
             self.traffic.sent(tensor.nbytes)
 
     def _gather(self, data: bytes) -> list[bytes | None]:
-        alive, living = self.failures.alive, self.failures.living
-        lengths = np.zeros(len(living), np.int64)
+        surviving, alive = self.failures.surviving, self.failures.alive
+        lengths = np.zeros(len(alive), np.int64)
         self.calls.count += 1
-        self.calls.communicate("gather", EVERYONE, alive.Allgather, np.array([len(data)], np.int64), lengths)
+        self.calls.communicate("gather", EVERYONE, surviving.Allgather, np.array([len(data)], np.int64), lengths)
         unit = 1 + int(lengths.sum()) // self.staging.longest  # bytes: MPI counts these
         counts = -(-lengths // unit)
         starts = (counts.cumsum() - counts) * unit
         gathered, padded = bytearray(int(counts.sum()) * unit), data + bytes(-len(data) % unit)
         kind = MPI.BYTE if unit == 1 else MPI.BYTE.Create_contiguous(unit).Commit()
         into = [gathered, counts, starts // unit, kind]
-        self.calls.communicate("gather", EVERYONE, alive.Allgatherv, [padded, len(padded) // unit, kind], into)
-        others = len(living) - 1
+        self.calls.communicate("gather", EVERYONE, surviving.Allgatherv, [padded, len(padded) // unit, kind], into)
+        others = len(alive) - 1
         self.traffic.sent(len(data) * others, others)
         data_of: list[bytes | None] = [None] * self.size
-        for rank, n, start in zip(living, lengths, starts, strict=True):
+        for rank, n, start in zip(alive, lengths, starts, strict=True):
             data_of[rank] = bytes(gathered[start : start + n])
         return data_of
 
@@ -241,7 +245,7 @@ class MpiCommunicator(Communicator):
         start = clock()
         self.calls.count += 1
         with self.calls.blocked("barrier", EVERYONE, self.failures.deadline_s):
-            self.calls.attempt("barrier", EVERYONE, self.failures.alive.Barrier)
+            self.calls.attempt("barrier", EVERYONE, self.failures.surviving.Barrier)
         self.traffic.waiting_s += clock() - start
 
     def _split(self, color: int | None, key: int, traffic: Traffic | None) -> MpiCommunicator | None:
@@ -270,10 +274,10 @@ class MpiCommunicator(Communicator):
         everyone.Free()
         return self._among(mpi, ranks, name)
 
-    def of_living(self) -> MpiCommunicator:
-        """Collective among the living. Make a communicator of them alone, with numbers of their own."""
+    def of_survivors(self) -> MpiCommunicator:
+        """Collective among the surviving ranks. Make a communicator of them alone, with numbers of their own."""
         self._made_from += 1
-        return self._among(self.failures.alive.Dup(), self.failures.living, "living")
+        return self._among(self.failures.surviving.Dup(), self.failures.alive, "living")
 
     def apart(self, internode: str = "auto", nodes: tuple[int, ...] | None = None) -> MpiCommunicator:
         """Collective. Copy this communicator as if its ranks were on other nodes: for tests and measurements.
@@ -288,7 +292,7 @@ class MpiCommunicator(Communicator):
     def _among(
         self, mpi: MPI.Intracomm, ranks: Iterable[int], name: str, traffic: Traffic | None = None
     ) -> MpiCommunicator:
-        nodes = numbered(self.nodes[rank] for rank in ranks)
+        nodes = number_nodes(self.nodes[rank] for rank in ranks)
         return self._made(mpi, nodes, self.memory.wanted, name, traffic)
 
     def _made(
@@ -341,4 +345,4 @@ class MpiCommunicator(Communicator):
         self.memory.close()
         if not self.failures.tolerant:  # freeing is collective, and any rank may be dead by now; the job's end does it
             self.mpi.Free()
-            self.mpi = self.failures.all = self.failures.alive = cast(MPI.Intracomm, Closed())
+            self.mpi = self.failures.all = self.failures.surviving = cast(MPI.Intracomm, Closed())

@@ -212,8 +212,8 @@ class MpiNeighbourhood(Neighbourhood):
     def __init__(self, comm, sources: Sequence[int], destinations: Sequence[int]):
         check_graph(comm, sources, destinations)
         self._sources, self._n_sent, self._comm = tuple(sources), len(destinations), comm
-        places = [[comm.failures.living.index(rank) for rank in ranks] for ranks in (sources, destinations)]
-        self._graph = comm.failures.alive.Create_dist_graph_adjacent(*places, reorder=False)
+        places = [[comm.failures.alive.index(rank) for rank in ranks] for ranks in (sources, destinations)]
+        self._graph = comm.failures.surviving.Create_dist_graph_adjacent(*places, reorder=False)
 
     def _start(self, send: Tensor, received: Tensor) -> Request:
         comm = self._comm

@@ -82,7 +82,7 @@ class NodeMemory(abc.ABC):
 
 
 class OwnedMemory(NodeMemory):
-    """Collective among the living. Memory without MPI, which only its owner's threads change atomically.
+    """Collective among the surviving ranks. Memory without MPI, which only its owner's threads change atomically.
 
     Args:
         comm: the MpiCommunicator; what is mapped is the memory of the ranks of this rank's node.
@@ -101,7 +101,8 @@ class OwnedMemory(NodeMemory):
 
 
 def map_parts(comm, n_bytes: int) -> list[mmap.mmap | memoryview]:
-    """Collective among the living. Make zeroed memory, and map that of all ranks of this rank's node, in their order.
+    """Collective among the surviving ranks. Make zeroed memory, and map that of all ranks of this rank's node, in their
+    order.
 
     Args:
         comm: the MpiCommunicator.
@@ -110,11 +111,11 @@ def map_parts(comm, n_bytes: int) -> list[mmap.mmap | memoryview]:
     Raises:
         CommunicationError: a rank can't make its memory, or map another's.
     """
-    own = comm.together(lambda: _made(n_bytes))
+    own = comm.raise_on_all_ranks(lambda: _made(n_bytes))
     try:
         files = comm.gather([own, n_bytes])
         ranks = comm.memory.local_ranks
-        return comm.together(lambda: [_mapped(comm, rank, files[rank] or [0, 0], own) for rank in ranks])
+        return comm.raise_on_all_ranks(lambda: [_mapped(comm, rank, files[rank] or [0, 0], own) for rank in ranks])
     finally:
         os.close(own)
 
@@ -204,7 +205,7 @@ class _SharedLock:
         self._rank, self._place, self._deadline_s = rank, ctypes.c_void_p(address), deadline_s
         self._mine = threading.Lock()  # threads of one process wait for each other here, without a core
 
-    def make(self) -> None:
+    def create(self) -> None:
         kind = ctypes.create_string_buffer(LINE)
         _libc.pthread_mutexattr_init(kind)
         _libc.pthread_mutexattr_setpshared(kind, _SHARED)
@@ -237,7 +238,7 @@ class Bell:
     def __init__(self, semaphore: int, asleep: memoryview):
         self._semaphore, self.asleep = ctypes.c_void_p(semaphore), asleep
 
-    def make(self) -> None:
+    def create(self) -> None:
         """Make it there, before anyone uses it: a call of the rank that is to be woken."""
         _libc.sem_init(self._semaphore, _SHARED, 0)
         self.asleep[0] = 0
@@ -280,8 +281,8 @@ class LockedMemory(NodeMemory):
             parts.append(memory[first + 3 * LINE : first + 3 * LINE + length])
         super().__init__(parts, locks, dtype)
         self._rank = node.Get_rank()
-        locks[self._rank].make()
-        self._bells[self._rank].make()
+        locks[self._rank].create()
+        self._bells[self._rank].create()
         node.Barrier()
 
     def sync(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from hpcdist.comm.mpi.calls import EVERYONE, EXIT, Calls, Place, meet
+from hpcdist.comm.mpi.calls import EVERYONE, EXIT, Calls, Place, barrier
 from hpcdist.comm.mpi.watchdog import Watchdog
 from hpcdist.comm.waiting import wait_until
 
@@ -122,7 +122,7 @@ class Process:
         calls, everyone = self._of_all
         with calls.blocked(EXIT, EVERYONE, math.inf):
             if self.tolerant:
-                meet(everyone)
+                barrier(everyone)
             else:
                 wait_until(everyone.Ibarrier().Test, math.inf, str)
         self.progress.stop()

@@ -20,8 +20,8 @@ import torch
 
 from hpcdist.comm.mpi.calls import EVERYONE
 from hpcdist.comm.mpi.node_memory import Bell, map_parts
-from hpcdist.comm.slots import Shown, Slots
-from hpcdist.records import own_cores
+from hpcdist.comm.slots import GatheredRows, Slots
+from hpcdist.records import local_cores_of_host
 
 # Words of a rank, 8 bytes each: calls that it has come to, its notes of two calls in turn, whether it sleeps, and its
 # semaphore. Those that others write are two cache lines away from those that it alone writes.
@@ -52,15 +52,15 @@ class NodeSlots(Slots):
         self._others = [(rank, words) for rank, words in enumerate(self._words) if rank != comm.rank]
         places = (every.data_ptr() + 8 * (rank * WORDS + SEMAPHORE) for rank in range(size))
         self._bells = [Bell(place, words[ASLEEP : ASLEEP + 1]) for place, words in zip(places, self._words)]
-        self._bells[comm.rank].make()
+        self._bells[comm.rank].create()
         self._comm, self._spins = comm, SPINS if _have_cores(comm) else 0
         self._lock, self._call = threading.Lock(), call
         comm.barrier()
 
-    def meet(self, note: int, shown: Shown | None = None) -> bool:
+    def synchronize(self, fingerprint: int, gathered: GatheredRows | None = None) -> bool:
         own, others, at, leave = self._own, self._others, NOTES + (self.calls & 1), os.sched_yield
         self.calls = now = self.calls + 1
-        own[at] = note
+        own[at] = fingerprint
         if not ORDERED:
             self._order()
         own[COUNT] = now
@@ -77,7 +77,7 @@ class NodeSlots(Slots):
                     if spins < -YIELDS:
                         self._wait(now)
                         break
-            if words[at] != note:
+            if words[at] != fingerprint:
                 agree = False
         if not ORDERED:
             self._order()
@@ -110,6 +110,6 @@ class NodeSlots(Slots):
 
 def _have_cores(comm) -> bool:
     """Collective. Tell whether all of the job's ranks on this node have a core of their own."""
-    cores = {core for _, found in comm.gather(own_cores()) for core in found}
+    cores = {core for _, found in comm.gather(local_cores_of_host()) for core in found}
     world = comm.process.world or comm
     return len(world.memory.local_ranks) <= len(cores)

@@ -122,10 +122,10 @@ def _missing(rank: int, states: Mapping[int, RankState], never: Collection[int])
 
 def _lacks(wait: Wait, other: RankState) -> bool:
     """Tell whether a call of all ranks needs what another rank has not begun."""
-    begun = other.counts.get(wait.comm)  # None: it is none of the communicator's ranks, or has closed it
-    if begun is None:
+    started = other.counts.get(wait.comm)  # None: it is none of the communicator's ranks, or has closed it
+    if started is None:
         return False
-    return begun < wait.number or any(_differs(wait, theirs) for theirs in other.waits)
+    return started < wait.number or any(_differs(wait, theirs) for theirs in other.waits)
 
 
 def _differs(wait: Wait, other: Wait) -> bool:

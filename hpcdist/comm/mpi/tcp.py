@@ -74,7 +74,7 @@ class TcpServer:
         self._adding = threading.Lock()  # the others sleep; inside MPI they would spin
         self._token = secrets.token_bytes(network.TOKEN_BYTES)
         self._own = network.addresses(interface)
-        everyone = {stack for stack in comm.gather(network.here()) if stack}  # None: of a rank that has died
+        everyone = {stack for stack in comm.gather(network.stack_id()) if stack}  # None: of a rank that has died
         only = str(self._own[0].ip.ip) if interface else network.LOOPBACK if len(everyone) == 1 else ""
         self._listener = network.listen(only)
         self._peers = [_Peer(**(address or {})) for address in comm.gather(self._address(only))]
@@ -88,7 +88,7 @@ class TcpServer:
 
     def _address(self, only: str) -> dict:
         ips = [only] if only else [str(address.ip.ip) for address in self._own]
-        here = "" if only else network.here()
+        here = "" if only else network.stack_id()
         return {"port": self._listener.getsockname()[1], "ips": ips, "here": here, "token": self._token.hex()}
 
     def expose(self, window: Served) -> TcpTransfers:
@@ -198,7 +198,7 @@ class TcpServer:
             complete = True
         except (BlockingIOError, TimeoutError) as error:
             with comm.calls.blocked(f"window {what}", rank, math.inf):  # the deadline has been minded
-                places = comm.failures.whereabouts()
+                places = comm.failures.locate_ranks()
             raise DeadlineError(
                 f"rank {comm.rank}: the answer of rank {rank} to a window {what} on {comm.name} "
                 f"did not happen within {comm.failures.deadline_s:g} s.{places}"
@@ -220,8 +220,8 @@ class TcpServer:
 
     def _connect(self, peer: _Peer) -> socket.socket:
         """Connect to one of a rank's addresses; try again until the deadline if one is slow: its host may be busy."""
-        own_host = peer.here and peer.here == network.here()
-        ips = [network.LOOPBACK] * bool(own_host) + network.in_order(peer.ips, self._own)
+        own_host = peer.here and peer.here == network.stack_id()
+        ips = [network.LOOPBACK] * bool(own_host) + network.shared_first(peer.ips, self._own)
         until = time.perf_counter() + self._comm.failures.deadline_s
         left = network.ATTEMPTS
         while True:
@@ -262,7 +262,7 @@ class TcpServer:
             time.sleep(max(0.0, since + network.PAUSE_S - time.monotonic()))
             connection = self._asking.get(thread)
             if self._unproven.pop(thread, None) is not None and connection is not None:
-                network.hang_up(connection)
+                network.wake_and_end(connection)
 
     def _serve(self, connection: socket.socket) -> None:
         try:

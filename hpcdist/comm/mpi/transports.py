@@ -63,7 +63,7 @@ def choose(comm, wanted: str) -> str:
         way = "rma" if seconds["rma"] * WORTH < seconds["tcp"] else "tcp"
         return json.dumps({"way": way, "seconds": seconds}, indent=1)
 
-    text = cache.measured(comm, path, check, measure_both, "measurement of windows across nodes")
+    text = cache.load_or_measure(comm, path, check, measure_both, "measurement of windows across nodes")
     return str(json.loads(text)["way"])
 
 

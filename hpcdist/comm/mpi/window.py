@@ -16,11 +16,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpcdist.comm.chunks import alongside
 from hpcdist.comm.mpi.calls import clock
 from hpcdist.comm.mpi.messages import Staging, memory_at
 from hpcdist.comm.mpi.node_memory import LockedMemory, NodeMemory, OwnedMemory
 from hpcdist.comm.mpi.tcp import TcpTransfers
-from hpcdist.comm.pieces import alongside
 from hpcdist.comm.window import Predicate, Window, check_count
 
 
@@ -137,7 +137,7 @@ class MpiWindow(Window):
                 function(*parts)
         self.wake(rank)
         self._traffic.communicating_s += clock() - start
-        if rank != self._own_rank:
+        if rank != self._rank:
             self._traffic.fetched(memory.nbytes)
             self._traffic.sent(memory.nbytes)
         return True
@@ -173,7 +173,7 @@ class MpiWindow(Window):
                 self._shared.sync()
             return predicate(elements)
 
-        sleep = partial(self._wakes.sleep, ready) if self._wakes is not None and rank == self._own_rank else None
+        sleep = partial(self._wakes.sleep, ready) if self._wakes is not None and rank == self._rank else None
         known = by if remote is None else ()  # another thread can't look there
         self.comm.calls.await_until(ready, f"Window.wait for {what}", what, rank, limit_s, sleep, known)
 

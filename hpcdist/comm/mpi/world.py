@@ -21,7 +21,7 @@ from hpcdist import log
 from hpcdist.comm.capabilities import DEADLINE_S
 from hpcdist.comm.mpi import cores, library
 from hpcdist.comm.mpi.attached import allow_peers
-from hpcdist.comm.mpi.calls import GIVE_WAY_S, failed_ranks, meet
+from hpcdist.comm.mpi.calls import GIVE_WAY_S, barrier, failed_ranks
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.mpi.process import Process
 from hpcdist.errors import RankFailedError
@@ -85,7 +85,7 @@ def all_needed(tolerant: bool) -> Iterator[None]:
     """
     try:
         if tolerant:
-            meet(MPI.COMM_WORLD)  # before collectives that complain of a death in words of their own
+            barrier(MPI.COMM_WORLD)  # before collectives that complain of a death in words of their own
         if not tolerant or not failed_ranks(MPI.COMM_WORLD):
             yield
             return

@@ -156,9 +156,9 @@ class VirtualClock:
         me: VirtualRank,
         awaits: object,
         deadline_s: float = math.inf,
-        begin: Callable[[], None] | None = None,
+        start: Callable[[], None] | None = None,
     ) -> None:
-        """Block the rank that runs until it is woken by `wake`. `begin()` is called once it can be woken.
+        """Block the rank that runs until it is woken by `wake`. `start()` is called once it can be woken.
 
         `awaits` says, by str(), what the rank waits for.
         """
@@ -166,8 +166,8 @@ class VirtualClock:
         if me.expires_s < me.timer_s:
             me.timer_s = me.expires_s
             self.spawn(self._expire(me, me.timer_s))
-        if begin is not None:
-            begin()
+        if start is not None:
+            start()
         self._hand_over(me)
         me.expires_s = math.inf
         if me.error is not None:
@@ -196,12 +196,12 @@ class VirtualClock:
         """Block the rank that runs until all effects are over; they begin in their order."""
         left = [len(effects)]
 
-        def begin() -> None:
+        def start() -> None:
             for effect in effects:
                 self.spawn(self._perform(effect, me, left))
 
         if effects:
-            self.block(me, awaits, begin=begin)
+            self.block(me, awaits, start=start)
 
     def _perform(self, effect: Effect, rank: VirtualRank, left: list[int]) -> Effect:
         try:

@@ -36,7 +36,7 @@ class Gathering:
         self._waiting: dict[int, VirtualRank] = {}  # their threads
         self._taken: list = []  # what each will take away
 
-    def meet(
+    def synchronize(
         self, rank: int, call: str, given: Any, conclude: Callable[[list], tuple[list, float]], deadline_s: float
     ) -> Any:
         """Block until all ranks are here and the call's time is over; return this rank's item of `conclude`'s result.
@@ -55,7 +55,7 @@ class Gathering:
         me, taken = self._clock.running(self.ranks[rank].rank), self._taken
         self._waiting[rank] = me
 
-        def begin() -> None:
+        def start() -> None:
             if len(self.given) == len(self.ranks):
                 everything = [self.given[r] for r in range(len(self.ranks))]
                 waiting, self.given, self._taken, self._waiting = self._waiting, {}, [], {}
@@ -64,7 +64,7 @@ class Gathering:
                 for member in range(len(self.ranks)):  # whoever came first
                     self._clock.wake(waiting[member], self._clock.now_s + duration_s)
 
-        self._clock.block(me, _Missing(self), deadline_s, begin)
+        self._clock.block(me, _Missing(self), deadline_s, start)
         return taken[rank]
 
     def _disagreement(self, rank: int, call: str) -> str:

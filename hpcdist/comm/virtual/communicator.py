@@ -21,8 +21,8 @@ from hpcdist.comm.transfer import (
     addable,
     check_flat,
     check_rank,
+    check_source_and_tag,
     check_tag,
-    check_wanted,
 )
 from hpcdist.comm.virtual.collectives import children, sum_in_rank_order
 from hpcdist.comm.virtual.compute import at_least_0, require
@@ -70,13 +70,13 @@ class VirtualCommunicator(Communicator):
 
     def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
         self._member.enter()
-        check_wanted(source, tag, self.size)
+        check_source_and_tag(source, tag, self.size)
         check_flat(tensor)
         return ReceiveRequest(self._member, tensor, source, tag)
 
     def probe(self, source: int = ANY, tag: int = ANY, *, block: bool = True) -> Envelope | None:
         self._member.enter(polling=not block)
-        check_wanted(source, tag, self.size)
+        check_source_and_tag(source, tag, self.size)
         arrivals, awaited = self._member.arrivals, self._member.describe(source, tag)
         with self._member.counted("waiting_s"):
             if block:
@@ -100,7 +100,7 @@ class VirtualCommunicator(Communicator):
             seconds = hops * group.latency_s + hops * own.nbytes / self.size / group.bandwidth_bytes_s
             return [sum_in_rank_order(tensors)] * self.size, seconds
 
-        own.copy_(self._member.meet(f"allreduce of {_shape(tensor)}", own, conclude, "communicating_s"))
+        own.copy_(self._member.synchronize(f"allreduce of {_shape(tensor)}", own, conclude, "communicating_s"))
         self._traffic.sent(hops * own.nbytes // self.size, hops)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
@@ -113,7 +113,7 @@ class VirtualCommunicator(Communicator):
             return [tensors[root].clone()] * self.size, self._group.rounds_s(own.nbytes)
 
         call = f"broadcast of {_shape(tensor)} from root {root}"
-        own.copy_(self._member.meet(call, own, conclude, "communicating_s"))
+        own.copy_(self._member.synchronize(call, own, conclude, "communicating_s"))
         messages = children(self.rank, root, self.size)
         self._traffic.sent(messages * own.nbytes, messages)
 
@@ -124,12 +124,12 @@ class VirtualCommunicator(Communicator):
             longest_s = max(map(len, everything)) / self._group.bandwidth_bytes_s
             return [everything] * self.size, (self.size - 1) * (self._group.latency_s + longest_s)
 
-        everything = self._member.meet("gather", data, conclude, "communicating_s")
+        everything = self._member.synchronize("gather", data, conclude, "communicating_s")
         self._traffic.sent(len(data) * (self.size - 1), self.size - 1)
         return everything
 
     def barrier(self) -> None:
-        self._member.meet("barrier")
+        self._member.synchronize("barrier")
 
     def _split(self, color: int | None, key: int, traffic: Traffic | None) -> VirtualCommunicator | None:
 
@@ -142,7 +142,7 @@ class VirtualCommunicator(Communicator):
                     taken[old] = (group, new)
             return taken, self._group.rounds_s()
 
-        taken = self._member.meet("split", (color, key), conclude)
+        taken = self._member.synchronize("split", (color, key), conclude)
         if taken is None:
             return None
         group, rank = taken
@@ -173,7 +173,7 @@ class VirtualCommunicator(Communicator):
     def compute(self, share: float = 1.0) -> float:
         self._member.enter()
         world_rank = self._member.me.rank
-        seconds = share * self._cluster.compute.draw(world_rank, self._cluster.generators[world_rank])
+        seconds = share * self._cluster.compute.sample(world_rank, self._cluster.generators[world_rank])
         require(at_least_0(seconds), "seconds drawn by a compute model", "finite and at least 0", seconds)
         self.clock.advance(self._member.me, self.clock.now_s + seconds)
         return seconds
@@ -182,7 +182,7 @@ class VirtualCommunicator(Communicator):
         return self.clock.now_s
 
     def close(self) -> None:
-        self._member.meet("close")
+        self._member.synchronize("close")
         self._member.closed = True
 
 

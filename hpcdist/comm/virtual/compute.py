@@ -19,7 +19,7 @@ class ComputeModel(abc.ABC):
     """A distribution of step times. Immutable: random numbers are drawn from the rank's own generator."""
 
     @abc.abstractmethod
-    def draw(self, rank: int, generator: np.random.Generator) -> float:
+    def sample(self, rank: int, generator: np.random.Generator) -> float:
         """Draw the seconds of `rank`'s next step, at least 0."""
 
     def check(self, size: int) -> None:
@@ -35,7 +35,7 @@ class Constant(ComputeModel):
     def __post_init__(self):
         require(at_least_0(self.seconds), "seconds", "a finite number of at least 0", self.seconds)
 
-    def draw(self, rank: int, generator: np.random.Generator) -> float:
+    def sample(self, rank: int, generator: np.random.Generator) -> float:
         return float(self.seconds)
 
 
@@ -50,7 +50,7 @@ class Jitter(ComputeModel):
         require(positive(self.mean_s), "mean_s", "a finite number above 0", self.mean_s)
         require(at_least_0(self.cv), "cv", "a finite number of at least 0 (deviation over mean)", self.cv)
 
-    def draw(self, rank: int, generator: np.random.Generator) -> float:
+    def sample(self, rank: int, generator: np.random.Generator) -> float:
         variance = self.cv**2
         return float(generator.gamma(1 / variance, self.mean_s * variance) if variance > 0 else self.mean_s)
 
@@ -64,7 +64,7 @@ class Exponential(ComputeModel):
     def __post_init__(self):
         require(positive(self.mean_s), "mean_s", "a finite number above 0", self.mean_s)
 
-    def draw(self, rank: int, generator: np.random.Generator) -> float:
+    def sample(self, rank: int, generator: np.random.Generator) -> float:
         return float(generator.exponential(self.mean_s))
 
 
@@ -81,8 +81,8 @@ class Straggler(ComputeModel):
         require(isinstance(self.rank, Integral) and self.rank >= 0, "rank", "an integer of at least 0", self.rank)
         require(positive(self.factor), "factor", "a finite number above 0", self.factor)
 
-    def draw(self, rank: int, generator: np.random.Generator) -> float:
-        return self.base.draw(rank, generator) * (self.factor if rank == self.rank else 1)
+    def sample(self, rank: int, generator: np.random.Generator) -> float:
+        return self.base.sample(rank, generator) * (self.factor if rank == self.rank else 1)
 
     def check(self, size: int) -> None:
         require(self.rank < size, "rank of Straggler", f"one of the run's {size} ranks, 0..{size - 1}", self.rank)
@@ -103,9 +103,9 @@ class SlowSteps(ComputeModel):
         require(at_least_0(self.probability) and self.probability <= 1, "probability", rule, self.probability)
         require(positive(self.factor), "factor", "a finite number above 0", self.factor)
 
-    def draw(self, rank: int, generator: np.random.Generator) -> float:
+    def sample(self, rank: int, generator: np.random.Generator) -> float:
         slow = generator.random() < self.probability
-        return self.base.draw(rank, generator) * (self.factor if slow else 1)
+        return self.base.sample(rank, generator) * (self.factor if slow else 1)
 
     def check(self, size: int) -> None:
         self.base.check(size)
@@ -122,7 +122,7 @@ class Replay(ComputeModel):
     def __init__(self, source: str, seconds: Sequence[Sequence[float]]):
         self.source, self._left = source, [itertools.cycle(of_rank) for of_rank in seconds]
 
-    def draw(self, rank: int, generator: np.random.Generator) -> float:
+    def sample(self, rank: int, generator: np.random.Generator) -> float:
         return next(self._left[rank])
 
     def check(self, size: int) -> None:

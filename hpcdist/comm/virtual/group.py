@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hpcdist.comm.capabilities import Failures, numbered
+from hpcdist.comm.capabilities import Failures, number_nodes
 from hpcdist.comm.transfer import ANY, Traffic
 from hpcdist.comm.virtual.clock import VirtualClock, VirtualRank
 from hpcdist.comm.virtual.collectives import Gathering, rounds
@@ -43,7 +43,7 @@ class Group:
         self.gathering = Gathering(cluster.clock, ranks)
         self.arrivals = [Arrivals(rank.rank, cluster.clock) for rank in ranks]
         wiring = cluster.wiring  # collectives are bounded by the links inside a node if all ranks are on one
-        self.nodes = numbered(wiring.nodes[member] for member in members)
+        self.nodes = number_nodes(wiring.nodes[member] for member in members)
         self.latency_s, self.bandwidth_bytes_s = wiring.network.slowest(self.nodes)
 
     def rounds_s(self, n_bytes: int = 0) -> float:
@@ -91,19 +91,19 @@ class Member:
     def path_from(self, rank: int) -> Path:
         return self.group.cluster.wiring.path(self.group.members[rank], self.group.members[self.rank])
 
-    def meet(
+    def synchronize(
         self,
         call: str,
         given: Any = None,
         conclude: Callable[[list], tuple[list, float]] | None = None,
         counted: str = "waiting_s",
     ) -> Any:
-        """Collective. Wait for the other ranks, see Gathering.meet; by default without a result, as in a barrier."""
+        """Collective. Wait for the other ranks, see Gathering.synchronize; by default a barrier, without a result."""
         self.enter()
         if conclude is None:
             conclude = self._barrier
         with self.counted(counted):
-            result = self.group.gathering.meet(self.rank, call, given, conclude, self.failures.deadline_s)
+            result = self.group.gathering.synchronize(self.rank, call, given, conclude, self.failures.deadline_s)
         if counted == "waiting_s":
             self.traffic.sent(0, rounds(self.size))
         return result

@@ -79,9 +79,9 @@ class OneWayLink:
 
     def reserve(self, at_s: float, duration_s: float) -> tuple[float, float]:
         """Reserve the link for a transfer that reaches it at `at_s`; return the times of its begin and end."""
-        begin_s = max(at_s, self.free_s)
-        self.free_s = begin_s + duration_s
-        return begin_s, self.free_s
+        start_s = max(at_s, self.free_s)
+        self.free_s = start_s + duration_s
+        return start_s, self.free_s
 
 
 class Path(NamedTuple):

@@ -186,7 +186,7 @@ class VirtualWindow(VirtualMemory, Window):
             memory.unwatch(waiter)
 
     def close(self) -> None:
-        self._member.meet("close of a window")
+        self._member.synchronize("close of a window")
         self._release()
 
 
@@ -226,7 +226,7 @@ class VirtualRankMemory(RankMemory):
         def conclude(memories: list[Exposed]) -> tuple[list, float]:
             return [memories] * len(group.members), group.rounds_s()
 
-        return self._member.meet(call, Exposed(local, self._member.me), conclude)
+        return self._member.synchronize(call, Exposed(local, self._member.me), conclude)
 
 
 # An effect runs in whichever rank's thread is at hand, and only a thread in inference mode may write a tensor that was

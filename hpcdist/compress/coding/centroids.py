@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hpcdist.comm.pieces import CACHED, slices
+from hpcdist.comm.chunks import CACHED, slices
 from hpcdist.compress.coding.elements import MOST_SCALE
 from hpcdist.compress.coding.sparse import AnsCoder, Categorical
 
@@ -36,11 +36,11 @@ def quantise(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     deviation = math.sqrt(squares / (len(values) - 1))
     by = count / (RANGE * deviation) if deviation > 0 else 1.0
     codes, held, sums = np.empty(len(values), np.int32), np.zeros(count, np.int64), np.zeros(count)
-    for piece, parts in _fractions(values, largest):
+    for chunk, parts in _fractions(values, largest):
         places = (parts - mean) * by + count / 2
-        codes[piece] = np.rint(places, out=places).clip(0, count - 1, out=places)
-        held += np.bincount(codes[piece], minlength=count)
-        sums += np.bincount(codes[piece], weights=parts, minlength=count)
+        codes[chunk] = np.rint(places, out=places).clip(0, count - 1, out=places)
+        held += np.bincount(codes[chunk], minlength=count)
+        sums += np.bincount(codes[chunk], weights=parts, minlength=count)
     means = np.divide(sums, held, out=np.zeros(count), where=held > 0) * largest
     return codes, np.clip(means, -MOST_SCALE, MOST_SCALE).astype(np.float32)
 
@@ -48,8 +48,8 @@ def quantise(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
 def _fractions(values: np.ndarray, largest: float) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield pieces, and their values as float64 fractions of the largest magnitude, of which the squares are finite."""
     work = np.empty(min(CACHED, len(values)))
-    for piece in slices(len(values)):
-        yield piece, np.divide(values[piece], largest, out=work[: piece.stop - piece.start], dtype=np.float64)
+    for chunk in slices(len(values)):
+        yield chunk, np.divide(values[chunk], largest, out=work[: chunk.stop - chunk.start], dtype=np.float64)
 
 
 def encode_codes(codes: np.ndarray, count: int) -> np.ndarray:

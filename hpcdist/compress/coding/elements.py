@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.comm.pieces import CACHED, slices
+from hpcdist.comm.chunks import CACHED, slices
 
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # the bits of each byte, as numbers
 LEAST_SCALE = 1e-30  # smaller ones are sent as 0, because their inverse may be infinite, or fractions have fewer bits
@@ -42,8 +42,8 @@ def add_by_bit(bits: np.ndarray, out: np.ndarray, table: np.ndarray) -> None:
     table, of_byte = table.astype(out.dtype), table.shape[1]
     # One array for all pieces: the pages of fresh memory would take as long as the sum.
     work = np.empty((-(-min(CACHED, len(out)) // of_byte), of_byte), out.dtype)
-    for piece in slices(len(out)):  # pieces begin at whole bytes
-        packed, part = bits[piece.start // of_byte : -(-piece.stop // of_byte)], out[piece]
+    for chunk in slices(len(out)):  # pieces begin at whole bytes
+        packed, part = bits[chunk.start // of_byte : -(-chunk.stop // of_byte)], out[chunk]
         values = work[: len(packed)]
         np.take(table, packed, axis=0, out=values, mode="clip")  # "raise" would go through a buffer
         part += values.reshape(-1)[: len(part)]

@@ -10,13 +10,13 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.pieces import alongside
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.none import Uncompressed
 from hpcdist.config import Named
 from hpcdist.errors import UnknownNameError
-from hpcdist.model.flat import set_aside
+from hpcdist.model.flat import zeroed
 from hpcdist.registry import catalogue
 
 NONE = "none"
@@ -40,12 +40,12 @@ class CompressionConfig(Named):
     @model_validator(mode="before")
     @classmethod
     def _default_feedback(cls, value: Any) -> Any:
-        given = {"name": value} if isinstance(value, str) else value
-        if isinstance(given, Mapping) and "error_feedback" not in given:
-            name = given.get("name", cls.model_fields["name"].default)
+        options = {"name": value} if isinstance(value, str) else value
+        if isinstance(options, Mapping) and "error_feedback" not in options:
+            name = options.get("name", cls.model_fields["name"].default)
             with suppress(UnknownNameError):  # `_check` raises it
                 if isinstance(name, str) and not catalogue("compressors").load(name).feeds_back:
-                    return {**given, "error_feedback": False}
+                    return {**options, "error_feedback": False}
         return value
 
     @model_validator(mode="after")
@@ -64,7 +64,7 @@ class CompressionConfig(Named):
                 options.check_without_feedback()
             if self.warmup_ranks is not None and not self.warmup_steps:
                 raise ValueError(
-                    "strategy.compression.warmup_ranks must be left out without warmup_steps, in which so many ranks "
+                    "strategy.compression.warmup_ranks must be omitted without warmup_steps, in which so many ranks "
                     f"send; got {self.warmup_ranks}. Give both, or neither."
                 )
         elif self.options:
@@ -77,7 +77,7 @@ class CompressionConfig(Named):
     def __bool__(self) -> bool:
         return self.name != NONE
 
-    def make(self, count: int, spans: Sequence[Span] = (), stream: int = 0) -> Compressor:
+    def create(self, count: int, spans: Sequence[Span] = (), stream: int = 0) -> Compressor:
         """Make the compressor of a flat tensor of `count` elements; each tensor needs its own `stream`."""
         cls = catalogue("compressors").load(self.name)
         compressor = cls(cls.Config.from_mapping(self.options, "strategy.compression"), count, spans)
@@ -92,7 +92,7 @@ class CompressionConfig(Named):
             spans: the parameters in each of them.
         """
         return [
-            Feedback(self.make(flat.numel(), own, place * comm.size + comm.rank), flat, self.error_feedback)
+            Feedback(self.create(flat.numel(), own, place * comm.size + comm.rank), flat, self.error_feedback)
             for place, (flat, own) in enumerate(zip(like, spans, strict=True))
         ]
 
@@ -133,7 +133,7 @@ class Feedback:
     def encode_change_(self, new: Tensor, old: Tensor, share: float, whole: bool = False) -> Tensor:
         """Encode `share` times the change from `old` to `new`, and set `new` back to `old`; flat, on any device."""
         if self._adds and new.is_cpu and new.dtype == self.residual.dtype and not whole:
-            self._begin()
+            self._start()
             for residual, changed, before in alongside(self.residual, new, old):
                 residual.add_(changed.sub(before).mul_(share))
                 changed.copy_(before)
@@ -166,10 +166,10 @@ class Feedback:
 
     def _on_host(self, tensor: Tensor) -> Tensor:
         """Copy a tensor that will be added to the residual to its device."""
-        self._begin()
+        self._start()
         return tensor.to(self.residual.device)
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         """Prepare the residual for an addition; without feedback, forget it."""
         if not self._enabled:
             self.residual.zero_()
@@ -202,5 +202,5 @@ def only_used(feedbacks: Iterable[Feedback], used: Used) -> Iterator[None]:
     flags = None if used is None else torch.as_tensor(used).tolist()
     spans = ((feedback.residual, span) for feedback in feedbacks for span in feedback.compressor.spans)
     left = [] if flags is None else [part[span.start : span.stop] for part, span in spans if not flags[span.number]]
-    with set_aside(left, adds=True):
+    with zeroed(left, adds=True):
         yield

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hpcdist import collectives
 from hpcdist.collectives.base import bounds
+from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator, Envelope, Request
-from hpcdist.comm.pieces import alongside
 from hpcdist.comm.transfer import WIDE
 from hpcdist.compress.base import Linear, Recoded, Span
 from hpcdist.compress.coding.feedback import CompressionConfig, Used, only_used
@@ -155,12 +155,12 @@ def recode(comm: Communicator, compressor: Recoded, tensor: Tensor, out: Tensor,
     "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated compression", 2019.
     """
     cuts = bounds(tensor.numel(), comm.size)
-    pieces = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
-    own = pieces[comm.rank]
+    chunks = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
+    own = chunks[comm.rank]
     ahead = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # not all to the same one at once
-    sends = [_send(comm, compressor.share(tensor[pieces[dest]], comm.size), dest) for dest in ahead]
+    sends = [_send(comm, compressor.share(tensor[chunks[dest]], comm.size), dest) for dest in ahead]
     mine = tensor[own]
-    total = compressor.begin(mine, comm.size)
+    total = compressor.start_sum(mine, comm.size)
     for source in reversed(ahead):
         compressor.add(receive(comm, source), total)
     message = compressor.combine(total, senders)
@@ -169,7 +169,7 @@ def recode(comm: Communicator, compressor: Recoded, tensor: Tensor, out: Tensor,
     sends += [_send(comm, message, dest) for dest in ahead]
     compressor.decode(message, out[own])
     for source in reversed(ahead):
-        compressor.decode(receive(comm, source), out[pieces[source]])
+        compressor.decode(receive(comm, source), out[chunks[source]])
     for request, _ in sends:
         request.wait()
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.comm.pieces import CACHED, slices
+from hpcdist.comm.chunks import CACHED, slices
 
 AnsCoder: TypeAlias = constriction.stream.stack.AnsCoder
 Categorical: TypeAlias = constriction.stream.model.Categorical

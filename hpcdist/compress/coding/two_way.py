@@ -50,7 +50,7 @@ class TwoWayMean:
     ):
         if config.warmup_steps or config.warmup_ranks is not None:
             raise ConfigError(
-                "strategy.compression.warmup_steps and warmup_ranks must be left out where means are compressed both "
+                "strategy.compression.warmup_steps and warmup_ranks must be omitted where means are compressed both "
                 f"ways; got {config.warmup_steps} and {config.warmup_ranks}. The strategy has a warm-up of its own."
             )
         self._comm = comm
@@ -59,31 +59,31 @@ class TwoWayMean:
         self.ranges: list[tuple[int, int]] = []
         self._ends: list[tuple[list[slice], list[Feedback], Feedback]] = []
         for number, (flat, own) in enumerate(zip(like, spans, strict=True)):
-            pieces = [slice(*pair) for pair in itertools.pairwise(bounds(flat.numel(), comm.size))]
+            chunks = [slice(*pair) for pair in itertools.pairwise(bounds(flat.numel(), comm.size))]
             stream = number * comm.size + comm.rank
-            mine = pieces[comm.rank]
+            mine = chunks[comm.rank]
 
-            def ends(piece: slice, residual: Tensor | None = None) -> Feedback:
-                made = config.make(piece.stop - piece.start, _within(own, piece), stream)
-                return Feedback(made, flat[piece], config.error_feedback, residual)
+            def ends(chunk: slice, residual: Tensor | None = None) -> Feedback:
+                made = config.create(chunk.stop - chunk.start, _within(own, chunk), stream)
+                return Feedback(made, flat[chunk], config.error_feedback, residual)
 
             left = torch.zeros(flat.numel(), dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
-            sent, back = [ends(piece, left[piece]) for piece in pieces], ends(mine)
-            self._ends.append((pieces, sent, back))
+            sent, back = [ends(chunk, left[chunk]) for chunk in chunks], ends(mine)
+            self._ends.append((chunks, sent, back))
             self.left.append(left)
             self.owed.append(back.residual)
             self.ranges.append((mine.start, mine.stop))
 
     def __call__(self, tensors: Sequence[Tensor], used: Used = None) -> None:
         """Collective. Replace the tensors by their means over the ranks, the same bits on all of them."""
-        for tensor, (pieces, sent, back) in zip(tensors, self._ends, strict=True):
+        for tensor, (chunks, sent, back) in zip(tensors, self._ends, strict=True):
             with only_used([*sent, back], used):
-                self._average(tensor, pieces, sent, back)
+                self._average(tensor, chunks, sent, back)
 
-    def _average(self, tensor: Tensor, pieces: list[slice], sent: list[Feedback], back: Feedback) -> None:
+    def _average(self, tensor: Tensor, chunks: list[slice], sent: list[Feedback], back: Feedback) -> None:
         comm = self._comm
         ahead = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # not all to the same one at once
-        messages = {dest: sent[dest].encode(tensor[pieces[dest]]) for dest in (*ahead, comm.rank)}
+        messages = {dest: sent[dest].encode(tensor[chunks[dest]]) for dest in (*ahead, comm.rank)}
         requests = [comm.isend(messages[dest], dest, TAG) for dest in ahead]
         own = sent[comm.rank]
         total, arrived = torch.zeros_like(back.residual), {comm.rank: messages[comm.rank]}
@@ -93,10 +93,10 @@ class TwoWayMean:
         message = back.encode(total.div_(comm.size))
         requests += [comm.isend(message, dest, TAG) for dest in ahead]
         arrived = {comm.rank: message} | {source: receive(comm, source) for source in reversed(ahead)}
-        for source, piece in enumerate(pieces):
-            mean = torch.empty(piece.stop - piece.start, dtype=back.residual.dtype)
+        for source, chunk in enumerate(chunks):
+            mean = torch.empty(chunk.stop - chunk.start, dtype=back.residual.dtype)
             sent[source].compressor.decode(arrived[source], mean)
-            tensor[piece] = mean.to(tensor)
+            tensor[chunk] = mean.to(tensor)
         for request in requests:
             request.wait()
 
@@ -111,12 +111,12 @@ class TwoWayMean:
                 feedback.compressor.load_state_dict(state)
 
 
-def _within(spans: Sequence[Span], piece: slice) -> list[Span]:
+def _within(spans: Sequence[Span], chunk: slice) -> list[Span]:
     """Return the parts of parameters in a piece, by their places in it; one that is cut is a vector there."""
     found = []
     for span in spans:
-        start, stop = max(span.start, piece.start), min(span.stop, piece.stop)
+        start, stop = max(span.start, chunk.start), min(span.stop, chunk.stop)
         if start < stop:
             shape = span.shape if (start, stop) == (span.start, span.stop) else (stop - start,)
-            found.append(replace(span, start=start - piece.start, stop=stop - piece.start, shape=shape))
+            found.append(replace(span, start=start - chunk.start, stop=stop - chunk.start, shape=shape))
     return found

@@ -31,7 +31,7 @@ def load(name: str) -> Callable[..., Path]:
 
 
 # --- for several importers --------------------------------------------------------------------------------------------
-def draw_splits(
+def random_splits(
     samples: int, test_fraction: float, seed: int, labels: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
     """Draw the samples for training and for testing, and return their sorted indices as "train" and "test".

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 
 from hpcdist.data.format import DTYPES, named_faults, open_file, require_memory
-from hpcdist.data.importers import as_targets, draw_splits, padded
+from hpcdist.data.importers import as_targets, padded, random_splits
 from hpcdist.data.writer import Split, create
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import open_regular
@@ -136,7 +136,7 @@ def convert(
         if len(pairs) > 1:
             splits = {name: split(pairs[name][0], y, np.arange(len(y))) for name, y in zip(pairs, labels)}
         else:
-            drawn = draw_splits(len(labels[0]), test_fraction, seed, labels[0] if names else None)
+            drawn = random_splits(len(labels[0]), test_fraction, seed, labels[0] if names else None)
             splits = {name: split(first, labels[0], own) for name, own in drawn.items()}
         return create(
             destination,

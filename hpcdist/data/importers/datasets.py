@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from hpcdist.data.importers import as_targets, draw_splits, padded
+from hpcdist.data.importers import as_targets, padded, random_splits
 from hpcdist.data.writer import Block, Split, create
 from hpcdist.errors import ConfigError, DataError, require_packages
 from hpcdist.records import open_regular, writing
@@ -78,7 +78,7 @@ def convert(
         parts = {name: part.select_columns(columns) for name, part in parts.items()}
         drawn = len(parts) == 1
         if drawn:
-            own = draw_splits(len(labels[0]), test_fraction, seed, labels[0] if names else None)
+            own = random_splits(len(labels[0]), test_fraction, seed, labels[0] if names else None)
             by_name = {name: labels[0][chosen] for name, chosen in own.items()}
             parts = {name: parts["train"].select(chosen) for name, chosen in own.items()}
         first, longest = read(parts["train"][0]), 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from sklearn.datasets import load_digits
 
-from hpcdist.data.importers import draw_splits
+from hpcdist.data.importers import random_splits
 from hpcdist.data.writer import Split, create
 from hpcdist.errors import ConfigError
 
@@ -41,7 +41,7 @@ def convert(
     y = digits.target.astype(np.int64)
     return create(
         destination,
-        {name: Split.of(x[own], y[own]) for name, own in draw_splits(len(y), test_fraction, seed, y).items()},
+        {name: Split.of(x[own], y[own]) for name, own in random_splits(len(y), test_fraction, seed, y).items()},
         task="classification",
         source="scikit-learn, load_digits",
         classes=[str(name) for name in digits.target_names],

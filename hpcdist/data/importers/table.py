@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from hpcdist.data.format import require_memory
-from hpcdist.data.importers import as_targets, draw_splits
+from hpcdist.data.importers import as_targets, random_splits
 from hpcdist.data.importers.arrays import loaded
 from hpcdist.data.writer import Split, create
 from hpcdist.errors import ConfigError, DataError, HpcdistError, require_packages
@@ -92,7 +92,7 @@ def convert(
     (labels,), classes = as_targets(task, f"{', '.join(table.targets)} of {path}", [y])
     if classes and standardise == "all":
         raise ConfigError("standardise must be none or features for classification, whose targets are labels; got all.")
-    splits = draw_splits(len(table.x), test_fraction, seed, labels if classes else None)
+    splits = random_splits(len(table.x), test_fraction, seed, labels if classes else None)
     notes: dict = {"features": table.features, "targets": table.targets, "test_fraction": test_fraction, "seed": seed}
     columns = {"x": table.x} if classes else {"x": table.x, "y": table.y}
     for name in {"none": "", "features": "x", "all": "xy"}[standardise]:
@@ -228,7 +228,7 @@ def _read_numpy(path: Path) -> dict[str, np.ndarray]:
 def _from_pair(path: Path, x: np.ndarray, y: np.ndarray, target: str) -> tuple[pd.DataFrame, str]:
     """Return one table of features x0, x1... and targets y0, y1..., and the targets."""
     if target:
-        raise ConfigError(f"target must be left out where {path} has arrays x and y; got {target!r}.")
+        raise ConfigError(f"target must be omitted where {path} has arrays x and y; got {target!r}.")
     y = y[:, np.newaxis] if y.ndim == 1 else y
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y) or 0 in x.shape + y.shape:
         rule = "x of shape (samples, features) and y of shape (samples, targets)"

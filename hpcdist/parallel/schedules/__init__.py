@@ -12,13 +12,13 @@ from hpcdist.errors import ConfigError
 from hpcdist.parallel.schedules.base import Operation, Table, Timing, check, simulate
 from hpcdist.registry import catalogue
 
-__all__ = ["Operation", "Table", "Timing", "available", "check", "load", "make", "simulate"]
+__all__ = ["Operation", "Table", "Timing", "available", "check", "create", "load", "simulate"]
 
 available = catalogue("schedules").available
 load: Callable[[str], Callable[..., Table]] = catalogue("schedules").load
 
 
-def make(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Table:
+def create(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Table:
     """Make the table of a schedule and check it.
 
     Raises:

@@ -133,9 +133,9 @@ def simulate(
                 arrival = _arrival(operation, ends, stages, len(table), transfer_s)
                 if arrival is None:
                     break
-                begin = max(arrival, free[rank])
-                ends[operation] = free[rank] = begin + cost(operation)
-                spans[rank].append((begin, free[rank]))
+                start = max(arrival, free[rank])
+                ends[operation] = free[rank] = start + cost(operation)
+                spans[rank].append((start, free[rank]))
                 progress = True
     waiting = {rank: ops[len(spans[rank])] for rank, ops in enumerate(table) if len(spans[rank]) < len(ops)}
     if waiting:

@@ -1,1 +1,1 @@
-"""Share a DataLoader among workers: order of samples, equal draws, batches with weights, joint batches in portions."""
+"""Distribute a DataLoader's samples among workers: order, equal numbers of steps, weights, joint batches."""

@@ -1,4 +1,4 @@
-"""Look into batches: whether ranks have the same ones, and how many samples are in them."""
+"""Inspect batches: whether ranks have the same ones, and how many samples they hold."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hpcdist.session import rules
 
 
 class _Contents(pickle.Pickler):
-    """Goes through all that is in a batch; writes checksums of tensors, whose own pickles have addresses in them."""
+    """Pickles a batch to find its tensors, written as checksums, because their pickles contain addresses."""
 
     def __init__(self, file: io.BytesIO, sums: bool):
         super().__init__(file)
-        self.shapes: list[tuple[int, ...]] = []  # of the tensors and arrays, in their order
+        self.shapes: list[tuple[int, ...]] = []  # of the tensors and arrays, in order
         self._sums = sums
 
     def reducer_override(self, value: Any) -> Any:
@@ -36,7 +36,7 @@ class _Contents(pickle.Pickler):
 
 
 def _pickled(batch: Any, sums: bool) -> tuple[str, list[tuple[int, ...]]]:
-    """Return a checksum of all that is in a batch, empty where it can't be pickled, and the shapes of its tensors."""
+    """Return a checksum of a batch's contents ("" if it can't be pickled), and the shapes of its tensors."""
     file = io.BytesIO()
     pickler = _Contents(file, sums)
     try:
@@ -47,7 +47,7 @@ def _pickled(batch: Any, sums: bool) -> tuple[str, list[tuple[int, ...]]]:
 
 
 def _digests(group: Communicator, batch: Any) -> list[str]:
-    """Collective. Return a checksum of each rank's batch; raise ConfigError where one can't be pickled."""
+    """Collective. Return a checksum of each rank's batch; raise ConfigError if one can't be pickled."""
     digests = group.gather(_pickled(batch, True)[0])
     if not all(digests):
         raise rules.error("batches can't be compared", kind=type(batch).__name__)
@@ -55,20 +55,20 @@ def _digests(group: Communicator, batch: Any) -> list[str]:
 
 
 def samples_in(batch: Any) -> tuple[int, int]:
-    """Count the samples of a batch; return with it what tells of doubt.
+    """Return the number of samples in a batch, and a code that shows whether the number is certain.
 
-    A batch of graphs, a tensordict or a PackedSequence says how many it has. Otherwise it is the length of the first
+    Batches of graphs, tensordicts and PackedSequences report their size. Otherwise it is the length of the first
     tensor.
 
     Returns:
-        The number, and a checksum of the first tensor's other dimensions: where ranks' differ the first one may not be
-        that of samples. −1 where tensors differ in the first dimension, or there is none.
+        The number of samples; and a checksum of the first tensor's other dimensions: if it differs between ranks, the
+        first dimension may not be that of samples. −1 if tensors differ in the first dimension, or there is no tensor.
     """
     for name in ("num_graphs", "batch_size", "batch_sizes"):
-        said = getattr(batch, name, None)
-        said = said[0] if isinstance(said, (tuple, Tensor)) and len(said) else said
-        if isinstance(said, int) or (isinstance(said, Tensor) and said.dim() == 0):
-            return int(said), 0
+        size = getattr(batch, name, None)
+        size = size[0] if isinstance(size, (tuple, Tensor)) and len(size) else size
+        if isinstance(size, int) or (isinstance(size, Tensor) and size.dim() == 0):
+            return int(size), 0
     shapes = [shape for shape in _pickled(batch, False)[1] if shape]
     if not shapes:
         return 1, -1
@@ -76,12 +76,12 @@ def samples_in(batch: Any) -> tuple[int, int]:
 
 
 def same_everywhere(group: Communicator, batch: Any) -> bool:
-    """Collective. Return whether all ranks have the same batch; raise ConfigError where it can't be pickled."""
+    """Collective. Return whether all ranks have the same batch; raise ConfigError if it can't be pickled."""
     return len(set(_digests(group, batch))) == 1
 
 
 def require_same(inner: Communicator, batch: Any) -> None:
-    """Collective in the replica. Raise MismatchError unless all ranks have the same batch, or none."""
+    """Collective in the replica. Raise MismatchError unless all its ranks have the same batch, or none has one."""
     digests = _digests(inner, batch)
     odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if odd is not None:
@@ -90,14 +90,14 @@ def require_same(inner: Communicator, batch: Any) -> None:
 
 
 def counted_as(counts: Tensor, shapes: Tensor) -> tuple[int, str] | None:
-    """Return a message on how the samples of the ranks' batches were counted, where that matters. See `samples_in`."""
+    """Return a log level and message on how samples were counted (see `samples_in`); None for equal counts."""
     held, numbers = set(shapes[counts > 0].tolist()), sorted(set(counts[counts > 0].tolist()))
     doubtful = -1 in held or len(held) > 1
     if not doubtful and len(numbers) < 2:
         return None
-    why = ", though its tensors differ in other dimensions, or there is none" if doubtful else ""
+    why = ", although its tensors differ in other dimensions, or there is no tensor" if doubtful else ""
     return logging.WARNING if doubtful else logging.INFO, (
-        "Ranks' batches weigh by their samples, counted along the first dimension of a batch's first tensor: "
-        f"{' and '.join(f'{number:.0f}' for number in numbers)}{why}. Where that is not their number (time comes "
-        "first, say), call optimizer.weigh(n) before backward()."
+        "Ranks' batches are weighted by their numbers of samples, the length of the first dimension of a batch's first "
+        f"tensor: {' and '.join(f'{number:.0f}' for number in numbers)}{why}. If that is not the number of samples "
+        "(for example if time comes first), call optimizer.set_batch_weight(n) before backward()."
     )

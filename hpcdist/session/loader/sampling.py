@@ -1,4 +1,4 @@
-"""Deal out a DataLoader's samples in its samplers' order; load the same batches on all ranks of a replica."""
+"""Distribute samples in the order of a DataLoader's samplers; load identical batches on all ranks of a replica."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from hpcdist.session import rules
 from hpcdist.session.loader.batches import require_same
 from hpcdist.session.values import broadcast_in
 
-# How a DataLoader iterates. A class that does so in a way of its own can't be replaced by a plain one.
+# Methods by which a DataLoader iterates. A class that overrides one can't be replaced by a plain DataLoader.
 _ITERATES = ("__iter__", "_get_iterator", "_index_sampler", "_auto_collation")
-_ENDLESS = 10  # epochs in one, after which a sampler is taken to have no end
-_LONG = 1 << 24  # draws: a sampler that claims more has no end
+_ENDLESS = 10  # a sampler that yields more than this many epochs' samples in one is regarded as endless
+_LONG = 1 << 24  # a sampler with a larger length is regarded as endless
 
 
 class Order:
-    """Deal out samples, in batches of `batch_size`, or batches that a batch sampler has made.
+    """The order in which samples, or batches of a batch sampler, are distributed.
 
     Args:
-        length: how many of them there are; None: as many as are drawn.
-        dataset: has the samples.
-        sampler: draws them, on the first worker; None: they are those of the data set, in its order or shuffled.
-        batch_size: single samples per worker and step; None where a sampler draws whole batches, or batches of one.
-        single: batches are single samples, which the loader does not join.
+        length: () -> number of samples or batches.
+        dataset: the data set.
+        sampler: yields indices, on the first worker; None: the data set's order, or a shuffled one.
+        batch_size: samples per worker and step; None if the sampler yields whole batches, or batches are samples.
+        single: batches are single samples, without collation.
         seed, shuffle: as in EpochPlan.
-        epochs: a DistributedSampler whose `set_epoch` says which epoch it is.
+        epochs: a DistributedSampler whose `set_epoch` sets the epoch.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class Order:
         self._length, self._sampler, self.batch_size, self.drop_last = length, sampler, batch_size, drop_last
         self._dataset = dataset
         self.single, self._seed, self._shuffle, self._epochs = single, seed, shuffle, epochs
-        self._parts: Callable[[int], tuple[np.ndarray, ...]] | None = None  # each worker's samples, by their number
-        self._items: list[Any] | None = None  # once drawn; a position in a plan stands for one of them
-        self._ahead = False  # they are those of the next epoch
+        self._parts: Callable[[int], tuple[np.ndarray, ...]] | None = None  # (number of workers) -> indices of each one
+        self._items: list[Any] | None = None  # yielded by the sampler; a plan's positions refer to it
+        self._ahead = False  # `_items` belongs to the next epoch
 
     def __len__(self) -> int:
         return self._length() if self._items is None else len(self._items)
 
     def settings(self) -> dict[str, Any]:
-        """Return what must be the same on all workers, by names for messages."""
+        """Return the settings that must be the same on all workers, by name."""
         kind = None if self._sampler is None else type(self._sampler).__name__
         return {
             "batch_size": self.batch_size, "drop_last": self.drop_last, "shuffle": self._shuffle,
@@ -75,65 +75,67 @@ class Order:
         }  # fmt: skip
 
     def split_by_label(self, labels: np.ndarray, alpha: float, seed: int) -> None:
-        """Give each worker a part of the samples, the same in all epochs; raise ConfigError where a sampler draws."""
+        """Give each worker the same part of the samples in all epochs; raise ConfigError if there is a sampler."""
         if self._sampler is not None:
-            raise rules.error("a sampler draws what is split by label")
+            raise rules.error("a loader with a sampler is split by label")
         self._parts = cache(lambda workers: dirichlet(labels, workers, alpha, seed))
 
     def take(self, group: Communicator) -> None:
-        """Collective in `group` where there is a sampler. Draw an epoch on the first worker, and share it with all."""
+        """Collective in `group` if there is a sampler. Sample an epoch on the first worker, and broadcast it."""
         if self._sampler is not None and not self._ahead:
-            self._items = broadcast_in(group, group.together(lambda: self._draw() if group.rank == 0 else None))
+            self._items = broadcast_in(
+                group, group.raise_on_all_ranks(lambda: self._sample() if group.rank == 0 else None)
+            )
         self._ahead = False
 
-    def _draw(self) -> list[Any]:
-        """Draw an epoch; raise ConfigError where the sampler has no end.
+    def _sample(self) -> list[Any]:
+        """Return the sampler's indices of an epoch; raise ConfigError if the sampler is endless.
 
-        That is where it draws several times the data set, and several times its own length, which may be an estimate.
+        It is endless if it yields several times the data set and several times its own length (perhaps an estimate).
         """
-        samples, told, drawn = length_hint(self._dataset, 1 << 20), None, 0
+        samples, length, n_indices = length_hint(self._dataset, 1 << 20), None, 0
         items: list[Any] = []
         for item in self._sampler:
             items.append(item)
-            drawn += max(len(item), 1) if isinstance(item, (list, tuple)) else 1
-            if drawn > _ENDLESS * samples:
-                told = length_hint(self._sampler, 0) if told is None else told  # some draw to tell it
-                if told > _LONG or len(items) > _ENDLESS * told:
+            n_indices += max(len(item), 1) if isinstance(item, (list, tuple)) else 1
+            if n_indices > _ENDLESS * samples:
+                length = length_hint(self._sampler, 0) if length is None else length  # `len` may use random numbers
+                if length > _LONG or len(items) > _ENDLESS * length:
                     kind = type(self._sampler).__name__
-                    raise rules.error("a sampler has no end", kind=kind, drawn=drawn, length=samples)
+                    raise rules.error("a sampler has no end", kind=kind, drawn=n_indices, length=samples)
         return items
 
     def require_joint(self, group: Communicator, first: int) -> None:
-        """Collective in `group`. Raise ConfigError where a sampler splits samples among ranks by itself.
+        """Collective in `group`. Raise ConfigError if the sampler itself splits samples among ranks.
 
-        All ranks draw the next epoch with the random state of rank `first`, whose draw counts. Samplers with a state of
-        their own may draw other samples, of which many are the same. Parts of a split have no sample in common, or one
-        that fills up the last part.
+        All ranks sample the next epoch with the random state of rank `first`, whose result is used. A sampler that
+        splits yields disjoint indices on two ranks (padding may repeat a few); other samplers with their own random
+        state yield different, overlapping ones.
         """
         if self._sampler is None or group.size == 1:
             return
-        here = group.rank == first
-        state = broadcast_in(group, random_state() if here else None, first)
+        is_first = group.rank == first
+        state = broadcast_in(group, random_state() if is_first else None, first)
 
-        def draw() -> list[Any]:
-            with nullcontext() if here else callers_state_kept():
-                if not here:
+        def sample() -> list[Any]:
+            with nullcontext() if is_first else callers_state_kept():
+                if not is_first:
                     set_random_state({name: value for name, value in state.items() if name != "cuda"})
-                return self._draw()
+                return self._sample()
 
-        own = group.together(draw)
-        self._items, self._ahead = broadcast_in(group, own if here else None, first), True
-        mine, theirs = ({*map(repr, self._singly(items))} for items in (own, self._items or ()))
-        apart = len(mine & theirs) < max(2, min(len(mine), len(theirs)) / 4) and mine != theirs
-        if any(group.gather(apart)):
+        local = group.raise_on_all_ranks(sample)
+        self._items, self._ahead = broadcast_in(group, local if is_first else None, first), True
+        mine, shared = ({*map(repr, self._singly(items))} for items in (local, self._items or ()))
+        disjoint = len(mine & shared) < max(2, min(len(mine), len(shared)) / 4) and mine != shared
+        if any(group.gather(disjoint)):
             raise rules.error("the sampler splits samples already", kind=type(self._sampler).__name__)
 
     def _singly(self, items: Sequence[Any]) -> Iterable[Any]:
-        """Return drawn samples, each by itself."""
+        """Return the indices of single samples: batches are flattened."""
         return items if self.batch_size is not None or self.single else chain.from_iterable(items)
 
     def epoch(self, counted: int) -> int:
-        """Return the epoch: the loader's count, or the one that the DistributedSampler has been set to."""
+        """Return the epoch that a DistributedSampler was set to; else the loader's count."""
         set_epoch = self._epochs.epoch if self._epochs is not None else 0
         return set_epoch or counted
 
@@ -151,23 +153,23 @@ class Order:
         return items if self.batch_size is not None else items[0]
 
     def items(self, positions: list[int]) -> list[Any]:
-        """Return the indices of the samples at these positions of the plan."""
+        """Return the items at these positions of the plan: indices of samples or batches."""
         return positions if self._items is None else [self._items[position] for position in positions]
 
     def weight(self, plan: EpochPlan, step: int, worker: int) -> float:
-        """Compute the weight of a worker's batch: its number of samples over the workers' mean number."""
+        """Return the weight of a worker's batch: its number of samples divided by the workers' mean number."""
         if self.batch_size is not None or self.single:
             return plan.weight(step, worker)
-        items: list[Any] = self._items or []  # drawn: a plan stands on them
+        items: list[Any] = self._items or []  # set by `take`, before there is a plan
         counts = [sum(len(items[i]) for i in plan.indices(step, w).tolist()) for w in range(plan.workers)]
         return counts[worker] * len(counts) / sum(counts)
 
 
 def order_of(loader: DataLoader[Any], seed: int) -> Order:
-    """Return the order of the loader's samples; raise ConfigError where the loader iterates in a way of its own."""
+    """Return the order of the loader's samples; raise ConfigError if its class overrides how it iterates."""
     for name in _ITERATES:
         if name in vars(loader) or getattr(type(loader), name) is not getattr(DataLoader, name):
-            raise rules.error("the loader iterates in a way of its own", kind=type(loader).__name__, name=name)
+            raise rules.error("the loader overrides how it iterates", kind=type(loader).__name__, name=name)
     batches: Any = loader.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:
         return Order(lambda: len(batches), dataset=loader.dataset, sampler=batches, batch_size=None)
@@ -186,41 +188,41 @@ def order_of(loader: DataLoader[Any], seed: int) -> Order:
 
 
 def iter_apart(loader: Any, worker: int) -> Iterator[Any]:
-    """Begin an epoch of a loader whose processes draw the random numbers of this worker.
+    """Start an epoch of a loader whose worker processes get a random seed that differs between the workers.
 
-    Their seed follows from (the number that torch draws for the epoch, worker), so that augmentations differ between
-    ranks of one seed. The random state goes on as it would without this.
+    The seed is derived from (torch's base seed of the epoch, worker), so that augmentations differ between ranks with
+    the same seed. The random state continues as it would otherwise.
     """
     if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         return iter(loader)
-    given = loader.generator
-    base = int(torch.empty((), dtype=torch.int64).random_(generator=given))
+    generator = loader.generator
+    base = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
     seed = np.random.SeedSequence(base, spawn_key=(worker,)).generate_state(1, np.uint64)[0] >> np.uint64(1)
     loader.generator = torch.Generator().manual_seed(int(seed))
     try:
         return iter(loader)
     finally:
-        loader.generator = given
+        loader.generator = generator
 
 
 # --- equal batches on all ranks of a replica --------------------------------------------------------------------------
-def drawn_alike(loader: DataLoader[Any], inner: Communicator, place: tuple[int, int, int, int]) -> Iterator[Any]:
-    """Collective in the replica. Iterate over batches that are the same on all its ranks.
+def identical_batches(loader: DataLoader[Any], inner: Communicator, key: tuple[int, int, int, int]) -> Iterator[Any]:
+    """Collective in the replica. Iterate over batches that are identical on all ranks of the replica.
 
-    Whatever is drawn while a batch is loaded follows from its place, so that a resumed epoch goes on alike, and the
-    random numbers of the ranks, which compute different layers, may differ.
+    While a batch is loaded, random numbers are seeded by (`key`, step): a resumed epoch continues identically, and the
+    ranks, which compute different layers, keep different random states.
 
     Args:
         inner: the ranks of the replica.
-        place: seed, epoch, replica, and the samples of the epoch before the first batch.
+        key: seed, epoch, replica, and the number of the epoch's samples before the first batch.
 
     Raises:
-        MismatchError: the ranks' first batches differ, for the data set draws from elsewhere, or asks for the rank.
+        MismatchError: the ranks' first batches differ: the data set uses other random numbers, or the rank.
     """
-    with drawing(place, "begin"):
+    with seeded(key, "begin"):
         batches = iter(loader)
     for step in count():
-        with drawing(place, step):
+        with seeded(key, step):
             batch = next(batches, _END)
         if step == 0:
             require_same(inner, batch)
@@ -233,9 +235,9 @@ _END = object()
 
 
 @contextmanager
-def drawing(place: tuple[int, ...], step: int | str) -> Iterator[None]:
-    """Draw the random numbers of Python, NumPy and torch from a seed inside the context; afterwards one's own again."""
-    seed = zlib.crc32(repr((place, step)).encode())
+def seeded(key: tuple[int, ...], step: int | str) -> Iterator[None]:
+    """Seed Python, NumPy and torch by (key, step) inside the context; restore their random states afterwards."""
+    seed = zlib.crc32(repr((key, step)).encode())
     with callers_state_kept():
         random.seed(seed)
         np.random.seed(seed)

@@ -1,4 +1,4 @@
-"""Share the user's DataLoader among workers, each sample on one only."""
+"""Distribute the samples of the user's DataLoader among workers, each sample to one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hpcdist.data.sharding import EpochPlan
 from hpcdist.model.gradients import Gradients
 from hpcdist.session import rules
 from hpcdist.session.consensus import consensus_of
-from hpcdist.session.consistency import begin_epoch, changed_marks, marks, require_same_loader
+from hpcdist.session.consistency import changed_fingerprints, fingerprints, require_same_loader, start_epoch
 from hpcdist.session.loader.batches import counted_as, same_everywhere, samples_in
 from hpcdist.session.loader.epoch import Epoch
-from hpcdist.session.loader.period import Weighed, counts_of, joint_batch, period, relative
-from hpcdist.session.loader.sampling import Order, drawn_alike, iter_apart, order_of
+from hpcdist.session.loader.period import WeightedBatch, counts_of, joint_batch, period, relative
+from hpcdist.session.loader.sampling import Order, identical_batches, iter_apart, order_of
 from hpcdist.session.run import LoopRun
 from hpcdist.session.values import broadcast_in
 from hpcdist.session.world import current, refuse_calls_of_servers, shared_calls
@@ -49,56 +49,55 @@ def shard(
     labels: Sequence[int] | Tensor | None = None,
     optimizers: Sequence[torch.optim.Optimizer] | None = None,
 ) -> ShardedLoader:
-    """Give this rank its share of `loader`: every sample exactly once per epoch, on whatever number of ranks.
+    """Return a loader of this rank's share of `loader`: each sample exactly once per epoch, on any number of ranks.
 
-    `loader.batch_size` becomes the batch of each worker. A shuffling loader is shuffled by (seed, epoch), the same on
-    all ranks, and a DistributedSampler is replaced; any other sampler, or batch sampler, draws on the first worker, and
-    all ranks use its order. All workers get a batch in every step. In the last one, which may have fewer samples,
-    gradients are weighted by sample counts; a worker for which none is left gets other samples, which weigh 0: its body
-    runs, and its gradients count for nothing.
+    `loader.batch_size` is the batch size of each worker. A shuffling loader is shuffled by (seed, epoch), the same on
+    all ranks; a DistributedSampler is replaced; any other sampler, or batch sampler, is sampled on the first worker,
+    for all ranks. All workers get a batch in every step. In the last step, which may have fewer samples, gradients are
+    weighted by sample counts; a worker without samples gets a padding batch of weight 0, whose gradient is ignored.
 
-    An iterable data set that gives all ranks the same batches is shared batch by batch; one that gives each rank
-    batches of its own is read to its end on every rank. An iterable data set of whole batches may be passed in place of
-    a loader.
+    Batches of an iterable data set that is identical on all ranks are distributed; if ranks' data differ, each reads
+    its data to the end. An iterable data set of whole batches may be passed instead of a loader.
 
-    With sandblaster every worker gets the joint batch of all workers. `hpcdist` calls the closure of `optimizer.step`
-    with the slice of the batch that this worker computes.
+    With sandblaster every worker gets the joint batch of all workers, and `optimizer.step` calls its closure with the
+    slice that this worker computes. On a server rank the iterator yields nothing, and serves until the workers end the
+    epoch. Without gradients (inside `torch.no_grad()`, or `torch.optim.swa_utils.update_bn`) it is the plain loader:
+    every rank gets all samples, and the epoch isn't counted.
 
-    On a rank that only serves, iterating yields nothing and serves until the workers end the epoch.
+    For a model in stages (`hpcdist.pipeline`) samples are distributed among replicas: all ranks of a replica get the
+    same batches, whose loading uses random numbers seeded by `seed`, epoch and replica (for an iterable data set that
+    is split: by `seed` and epoch). The ranks of a replica compare their first batch of each epoch.
 
-    Iterated without gradients (inside `torch.no_grad()`) it is the plain loader: every rank gets all samples, and no
-    epoch passes. So it is for `torch.optim.swa_utils.update_bn`, with `training=False` too.
-
-    Where ranks hold stages of a model (`hpcdist.pipeline`) replicas take the place of ranks: all ranks of a replica get
-    the same batches. Random numbers that are drawn while a batch is loaded follow from `seed`, the epoch and the
-    replica there (of an iterable data set that is split: `seed` and the epoch), and the ranks of a replica compare
-    their first batch of each epoch.
+    Example:
+        >>> loader = hd.shard(torch.utils.data.DataLoader(data, batch_size=2, shuffle=True))
+        >>> optimizer = hd.DistributedOptimizer(sgd, model)
+        >>> len(loader)  # steps per epoch: 8 samples, 2 workers
+        2
 
     Args:
-        training: False shares the samples of an evaluation among all ranks, and involves no step. Inside the loop,
-            models that DistributedOptimizers train are the consensus of all ranks.
-        split: False says that each rank's loader (each replica's) reads samples of its own already. They may have
-            different numbers of batches: one that has none left goes on with one that weighs 0 until all have ended.
-            "dirichlet" gives each worker a part of the samples, in all epochs the same one, in which some labels are
-            more frequent than in others: to study data that differ. See `hpcdist.data.labels.dirichlet`. It follows
-            from `seed`, `alpha` and the number of workers.
-        alpha: of the Dirichlet distribution: with 0.1 a worker has few labels, with 100 all as all others.
-        labels: with "dirichlet" the samples' labels, integers; None takes the data set's `targets`, `labels` or last
+        training: False distributes the samples of an evaluation among all ranks. Inside the loop, models of
+            DistributedOptimizers are set to the consensus of all ranks; no step can be taken.
+        split: False: each rank's (replica's) loader already reads different samples. Numbers of batches may differ: a
+            rank without batches repeats its last one with weight 0 until all have ended. "dirichlet": give each worker
+            a fixed part of the samples, with unequal label frequencies (non-IID data), from `seed`, `alpha` and the
+            number of workers; see `hpcdist.data.labels.dirichlet`.
+        alpha: of the Dirichlet distribution: with 0.1 a worker has few labels, with 100 all workers are similar.
+        labels: with "dirichlet", integer labels of the samples; None: the data set's `targets`, `labels` or last
             tensor.
-        optimizers: distributed optimisers that the loop steps; all that there are, if None.
+        optimizers: the distributed optimisers that the loop steps; None: all.
 
     Raises:
-        ConfigError: the loader is no DataLoader of torch's, or its sampler splits samples for another library. While it
-            is iterated: the loop does what would make ranks differ, or would report figures of one rank alone.
-        MismatchError: at the first batch of an epoch, workers' loaders have different samples, or the ranks of a
-            replica have read different ones.
+        ConfigError: the loader is not a torch DataLoader, or its sampler splits samples for another library. While
+            iterating: the loop would make ranks differ, or would report metrics of one rank only.
+        MismatchError: at an epoch's first batch, workers' loaders have different samples, or ranks of a replica have
+            read different ones.
     """
     if isinstance(loader, ShardedLoader):
         raise rules.error("a loader is sharded twice")
-    if split and isinstance(loader, IterableDataset):  # a stream of batches, as webdataset's WebLoader
+    if split and isinstance(loader, IterableDataset):  # a stream of batches, such as webdataset's WebLoader
         loader = DataLoader(loader, batch_size=None)
     if split and not isinstance(loader, DataLoader):
-        raise rules.error("the loader is none of torch's", kind=type(loader).__name__)
+        raise rules.error("the loader is not torch's", kind=type(loader).__name__)
     if split not in (True, False, "dirichlet"):
         raise rules.error("a split has another name", split=split)
     sharded = ShardedLoader(loader, seed, training, bool(split), optimizers)
@@ -108,15 +107,14 @@ def shard(
 
 
 class ShardedLoader:
-    """Iterate over this rank's share, an epoch at a time. `set_epoch` goes to another one.
+    """Iterate over this rank's share of the samples, one epoch per iteration. Created by `shard`.
 
     Attributes:
-        weight: of the batch that was yielded last: its samples over the workers' mean number; 0 for one that does not
-            count.
+        weight: of the last batch: its samples divided by the workers' mean number; 0 for a padding batch.
         workers: the ranks that get batches.
-        next_epoch: the epoch, from 0, of the next iteration. After `hpcdist.load` it is the epoch that goes on, or the
-            one behind it where no sample was left.
-        batches: the indices of the samples in each batch of this rank in this epoch, where samples are dealt out.
+        next_epoch: the epoch, from 0, of the next iteration. After `hpcdist.load` the unfinished epoch, or the one
+            after a finished one.
+        batches: the indices of the samples in each batch of this rank in this epoch, if they are known.
     """
 
     def __init__(
@@ -128,14 +126,13 @@ class ShardedLoader:
         optimizers: Sequence[torch.optim.Optimizer] | None,
     ):
         self._loader, self._seed, self._training, self._split = loader, seed, training, split
-        self._given = optimizers
+        self._stepped = optimizers
         self._iterable = split and isinstance(loader.dataset, IterableDataset)
         self._epoch, self._start, self._done, self._ended = -1, 0, 0, True
-        self._drawn = -1  # epoch whose order a sampler has drawn last
+        self._sampled = -1  # last epoch that `take` has sampled
         self._weight = 1.0
-        self._compared = self._told = self._shares = False
-        # The replicas that got batches last, for the length once training has ended.
-        self._dealt_to: tuple[int, ...] = ()
+        self._compared = self._counted = self._shares = False
+        self._workers: tuple[int, ...] = ()  # of the last epoch; `len` needs it after training has ended
         if split and not self._iterable:
             self._order = order_of(loader, seed)
             self.batches: list[Any] = []  # the DataLoader keeps the list
@@ -147,7 +144,7 @@ class ShardedLoader:
             self._sharded = DataLoader(loader.dataset, **kept)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the plain loader has by this name, such as its `dataset`, `batch_size` or `sampler`."""
+        """Return an attribute of the plain loader, such as `dataset`, `batch_size` or `sampler`."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -161,12 +158,12 @@ class ShardedLoader:
         return self._epoch + 1
 
     def __len__(self) -> int:
-        """Count the steps in an epoch: each worker's batches, the same on all ranks, those that only serve included."""
+        """Return the number of steps in an epoch, the same on all ranks, server ranks included."""
         if not self._split or self._iterable:
             return len(self._loader)
-        if not (self._dealt_to and not self._training_ones()):  # else training has ended
-            self._dealt_to = self._replicas()
-        return self._steps(self._order.plan(len(self._dealt_to)))
+        if not (self._workers and not self._active_optimizers()):  # else training has ended
+            self._workers = self._replicas()
+        return self._steps(self._order.plan(len(self._workers)))
 
     def __iter__(self) -> Iterator[Any]:
         refreshed = _refreshed()
@@ -174,7 +171,7 @@ class ShardedLoader:
             _require_averaged(refreshed)
         if not self._training and refreshed is None:
             return self._evaluate()
-        # Nothing is trained without gradients: not in update_bn, nor where a loop evaluates on its training data.
+        # Without gradients nothing is trained: in update_bn, or in an evaluation on the training data.
         return self._train() if torch.is_grad_enabled() else self._iterate(self._loader, 0)
 
     @property
@@ -190,7 +187,7 @@ class ShardedLoader:
         return current().ranks_of(self._replicas())
 
     def _replicas(self) -> tuple[int, ...]:
-        """Return the replicas of the model that get batches: ranks, where each has a whole one."""
+        """Return the replicas of the model that get batches; ranks, if each rank has a whole model."""
         size = current().outer.size
         if not self._training:
             return tuple(range(size))
@@ -202,158 +199,164 @@ class ShardedLoader:
         return ranks.pop()
 
     def _optimizers(self) -> Sequence[Any]:
-        optimizers = self._training_ones()
+        optimizers = self._active_optimizers()
         if not optimizers:
             raise rules.error("the loader is iterated before an optimiser is distributed")
         return optimizers
 
-    def _training_ones(self) -> Sequence[Any]:
-        """Return the optimisers that the loop steps and that are not finished."""
+    def _active_optimizers(self) -> Sequence[Any]:
+        """Return the loop's optimisers whose training has not ended."""
         distributed = current().optimizers
-        return distributed if self._given is None else [o for o in self._given if o in distributed]
+        return distributed if self._stepped is None else [o for o in self._stepped if o in distributed]
 
     def split_by_label(self, labels: Sequence[int] | Tensor | None, alpha: float) -> None:
-        """Give each worker a part of the samples, by their labels; see `shard`."""
+        """Give each worker a part of the samples by their labels; see `shard`."""
         if self._iterable:
-            raise rules.error("a sampler draws what is split by label")
+            raise rules.error("a loader with a sampler is split by label")
         self._order.split_by_label(labels_of(self._loader.dataset, labels), alpha, self._seed)
 
     # --- an epoch of training -------------------------------------------------------------------------------------
     def _train(self) -> Iterator[Any]:
         session, optimizers, workers = current(), self._optimizers(), self._replicas()
-        self._dealt_to = workers
-        self._begin_epoch()
-        if session.loader is None:  # else beside another loader, which says when steps are taken
+        self._workers = workers
+        self._start_epoch()
+        if session.loader is None:  # else inside another loader's loop, which determines the steps
             for optimizer in optimizers:
-                begin_epoch(optimizer)
-            self._compare(session.comm, session.ranks_of(workers)[0])  # with ranks that serve: one worker may be alone
+                start_epoch(optimizer)
+            self._compare(session.comm, session.ranks_of(workers)[0])  # by all ranks: there may be only one worker
         if session.outer.rank not in workers:
             yield from period(optimizers, ())
             for optimizer in optimizers:
-                optimizer.strategy.model.mark()
+                optimizer.strategy.model.take_snapshot()
             return
         if session.loader is not None:
-            self._ended = True  # whether it is iterated to its end is up to the other loader
-            yield from (weighed.batch for weighed in self._weighed([], workers))
+            self._ended = True  # whether it ends is up to the other loader
+            yield from (weighted.batch for weighted in self._weighted([], workers))
             return
         strategies = [optimizer.strategy for optimizer in optimizers]
         session.loader = self
         if len(workers) < session.outer.size:
             session.group, session.peers = optimizers[0].attachment.workers, optimizers[0].attachment.peers
-            session.begun = None if session.comm.mpi is None else shared_calls()
+            session.calls_before = None if session.comm.mpi is None else shared_calls()
         epoch, run = Epoch(strategies), session.run
         if run is not None:
-            strategies[0].records.start()  # an evaluation before this epoch is none of its steps
+            strategies[0].records.start()  # without the time of an evaluation before this epoch
         for strategy in strategies:
             strategy.model.refresh()
-            strategy.model.mark()
-            if self._split:  # no rank has another's samples
+            strategy.model.take_snapshot()
+            if self._split:  # ranks have different samples
                 strategy.gradients.checksums = None
         try:
-            weighed = self._weighed(strategies, workers)
-            batches = epoch.watch(weighed if run is None else _counted(weighed, run, workers))
+            weighted = self._weighted(strategies, workers)
+            batches = epoch.watch(weighted if run is None else _with_counts(weighted, run, workers))
             yield from period(optimizers, batches, pauses_when_left=True)
-            refuse_calls_of_servers(session)  # that have ended all the same, and had no answer
+            refuse_calls_of_servers(session)  # for calls that ended without a reply
             epoch.check()
             self._ended = True
             if run is not None:
                 run.end_epoch(self._epoch + 1)
         finally:
-            session.loader = session.group = session.peers = session.begun = None
+            session.loader = session.group = session.peers = session.calls_before = None
             for strategy in strategies:
-                strategy.model.mark()
+                strategy.model.take_snapshot()
 
-    def _begin_epoch(self) -> None:
+    def _start_epoch(self) -> None:
         self._epoch, self._ended = self._epoch + 1, False
         if self._split and not self._iterable:
             self._epoch = self._order.epoch(self._epoch)
 
-    def _weighed(self, strategies: Sequence[Strategy], workers: tuple[int, ...]) -> Iterator[Weighed]:
-        """Draw this rank's batches of the epoch."""
+    def _weighted(self, strategies: Sequence[Strategy], workers: tuple[int, ...]) -> Iterator[WeightedBatch]:
+        """Yield this rank's batches of the epoch."""
         worker = workers.index(current().outer.rank)
-        own = not self._split or self._iterable
+        local = not self._split or self._iterable
         for strategy in strategies:
             if strategy.contract.batch == "portions":
                 yield from self._joint(strategy, worker, len(workers))
                 return
-        for weighed in self._own(strategies, worker, len(workers)) if own else self._dealt(worker, len(workers)):
-            self._weight = weighed.weight
-            watched = [strategy.model.gradients for strategy in strategies if worker == 0 and weighed.weight != 1.0]
+        for weighted in self._local(strategies, worker, len(workers)) if local else self._dealt(worker, len(workers)):
+            self._weight = weighted.weight
+            watched = [strategy.model.gradients for strategy in strategies if worker == 0 and weighted.weight != 1.0]
             for gradients in watched:
-                gradients.on_begin = partial(self._look_at_calls, gradients, shared_calls())
-            yield weighed
+                gradients.on_begin = partial(self._warn_of_calls, gradients, shared_calls())
+            yield weighted
             for gradients in watched:
                 gradients.on_begin = None
 
-    def _look_at_calls(self, gradients: Gradients, before: Mapping[Any, int]) -> None:
-        """Say once that a loss may be weighed twice: by its batch's samples, and by a count of all ranks."""
-        if gradients.weighs and not gradients.weighed_by_loop and not self._shares and shared_calls() != before:
+    def _warn_of_calls(self, gradients: Gradients, before: Mapping[Any, int]) -> None:
+        """Warn once if the loop may divide its loss by a count of all ranks, while hpcdist weights the batches too."""
+        if (
+            gradients.weights_batches
+            and not gradients.weighted_by_loop
+            and not self._shares
+            and shared_calls() != before
+        ):
             self._shares = True
             _log.warning(
-                "Batches of a step weigh by their numbers of samples, and the loop calls all ranks between a batch and "
-                "its backward pass. A loss must not be divided by a count that ranks have added up (boxes, tokens): it "
-                "would be weighed twice. Divide it by this rank's own count, and call optimizer.weigh(count)."
+                "hpcdist weights the batches of a step by their numbers of samples, and the loop makes a collective "
+                "call between a batch and its backward pass. Don't divide the loss by a count summed over ranks "
+                "(boxes, tokens): the weight would count twice. Divide it by this rank's count, and call "
+                "optimizer.set_batch_weight(count)."
             )
 
-    def _dealt(self, worker: int, workers: int) -> Iterator[Weighed]:
-        """Draw this worker's share of the samples of all."""
-        order, plan = self._draw(worker, workers)
+    def _dealt(self, worker: int, workers: int) -> Iterator[WeightedBatch]:
+        """Yield this worker's share of the samples of an epoch."""
+        order, plan = self._plan_epoch(worker, workers)
         steps = self._steps(plan)
         self.batches[:] = [order.batch(plan, step, worker) for step in range(steps)]
         resumes, self._start = plan.start > 0, 0
         for step, batch in zip(range(steps), self._iterate(self._sharded, worker, resumes, plan.start), strict=True):
             self._done = plan.position(step + 1)
-            yield Weighed(batch, order.weight(plan, step, worker), step == steps - 1, partial(plan.sizes, step))
+            yield WeightedBatch(batch, order.weight(plan, step, worker), step == steps - 1, partial(plan.sizes, step))
         self._done = len(order)
 
-    def _joint(self, strategy: Any, worker: int, workers: int) -> Iterator[Weighed]:
-        """Draw the joint batches of all workers, for a strategy that evaluates portions of them."""
+    def _joint(self, strategy: Any, worker: int, workers: int) -> Iterator[WeightedBatch]:
+        """Yield the joint batches of all workers, for a strategy that evaluates portions of them."""
         if not self._split or self._iterable or self._order.batch_size is None:
-            raise rules.error("the loader draws batches, or reads its own samples")
-        order, plan = self._draw(worker, workers)
+            raise rules.error("the loader yields whole batches, or reads its own samples")
+        order, plan = self._plan_epoch(worker, workers)
         if plan.parts:
             raise rules.error("joint batches are split by label", strategy)
         steps = self._steps(plan)
-        found = [joint_batch(plan, step, worker, strategy.config) for step in range(steps)]
-        self.batches[:] = [order.items(positions.tolist()) for positions, _ in found]
+        joint = [joint_batch(plan, step, worker, strategy.config) for step in range(steps)]
+        self.batches[:] = [order.items(positions.tolist()) for positions, _ in joint]
         batches = self._iterate(self._sharded, worker, plan.start > 0, plan.start)
         self._start = 0
         try:
             for step, batch in zip(range(steps), batches, strict=True):
-                self._done, strategy.joint = plan.position(step + 1), found[step][1]
-                yield Weighed(batch, ends_epoch=step == steps - 1, counts=partial(plan.sizes, step))
+                self._done, strategy.joint = plan.position(step + 1), joint[step][1]
+                yield WeightedBatch(batch, ends_epoch=step == steps - 1, counts=partial(plan.sizes, step))
         finally:
             strategy.joint = None
         self._done = len(order)
 
     def _iterate(self, loader: DataLoader[Any], worker: int, resumes: bool = False, start: int = 0) -> Iterator[Any]:
-        """Iterate over a worker's batches; a resumed epoch draws no random number.
+        """Iterate over a worker's batches; a resumed epoch takes no number from torch's generator.
 
-        The loader's processes draw other numbers for each worker, though all ranks may have one seed; those of the
-        first worker are those of one process.
+        The loader's processes use different random numbers for each worker, also if all ranks have one seed; the first
+        worker's are those of training on one process.
         """
         grid = current().grid
         if grid is not None and grid.stages > 1:
-            yield from drawn_alike(loader, grid.inner, (self._seed, self._epoch, worker, start))
+            yield from identical_batches(loader, grid.inner, (self._seed, self._epoch, worker, start))
             return
-        state = torch.get_rng_state()  # the number that torch draws for each epoch was drawn when this one began
+        state = torch.get_rng_state()  # the epoch's base seed was taken when the epoch started
         batches = iter(loader) if worker == 0 else iter_apart(loader, worker)
         if resumes:
             torch.set_rng_state(state)
         yield from batches
 
-    def _draw(self, worker: int, workers: int) -> tuple[Order, EpochPlan]:
-        """Collective among the workers for samplers of their own. Draw this epoch's order, and share it out."""
+    def _plan_epoch(self, worker: int, workers: int) -> tuple[Order, EpochPlan]:
+        """Return this epoch's order and plan. Collective among the workers if the loader has a sampler."""
         session, order = current(), self._order
         group = session.group or session.comm
         self._compare(group, 0)
-        if not (self._start and self._drawn == self._epoch):  # else an epoch goes on that this loader has begun
+        if not (self._start and self._sampled == self._epoch):  # else continue an epoch that this loader started
             order.take(group)
-            self._drawn = self._epoch
+            self._sampled = self._epoch
         return order, order.plan(workers, self._epoch, self._start)
 
     def _compare(self, group: Communicator, first: int) -> None:
-        """Collective, once. Check that all ranks of `group` would deal out the same samples; `first` draws them."""
+        """Collective, once. Check that all ranks of `group` would distribute the same samples; `first` samples them."""
         if not self._compared and self._split and not self._iterable:
             require_same_loader(group, self._order.settings(), self._loader.dataset)
             self._order.require_joint(group, first)
@@ -363,80 +366,84 @@ class ShardedLoader:
         return (plan.n_samples - plan.start) // plan.global_batch if self._order.drop_last else plan.steps
 
     # --- loaders whose ranks read different samples ---------------------------------------------------------------
-    def _own(self, strategies: Sequence[Strategy], worker: int, workers: int) -> Iterator[Weighed]:
-        """Draw the batches of this rank's own loader, and then, while other ranks have some, one that weighs 0."""
+    def _local(self, strategies: Sequence[Strategy], worker: int, workers: int) -> Iterator[WeightedBatch]:
+        """Yield the batches of this rank's loader, then padding batches of weight 0 while other ranks have batches."""
         session = current()
         group = session.peers or session.outer
-        batches = self._iterate(self._loader, 0 if self._split else worker)  # all replicas' may have to be the same
+        batches = self._iterate(self._loader, 0 if self._split else worker)  # identical, if they are to be split
         if self._split and workers > 1:
             first = next(batches, None)
             batches = iter(()) if first is None else chain([first], batches)
             if same_everywhere(group, first):
                 batches = islice(batches, worker, None, workers)
         joined = workers > 1 and any(strategy.contract.synchronous for strategy in strategies)
-        yield from self._joined(strategies, group, batches) if joined else map(Weighed, batches)
+        yield from self._padded(strategies, group, batches) if joined else map(WeightedBatch, batches)
 
-    def _joined(self, strategies: Sequence[Strategy], group: Communicator, batches: Iterator[Any]) -> Iterator[Weighed]:
-        """Collective. Draw batches until no rank has one, each weighted by its samples."""
+    def _padded(
+        self, strategies: Sequence[Strategy], group: Communicator, batches: Iterator[Any]
+    ) -> Iterator[WeightedBatch]:
+        """Collective. Yield batches, weighted by their samples, until no rank has one."""
         last, step, counted = None, 0, None
         while True:
             batch = next(batches, None)
-            if counted and not self._told:  # after a step, in which the loop may have said what its batches weigh
-                self._told = True
-                if group.rank == 0 and not any(strategy.model.gradients.weighed_by_loop for strategy in strategies):
+            if counted and not self._counted:  # after a step, in which the loop may have called set_batch_weight
+                self._counted = True
+                if group.rank == 0 and not any(strategy.model.gradients.weighted_by_loop for strategy in strategies):
                     _log.log(*counted)
             counts, shapes = counts_of(group, *((0, 0) if batch is None else samples_in(batch)))
             counted = counted or counted_as(counts, shapes)
             if not counts.any():
                 return
-            if step == 0 and not counts.all():  # a rank that has none at all goes along with another one's
+            if step == 0 and not counts.all():  # a rank without any batch gets a copy of another rank's
                 last = broadcast_in(group, batch, int(counts.argmax()))
             last, step = last if batch is None else batch, step + 1
-            yield Weighed(last, relative(counts, group.rank), counts=counts.tolist)
+            yield WeightedBatch(last, relative(counts, group.rank), counts=counts.tolist)
 
     # --- an evaluation --------------------------------------------------------------------------------------------
     def _evaluate(self) -> Iterator[Any]:
         session = current()
-        self._begin_epoch()
+        self._start_epoch()
         with consensus_of(session.optimizers):
             worker = session.outer.rank
             if not self._split or self._iterable:
-                yield from (weighed.batch for weighed in self._own([], worker, session.outer.size))
+                yield from (weighted.batch for weighted in self._local([], worker, session.outer.size))
                 return
-            order, plan = self._draw(worker, session.outer.size)
+            order, plan = self._plan_epoch(worker, session.outer.size)
             counted = [step for step in range(self._steps(plan)) if plan.sizes(step)[worker]]
             self.batches[:] = [order.batch(plan, step, worker) for step in counted]
             yield from self._iterate(self._sharded, worker)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the epoch, in samples of all ranks, for a loop that is resumed on any number of them.
+        """Return the position in the epoch, in samples of all ranks, to resume on any number of ranks.
 
-        An epoch that was left early, by `break`, goes on there once it is loaded, with no batch where it was left
-        after its last one; a further iteration without loading begins the next one. Marks of the data set are in it,
-        too: a loop that is resumed on other data says so.
+        An epoch that was left by `break` continues there once the state is loaded (with no batch if it was left after
+        its last one); iterating again without loading starts the next epoch. The state describes the data set, so that
+        resuming on other data logs a warning.
         """
-        data = marks(self._loader.dataset) if self._samples() else {}
+        data = fingerprints(self._loader.dataset) if self._samples() else {}
         position = {"epoch": self._epoch, "consumed": self._done, "ended": self._ended}
         return {**position, "samples": self._samples(), "data": data}
 
     def _samples(self) -> int:
-        """Return the number of samples that are dealt out in an epoch; 0 where nobody knows it."""
+        """Return the number of samples that are distributed in an epoch; 0 if it is unknown."""
         return len(self._order) if self._split and not self._iterable else 0
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a position, for the next iteration to go on from; from an epoch's end with the next epoch."""
-        own = self._samples()
-        if state.get("samples", own) != own:
-            _log.warning("data has %d samples here, and %d in the checkpoint: this run's go on.", own, state["samples"])
-        for change in changed_marks(self._loader.dataset, state.get("data", {})) if own else ():
-            _log.warning("%s: this run's data go on.", change)
-        left = state["consumed"] < own or (own and not state.get("ended", True))
-        self._epoch, self._start = (state["epoch"] - 1, state["consumed"]) if left else (state["epoch"], 0)
+        """Restore a position: the next iteration continues there, or starts the next epoch after a complete one."""
+        n = self._samples()
+        if state.get("samples", n) != n:
+            _log.warning(
+                "data has %d samples here, and %d in the checkpoint: continuing with these data.", n, state["samples"]
+            )
+        for change in changed_fingerprints(self._loader.dataset, state.get("data", {})) if n else ():
+            _log.warning("%s: continuing with these data.", change)
+        unfinished = state["consumed"] < n or (n and not state.get("ended", True))
+        self._epoch, self._start = (state["epoch"] - 1, state["consumed"]) if unfinished else (state["epoch"], 0)
 
 
 def _refreshed() -> nn.Module | None:
-    """Return the model for whose running statistics torch's `update_bn` iterates, if it does."""
+    """Return the model if torch's `update_bn` is iterating the loader for its running statistics; else None."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not _UPDATE_BN:
         frame = frame.f_back
@@ -444,18 +451,18 @@ def _refreshed() -> nn.Module | None:
 
 
 def _require_averaged(model: nn.Module) -> None:
-    """Raise ConfigError where running statistics would stay those of this rank's own samples."""
+    """Raise ConfigError if running statistics would be those of this rank's samples only."""
     session = current()
     averaged = any(optimizer.strategy.model.module is model for optimizer in session.optimizers)
     if session.comm.size > 1 and not averaged:
-        raise rules.error("update_bn reads samples of each rank's own", model=type(model).__name__)
+        raise rules.error("update_bn reads different samples on each rank", model=type(model).__name__)
 
 
-def _counted(batches: Iterable[Weighed], run: LoopRun, workers: tuple[int, ...]) -> Iterator[Weighed]:
-    """Tell the run how many samples each batch has; others' are taken to be as many where each rank reads its own."""
+def _with_counts(batches: Iterable[WeightedBatch], run: LoopRun, workers: tuple[int, ...]) -> Iterator[WeightedBatch]:
+    """Count each batch's samples for the run; if other ranks' counts are unknown, they are assumed to be equal."""
     worker = workers.index(current().outer.rank)
-    for weighed in batches:
-        counts = [samples_in(weighed.batch)[0]] * len(workers) if weighed.counts is None else weighed.counts()
+    for weighted in batches:
+        counts = [samples_in(weighted.batch)[0]] * len(workers) if weighted.counts is None else weighted.counts()
         run.samples += int(counts[worker])
         run.of_all += int(sum(counts))
-        yield weighed
+        yield weighted

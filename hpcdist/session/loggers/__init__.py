@@ -1,4 +1,4 @@
-"""Write a run's figures for other people's tools: one file per tool, found by the file's name."""
+"""Write a run's metrics for other tools: one file per tool, found by the file's name."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ load: Callable[[str], type[Logger]] = catalogue("loggers").load
 
 
 def require(names: Iterable[str]) -> None:
-    """Raise UnknownNameError for an unknown logger, and ConfigError if the package that it needs is missing."""
+    """Raise UnknownNameError for an unknown logger, and ConfigError if its package is missing."""
     for name in names:
         package = load(name).package
         spec = importlib.util.find_spec(package) if package else None
-        if package and (spec is None or spec.origin is None):  # a folder of that name, such as the tool's output
+        if package and (spec is None or spec.origin is None):  # a folder with that name, such as the tool's output
             raise ConfigError(
                 f"log must name tools whose packages are installed; got {name!r}, and there is no package {package}. "
-                f"Install it (pip install {package}), or leave {name} out."
+                f"Install it (pip install {package}), or remove {name}."
             )

@@ -1,4 +1,4 @@
-"""MLflow, with a store of its own in the run's folder."""
+"""MLflow, with its store in the run's folder."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from hpcdist.session.loggers.base import LoggedRun, Logger
 
-BATCH = 100  # parameters, the most that MLflow takes at once
+BATCH = 100  # maximum number of parameters in a call of MLflow
 LONGEST = 6000  # characters of a parameter
 
 
 class MLflow(Logger):
-    """Write an MLflow run. See it with `mlflow ui --backend-store-uri sqlite:///FOLDER/mlflow/mlflow.db`.
+    """Write an MLflow run. View it with `mlflow ui --backend-store-uri sqlite:///FOLDER/mlflow/mlflow.db`.
 
-    A database, because MLflow refuses its store of plain files since version 3.
+    The store is a database, because MLflow refuses plain files since version 3.
     """
 
     package = "mlflow"
@@ -27,13 +27,13 @@ class MLflow(Logger):
         folder = run.folder.resolve()
         folder.mkdir(exist_ok=True)
         self._client = MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
-        self._id = run.id(lambda: self._begun(run.name, folder))
+        self._id = run.id(lambda: self._started(run.name, folder))
         if run.first_step == 1:
             params = [Param(name, str(value)[:LONGEST]) for name, value in run.settings.items()]
             for first in range(0, len(params), BATCH):
                 self._client.log_batch(self._id, params=params[first : first + BATCH])
 
-    def _begun(self, name: str, folder: Path) -> str:
+    def _started(self, name: str, folder: Path) -> str:
         experiment = self._client.create_experiment("hpcdist", artifact_location=folder.as_uri())
         return self._client.create_run(experiment, run_name=name).info.run_id
 

@@ -9,7 +9,7 @@ from hpcdist.session.loggers.base import LoggedRun, Logger
 
 
 class TensorBoard(Logger):
-    """Write event files. See them with `tensorboard --logdir FOLDER`, of one run or of many."""
+    """Write event files. View them with `tensorboard --logdir FOLDER`, of one run or several."""
 
     package = "tensorboard"
 
@@ -19,9 +19,9 @@ class TensorBoard(Logger):
 
         self._writer = SummaryWriter(str(run.folder), purge_step=run.first_step if run.first_step > 1 else None)
         self._file = cast(Any, self._writer.file_writer)  # None before the first value
-        # Not its add_hparams, which writes a run of its own.
-        *begin, self._end = hparams(dict(run.settings), dict.fromkeys(run.metrics, 0.0))
-        for summary in begin:
+        # `add_hparams` would write a separate run.
+        *start, self._end = hparams(dict(run.settings), dict.fromkeys(run.metrics, 0.0))
+        for summary in start:
             self._file.add_summary(summary)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

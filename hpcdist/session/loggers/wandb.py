@@ -9,9 +9,9 @@ from hpcdist.session.loggers.base import LoggedRun, Logger
 
 
 class WandB(Logger):
-    """Write an offline run. `wandb sync FOLDER/wandb/wandb/offline-run-*` sends it, where there is a network.
+    """Write an offline run. `wandb sync FOLDER/wandb/wandb/offline-run-*` uploads it, given a network.
 
-    A run that went on after an interruption has a folder for each start; with `--append` they become one run.
+    A resumed run has a folder for each start; with `--append` they become one run.
     """
 
     package = "wandb"
@@ -26,7 +26,7 @@ class WandB(Logger):
             dir=str(run.folder),
             config=dict(run.settings),
             mode="offline",
-            settings=wandb.Settings(silent=True, console="off"),  # the terminal is the run's own
+            settings=wandb.Settings(silent=True, console="off"),  # don't redirect the terminal
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Clip a rank's gradients, and leave out updates of gradients that are not finite."""
+"""Clip a rank's gradients, and skip updates with gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from hpcdist.parallel.agreement import Agreement, clip_gradients
 from hpcdist.records.digest import tensor_bytes
 from hpcdist.strategies.common.records import Outcome
 
-FIRST_STEPS = 2  # whose gradients are compared among ranks
-_PIECES = 256  # of a tensor, whose bits are summed apart, so that their order counts
+FIRST_STEPS = 2  # number of steps whose gradients are compared among ranks
+_CHUNKS = 256  # of a tensor, with a sum each, so that the checksum depends on the elements' order
 
 
 class LocalGradients:
     """The gradients of a rank's replica in the current step.
 
     Attributes:
-        checksums: of this rank's own gradients, before they are averaged, in each of its first steps: 0 where they are
-            zero. None where nobody wants them.
-        changed: the loop has changed them in this step since the backward pass, other than by the scale of the loss.
-        ignores_nonfinite: this step is taken whatever the gradients are.
-        used: which parameters have had a gradient in an update here since `take_used`, bool, shape (parameters,).
+        checksums: checksums of this rank's gradients before averaging, one for each of the first steps; 0 for zero
+            gradients. None: not computed.
+        changed: the loop has changed gradients in this step since the backward pass, except by unscaling the loss.
+        ignores_nonfinite: the update is applied even if gradients are not finite.
+        used: which parameters have had a gradient in a local update since `take_used`; bool, shape (parameters,).
 
     Args:
         policy: `on_nonfinite` of the strategy's options: stop, skip or ignore.
-        clip_norm: largest 2-norm of all gradients together; None does not clip.
-        stages: agrees with the ranks that have the replica's other stages; None where this rank has the whole model.
+        clip_norm: largest 2-norm of the whole gradient; None: no clipping.
+        stages: agreement with the ranks that hold the replica's other stages; None where this rank has the whole model.
     """
 
     def __init__(
@@ -43,55 +43,55 @@ class LocalGradients:
     ):
         self.clip_norm, self.policy = clip_norm, policy
         self._comm, self._model, self._stages = comm, model, stages
-        self.begin(1, False, changed=False)
+        self.start(1, False, changed=False)
         self.checksums: list[int] | None = None
         self.used = torch.zeros(len(model.slots), dtype=torch.bool)
-        self._looked: list[int] = []  # checksums of this step's gradients, perhaps bucket by bucket
+        self._step_checksums: list[int] = []  # checksums of this step's gradients, perhaps bucket by bucket
 
-    def begin(self, step: int, skips: bool, *, changed: bool) -> None:
-        """Begin a step; `skips` leaves out its update where gradients are not finite, whatever the policy says."""
+    def start(self, step: int, skips: bool, *, changed: bool) -> None:
+        """Start a step; with `skips` gradients that are not finite skip its update, whatever the policy is."""
         self._step, self._skips, self.changed = step, skips or self.policy == "skip", changed
         self.ignores_nonfinite = self.policy == "ignore" and not skips
 
     def nonfinite(self, bucket: Bucket | None = None, *, again: bool = False) -> list[str]:
-        """Name the parameters whose gradient holds NaN or infinity; none if these are ignored.
+        """Return the names of the parameters whose gradient contains NaN or infinity; empty if these are ignored.
 
-        Collective in the replica, of all its stages, unless `again` or of a bucket. Reads the gradients once, as NaN
-        and infinity survive in a sum. Only if the sum is not finite (it may also overflow) is each gradient looked at.
+        Collective over the stages of the replica, unless `bucket` or `again` is given. Reads the gradients once: NaN
+        and infinity survive in a sum. Only if the sum is not finite (it may also overflow), each gradient is checked.
         Waits for the device.
 
         Args:
-            bucket: look at its gradients, on this rank.
-            again: look at this rank's gradients after they were sent. Before, in the first steps, a checksum is taken.
+            bucket: check only this bucket's gradients, on this rank.
+            again: check this rank's gradients after they were sent; no checksum is taken.
         """
         flats = self._model.grads if bucket is None else [bucket.grads]
         tensors = flats or [slot.tensor.grad for slot in self._model.slots if slot.tensor.grad is not None]
         if not again and self.checksums is not None and len(self.checksums) < FIRST_STEPS:
-            self._looked.append(functools.reduce(_checksum, tensors, 0))
+            self._step_checksums.append(functools.reduce(_checksum, tensors, 0))
         if self.ignores_nonfinite:
             return []
         sums = [tensor.sum() for tensor in tensors]
-        if len(sums) > 1 and not sums[0].is_cpu and len({each.device for each in sums}) == 1:
+        if len(sums) > 1 and not sums[0].is_cpu and len({total.device for total in sums}) == 1:
             sums = list(torch.stack(sums).cpu())  # one wait for the device
         names: list[str] = []
-        if not all(cmath.isfinite(each.item()) for each in sums):
-            held = [(s.name, s.tensor.grad) for s in self._model.slots if bucket is None or s.name in bucket.params]
-            names = [name for name, grad in held if grad is not None and not torch.isfinite(grad).all()]
+        if not all(cmath.isfinite(total.item()) for total in sums):
+            named = [(s.name, s.tensor.grad) for s in self._model.slots if bucket is None or s.name in bucket.params]
+            names = [name for name, grad in named if grad is not None and not torch.isfinite(grad).all()]
         if self._stages is None or again or bucket is not None:
             return names
         return self._stages.nonfinite({0: names} if names else {}).get(0, [])
 
     def done(self) -> None:
-        """End the step: what is looked at from here on belongs to the next one."""
+        """End the step; later checks belong to the next step."""
         if self.checksums is not None and len(self.checksums) < FIRST_STEPS:
-            self.checksums.append(hash(tuple(self._looked)) if any(self._looked) else 0)
-        self._looked, self.ignores_nonfinite = [], self.policy == "ignore"
+            self.checksums.append(hash(tuple(self._step_checksums)) if any(self._step_checksums) else 0)
+        self._step_checksums, self.ignores_nonfinite = [], self.policy == "ignore"
 
     def clip(self, weight: float = 1.0) -> None:
-        """Collective in the replica. Scale all gradients down to the norm `clip_norm`, where theirs is larger.
+        """Collective over the stages of the replica. Clip the whole gradient to the norm `clip_norm`.
 
         Args:
-            weight: the factor of the gradients, by which the norm is multiplied too.
+            weight: factor that the gradients were multiplied by; the norm is multiplied by it too.
         """
         if self.clip_norm is None:
             return
@@ -101,11 +101,11 @@ class LocalGradients:
         else:
             clip_gradients(parameters, largest, self._stages.norm(parameters))
 
-    def leave_out(self, names_of: dict[int, list[str]]) -> str:
-        """Leave out the update: return the event for the record.
+    def skip_update(self, names_of: dict[int, list[str]]) -> str:
+        """Return the event that records a skipped update, with the parameters whose gradient is not finite.
 
         Args:
-            names_of: the parameters' names, by rank, or by replica where its ranks have a stage each.
+            names_of: parameter names by rank, or by replica where its ranks hold a stage each.
 
         Raises:
             NonFiniteError: the policy is "stop".
@@ -116,50 +116,51 @@ class LocalGradients:
         if not self._skips:
             raise NonFiniteError(
                 f"gradients must be finite; got {text}. Lower the learning rate, clip the gradients, or set "
-                "strategy.on_nonfinite = 'skip' to leave such updates out."
+                "strategy.on_nonfinite = 'skip' to skip such updates."
             )
         return f"skipped: {text}"
 
-    def left_out(self) -> str | None:
-        """Collective in the replica. Return the event if its gradients are not finite, so that they are left out."""
+    def skipped(self) -> str | None:
+        """Collective over the stages of the replica. Return an event if gradients are not finite, else None."""
         bad = self.nonfinite()
-        return self.leave_out({self._comm.rank: bad}) if bad else None
+        return self.skip_update({self._comm.rank: bad}) if bad else None
 
-    def staleness(self, left_out: object) -> tuple[int, ...]:
-        """Return the staleness of this rank's own gradient, (0,); () if it was left out, or its batch weighs 0."""
-        return (0,) if not left_out and self._model.gradients.mean_weight else ()
+    def staleness(self, skipped: object) -> tuple[int, ...]:
+        """Return the staleness of this rank's gradient, (0,); () if it was skipped or its batch has weight 0."""
+        return (0,) if not skipped and self._model.gradients.mean_weight else ()
 
     def take_used(self, of: slice | list[int] = slice(None)) -> Tensor:
-        """Return which parameters, all or these, have had a gradient since the last call: 1, or else 0."""
-        found = self.used[of].float()
+        """Return 1 for each parameter with a gradient since the last call, else 0; reset the flags."""
+        used = self.used[of].float()
         self.used[of] = False
-        return found
+        return used
 
     def step_alone(self, update: Callable[[], None]) -> Outcome:
-        """Take the local optimiser's step on this rank's own gradient, left out where that is not finite."""
-        used, event = self._model.gradients.collect(), self.left_out()
+        """Clip this rank's gradient and run the local optimiser on it; skip the update if it is not finite."""
+        used, event = self._model.gradients.collect(), self.skipped()
         if event is None:
             self.clip()
-            if len(used) == len(self.used):  # else a layer was unfrozen, where nobody asks
+            if len(used) == len(self.used):  # else a layer was unfrozen, in strategies that do not read `used`
                 self.used |= used
             update()
         return Outcome(clock=self._step, staleness=self.staleness(event), event=event)
 
 
 def _checksum(before: int, tensor: Tensor) -> int:
-    """Continue a checksum by a tensor's bits; reads it twice where it lies, and copies no more than some sums."""
+    """Extend a checksum by a tensor's bits. Reads the tensor twice on its device, and copies only sums to the host."""
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
     if not len(flat) or not torch.linalg.vector_norm(flat, torch.inf).item():
         return before
-    share = 8 // flat.element_size()  # sums of 64-bit words are fast, and need a place where such a word may begin
-    flat = flat.clone() if flat.storage_offset() % share else flat
-    length = len(flat) // (share * _PIECES)
-    last = length * share * _PIECES
-    sums = flat[:last].view(torch.int64).view(_PIECES, length).sum(1)
+    per_int64 = 8 // flat.element_size()  # sums of int64 are fast, and need memory aligned to 8 bytes
+    flat = flat.clone() if flat.storage_offset() % per_int64 else flat
+    length = len(flat) // (per_int64 * _CHUNKS)
+    last = length * per_int64 * _CHUNKS
+    sums = flat[:last].view(torch.int64).view(_CHUNKS, length).sum(1)
     data = sums.cpu().numpy().tobytes() + tensor_bytes(flat[last:]).tobytes()
     return zlib.crc32(data, before)
 
 
 def shorten(names: list[str], limit: int = 3) -> str:
+    """Join the first names for a message: "a, b, c and 2 more"."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

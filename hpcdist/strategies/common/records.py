@@ -14,11 +14,11 @@ class Outcome:
     """The outcome of one step of a strategy.
 
     Attributes:
-        clock: number of updates of the parameters that this rank now has.
+        clock: number of updates that this rank's parameters have had.
         staleness: one entry per gradient applied on this rank.
-        event: anything out of the ordinary, as a sentence.
-        dropped: number of gradients that were too stale.
-        waited_for: seconds that a server held this rank up because of each other rank.
+        event: an unusual event, as a sentence.
+        dropped: number of gradients that were dropped as too stale.
+        waited_for: seconds of waiting by the rank that caused it, as a server reported them.
     """
 
     clock: int
@@ -29,18 +29,18 @@ class Outcome:
 
 
 class Recorder:
-    """Make a record of all that has happened since the last record of this rank.
+    """Creates a record for each step of this rank: time, traffic and events since its last record.
 
     Attributes:
-        channels: the communicators whose traffic counts.
-        write: receives records that are made outside of `step`, as on servers; None drops them.
-        remarks: returns events to add to the next record.
-        pending: counts the gradients that this rank, a server, has taken and that no update has applied yet.
+        channels: the communicators whose traffic is counted.
+        write: receives records that are written outside of `step`, as on servers; None drops them.
+        events: returns events to add to the next record.
+        pending: returns how many gradients this server has received and not applied yet.
     """
 
     def __init__(self, comm: Communicator, write: Callable[[StepRecord], None] | None = None):
         self.write = write
-        self.remarks: Callable[[], list[str]] = list
+        self.events: Callable[[], list[str]] = list
         self.pending: Callable[[], int] = int
         self._comm = comm
         self.channels = [comm]
@@ -51,11 +51,11 @@ class Recorder:
         self.channels.append(channel)
 
     def traffic(self) -> Traffic:
-        """Return all that the strategy has sent and received so far, on this rank."""
+        """Return the strategy's total traffic on this rank so far."""
         return sum((channel.trace.traffic for channel in self.channels), Traffic())
 
     def start(self) -> None:
-        """Begin the next record now: setting up, an evaluation or a checkpoint before are left out of it."""
+        """Start the next record now, so that it excludes earlier setup, evaluation or checkpoints."""
         self._since, self._before = self._comm.now(), self.traffic()
 
     def record(self, step: int, outcome: Outcome) -> StepRecord:
@@ -63,8 +63,8 @@ class Recorder:
         now, traffic = self._comm.now(), self.traffic()
         spent, passed_s = traffic - self._before, now - self._since
         self._since, self._before = now, traffic
-        if remarks := self.remarks():
-            outcome = replace(outcome, event="; ".join([*filter(None, [outcome.event]), *remarks]))
+        if events := self.events():
+            outcome = replace(outcome, event="; ".join([*filter(None, [outcome.event]), *events]))
         return StepRecord(
             step=step,
             clock=outcome.clock,
@@ -76,12 +76,12 @@ class Recorder:
             **vars(spent),
         )
 
-    def report_remarks(self, step: int) -> None:
-        """Write a record of the remarks that no step has recorded, where there are any."""
-        if self.write is not None and (remarks := self.remarks()):
-            self.report(step, Outcome(clock=step, event="; ".join(remarks)))
+    def report_events(self, step: int) -> None:
+        """Write a record of pending events, if there are any."""
+        if self.write is not None and (events := self.events()):
+            self.report(step, Outcome(clock=step, event="; ".join(events)))
 
     def report(self, step: int, outcome: Outcome) -> None:
-        """Write a record that belongs to no call of `step`."""
+        """Write a record outside of `step`."""
         if self.write is not None:
             self.write(self.record(step, outcome))

@@ -1,4 +1,4 @@
-"""Declare a strategy's state where it is created: what checkpoints keep of it, and how ranks start without one."""
+"""Declare a strategy's state where it is created: how to save, load, reshard and reset each value."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ T = TypeVar("T")
 
 
 class Flats(NamedTuple):
-    """Flat tensors along the parameters, as `model.params`; or their elements in some ranges, one for each tensor."""
+    """Flat tensors with one element per parameter element, like `model.params`; or one range of each tensor."""
 
     tensors: Sequence[Tensor]
     ranges: Ranges | None = None
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One declared value.
+class StateSpec:
+    """One declared value of a strategy's state.
 
     Attributes:
-        name: its key in the checkpoint.
-        save: returns this rank's value; of a sharded one flat tensors along the parameters, or an empty list.
-        load: receives what was saved.
-        start: sets the value with which a rank starts that has nothing to load.
-        reshard: makes one value for another number of ranks of those saved; None: they start. Of a sharded one
-            (tensors of the ranks that have the parameter, saved workers, ranks now) -> one tensor.
-        optional: a checkpoint may lack it.
-        resets: it starts again where the loop has set new parameters.
-        sharded: it lies along the parameters. Checkpoints store it by parameter names and slices, so that any rank
-            reads its own part, whatever ranks, stages, shards or servers there were.
-        ranges: the elements of `model.params` that a sharded one has, such as a server's shard; None: all.
+        name: key in the checkpoint.
+        save: returns this rank's value; for sharded state, flat tensors with the parameters' layout or an empty list.
+        load: receives the saved value.
+        start: sets the initial value, on a rank with nothing to load.
+        reshard: merges the saved ranks' values when the number of ranks has changed; None: use the initial value. For
+            sharded state: (tensors of the ranks with this parameter, number of saved workers, number of ranks now) ->
+            one tensor.
+        optional: a checkpoint may lack the value.
+        resets: the value is reinitialized when the loop sets new parameters.
+        sharded: tensors with the parameters' layout. Checkpoints store them by parameter name and slice, so that any
+            number of ranks, stages, shards or servers can read its part.
+        ranges: the elements of `model.params` that the tensors cover, for example a server's shard; None: all.
     """
 
     name: str
@@ -58,30 +59,30 @@ class Entry:
 
 
 class State:
-    """The state of a rank's strategy beyond parameters, buffers and the local optimiser.
+    """The state of a strategy on this rank, in addition to parameters, buffers and the local optimiser.
 
-    Each value is declared once, by the line that creates it, under its key in checkpoints. One walk over these
-    declarations saves, loads, reshards and resets all of them.
+    The line that creates a value declares it, under its key in checkpoints. `save`, `load`, `reshard` and `reset` then
+    treat all declared values.
 
-    `reshard` says what another number of ranks makes of the saved values: each rank starts anew ("start"), takes the
-    first rank's or the largest one ("first", "max"); for tensors also the mean of all ranks ("mean"), the sum of all
-    divided by the saved workers ("worker mean") or by the ranks that there are now ("divide").
+    `reshard` is the rule for another number of ranks: "start": use the initial value; "first", "max": take the first
+    rank's or the largest value; for tensors also "mean": the mean over ranks, "worker mean": the sum divided by the
+    number of saved workers, "divide": the sum divided by the number of ranks now.
 
     Args:
-        comm: of the strategy.
-        model: whose parameters sharded values lie along.
+        comm: the strategy's communicator.
+        model: the model, whose layout sharded values have.
 
     Attributes:
-        entries: the declarations by name, in the order in which they are loaded.
-        loaded: names of the values that the last checkpoint has given this rank; the others have started.
-        parameters: returns what this rank has of the parameters that checkpoints save. These are the mean of all that
-            ranks return; None on a rank whose parameters do not count.
-        tensors: all that are declared, state and scratch.
+        specs: the declarations by name, in loading order.
+        loaded: names of the values that this rank loaded from the last checkpoint; the others have initial values.
+        parameters: returns this rank's contribution to the parameters in checkpoints, which are the mean over all
+            contributions; None on a rank without one.
+        tensors: all declared tensors, state and scratch.
     """
 
     def __init__(self, comm: Communicator, model: FlatModel):
         self._comm, self._model = comm, model
-        self.entries: dict[str, Entry] = {}
+        self.specs: dict[str, StateSpec] = {}
         self.loaded: set[str] = set()
         self.parameters: Callable[[], Flats | None] = lambda: Flats(model.params)
         self.tensors: list[Tensor] = []
@@ -96,16 +97,17 @@ class State:
         start: Literal["zeros", "parameters", "any"] = "zeros", reshard: Reshard = "start", resets: bool = False,
         ranges: Ranges | None = None, optional: bool = False, saves: Callable[[], object] | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """Create tensors along the parameters; return them. Loading copies into them.
+        """Create flat tensors with the parameters' layout and declare them as state; return them. Loading copies.
 
         Args:
-            like: flat tensors of the same shapes and dtypes; empty where this rank has none, as on one rank alone.
-            tensors: declare these, which exist already, in place of new ones.
-            start: the tensors start as zeros, as a copy of the model's parameters, or with any content.
-            resets: the tensors start again where the loop has set new parameters.
-            ranges: the elements of `model.params` in the tensors; None: all.
+            like: flat tensors with the shapes and dtypes to use; empty where this rank has none, as on a single rank.
+            tensors: existing tensors to declare in place of new ones.
+            start: initial content: zeros, a copy of the model's parameters, or any.
+            reshard: the rule for another number of ranks, see `State`.
+            resets: the tensors are reinitialized when the loop sets new parameters.
+            ranges: the elements of `model.params` that the tensors cover; None: all.
             optional: a checkpoint may lack the tensors, because options decide whether they are declared.
-            saves: returns whether the tensors are saved now; None: always.
+            saves: returns whether to save the tensors now; None: always.
         """
         copies = start == "parameters"
         make = torch.clone if copies else torch.zeros_like
@@ -124,22 +126,22 @@ class State:
         def save() -> list[Tensor]:
             return own if saves is None or saves() else []
 
-        self._declare(Entry(name, save, load, restart, RESHARD[reshard], optional, resets, True, ranges))
+        self._declare(StateSpec(name, save, load, restart, RESHARD[reshard], optional, resets, True, ranges))
         return own
 
     def value(
         self, name: str, start: T | Callable[[], T], owner: object, attribute: str = "", *, reshard: Reshard = "start",
         resets: bool = False, optional: bool = False,
     ) -> T:  # fmt: skip
-        """Declare an attribute of `owner`, a number, text, list or dict; return the start value.
+        """Declare an attribute of `owner` (a number, text, list or dict) as state; return its initial value.
 
         ::
 
             self.rounds = self.state.value("rounds", 0, self, reshard="max")
 
         Args:
-            start: the start value, or a function that creates one.
-            attribute: name of the attribute; by default `name`.
+            start: the initial value, or a function that creates it.
+            attribute: name of the attribute; default: `name`.
         """
         attribute = attribute or name
 
@@ -156,7 +158,7 @@ class State:
             setattr(owner, attribute, deepcopy(saved))
 
         self._declare(
-            Entry(
+            StateSpec(
                 name, lambda: getattr(owner, attribute), load, lambda: setattr(owner, attribute, make()),
                 RESHARD[reshard], optional, resets,
             )
@@ -166,9 +168,9 @@ class State:
     def by_parameter(
         self, name: str, owner: object, attribute: str = "", *, resets: bool = False, optional: bool = False
     ) -> dict[str, Any]:
-        """Declare an attribute of `owner`, a dict by names of parameters; return an empty dict, the start value.
+        """Declare an attribute of `owner`, a dict with parameter names as keys; return an empty dict, its start.
 
-        Another number of ranks joins the dicts of all saved ranks, and so of all stages of a model.
+        With another number of ranks the dicts of all saved ranks, and of all stages of a model, are merged.
         """
         attribute = attribute or name
 
@@ -182,67 +184,67 @@ class State:
         def start() -> None:
             setattr(owner, attribute, {})
 
-        self._declare(Entry(name, lambda: dict(getattr(owner, attribute)), load, start, joined, optional, resets))
+        self._declare(StateSpec(name, lambda: dict(getattr(owner, attribute)), load, start, joined, optional, resets))
         return {}
 
     def flags(self, name: str, tensor: Tensor, start: bool = True) -> Tensor:
-        """Declare a bool tensor with one flag for each parameter, all of which start as `start`; return the tensor."""
+        """Declare a bool tensor with one flag per parameter and the initial value `start`; return the tensor."""
 
         def load(saved: Sequence[bool]) -> None:
             tensor.copy_(torch.tensor(saved, dtype=torch.bool))
 
-        self._declare(Entry(name, tensor.tolist, load, lambda: tensor.fill_(start), optional=True))
+        self._declare(StateSpec(name, tensor.tolist, load, lambda: tensor.fill_(start), optional=True))
         return tensor
 
     def rng(self, name: str, seed: int) -> torch.Generator:
-        """Create this rank's random generator. On another number of ranks each rank keeps the generator that it has."""
+        """Create this rank's random generator. Its state is not loaded with another number of ranks."""
         generator = torch.Generator().manual_seed(seed)
 
         def load(saved: Tensor | None) -> None:
             if saved is not None:
                 generator.set_state(saved)
 
-        self._declare(Entry(name, generator.get_state, load, lambda: None))
+        self._declare(StateSpec(name, generator.get_state, load, lambda: None))
         return generator
 
     def custom(
         self, name: str, save: Callable[[], Any], load: Callable[[Any], None], start: Callable[[], object], *,
         reshard: Callable[..., Any] | None = None, optional: bool = False, sharded: bool = False,
     ) -> None:  # fmt: skip
-        """Declare a value that no other declaration fits; see `Entry` for the arguments."""
-        self._declare(Entry(name, save, load, start, reshard, optional, sharded=sharded))
+        """Declare a value with its own functions to save and load it; see `StateSpec` for the arguments."""
+        self._declare(StateSpec(name, save, load, start, reshard, optional, sharded=sharded))
 
     def scratch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Declare tensors that the strategy keeps between steps, but that are no state; return them."""
+        """Register work tensors that live between steps but are not saved; return them."""
         self.tensors += tensors
         return list(tensors)
 
     def include(self, prefix: str, other: State) -> None:
-        """Declare the values of another strategy, the base of this strategy, under `prefix`."""
+        """Declare all values of another strategy, which this one runs, under `prefix`."""
         self._included[prefix] = other
-        for entry in other.entries.values():
-            self._declare(replace(entry, name=f"{prefix}.{entry.name}"))
+        for spec in other.specs.values():
+            self._declare(replace(spec, name=f"{prefix}.{spec.name}"))
         self.tensors += other.tensors
         self._before_save += other._before_save
         self._before_load += other._before_load
         self._after_load += other._after_load
 
     def before_save(self, wait: Callable[[], object]) -> None:
-        """Declare what is in flight: `wait` returns once it is complete, on all ranks."""
+        """Call `wait` before each save; it completes pending messages, on all ranks."""
         self._before_save.append(wait)
 
     def before_load(self, clear: Callable[[], object]) -> None:
-        """Declare what is in flight and must not meet what is loaded. Collective where `clear` is."""
+        """Call `clear` before each load; it completes or drops pending messages. Collective if `clear` is."""
         self._before_load.append(clear)
 
     def after_load(self, follow: Callable[[], object]) -> None:
-        """Declare what follows from what was loaded. Collective where `follow` is."""
+        """Call `follow` after each load; it computes values that depend on loaded ones. Collective if `follow` is."""
         self._after_load.append(follow)
 
-    def _declare(self, entry: Entry) -> None:
-        if entry.name in self.entries:
-            raise ValueError(f"the name of a value must not be declared before; got {entry.name!r} again. Rename it.")
-        self.entries[entry.name] = entry
+    def _declare(self, spec: StateSpec) -> None:
+        if spec.name in self.specs:
+            raise ValueError(f"a name of the state must be declared once; got {spec.name!r} again. Rename it.")
+        self.specs[spec.name] = spec
 
     def _part(self, ranges: Ranges | None) -> list[Tensor]:
         """Return the parameters in these ranges, as views."""
@@ -252,7 +254,7 @@ class State:
 
     # --- compression ----------------------------------------------------------------------------------------------
     def feedbacks(self, name: str, owned: Sequence[Feedback], reshard: Reshard) -> None:
-        """Declare the residuals and the compressors' state of error feedback: one feedback per flat tensor."""
+        """Declare the residuals and compressors of error feedback, one `Feedback` per flat tensor."""
         if not owned:
             return
         self.tensors += [feedback.residual for feedback in owned]
@@ -262,7 +264,7 @@ class State:
                 feedback.set_residual(saved[number] if saved else torch.zeros_like(feedback.residual))
 
         self._declare(
-            Entry(
+            StateSpec(
                 f"{name}.residual", lambda: [feedback.residual for feedback in owned], load, lambda: load(()),
                 RESHARD[reshard], optional=True, sharded=True,
             )
@@ -277,59 +279,60 @@ class State:
             for compressor, state in zip(compressors, saved):
                 compressor.load_state_dict(compressor.state_dict() | state)
 
-        self._declare(Entry(f"{name}.coders", coders, load_coders, lambda: None, RESHARD["first"], optional=True))
-        for key in along:  # None, before the first message, is zeros
+        self._declare(StateSpec(f"{name}.coders", coders, load_coders, lambda: None, RESHARD["first"], optional=True))
+        for key in along:  # None, before the first message, is saved as zeros
 
-            def remembered(key: str = key) -> list[Tensor]:
-                found = [(getattr(f.compressor, key), f.residual) for f in owned]
-                return [torch.zeros_like(residual) if own is None else own for own, residual in found]
+            def save_tensor(key: str = key) -> list[Tensor]:
+                pairs = [(getattr(f.compressor, key), f.residual) for f in owned]
+                return [torch.zeros_like(residual) if value is None else value for value, residual in pairs]
 
-            def remember(saved: Sequence[Tensor], key: str = key) -> None:
+            def load_tensor(saved: Sequence[Tensor], key: str = key) -> None:
                 for compressor, tensor in zip(compressors, saved):
                     compressor.load_state_dict(compressor.state_dict() | {key: tensor})
 
-            entry = Entry(f"{name}.{key}", remembered, remember, lambda: None, RESHARD[reshard], True, sharded=True)
-            self._declare(entry)
+            self._declare(
+                StateSpec(f"{name}.{key}", save_tensor, load_tensor, lambda: None, RESHARD[reshard], True, sharded=True)
+            )
 
     def reduction(self, name: str, owned: Reduction | None) -> None:
-        """Declare a compressed all-reduce: with other ranks each has the mean of what was not sent."""
+        """Declare the state of a compressed all-reduce; resharding gives each rank the mean of the residuals."""
         if owned is not None:
             self.value(f"{name}.calls", 0, owned, "calls", reshard="first", optional=True)
             self.feedbacks(name, owned.feedbacks, "mean")
             self.scratch(owned.working)
 
     def two_way(self, name: str, owned: TwoWayMean, *, resets: bool = False) -> None:
-        """Declare a mean that is compressed both ways: what was not sent stays as much with other ranks."""
+        """Declare the residuals of a mean that is compressed in both directions."""
         self.sharded(f"{name}.left", tensors=owned.left, reshard="mean", resets=resets)
         self.sharded(f"{name}.owed", tensors=owned.owed, reshard="first", resets=resets, ranges=owned.ranges)
-        self._declare(Entry(f"{name}.coders", owned.coders, owned.load_coders, lambda: None, optional=True))
+        self._declare(StateSpec(f"{name}.coders", owned.coders, owned.load_coders, lambda: None, optional=True))
 
-    # --- the walk -------------------------------------------------------------------------------------------------
+    # --- save, load, reshard, reset -------------------------------------------------------------------------------
     def save(self) -> dict[str, Any]:
-        """Return this rank's values by name."""
+        """Return this rank's values by name, once pending messages are complete."""
         for wait in self._before_save:
             wait()
-        return {name: entry.save() for name, entry in self.entries.items()}
+        return {name: spec.save() for name, spec in self.specs.items()}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Collective. Restore the result of `save`, after the model's parameters.
+        """Collective. Restore the result of `save`; call it after loading the model's parameters.
 
         Raises:
-            CheckpointError: it is none of this strategy's, on some rank; on all ranks.
+            CheckpointError: on all ranks, where one rank's values are not those of this strategy.
         """
         for clear in self._before_load:
             clear()
-        self._comm.together(lambda: self._load(saved))  # before messages of a strategy
+        self._comm.raise_on_all_ranks(lambda: self._load(saved))  # before `follow` communicates
         for follow in self._after_load:
             follow()
 
     def _load(self, saved: Mapping[str, Any]) -> None:
         self.loaded.clear()
-        for name, entry in self.entries.items():
+        for name, spec in self.specs.items():
             if name in saved:
-                self._load_entry(entry, saved[name])
-            elif entry.reshard is None or entry.optional:
-                entry.start()
+                self._load_entry(spec, saved[name])
+            elif spec.reshard is None or spec.optional:
+                spec.start()
             else:
                 raise CheckpointError(
                     f"the strategy's state must have {name!r}; got {', '.join(sorted(saved))}. Resume with the "
@@ -338,88 +341,86 @@ class State:
         for prefix, state in self._included.items():
             state.loaded = {name.removeprefix(f"{prefix}.") for name in self.loaded if name.startswith(f"{prefix}.")}
 
-    def _load_entry(self, entry: Entry, value: Any) -> None:
+    def _load_entry(self, spec: StateSpec, value: Any) -> None:
         try:
-            entry.load(value)
+            spec.load(value)
         except HpcdistError:
             raise
         except Exception as error:
             raise CheckpointError(
-                f"the strategy's {entry.name!r} must be what such a strategy has saved; got something else "
+                f"the strategy's {spec.name!r} must be a value that this strategy has saved; got something else "
                 f"({type(error).__name__}: {error!s:.200}). Resume from another checkpoint."
             ) from error
-        if not entry.sharded or value:
-            self.loaded.add(entry.name)
+        if not spec.sharded or value:
+            self.loaded.add(spec.name)
 
     def reshard(
-        self, of_ranks: Callable[[str], Sequence[Any]], slices: Callable[[Entry], Any], *, same: bool
+        self, of_ranks: Callable[[str], Sequence[Any]], slices: Callable[[StateSpec], Any], *, same: bool
     ) -> dict[str, Any]:
-        """Return the values for this rank, made of those that other ranks have saved; those that start are missing.
+        """Merge the values that other ranks saved into this rank's values; omit those that start from initial values.
 
         Args:
-            of_ranks: returns what the saved ranks have under a name; nothing of those that lack it.
+            of_ranks: returns the saved ranks' values of a name, without ranks that lack it.
             slices: returns this rank's slices of a sharded value.
-            same: the checkpoint is of this strategy. Of another strategy's only the number of steps is taken.
+            same: the checkpoint is of this strategy; from another strategy's only the number of steps is taken.
         """
         values: dict[str, Any] = {}
-        for name, entry in self.entries.items():
-            if entry.reshard is None:
+        for name, spec in self.specs.items():
+            if spec.reshard is None:
                 continue
-            found = of_ranks(name) if same or name == "steps" else []
-            if entry.sharded:
-                values[name] = slices(entry) if any(found) else {}
-            elif found:
-                values[name] = entry.reshard(found)
-            elif not (same or entry.optional):  # it starts
-                values[name] = entry.save()
+            saved = of_ranks(name) if same or name == "steps" else []
+            if spec.sharded:
+                values[name] = slices(spec) if any(saved) else {}
+            elif saved:
+                values[name] = spec.reshard(saved)
+            elif not (same or spec.optional):
+                values[name] = spec.save()  # the initial value
         return values
 
     def reset(self) -> None:
-        """Start what follows the parameters, which the loop has set anew on all ranks."""
-        for entry in self.entries.values():
-            if entry.resets:
-                entry.start()
+        """Reinitialize the values that depend on the parameters, which the loop has set on all ranks."""
+        for spec in self.specs.values():
+            if spec.resets:
+                spec.start()
 
     @property
     def resets(self) -> bool:
-        """Whether anything follows the parameters."""
-        return any(entry.resets for entry in self.entries.values())
+        """Whether any value must be reinitialized when the loop sets new parameters."""
+        return any(spec.resets for spec in self.specs.values())
 
 
 def copy_all(own: Sequence[Tensor], values: Iterable[Tensor]) -> None:
-    """Copy values into tensors; none where either list is empty, as on one rank alone."""
+    """Copy values into tensors; does nothing where a list is empty, as on a single rank."""
     for tensor, value in zip(own, values):
         tensor.copy_(value)
 
 
 def zero_all(tensors: Iterable[Tensor]) -> None:
-    """Set all elements to 0."""
     for tensor in tensors:
         tensor.zero_()
 
 
-# --- how the values of saved ranks make one for other ranks -----------------------------------------------------------
+# --- rules to merge the values of saved ranks -------------------------------------------------------------------------
 def first(saved: Sequence[Any], *_: int) -> Any:
-    """Take the first rank's value."""
     return saved[0]
 
 
 def mean_of_ranks(saved: Sequence[Tensor], *_: int) -> Tensor:
     """Average in float64; means of integers are rounded."""
-    like = saved[0]
-    if all(torch.equal(like, other) for other in saved[1:]):
-        return like
-    wide = torch.stack([tensor.to(torch.float64) for tensor in saved]).mean(dim=0)
-    return (wide if like.is_floating_point() else wide.round()).to(like.dtype)
+    template = saved[0]
+    if all(torch.equal(template, other) for other in saved[1:]):
+        return template
+    mean = torch.stack([tensor.to(torch.float64) for tensor in saved]).mean(dim=0)
+    return (mean if template.is_floating_point() else mean.round()).to(template.dtype)
 
 
 def mean_of_workers(saved: Sequence[Tensor], workers: int, ranks: int) -> Tensor:
-    """Divide the sum of all ranks' values by the number of saved workers; missing parameters have zeros."""
+    """Divide the sum of all ranks' values by the number of saved workers; missing parameters count as zeros."""
     return torch.stack(list(saved)).sum(dim=0) / workers
 
 
 def divide(saved: Sequence[Tensor], workers: int, ranks: int) -> Tensor:
-    """Divide the sum of all ranks' values among the ranks that there are now; missing parameters have zeros."""
+    """Divide the sum of all ranks' values by the current number of ranks; missing parameters count as zeros."""
     return torch.stack(list(saved)).sum(dim=0) / ranks
 
 

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.comm.messages import Messages
-from hpcdist.comm.pieces import alongside
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
@@ -67,7 +67,7 @@ class Mixing:
             self._context.enter_context(comm.overlapping())
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Tell whether an exchange has been started and not finished."""
         return bool(self._requests)
 

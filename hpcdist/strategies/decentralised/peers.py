@@ -3,21 +3,21 @@
 All ranks are alike, and the others go on without one that dies. That needs a launcher that lets them live, `mpirun
 --with-ft ulfm`. A rank finds out about a death by itself, so different ranks may know of it from different steps on.
 Decisions of one rank go by the ranks that are `present`; draws and sums that must be equal on all ranks go by
-`comm.failures.living`, which changes where all ranks shrink the group together.
+`comm.failures.alive`, which changes where all ranks shrink the group together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from hpcdist import compress
+from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator, Request
-from hpcdist.comm.pieces import alongside
 from hpcdist.comm.transfer import WIDE
 from hpcdist.compress import CompressionConfig
 from hpcdist.compress.fp16 import Cast
@@ -34,7 +34,7 @@ class PeersConfig(Strategy.Config):
         return ()
 
 
-class DrawConfig(PeersConfig):
+class SamplingConfig(PeersConfig):
     """Options of random draws of ranks."""
 
     seed: int = Field(0, ge=0, description="seed of the random choice of peers; each rank draws from (seed, rank)")
@@ -70,9 +70,10 @@ class MixingConfig(WireConfig, PeersConfig):
     in D-PSGD; the local optimiser then steps from the mixed ones.
     """
 
+    _former: ClassVar = {"draw_self": "include_self"}
     interval: int = Field(1, ge=1, description="steps between averages")
     order: Literal["after", "before"] = Field("after", description="average after the local step, or before it")
-    draw_self: bool = Field(True, description="a rank may choose itself, as in the paper: then it does not average")
+    include_self: bool = Field(True, description="a rank may choose itself, as in the paper: then it does not average")
 
     def mixes(self, step: int, order: str) -> bool:
         """Tell whether to mix in that step, "before" or "after" the local optimiser's step."""
@@ -89,13 +90,13 @@ class Peers:
     def __init__(self, comm: Communicator, records: Recorder):
         self._comm = comm
         self._named: set[int] = set()  # in a record
-        records.remarks = self._name_lost
+        records.events = self._name_lost
 
     @property
     def present(self) -> tuple[int, ...]:
         """The ranks that are not known to have died. Never waits."""
-        dead, living = self._comm.failures.failed(), self._comm.failures.living
-        return tuple(rank for rank in living if rank not in dead) if dead else living
+        dead, alive = self._comm.failures.failed(), self._comm.failures.alive
+        return tuple(rank for rank in alive if rank not in dead) if dead else alive
 
     def _name_lost(self) -> list[str]:
         lost = set(range(self._comm.size)).difference(self.present, self._named)
@@ -117,13 +118,13 @@ class Peers:
         """
         arriving: list[Request] = []
         leaving: list[Request] = []
-        begun = [self.survives(lambda t=t: arriving.append(self._comm.irecv(t, source))) for t in received]
+        requests = [self.survives(lambda t=t: arriving.append(self._comm.irecv(t, source))) for t in received]
         for tensor in sent:
             self.survives(lambda t=tensor: leaving.append(self._comm.isend(t, dest)))
         come = [self.survives(request.wait) for request in arriving]
         for request in leaving:
             self.survives(request.wait)
-        return all(begun) and all(come)
+        return all(requests) and all(come)
 
 
 class Wire:
@@ -162,32 +163,32 @@ def average_in(own: Sequence[Tensor], total: Sequence[Tensor], count: int, weigh
                 mine.copy_(wide.add_(theirs).div_(weight + count))
 
 
-class Draw:
-    """Draw ranks at random, by a generator of each rank's own, which checkpoints hold."""
+class PeerSampler:
+    """Samples peers at random. Each rank has its own generator, which checkpoints save."""
 
     def __init__(self, comm: Communicator, peers: Peers, state: State, seed: int):
         self._rank, self._peers = comm.rank, peers
         self.generator = state.rng("peers", seed * 1_000_003 + comm.rank)
 
-    def ranks(self, count: int = 1, *, oneself: bool = True) -> list[int]:
-        """Draw `count` different ranks of those present, uniformly; all of them where there are fewer.
+    def sample(self, count: int = 1, *, include_self: bool = True) -> list[int]:
+        """Sample `count` distinct ranks uniformly from those present; if there are fewer, return all of them.
 
         Args:
-            oneself: draw from all ranks, this one included.
+            include_self: this rank may be among them.
         """
-        left = [rank for rank in self._peers.present if oneself or rank != self._rank]
+        left = [rank for rank in self._peers.present if include_self or rank != self._rank]
         return [
             left.pop(int(torch.randint(len(left), (), generator=self.generator))) for _ in range(min(count, len(left)))
         ]
 
 
-def check_count(comm: Communicator, name: str, count: int, *, oneself: bool) -> None:
+def check_count(comm: Communicator, name: str, count: int, *, include_self: bool) -> None:
     """Check that there are `count` ranks to draw; on one rank, which mixes with nobody, any count will do.
 
     Raises:
         ConfigError: `count`, the option of that name, is greater.
     """
-    most = comm.size - (not oneself)
+    most = comm.size - (not include_self)
     if comm.size > 1 and count > most:
         raise ConfigError(
             f"strategy.{name} must be at most the number of ranks to draw from, {most}; got {count}. Draw fewer, "

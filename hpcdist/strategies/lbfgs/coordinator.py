@@ -77,7 +77,7 @@ class Coordinator:
         self._algorithm, self._vectors, self._count, self._report = algorithm, vectors, count, report
         self.clock = self.evaluations = 0
         self._batch = JointBatch(1)
-        self._under_way: LossEvaluation | None = None  # of the step under way; None between steps
+        self._in_flight: LossEvaluation | None = None  # of the step under way; None between steps
         self._pace = Pace()
         self._idle: dict[int, int] = {}  # workers that wait: the step that they are in
         self._done: list[float] = [DONE, 0.0, 0.0]
@@ -94,11 +94,11 @@ class Coordinator:
         """
         self._idle[worker] = int(clock)
         self._pace.end(worker, now)
-        if self._under_way is None and clock == self.clock:
+        if self._in_flight is None and clock == self.clock:
             samples, head, tail, whole = map(int, batch)
             self._batch = JointBatch(samples, head=head, tail=tail, whole=bool(whole))
             self._go_on(self._algorithm.step(self._batch, self.clock + 1), None)
-        here, index = self._under_way, int(portion)
+        here, index = self._in_flight, int(portion)
         if here is None or not evaluation or evaluation != self.evaluations or not here.portions.take(index):
             return
         here.losses[index] = loss * here.division.weight(index)
@@ -107,7 +107,7 @@ class Coordinator:
 
     def patience_s(self, now: float) -> float | None:
         """Return the seconds after which to `take_replies` again, although no message has come; None: never."""
-        if not self._idle or self._under_way is None:
+        if not self._idle or self._in_flight is None:
             return None
         due = self._pace.due(now).values()
         return min(due) - now if due else None  # all that compute are late: only a message helps
@@ -115,7 +115,7 @@ class Coordinator:
     def take_replies(self, now: float) -> list[tuple[int, list[float]]]:
         """Return replies to those of the idle workers that have something to do, or whose step is done."""
         replies: list[tuple[int, list[float]]] = []
-        portions = None if self._under_way is None else self._under_way.portions
+        portions = None if self._in_flight is None else self._in_flight.portions
         for worker, clock in sorted(self._idle.items(), key=lambda item: self._pace.mean_s(item[0])):
             if clock < self.clock:
                 replies.append((worker, [*self._done]))
@@ -131,15 +131,15 @@ class Coordinator:
         for worker in workers:
             self._idle.pop(worker, None)
         self._pace.forget(workers)
-        if self._under_way is not None:
-            self._under_way.portions.forget(workers)
+        if self._in_flight is not None:
+            self._in_flight.portions.forget(workers)
 
     def _go_on(self, steps: Steps, loss: float | None) -> None:
         """Go on with the step, once an evaluation has the loss that it asked for, to the next one or to its end."""
         try:
             next(steps) if loss is None else steps.send(loss)
         except StopIteration as end:
-            self._under_way = None
+            self._in_flight = None
             self.clock += 1
             self._done = [DONE, end.value.loss, 0 if end.value.returned else self.evaluations]
             self._report(1, end.value.event)
@@ -149,10 +149,10 @@ class Coordinator:
         self._vectors.queue(ops.GATHER, self.evaluations, division.count, division.heads, division.tails)
         self._vectors.flush()
         portions = Portions(division.count, self._pace)
-        self._under_way = LossEvaluation(steps, division, portions, [0.0] * division.count)
+        self._in_flight = LossEvaluation(steps, division, portions, [0.0] * division.count)
 
     # --- periods of service, checkpoints --------------------------------------------------------------------------
-    def begin(self) -> None:
+    def start(self) -> None:
         """Begin a period of service."""
         self._algorithm.take_up()
 

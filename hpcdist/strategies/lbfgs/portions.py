@@ -26,7 +26,7 @@ class Pace:
         self._ratios: deque[float] = deque(maxlen=RECENT)  # of a portion's time to the mean before it
         self._slack = 1 + ROUNDING
 
-    def begin(self, worker: int, now: float) -> None:
+    def start(self, worker: int, now: float) -> None:
         """Note that a worker is given a portion."""
         self._since[worker] = now
 
@@ -124,14 +124,14 @@ class Division:
 def divide(batch: JointBatch, count: int) -> Division:
     """Cut a batch into about `count` portions of about equal size; none is empty, or crosses an end of head or tail."""
     ends = [batch.head, batch.samples - batch.tail, batch.samples]
-    bounds, pieces = [0], []
+    bounds, chunks = [0], []
     for end in ends:
-        begin = bounds[-1]
-        length = end - begin
+        start = bounds[-1]
+        length = end - start
         most = min(length, max(1, length // LEAST))
-        pieces.append(min(most, max(1, round(count * length / batch.samples))))
-        bounds += [begin + length * (i + 1) // pieces[-1] for i in range(pieces[-1])]
-    return Division(tuple(bounds), heads=pieces[0], tails=pieces[2])
+        chunks.append(min(most, max(1, round(count * length / batch.samples))))
+        bounds += [start + length * (i + 1) // chunks[-1] for i in range(chunks[-1])]
+    return Division(tuple(bounds), heads=chunks[0], tails=chunks[2])
 
 
 class Portions:
@@ -169,7 +169,7 @@ class Portions:
             portion = repeated
         self._held.setdefault(portion, []).append(worker)
         self._served.add(worker)
-        self._pace.begin(worker, now)
+        self._pace.start(worker, now)
         return portion
 
     def take(self, portion: int) -> bool:
@@ -190,7 +190,7 @@ class Portions:
     def _others_suffice(self, worker: int, now: float) -> bool:
         """Return whether the others will complete all that wait before this worker would complete one."""
         end, pace = now + self._pace.mean_s(worker), self._pace
-        left_s = {other: end - begin for other, begin in pace.free(now).items() if begin < end and other != worker}
+        left_s = {other: end - start for other, start in pace.free(now).items() if start < end and other != worker}
         return sum(int(left_s[other] / pace.most_s(other)) for other in left_s) >= len(self._waiting)
 
     def _to_repeat(self, worker: int, now: float) -> int | None:

@@ -175,7 +175,7 @@ class RequestChannel:
             opened.close()
 
 
-def require_living(comm: Communicator, needed: Iterable[int]) -> None:
+def require_alive(comm: Communicator, needed: Iterable[int]) -> None:
     """Check that no rank has died without which the others can't go on; raise RankFailedError otherwise."""
     for rank in set(needed).intersection(comm.failures.failed()):
         raise RankFailedError(
@@ -269,7 +269,7 @@ class Client:
                 channel.words.wait(lambda _: not self.missing(), offset=channel.replies_at, deadline_s=CHECK_S)
             if self.missing():
                 # Not parents alone: MPI tells of a rank that was killed, not of an aggregator that ended because of it.
-                require_living(self._comm, channel.roles.needed)
+                require_alive(self._comm, channel.roles.needed)
         if self.missing():
             channel.words.wait(
                 lambda _: not self.missing(), offset=channel.replies_at, what=self._awaited, by=channel.parents
@@ -390,13 +390,13 @@ class Inbox:
         replies = f" Replies are missing of rank {missing}." if missing else ""
         return DeadlineError(
             f"rank {self._comm.rank}: {what} did not happen within {waited_s:g} s. Requests are missing of "
-            f"{silent or 'nobody'}.{replies}{self._comm.failures.whereabouts()}"
+            f"{silent or 'nobody'}.{replies}{self._comm.failures.locate_ranks()}"
         )
 
     def _owing(self) -> list[tuple[int, float]]:
         """Return the children that could push and have not, and since when: they have a reply, and have not paused."""
         dead, children = self._comm.failures.failed(), self._channel.children
-        living = [(child, paused) for child, paused in zip(children, self._paused) if child not in dead]
-        period = min((paused for _, paused in living), default=0)
-        owing = [child for child, paused in living if child not in self.unanswered and paused == period]
+        alive = [(child, paused) for child, paused in zip(children, self._paused) if child not in dead]
+        period = min((paused for _, paused in alive), default=0)
+        owing = [child for child, paused in alive if child not in self.unanswered and paused == period]
         return [(child, self.since_s[child]) for child in owing]

@@ -63,14 +63,14 @@ class Codec:
         except ValueError as error:
             raise ConfigError(
                 "strategy.compression must lose less than there is where differences of parameters are compressed, as "
-                f"with error feedback; got {config.name}: {error} Or set strategy.compress_answers = false, if only "
+                f"with error feedback; got {config.name}: {error} Or set strategy.compress_replies = false, if only "
                 "gradients are to be compressed."
             ) from error
 
     def compressors(self, shard: Shard, stream: int = 0) -> list[Compressor]:
         """Make one compressor for each flat tensor's part."""
         parts = zip(shard.ranges, shard.spans(self.spans), strict=True)
-        return [self.config.make(stop - start, own, stream) for (start, stop), own in parts]
+        return [self.config.create(stop - start, own, stream) for (start, stop), own in parts]
 
 
 def _buffers(like: Sequence[Tensor]) -> list[Tensor]:

@@ -87,13 +87,13 @@ class GradientWorker(Worker):
         workers, first = strategy.roles.workers, self._compression.warmup_ranks
         sits_out = first is not None and workers.index(self.place.rank) >= first
         self._first_step = self._compression.warmup_steps if sits_out else 0  # after a warm-up of which others' are
-        self._under_way = False  # a gradient whose reply has not been taken
+        self._in_flight = False  # a gradient whose reply has not been taken
 
     def step(self, update: Update) -> Outcome:
         strategy, gradients = self.strategy, self.model.gradients
         weight = gradients.mean_weight
-        contributes, weight = weight > 0, weight if gradients.weighs else 1.0
-        used, skipped = gradients.collect(), strategy.gradients.left_out()
+        contributes, weight = weight > 0, weight if gradients.weights_batches else 1.0
+        used, skipped = gradients.collect(), strategy.gradients.skipped()
         if self._clips and not skipped:
             strategy.gradients.clip(weight)
         stamps = self.stamps()
@@ -110,16 +110,16 @@ class GradientWorker(Worker):
             self.client.push(GRADIENT, **stamps)  # weight 0: it arrives, and counts for nothing
         waited_for: dict[int, float] = {}
         if self._overlap:
-            self._under_way = pushes
+            self._in_flight = pushes
         else:
             waited_for = self.replica.pull().waited_for
         event, count = skipped or dropped, int(dropped is not None)
         return Outcome(self.replica.clock, event=event, dropped=count, waited_for=waited_for)
 
     def finish(self) -> None:
-        if self._under_way:
+        if self._in_flight:
             self.replica.pull()
-            self._under_way = False
+            self._in_flight = False
 
 
 class Aggregate:
@@ -218,8 +218,8 @@ class Aggregate:
     def state_dict(self) -> dict[str, Any]:
         """Return the update under way."""
         sums: list[Tensor] = [total.clone() for total in self.sums] if self.weights else []
-        begun = {"clocks": self.clocks, "weights": self.weights, "values": list(self.values.items())}
-        return {"sums": sums, **begun, "used": self.used.tolist()}
+        started = {"clocks": self.clocks, "weights": self.weights, "values": list(self.values.items())}
+        return {"sums": sums, **started, "used": self.used.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
@@ -303,7 +303,7 @@ class GradientServer(Server):
         present = len(self.place.roles.workers) - len(self.evicted)
         averaged = present if policy.divides_by_workers else aggregate.total_weight()
         divisor = 1.0 if strategy.adds_up else averaged
-        aggregate.apply(strategy.hyperparameters.noting(self.update), divisor * rate, rate, self._clip)
+        aggregate.apply(strategy.hyperparameters.track_counters(self.update), divisor * rate, rate, self._clip)
         policy.updated(staleness)
         self.count_update(staleness)
 
@@ -325,9 +325,9 @@ class GradientServer(Server):
         if not self._synchronous:
             return
         values = self.aggregate.values
-        left_out = {rank: int(numbers[-1]) for rank, numbers in values.items()}
+        skipped = {rank: int(numbers[-1]) for rank, numbers in values.items()}
         found = unequal(self.strategy.hyperparameters, values, "every worker")
-        found = found or unequal_steps(left_out, "batches that were left out")
+        found = found or unequal_steps(skipped, "batches that were left out")
         if found is not None:
             raise found
 

@@ -136,12 +136,12 @@ class Shard:
     def spans(self, spans: Sequence[Sequence[Span]]) -> list[list[Span]]:
         """Return where the parameters of each flat tensor lie in the shard's part of it; a cut one is several."""
         return [
-            [piece for span in own for piece in _pieces(span, start, stop)]
+            [chunk for span in own for chunk in _chunks(span, start, stop)]
             for own, (start, stop) in zip(spans, self.ranges, strict=True)
         ]
 
 
-def _pieces(span: Span, start: int, stop: int) -> Iterator[Span]:
+def _chunks(span: Span, start: int, stop: int) -> Iterator[Span]:
     """Yield the parts of a parameter in [start, stop), counted from `start`: whole rows of a matrix stay one matrix."""
     first, last = max(span.start, start), min(span.stop, stop)
     if first >= last:

@@ -99,14 +99,14 @@ class Server(abc.ABC):
     # --- a period of service --------------------------------------------------------------------------------------
     def serve(self, update: Update) -> None:
         """Serve one period, on a rank that only serves."""
-        self.begin(update)
+        self.start(update)
         while self.serve_next():
             pass
         self.end()
 
     def serve_between_steps(self) -> None:
         """Serve the end of one period, on a rank that serves inside its steps, and begin the next one at once."""
-        self.begin(self.update)
+        self.start(self.update)
         while self.serve_next():
             pass
         self._stepping = list(self.place.children)
@@ -115,7 +115,7 @@ class Server(abc.ABC):
             self.report(Outcome(self.replica.clock, staleness=tuple(self.applied)))
             self.applied = []
 
-    def begin(self, update: Update) -> None:
+    def start(self, update: Update) -> None:
         """Begin a period of service."""
         self.model.refresh()
         if not self.place.colocated:  # what the loop has done to the parameters, such as loading others, it did here

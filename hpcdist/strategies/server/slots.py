@@ -39,11 +39,11 @@ class TensorSlots:
             source: [window.local[first:last] for window, (first, last) in zip(self._windows, slot, strict=True)]
             for (source, _), slot in zip(own, slots, strict=True)
         }
-        self._begins: dict[int, list[int]] = {}  # of this rank's slot, in each window of a rank to which it sends
+        self._starts: dict[int, list[int]] = {}  # of this rank's slot, in each window of a rank to which it sends
         for dest, _ in dests:
             ends = sources(dest)
             slot = [source for source, _ in ends].index(comm.rank)
-            self._begins[dest] = [first for first, _ in self._lay(like, ends)[0][slot]]
+            self._starts[dest] = [first for first, _ in self._lay(like, ends)[0][slot]]
         self.whole = [window.local for window in self._windows]
 
     def room(self, part: Tensor) -> int:
@@ -61,8 +61,8 @@ class TensorSlots:
 
     def puts(self, dest: int, tensors: Sequence[Tensor], used: Used = None) -> tuple[list[Put], list[int]]:
         """Return the puts that bring this shard's `tensors`, or none, to `dest`, and the lengths to send along."""
-        places = zip(self._windows, tensors, self._begins[dest])
-        return [Put(window, part, dest, begin) for window, part, begin in places if part.numel()], []
+        places = zip(self._windows, tensors, self._starts[dest])
+        return [Put(window, part, dest, start) for window, part, start in places if part.numel()], []
 
     def sent(self, dest: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return what the `tensors` sent last stand for at their destination."""

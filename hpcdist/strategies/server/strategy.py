@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -37,7 +37,7 @@ class ServerStrategy(Strategy):
     computes with meanwhile.
 
     With `compression` workers send what the compressor makes of their gradients and of what they have not sent before,
-    and servers, unless `compress_answers` is off, what it makes of all that a worker's parameters differ by from their
+    and servers, unless `compress_replies` is off, what it makes of all that a worker's parameters differ by from their
     own. So workers compute with parameters that are somewhat older here and there; records don't count that as
     staleness. Any compressor will do for replies whose error is smaller than what it codes; `threshold` needs a
     density, or a `tau` that suits updates as well as gradients. Memory: two parameter vectors more per worker, and on
@@ -62,6 +62,7 @@ class ServerStrategy(Strategy):
     class Config(Strategy.Config):
         """Options that all strategies with servers have."""
 
+        _former: ClassVar = {"compress_answers": "compress_replies"}
         servers: Servers = Field(
             1, description="ranks that only serve, each a part of the parameters; colocated: all workers also serve"
         )
@@ -69,7 +70,7 @@ class ServerStrategy(Strategy):
             None, gt=0, description="seconds after which servers go on without a silent worker; none: they wait for it"
         )
         compression: CompressionConfig = Field(CompressionConfig(), description="how messages to servers are coded")
-        compress_answers: bool = Field(True, description="also compress what servers send")
+        compress_replies: bool = Field(True, description="also compress what servers send")
         split_parameters: bool = Field(
             False, description="equal parts for all servers; needs an optimiser that treats elements one by one"
         )
@@ -108,8 +109,8 @@ class ServerStrategy(Strategy):
             return contract
 
     contract = Contract(
-        averages="nothing", meets="never", updates="on servers", parameters="replaced", ranks="some serve",
-        deaths="others go on",
+        averages="nothing", synchronizes="never", updates="on servers", parameters="replaced", ranks="some serve",
+        deaths="others continue",
     )  # fmt: skip
     up: Content = "gradients"  # what requests carry, see `Codec`
     down: Content = "values"  # and replies
@@ -119,9 +120,9 @@ class ServerStrategy(Strategy):
     worker: Worker
     server: Server
 
-    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **given: Any):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any):
         self.roles = roles = config.roles(comm.size)
-        super().__init__(config, comm, model, **given)
+        super().__init__(config, comm, model, **kwargs)
         self.synchronous = self.contract.synchronous
         self.sends_hyperparameters = self.contract.updates == "on servers"
         clips = self.synchronous and self.contract.averages == "gradients"
@@ -139,7 +140,7 @@ class ServerStrategy(Strategy):
         self.replica.channel = RequestChannel(
             comm, roles, place.shards, model.params, len(model.slots), clocks, *self._slots(), values=values
         )
-        serves, own = comm.rank in roles.servers, self.hyperparameters.own
+        serves, own = comm.rank in roles.servers, self.hyperparameters.counters
         if self.update_norm is not None and len(roles.servers) > 1:
             self.servers = comm.split(0 if serves else 1)
         self.state.parameters = lambda: Flats(self.server.master(), place.shard.ranges) if serves else None
@@ -193,7 +194,7 @@ class ServerStrategy(Strategy):
             return TensorSlots, TensorSlots
         places = spans(self.model)
         up = partial(CodedSlots, Codec(config, "requests", self.up, places, self.state))
-        if not self.config.compress_answers:
+        if not self.config.compress_replies:
             return up, TensorSlots
         return up, partial(CodedSlots, Codec(config, "replies", self.down, places, self.state))
 
@@ -216,7 +217,7 @@ class ServerStrategy(Strategy):
         if self.place.colocated:
             self.server.serve_between_steps()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         if self.place.colocated:  # a rank in another call serves nobody
             self.pause()
 
@@ -294,7 +295,7 @@ class Worker(abc.ABC):
         strategy, rank = self.strategy, self.place.rank
         values = strategy.hyperparameters.values() if strategy.sends_hyperparameters else []
         if strategy.synchronous:
-            values.append(float(self.model.gradients.left_out))
+            values.append(float(self.model.gradients.skipped))
         clocks = zip(self.place.parents, self.replica.clocks, strict=True)
         # This rank's own shard in the model is the newest.
         return {"clocks": [[self.replica.clock if p == rank else clock] for p, clock in clocks], "values": values}
@@ -303,14 +304,14 @@ class Worker(abc.ABC):
 TURN_S = 0.001  # how long a rank that serves several strategies waits for requests of one
 
 
-def serve_together(served: Sequence[tuple[ServerStrategy, Update]]) -> None:
+def serve_jointly(served: Sequence[tuple[ServerStrategy, Update]]) -> None:
     """Serve the workers of several strategies until all of them have paused: by turns, where there are several."""
     if len(served) == 1:
         strategy, update = served[0]
         strategy.serve(update)
         return
     for strategy, update in served:
-        strategy.server.begin(update)
+        strategy.server.start(update)
     servers = [strategy.server for strategy, _ in served]
     waiting = servers
     while waiting:

@@ -31,8 +31,8 @@ class AdamStep(OwnStep):
     plain: ClassVar = {"amsgrad": False, "maximize": False}
     advice: ClassVar = "torch.optim.AdamW, or torch.optim.Adam without weight_decay"
 
-    def __init__(self, config: OwnStep.Config, comm: Communicator, model: FlatModel, **given: Any):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: OwnStep.Config, comm: Communicator, model: FlatModel, **kwargs: Any):
+        super().__init__(config, comm, model, **kwargs)
         self.runs_optimizer = comm.size == 1
         half = [slot.name for slot in model.slots if slot.dtype is torch.float16]
         if half and not self.runs_optimizer:

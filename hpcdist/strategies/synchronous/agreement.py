@@ -16,7 +16,8 @@ CHANGED_APART = (
     "gradients must be changed alike on all ranks with {strategy}, which averages them in backward(); between that and "
     "step() the loop has changed them on rank {rank} otherwise than on rank {first}, and parameters now differ. Change "
     "them on all ranks by the same factor, or scale the loss before backward(). Where each rank divides by a count of "
-    "its own, such as tokens, call optimizer.weigh(count) before its forward pass; weigh(0) leaves a rank's batch out."
+    "its own, such as tokens, call optimizer.set_batch_weight(count) before its forward pass; set_batch_weight(0) "
+    "leaves a rank's batch out."
 )
 
 

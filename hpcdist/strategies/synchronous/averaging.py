@@ -43,7 +43,7 @@ class ProviderConfig(Named):
         others = sorted(self.model_fields_set - {"name"} - own)
         if others:
             raise ValueError(
-                f"strategy.provider.{others[0]} must be left out with {self.name}, which has no such option; got "
+                f"strategy.provider.{others[0]} must be omitted with {self.name}, which has no such option; got "
                 f"{getattr(self, others[0])}. `hpcdist strategies` says which library has it."
             )
         return self
@@ -57,7 +57,7 @@ class ProviderConfig(Named):
         """Tell whether the result is the mean, to rounding in the gradients' own type."""
         return self.op == "average" and self.compression == "none"
 
-    def make(self, comm: Communicator, grads: Sequence[Tensor]) -> OtherLibrary:
+    def create(self, comm: Communicator, grads: Sequence[Tensor]) -> OtherLibrary:
         """Collective. Make the library's sum over the ranks of `comm`, or its other reduction as `op` says.
 
         Args:
@@ -105,7 +105,7 @@ class Averaging:
         prepare: called with each bucket before its gradients are averaged.
 
     Attributes:
-        overlaps: `begin` can do so while this rank computes.
+        overlaps: `start` can do so while this rank computes.
         repeats: what is the same on all ranks stays so, and may be averaged again.
     """
 
@@ -115,7 +115,7 @@ class Averaging:
     ):  # fmt: skip
         comm = calls.comm
         self._comm, self._queue, self._prepare = comm, calls.queue, prepare
-        self._library = provider.make(comm, model.grads) if provider else None
+        self._library = provider.create(comm, model.grads) if provider else None
         self.overlaps = comm.size > 1 and comm.platform.concurrent if self._library is None else True
         self.repeats = provider.op == "average"
         self._divisor = comm.size if self.repeats else 1
@@ -135,7 +135,7 @@ class Averaging:
             self.wait()
             self._comm.trace.traffic.communicating_s += self._comm.now() - start
 
-    def begin(self, bucket: Bucket) -> None:
+    def start(self, bucket: Bucket) -> None:
         """Collective. Start to prepare and average one bucket; `wait` waits for it."""
         if self._library is None:
             self._works.append(self._queue.submit(partial(self._average, bucket)))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.common.replicas import tell_differences
+from hpcdist.strategies.common.replicas import warn_differences
 
 _SMALL = 1 << 18  # elements of a buffer whose values are compared: torch counts no changes by its batch norm
 _UNKNOWN = 1 << 32  # added to the sum of `look` for each rank that has a change of a buffer that is not agreed upon
@@ -66,7 +66,7 @@ class ChangingBuffers:
         self._steps += 1
         if first and self._steps & (self._steps - 1) == 0:
             counts = self._model.gradients.mean_weight > 0
-            tell_differences(self._comm, buffers, flats, range(self._comm.size), counts)
+            warn_differences(self._comm, buffers, flats, range(self._comm.size), counts)
         for position in first:
             slot = buffers.slots[position]
             self._comm.broadcast(flats[slot.group][slot.start : slot.stop], 0)

@@ -20,7 +20,7 @@ class Fragment:
     """Some of a model's parameters.
 
     Args:
-        pieces: in `model.params`: by group the slices, ascending; each group has at least one.
+        chunks: in `model.params`: by group the slices, ascending; each group has at least one.
         spans: of each group: the parameters, one after the other as `take` puts them, numbered in this order.
         numbers: of these parameters, in the same order, among the model's.
 
@@ -29,27 +29,27 @@ class Fragment:
         contiguous: each group has one slice, so that `take` returns views.
     """
 
-    def __init__(self, pieces: dict[int, list[slice]], spans: list[list[Span]], numbers: list[int]):
-        self.pieces, self.spans, self.numbers = pieces, spans, numbers
+    def __init__(self, chunks: dict[int, list[slice]], spans: list[list[Span]], numbers: list[int]):
+        self.chunks, self.spans, self.numbers = chunks, spans, numbers
         run = slice(numbers[0], numbers[0] + len(numbers))
         self.which = run if numbers == list(range(run.start, run.stop)) else numbers
-        self.contiguous = all(len(of_group) == 1 for of_group in pieces.values())
-        self._places = [(group, piece) for group, of_group in pieces.items() for piece in of_group]
+        self.contiguous = all(len(of_group) == 1 for of_group in chunks.values())
+        self._places = [(group, chunk) for group, of_group in chunks.items() for chunk in of_group]
 
     def take(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return the fragment's elements, a flat tensor for each group: a view where they lie one after the other."""
-        return [_joined([flats[group][piece] for piece in pieces]) for group, pieces in self.pieces.items()]
+        return [_joined([flats[group][chunk] for chunk in chunks]) for group, chunks in self.chunks.items()]
 
     def put(self, values: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
         """Copy what `take` has returned, of these or others, to its places."""
-        for value, (group, pieces) in zip(values, self.pieces.items(), strict=True):
-            lengths = [piece.stop - piece.start for piece in pieces]
-            for piece, part in zip(pieces, value.split(lengths), strict=True):
-                flats[group][piece].copy_(part)
+        for value, (group, chunks) in zip(values, self.chunks.items(), strict=True):
+            lengths = [chunk.stop - chunk.start for chunk in chunks]
+            for chunk, part in zip(chunks, value.split(lengths), strict=True):
+                flats[group][chunk].copy_(part)
 
     def views(self, *flats: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """Return matching views into several lists of flat tensors, piece by piece."""
-        return [tuple([of[group][piece] for of in flats]) for group, piece in self._places]
+        return [tuple([of[group][chunk] for of in flats]) for group, chunk in self._places]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -78,17 +78,17 @@ def cut(model: FlatModel, layers: int | None, order: Literal["strided", "sequent
 
 
 def _fragment(parts: Sequence[tuple[int, int, int, int, tuple[int, ...]]]) -> Fragment:
-    pieces: dict[int, list[slice]] = {}
+    chunks: dict[int, list[slice]] = {}
     spans: dict[int, list[Span]] = {}
     for number, (group, start, stop, _, shape) in enumerate(parts):
-        of_group, of_spans = pieces.setdefault(group, []), spans.setdefault(group, [])
+        of_group, of_spans = chunks.setdefault(group, []), spans.setdefault(group, [])
         if of_group and of_group[-1].stop == start:
             of_group[-1] = slice(of_group[-1].start, stop)
         else:
             of_group.append(slice(start, stop))
         at = of_spans[-1].stop if of_spans else 0
         of_spans.append(Span(at, at + stop - start, shape, number))
-    return Fragment(pieces, list(spans.values()), [number for _, _, _, number, _ in parts])
+    return Fragment(chunks, list(spans.values()), [number for _, _, _, number, _ in parts])
 
 
 def _layers(names: Sequence[str]) -> list[int]:

@@ -49,14 +49,14 @@ class OwnStep(Strategy):
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
 
     config: Config
-    contract = Contract(averages="gradients", meets="every step", step="the strategy's")
+    contract = Contract(averages="gradients", synchronizes="every step", step="the strategy's")
     kinds: ClassVar[tuple[type[torch.optim.Optimizer], ...]]  # whose numbers the rule reads; none: any
     plain: ClassVar[Mapping[str, Any]] = {}  # settings that the rule does not have, with the value that is none
     runs_optimizer: bool = False  # a part of the parameters is stepped by it, with its hooks
     advice: ClassVar[str]  # what to take, for messages
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         odd = [slot.name for slot in model.slots if slot.dtype.is_complex]
         if odd:
             raise ConfigError(
@@ -86,7 +86,7 @@ class OwnStep(Strategy):
     def advance(self, update: Update) -> Outcome:
         self.require_optimizer()
         used, bad = self.agreement(self.model.gradients.collect(), self.gradients.nonfinite())
-        event = self.gradients.leave_out(bad) if bad else None
+        event = self.gradients.skip_update(bad) if bad else None
         self.model.gradients.release(used)  # None, which leaves a parameter alone, where no rank has one
         if not bad:
             self.gradients.clip(self.model.gradients.mean_weight)

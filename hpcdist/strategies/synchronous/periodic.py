@@ -60,17 +60,17 @@ class Periodic(Strategy):
             """Steps from sending a fragment to using its mean."""
             return 0
 
-        def meets(self, step: int) -> bool:
+        def synchronizes(self, step: int) -> bool:
             return step % self.period == 0
 
     config: Config
-    contract = Contract(averages="parameters", meets="every period")
+    contract = Contract(averages="parameters", synchronizes="every period")
     momentum: Sequence[Tensor] = ()
     blend: float | None = None
     of_ranks: Reshard = "first"
 
-    def __init__(self, config: Config, comm, model, **given):
-        super().__init__(config, comm, model, **given)
+    def __init__(self, config: Config, comm, model, **kwargs):
+        super().__init__(config, comm, model, **kwargs)
         self.alone = comm.size == 1
         self.calls = Collectives(comm, Traffic())
         self.records.count(self.calls.comm)
@@ -127,7 +127,7 @@ class Periodic(Strategy):
 
     def sends(self, step: int) -> list[int]:
         """Return the numbers of the fragments that are sent at the end of a step, which counts from 1."""
-        return [0] if self.config.meets(step) else []
+        return [0] if self.config.synchronizes(step) else []
 
     def inner_step(self, update: Update) -> Outcome:
         """Take a step of the period: of this rank alone, unless a subclass knows better."""
@@ -170,7 +170,7 @@ class Periodic(Strategy):
                 self.average([used])
 
         self.in_flight[number] = step
-        work = self.calls.queue.make(average, [*values, used], async_op=self._delay > 0)
+        work = self.calls.queue.run(average, [*values, used], async_op=self._delay > 0)
         self._works[number] = work or Work([*values, used])
 
     def complete(self, number: int | None = None) -> None:
@@ -196,7 +196,7 @@ class Periodic(Strategy):
         if keeps:
             for own, x, sent in fragment.views(self.model.params, self.common, self.sent):
                 own.sub_(x).add_(sent)  # x − sent is where it was
-        with self.model.leave_alone(self.used, self.momentum):
+        with self.model.skip_unused(self.used, self.momentum):
             self.move(fragment)
         for own, x in fragment.views(self.model.params, self.common):
             if keeps:

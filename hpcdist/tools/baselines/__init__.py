@@ -1,8 +1,8 @@
-"""Train a job by other libraries, as their users write it: what one would pick instead, one file per library.
+"""Train a job with other libraries, for comparison: one file per library.
 
     mpirun -n 4 python -m hpcdist.tools.baselines.ddp jobs/digits.py --output runs/ddp --set epochs=4
 
-A baseline trains with the settings of `hpcdist train`, on the same batches, and leaves the same folder.
+A baseline uses the settings of `hpcdist train` and the same batches, and writes the same files.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from hpcdist.tools.baselines.base import Library
 
 
 def available() -> list[str]:
-    """List the baselines' names."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
 
 
 def load(name: str) -> type[Library]:
-    """Import the baseline of a name that is available."""
+    """Import a baseline by name."""
     module = importlib.import_module(f"{__name__}.{name}")
     return next(
         cls

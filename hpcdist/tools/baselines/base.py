@@ -1,4 +1,4 @@
-"""What all baselines share: how a library takes part, a plain training loop, and the command line."""
+"""Shared by all baselines: the interface of a library, a plain training loop, and the command line."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from hpcdist.session.curves import Curves
 from hpcdist.tools import console
 from hpcdist.train import runs
 from hpcdist.train.evaluate import evaluate_replica
-from hpcdist.train.job import Job, described, open_data, own_samples
+from hpcdist.train.job import Job, describe_data, open_data, split_samples
 from hpcdist.train.log import Progress, RunLog
-from hpcdist.train.loop import own_device
-from hpcdist.train.milestones import Milestones
+from hpcdist.train.loop import local_device
 from hpcdist.train.numerics import Precision
 from hpcdist.train.resume import Position
+from hpcdist.train.stop_conditions import StopConditions
 
 if TYPE_CHECKING:
     from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 
 class Library(abc.ABC):
-    """Collective. Start a library on the ranks of `comm`.
+    """Collective. Interface of another library that averages gradients on the ranks of `comm`.
 
     Attributes:
-        name: in place of a strategy's.
-        remarks: sentences about what can't be measured from outside.
+        name: shown as the strategy.
+        remarks: notes about costs that can't be measured from outside the library.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Library(abc.ABC):
 
     @staticmethod
     def why_not() -> str | None:
-        """Return the reason why the library can't be used here; None if it can."""
+        """Return why the library can't be used here; None if it can."""
         return None
 
     @abc.abstractmethod
@@ -61,44 +61,45 @@ class Library(abc.ABC):
     def wrap(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, passes: int
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Collective. Return the module to call and the optimiser to step, as the library wants them.
+        """Collective. Return the wrapped module and optimizer to use in the loop.
 
         Args:
-            passes: backward passes of a step.
+            passes: backward passes per step (gradient accumulation).
         """
 
     def adding(self) -> AbstractContextManager[object]:
-        """Return the context of a backward pass that only adds to gradients."""
+        """Return the context of a backward pass that only accumulates gradients, such as `no_sync`."""
         return nullcontext()
 
     def synchronize(self) -> None:
-        """Collective. Make gradients their means over the ranks, where the backward pass has not."""
+        """Collective. Average gradients over the ranks, unless the backward pass has done so."""
 
     def stepping(self) -> AbstractContextManager[object]:
-        """Return the context in which the optimiser steps."""
+        """Return the context of the optimizer's step."""
         return nullcontext()
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Collective. End what was started."""
+        """Collective. Shut the library down."""
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
 class BaselineTrainer:
-    """Collective. Train a job once by a library, on the batches and with the settings that a `Trainer` has.
+    """Collective. Train a job once with another library, on the same batches and settings as a `Trainer`.
 
-    A step's seconds are all of computing, but for those that the library lets one measure; bytes are those of a ring,
-    2n(p − 1)/p, for no library tells them. Batch statistics are evaluated as rank 0 has them. There are no checkpoints.
+    A step's seconds count as computing, except those that the library exposes as communication. Bytes are computed for
+    a ring all-reduce, 2n(p − 1)/p, because no library reports them. Evaluations use rank 0's batch statistics. There
+    are no checkpoints.
 
     Args:
-        library: what averages gradients.
-        job, config, comm, output, report: as a Trainer's.
+        library: averages the gradients.
+        job, config, comm, output, report: see `Trainer`.
 
     Raises:
-        ConfigError: the library can't run here, or a setting is none of a plain loop's.
+        ConfigError: the library can't run here, or a setting is not supported by a plain loop.
     """
 
-    leaving = None  # it can't go on later
+    leaving = None  # it can't be resumed
 
     def __init__(
         self,
@@ -114,25 +115,25 @@ class BaselineTrainer:
         self.job, self.comm, self.output, self.checkpoints = job, comm, output, output / "checkpoints"
         self.config = config.model_copy(update={"strategy": StrategyConfig(name=library.name)})
         self.strategy_options: dict[str, Any] = {}
-        self._taken = 0  # steps
-        self.device, self.position = own_device(session.local_rank()), Position()
+        self._n_steps = 0  # steps
+        self.device, self.position = local_device(session.local_rank()), Position()
         self._train, self._test = open_data(job, config, comm)
-        self.data = described(self._train, self._test)
+        self.data = describe_data(self._train, self._test)
         self._library = library(comm, self.device)
         self._make_model()
-        parts, self.labels = own_samples(config, self._train, comm.size)
+        parts, self.labels = split_samples(config, self._train, comm.size)
         self._loader = Loader(
             self._train, config.batch_size * config.accumulation, fill=True, worker=comm.rank, workers=comm.size,
             seed=config.seed, prefetch=config.data.prefetch, parts=parts,
         )  # fmt: skip
-        self._milestones = Milestones(config, comm, self.position, len(self._train))
-        self._milestones.global_batch = self._loader.plan.global_batch
+        self._stop_conditions = StopConditions(config, comm, self.position, len(self._train))
+        self._stop_conditions.global_batch = self._loader.plan.global_batch
         settings, everyone = self.config.model_dump(), tuple(range(comm.size))
         curves = Curves(self.config.log, settings, comm, everyone, self._optimizer, output, tuple(job.metrics))
-        self.log = RunLog(output, self.config, comm, self.position, self._milestones, report, curves, self.device)
+        self.log = RunLog(output, self.config, comm, self.position, self._stop_conditions, report, curves, self.device)
 
     def _make_model(self) -> None:
-        """Make model and optimiser as a Trainer does, with the same random numbers, and give them to the library."""
+        """Create model and optimizer with the same random numbers as a Trainer, and wrap them with the library."""
         config = self.config
         torch.manual_seed(config.seed)
         self._module = self.job.model(**config.model).to(self.device)
@@ -145,33 +146,33 @@ class BaselineTrainer:
         self._sent_bytes = 2 * (self.comm.size - 1) * sent // self.comm.size
         torch.manual_seed(config.seed + 1 + self.comm.rank)
 
-    # --- the run --------------------------------------------------------------------------------------------------
+    # --- training -------------------------------------------------------------------------------------------------
     def run(self, resume_from: Path | None = None) -> Summary:
         """Collective. Train to the end, evaluate and write the summary; return it, the same on every rank."""
-        self._milestones.look(0.0)
+        self._stop_conditions.check_clock(0.0)
         self.log.open(first_step=1)
         try:
-            while not self._milestones.ended:
+            while not self._stop_conditions.ended:
                 self._epoch()
             return self._summarise()
         finally:
             self.log.close()
 
     def _epoch(self) -> None:
-        """Train an epoch, or its steps until a budget is spent."""
-        position, milestones = self.position, self._milestones
+        """Train an epoch, or until a budget is spent."""
+        position, stop_conditions = self.position, self._stop_conditions
         self._loader.set_epoch(position.epoch)
         plan, batches, done = self._loader.plan, iter(self._loader), 0
-        while done < plan.steps and not milestones.ended:
-            count, before = min(plan.steps - done, milestones.steps or plan.steps), milestones.samples
+        while done < plan.steps and not stop_conditions.ended:
+            count, before = min(plan.steps - done, stop_conditions.steps or plan.steps), stop_conditions.samples
             self._steps(batches, done, count)
             done, position.step = done + count, position.step + count
             position.consumed = plan.position(done)
-            milestones.look(self.log.train_s, count)
-            evaluates = milestones.evaluates(before) or milestones.ended
+            stop_conditions.check_clock(self.log.train_s, count)
+            evaluates = stop_conditions.evaluates(before) or stop_conditions.ended
             if done == plan.steps:
                 position.epoch, position.consumed = position.epoch + 1, 0
-                evaluates = evaluates or milestones.ended or position.epoch % self.config.eval_every == 0
+                evaluates = evaluates or stop_conditions.ended or position.epoch % self.config.eval_every == 0
             if evaluates:
                 self._evaluate()
             if done == plan.steps:
@@ -198,18 +199,18 @@ class BaselineTrainer:
             scaler.step(self._optimizer)
         scaler.update()
         self._advance_schedule("step")
-        self._taken, mean_loss = self._taken + 1, loss.item()
+        self._n_steps, mean_loss = self._n_steps + 1, loss.item()
         computing_s = self.comm.now() - start - communicating_s
         self.log.write(
             StepRecord(
-                self._taken, clock=self._taken, staleness=(0,) if weight else (), samples=len(x) if weight else 0,
+                self._n_steps, clock=self._n_steps, staleness=(0,) if weight else (), samples=len(x) if weight else 0,
                 loss=mean_loss if weight else None, bytes_sent=self._sent_bytes,
                 messages_sent=2 * (self.comm.size - 1), computing_s=computing_s, communicating_s=communicating_s,
             )
         )  # fmt: skip
 
     def _backward(self, x: Tensor, y: Tensor, weight: float) -> Tensor:
-        """Run the backward passes of a batch, whose gradients count by its weight; return its mean loss."""
+        """Run the backward passes of a batch, with gradients scaled by `weight`; return its mean loss."""
         parts = list(zip(x.split(self.config.batch_size), y.split(self.config.batch_size), strict=True))
         total = x.new_zeros((), dtype=torch.float64)
         for number, (x_part, y_part) in enumerate(parts, 1):
@@ -238,28 +239,27 @@ class BaselineTrainer:
     def _summarise(self) -> Summary:
         self.log.flush()
         self.comm.barrier()
-        remarks = [*self._library.remarks, "bytes are those of a ring all-reduce: the library does not tell them"]
+        remarks = [*self._library.remarks, "bytes are computed for a ring all-reduce: the library does not report them"]
         return self.log.summarise(digest(self._module.parameters()), 0, remarks=remarks, test_samples=len(self._test))
 
     def close(self) -> None:
-        """Collective. End the library, and close files."""
         self._library.close()
         self._train.close()
         self._test.close()
 
 
 def _require_plain(config: JobConfig, name: str) -> None:
-    """Check that no setting asks for more than a plain loop does; raise ConfigError otherwise."""
+    """Raise ConfigError if a setting needs more than a plain loop."""
     step = inspect.signature(optimizers()[config.optimizer.name].step).parameters.get("closure")
-    wrong = {
+    violations = {
         "on_nonfinite must be stop": config.on_nonfinite != "stop",
         "stop.patience must be none": config.stop.patience is not None,
         "checkpoint.every_steps must be 0": config.checkpoint.every_steps > 0,
         "optimizer.name must be one that needs no closure": step is not None and step.default is step.empty,
     }
-    for rule, broken in wrong.items():
+    for rule, broken in violations.items():
         if broken:
-            raise ConfigError(f"{rule} with {name}, whose loop is as its users write it; got another. Leave it out.")
+            raise ConfigError(f"{rule} with {name}, which has a plain training loop; got another. Remove it.")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -272,21 +272,21 @@ def train(
     output: Path | None = None,
     command: Sequence[str] = (),
 ) -> Summary:
-    """Collective. Train a job by a library in a folder; return the summary, the same on all ranks.
+    """Collective. Train a job with a library; return the summary, the same on all ranks.
 
-    Settings are those of `hpcdist train`, but for the strategy's, which are left out.
+    Settings are those of `hpcdist train`; the strategy's are ignored.
 
     Raises:
-        ConfigError: a setting breaks its rule, is none of the library's, or the folder holds another run.
+        ConfigError: a setting is wrong, or not supported by the library, or the folder holds another run.
     """
-    own = [setting for setting in overrides if not setting.startswith(("strategy=", "strategy."))]
+    job_settings = [setting for setting in overrides if not setting.startswith(("strategy=", "strategy."))]
     make = partial(BaselineTrainer, library)
-    _, summary = runs.train(comm, job, config, own, output, command=command, make=make)
-    return cast(Summary, summary)  # None is that of a run that leaves early, which no baseline does
+    _, summary = runs.train(comm, job, config, job_settings, output, command=command, make=make)
+    return cast(Summary, summary)  # None if a run leaves early, which a baseline never does
 
 
 def main(library: type[Library]) -> None:
-    """Run the command line of a baseline on this rank; end all ranks with status 1 where it fails."""
+    """Run the command line of a baseline on this rank; end all ranks with status 1 on failure."""
 
     def baseline(
         job: Annotated[Path, typer.Argument(help="Python file that defines `job`.")],

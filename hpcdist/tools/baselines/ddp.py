@@ -1,4 +1,4 @@
-"""Train a job by torch's DistributedDataParallel, on NCCL where there are GPUs and on Gloo elsewhere."""
+"""Train a job with torch's DistributedDataParallel, over NCCL with GPUs, over Gloo otherwise."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hpcdist.torch_backend.default_group import default_group
 
 
 class TorchDDP(Library):
-    """Collective. Average gradients by DistributedDataParallel, with its defaults.
+    """Collective. Average gradients with DistributedDataParallel, with its defaults.
 
     Reference: Shen Li et al., "PyTorch distributed: experiences on accelerating data parallel training", 2020.
     """
 
     name = "ddp"
-    remarks = ("communication happens inside backward(), so that its seconds are among those of computing",)
+    remarks = ("communication happens inside backward() and is part of the computing seconds",)
 
     def __init__(self, comm: Communicator, device: torch.device):
         self._group, self._devices = ExitStack(), [device] if device.type == "cuda" else None

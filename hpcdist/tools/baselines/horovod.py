@@ -1,4 +1,4 @@
-"""Train a job by Horovod's own DistributedOptimizer."""
+"""Train a job with Horovod's DistributedOptimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class HorovodOptimizer(Library):
-    """Collective. Average gradients by Horovod's DistributedOptimizer, with its defaults.
+    """Collective. Average gradients with Horovod's DistributedOptimizer, with its defaults.
 
     Raises:
         ConfigError: Horovod was not built for this environment's torch and MPI.
@@ -27,12 +27,12 @@ class HorovodOptimizer(Library):
     """
 
     name = "horovod"
-    remarks = ("communication beside backward() is among the seconds of computing; after it, in synchronize(), not",)
+    remarks = ("communication overlapped with backward() is part of the computing seconds, synchronize() is not",)
 
     @staticmethod
     def why_not() -> str | None:
         package = importlib.util.find_spec("horovod")
-        if package is None or package.origin is None:  # a folder of that name is no Horovod
+        if package is None or package.origin is None:  # a mere folder of that name
             return "Horovod is not installed. `hpcdist horovod build` builds it."
         return None
 
@@ -47,7 +47,7 @@ class HorovodOptimizer(Library):
         self, module: nn.Module, optimizer: torch.optim.Optimizer, passes: int
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         self._hvd.broadcast_parameters(module.state_dict(), root_rank=0)
-        # No broadcast_optimizer_state: the state of a new optimiser is empty, and Horovod's takes a step to fill it.
+        # No broadcast_optimizer_state: a new optimizer has no state, and Horovod would take a step to create it.
         named = module.named_parameters()
         self._optimizer = self._hvd.DistributedOptimizer(optimizer, named, backward_passes_per_step=passes)
         return module, self._optimizer

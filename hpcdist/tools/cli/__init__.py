@@ -1,10 +1,11 @@
 """The command line: `hpcdist train|data|bench|slurm|...`.
 
-One file per group of commands; each command parses, calls one function, and shows what that returns. A file is a
-plug-in: its `app`, a typer.Typer, has commands, which stand under its name if it has one. An entry point of the group
-`hpcdist.commands` names such an `app` or a function, of which typer makes a command.
+One file per group of commands; each command parses its arguments, calls one function and prints the result. Commands
+are plug-ins: the `app` (a typer.Typer) of a file here, or an entry point of the group `hpcdist.commands`, which names
+an `app` or a function. Commands of an `app` with a name stand under that name.
 
-Modules that need torch are imported by the commands that need them: it takes seconds, and `--help` should take none.
+Modules that need torch are imported inside the commands that need them: torch takes seconds to import, and `--help`
+should be fast.
 """
 
 from __future__ import annotations
@@ -29,25 +30,24 @@ from hpcdist.tools.cli.base import prepare_help
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # boxes and columns leave no room for the text in 60 columns
+    rich_markup_mode=None,  # boxes and columns leave little room on narrow terminals
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train PyTorch models over MPI with any distribution strategy, and measure what it costs.",
 )
-COLLECTIVE: set[str] = set()  # commands that all ranks run; the first rank alone runs the others
+COLLECTIVE: set[str] = set()  # commands that all ranks run; the first rank runs the others alone
 _format_warning = warnings.formatwarning
-SETTLED_S = 2.0  # the time in which the other ranks' processes end
+EXIT_WAIT_S = 2.0  # for the other ranks' processes to end
 RANK_VARIABLES = tuple(dict.fromkeys(variables.rank for variables in LAUNCHERS))
 
 
 def main() -> None:
-    """Run the command line of this process and exit.
+    """Run the command line and exit.
 
-    A failure is reported once, whether one rank fails or all do, and ends every rank: status 2 for wrong usage, 1 for
-    an error, 75 for a run that left early, 130 for an interruption. Only an exception that is no HpcdistError has a
-    traceback.
+    A failure is reported once, by one rank, and ends every rank. Exit status: 2 for wrong usage, 1 for an error, 75 for
+    a run that left early, 130 for an interruption. Only unexpected exceptions, not HpcdistErrors, print a traceback.
     """
     if completion.VARIABLE in os.environ:
-        completion.answer(typer.main.get_command(app))
+        completion.complete(typer.main.get_command(app))
         sys.exit()
     first = launched_rank() == 0
     is_collective = len(sys.argv) > 1 and sys.argv[1] in COLLECTIVE and not {"-h", "--help"} & set(sys.argv)
@@ -63,25 +63,26 @@ def main() -> None:
 
 
 def _leave_in_turn(comm) -> int:
-    """Collective. End all ranks but the first with status 0, wait, and return the first one's status, LEFT.
+    """Collective. End all ranks but the first with status 0, wait, then return LEFT on the first rank.
 
-    At the first status other than 0 `srun --kill-on-bad-exit` kills the ranks that still run, and reports that.
+    Reason: at the first nonzero status, `srun --kill-on-bad-exit` kills the other ranks and reports that.
     """
     from hpcdist.comm.mpi.world import finalise
 
-    first = comm.rank == comm.failures.living[0]
+    first = comm.rank == comm.failures.alive[0]
     finalise()
     if not first:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # because an interpreter with torch takes seconds to exit on a busy node
-    time.sleep(SETTLED_S)
+        os._exit(0)  # a normal exit takes seconds with torch on a busy node
+    time.sleep(EXIT_WAIT_S)
     return LEFT
 
 
 def _run(arguments: list[str], first: bool) -> int:
-    """Run a command and return its exit status. All ranks have the same arguments; the first reports wrong ones."""
-    command = typer.main.get_command(app)  # called itself, `app` would put typer's hook in place of sys.excepthook
+    """Run a command and return its exit status. All ranks have the same arguments; the first one reports errors in
+    them."""
+    command = typer.main.get_command(app)  # calling `app` would replace sys.excepthook
     prepare_help(command)
     try:
         return command.main(arguments, prog_name="hpcdist", standalone_mode=first) or 0
@@ -95,11 +96,11 @@ def _run(arguments: list[str], first: bool) -> int:
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python does not try again to write its buffer there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try to flush its buffer again
         _report(OutputError.of(error.filename or "standard output", error), first)
         return 1
     except Exception as error:
-        if first or not hasattr(error, "exit_code"):  # typer's exceptions for wrong usage have one
+        if first or not hasattr(error, "exit_code"):  # typer's exceptions for wrong usage
             raise
         time.sleep(SILENT_S)
         return error.exit_code
@@ -107,7 +108,7 @@ def _run(arguments: list[str], first: bool) -> int:
 
 def _report(error: HpcdistError, first: bool) -> None:
     comm = _joined()
-    if comm is None and not first:  # before the communicator exists, all ranks raise the same error
+    if comm is None and not first:  # without a communicator, all ranks raise the same error
         time.sleep(SILENT_S)
         return
     if comm is None or comm.size == 1 or takes_turn(comm.rank):
@@ -115,18 +116,18 @@ def _report(error: HpcdistError, first: bool) -> None:
 
 
 def launched_rank() -> int:
-    """Return this process's rank according to its launcher; 0 without one."""
+    """Return this process's rank from its launcher's environment variables; 0 without a launcher."""
     return next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
 
 
 def _joined():
-    """Return the communicator of all ranks; None where this process has not joined them."""
+    """Return the communicator of all ranks; None if this process has not joined one."""
     world = sys.modules.get("hpcdist.session.world")
     return None if world is None else world.joined()
 
 
-def _print_version(given: bool) -> None:
-    if given:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(__version__)
         raise typer.Exit()
 
@@ -138,41 +139,41 @@ def _root(
     ] = False,
 ) -> None:
     log.set_up()
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where it can't write into the user's home
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns if it can't write to the user's home
     warnings.formatwarning = _as_note
 
 
 def _as_note(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Write a warning of hpcdist's without the line of its source, which users can do nothing about."""
+    """Format a warning of hpcdist without its source line, which is of no use to users."""
     if filename.startswith(os.path.dirname(log.__file__)):
         return f"hpcdist: {message}\n"
     return _format_warning(message, category, filename, lineno, line)
 
 
 def _add_commands() -> None:
-    """Add the commands of all plug-ins; one that can't be imported is left out with a note."""
+    """Add the commands of all plug-ins; skip one that can't be imported, with a note."""
     plugins = catalogue("commands")
     for name in plugins.available():
         try:
-            found = plugins.load(name)
+            plugin = plugins.load(name)
         except ConfigError as error:
             if launched_rank() == 0:
-                console.note(f"command {name} is left out: {error}")
+                console.note(f"command {name} is skipped: {error}")
             continue
-        if not isinstance(found, typer.Typer):
-            app.command(name)(found)
-            commands = {name: found}
+        if not isinstance(plugin, typer.Typer):
+            app.command(name)(plugin)
+            commands = {name: plugin}
         else:
-            app.add_typer(found)
-            commands = {found.info.name: found} if found.info.name else _functions(found)
+            app.add_typer(plugin)
+            commands = {plugin.info.name: plugin} if plugin.info.name else _functions(plugin)
         COLLECTIVE.update(name for name, command in commands.items() if hasattr(command, "on_all_ranks"))
 
 
-def _functions(of: typer.Typer) -> dict[str, Any]:
-    """Return the functions of commands by the names of these."""
-    functions: list[tuple[Any, Any]] = [(command.name, command.callback) for command in of.registered_commands]
+def _functions(app_: typer.Typer) -> dict[str, Any]:
+    """Return the functions of an app's commands by name."""
+    functions: list[tuple[Any, Any]] = [(command.name, command.callback) for command in app_.registered_commands]
     return {name or typer.main.get_command_name(function.__name__): function for name, function in functions}
 
 

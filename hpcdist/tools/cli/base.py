@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options and helpers shared by several commands."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 def on_all_ranks(command: T) -> T:
-    """Let all ranks run a command, or all commands of a typer.Typer; the first rank alone runs the others."""
+    """Mark a command, or all commands of a typer.Typer, to run on all ranks; others run on the first rank only."""
     command.on_all_ranks = True  # type: ignore[attr-defined]
     return command
 
 
 def prepare_help(command: Any) -> None:
-    """Let lists of commands show whole sentences, and values have names instead of Python's types."""
+    """Show whole sentences in lists of commands, and metavars instead of Python's types."""
     for parameter in command.params:
         if parameter.param_type_name == "argument":
             parameter.display_type_rich = lambda ctx: None
@@ -37,10 +37,10 @@ def prepare_help(command: Any) -> None:
 
 
 def of_checkout(name: str, folder: str, meaning: str) -> typer.Typer:
-    """Make a group of the commands in `folder`/cli.py, which lies beside the package in a checkout, and in no wheel.
+    """Return an app with the commands in `folder`/cli.py, which exists in a checkout but not in the installed package.
 
-    The file is imported when one of its commands is used, or all are listed: not before, for a job may have modules of
-    the same names.
+    The file is imported only when one of its commands is used or listed, because a job may have modules of the same
+    names.
     """
 
     class Commands(TyperGroup):
@@ -57,17 +57,17 @@ def of_checkout(name: str, folder: str, meaning: str) -> typer.Typer:
                 return
             require_checkout(name, f"{folder}/cli.py")
             sys.path.insert(0, str(ROOT))
-            found: Any = typer.main.get_command(import_module(f"{folder.replace('/', '.')}.cli").app)
-            prepare_help(found)
-            self.commands.update(found.commands)
+            group: Any = typer.main.get_command(import_module(f"{folder.replace('/', '.')}.cli").app)
+            prepare_help(group)
+            self.commands.update(group.commands)
 
     app = typer.Typer(name=name, cls=Commands, no_args_is_help=True, help=meaning)
-    app.callback()(lambda: None)  # typer makes no group of an app without commands
+    app.callback()(lambda: None)  # typer needs it to create a group without commands
     return app
 
 
 def require_checkout(command: str, file: str) -> Path:
-    """Return the path of a file beside the package in a checkout; raise ConfigError where there is none."""
+    """Return the path of a file of a checkout; raise ConfigError if the package was installed without it."""
     if not (ROOT / file).is_file():
         folder = Path(file).parent
         raise ConfigError(
@@ -78,10 +78,10 @@ def require_checkout(command: str, file: str) -> Path:
 
 
 def writable(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Refuse a file that can't be written, before the work whose result it is to hold; for an option's `callback`.
+    """Refuse, in an option's `callback`, a path that can't be written, before any work is done.
 
     Raises:
-        ConfigError: the path is that of a folder, or lies in none that exists.
+        ConfigError: the path is a folder, or its parent does not exist.
     """
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         what = "is a folder" if path.is_dir() else "is in no folder that exists"
@@ -91,12 +91,12 @@ def writable(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
 
 
 def whole_number(meaning: str) -> Any:
-    """Make an option that is a whole number above 0."""
+    """Return an option for a whole number above 0."""
     return typer.Option(min=1, metavar="N", help=meaning)
 
 
 def plugin(group: str, meaning: str) -> Any:
-    """Make an option that is the name of a plug-in."""
+    """Return an option for the name of a plug-in."""
     return typer.Option(metavar="NAME", help=meaning, autocompletion=completion.names(group))
 
 

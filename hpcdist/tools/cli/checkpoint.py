@@ -1,4 +1,4 @@
-"""`hpcdist checkpoint`: what a run has saved, and the model in it."""
+"""`hpcdist checkpoint`: list a run's checkpoints, and export the model of one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import typer
 from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import writable
 
-app = typer.Typer(
-    name="checkpoint", no_args_is_help=True, help="The checkpoints of a run: list them, take the model out of one."
-)
+app = typer.Typer(name="checkpoint", no_args_is_help=True, help="List a run's checkpoints; export the model of one.")
 
 Run = Annotated[
     Path,
@@ -26,30 +24,30 @@ Run = Annotated[
 def checkpoint_show(run: Run) -> None:
     """List the checkpoints of a run, the newest first, and check every file.
 
-    If one is damaged, the exit status is 1.
+    The exit status is 1 if a checkpoint is damaged.
 
     Example: hpcdist checkpoint show runs/digits-allreduce-4-1
     """
     from hpcdist.checkpoint import survey
 
-    found = survey(run)
+    checkpoints = survey(run)
     console.rows(
         None,
         [
             {
-                "checkpoint": one.path.name,
-                "step": one.step,
-                "written": one.written.isoformat(" ", "minutes"),
-                "ranks": one.ranks,
-                "stages": one.stages,
-                "MB": one.n_bytes / 1e6,
-                "hpcdist": one.version,
-                "files": "damaged" if one.damage else "whole",
+                "checkpoint": checkpoint.path.name,
+                "step": checkpoint.step,
+                "written": checkpoint.written.isoformat(" ", "minutes"),
+                "ranks": checkpoint.ranks,
+                "stages": checkpoint.stages,
+                "MB": checkpoint.n_bytes / 1e6,
+                "hpcdist": checkpoint.version,
+                "files": "damaged" if checkpoint.damage else "whole",
             }
-            for one in found
+            for checkpoint in checkpoints
         ],
     )
-    damages = [one.damage for one in found if one.damage]
+    damages = [checkpoint.damage for checkpoint in checkpoints if checkpoint.damage]
     for damage in damages:
         console.note(damage)
     if damages:
@@ -64,10 +62,10 @@ def checkpoint_export(
     ],
     step: Annotated[int | None, typer.Option(metavar="N", help="Step of the checkpoint. Default: the newest.")] = None,
     optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="Name of the optimiser in hpcdist.save, in a training loop of your own.")
+        str, typer.Option(metavar="NAME", help="Name of the optimiser in hpcdist.save, for your own training loop.")
     ] = "optimizer",
 ) -> None:
-    """Write the model of a checkpoint, of all ranks together, as one state dict.
+    """Write the model of a checkpoint as one state dict, combined from all ranks.
 
     One process then loads it by model.load_state_dict(torch.load("model.pt")).
 
@@ -77,8 +75,8 @@ def checkpoint_export(
     from hpcdist.session import unsplit
 
     checkpoint.check_name(file)
-    found = checkpoint.find(run, step)
-    state = unsplit(found, optimizer)
+    path = checkpoint.find(run, step)
+    state = unsplit(path, optimizer)
     checkpoint.export(state, file)
     n_elements = sum(tensor.numel() for tensor in state.values())
-    console.facts({"checkpoint": str(found), "file": str(file), "tensors": len(state), "elements": n_elements})
+    console.facts({"checkpoint": str(path), "file": str(file), "tensors": len(state), "elements": n_elements})

@@ -1,4 +1,4 @@
-"""`hpcdist compare|simulate|sweep`: all runs of an experiment, their table, their report.
+"""`hpcdist compare|simulate|sweep`: run an experiment, print its table, write its report.
 
 The options are the fields of `Comparison`, `Sweep` and `Execution`.
 """
@@ -29,15 +29,15 @@ app = typer.Typer()
 
 @dataclass
 class _Sources:
-    """Options that are no fields, but what fields of an experiment or of its execution are read from."""
+    """Options that are not fields of an experiment, but from which its fields are computed."""
 
     job: Annotated[
         Path | None,
-        typer.Argument(metavar="JOB", help="File that defines `job`, or a script; not needed to go on with --output."),
+        typer.Argument(metavar="JOB", help="File that defines `job`, or a script; not needed to resume with --output."),
     ] = None
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="ARGS", help="Arguments of a script, after --; {seed} stands for the run's seed."),
+        typer.Argument(metavar="ARGS", help="Arguments of a script, after --; {seed} is replaced by the run's seed."),
     ] = None
     target: Target = None
     config: Config = None
@@ -60,27 +60,27 @@ class _Sources:
     cluster: Annotated[
         Path | None, typer.Option(metavar="TOML", help="File with network, intra_network, ranks_per_node, compute.")
     ] = None
-    workers: Annotated[int | None, whole_number("Runs at the same time. Default: one on each core.")] = None
+    workers: Annotated[int | None, whole_number("Concurrent runs. Default: one per core.")] = None
 
 
 def _experiment(kind: type[Experiment], names: str, **defaults: Any) -> Callable[[Callable[[], None]], None]:
-    """Make a command of the name of a function, which describes it.
+    """Return a decorator that turns a function into a command; its name and docstring describe the command.
 
     Args:
-        names: of its options: fields of `kind`, of Execution, or of _Sources.
-        defaults: where they are not those of the fields. An option that takes a list or a table has none else.
+        names: options, fields of `kind`, Execution or _Sources.
+        defaults: defaults that differ from the fields'. An option for a list or a table has no other default.
     """
     hints: dict[str, Any] = {}
     known: dict[str, Any] = {}
-    for of in (kind, Execution, _Sources):
-        hints |= get_type_hints(of, include_extras=True)
-        known |= {f.name: f.default for f in fields(of)}
+    for cls in (kind, Execution, _Sources):
+        hints |= get_type_hints(cls, include_extras=True)
+        known |= {f.name: f.default for f in fields(cls)}
 
     def option(name: str, command: str) -> inspect.Parameter:
         value, *metadata = get_args(hints[name])
-        info = copy(next(one for one in metadata if isinstance(one, typer.models.ParameterInfo)))
+        info = copy(next(item for item in metadata if isinstance(item, typer.models.ParameterInfo)))
         info.help = str(info.help).replace("COMMAND", command)
-        info.min = next((cast(int, one.ge) for one in metadata if isinstance(one, Interval)), info.min)
+        info.min = next((cast(int, item.ge) for item in metadata if isinstance(item, Interval)), info.min)
         default = defaults.get(name, known[name])
         if get_origin(value) in (tuple, Mapping):
             value, default = list[str] | None, defaults.get(name)
@@ -90,10 +90,10 @@ def _experiment(kind: type[Experiment], names: str, **defaults: Any) -> Callable
 
     def add(described: Callable[[], None]) -> None:
         @wraps(described)
-        def command(**given: Any) -> None:
+        def command(**options: Any) -> None:
             from hpcdist.tools.compare.functions import run
 
-            raise typer.Exit(int(run(described.__name__, **given).failed))
+            raise typer.Exit(int(run(described.__name__, **options).failed))
 
         parameters = [option(name, described.__name__) for name in names.split()]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -110,16 +110,16 @@ def _experiment(kind: type[Experiment], names: str, **defaults: Any) -> Callable
     seeds=None,
 )
 def compare() -> None:
-    """Compare strategies on a job: make all runs, one after the other, then show a table and write a report.
+    """Compare strategies on a job: run all combinations, then print a table and write a report.
 
-    It adds runs on one process, with a batch as large as that of all ranks together. If such a run is as good, the
-    larger batch is the reason, not the strategy.
+    Serial controls are added: one process with a batch as large as that of all ranks together. If a control is as good,
+    the larger batch is the reason, not the strategy.
 
-    After an interruption the same command goes on, and so does `hpcdist compare --output FOLDER`: only the missing
-    runs are made. If a run fails, the others are still made, and the exit status is 1.
+    After an interruption the same command, or `hpcdist compare --output FOLDER`, resumes: only the missing runs are
+    executed. If a run fails, the others continue, and the exit status is 1.
 
-    Example: hpcdist compare jobs/digits.py --strategies allreduce,softsync:splits=2,gossip_pull --ranks 1,2,4
-    --budget samples=20000 --target accuracy=0.97
+    Example: hpcdist compare jobs/digits.py --strategies allreduce,softsync:splits=2,gossip_pull --ranks 1,2,4 --budget
+    samples=20000 --target accuracy=0.97
     """
 
 
@@ -131,12 +131,13 @@ def compare() -> None:
     seeds=1,
 )
 def simulate() -> None:
-    """Compare strategies on virtual ranks, on this machine: the training is real, its network and its time are not.
+    """Compare strategies on virtual ranks on this machine: the training is real, its network and its time are
+    simulated.
 
-    All seconds are those that a cluster would need, with such a network and such times of a step.
+    All seconds are those of a cluster with the given network and step times.
 
-    After an interruption the same command goes on, and so does `hpcdist simulate --output FOLDER`: only the missing
-    runs are made.
+    After an interruption the same command, or `hpcdist simulate --output FOLDER`, resumes: only the missing runs are
+    executed.
 
     Example: hpcdist simulate jobs/digits.py --ranks 64 --strategies allreduce,softsync:splits=4 --network 50us,10Gbit/s
     --compute jitter:20ms,0.2 --target accuracy=0.97
@@ -149,13 +150,13 @@ def simulate() -> None:
     "output launcher threads virtual network compute cluster slurm slurm_set",
 )
 def sweep() -> None:
-    """Search for good settings of a job: make runs with combinations of values, and show the best first.
+    """Search for good settings of a job: run it with combinations of values, and list the best first.
 
-    After an interruption the same command goes on, and so does `hpcdist sweep --output FOLDER`: only the missing runs
-    are made, and those that have failed. It needs Optuna: pip install 'hpcdist[sweep]'.
+    After an interruption the same command, or `hpcdist sweep --output FOLDER`, resumes: only missing and failed runs
+    are executed. It needs Optuna: pip install 'hpcdist[sweep]'.
 
-    Example: hpcdist sweep jobs/digits.py --over optimizer.lr=0.0001..0.1:log --over batch_size=16,32 --runs 20
-    --pruner asha --budget samples=20000
+    Example: hpcdist sweep jobs/digits.py --over optimizer.lr=0.0001..0.1:log --over batch_size=16,32 --runs 20 --pruner
+    asha --budget samples=20000
     """
 
 
@@ -164,14 +165,14 @@ def sweep() -> None:
 def trial(
     output: Annotated[Path, typer.Option(envvar="HPCDIST_RUN", help="Folder of the run.")],
 ) -> None:
-    """Make a run of a sweep, or of a script, on the ranks that mpirun or srun started. Collective."""
+    """Execute one run of a sweep, or of a script, on the ranks that mpirun or srun started. Collective."""
     from hpcdist import session
     from hpcdist.comm.launch import job_end
-    from hpcdist.tools.compare.trials import script_of, train
+    from hpcdist.tools.compare.trials import find_script, train
     from hpcdist.tools.simulate.launcher import Simulation
 
-    if (found := script_of(output)) is not None:
-        experiment, run, call = found
+    if (planned := find_script(output)) is not None:
+        experiment, run, call = planned
         if experiment.virtual is None:
             call()
         else:
@@ -181,5 +182,5 @@ def trial(
     folder, summary = train(comm, output, job_end(os.environ) if comm.rank == 0 else None, sys.argv)
     if summary is None:
         raise typer.Exit(LEFT)
-    if comm.rank == comm.failures.living[0]:
+    if comm.rank == comm.failures.alive[0]:
         console.result(folder, summary)

@@ -28,9 +28,9 @@ def data_import(
     overrides: Overrides = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a data set as an HDF5 file.
+    """Convert a data set to an HDF5 file.
 
-    The options of NAME, which `hpcdist datasets NAME` lists, follow FILE, or are given by --set.
+    The options of NAME, listed by `hpcdist datasets NAME`, follow FILE, or are given by --set.
 
     Example: hpcdist data import digits sklearn digits.h5 --test_fraction 0.1
     """
@@ -38,22 +38,22 @@ def data_import(
     from hpcdist.data import describe, importers
 
     convert, options = importers.load(name), [*(overrides or []), *_as_overrides(context.args)]
-    above = next(folder for folder in destination.absolute().parents if folder.exists())
-    if destination.is_dir() or not above.is_dir():
-        place = destination if destination.is_dir() else above
-        what = "a folder" if place.is_dir() else "no folder"
-        raise ConfigError(f"FILE must be a file to write; got {destination}, but {place} is {what}. Give another name.")
+    parent = next(folder for folder in destination.absolute().parents if folder.exists())
+    if destination.is_dir() or not parent.is_dir():
+        path = destination if destination.is_dir() else parent
+        kind = "a folder" if path.is_dir() else "no folder"
+        raise ConfigError(f"FILE must be a file to write; got {destination}, but {path} is {kind}. Give another name.")
     if destination.exists() and not overwrite:
         raise ConfigError(f"FILE must be a new file; got {destination}, which exists. Add --overwrite to it.")
     console.facts(describe(convert(source, destination, **checked_options(convert, load({}, None, options)))))
 
 
-def _as_overrides(words: list[str]) -> list[str]:
-    """Return `--name value` and `--name=value` as --set takes them."""
-    parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+def _as_overrides(arguments: list[str]) -> list[str]:
+    """Convert `--name value` and `--name=value` to KEY=VALUE, as for --set."""
+    parts = [part for arg in arguments for part in (arg.split("=", 1) if arg.startswith("--") else [arg])]
     if len(parts) % 2 or not all(name.startswith("--") for name in parts[::2]):
         raise ConfigError(
-            f"options of the importer must be --NAME VALUE, behind FILE; got {' '.join(words)}. `hpcdist datasets "
+            f"options of the importer must be --NAME VALUE, behind FILE; got {' '.join(arguments)}. `hpcdist datasets "
             "NAME` lists them."
         )
     return [f"{name[2:].replace('-', '_')}={value}" for name, value in zip(parts[::2], parts[1::2])]
@@ -64,9 +64,7 @@ def data_fetch(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME",
-            help="mnist or fashion-mnist.",
-            autocompletion=lambda: ["mnist", "fashion-mnist"],
+            metavar="NAME", help="mnist or fashion-mnist.", autocompletion=lambda: ["mnist", "fashion-mnist"]
         ),
     ],
     folder: Annotated[
@@ -74,12 +72,12 @@ def data_fetch(
     ] = None,
     source: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FOLDER", help="Take the files from this folder, compressed by gzip or not."),
+        typer.Option("--from", metavar="FOLDER", help="Copy the files from this folder, compressed by gzip or not."),
     ] = None,
 ) -> None:
-    """Get the original files of a data set, and say where they come from.
+    """Download the original files of a data set, and print their origin.
 
-    They come from a folder of yours (--from), from Debian's package, or from a mirror. An interrupted download goes on.
+    They come from your folder (--from), from Debian's package, or from a mirror. An interrupted download is resumed.
 
     Example: hpcdist data fetch fashion-mnist
     """
@@ -96,14 +94,14 @@ def data_fetch(
 def data_info(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="HDF5 file.")],
     workers: Annotated[
-        int, typer.Option("--workers", min=0, help="Show what so many workers get with data.split = dirichlet.")
+        int, typer.Option("--workers", min=0, help="Show the split among N workers with data.split = dirichlet.")
     ] = 0,
     alpha: Annotated[float, typer.Option("--alpha", help="data.alpha of that split.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="seed of that split.")] = 0,
 ) -> None:
     """Describe an HDF5 file: samples, shapes, types, chunks, classes, ranges of values.
 
-    With --workers also how many samples of each label each worker gets where data are to differ between workers.
+    With --workers also the number of samples of each label per worker under a non-IID split.
 
     Example: hpcdist data info digits.h5 --workers 4 --alpha 0.1
     """
@@ -111,10 +109,10 @@ def data_info(
     from hpcdist.data.hdf5 import HDF5Dataset
     from hpcdist.data.labels import counts, dirichlet, labels_of
 
-    found = describe(path)
+    facts = describe(path)
     if workers:
         with HDF5Dataset(path, "train") as dataset:
             labels = labels_of(dataset)
         of_workers = counts(labels, dirichlet(labels, workers, alpha, seed))
-        found["samples of each label"] = {f"worker {number}": own for number, own in enumerate(of_workers)}
-    console.facts(found)
+        facts["samples of each label"] = {f"worker {number}": row for number, row in enumerate(of_workers)}
+    console.facts(facts)

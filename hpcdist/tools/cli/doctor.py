@@ -16,30 +16,29 @@ app = typer.Typer()
 @app.command()
 @on_all_ranks
 def doctor(
-    ranks: Annotated[
-        int | None, whole_number("Number of ranks that there must be. Default: as many as the launcher says.")
-    ] = None,
+    ranks: Annotated[int | None, whole_number("Expected number of ranks. Default: the launcher's.")] = None,
     folder: Annotated[
         Path, typer.Option(metavar="FOLDER", file_okay=False, help="Folder that the run will write to.")
     ] = Path("."),
     gpus: Annotated[bool, typer.Option("--gpus", help="Every rank must see a GPU.")] = False,
     spare: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="K", help="Leave out the K worst nodes: only errors of the others count."),
+        int | None, typer.Option(min=0, metavar="K", help="Exclude the K worst nodes: only errors of the others count.")
     ] = None,
     exclude_file: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write the nodes to leave out to this file, for srun --exclude.", callback=writable
+            metavar="FILE", help="Write the nodes to exclude to this file, for srun --exclude.", callback=writable
         ),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with status 1 after warnings, too.")] = False,
     json_path: Json = None,
-    limit_s: Annotated[float, typer.Option(min=1.0, metavar="SECONDS", help="Longest time for everything.")] = 30.0,
+    limit_s: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="Time limit of the whole examination.")
+    ] = 30.0,
 ) -> None:
-    """Examine the nodes before a run: network, files, GPUs, clocks, versions, progress of messages.
+    """Check the nodes before a run: network, files, GPUs, clocks, versions, progress of messages.
 
-    Collective: start it as the training. Each finding is a line. The exit status is 1 if there is an error.
+    Collective: start it like the training. Each finding is a line. The exit status is 1 if there is an error.
 
     Example: mpirun -n 4 hpcdist doctor --folder runs
     """

@@ -1,4 +1,4 @@
-"""`hpcdist horovod`: the command of contrib/horovod/cli.py that builds it."""
+"""`hpcdist horovod`: build Horovod, by contrib/horovod/cli.py."""
 
 from hpcdist.tools.cli.base import of_checkout
 

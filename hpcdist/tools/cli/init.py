@@ -21,7 +21,7 @@ def init(
         Path, typer.Argument(metavar="FILE", help="Python file to write, such as my_job.py.", callback=writable)
     ],
 ) -> None:
-    """Write a job to begin with: a small model, its data and its metric, with comments. It trains as it is.
+    """Write a first job with comments: a small model, its data and its metric. It trains as it is.
 
     Example: hpcdist init my_job.py
     """

@@ -1,4 +1,4 @@
-"""`hpcdist strategies|compressors|topologies|schedules|datasets`: list algorithms, show one in full; `topology`."""
+"""`hpcdist strategies|compressors|topologies|schedules|datasets`: list algorithms, describe one; `topology`."""
 
 from __future__ import annotations
 
@@ -16,26 +16,24 @@ from hpcdist.tools.cli.base import require_checkout, whole_number, writable
 from hpcdist.tools.options import Overrides
 
 app = typer.Typer()
-MARGIN = 10  # of a drawing, for the ranks' numbers
+MARGIN = 10  # columns of a drawing for the rank numbers
 TRAIN = "mpirun -n 4 hpcdist train jobs/digits.py"
 
 
 def _name(complete: completion.Completer) -> Any:
-    return typer.Argument(metavar="NAME", help="Show this one in full. Default: list all.", autocompletion=complete)
+    return typer.Argument(metavar="NAME", help="Describe this one. Default: list all.", autocompletion=complete)
 
 
 @app.command()
 def strategies(
     name: Annotated[str | None, _name(completion.names("strategies"))] = None,
-    checked: Annotated[
-        str | None, typer.Argument(metavar="FILE:CLASS", help="After `test`: the strategy to check, of your own.")
-    ] = None,
+    checked: Annotated[str | None, typer.Argument(metavar="FILE:CLASS", help="After `test`: your strategy.")] = None,
 ) -> None:
-    """List the distribution strategies; or show one in full: what it does, its options, its source.
+    """List the distribution strategies, or describe one with its options and its reference.
 
-    `hpcdist strategies test FILE:CLASS` runs the tests that hold for every strategy on one of your own: it learns,
-    records every gradient, resumes from checkpoints, takes the same steps on real ranks as on virtual ones... They
-    take a minute or two, and need a checkout of hpcdist, and pytest. The exit status is 1 if one fails.
+    `hpcdist strategies test FILE:CLASS` runs the tests of all strategies on yours: it learns, records every gradient,
+    resumes from checkpoints, takes the same steps on real and virtual ranks... They take a minute or two, and need a
+    checkout of hpcdist, and pytest. The exit status is 1 if one fails.
 
     Example: hpcdist strategies softsync
     """
@@ -48,7 +46,7 @@ def strategies(
 
 @app.command()
 def compressors(name: Annotated[str | None, _name(completion.names("compressors"))] = None) -> None:
-    """List the compressors of messages, for a strategy's `compression`; or show one in full.
+    """List the compressors of messages, for a strategy's `compression`, or describe one.
 
     Example: hpcdist compressors topk
     """
@@ -57,7 +55,7 @@ def compressors(name: Annotated[str | None, _name(completion.names("compressors"
 
 @app.command()
 def topologies(name: Annotated[str | None, _name(completion.names("topologies"))] = None) -> None:
-    """List the topologies, which say what ranks average with each other; or show one in full.
+    """List the topologies, which define the neighbours that ranks average with, or describe one.
 
     Example: hpcdist topologies torus
     """
@@ -65,17 +63,17 @@ def topologies(name: Annotated[str | None, _name(completion.names("topologies"))
 
     known = catalogue("topologies")
     if not _listed("topologies", known, name):
-        found = known.load(str(name))
-        needed = {key: key.upper() for key, field in options_of(found).model_fields.items() if field.is_required()}
-        training = f"{TRAIN} --set strategy={'dpsgd' if found.symmetric else 'sgp'} --set strategy.topology={name}"
-        training += "".join(f" --set strategy.topology.{key}={needed[key]}" for key in needed if key != "nodes")
-        examined = "".join(f" --set {key}={value}" for key, value in needed.items())
-        _show(found, name, "strategy.topology", training, f"hpcdist topology {name} --ranks 16{examined}")
+        topology = known.load(str(name))
+        required = {key: key.upper() for key, field in options_of(topology).model_fields.items() if field.is_required()}
+        training = f"{TRAIN} --set strategy={'dpsgd' if topology.symmetric else 'sgp'} --set strategy.topology={name}"
+        training += "".join(f" --set strategy.topology.{key}={required[key]}" for key in required if key != "nodes")
+        options = "".join(f" --set {key}={value}" for key, value in required.items())
+        _show(topology, name, "strategy.topology", training, f"hpcdist topology {name} --ranks 16{options}")
 
 
 @app.command()
 def datasets(name: Annotated[str | None, _name(completion.datasets)] = None) -> None:
-    """List the data sets and kinds of files that `hpcdist data import` reads; or show one in full.
+    """List the data sets and file types that `hpcdist data import` reads, or describe one.
 
     Example: hpcdist datasets digits
     """
@@ -84,11 +82,11 @@ def datasets(name: Annotated[str | None, _name(completion.datasets)] = None) -> 
     from hpcdist.data.fetch import RELEASES
 
     if not _listed("datasets", importers, name):
-        found = importers.load(str(name))
+        importer = importers.load(str(name))
         fetch = [f"hpcdist data fetch {name}"] * (name in RELEASES)
-        source = f"data/{name}" if fetch else getattr(sys.modules[found.__module__], "INCLUDED", "SOURCE")
+        source = f"data/{name}" if fetch else getattr(sys.modules[importer.__module__], "INCLUDED", "SOURCE")
         command = f"hpcdist data import {name} {source} {name}.h5"
-        _show(found, name, "", *fetch, command, more=f"SOURCE is {meaning(found, 'source')}.")
+        _show(importer, name, "", *fetch, command, more=f"SOURCE is {meaning(importer, 'source')}.")
 
 
 @app.command()
@@ -97,10 +95,10 @@ def schedules(
     ranks: Annotated[int, whole_number("Number of ranks in the drawings.")] = 4,
     micro_batches: Annotated[int, whole_number("Micro-batches in the drawings.")] = 8,
 ) -> None:
-    """Show the schedules of pipelines, each with a drawing in which a backward pass takes two forward passes' time.
+    """Draw the pipeline schedules, with a backward pass twice as long as a forward pass.
 
-    F2 is the forward pass of micro-batch 2, B2 its backward pass, or I2 and W2 the halves of that: gradients of inputs
-    and of weights. A rank with two stages has F2a and F2b.
+    F2 is the forward pass of micro-batch 2, B2 its backward pass; I2 and W2 are the halves of a backward pass that
+    compute gradients of inputs and of weights. A rank with two stages has F2a and F2b.
 
     Example: hpcdist schedules zero_bubble --ranks 4
     """
@@ -108,11 +106,11 @@ def schedules(
     from hpcdist.parallel.plan import EQUAL
     from hpcdist.parallel.schedules.base import gantt
 
-    for each in known.available() if name is None else [name]:
-        console.algorithm(each, known.load(each))
-        table = known.make(each, ranks, micro_batches, chunks=2 if each == "interleaved" else 1)
+    for schedule in known.available() if name is None else [name]:
+        console.algorithm(schedule, known.load(schedule))
+        table = known.create(schedule, ranks, micro_batches, chunks=2 if schedule == "interleaved" else 1)
         timing = known.simulate(table, EQUAL)
-        pass_columns = max(1, int((console.columns() - MARGIN) // timing.makespan_s))  # so that all are as wide
+        pass_columns = max(1, int((console.columns() - MARGIN) // timing.makespan_s))  # the same width for all
         print(*gantt(table, timing, int(timing.makespan_s) * pass_columns), "", sep="\n")
 
 
@@ -133,7 +131,7 @@ def topology(
         typer.Option(metavar="FILE", help="Also draw it, in a file .svg or .png. Needs matplotlib.", callback=writable),
     ] = None,
 ) -> None:
-    """Examine a topology: checks of its weights, its spectral gap, the neighbours of each rank.
+    """Describe a topology: checks of its weights, its spectral gap, the neighbours of each rank.
 
     Its options are given by --set.
 
@@ -145,38 +143,38 @@ def topology(
     if ranks is None:
         topologies(name)
         return
-    make = catalogue("topologies").load(name)
-    chosen = make(ranks, **checked_options(make, load({}, None, overrides or [])))
+    create = catalogue("topologies").load(name)
+    created = create(ranks, **checked_options(create, load({}, None, overrides or [])))
     if output is not None:
-        draw(chosen, output)
-    console.topology(chosen)
+        draw(created, output)
+    console.topology(created)
 
 
 # --- algorithms -------------------------------------------------------------------------------------------------------
 def _list_or_show(group: str, name: str | None, setting: str) -> None:
-    """List the algorithms of a group, or show one in full, which `setting` names."""
+    """List the algorithms of a group, or describe one; `setting` is the key that selects it."""
     known = catalogue(group)
     if not _listed(group, known, name):
-        found = known.load(str(name))
-        contract: Any = getattr(found, "contract", None)
+        cls = known.load(str(name))
+        contract: Any = getattr(cls, "contract", None)
         sgd = ""
         if contract and contract.optimizer == "SGD":
             momentum = " --set optimizer.lr=0.05 --set optimizer.momentum=0.9"
             sgd = " --set optimizer.name=SGD" + momentum * (contract.step == "the optimiser's")
-        _show(found, name, setting, f"{TRAIN} --set {setting}={name}{sgd}")
+        _show(cls, name, setting, f"{TRAIN} --set {setting}={name}{sgd}")
 
 
 def _listed(command: str, known: Any, name: str | None) -> bool:
-    """List what is known, a line for each, unless one is named."""
+    """List all algorithms if no name is given; return whether it did."""
     if name is None:
-        console.overview({each: known.load(each) for each in known.available()})
-        console.note(f"`hpcdist {command} NAME` shows one in full")
+        console.overview({algorithm: known.load(algorithm) for algorithm in known.available()})
+        console.note(f"`hpcdist {command} NAME` describes one")
     return name is None
 
 
-def _show(found: Any, name: str | None, where: str, *examples: str, more: str = "") -> None:
-    """Show what an algorithm does, its options by their keys in the table `where`, its source, and commands."""
+def _show(cls: Any, name: str | None, prefix: str, *examples: str, more: str = "") -> None:
+    """Print an algorithm's docstring, its options under the key `prefix`, its reference, and example commands."""
     from hpcdist.config import describe, options_of
 
-    options = describe(found.Config if hasattr(found, "Config") else options_of(found), where)
-    console.algorithm(str(name), found, options, examples, more)
+    options = describe(cls.Config if hasattr(cls, "Config") else options_of(cls), prefix)
+    console.algorithm(str(name), cls, options, examples, more)

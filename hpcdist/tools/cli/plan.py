@@ -1,4 +1,4 @@
-"""`hpcdist plan`: the stages of a job's model, and the time and memory of its pipeline."""
+"""`hpcdist plan`: cut a job's model into pipeline stages, and predict time and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcdist.tools import console
 from hpcdist.tools.cli.base import JobFile, Json, plugin, whole_number
 from hpcdist.tools.options import Config, Overrides, read_counts
 
-if TYPE_CHECKING:  # it imports torch, which takes seconds
+if TYPE_CHECKING:  # its module imports torch, which takes seconds
     from hpcdist.parallel.plan import Plan
 
 
@@ -23,7 +23,7 @@ app = typer.Typer()
 @app.command()
 def plan(
     job: JobFile,
-    stages: Annotated[int | None, whole_number("Ranks that hold the model together (parallel.stages).")] = None,
+    stages: Annotated[int | None, whole_number("Ranks that the model is split over (parallel.stages).")] = None,
     micro_batches: Annotated[int | None, whole_number("Parts of a batch (parallel.micro_batches).")] = None,
     schedule: Annotated[
         str | None, plugin("schedules", "Order of the passes (parallel.schedule); see `hpcdist schedules`.")
@@ -34,7 +34,7 @@ def plan(
         typer.Option(metavar="N,N,...", help="Layers of each stage (parallel.cut). Default: the fastest cut."),
     ] = None,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Compute activations again in the backward pass (parallel.recompute).")
+        bool, typer.Option("--recompute", help="Recompute activations in the backward pass (parallel.recompute).")
     ] = False,
     limit_mb: Annotated[
         float | None, typer.Option(min=0.0, metavar="MB", help="Memory that each rank may need.")
@@ -52,8 +52,8 @@ def plan(
 ) -> None:
     """Cut a job's model into stages of equal time, and predict its pipeline: idle time, memory, other schedules.
 
-    Each layer is measured here on a micro-batch of the job's data, on the first GPU, or with one thread. The model need
-    not fit in the memory of this machine. The time of the optimiser is not included.
+    Each layer is measured here on a micro-batch of the job's data, on the first GPU, or with one thread. The model may
+    be larger than this machine's memory. The optimiser's time is not included.
 
     Example: hpcdist plan jobs/digits.py --stages 4 --micro-batches 8 --network 2us,100Gbit/s
     """
@@ -62,11 +62,11 @@ def plan(
     from hpcdist.parallel import by_hand
     from hpcdist.parallel.plan import compare, predict
     from hpcdist.tools.simulate.cluster import read_cluster
-    from hpcdist.train.loop import own_device
+    from hpcdist.train.loop import local_device
     from hpcdist.train.planning import copies, measure_layers
     from hpcdist.train.runs import specify
 
-    given = {
+    options = {
         "stages": stages,
         "micro_batches": micro_batches,
         "schedule": schedule,
@@ -74,8 +74,8 @@ def plan(
         "cut": None if cut is None else read_counts("--cut", cut),
         "recompute": recompute or None,
     }
-    flags = as_flags({key: value for key, value in given.items() if value is not None}, "parallel.")
-    made, settings = specify(job, config, [*(overrides or []), *flags])
+    flags = as_flags({key: value for key, value in options.items() if value is not None}, "parallel.")
+    job_, settings = specify(job, config, [*(overrides or []), *flags])
     chosen = settings.parallel
     shared: dict[str, Any] = {
         "micro_batches": chosen.micro_batches * settings.accumulation,
@@ -87,18 +87,18 @@ def plan(
         link = read_cluster(None, network, None).links()
         shared["transfer_s"] = lambda n_bytes: link.latency_s + n_bytes / link.bandwidth_bytes_s
     with neighbours(job):
-        costs = measure_layers(made, settings, own_device(0))
+        costs = measure_layers(job_, settings, local_device(0))
     by_user = None if chosen.sizes is None else by_hand(chosen.sizes, len(costs))
     plan = predict(costs, chosen.stages, schedule=chosen.schedule, chunks=chosen.chunks, cut=by_user, **shared)
-    alone_s = shared["micro_batches"] * sum(cost.forward_s + cost.backward_s for cost in costs)
-    _show(plan, compare(costs, chosen.stages, **shared), alone_s)
+    one_rank_s = shared["micro_batches"] * sum(cost.forward_s + cost.backward_s for cost in costs)
+    _show(plan, compare(costs, chosen.stages, **shared), one_rank_s)
     if json_path is not None:
-        found = {"micro_batches": shared["micro_batches"], **plan.as_dict(), "layers": [asdict(c) for c in costs]}
-        json_path.write_text(json.dumps(found, indent=2) + "\n")
+        content = {"micro_batches": shared["micro_batches"], **plan.as_dict(), "layers": [asdict(c) for c in costs]}
+        json_path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _show(chosen: Plan, others: Sequence[Plan], alone_s: float) -> None:
-    """Show a plan, a drawing of it, and other plans. `alone_s`: seconds of a step on one rank."""
+def _show(chosen: Plan, others: Sequence[Plan], one_rank_s: float) -> None:
+    """Print a plan, its drawing, and the other plans. `one_rank_s`: seconds of a step on one rank."""
     from hpcdist.parallel.schedules.base import gantt
 
     step_s, ranks = chosen.timing.makespan_s, len(chosen.table)
@@ -106,11 +106,11 @@ def _show(chosen: Plan, others: Sequence[Plan], alone_s: float) -> None:
     console.rows("Ranks", rank_rows(chosen))
     print(*gantt(chosen.table, chosen.timing, console.columns() - 10), "", sep="\n")
     print(
-        f"{chosen.schedule}: a step takes {step_s * 1e3:.4g} ms, {alone_s / step_s:.2f} times as fast as on one rank; "
-        f"{ranks} rank{'s are' if ranks > 1 else ' is'} idle for {chosen.timing.bubble:.1%} of it, with equal stages "
-        f"{chosen.equal_bubble:.1%}.\n"
+        f"{chosen.schedule}: a step takes {step_s * 1e3:.4g} ms, {one_rank_s / step_s:.2f} times as fast as on one "
+        f"rank; {ranks} rank{'s are' if ranks > 1 else ' is'} idle for {chosen.timing.bubble:.1%} of it, with equal "
+        f"stages {chosen.equal_bubble:.1%}.\n"
     )
-    console.rows("All schedules, each with its own cut", plan_rows(others))
+    console.rows("All schedules, each with its best cut", plan_rows(others))
 
 
 def stage_rows(plan: Plan) -> list[dict[str, Any]]:

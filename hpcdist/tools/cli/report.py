@@ -1,4 +1,4 @@
-"""`hpcdist report|watch`: runs that have ended, compared; runs that train, as they go on."""
+"""`hpcdist report|watch`: compare finished runs; follow running ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from hpcdist.errors import ConfigError
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.runs import Tag, Where, chosen
+from hpcdist.tools.cli.runs import Tag, Where, select_runs
 from hpcdist.tools.options import Target, read_target
 
 app = typer.Typer()
@@ -41,11 +41,10 @@ def report(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV: all columns, numbers not rounded.")] = False,
     as_latex: Annotated[bool, typer.Option("--latex", help="Print the tables, and the methods, for LaTeX.")] = False,
 ) -> None:
-    """Compare runs in a table, job by job: their metrics, their time, and what they sent.
+    """Compare runs in a table per job: metrics, times, bytes sent.
 
-    Each comparison and each sweep has a table of its own, and so have the single runs of each job. Runs that differ
-    only in their seeds share a row, with means and 95 % intervals. A terminal shows as many columns as it has room for,
-    a file all of them.
+    Each comparison, each sweep, and the single runs of each job have a table. Runs that differ only in their seeds
+    share a row, with means and 95 % intervals. A terminal shows the columns that fit, a file all of them.
 
     Example: hpcdist report runs --target accuracy=0.97 --sort time_to_target_s
     """
@@ -57,22 +56,22 @@ def report(
 
     if (as_json, as_csv, as_latex).count(True) > 1:
         raise ConfigError("--json, --csv and --latex must be given one at a time; got several. Give one of them.")
-    wanted = None if target is None else read_target(target)
-    only = {Path(one.folder) for one in chosen(folders, where, tag)} if where or tag else None
+    target_ = None if target is None else read_target(target)
+    only = {Path(listed.folder) for listed in select_runs(folders, where, tag)} if where or tag else None
     if only is not None and not only:
         raise ConfigError(f"--where and --tag must choose a run; got none in {', '.join(map(str, folders))}.")
-    jobs = read_jobs(folders, wanted, only=only, progress=console.tracked)
+    jobs = read_jobs(folders, target_, only=only, progress=console.tracked)
     names = None if columns is None else [name.strip() for name in columns.split(",")]
-    found = table.tables([analyse(job) for job in jobs], names, sort, every=as_json or as_csv)
+    tables = table.tables([analyse(job) for job in jobs], names, sort, every=as_json or as_csv)
     if as_json:
-        print(to_json(table.as_data(found), indent=1, inf_nan_mode="null").decode())
+        print(to_json(table.as_data(tables), indent=1, inf_nan_mode="null").decode())
     elif as_csv:
-        table.write_csv(found, sys.stdout)
+        table.write_csv(tables, sys.stdout)
     elif as_latex:
-        print(table.as_latex(found))
+        print(table.as_latex(tables))
     else:
-        table.show(found)
-        for run in (one.run for job in jobs for one in job.runs):
+        table.show(tables)
+        for run in (listed.run for job in jobs for listed in job.runs):
             for line in run.changes:
                 console.note(f"{run.folder}: {line}")
             if run.damage is not None:
@@ -80,7 +79,7 @@ def report(
     if html or output is not None:
         from hpcdist.tools.report import write
 
-        console.note(f"written: {write(folders, output, target=wanted, only=only, progress=console.tracked)}")
+        console.note(f"written: {write(folders, output, target=target_, only=only, progress=console.tracked)}")
 
 
 @app.command()
@@ -94,7 +93,7 @@ def watch(
         ),
     ],
     every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Time between two updates.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show the state once, then end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the state once, then exit.")] = False,
     serve: Annotated[
         bool, typer.Option("--serve", help="Show a web page instead, and print its address. Ctrl-C ends it.")
     ] = False,
@@ -103,9 +102,9 @@ def watch(
         "127.0.0.1"
     ),
 ) -> None:
-    """Show runs while they train: curves, speed, who waits for whom, time left.
+    """Follow runs while they train: curves, speed, waiting ranks, time left.
 
-    It ends when the runs have ended. If a run has died, the exit status is 1.
+    It exits when the runs have ended; the exit status is 1 if a run has died.
     """
     if not serve:
         from hpcdist.tools.watch import terminal

@@ -31,10 +31,10 @@ def run(
     label: Annotated[bool, typer.Option("--label", help="Write the rank before each line of output.")] = False,
     launcher: Launcher = None,
 ) -> None:
-    """Start a script of your own on several ranks, by the mpirun of this environment.
+    """Start a Python script on several ranks, with the mpirun of this environment.
 
-    More ranks than cores, and root, as in a container, are allowed. In a Slurm allocation mpirun starts ranks on its
-    nodes. The exit status is mpirun's: not 0 if a rank fails, which ends the others.
+    More ranks than cores, and root (in a container), are allowed. In a Slurm allocation mpirun starts ranks on its
+    nodes. The exit status is mpirun's: nonzero if a rank fails, which ends the others.
 
     Example: hpcdist run -n 4 train.py --epochs 3
     """

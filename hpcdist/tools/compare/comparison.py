@@ -1,4 +1,4 @@
-"""The runs of a comparison: all of it is checked first, then learning rates are searched, then the runs are made."""
+"""Run a comparison: check all settings, search learning rates if asked, then run what is missing."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from hpcdist.records import Summary, load_summary
 from hpcdist.tools import baselines, console, report
 from hpcdist.tools.compare.experiment import Comparison
 from hpcdist.tools.compare.folder import require_same, write
-from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, mean_metric, plan
-from hpcdist.tools.compare.run_all import MadeRuns, Runner, missing
+from hpcdist.tools.compare.plan import ComparedGroup, PlannedRun, mean_metric, plan
+from hpcdist.tools.compare.run_all import ExperimentRuns, Runner, missing
 from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.page import sections_of
 from hpcdist.tools.report.results import read_jobs
 from hpcdist.tools.report.table import show, tables, write_csv
 from hpcdist.tools.report.verdict import judge
 from hpcdist.tools.report.wording import count
-from hpcdist.tools.statistics import LEAST_SEEDS
+from hpcdist.tools.statistics import MIN_SEEDS
 
 T = TypeVar("T")
-FIRST_SEED = 1000  # of those that rates are chosen on: no result may come from them
+FIRST_SEED = 1000  # of the search for learning rates, apart from the seeds of results
 
 
 @dataclass(frozen=True)
 class ChosenRate:
-    """The learning rate that a cell's search has chosen.
+    """A learning rate that the search has chosen for a group.
 
     Attributes:
-        tried: the metric's mean by rate, None where a run failed.
-        between: whether both neighbours, half and twice the rate, were tried and are worse.
+        tried: mean of the metric by learning rate; None: a run failed.
+        between: half and twice the rate were tried, and both are worse.
     """
 
     name: str
@@ -53,157 +53,150 @@ class ChosenRate:
         return f"{self.name} on {count(self.ranks, 'rank')}: learning rate {self.rate:g}{edge}"
 
 
-class ComparedRuns(MadeRuns):
-    """The runs of a comparison; see `MadeRuns`. Constructing it checks all settings, and starts nothing.
+class ComparedRuns(ExperimentRuns):
+    """The runs of a comparison; see `ExperimentRuns`. The constructor checks all settings and starts nothing.
 
     Args:
-        folder: of all files. Where it holds the same comparison, that comparison goes on.
+        folder: of all files. A comparison with the same settings there is resumed.
 
     Raises:
-        ConfigError: a setting is wrong, as `hpcdist train` would find, or the folder holds another comparison.
+        ConfigError: a setting is wrong, or the folder holds another comparison.
     """
 
     experiment: Comparison
 
     def __init__(self, experiment: Comparison, folder: Path):
-        _require_whole(experiment)
+        _check_options(experiment)
         super().__init__(experiment, folder)
-        kept, out = self._possible(self.trained.cells)
-        self.left_out = [*out, *self.trained.unknown]
-        self.cells = self._sharing(kept)
-        self._choose(())
-        require_same(folder, experiment)  # after the settings, as a wrong one should be named first
+        kept, out = self._split_runnable(self.trained.groups)
+        self.skipped = [*out, *self.trained.unknown]
+        self.groups = self._share_runs(kept)
+        self._plan_runs(())
+        require_same(folder, experiment)  # last: the error should name a wrong setting first
 
-    def _possible(self, every: Sequence[ComparedCell]) -> tuple[list[ComparedCell], list[str]]:
-        """Divide cells into those that can run, and a sentence for each of the others.
+    def _split_runnable(self, every: Sequence[ComparedGroup]) -> tuple[list[ComparedGroup], list[str]]:
+        """Split groups into those that can run, and one message for each of the others.
 
         Raises:
-            ConfigError: a setting is wrong, or a strategy is left out on every number of ranks.
+            ConfigError: a setting is wrong, or a strategy can run on none of the numbers of ranks.
         """
-        firsts = [cell.run(self.experiment, seed=0) for cell in every]
-        reasons = [(cell, self.trained.refusal(run)) for cell, run in zip(every, firsts, strict=True)]
-        kept = [cell for cell, reason in reasons if reason is None]
-        for cell, reason in reasons:
-            if cell.kind == "strategy" and cell.name not in {other.name for other in kept}:
-                raise ConfigError(f"{cell.name} must be able to run on one of the numbers of ranks; got: {reason}")
-        left_out = [(f"{cell.name} is left out on {count(cell.ranks, 'rank')}", why) for cell, why in reasons if why]
-        return kept, [f"{which}: {why}" for which, why in left_out]
+        firsts = [group.run(self.experiment, seed=0) for group in every]
+        reasons = [(group, self.trained.refusal(run)) for group, run in zip(every, firsts, strict=True)]
+        kept = [group for group, reason in reasons if reason is None]
+        for group, reason in reasons:
+            if group.kind == "strategy" and group.name not in {other.name for other in kept}:
+                raise ConfigError(f"{group.name} must be able to run on one of the numbers of ranks; got: {reason}")
+        skipped = [(f"{group.name} is left out on {count(group.ranks, 'rank')}", why) for group, why in reasons if why]
+        return kept, [f"{group_text}: {why}" for group_text, why in skipped]
 
-    def _sharing(self, kept: Sequence[ComparedCell]) -> list[ComparedCell]:
-        """Let strategies that do the same on one rank, the plain optimiser's steps, share the runs of the first one."""
-        firsts: dict[float | None, ComparedCell] = {}  # by the learning rate that the user has given
-        found, alike = [], []
-        for cell in kept:
-            if cell.kind == "strategy" and cell.ranks == 1 and self.trained.is_plain(cell):
-                first = firsts.setdefault(self.experiment.rates.get(cell.rate_key), cell)
-                alike += [cell.name] * (cell is not first)
-                cell = replace(first, name=cell.name)
-            found.append(cell)
-        if alike:
-            told = ", ".join([*(first.name for first in firsts.values()), *alike])
-            self.left_out = [
-                *self.left_out,
-                f"on one rank {told} all take the optimiser's own steps, in runs that they share",
-            ]
-        return found
+    def _share_runs(self, kept: Sequence[ComparedGroup]) -> list[ComparedGroup]:
+        """Share runs on one rank: all strategies that equal the plain optimizer there use the runs of the first."""
+        firsts: dict[float | None, ComparedGroup] = {}  # by the user's learning rate
+        shared, identical = [], []
+        for group in kept:
+            if group.kind == "strategy" and group.ranks == 1 and self.trained.is_plain(group):
+                first = firsts.setdefault(self.experiment.rates.get(group.rate_key), group)
+                identical += [group.name] * (group is not first)
+                group = replace(first, name=group.name)
+            shared.append(group)
+        if identical:
+            names = ", ".join([*(first.name for first in firsts.values()), *identical])
+            self.skipped = [*self.skipped, f"on one rank {names} all take the optimiser's steps, and share runs"]
+        return shared
 
-    def _choose(self, chosen: Sequence[ChosenRate]) -> None:
+    def _plan_runs(self, chosen: Sequence[ChosenRate]) -> None:
         """Plan all runs, at the rates that the user or a search has chosen."""
         self._chosen, experiment = chosen, self.experiment
         rates = {(key, ranks): rate for key, rate in experiment.rates.items() for ranks in experiment.ranks}
         rates |= {(one.name, one.ranks): one.rate for one in chosen}
-        self.plan = plan(experiment, self.cells, rates)
+        self.plan = plan(experiment, self.groups, rates)
 
-    # --- what the runs are made by ------------------------------------------------------------------------------------
-    def make(self, runner: Runner) -> list[PlannedRun]:
-        """Search the rates that are to be searched, then make all runs that are missing; return those that failed."""
+    # --- runs ---------------------------------------------------------------------------------------------------------
+    def run(self, runner: Runner) -> list[PlannedRun]:
+        """Search learning rates if asked, then run everything that is missing; return the failed runs."""
         self.write()
-        if (seeds := self.experiment.seeds) < LEAST_SEEDS:
-            told = f"With {count(seeds, 'seed')} differences in results can't be told from noise"
-            console.note(f"{told}; that takes --seeds {LEAST_SEEDS} or more")
+        if (seeds := self.experiment.seeds) < MIN_SEEDS:
+            warning = f"With {count(seeds, 'seed')} differences in results can't be told from noise"
+            console.note(f"{warning}; that takes --seeds {MIN_SEEDS} or more")
         if self.experiment.tune:
             self.tune(runner)
-        left = missing(self.plan, self.folder)
-        if len(left) < (total := len({run.folder for run in self.plan})):
-            console.note(f"{total - len(left)} of {total} runs are there already")
-        with runner.shown("runs", len(left)):
-            return runner.run_all(left)
+        remaining = missing(self.plan, self.folder)
+        if len(remaining) < (total := len({run.folder for run in self.plan})):
+            console.note(f"{total - len(remaining)} of {total} runs are there already")
+        with runner.display("runs", len(remaining)):
+            return runner.run_all(remaining)
 
     def write(self) -> None:
-        """Write `comparison.json`."""
         tune, chosen = self.experiment.tune, [asdict(one) for one in self._chosen]
         write(
             self.folder,
             self.experiment,
             higher_is_better=self.higher_is_better,
-            cells=self.cells,
+            groups=self.groups,
             runs=self.plan,
-            left_out=self.left_out,
+            skipped=self.skipped,
             tuning={"runs": tune, "first_seed": FIRST_SEED, "chosen": chosen} if tune else None,
         )
 
     # --- learning rates -----------------------------------------------------------------------------------------------
     def tune(self, runner: Runner) -> Sequence[ChosenRate]:
-        """Search the learning rate of each cell on seeds of its own; those that share one search it once.
-
-        A folder that holds the runs of a search, or some of them, goes on with it.
-        """
-        firsts = {(cell.rate_key, cell.ranks): cell for cell in reversed(self.cells)}
-        with runner.shown("learning rates", len(firsts) * self.experiment.tune):
-            self._choose([self._search(cell, runner) for cell in reversed(firsts.values())])
+        """Search a learning rate for each `rate_key` and number of ranks, on separate seeds. Existing runs of the
+        search are reused."""
+        firsts = {(group.rate_key, group.ranks): group for group in reversed(self.groups)}
+        with runner.display("learning rates", len(firsts) * self.experiment.tune):
+            self._plan_runs([self._search(group, runner) for group in reversed(firsts.values())])
         for one in self._chosen:
             print(one)
         self.write()
         return self._chosen
 
-    def _search(self, cell: ComparedCell, runner: Runner) -> ChosenRate:
+    def _search(self, group: ComparedGroup, runner: Runner) -> ChosenRate:
         first = self.trained.first_rate or 0.0
 
         def measure(power: int, repeated: int) -> Summary | None:
             rate = first * 2.0**power
-            at_rate = replace(cell, stem=f"{cell.stem}-lr={rate:g}")
+            at_rate = replace(group, stem=f"{group.stem}-lr={rate:g}")
             run = at_rate.run(self.experiment, FIRST_SEED + repeated, rate, "tuning")
             return None if runner.run_all([run]) else load_summary(self.folder / run.folder)
 
         best, known = search_within(self.experiment.tune, measure, self._merit)
-        means = {first * 2.0**power: mean_metric(found, self.experiment.metric) for power, found in known.items()}
+        means = {first * 2.0**power: mean_metric(results, self.experiment.metric) for power, results in known.items()}
         between = best - 1 in known and best + 1 in known
-        return ChosenRate(cell.rate_key, cell.ranks, first * 2.0**best, means, between)
+        return ChosenRate(group.rate_key, group.ranks, first * 2.0**best, means, between)
 
-    def _merit(self, found: Sequence[Summary | None]) -> tuple[float, float]:
-        """Judge a rate by the metric, and where that is equal by the loss: the less the better."""
-        metric, loss = mean_metric(found, self.experiment.metric), mean_metric(found, "loss")
+    def _merit(self, summaries: Sequence[Summary | None]) -> tuple[float, float]:
+        """Return the sort key of a rate, lower is better: the metric, then the loss."""
+        metric, loss = mean_metric(summaries, self.experiment.metric), mean_metric(summaries, "loss")
         if metric is None or loss is None:
             return math.inf, math.inf
         return -metric if self.higher_is_better else metric, loss
 
     # --- results ------------------------------------------------------------------------------------------------------
     def show_table(self) -> None:
-        """Show the report's table, a row for each cell."""
         show(tables([analyse(job) for job in read_jobs([self.folder])]))
 
     @cached_property
     def table(self) -> DataFrame:
-        """Return a row for each kind of run, with the columns of `hpcdist report --csv`."""
+        """Return a row per group, with the columns of `hpcdist report --csv`."""
         text = io.StringIO()
         write_csv(tables([self._analysis]), text)
         return pd.read_csv(io.StringIO(text.getvalue()))
 
     @cached_property
     def runs(self) -> DataFrame:
-        """Return a row for each run, as `hpcdist.read_runs` does."""
+        """Return a row per run, as `hpcdist.read_runs` does."""
         return report.read_runs(self.folder)
 
     @cached_property
     def verdict(self) -> str:
-        """Return the answer of the report, in a sentence or two."""
+        """Return the report's conclusion, in a sentence or two."""
         return judge(self._analysis).headline
 
     @cached_property
     def figures(self) -> dict[str, Any]:
-        """Return the report's figures, matplotlib's, by their names."""
-        found = [drawn for section in sections_of(self._analysis) for of in section.figures.values() for drawn in of]
-        return {drawn.name: drawn.figure for drawn in found}
+        """Return the report's matplotlib figures by name."""
+        groups = [figures for section in sections_of(self._analysis) for figures in section.figures.values()]
+        return {drawn.name: drawn.figure for figures in groups for drawn in figures}
 
     @cached_property
     def _analysis(self) -> Analysis:
@@ -214,14 +207,23 @@ class ComparedRuns(MadeRuns):
 def search_within(
     runs: int, measure: Callable[[int, int], T], merit: Callable[[Sequence[T]], Any]
 ) -> tuple[int, dict[int, list[T]]]:
-    """Search for the whole number with the least merit in so many runs; return it and what was measured.
+    """Minimize `merit` over the integers by a local search with `runs` measurements.
 
-    It begins at 0 and goes to where neighbours are better, each measured once. The runs that are left repeat the
-    best one and its neighbours, so that luck counts for less.
+    The search starts at 0 and moves to the better neighbour until both neighbours are worse. The remaining runs repeat
+    the best number and its neighbours, to reduce noise.
 
     Args:
-        measure: called with a number and how often that was measured before.
-        merit: of all that was measured of a number.
+        measure: called with a number and how often it was measured before.
+        merit: sort key of all measurements of a number; lower is better.
+
+    Returns:
+        The best number, and all measurements by number.
+
+    Example:
+        >>> from hpcdist.tools.compare.comparison import search_within
+        >>> best, measured = search_within(6, lambda number, repeat: abs(number - 2), min)
+        >>> best, sorted(measured)
+        (2, [-1, 0, 1, 2, 3])
     """
     known: dict[int, list[T]] = {}
 
@@ -238,7 +240,7 @@ def search_within(
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
-def _require_whole(experiment: Comparison) -> None:
+def _check_options(experiment: Comparison) -> None:
     for key in ("strategy", "seed"):
         if key in load({}, None, experiment.settings):
             option = "--strategies NAME:KEY=VALUE" if key == "strategy" else "--seeds"
@@ -251,6 +253,4 @@ def _require_whole(experiment: Comparison) -> None:
         if name not in named:
             raise UnknownNameError("--rate", name, named)
     if experiment.rates and experiment.tune:
-        raise ConfigError(
-            "--rate must be left out with --tune, which chooses all rates; got both. Take one of the two."
-        )
+        raise ConfigError("--rate must be omitted with --tune, which chooses all rates; got both. Take one of the two.")

@@ -1,8 +1,9 @@
-"""Experiments as values: a comparison of strategies, or a sweep over settings; and how their runs are made.
+"""Experiments as values: a comparison of strategies, or a sweep over settings; and options for how to run them.
 
-A field is an option of `hpcdist compare|simulate|sweep`, an argument of the functions of the same names, and a key of
-`declared` in `comparison.json`. Its annotation says how: an `Option` describes it to users, a `Reader` reads what they
-give. The command line reads these annotations, so this module must not load pydantic, which checks them in files.
+Each field is an option of `hpcdist compare|simulate|sweep`, an argument of the Python function of the same name, and a
+key of `declared` in `comparison.json`. The field's annotation holds an `Option` (help text) and a `Reader` (parser).
+The command line reads these annotations at start, so this module must not import pydantic, which is slow; pydantic
+checks the types when a file is read.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from hpcdist.tools import completion
 from hpcdist.tools.options import Launcher, read_counts, read_number, read_target
 
 E = TypeVar("E", bound="Experiment")
-COUNT = Interval(ge=1, le=100_000)  # of what a file may ask for
+COUNT = Interval(ge=1, le=100_000)  # limit for values read from files
 ANY = Interval(ge=0)
-BUDGETS = ("samples", "steps", "seconds")
-COMMAS = re.compile(r",(?![^\[{]*[\]}])")  # that are in no brackets
+UNITS = ("samples", "steps", "seconds")
+COMMAS = re.compile(r",(?![^\[{]*[\]}])")  # commas outside of brackets
 _OPTION = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*=")
 
 
-# --- what users give --------------------------------------------------------------------------------------------------
+# --- parsers of options -----------------------------------------------------------------------------------------------
 class Reader(NamedTuple):
-    """Reads a field as it is given: the texts of its option, or a value in Python."""
+    """Parser of a field: from the option's texts, or from a Python value."""
 
     read: Callable[[Any], Any]
 
 
-def read_budget(given: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
-    """Read a budget: numbers by unit, or items UNIT=NUMBER, or several with commas between them.
+def read_budget(value: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
+    """Parse a budget: a dict of numbers by unit, or texts such as `samples=20000,seconds=60`.
 
     Raises:
-        ConfigError: a unit is unknown, or a number is none or not above 0.
+        ConfigError: unknown unit, or the number is not above 0.
     """
-    items = [f"{unit}={limit}" for unit, limit in given.items()] if isinstance(given, Mapping) else given
+    items = [f"{unit}={limit}" for unit, limit in value.items()] if isinstance(value, Mapping) else value
     budget: dict[str, float] = {}
     for item in ",".join(items).split(",") if items else ():
         unit, _, number = item.strip().partition("=")
@@ -50,65 +51,66 @@ def read_budget(given: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
             limit = float(number)
         except ValueError:
             limit = 0.0
-        if unit not in BUDGETS or not 0 < limit < float("inf"):
+        if unit not in UNITS or not 0 < limit < float("inf"):
             raise ConfigError(f"--budget must be samples=N, steps=N or seconds=N, with N above 0; got {item!r}.")
         budget[unit] = limit if unit == "seconds" else int(limit)
     return budget
 
 
-def read_strategies(given: Sequence[str]) -> tuple[str, ...]:
-    """Split `a,b:key=value,key=value,c` at the commas between strategies: an item `key=value` is the former one's.
+def read_strategies(texts: Sequence[str]) -> tuple[str, ...]:
+    """Split `a,b:key=value,key=value,c` at the commas between strategies; an item `key=value` belongs to the strategy
+    before it.
 
     Raises:
         ConfigError: an option stands before any strategy, or a name is empty.
     """
-    found: list[str] = []
-    for item in map(str.strip, COMMAS.split(text := ",".join(given))):
+    names: list[str] = []
+    for item in map(str.strip, COMMAS.split(text := ",".join(texts))):
         if _OPTION.match(item):
-            if not found or "=" not in found[-1]:
+            if not names or "=" not in names[-1]:
                 raise ConfigError(
                     f"--strategies must be names, each with options as NAME:KEY=VALUE,KEY=VALUE; got {item!r} "
-                    f"{f'after {found[-1]}' if found else 'first'}. Put a colon between a name and its first option."
+                    f"{f'after {names[-1]}' if names else 'first'}. Put a colon between a name and its first option."
                 )
-            found[-1] += f",{item}"
+            names[-1] += f",{item}"
         elif not item:
             raise ConfigError(f"--strategies must be names between commas; got {text!r}. Remove the empty one.")
         else:
-            found.append(item)
-    return tuple(found)
+            names.append(item)
+    return tuple(names)
 
 
-def _read_ranks(given: Sequence[object]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(read_counts("--ranks", ",".join(map(str, given)))))
+def _read_ranks(values: Sequence[object]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(read_counts("--ranks", ",".join(map(str, values)))))
 
 
-def _read_rates(given: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
+def _read_rates(value: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
     return dict(
-        given.items()
-        if isinstance(given, Mapping)
-        else (read_number("--rate", "STRATEGY=RATE", "allreduce=0.01", item) for item in given)
+        value.items()
+        if isinstance(value, Mapping)
+        else (read_number("--rate", "STRATEGY=RATE", "allreduce=0.01", item) for item in value)
     )
 
 
-def _read_over(given: Mapping[str, str | Sequence[object]] | Sequence[str]) -> tuple[str, ...]:
-    if not isinstance(given, Mapping):
-        return tuple(given)
-    return tuple(f"{key}={v if isinstance(v, str) else ','.join(map(str, v))}" for key, v in given.items())
+def _read_over(value: Mapping[str, str | Sequence[object]] | Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(value, Mapping):
+        return tuple(value)
+    return tuple(f"{key}={v if isinstance(v, str) else ','.join(map(str, v))}" for key, v in value.items())
 
 
 # --- experiments ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What all runs of a comparison, a sweep or a study share. Another one is refused in the same folder.
+    """Settings that all runs of a comparison, a sweep or a study share. One folder holds one experiment.
 
     Attributes:
-        job: the job's file; or that of a script with its own training loop, or a function, as path/to/file.py:name.
-        job_sha256: of its content.
-        arguments: of the script; None for a job.
-        metric: of the job, by which runs are judged; empty for a script's first one.
-        target: the metric's value to reach; None for none.
-        settings: of every run, as `--set` takes them.
-        virtual: cluster of virtual ranks; None for real ones.
+        job: path of the job's file or of a script with its own training loop; or a function, as path/to/file.py:name.
+        job_sha256: hash of the file.
+        arguments: command-line arguments of the script; None for a job.
+        metric: metric of the job that ranks the runs; empty: the first metric that a script logs.
+        target: value of the metric to reach; None: no target.
+        settings: KEY=VALUE settings of every run, as for `--set`.
+        virtual: cluster description for virtual ranks; None: real ranks.
     """
 
     job: str
@@ -140,21 +142,21 @@ class Experiment:
         arguments: Sequence[str] | None = None,
         config: str | Path | None = None,
         settings: Sequence[str] | None = None,
-        **given: Any,
+        **options: Any,
     ) -> E:
-        """Read an experiment as users give it: the texts of options, or values in Python.
+        """Create an experiment from options as users give them: texts of the command line, or Python values.
 
         Args:
             job: path of a Python file that defines `job`, or of a script with its own training loop; or a function with
-                such a loop, which is imported from its file.
-            target: a metric and its value to reach; without one the metric is the job's first.
-            arguments: of a script.
+                such a loop, which the ranks import from its file.
+            target: a metric and the value to reach; None: the job's first metric, without a target.
+            arguments: command-line arguments of a script.
             config: TOML file of settings.
-            settings: of all runs, each KEY=VALUE; they win over the file.
-            given: all other fields; those that are None or empty have their defaults.
+            settings: KEY=VALUE settings of all runs; they override the file.
+            options: the other fields; None or an empty list means the default.
 
         Raises:
-            ConfigError: the job is no path, or a setting is wrong, of another type or out of bounds.
+            ConfigError: `job` is no path or function, or a setting is unknown, of a wrong type or out of bounds.
         """
         from hpcdist.config.merge import as_flags, load
         from hpcdist.records.files import checked
@@ -162,44 +164,44 @@ class Experiment:
         from hpcdist.train import load_job
 
         hints = get_type_hints(cls, include_extras=True)
-        reference, file, words, seeded = read_job(job, arguments)
-        if not seeded and given.get("seeds") is None:
-            given["seeds"] = 1
-        given = {name: value for name, value in given.items() if value is not None and value != []}
-        for name in given.keys() & hints.keys():
-            for reader in (one for one in get_args(hints[name]) if isinstance(one, Reader)):
-                given[name] = reader.read(given[name])
+        reference, file, script_arguments, seeded = read_job(job, arguments)
+        if not seeded and options.get("seeds") is None:
+            options["seeds"] = 1
+        options = {name: value for name, value in options.items() if value is not None and value != []}
+        for name in options.keys() & hints.keys():
+            for reader in (item for item in get_args(hints[name]) if isinstance(item, Reader)):
+                options[name] = reader.read(options[name])
         target = read_target(target) if isinstance(target, str) else target
         if target is not None:
             metric, value = target
         else:
-            metric, value = next(iter(load_job(file).metrics), "loss") if words is None else "", None
-        made = cls(
+            metric, value = next(iter(load_job(file).metrics), "loss") if script_arguments is None else "", None
+        experiment = cls(
             job=reference,
-            arguments=words,
+            arguments=script_arguments,
             job_sha256=hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "",
             metric=metric,
             target=value,
             settings=tuple(as_flags(load({}, None if config is None else Path(config), settings or ()))),
-            **given,
+            **options,
         )
         try:
-            checked(asdict(made), cls, f"options of {cls.__name__}", "be of their types, within bounds")
+            checked(asdict(experiment), cls, f"options of {cls.__name__}", "be of their types, within bounds")
         except DataError as error:
             raise ConfigError(str(error)) from None
-        return made
+        return experiment
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Experiment):
-    """A comparison of strategies, each on several numbers of ranks, on real or virtual ones."""
+    """A comparison of strategies, each on several numbers of real or virtual ranks."""
 
     seeds: Annotated[
         int,
         Option(
             metavar="N",
-            help="Runs of each strategy on each number of ranks, with other seeds. Default: 5; 1 on virtual ranks, and "
-            "for a script without {seed}.",
+            help="Runs of each strategy on each number of ranks, with different seeds. Default: 5; 1 on virtual ranks, "
+            "and for a script without {seed}.",
         ),
         COUNT,
     ] = 5
@@ -222,14 +224,10 @@ class Comparison(Experiment):
     ] = ()
     rates: Annotated[
         Mapping[str, float],
-        Option("--rate", metavar="STRATEGY=RATE", help="Learning rate of one of the --strategies. May be repeated."),
+        Option("--rate", metavar="STRATEGY=RATE", help="Learning rate of one strategy. May be repeated."),
         Reader(_read_rates),
     ] = field(default_factory=dict)
-    tune: Annotated[
-        int,
-        Option(metavar="RUNS", help="First search a learning rate for each strategy, in so many runs."),
-        ANY,
-    ] = 0
+    tune: Annotated[int, Option(metavar="N", help="First search each strategy's learning rate, with N runs."), ANY] = 0
     controls: Annotated[
         bool,
         Option(help="Also train on one process with the batch of all ranks; if ranks are virtual, on one rank, too."),
@@ -237,12 +235,12 @@ class Comparison(Experiment):
 
     @property
     def command(self) -> str:
-        """Return the command of hpcdist that makes its runs."""
+        """Return the command that runs it: `hpcdist compare` or `hpcdist simulate`."""
         return "compare" if self.virtual is None else "simulate"
 
     @property
-    def most_ranks(self) -> int:
-        """Return the ranks of its largest run."""
+    def max_ranks(self) -> int:
+        """Return the number of ranks of the largest run."""
         return max(self.ranks)
 
 
@@ -264,33 +262,29 @@ class Sweep(Experiment):
     trials: Annotated[int, Option("--runs", help="Number of combinations to try; a grid has all."), COUNT] = 20
     ranks: Annotated[int, Option(help="Ranks of each run."), COUNT] = 1
     sampler: Annotated[
-        str,
-        Option(
-            metavar="NAME", help="How combinations are chosen: tpe (near those that were good), random, or grid (all)."
-        ),
+        str, Option(metavar="NAME", help="How combinations are chosen: tpe (near good ones), random, or grid (all).")
     ] = "tpe"
     pruner: Annotated[
         str,
         Option(
             metavar="NAME",
-            help="Which runs end early: asha (all but the best third, after 1/9 and 1/3 of the evaluations), median "
-            "(those worse than the median), or none.",
+            help="Which runs end early: asha (after 1/9 and 1/3 of the evaluations all but the best third), median "
+            "(runs worse than the median), or none.",
         ),
     ] = "none"
 
     @property
-    def most_ranks(self) -> int:
-        """Return the ranks of each run."""
+    def max_ranks(self) -> int:
         return self.ranks
 
 
-# --- how runs are made ------------------------------------------------------------------------------------------------
+# --- how to run -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How and where the runs of an experiment are made, which changes nothing of what they are.
+    """How and where to run an experiment; these options do not change its results.
 
     Raises:
-        ConfigError: options of Slurm's jobs do not fit together.
+        ConfigError: `launcher` and Slurm's options exclude each other.
     """
 
     output: Annotated[
@@ -314,13 +308,11 @@ class Execution:
         ),
     ] = None
     jobs: Annotated[
-        int | None, Option(min=1, metavar="N", help="Runs at the same time. Default: as many as have their own cores.")
+        int | None, Option(min=1, metavar="N", help="Concurrent runs. Default: as many as fit on the cores.")
     ] = None
 
     def __post_init__(self) -> None:
         if self.slurm is not None and self.launcher is not None:
-            raise ConfigError(
-                f"--launcher must be left out with --slurm, whose profile has its own; got {self.launcher!r}."
-            )
+            raise ConfigError(f"--launcher must be omitted with --slurm, whose profile has one; got {self.launcher!r}.")
         if self.slurm is None and self.slurm_set:
             raise ConfigError("--slurm must be given with --slurm-set; got none. Such as --slurm generic.")

@@ -1,4 +1,4 @@
-"""Write an experiment down in its folder, `comparison.json`, and refuse another one there."""
+"""Write an experiment to `comparison.json` in its folder, and refuse a different one there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import replace_durably
 from hpcdist.records.files import checked
 from hpcdist.tools.compare.experiment import Experiment, Sweep
-from hpcdist.tools.compare.plan import ComparedCell, PlannedRun
+from hpcdist.tools.compare.plan import ComparedGroup, PlannedRun
 from hpcdist.tools.runs import COMPARISON, read_comparison
 
 VERSION = 1
@@ -21,68 +21,65 @@ E = TypeVar("E", bound=Experiment)
 
 
 def read(output: Path) -> dict[str, Any] | None:
-    """Read `comparison.json`; None where there is none.
+    """Read `comparison.json`; None if it is missing.
 
     Raises:
         DataError: it is damaged, or of another version.
     """
-    found = read_comparison(output)
-    if found is not None and (found.get("version") != VERSION or not isinstance(found.get("declared"), dict)):
+    content = read_comparison(output)
+    if content is not None and (content.get("version") != VERSION or not isinstance(content.get("declared"), dict)):
         raise DataError(
-            f"{output / COMPARISON} must hold a declaration of version {VERSION}; got version {found.get('version')}. "
-            "Give another folder."
+            f"{output / COMPARISON} must hold an experiment of version {VERSION}; got version "
+            f"{content.get('version')}. Give another folder."
         )
-    if found is not None:
-        found["declared"].setdefault("arguments", None)  # of older versions, which had jobs alone
-    return found
+    if content is not None:
+        content["declared"].setdefault("arguments", None)  # older versions had jobs only
+    return content
 
 
 def read_experiment(output: Path, kind: type[E]) -> E:
-    """Read the comparison, or the sweep, that a folder holds.
+    """Read the comparison or sweep that a folder holds.
 
     Raises:
         ConfigError: the folder holds none of that kind.
     """
-    names, given = [f.name for f in fields(kind)], (read(output) or {}).get("declared", {})
-    if not set(names) <= given.keys():
+    names, declared = [f.name for f in fields(kind)], (read(output) or {}).get("declared", {})
+    if not set(names) <= declared.keys():
         noun, other = ("sweep", "compare") if kind is Sweep else ("comparison", "sweep")
-        there = f"another thing: `hpcdist {other} --output {output}` goes on with it" if given else "none"
+        held = f"another: `hpcdist {other} --output {output}` resumes it" if declared else "none"
         raise ConfigError(
-            f"JOB must be given where there is no {noun} to go on with; got none, and {output / COMPARISON} holds "
-            f"{there}."
+            f"JOB must be given where there is no {noun} to resume; got none, and {output / COMPARISON} holds {held}."
         )
-    own = {name: given[name] for name in names}
-    return checked(own, kind, output / COMPARISON, "hold a declaration", "Give JOB, or another folder.")
+    values = {name: declared[name] for name in names}
+    return checked(values, kind, output / COMPARISON, "hold an experiment", "Give JOB, or another folder.")
 
 
-def default(wanted: Path, experiment: Experiment) -> Path:
-    """Choose a folder where the user has named none: the one that holds this comparison or sweep, else a free one.
+def default(base: Path, experiment: Experiment) -> Path:
+    """Choose a folder if the user named none: the one with this experiment, or the first free one of `base`,
+    `base-2`...
 
-    These are `wanted`, `wanted-2`, `wanted-3`... What a simulation measures once for each folder is not compared.
+    Only the settings of a virtual cluster are compared, not the step times that a simulation has measured for the
+    folder.
     """
-    given, number, folder = as_json(experiment), 1, wanted
-    while (found := read(folder)) is not None:
-        there = dict(found["declared"])
-        if given["virtual"] and there.get("virtual"):
-            there["virtual"] = {key: there["virtual"].get(key) for key in given["virtual"]}
-        if not differences(there, given):
+    declared, number, folder = as_json(experiment), 1, base
+    while (content := read(folder)) is not None:
+        held = dict(content["declared"])
+        if declared["virtual"] and held.get("virtual"):
+            held["virtual"] = {key: held["virtual"].get(key) for key in declared["virtual"]}
+        if not differences(held, declared):
             break
         number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
+        folder = base.with_name(f"{base.name}-{number}")
     return folder
 
 
 def require_same(output: Path, experiment: Experiment) -> None:
-    """Check that the folder holds this comparison or sweep, or none.
-
-    Raises:
-        ConfigError: it holds another one; names the settings that differ.
-    """
-    found = read(output)
-    if found is not None and (different := differences(found["declared"], as_json(experiment))):
+    """Raise ConfigError, with the differences, if the folder holds another experiment."""
+    content = read(output)
+    if content is not None and (different := differences(content["declared"], as_json(experiment))):
         raise ConfigError(
-            f"--output must be a new folder, or one of this comparison; got {output}, which holds another: "
-            f"{'; '.join(different)} now. Give another folder, or the settings of that one."
+            f"--output must be a new folder, or one with the same settings; got {output}, where others are: "
+            f"{'; '.join(different)} now. Give another folder, or those settings."
         )
 
 
@@ -91,26 +88,26 @@ def write(
     experiment: Experiment,
     *,
     higher_is_better: bool,
-    cells: Sequence[ComparedCell],
+    groups: Sequence[ComparedGroup],
     runs: Sequence[PlannedRun],
-    left_out: Sequence[str] = (),
+    skipped: Sequence[str] = (),
     tuning: Mapping[str, Any] | None = None,
 ) -> None:
     """Write `comparison.json`.
 
     Args:
-        cells: in the order in which they were declared, the first of which is the reference unless `allreduce` is.
-        left_out: sentences that say what can't be run, and why.
-        tuning: rates that were chosen, and by what.
+        groups: in the user's order; the reference is `allreduce`, or the first one.
+        skipped: one sentence for each group that can't run.
+        tuning: chosen learning rates, and how they were chosen.
     """
-    names = [cell.name for cell in cells if cell.kind == "strategy"]
-    found = {
+    names = [group.name for group in groups if group.kind == "strategy"]
+    content = {
         "version": VERSION,
         **{key: getattr(experiment, key) for key in ("job", "metric", "target", "budget", "virtual")},
         "higher_is_better": higher_is_better,
         "reference": "allreduce" if "allreduce" in names else next(iter(names), None),
         "tuning": tuning,
-        "left_out": list(left_out),
+        "left_out": list(skipped),
         "declared": asdict(experiment),
         "runs": [
             {key: getattr(run, key) for key in ("folder", "name", "kind", "ranks", "seed")} | {"set": run.overrides}
@@ -118,9 +115,8 @@ def write(
         ],
     }
     output.mkdir(parents=True, exist_ok=True)
-    replace_durably(output / COMPARISON, (json.dumps(found, indent=1, ensure_ascii=False) + "\n").encode())
+    replace_durably(output / COMPARISON, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def as_json(experiment: Experiment) -> dict[str, Any]:
-    """Return an experiment in JSON's types."""
     return json.loads(json.dumps(asdict(experiment)))

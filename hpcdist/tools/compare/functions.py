@@ -1,6 +1,6 @@
 """Comparisons and sweeps from Python and from the command line: `hpcdist.compare`, `simulate`, `sweep`.
 
-Both go one way, so that script and command go on with each other's folders.
+Both use the same code, so a script can resume what the command started, and the reverse.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.comparison import ComparedRuns
 from hpcdist.tools.compare.experiment import Comparison, Execution, Sweep
 from hpcdist.tools.compare.launchers import mpi_launcher, share_cores
-from hpcdist.tools.compare.run_all import MadeRuns, run_all
+from hpcdist.tools.compare.run_all import ExperimentRuns, run_all
 from hpcdist.tools.compare.sweep import SweptRuns
 from hpcdist.tools.simulate.cluster import read_cluster
 from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
@@ -39,19 +39,19 @@ def compare(
     launcher: str | None = None,
     **options: Any,
 ) -> ComparedRuns:
-    """Compare strategies on a job, as `hpcdist compare` does; only runs that are missing in the folder are made.
+    """Compare strategies on a job, as `hpcdist compare` does. Runs that already exist in the folder are not repeated.
 
     Args:
         job: path of a Python file that defines `job`, or of a script with its own training loop; or a function with
-            such a loop, which ranks import from its file. Parameters called `seed`, `strategy` and `run` (a folder) get
-            the run's.
+            such a loop, which the ranks import from its file. A function's parameters `seed`, `strategy` and `run` (a
+            folder) are filled in for each run.
         strategies: each `NAME` or `NAME:KEY=VALUE,KEY=VALUE`.
         ranks: numbers of ranks to run on.
-        seeds: runs of each strategy on each number of ranks; None: 5, or 1 where a script is given no seed.
-        output: folder for all files; None: runs/compare-JOB, or -2 and so on if that holds other settings.
+        seeds: runs of each strategy on each number of ranks; None: 5, or 1 if a script takes no seed.
+        output: folder for all files; None: runs/compare-JOB, with -2, -3... if that holds other settings.
         launcher: command that starts ranks, such as `srun --mpi=pmix -n`; None: mpirun.
-        options: of the command, under the names of the fields of `Comparison` and `Execution`, and `config`. A budget
-            is a table, as `{"samples": 20000}`, so are the rates; a target is `("accuracy", 0.97)`.
+        options: the other fields of `Comparison` and `Execution`, and `config` (a TOML file). A budget is a dict,
+            `{"samples": 20000}`, and so are the rates; a target is `("accuracy", 0.97)`.
 
     Raises:
         ConfigError: a setting is wrong, or the folder holds another comparison.
@@ -77,10 +77,10 @@ def simulate(
     """Compare strategies on virtual ranks, as `hpcdist simulate` does; see `compare`.
 
     Args:
-        network: speed of each link, as `50us,1Gbit/s`.
+        network: latency and bandwidth of each link, as `50us,1Gbit/s`.
         compute: time of a step, as `jitter:20ms,0.2`; None: measured here.
         cluster: TOML file with network, intra_network, ranks_per_node, compute.
-        workers: runs at the same time; None: one on each core.
+        workers: concurrent runs; None: one per core.
     """
     where: dict[str, Any] = {
         "network": network,
@@ -102,17 +102,17 @@ def sweep(
     launcher: str | None = None,
     **options: Any,
 ) -> SweptRuns:
-    """Search for good settings of a job, as `hpcdist sweep` does; only runs that are missing in the folder are made.
+    """Search for good settings of a job, as `hpcdist sweep` does. Runs that already exist in the folder are not
+    repeated.
 
     Args:
         job: see `compare`; the settings of a function are its parameters.
-        over: settings with their values: a list, or a text as `--over` takes it, such as `0.001..0.1:log`.
+        over: values by setting: a list, or a text as for `--over`, such as `0.001..0.1:log`.
         runs: number of combinations to try; the sampler `grid` tries all.
-        jobs: runs at the same time; None: as many as have cores of their own.
-        output: folder for all files; None: runs/sweep-JOB, or -2 and so on if that holds other settings.
+        jobs: concurrent runs; None: as many as fit on the cores.
+        output: folder for all files; None: runs/sweep-JOB, with -2, -3... if that holds other settings.
         launcher: see `compare`.
-        options: of the command, under the names of the fields of `Sweep` and `Execution`, and those of `simulate` with
-            `virtual=True`.
+        options: the other fields of `Sweep` and `Execution`; with `virtual=True` also the arguments of `simulate`.
 
     Raises:
         ConfigError: a setting is wrong, Optuna is not installed, or the folder holds another sweep.
@@ -129,90 +129,92 @@ def run(
     compute: str | None = None,
     cluster: str | Path | None = None,
     workers: int | None = None,
-    **given: Any,
+    **options: Any,
 ) -> Any:
-    """Make the runs of an experiment that are missing, or submit them to Slurm, or show those that Slurm still has.
+    """Run what is missing of an experiment, here or as Slurm jobs; if its Slurm jobs are still queued, show them
+    instead.
 
     Args:
         command: compare, simulate or sweep.
-        job: None to go on with the experiment in the folder `output`.
+        job: None: resume the experiment in the folder `output`.
         workers: the same as `jobs`.
-        given: fields of Execution and of the command's experiment, as `Experiment.of` reads them.
+        options: fields of `Execution` and of the command's experiment, as `Experiment.of` takes them.
 
     Returns:
-        The `MadeRuns` of the command.
+        The `ExperimentRuns` of the command.
 
     Raises:
-        ConfigError: a setting is wrong, or the folder holds another experiment, or none to go on with.
+        ConfigError: a setting is wrong, or the folder holds another experiment, or none to resume.
     """
     if world.planned() is not None:
         raise ConfigError(
-            f"hpcdist.{command} must not be called by what it trains; got a call while that file runs. Put it under "
+            f"hpcdist.{command} must not be called by the file that it trains; got a call from there. Put it under "
             '`if __name__ == "__main__":`, or into another file.'
         )
-    how = Execution(**{f.name: given.pop(f.name) for f in fields(Execution) if f.name in given})
+    execution = Execution(**{f.name: options.pop(f.name) for f in fields(Execution) if f.name in options})
     kind: type[Any]  # of Experiment
-    kind, made = (Sweep, SweptRuns) if command == "sweep" else (Comparison, ComparedRuns)
-    described = None
+    kind, runs_class = (Sweep, SweptRuns) if command == "sweep" else (Comparison, ComparedRuns)
+    cluster_config = None
     if virtual or command == "simulate":
-        described = read_cluster(None if cluster is None else Path(cluster), network, compute)
+        cluster_config = read_cluster(None if cluster is None else Path(cluster), network, compute)
     elif (cluster, network, compute) != (None, None, None):
         raise ConfigError("--virtual must be given with --network, --compute and --cluster; got none. Add it.")
     if job is None:
-        output, experiment = _in_folder(command, kind, how.output, given)
+        output, experiment = _in_folder(command, kind, execution.output, options)
     else:
-        if command == "sweep" and not given["over"]:
-            raise ConfigError("--over must be given to begin a sweep; got none. Such as --over batch_size=16,32.")
-        experiment = kind.of(job, virtual=None if described is None else described.model_dump(), **given)
-        output = Path(how.output or folder.default(Path("runs") / f"{command}-{Path(experiment.job).stem}", experiment))
-        experiment = experiment if described is None else on_cluster(experiment, described, output)
-    if experiment.virtual is not None and (how.slurm is not None or how.launcher is not None):
-        raise ConfigError("--slurm and --launcher must be left out with virtual ranks; got one of them. Remove it.")
-    runs = made(experiment, output)
-    if how.slurm is not None:
-        runs.failed = arrays.submit_missing(runs, how.slurm, how.slurm_set or (), how.jobs)
-    elif waiting := arrays.under_way(output):
+        if command == "sweep" and not options["over"]:
+            raise ConfigError("--over must be given to start a sweep; got none. Such as --over batch_size=16,32.")
+        experiment = kind.of(job, virtual=None if cluster_config is None else cluster_config.model_dump(), **options)
+        name = f"{command}-{Path(experiment.job).stem}"
+        output = Path(execution.output or folder.default(Path("runs") / name, experiment))
+        experiment = experiment if cluster_config is None else on_cluster(experiment, cluster_config, output)
+    if experiment.virtual is not None and (execution.slurm is not None or execution.launcher is not None):
+        raise ConfigError("--slurm and --launcher must be omitted with virtual ranks; got one of them. Remove it.")
+    runs = runs_class(experiment, output)
+    if execution.slurm is not None:
+        runs.failed = arrays.submit_missing(runs, execution.slurm, execution.slurm_set or (), execution.jobs)
+    elif waiting := arrays.pending(output):
         runs.failed = arrays.show(runs, waiting)
     else:
-        runs.failed = _make_here(runs, how.launcher, how.jobs or workers)
+        runs.failed = _run_here(runs, execution.launcher, execution.jobs or workers)
     return runs
 
 
-def _in_folder(command: str, kind: type[Any], output: str | Path | None, given: Mapping[str, Any]) -> tuple[Path, Any]:
-    """Read the experiment in the folder `output`, with which a command without a job goes on; return both."""
-    if output is None or given.get("over" if command == "sweep" else "strategies"):
-        raise ConfigError(
-            f"JOB must be given to begin a {NOUNS[command]}; got none. It is a file such as jobs/digits.py."
-        )
+def _in_folder(
+    command: str, kind: type[Any], output: str | Path | None, options: Mapping[str, Any]
+) -> tuple[Path, Any]:
+    """Read the experiment that a command without a job resumes; return its folder and the experiment."""
+    if output is None or options.get("over" if command == "sweep" else "strategies"):
+        raise ConfigError(f"JOB must be given to start a {NOUNS[command]}; got none. Such as jobs/digits.py.")
     output = Path(output)
-    found = folder.read_experiment(output, kind)
-    if found.command != command:
-        wanted, there = ("real", "virtual") if command == "compare" else ("virtual", "real")
+    experiment = folder.read_experiment(output, kind)
+    if experiment.command != command:
+        expected, held = ("real", "virtual") if command == "compare" else ("virtual", "real")
         raise ConfigError(
-            f"--output must hold a comparison on {wanted} ranks; got {output}, on {there} ones. Go on with it by "
-            f"`hpcdist {found.command} --output {output}`."
+            f"--output must hold a comparison on {expected} ranks; got {output}, on {held} ones. Resume it with "
+            f"`hpcdist {experiment.command} --output {output}`."
         )
-    return output, found
+    return output, experiment
 
 
-def _make_here(runs: MadeRuns, launcher: str | None, jobs: int | None) -> bool:
-    """Make the runs that are missing, on real or virtual ranks of this machine; return whether one failed.
+def _run_here(runs: ExperimentRuns, launcher: str | None, jobs: int | None) -> bool:
+    """Run what is missing on this machine, on real or virtual ranks; return whether a run failed.
 
     Args:
-        jobs: runs at the same time. None: one, for comparisons on real ranks and where a launcher may start ranks
-            elsewhere; else as many as have cores of their own.
+        jobs: concurrent runs. None: one for comparisons on real ranks and with a launcher, which may start ranks on
+            other machines; otherwise as many as fit on the cores.
     """
     experiment = runs.experiment
-    is_real, is_job = experiment.virtual is None, experiment.arguments is None
-    alone = launcher is not None or (is_real and experiment.command != "sweep")
-    each = experiment.most_ranks * experiment.threads if is_real else 1
-    shares = share_cores(jobs or (1 if alone else None), each)[: len(runs.plan)]
+    on_real_ranks, is_job = experiment.virtual is None, experiment.arguments is None
+    one_at_a_time = launcher is not None or (on_real_ranks and experiment.command != "sweep")
+    cores_per_run = experiment.max_ranks * experiment.threads if on_real_ranks else 1
+    shares = share_cores(jobs or (1 if one_at_a_time else None), cores_per_run)[: len(runs.plan)]
     if len(shares) > 1 and launcher is None and experiment.command == "sweep":
-        console.note(f"{len(shares)} runs at the same time, each on {len(shares[0])} of {os.cpu_count()} cores")
-    simulation = None if is_real else Simulation.of(experiment, sys.argv)
+        console.note(f"{len(shares)} concurrent runs, each on {len(shares[0])} of {os.cpu_count()} cores")
+    simulation = None if on_real_ranks else Simulation.of(experiment, sys.argv)
     if simulation is not None:
         console.note(str(simulation))
-    if simulation is None or not is_job:  # a process of its own for each run, on virtual ranks too
+    if simulation is None or not is_job:  # a separate process per run, on virtual ranks too
         with mpi_launcher(experiment, launcher, os.environ, shares) as in_processes:
             return run_all(runs, in_processes, len(shares))
     with VirtualLauncher(simulation, len(shares)) as on_virtual:

@@ -1,4 +1,4 @@
-"""Launchers: what makes a run. Here those that start real ranks by `mpirun`, or another program of MPI or Slurm."""
+"""Launchers, which execute one run: here `mpirun` or another command of MPI or Slurm, on real ranks."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from hpcdist.tools.compare.plan import PlannedRun
 from hpcdist.tools.mpirun import find_launcher, ranks_environment
 from hpcdist.tools.runs import is_done, last_lines
 
-LOG = "output.log"  # in a run's folder: what its processes wrote
-LAST_LINES = 12  # of them are shown where a run fails
-ENDING_S = 20.0  # for which ranks may save and leave, once they are told to
+LOG = "output.log"  # in a run's folder: output of its processes
+LAST_LINES = 12  # lines of it in the message of a failed run
+ENDING_S = 20.0  # after SIGTERM, for ranks to save and exit
 TRAIN = ("-m", "hpcdist", "train")
 TRIAL = ("-m", "hpcdist", "trial", "--output")
 
 
 class Launcher(Protocol):
-    """Make runs. A study may bring its own."""
+    """Interface: execute a run. A study may define its own launcher."""
 
-    def make(self, run: PlannedRun, folder: Path) -> None:
-        """Make a run in a folder, which has its `summary.json` then.
+    def run(self, run: PlannedRun, folder: Path) -> None:
+        """Execute a run in its folder, until `summary.json` is there.
 
         Raises:
-            RunError: the run failed; the message ends in its last lines.
+            RunError: the run failed; the message ends with its last lines.
         """
 
 
 class MpiLauncher(AbstractContextManager["MpiLauncher"]):
-    """Make runs by a program that starts ranks: `mpirun -n RANKS python -m hpcdist train JOB ...`.
+    """Execute runs by a command that starts ranks: `mpirun -n RANKS python -m hpcdist train JOB ...`.
 
     Args:
         job: the job's file.
-        launcher: words up to the number of ranks; none for virtual ones, of one process.
-        variables: of the ranks' environment, but for the variables of a launcher that has started this process.
-        shares: cores of each of the runs that are made at the same time, by as many threads; empty: all have all.
+        launcher: command up to the number of ranks; empty: virtual ranks in one process.
+        variables: environment of the ranks; variables of a launcher that started this process are removed.
+        shares: one set of cores for each concurrent run; empty: all runs use all cores.
     """
 
     def __init__(
@@ -68,35 +68,35 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
         self._is_shared = bool(shares)
         self._starting, self._running, self._ended = threading.Lock(), set[subprocess.Popen](), False
 
-    def make(self, run: PlannedRun, folder: Path) -> None:
-        """Make a run; on an interruption end its processes first."""
-        words = [*TRIAL, str(folder)] if run.by_folder else self._words(run, folder)
-        command = [*self._launcher, *[str(run.ranks)] * bool(self._launcher), sys.executable, *words]
+    def run(self, run: PlannedRun, folder: Path) -> None:
+        """Execute a run; on an interruption end its processes first."""
+        arguments = [*TRIAL, str(folder)] if run.by_folder else self._arguments(run, folder)
+        command = [*self._launcher, *[str(run.ranks)] * bool(self._launcher), sys.executable, *arguments]
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / LOG, "ab") as log, self._share():
             status = self._run(command, log)
-        if status == LEFT or self._ended:  # a signal has reached the ranks, or the batch job's time limit is near
+        if status == LEFT or self._ended:  # after a signal, or near the batch job's time limit
             raise KeyboardInterrupt
-        if not status and not is_done(folder):  # a script's
-            begun = (folder / "run.json").exists()
-            lacks = "hpcdist.finish(model)" if begun else "hpcdist.init() and hpcdist.DistributedOptimizer(...)"
-            raise RunError(f"{self._job} must call {lacks} to be a run; it has ended without, and has no result.")
+        if not status and not is_done(folder):  # of a script
+            started = (folder / "run.json").exists()
+            lacking = "hpcdist.finish(model)" if started else "hpcdist.init() and hpcdist.DistributedOptimizer(...)"
+            raise RunError(f"{self._job} must call {lacking} to be a run; it ended without that and has no result.")
         if status:
-            said = "\n".join(last_lines(folder / LOG, LAST_LINES)) or "(none)"
-            raise RunError(f"exit status {status} of `{shlex.join(command)}`; its last lines:\n{said}")
+            tail = "\n".join(last_lines(folder / LOG, LAST_LINES)) or "(none)"
+            raise RunError(f"exit status {status} of `{shlex.join(command)}`; its last lines:\n{tail}")
 
-    def _words(self, run: PlannedRun, folder: Path) -> list[str]:
-        trains = run.kind != "baseline"  # whose programs have names of their own
-        program = TRAIN if trains else ("-m", f"hpcdist.tools.baselines.{run.name}")
-        words = [*program, self._job, "--output", str(folder)]
-        words += [word for setting in run.overrides for word in ("--set", setting)]
-        if trains:
-            words += ["--progress", "off", *(["--resume"] if (folder / "checkpoints").exists() else [])]
-        return words
+    def _arguments(self, run: PlannedRun, folder: Path) -> list[str]:
+        is_training = run.kind != "baseline"  # baselines are other programs
+        program = TRAIN if is_training else ("-m", f"hpcdist.tools.baselines.{run.name}")
+        arguments = [*program, self._job, "--output", str(folder)]
+        arguments += [word for setting in run.overrides for word in ("--set", setting)]
+        if is_training:
+            arguments += ["--progress", "off", *(["--resume"] if (folder / "checkpoints").exists() else [])]
+        return arguments
 
     @contextmanager
     def _share(self) -> Iterator[None]:
-        """Give this thread, and the processes that it starts, a share of the cores."""
+        """Restrict this thread and its child processes to a share of the cores."""
         if not self._is_shared:
             yield
             return
@@ -108,7 +108,7 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
             self._shares.put(share)
 
     def _run(self, command: Sequence[str], log: BinaryIO) -> int:
-        """Run a command to its end. It has a session of its own, so that a terminal's Ctrl-C does not reach it."""
+        """Run a command to its end, in a new session, so that Ctrl-C in the terminal does not reach it."""
         others = psutil.Process().children()
         try:
             with self._starting:
@@ -129,7 +129,7 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
             raise
 
     def __exit__(self, *failure: object) -> None:
-        """End the runs that threads are still making."""
+        """End the runs of other threads."""
         with self._starting:
             self._ended = True
         for process in list(self._running):
@@ -140,25 +140,25 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
 
 
 def end(launcher: psutil.Process) -> None:
-    """End a launcher and its ranks, which may save and leave; what still runs then is killed."""
+    """End a launcher and its ranks: SIGTERM first, so that ranks can save; SIGKILL after a timeout."""
     with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
-        launcher.terminate()  # which it passes on; killed, it would leave its ranks behind
+        launcher.terminate()  # it forwards SIGTERM; killed, it would leave its ranks behind
         launcher.wait(ENDING_S)
     until_s = time.monotonic() + ENDING_S
-    _signal(launcher.pid, signal.SIGTERM)  # one that was still starting its ranks may have ended before them
+    _signal(launcher.pid, signal.SIGTERM)  # a launcher that was still starting may have exited before its ranks
     while not launcher.is_running() and _processes_of(launcher.pid) and time.monotonic() < until_s:
         time.sleep(0.05)
     _signal(launcher.pid, signal.SIGKILL)
 
 
 def _processes_of(session: int) -> list[psutil.Process]:
-    """List the processes of a session: a launcher gives each rank a process group of its own, but the same session."""
-    found = []
+    """List the processes of a session: a launcher puts each rank into a process group, but all into one session."""
+    processes = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
             if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def _signal(session: int, number: signal.Signals) -> None:
@@ -168,11 +168,11 @@ def _signal(session: int, number: signal.Signals) -> None:
 
 
 def share_cores(jobs: int | None, each: int) -> list[set[int]]:
-    """Divide this process's cores among runs that are made at the same time; return those of each.
+    """Divide this process's cores among concurrent runs; return the cores of each.
 
     Args:
-        jobs: how many; None: as many as have cores of their own. Where they are too many, several have the same core.
-        each: cores that a run can use.
+        jobs: number of runs; None: as many as fit. If there are more runs than cores, several share a core.
+        each: cores that one run can use.
     """
     cores = sorted(os.sched_getaffinity(0))
     count = jobs or max(1, len(cores) // each)
@@ -187,14 +187,14 @@ def mpi_launcher(
     """Return the launcher of an experiment's runs on real ranks.
 
     Args:
-        launcher: chosen by the user, see `find_launcher`.
-        variables: of the ranks' environment.
-        shares: cores of each of the runs that are made at the same time, see `share_cores`.
+        launcher: command chosen by the user, see `find_launcher`.
+        variables: environment of the ranks.
+        shares: cores of each concurrent run, see `share_cores`.
     """
-    words = find_launcher(launcher, variables.get("PATH", "")) if experiment.virtual is None else ()
-    most_ranks, threads = experiment.most_ranks, experiment.threads
-    cores = len(shares[0]) if launcher is None else most_ranks * threads  # the user's may have nodes
-    if most_ranks * threads > cores and words:
-        console.note(f"{most_ranks} ranks share {cores} cores: such times are not those of ranks with their own")
-    environment = ranks_environment(variables, threads, crowded=most_ranks > cores, bound=len(shares) < 2)
-    return MpiLauncher(experiment.job, words, environment, shares if launcher is None else ())
+    command = find_launcher(launcher, variables.get("PATH", "")) if experiment.virtual is None else ()
+    max_ranks, threads = experiment.max_ranks, experiment.threads
+    cores = len(shares[0]) if launcher is None else max_ranks * threads  # the user's launcher may use other nodes
+    if max_ranks * threads > cores and command:
+        console.note(f"{max_ranks} ranks share {cores} cores: times will differ from those of one core per rank")
+    environment = ranks_environment(variables, threads, crowded=max_ranks > cores, bound=len(shares) < 2)
+    return MpiLauncher(experiment.job, command, environment, shares if launcher is None else ())

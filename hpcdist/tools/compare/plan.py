@@ -1,7 +1,4 @@
-"""Plans: the cells of an experiment, and the list of its runs.
-
-Pure: nothing is started, read or written.
-"""
+"""Plan an experiment: its groups of runs, and the order of the runs. Nothing is started, read or written here."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from hpcdist.registry import label
 from hpcdist.tools.compare.experiment import COMMAS, Comparison, Experiment, Sweep
 from hpcdist.tools.compare.space import points
 
-WHOLE = ("parallel.stages=1", "parallel.chunks=1", "parallel.cut=none")  # a model that is in no stages
+WHOLE = ("parallel.stages=1", "parallel.chunks=1", "parallel.cut=none")  # the whole model on one rank
 
 
 @dataclass(frozen=True)
@@ -26,16 +23,16 @@ class PlannedRun:
     """One run of a plan.
 
     Attributes:
-        name: of its cell, as users read it: runs of one cell differ in their seeds only.
+        name: name of its group, as users read it; runs of one group differ in their seeds only.
         kind: strategy, serial or baseline.
-        overrides: as `--set` takes them: strategy, budget, seed and all that differs from the job's defaults.
-        folder: below the plan's.
-        cluster: of virtual ranks, as KEY=VALUE, where it is another than the plan's.
+        overrides: KEY=VALUE settings, as for `--set`: strategy, budget, seed and all other differences from the job.
+        folder: path relative to the experiment's folder.
+        cluster: KEY=VALUE changes to the cluster of virtual ranks.
         loop: function that trains instead of the job's own training, as path/to/file.py:name. It is called with the
-            run's settings, as one table, and its folder; it returns a function of a rank's communicator, collective,
-            which leaves in the folder what `hpcdist train` would.
-        by_folder: `hpcdist trial` makes it, which finds its settings by its folder: a script's, or a sweep's, whose
-            settings are drawn when it begins, and which a pruner may end early.
+            run's settings (one nested dict) and folder, and returns a function of a rank's communicator. That function
+            trains on all ranks and writes the same files as `hpcdist train`.
+        by_folder: `hpcdist trial` runs it and reads the settings from the experiment's folder: for scripts, and for
+            sweeps, whose settings are sampled when the run starts.
     """
 
     name: str
@@ -50,15 +47,15 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class ComparedCell:
-    """The runs of one name on so many ranks, which differ in their seeds.
+class ComparedGroup:
+    """A group of runs with one name and number of ranks; its runs differ in their seeds only.
 
     Attributes:
-        samples: of a step, of all ranks together; 0 where they are unknown.
-        settings: of its own, as `--set` takes them.
-        stem: the beginning of its folders' names.
-        rate_key: by which its learning rate is chosen; cells with the same one share it, on as many ranks.
-        cluster, loop: of its runs, see `PlannedRun`.
+        samples: samples of a step, summed over all ranks; 0: unknown.
+        settings: KEY=VALUE settings of this group, as for `--set`.
+        stem: prefix of its folders' names.
+        rate_key: key of its learning rate; groups with the same key and number of ranks share a rate.
+        cluster, loop: see `PlannedRun`.
     """
 
     name: str
@@ -72,15 +69,22 @@ class ComparedCell:
     loop: str = ""
 
     def run(self, experiment: Experiment, seed: int, rate: float | None = None, parent: str = "runs") -> PlannedRun:
-        """Plan its run with a seed, and with a learning rate if that is not the job's own."""
+        """Plan the run with a seed; `rate` replaces the job's learning rate.
+
+        Example:
+            >>> from hpcdist.tools.compare.plan import Comparison, groups
+            >>> comparison = Comparison(job="jobs/digits.py", metric="accuracy", ranks=(4,))
+            >>> groups(comparison)[0].run(comparison, seed=1).folder
+            'runs/allreduce-r4-s1'
+        """
         lr = () if rate is None else (f"optimizer.lr={rate!r}",)
         overrides = (*self._budget(experiment), *experiment.settings, *self.settings, *lr, f"seed={seed}")
         folder = f"{parent}/{self.stem}-r{self.ranks}-s{seed}"
-        found = isinstance(experiment, Sweep) or experiment.arguments is not None
-        return PlannedRun(self.name, self.kind, self.ranks, seed, overrides, folder, self.cluster, self.loop, found)
+        by_folder = isinstance(experiment, Sweep) or experiment.arguments is not None
+        return PlannedRun(self.name, self.kind, self.ranks, seed, overrides, folder, self.cluster, self.loop, by_folder)
 
     def _budget(self, experiment: Experiment) -> Iterator[str]:
-        """Yield the settings that end a run, in place of the job's number of epochs, and those of its curve."""
+        """Yield the settings that end a run by its budget, and the interval between evaluations."""
         budget = experiment.budget
         if budget:
             yield "epochs=none"
@@ -92,7 +96,13 @@ class ComparedCell:
 
 # --- strategies as users write them -----------------------------------------------------------------------------------
 def read_strategy(text: str) -> tuple[str, tuple[str, ...]]:
-    """Read `NAME:KEY=VALUE,KEY=VALUE`; return the name and the options, each KEY=VALUE."""
+    """Split `NAME:KEY=VALUE,KEY=VALUE` into the name and the KEY=VALUE options.
+
+    Example:
+        >>> from hpcdist.tools.compare.plan import read_strategy
+        >>> read_strategy("softsync:splits=4,max_staleness=8")
+        ('softsync', ('splits=4', 'max_staleness=8'))
+    """
     head, equals, _ = text.partition("=")
     if not equals:
         return text.rstrip(":"), ()
@@ -101,101 +111,99 @@ def read_strategy(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def title(strategy: str) -> str:
-    """Name a strategy as users read it: `softsync (splits 4)`."""
+    """Format a strategy for people: `softsync (splits 4)`."""
     name, options = read_strategy(strategy)
-    told = ", ".join(option.replace("=", " ", 1) for option in options)
-    return f"{label(name)} ({told})" if told else label(name)
+    text = ", ".join(option.replace("=", " ", 1) for option in options)
+    return f"{label(name)} ({text})" if text else label(name)
 
 
-# --- the cells and the runs of an experiment --------------------------------------------------------------------------
-def cells(
+# --- groups and runs of an experiment ---------------------------------------------------------------------------------
+def groups(
     experiment: Comparison | Sweep, batch_size: int = 1, accumulation: int = 1, stages: int = 1
-) -> list[ComparedCell]:
-    """List all cells: each strategy and baseline on each number of ranks, and serial controls for each above 1.
+) -> list[ComparedGroup]:
+    """List all groups: each strategy and baseline on each number of ranks, plus serial controls. A sweep has one group
+    per trial.
 
-    Those of a sweep are its trials, before their settings are drawn.
-
-    Controls are one process with as large a batch as all replicas have together, μp, and the same with the average of
-    its iterates: most that p replicas gain or lose is due to the one or to the other.
+    A serial control trains one process with the batch of all p replicas, μp; a second one also averages its iterates.
+    Most of what p replicas gain or lose comes from the large batch or from the averaging.
 
     Args:
-        batch_size: μ, of each replica of the model.
-        accumulation: batches of a step of each replica.
-        stages: ranks of a replica.
+        batch_size: μ, batch of each replica of the model.
+        accumulation: batches per step of each replica.
+        stages: ranks per replica.
     """
     if isinstance(experiment, Sweep):
-        return [trial_cell(experiment, number) for number in range(len(points(experiment)))]
-    found, whole = [], WHOLE if stages > 1 else ()
+        return [trial_group(experiment, number) for number in range(len(points(experiment)))]
+    listed, whole = [], WHOLE if stages > 1 else ()
     for ranks in experiment.ranks:
         samples = batch_size * accumulation * max(1, ranks // stages)
         for strategy in experiment.strategies:
             name, options = read_strategy(strategy)
             settings = (f"strategy={name}", *(f"strategy.{option}" for option in options))
             stem = file_name("-".join([label(name), *options]))
-            found.append(ComparedCell(title(strategy), "strategy", ranks, samples, settings, stem, strategy))
+            listed.append(ComparedGroup(title(strategy), "strategy", ranks, samples, settings, stem, strategy))
         for baseline in experiment.baselines:
-            found.append(ComparedCell(baseline, "baseline", ranks, samples, (), baseline, baseline))
-    if experiment.virtual is not None and experiment.controls and 1 not in experiment.ranks:  # what speed-ups are over
+            listed.append(ComparedGroup(baseline, "baseline", ranks, samples, (), baseline, baseline))
+    if experiment.virtual is not None and experiment.controls and 1 not in experiment.ranks:  # reference for speedups
         samples, settings = batch_size * accumulation, ("strategy=allreduce", *whole)
-        found.append(ComparedCell("one rank", "serial", 1, samples, settings, "serial", "serial"))
-    controlled = experiment.controls and experiment.arguments is None  # nobody else knows a script's batch
+        listed.append(ComparedGroup("one rank", "serial", 1, samples, settings, "serial", "serial"))
+    controlled = experiment.controls and experiment.arguments is None  # the batch of a script is unknown
     for replicas in sorted({max(1, ranks // stages) for ranks in experiment.ranks if ranks > 1 and controlled}):
         batch, samples = batch_size * replicas, batch_size * accumulation * replicas
         settings, stem = ("strategy=allreduce", f"batch_size={batch}", *whole), f"serial-batch={batch}"
         key = f"serial, batch {batch}"
-        found.append(ComparedCell(key, "serial", 1, samples, settings, stem, key))
+        listed.append(ComparedGroup(key, "serial", 1, samples, settings, stem, key))
         averaged = (*settings, "average_iterates=true")
-        found.append(ComparedCell(f"{key}, averaged iterates", "serial", 1, samples, averaged, f"{stem}-averaged", key))
-    return found
+        listed.append(
+            ComparedGroup(f"{key}, averaged iterates", "serial", 1, samples, averaged, f"{stem}-averaged", key)
+        )
+    return listed
 
 
-def trial_cell(sweep: Sweep, number: int, settings: Sequence[str] = ()) -> ComparedCell:
-    """Return the cell of a sweep's trial, with the settings that were drawn for it, each KEY=VALUE; none before that.
-
-    The samples of its step are unknown.
-    """
+def trial_group(sweep: Sweep, number: int, settings: Sequence[str] = ()) -> ComparedGroup:
+    """Return the group of a sweep's trial; `settings` are the sampled KEY=VALUE, empty before they are sampled."""
     name, options = read_strategy(sweep.strategy)
-    own = (f"strategy={name}", *(f"strategy.{option}" for option in options), *settings)
-    named = ", ".join(settings) or f"trial {number}"
-    return ComparedCell(named, "strategy", sweep.ranks, 0, own, f"trial-{number:03}")
+    all_settings = (f"strategy={name}", *(f"strategy.{option}" for option in options), *settings)
+    group_name = ", ".join(settings) or f"trial {number}"
+    return ComparedGroup(group_name, "strategy", sweep.ranks, 0, all_settings, f"trial-{number:03}")
 
 
 def plan(
-    experiment: Experiment, kept: Sequence[ComparedCell], rates: Mapping[tuple[str, int], float] | None = None
+    experiment: Experiment, kept: Sequence[ComparedGroup], rates: Mapping[tuple[str, int], float] | None = None
 ) -> tuple[PlannedRun, ...]:
-    """List the runs in the order in which they are made: those of a sweep trial by trial, others seed by seed.
+    """List the runs in the order in which they run: a sweep trial by trial, a comparison seed by seed.
 
-    The cells of each seed are in random order. Changes on the machine in the course of hours then strike all cells
-    alike, and a comparison that ends early has whole seeds.
+    Within a seed the groups are in random order: slow drifts of the machine's speed then affect all groups equally, and
+    a comparison that is interrupted has complete seeds.
 
     Args:
-        kept: cells that can run.
-        rates: learning rates by key and ranks, where they are not the job's own.
+        kept: groups that can run.
+        rates: learning rates by (rate_key, ranks), where they differ from the job's.
 
     Raises:
-        ConfigError: two strategies are the same.
+        ConfigError: two strategies are identical.
     """
     seeds = range(experiment.seeds)
     if isinstance(experiment, Sweep):
-        return tuple(cell.run(experiment, seed) for cell in kept for seed in seeds)
+        return tuple(group.run(experiment, seed) for group in kept for seed in seeds)
     chosen, shuffled = rates or {}, random.Random(0)
     order: list[PlannedRun] = []
     for seed in seeds:
-        of_seed = [cell.run(experiment, seed, chosen.get((cell.rate_key, cell.ranks))) for cell in kept]
+        of_seed = [group.run(experiment, seed, chosen.get((group.rate_key, group.ranks))) for group in kept]
         shuffled.shuffle(of_seed)
         order += of_seed
-    told = [(run.folder, run.name) for run in order]  # on one rank strategies may share runs
-    if twice := next((folder for folder, name in told if told.count((folder, name)) > 1), None):
+    names = [(run.folder, run.name) for run in order]  # on one rank strategies may share runs
+    if twice := next((folder for folder, name in names if names.count((folder, name)) > 1), None):
         raise ConfigError(f"--strategies must differ from each other; got two for {twice}. Remove one of them.")
     return tuple(order)
 
 
-def mean_metric(found: Sequence[Summary | None], metric: str) -> float | None:
-    """Average a metric over runs; None where one failed, or ended with a NaN."""
-    values = [math.nan if one is None else one.metrics.get(metric, math.nan) for one in found]
+def mean_metric(summaries: Sequence[Summary | None], metric: str) -> float | None:
+    """Average a metric over runs; None if a run failed (None) or its metric is NaN or infinite."""
+    values = [math.nan if summary is None else summary.metrics.get(metric, math.nan) for summary in summaries]
     return fmean(values) if all(map(math.isfinite, values)) else None
 
 
 def file_name(text: str) -> str:
-    """Make the beginning of folders' names of a cell's name."""
+    """Turn a group's name into a prefix of folder names."""
     return re.sub(r"[^\w.=+-]+", "_", text)[:100]

@@ -1,4 +1,4 @@
-"""Scripts with their own training loop, and functions with one: what tells them from jobs, and how they are run."""
+"""Scripts and functions with their own training loop: recognize them, and run them on a rank."""
 
 from __future__ import annotations
 
@@ -19,39 +19,41 @@ from hpcdist.session.run import PlannedLoop
 from hpcdist.session.world import start_planned
 
 PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
-OF_EVERY_RUN = ("seed", "strategy", "run")  # what ARGS, or a function's parameters, may ask for
+OF_EVERY_RUN = ("seed", "strategy", "run")  # allowed as {NAME} in ARGS, or as a function's parameters
 
 
 def file_of(job: str) -> Path:
-    """Return the file of a job, a script, or a function `path/to/file.py:name`."""
+    """Return the file of a job, of a script, or of a function `path/to/file.py:name`."""
     return Path(job.rpartition(":")[0] if ".py:" in job else job)
 
 
 def read_job(
     job: str | Path | Callable[..., Any], arguments: Sequence[str] | None
 ) -> tuple[str, Path, tuple[str, ...] | None, bool]:
-    """Read what the user wants to train.
+    """Parse what the user wants to train.
 
     Returns:
-        `Experiment.job`; its file; `Experiment.arguments`; whether its runs may have different seeds.
+        The job as text (`Experiment.job`), its file, the script's arguments (None for a job), and whether its runs may
+        have different seeds.
 
     Raises:
-        ConfigError: ranks can't import it, it is neither a job nor a script, or a job is given ARGS.
+        ConfigError: it is no job, script or importable function, or a job is given ARGS.
     """
     text = _reference(job)
     if _is_script(text):
         words = tuple(arguments or ())
-        return text, file_of(text), words, "seed" in asks_for(text, words)
+        return text, file_of(text), words, "seed" in placeholders(text, words)
     if arguments:
         raise ConfigError(
-            f"ARGS must be left out with a job's file, which is no script; got {' '.join(arguments)}. A job's settings "
+            f"ARGS must be omitted with a file that defines a job; got {' '.join(arguments)}. A job's settings "
             "are given by --set."
         )
     return text, file_of(text), None, True
 
 
 def _reference(job: str | Path | Callable[..., Any]) -> str:
-    """Return a job as text: a function as path/to/file.py:name, or raise ConfigError where ranks can't import it."""
+    """Return a job as text, a function as path/to/file.py:name; raise ConfigError for a function that ranks can't
+    import."""
     if isinstance(job, (str, Path)):
         return str(job)
     file, name = inspect.getsourcefile(job) if inspect.isfunction(job) else None, getattr(job, "__qualname__", "")
@@ -64,20 +66,20 @@ def _reference(job: str | Path | Callable[..., Any]) -> str:
 
 
 def _is_script(job: str) -> bool:
-    """Tell a script, or a function, from a job's file, by its text alone.
+    """Return whether `job` is a script or function, without running it.
 
-    A file that binds the name `job` at its top level is a job's. Another one that mentions hpcdist is a script; one
-    that does not is refused by a ConfigError.
+    A file that binds the name `job` at its top level is a job, otherwise one that mentions hpcdist is a script. Raises
+    ConfigError for any other file.
     """
     path = file_of(job)
     if ".py:" in job or not path.is_file():
-        return ".py:" in job  # a missing file is named by who loads it
+        return ".py:" in job  # a missing file is reported when it is loaded
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         symbols = symtable.symtable(text, job, "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"job must be a file of Python; got {job}: {error}.") from None
-    if any(one.get_name() == "job" and (one.is_assigned() or one.is_imported()) for one in symbols):
+    if any(symbol.get_name() == "job" and (symbol.is_assigned() or symbol.is_imported()) for symbol in symbols):
         return False
     if not re.search(r"\bhpcdist\b", text):
         raise ConfigError(
@@ -86,19 +88,19 @@ def _is_script(job: str) -> bool:
     return True
 
 
-def asks_for(job: str, arguments: Sequence[str]) -> set[str]:
-    """Return the names of what a script's ARGS have placeholders for, or of a function's parameters."""
+def placeholders(job: str, arguments: Sequence[str]) -> set[str]:
+    """Return the names that a script's ARGS have placeholders for, or that a function has parameters for."""
     if ".py:" in job:
         return set(inspect.signature(load_function(job, "job")).parameters)
-    return {name for word in arguments for name in PLACEHOLDER.findall(word)}
+    return {name for argument in arguments for name in PLACEHOLDER.findall(argument)}
 
 
 class ScriptCall:
-    """A run of a script, or of a function, on one rank: a process, or a thread of a virtual rank.
+    """Execute a run of a script or function on one rank: in this process, or in the thread of a virtual rank.
 
     Args:
-        job: as `Experiment.job`.
-        settings: of the run, each KEY=VALUE: its strategy, its seed, and those of a sweep.
+        job: see `Experiment.job`.
+        settings: KEY=VALUE settings of the run: strategy, seed, and those of a sweep.
         folder: of the run.
     """
 
@@ -109,19 +111,19 @@ class ScriptCall:
         name = options.pop("name")
         self._planned = PlannedLoop(str(self._file), str(folder), name, options)
         texts = dict(setting.split("=", 1) for setting in settings) | {"run": str(folder)}
-        self._words = [PLACEHOLDER.sub(lambda found: texts[found[1]], word) for word in arguments]
+        self._arguments = [PLACEHOLDER.sub(lambda match: texts[match[1]], argument) for argument in arguments]
         known = {**values, "strategy": name, "run": str(folder)}
-        self._given = {key: known[key] for key in asks_for(job, ()) & known.keys()}
+        self._kwargs = {key: known[key] for key in placeholders(job, ()) & known.keys()}
 
     def __call__(self, comm: Communicator | None = None) -> None:
-        """Run it to its end; its `init` joins the ranks of MPI, or has joined those of `comm`."""
+        """Run the script to its end, on the ranks of MPI or of `comm`."""
         start_planned(comm, self._planned)
         if ".py:" in self._job:
             with neighbours(self._file):
-                load_function(self._job, "job")(**self._given)
+                load_function(self._job, "job")(**self._kwargs)
             return
-        sys.argv, sys.path[0] = [str(self._file), *self._words], str(self._file.resolve().parent)
-        module = types.ModuleType("__main__")  # the globals of each virtual rank are its own
+        sys.argv, sys.path[0] = [str(self._file), *self._arguments], str(self._file.resolve().parent)
+        module = types.ModuleType("__main__")  # separate globals for each virtual rank
         module.__file__ = str(self._file)
         sys.modules["__main__"] = module
         try:

@@ -1,4 +1,4 @@
-"""The space of a sweep: settings, and the values that each may have."""
+"""The search space of a sweep: settings and their possible values."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(:log)?(?::(\d+))?", re.IGNOREC
 
 @dataclass(frozen=True)
 class Axis:
-    """The values of one setting: those listed, or all between two.
+    """One setting of a sweep and its values: a list, or a range.
 
     Attributes:
-        values: as `--set` takes them; empty for a range.
-        log: equal ratios count alike.
-        whole: whole numbers only.
+        values: listed values, as for `--set`; empty for a range.
+        log: logarithmic scale.
+        whole: integers only.
     """
 
     key: str
@@ -33,33 +33,39 @@ class Axis:
     log: bool = False
     whole: bool = False
 
-    def has(self, text: str) -> bool:
-        """Tell whether a trial may have this value, as `text` writes it."""
-        return text in self.values if self.values else math.isfinite(self.place(text))
+    def contains(self, text: str) -> bool:
+        """Return whether a value, written as for `--set`, lies on the axis."""
+        return text in self.values if self.values else math.isfinite(self.position(text))
 
-    def place(self, text: str) -> float:
-        """Place a value between 0 and 1, in the order listed or in the range; NaN in a range without two ends."""
+    def position(self, text: str) -> float:
+        """Return a value's position between 0 and 1, by list index or in the range; NaN if the range is one point."""
         if self.values:
             return self.values.index(text) / max(1, len(self.values) - 1)
-        value, low, high = (math.log(float(one)) if self.log else float(one) for one in (text, self.low, self.high))
+        value, low, high = (math.log(float(end)) if self.log else float(end) for end in (text, self.low, self.high))
         return (value - low) / (high - low) if low < high else math.nan
 
     def text(self, value: object) -> str:
-        """Write a value as `--set` takes it."""
+        """Format a value as for `--set`."""
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Return the values listed, or both ends of the range."""
+        """Return the listed values, or both ends of the range."""
         ends = (int(self.low), int(self.high)) if self.whole else (self.low, self.high)
         return self.values or tuple(map(self.text, ends))
 
 
 def read_axis(text: str) -> Axis:
-    """Read `KEY=A,B,C`, `KEY=LOW..HIGH`, `KEY=LOW..HIGH:log`, or with a number of points behind it, which are listed.
+    """Parse `KEY=A,B,C`, `KEY=LOW..HIGH` or `KEY=LOW..HIGH:log`; a number of points behind a range (`:5`) makes it a
+    list.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text has none of these forms.
+
+    Example:
+        >>> from hpcdist.tools.compare.space import read_axis
+        >>> read_axis("optimizer.lr=0.001..0.1:log:3").values
+        ('0.001', '0.01', '0.1')
     """
     key, _, values = text.partition("=")
     listed = tuple(dict.fromkeys(value.strip() for value in values.split(",")))
@@ -72,8 +78,8 @@ def read_axis(text: str) -> Axis:
     points = int(match[4]) if match and match[4] else None
     if match is None or not low < high or (match[3] and low <= 0) or points in (0, 1):
         raise ConfigError(
-            f"--over {key} must be LOW..HIGH with two numbers, of which the first is the smaller one, above 0 with "
-            f":log, and at least 2 POINTS where they are counted; got {values!r}."
+            f"--over {key} must be LOW..HIGH with LOW < HIGH, LOW above 0 with :log, and 2 POINTS or more if any; got "
+            f"{values!r}."
         )
     axis = Axis(key, (), low, high, bool(match[3]), match[1].isdigit() and match[2].isdigit())
     if points is None:
@@ -82,7 +88,7 @@ def read_axis(text: str) -> Axis:
 
 
 def _value(axis: Axis, part: float) -> str:
-    """Return the value after a part of the range."""
+    """Return the value at a fraction of the range."""
     value = axis.low * (axis.high / axis.low) ** part if axis.log else axis.low + (axis.high - axis.low) * part
     return axis.text(round(value) if axis.whole else value)
 
@@ -91,22 +97,22 @@ def grid(axes: Sequence[Axis]) -> list[dict[str, str]]:
     """List all combinations of values.
 
     Raises:
-        ConfigError: the values of a range are not counted.
+        ConfigError: an axis is a range without a number of points.
     """
     for axis in axes:
         if not axis.values:
             raise ConfigError(
-                f"--over {axis.key} must list values, or count those of a range, for --sampler grid; got a range. "
-                f"Write {axis.key}=LOW..HIGH:5, or take another sampler."
+                f"--over {axis.key} must be a list, or a range with a number of points, for --sampler grid; got a "
+                f"range. Write {axis.key}=LOW..HIGH:5, or take another sampler."
             )
     return [dict(zip((axis.key for axis in axes), values)) for values in itertools.product(*(a.values for a in axes))]
 
 
 def points(sweep: Sweep) -> list[dict[str, str]]:
-    """List the trials of a sweep: all combinations of a grid, or as many as were asked for, which are yet to be drawn.
+    """List the trials of a sweep: all combinations of a grid, or `trials` empty dicts, filled in by the sampler later.
 
     Raises:
-        ConfigError: as of `read_axis` and `grid`.
+        ConfigError: see `read_axis` and `grid`.
     """
     axes = list(map(read_axis, sweep.over))
     return grid(axes) if sweep.sampler == "grid" else [{}] * sweep.trials

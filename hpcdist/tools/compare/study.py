@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     import optuna
 
 JOURNAL = "optuna.log"
-STUDY = "sweep"  # its name in the journal
-LOCK = f"{JOURNAL}.lock"  # Optuna's, while it appends
+STUDY = "sweep"  # the study's name in the journal
+LOCK = f"{JOURNAL}.lock"  # Optuna's lock while it appends
 
 
 class _Line(BaseModel):
-    """A line of the journal. Optuna itself checks values less than it acts on them."""
+    """A line of the journal, checked more strictly than Optuna does."""
 
-    model_config = ConfigDict(strict=True)  # Optuna ignores an id of another type
+    model_config = ConfigDict(strict=True)  # Optuna would ignore an id of a wrong type
 
     op_code: Count
     worker_id: str
@@ -40,8 +40,8 @@ class _Line(BaseModel):
 
 
 @contextmanager
-def named_faults(folder: Path) -> Iterator[None]:
-    """Turn errors that Optuna raises on a damaged journal into DataError."""
+def journal_errors(folder: Path) -> Iterator[None]:
+    """Turn the errors that Optuna raises on a damaged journal into DataError."""
     try:
         yield
     except HpcdistError:
@@ -49,23 +49,23 @@ def named_faults(folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
         reason = faults_of(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error!s:.200}"
         raise DataError(
-            f"{folder / JOURNAL} must be the journal that `hpcdist sweep` has written; got {reason}. Put a copy of it "
-            "in its place, or give another folder."
+            f"{folder / JOURNAL} must be a journal of `hpcdist sweep`; got {reason}. Restore it from a copy, or give "
+            "another folder."
         ) from error
 
 
 def open_journal(folder: Path) -> optuna.storages.JournalStorage:
-    """Open the journal of a sweep, or begin it; hush Optuna's lines on each trial.
+    """Open or create the journal of a sweep, and silence Optuna's log lines.
 
     Raises:
-        DataError: it is no journal, or damaged.
+        DataError: the file is damaged, or no journal.
     """
     import optuna
     from optuna.storages.journal import JournalFileBackend
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    path = (folder / JOURNAL).absolute()  # which the link that is Optuna's lock points to, from the folder
-    with named_faults(folder):
+    path = (folder / JOURNAL).absolute()  # absolute: Optuna's lock is a symbolic link to it
+    with journal_errors(folder):
         for line in read_bounded(path).split(b"\n")[:-1] if path.exists() else ():
             _Line.model_validate_json(line)
         return optuna.storages.JournalStorage(JournalFileBackend(str(path)))

@@ -1,4 +1,4 @@
-"""The runs of a sweep: the trials of a study of Optuna, their runs, and a table of the best."""
+"""Run a sweep: the trials of an Optuna study, their runs, and a table sorted by result."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hpcdist.records import load_summary, replace_durably
 from hpcdist.tools import console
 from hpcdist.tools.compare.experiment import Sweep
 from hpcdist.tools.compare.folder import require_same, write
-from hpcdist.tools.compare.plan import PlannedRun, cells, plan
-from hpcdist.tools.compare.run_all import MadeRuns, Runner, missing
+from hpcdist.tools.compare.plan import PlannedRun, groups, plan
+from hpcdist.tools.compare.run_all import ExperimentRuns, Runner, missing
 from hpcdist.tools.compare.trials import ETA, SweepTrial, Trials
 from hpcdist.tools.runs import SWEEP, is_done
 
@@ -26,11 +26,11 @@ SAMPLERS = ("tpe", "random", "grid")
 PRUNERS = ("asha", "median", "none")
 
 
-class SweptRuns(MadeRuns):
-    """The runs of a sweep; see `MadeRuns`. Constructing it checks all settings, and starts nothing.
+class SweptRuns(ExperimentRuns):
+    """The runs of a sweep; see `ExperimentRuns`. The constructor checks all settings and starts nothing.
 
     Args:
-        folder: of all files. Where it holds the same sweep, that sweep goes on.
+        folder: of all files. A sweep with the same settings there is resumed.
 
     Raises:
         ConfigError: a setting is wrong, Optuna is not installed, or the folder holds another sweep.
@@ -43,14 +43,14 @@ class SweptRuns(MadeRuns):
             if name not in known:
                 raise UnknownNameError(f"--{option}", name, known)
         self._trials = Trials(folder, experiment)
-        self.plan = plan(experiment, cells(experiment))  # trials that have not begun have no settings of their own yet
+        self.plan = plan(experiment, groups(experiment))  # without sampled settings
         super().__init__(experiment, folder)
-        self.left_out, self._evaluations = self.trained.unknown, self.trained.evaluations
-        self._planned: dict[tuple[int, int], PlannedRun] = {}  # of trials that have begun
-        self._trained: dict[str, int] = {}  # samples of runs that have ended
+        self.skipped, self._evaluations = self.trained.unknown, self.trained.evaluations
+        self._planned: dict[tuple[int, int], PlannedRun] = {}  # of started trials
+        self._trained: dict[str, int] = {}  # samples of finished runs
         self._require_prunable()
         self._require_values()
-        require_same(folder, experiment)  # at last: a mistake in a setting makes it another sweep, too
+        require_same(folder, experiment)  # last: the error should name a wrong setting first
 
     def _require_prunable(self) -> None:
         experiment = self.experiment
@@ -58,43 +58,43 @@ class SweptRuns(MadeRuns):
             return
         if experiment.seeds > 1:
             raise ConfigError(
-                f"--seeds must be 1 with --pruner {experiment.pruner}, which judges single runs; got "
+                f"--seeds must be 1 with --pruner {experiment.pruner}, which compares single runs; got "
                 f"{experiment.seeds}. Take --pruner none, or compare the best settings on more seeds afterwards."
             )
         if self._evaluations < ETA:
             raise ConfigError(
-                f"--pruner must be none where runs have fewer than {ETA} evaluations; got {experiment.pruner}, and "
-                f"{self._evaluations} of them. Add --budget samples=N, or --evaluations {ETA} or more."
+                f"--pruner must be none if runs have fewer than {ETA} evaluations; got {experiment.pruner}, and "
+                f"{self._evaluations} evaluations. Add --budget samples=N, or --evaluations {ETA} or more."
             )
 
     def _require_values(self) -> None:
-        """Check each value of each setting, with the first values of the others."""
+        """Check each value of each setting, together with the first value of the other settings."""
         ends = [axis.ends for axis in self._trials.axes]
         first = [values[0] for values in ends]
-        points = [[*first[:at], value, *first[at + 1 :]] for at, values in enumerate(ends) for value in values]
+        points = [[*first[:index], value, *first[index + 1 :]] for index, values in enumerate(ends) for value in values]
         for point in dict.fromkeys(map(tuple, points)):
             settings = tuple(f"{axis.key}={value}" for axis, value in zip(self._trials.axes, point, strict=True))
             if reason := self.trained.refusal(self._trials.run(0, 0, settings)):
                 raise ConfigError(reason)
 
     # --- runs ---------------------------------------------------------------------------------------------------------
-    def make(self, runner: Runner) -> list[PlannedRun]:
-        """Make the runs that are missing, each with the settings that are best to try when it begins."""
+    def run(self, runner: Runner) -> list[PlannedRun]:
+        """Execute the runs that are missing, each with settings sampled when it starts."""
         self.write()
         self.trained.make_data()
-        left = missing(self.plan, self.folder)
-        with runner.shown("runs", len(left)):
-            failed = runner.run_all(self._begun(left))
+        remaining = missing(self.plan, self.folder)
+        with runner.display("runs", len(remaining)):
+            failed = runner.run_all(self._started(remaining))
         self.write()
         return failed
 
-    def _begun(self, left: Sequence[PlannedRun]) -> Iterator[PlannedRun]:
-        """Yield runs with their settings, which are drawn when a run is to begin."""
-        for at, bare in enumerate(self.plan):
-            if bare in left:
-                number, seed = divmod(at, self.experiment.seeds)
-                run = self._plan(number, seed, self._trials.begin(number))
-                self._write_begun()
+    def _started(self, remaining: Sequence[PlannedRun]) -> Iterator[PlannedRun]:
+        """Yield the remaining runs; a run's settings are sampled when it is taken from this iterator."""
+        for index, planned in enumerate(self.plan):
+            if planned in remaining:
+                number, seed = divmod(index, self.experiment.seeds)
+                run = self._plan(number, seed, self._trials.start(number))
+                self._write_started()
                 yield run
 
     def _plan(self, number: int, seed: int, settings: tuple[str, ...]) -> PlannedRun:
@@ -104,32 +104,31 @@ class SweptRuns(MadeRuns):
 
     # --- results ------------------------------------------------------------------------------------------------------
     def write(self) -> None:
-        """Write `comparison.json`, the study and `sweep.json` as they are now."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._trials.create(self.higher_is_better, self._evaluations)
-        self._write_begun()
+        self._write_started()
 
-    def _write_begun(self) -> None:
-        """Write which trials have begun, and what those that have ended have measured."""
+    def _write_started(self) -> None:
+        """Write the settings of the started trials and the results of the finished ones."""
         trials = self._trials.all()
-        begun = {trial.number: trial.settings for trial in trials if trial.settings is not None}
+        started = {trial.number: trial.settings for trial in trials if trial.settings is not None}
         seeds = range(self.experiment.seeds)
-        runs = [self._plan(number, seed, settings) for number, settings in begun.items() for seed in seeds]
-        write(self.folder, self.experiment, higher_is_better=self.higher_is_better, cells=(), runs=runs)
-        told = ("job", "strategy", "ranks", "seeds", "metric", "sampler", "pruner")
-        found = {
+        runs = [self._plan(number, seed, settings) for number, settings in started.items() for seed in seeds]
+        write(self.folder, self.experiment, higher_is_better=self.higher_is_better, groups=(), runs=runs)
+        keys = ("job", "strategy", "ranks", "seeds", "metric", "sampler", "pruner")
+        content = {
             "version": VERSION,
-            **{key: getattr(self.experiment, key) for key in told},
+            **{key: getattr(self.experiment, key) for key in keys},
             "higher_is_better": self.higher_is_better,
             "space": [asdict(axis) for axis in self._trials.axes],
             "trials": [self._entry(trial) for trial in trials],
         }
-        text = json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         replace_durably(self.folder / SWEEP, text.encode())
 
     def _entry(self, trial: SweepTrial) -> dict[str, Any]:
         settings = dict(setting.split("=", 1) for setting in trial.settings or ())
-        folders = [run.folder for run in self._trials.bare(trial.number)] if settings else []
+        folders = [run.folder for run in self._trials.planned_runs(trial.number)] if settings else []
         value = trial.value if trial.value is not None and math.isfinite(trial.value) else None
         return {
             "number": trial.number,
@@ -141,28 +140,26 @@ class SweptRuns(MadeRuns):
         }
 
     def _samples(self, run: str) -> int | None:
-        """Return the samples of a run; None before it has ended."""
+        """Return the number of samples that a run has trained; None before it has finished."""
         if run not in self._trained and is_done(self.folder / run):
             self._trained[run] = load_summary(self.folder / run).samples
         return self._trained.get(run)
 
     def show_table(self) -> None:
-        """Show all points, the best first."""
         console.rows(f"{self.experiment.job}: the best settings first", self.rows())
 
     @property
     def best(self) -> dict[str, str]:
-        """Return the settings of the best trial that has ended, by KEY; empty without any."""
+        """Return the settings of the best finished trial, by key; empty if none has finished."""
         row = next((row for row in self.rows() if row["state"] == "complete"), {})
         return {axis.key: row[axis.key] for axis in self._trials.axes if row}
 
     @property
     def table(self) -> DataFrame:
-        """Return a row for each trial that has begun, the best first."""
         return DataFrame(self.rows())
 
     def rows(self) -> list[dict[str, Any]]:
-        """List the trials that have begun: the best first; those that were cut, and failed, are last."""
+        """List the started trials: the best first, then pruned, running and failed ones."""
         order = ("complete", "cut", "running", "failed")
         rows = []
         for trial in self._trials.all():

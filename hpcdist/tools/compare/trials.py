@@ -1,8 +1,8 @@
-"""The trials of a sweep, each a combination of settings: a study of Optuna, in the sweep's folder.
+"""The trials of a sweep, each a combination of settings, as an Optuna study in the sweep's folder.
 
-All processes that make the sweep's runs share the study, on this host or others. The settings of a trial are drawn when
-its first run begins, by what is known then. A trial whose runs were interrupted or have failed stays one that runs, so
-that the same command goes on with it.
+All processes that execute runs of the sweep share the study, on any host. A trial's settings are sampled when its first
+run starts, from the results known by then. A trial with an interrupted or failed run stays "running" in the study, so
+that the same command resumes it.
 
 Reference: Takuya Akiba, Shotaro Sano, Toshihiko Yanase, Takeru Ohta, Masanori Koyama, "Optuna: a next-generation
 hyperparameter optimization framework", 2019.
@@ -26,32 +26,32 @@ from hpcdist.errors import ConfigError, require_packages
 from hpcdist.records import Summary, drop_partial_line, load_summary, locked, making, read_evaluations
 from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.experiment import Comparison, Sweep
-from hpcdist.tools.compare.plan import PlannedRun, mean_metric, plan, trial_cell
+from hpcdist.tools.compare.plan import PlannedRun, mean_metric, plan, trial_group
 from hpcdist.tools.compare.script import ScriptCall
 from hpcdist.tools.compare.space import Axis, points, read_axis
-from hpcdist.tools.compare.study import JOURNAL, LOCK, STUDY, named_faults, open_journal
+from hpcdist.tools.compare.study import JOURNAL, LOCK, STUDY, journal_errors, open_journal
 from hpcdist.tools.runs import FAILURE, is_done
 from hpcdist.train import runs
 
 if TYPE_CHECKING:
     import optuna
 
-CUT = "cut by the sweep's pruner"  # reason of a run that has ended before its budget
-ETA = 3  # `asha` goes on with one in so many
-FIRST = 9  # both pruners look at a run first after one in so many of its evaluations
-TURN_S = 60.0  # for which processes wait for each other's turn at the study
+CUT = "cut by the sweep's pruner"  # why a run ended before its budget
+ETA = 3  # `asha` continues the best third
+FIRST = 9  # pruners judge a run first after 1/9 of its evaluations
+TURN_S = 60.0  # timeout for the study's lock
 _FOLDER = re.compile(r"trial-(\d+)-.*-s(\d+)")
 State = Literal["waiting", "running", "failed", "cut", "complete"]
 
 
 @dataclass(frozen=True)
 class SweepTrial:
-    """A trial as it is now.
+    """State of a trial.
 
     Attributes:
-        settings: KEY=VALUE; None before they are drawn.
-        value: the metric's mean over its runs; of a trial that was cut that of the last evaluation.
-        evaluations: that the pruner has seen.
+        settings: KEY=VALUE; None before they are sampled.
+        value: the metric's mean over the trial's runs; of a pruned trial, from the last evaluation.
+        evaluations: number of evaluations reported to the pruner.
     """
 
     number: int
@@ -62,10 +62,10 @@ class SweepTrial:
 
 
 class Trials:
-    """The trials of the sweep in a folder.
+    """The trials of a sweep in its folder.
 
     Raises:
-        ConfigError: Optuna is not installed, or the space can't be read.
+        ConfigError: Optuna is not installed, or `over` can't be parsed.
     """
 
     def __init__(self, output: Path, sweep: Sweep):
@@ -74,7 +74,7 @@ class Trials:
         self.axes = [read_axis(text) for text in sweep.over]
 
     def create(self, higher_is_better: bool, evaluations: int) -> None:
-        """Make the study with all trials, of which none has begun; add those that it lacks.
+        """Create the study with all trials waiting; add missing trials to an existing study.
 
         Args:
             evaluations: of a run with the whole budget.
@@ -82,7 +82,7 @@ class Trials:
         import optuna
 
         direction = optuna.study.StudyDirection.MAXIMIZE if higher_is_better else optuna.study.StudyDirection.MINIMIZE
-        with self._turn():
+        with self._locked():
             study = optuna.create_study(
                 storage=self._journal, study_name=STUDY, direction=direction, load_if_exists=True
             )
@@ -91,13 +91,14 @@ class Trials:
                 study.enqueue_trial(point)
 
     # --- runs ---------------------------------------------------------------------------------------------------------
-    def begin(self, number: int) -> tuple[str, ...]:
-        """Draw the settings of a trial that begins, KEY=VALUE; return the same for one that has begun."""
+    def start(self, number: int) -> tuple[str, ...]:
+        """Start a trial: sample its settings, and return them as KEY=VALUE. A trial that was started before keeps its
+        settings."""
         import optuna
 
-        with self._turn():
+        with self._locked():
             study = self._study(number)
-            self._tell(study)
+            self._report_finished(study)
             frozen = study.get_trials(deepcopy=False)[number]
             if frozen.state == optuna.trial.TrialState.WAITING:
                 study._storage.set_trial_state_values(frozen._trial_id, optuna.trial.TrialState.RUNNING)
@@ -109,65 +110,64 @@ class Trials:
             return self._settings(trial) or ()
 
     def run(self, number: int, seed: int, settings: tuple[str, ...]) -> PlannedRun:
-        """Plan a run of a trial with these settings."""
-        cell, job = trial_cell(self.sweep, number, settings), Path(self.sweep.job)
+        group, job = trial_group(self.sweep, number, settings), Path(self.sweep.job)
         if self.sweep.arguments is not None:
-            return cell.run(self.sweep, seed)
+            return group.run(self.sweep, seed)
         with neighbours(job):
-            _, config = runs.specify(job, None, (*self.sweep.settings, *cell.settings))
-        return replace(cell, samples=step_samples(config, self.sweep.ranks)).run(self.sweep, seed)
+            _, config = runs.specify(job, None, (*self.sweep.settings, *group.settings))
+        return replace(group, samples=step_samples(config, self.sweep.ranks)).run(self.sweep, seed)
 
-    def bare(self, number: int) -> tuple[PlannedRun, ...]:
-        """Plan the runs of a trial, by seed, as far as they are known before its settings are drawn."""
-        return plan(self.sweep, [trial_cell(self.sweep, number)])
+    def planned_runs(self, number: int) -> tuple[PlannedRun, ...]:
+        """Plan the runs of a trial, one per seed, without its sampled settings."""
+        return plan(self.sweep, [trial_group(self.sweep, number)])
 
     def judge(self, number: int, run: Path) -> str | None:
-        """Report a run's newest evaluation; return the reason if the pruner ends the run here."""
+        """Report a run's newest evaluation to the study; return the reason if the pruner stops the run here."""
         import optuna
 
-        with self._turn():
+        with self._locked():
             study = self._study(number)
             frozen, evaluations = study.get_trials(deepcopy=False)[number], read_evaluations(run)
-            if frozen.state.is_finished():  # of a run whose summary was removed, to be made again
+            if frozen.state.is_finished():  # the run's summary was deleted, to run it again
                 return None
             trial, step = optuna.Trial(study, frozen._trial_id), len(evaluations)
-            if step not in frozen.intermediate_values:  # a run that was interrupted comes here again
+            if step not in frozen.intermediate_values:  # a resumed run reports a step again
                 trial.report(evaluations[-1].metrics[self.sweep.metric], step)
             return CUT if trial.should_prune() else None
 
     def all(self) -> list[SweepTrial]:
-        """List all trials as they are now; none before the study is made."""
+        """List the state of all trials; empty before the study exists."""
         if not (self.output / JOURNAL).exists():
             return []
-        with self._turn():
+        with self._locked():
             study = self._study(0)
-            self._tell(study)
+            self._report_finished(study)
             frozen = study.get_trials(deepcopy=False)
             return [
-                SweepTrial(of.number, self._state(of), self._settings(of), of.value, of.last_step or 0) for of in frozen
+                SweepTrial(trial.number, self._state(trial), self._settings(trial), trial.value, trial.last_step or 0)
+                for trial in frozen
             ]
 
     # --- the study ----------------------------------------------------------------------------------------------------
     @cached_property
     def _journal(self) -> optuna.storages.JournalStorage:
-        return open_journal(self.output)  # kept open, as each look reads only what is new in it
+        return open_journal(self.output)  # kept open: each use reads only what was appended
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Let no other process draw or tell meanwhile, and remove what a process has left that was killed in its turn.
-
-        These are half a line at the end of the journal, and Optuna's lock, which it would wait for.
-        """
+    def _locked(self) -> Iterator[None]:
+        """Lock the study against other processes, and clean up after a killed one: half a line at the journal's end,
+        Optuna's lock file."""
         turn = self.output / "runs"
         with making(turn):
             turn.mkdir(exist_ok=True)
-        with locked(turn, TURN_S), named_faults(self.output):
+        with locked(turn, TURN_S), journal_errors(self.output):
             (self.output / LOCK).unlink(missing_ok=True)
             drop_partial_line(self.output / JOURNAL)
             yield
 
     def _study(self, number: int) -> optuna.Study:
-        """Open the study to draw trial `number`, whose draw depends on its number and on what is known alone."""
+        """Load the study with a sampler seeded by the trial's number: samples depend on nothing but that number and the
+        results."""
         import optuna
 
         kind = optuna.samplers.TPESampler if self.sweep.sampler == "tpe" else optuna.samplers.RandomSampler
@@ -181,25 +181,25 @@ class Trials:
             study.pruner = optuna.pruners.NopPruner()
         return study
 
-    def _tell(self, study: optuna.Study) -> None:
-        """Tell the study which trials have ended, and what they have measured."""
+    def _report_finished(self, study: optuna.Study) -> None:
+        """Report finished trials and their results to the study."""
         from optuna.trial import TrialState
 
         for frozen in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             folders = self._folders(frozen.number)
             if not all(map(is_done, folders)):
                 continue
-            summaries = [load_summary(one) for one in folders]
+            summaries = [load_summary(path) for path in folders]
             value = mean_metric(summaries, self.sweep.metric)
             if any(CUT in (summary.stopped_early or "") for summary in summaries):
                 study.tell(frozen.number, state=TrialState.PRUNED)
-            elif value is None:  # it is no number
+            elif value is None:  # NaN or infinite
                 study.tell(frozen.number, state=TrialState.FAIL)
             else:
                 study.tell(frozen.number, value)
 
     def _folders(self, number: int) -> list[Path]:
-        return [self.output / run.folder for run in self.bare(number)]
+        return [self.output / run.folder for run in self.planned_runs(number)]
 
     def _settings(self, trial: Any) -> tuple[str, ...] | None:
         if any(axis.key not in trial.params for axis in self.axes):
@@ -208,63 +208,64 @@ class Trials:
 
     def _state(self, frozen: optuna.trial.FrozenTrial) -> State:
         if frozen.state.name == "RUNNING":
-            return "failed" if any((one / FAILURE).exists() for one in self._folders(frozen.number)) else "running"
+            return "failed" if any((path / FAILURE).exists() for path in self._folders(frozen.number)) else "running"
         states: dict[str, State] = {"WAITING": "waiting", "COMPLETE": "complete", "PRUNED": "cut", "FAIL": "failed"}
         return states[frozen.state.name]
 
 
-# --- a run, on its ranks ----------------------------------------------------------------------------------------------
+# --- a run on its ranks -----------------------------------------------------------------------------------------------
 def train(
     comm: Communicator, run: Path, ends_at: float | None = None, command: Sequence[str] = ()
 ) -> tuple[Path, Summary | None]:
-    """Collective. Make the run of a sweep that has this folder, or go on with it; as `hpcdist.train.runs.train`.
+    """Collective. Execute or resume the sweep's run in this folder; see `hpcdist.train.runs.train`.
 
-    Rank 0 alone knows the sweep: it draws the settings, reports each evaluation, and asks whether to end the run.
+    Only rank 0 opens the sweep: it samples the settings, reports each evaluation, and asks the pruner.
 
     Raises:
-        ConfigError: the folder is that of no sweep's run, or as for other runs.
+        ConfigError: the folder belongs to no sweep; or as for other runs.
     """
 
-    def begin() -> tuple[str, list[str], bool, bool]:
-        trials, number, seed = of_folder(run)
-        overrides = trials.run(number, seed, trials.begin(number)).overrides
-        has_begun = any(run.glob("records-rank*.jsonl"))
-        return trials.sweep.job, list(overrides), has_begun, trials.sweep.pruner != "none"
+    def start() -> tuple[str, list[str], bool, bool]:
+        trials, number, seed = find_trial(run)
+        overrides = trials.run(number, seed, trials.start(number)).overrides
+        has_started = any(run.glob("records-rank*.jsonl"))
+        return trials.sweep.job, list(overrides), has_started, trials.sweep.pruner != "none"
 
     def judge(folder: Path) -> str | None:
-        trials, number, _ = of_folder(folder)
+        trials, number, _ = find_trial(folder)
         return trials.judge(number, folder)
 
-    job, overrides, resume, pruned = comm.gather(comm.together(lambda: begin() if comm.rank == 0 else None))[0]
+    started = comm.raise_on_all_ranks(lambda: start() if comm.rank == 0 else None)
+    job, overrides, resume, pruned = comm.gather(started)[0]
     judged = judge if pruned else None
     return runs.train(comm, Path(job), None, overrides, run, resume, None, ends_at, command, judge=judged)
 
 
-def script_of(run: Path) -> tuple[Comparison | Sweep, PlannedRun, ScriptCall] | None:
-    """Return the experiment, the plan and the call of a script's run that has this folder; None where it is a job's.
+def find_script(run: Path) -> tuple[Comparison | Sweep, PlannedRun, ScriptCall] | None:
+    """Return the experiment, the planned run and the call of a script's run in this folder; None if it trains a job.
 
-    Each rank asks; a sweep's settings are drawn by the first one that does.
+    Called by each rank; the first caller samples the settings of a sweep's trial.
     """
     output = run.parent.parent
-    found = folder.read(output) or {"declared": {}}
-    if found["declared"].get("arguments") is None:
+    written = folder.read(output) or {"declared": {}}
+    if written["declared"].get("arguments") is None:
         return None
     experiment: Comparison | Sweep
-    if "over" in found["declared"]:
-        trials, number, seed = of_folder(run)
-        experiment, planned = trials.sweep, trials.run(number, seed, trials.begin(number))
+    if "over" in written["declared"]:
+        trials, number, seed = find_trial(run)
+        experiment, planned = trials.sweep, trials.run(number, seed, trials.start(number))
     else:
         experiment = folder.read_experiment(output, Comparison)
-        one = next(one for one in found["runs"] if output / one["folder"] == run)
-        planned = PlannedRun(*(one[key] for key in ("name", "kind", "ranks", "seed", "set", "folder")))
+        entry = next(entry for entry in written["runs"] if output / entry["folder"] == run)
+        planned = PlannedRun(*(entry[key] for key in ("name", "kind", "ranks", "seed", "set", "folder")))
     return experiment, planned, ScriptCall(experiment.job, experiment.arguments or (), planned.overrides, run)
 
 
-def of_folder(run: Path) -> tuple[Trials, int, int]:
-    """Find the trials that a run's folder belongs to, its own trial's number, and its seed.
+def find_trial(run: Path) -> tuple[Trials, int, int]:
+    """Return the sweep's trials, the trial's number and the seed for the folder of a run.
 
     Raises:
-        ConfigError: it is the folder of no sweep's run.
+        ConfigError: the folder belongs to no sweep.
     """
     output, match = run.parent.parent, _FOLDER.fullmatch(run.name)
     if match is None:
@@ -273,7 +274,7 @@ def of_folder(run: Path) -> tuple[Trials, int, int]:
 
 
 def step_samples(config: JobConfig, ranks: int) -> int:
-    """Return the samples of a step, of all ranks together."""
+    """Return the number of samples of a step, summed over all ranks."""
     options = strategies.load(config.strategy.name).Config.from_mapping(config.strategy.options, "strategy")
     return len(options.workers(ranks // config.parallel.stages)) * config.batch_size * config.accumulation
 

@@ -1,1 +1,1 @@
-"""The examination of a job's nodes before its run. `cli/doctor.py` has the command, `hpcdist doctor`."""
+"""Check a job's nodes before its run: the command `hpcdist doctor` of `cli/doctor.py`."""

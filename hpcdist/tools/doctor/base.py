@@ -1,4 +1,4 @@
-"""The parts that all checks share: findings, the nodes of the job, and a gather that names ranks that do not answer."""
+"""Shared by all checks: findings, the nodes of the job, and a gather that names ranks that do not answer."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from hpcdist.comm.launch import task
 from hpcdist.errors import DeadlineError
 from hpcdist.records import load_average
 
-if TYPE_CHECKING:  # it imports torch, which takes seconds
+if TYPE_CHECKING:  # its module imports torch, which takes seconds
     from hpcdist.comm.communicator import Communicator, Envelope, Request
 
 OK, WARNING, ERROR = "ok", "warning", "error"
-ARRIVED, GO_ON = 30_001, 30_002  # tags
-SLACK = 0.5  # of a load average, which nobody notices
-SLURM_S = 5.0  # how long Slurm may take to expand a list of nodes
+ARRIVED, CONTINUE = 30_001, 30_002  # tags
+SLACK = 0.5  # load average above the processors that is ignored
+SLURM_S = 5.0  # timeout for Slurm to expand a list of nodes
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the examination: a check's verdict on one thing.
+    """One line of the report: what a check found about one thing.
 
-    `nodes`: leaving out any one of them settles it; empty: no node is the cause. `weight`: how bad it is, beside other
+    `nodes`: excluding any one of them removes the problem; empty: no node is the cause. `weight`: severity among
     findings of the same status.
     """
 
@@ -46,7 +46,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Requirements:
-    """The job that the nodes must be fit for, as the user wants it. `environ`: this process's variables."""
+    """What the user's job needs. `environ`: this process's environment variables."""
 
     ranks: int | None = None
     folder: Path = Path()
@@ -56,18 +56,16 @@ class Requirements:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of the job: `names[i]` of node i, and `of[r]`, the node of rank r."""
+    """The nodes of the job: `names[i]` is node i's name, `of[r]` the node of rank r."""
 
     names: tuple[str, ...]
     of: tuple[int, ...]
 
     def name(self, rank: int) -> str:
-        """Return the name of a rank's node."""
         return self.names[self.of[rank]]
 
     def ranks(self, node: int) -> list[int]:
-        """List the ranks of a node."""
-        return [rank for rank, own in enumerate(self.of) if own == node]
+        return [rank for rank, node_of_rank in enumerate(self.of) if node_of_rank == node]
 
     @property
     def leaders(self) -> list[int]:
@@ -78,56 +76,56 @@ class Nodes:
         return listed(self.names)
 
 
-# --- their names: from Slurm, and from what ranks say -----------------------------------------------------------------
+# --- names of nodes ---------------------------------------------------------------------------------------------------
 def find_nodes(comm: Communicator, host: str) -> Nodes:
-    """Collective. Name the nodes by their hosts; where several have the same name, add their number."""
+    """Collective. Name the nodes by their hosts, numbered if several have the same name."""
     return name_nodes(gather(comm, host), comm.nodes)
 
 
-def name_nodes(hosts: Sequence[str], places: Sequence[Hashable]) -> Nodes:
-    """Name the nodes of ranks by their hosts; ranks of one node are at the same place."""
-    first = {place: rank for rank, place in reversed([*enumerate(places)])}
-    nodes = sorted(first, key=lambda place: first[place])
-    firsts = [hosts[first[place]] for place in nodes]
+def name_nodes(hosts: Sequence[str], locations: Sequence[Hashable]) -> Nodes:
+    """Name the nodes of ranks by their hosts; ranks with the same location are on the same node."""
+    first = {location: rank for rank, location in reversed([*enumerate(locations)])}
+    nodes = sorted(first, key=lambda location: first[location])
+    firsts = [hosts[first[location]] for location in nodes]
     names = [name if firsts.count(name) == 1 else f"{name}#{i}" for i, name in enumerate(firsts)]
-    return Nodes(tuple(names), tuple(nodes.index(place) for place in places))
+    return Nodes(tuple(names), tuple(nodes.index(location) for location in locations))
 
 
 def introduction(environ: Mapping[str, str]) -> str:
-    """Write down this rank's node: its name, and the network stack, which only ranks of that node share."""
-    return f"{host_name(environ)}\n{network.here()}\n{overload()}"
+    """Describe this rank's node for other ranks: host name, network identity (the same on the whole node), load."""
+    return f"{host_name(environ)}\n{network.stack_id()}\n{overload()}"
 
 
 def introduced_nodes(introductions: Mapping[int, str]) -> Nodes:
-    """Read the nodes from the introductions of all ranks."""
-    hosts, places, _ = zip(*(introductions[rank].split("\n") for rank in range(len(introductions))))
-    return name_nodes(hosts, places)
+    """Return the nodes from the introductions of all ranks."""
+    hosts, locations, _ = zip(*(introductions[rank].split("\n") for rank in range(len(introductions))))
+    return name_nodes(hosts, locations)
 
 
 def introduced_loads(introductions: Mapping[int, str]) -> list[float]:
-    """Read each rank's `overload` from the introductions of all ranks."""
+    """Return each rank's `overload` from the introductions of all ranks."""
     return [float(introductions[rank].split("\n")[2]) for rank in range(len(introductions))]
 
 
 def overload() -> float:
-    """Return how many times its processors this node's load average is; 1 where it is not above them."""
+    """Return the ratio of this node's load average to its processors, at least 1."""
     processors = os.cpu_count() or 1
     return max([1.0, *(round(load / processors, 1) for load in load_average() if load > processors + SLACK)])
 
 
 def host_name(environ: Mapping[str, str]) -> str:
-    """Return the name of this node: under srun Slurm's; elsewhere its own.
+    """Return the name of this node: Slurm's under srun, otherwise the host's.
 
-    Slurm tells every task of srun, but not every rank of an mpirun, which may pass on the variables that it got itself.
+    Slurm's variable is not used under mpirun, which may pass its own node's value to all ranks.
     """
-    own, host = task(environ), platform.node()
-    if own is not None and own.launcher.startswith("srun") and "SLURMD_NODENAME" in environ:
+    launched, host = task(environ), platform.node()
+    if launched is not None and launched.launcher.startswith("srun") and "SLURMD_NODENAME" in environ:
         return environ["SLURMD_NODENAME"]
     return host.partition(".")[0] if "SLURM_JOB_ID" in environ else host
 
 
 def allocated(environ: Mapping[str, str]) -> list[str]:
-    """List the nodes that Slurm has started ranks on; none without Slurm, or where it does not answer."""
+    """Return the nodes that Slurm has started ranks on; empty without Slurm, or if it does not answer."""
     names = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not names:
         return []
@@ -140,7 +138,7 @@ def allocated(environ: Mapping[str, str]) -> list[str]:
 
 # --- gathering --------------------------------------------------------------------------------------------------------
 class Unanswered(DeadlineError):
-    """Some ranks did not answer, for whom the others wait. `pairs`: those of them that wait for each other."""
+    """Some ranks did not answer in time. `pairs`: those ranks that were waiting for each other."""
 
     def __init__(self, ranks: Sequence[int], seconds: float, pairs: Sequence[tuple[int, int]] = ()):
         self.ranks, self.seconds, self.pairs = tuple(ranks), seconds, tuple(pairs)
@@ -148,35 +146,35 @@ class Unanswered(DeadlineError):
 
 
 def gather(comm: Communicator, value: Any) -> list[Any]:
-    """Collective. Return every rank's value in rank order, on every rank. JSON must be able to hold it.
+    """Collective. Return every rank's JSON value, in rank order, on every rank.
 
-    Goes through rank 0, by messages: a rank that waits leaves its core to those that still measure, and the ranks that
-    do not come are known. Each rank sends one message, rank 0 as many as there are others.
+    Rank 0 collects and distributes the values by point-to-point messages: a waiting rank leaves its core to ranks that
+    still measure, and missing ranks are known by number. Messages: 1 per rank, p − 1 on rank 0.
 
     Raises:
-        Unanswered: on rank 0, with all the ranks that did not come; on another one, with rank 0.
+        Unanswered: on rank 0, with all missing ranks; on another rank, with rank 0.
     """
     if comm.rank == 0:
-        found = {0: value}
-        while len(found) < comm.size:
+        by_rank = {0: value}
+        while len(by_rank) < comm.size:
             try:
-                source, sent = _receive(comm, ARRIVED)
+                source, received = _receive(comm, ARRIVED)
             except DeadlineError as error:
-                raise Unanswered([r for r in range(comm.size) if r not in found], comm.failures.deadline_s) from error
-            found[source] = sent
-        values = [found[rank] for rank in range(comm.size)]
-        for request in [_send(comm, values, rank, GO_ON) for rank in range(1, comm.size)]:
+                raise Unanswered([r for r in range(comm.size) if r not in by_rank], comm.failures.deadline_s) from error
+            by_rank[source] = received
+        values = [by_rank[rank] for rank in range(comm.size)]
+        for request in [_send(comm, values, rank, CONTINUE) for rank in range(1, comm.size)]:
             request.wait()
         return values
     _send(comm, value, 0, ARRIVED).wait()
-    for _ in range(2):  # rank 0 itself may wait as long for others
+    for _ in range(2):  # rank 0 may wait as long for other ranks
         with suppress(DeadlineError):
-            return _receive(comm, GO_ON)[1]
+            return _receive(comm, CONTINUE)[1]
     raise Unanswered([0], 2 * comm.failures.deadline_s)
 
 
 def gather_by_node(comm: Communicator, nodes: Nodes, call: Callable[[], Any]) -> dict[str, Any]:
-    """Collective. Call a function on the first rank of each node; return what it returned there, by the node's name."""
+    """Collective. Call a function on the first rank of each node; return its results by node name."""
     values = gather(comm, call() if comm.rank in nodes.leaders else None)
     return {nodes.name(rank): values[rank] for rank in nodes.leaders}
 
@@ -188,7 +186,7 @@ def _send(comm: Communicator, value: Any, rank: int, tag: int) -> Request:
 
 
 def _receive(comm: Communicator, tag: int) -> tuple[int, Any]:
-    """Wait for a value that has this tag; return who sent it, and the value."""
+    """Wait for a message with this tag; return its source and its value."""
     import torch
 
     envelope = cast("Envelope", comm.probe(tag=tag))
@@ -198,9 +196,9 @@ def _receive(comm: Communicator, tag: int) -> tuple[int, Any]:
 
 
 def attempt(seconds: float, what: str, call: Callable[[], Result]) -> Result | dict[str, str]:
-    """Call a function that may hang, for example on a dead file system; give up on it after `seconds`.
+    """Call a function that may hang, for example on a dead file system; stop waiting after `seconds`.
 
-    Returns what it returned, or {"error": ...} where it failed or took longer. `what`: its name, for that.
+    Returns its result, or {"error": ...} if it fails or takes longer. `what`: its name, for the message.
     """
     outcome: list[Result | dict[str, str]] = []
 
@@ -210,20 +208,26 @@ def attempt(seconds: float, what: str, call: Callable[[], Result]) -> Result | d
         except Exception as error:
             outcome.append({"error": str(error).partition("\n")[0]})
 
-    thread = threading.Thread(target=run, name=f"hpcdist-doctor: {what}", daemon=True)  # no pool: it may hang for ever
+    thread = threading.Thread(target=run, name=f"hpcdist-doctor: {what}", daemon=True)  # no pool: it may never end
     thread.start()
     thread.join(seconds)
     return outcome[0] if outcome else {"error": f"{what} did not end within {seconds:g} s."}
 
 
-def listed(names: Sequence[str], most: int = 8) -> str:
-    """Join names to a line: all, or the first ones and how many more."""
-    more = [] if len(names) <= most else [f"{len(names) - most + 1} more"]
-    return ", ".join([*names[: most - bool(more)], *more])
+def listed(names: Sequence[str], max_names: int = 8) -> str:
+    """Join names: all, or the first ones and the number of others.
+
+    Example:
+        >>> from hpcdist.tools.doctor.base import listed
+        >>> listed(["a", "b", "c", "d"], max_names=3)
+        'a, b, 2 more'
+    """
+    rest = [] if len(names) <= max_names else [f"{len(names) - max_names + 1} more"]
+    return ", ".join([*names[: max_names - bool(rest)], *rest])
 
 
 def counted(numbers: Sequence[int]) -> str:
-    """Write numbers as a person does: 0-3, 7."""
-    places = enumerate(sorted(set(numbers)))  # consecutive numbers are as far from their places
-    spans = [[number for _, number in span] for _, span in groupby(places, lambda pair: pair[1] - pair[0])]
+    """Format numbers as ranges: 0-3, 7."""
+    indexed = enumerate(sorted(set(numbers)))  # constant difference within a range
+    spans = [[number for _, number in span] for _, span in groupby(indexed, lambda pair: pair[1] - pair[0])]
     return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)

@@ -1,4 +1,4 @@
-"""An examination from start to end: the start-up check, the world, then every check, then which nodes to leave out."""
+"""Run all checks: the start-up check, MPI's start, the checks of `checks/`, then choose the nodes to exclude."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
     from hpcdist.comm.mpi.first_messages import FirstMessages
 
-START_S = 10.0  # how long MPI may take to start where something is wrong with the nodes
-WAIT_S = 10.0  # how long ranks wait for one another at most
-AFTER_S, STEP_S = 2.0, 0.05  # how much later than the first rank the others speak, should it not
-BACKSTOP_S = 5.0  # so much after the limit the process ends even where a call lets no other thread run
+START_S = 10.0  # timeout of MPI's start if a node has a problem
+WAIT_S = 10.0  # timeout of ranks that wait for each other
+AFTER_S, STEP_S = 2.0, 0.05  # delay before another rank reports instead of rank 0
+BACKSTOP_S = 5.0  # after the limit the process ends, even if a call holds the GIL
 _ending = threading.Lock()
 
 
 def examine(required: Requirements, options: ExaminationOptions) -> int:
-    """Collective. Examine, print a line per finding on the first rank, and return the exit status, alike on all ranks.
+    """Collective. Run all checks, print a line per finding on the first rank, and return the exit status, the same on
+    all ranks.
 
-    Where ranks don't answer or all takes too long it does not return: it ends all of them, with status 1, or with the
-    launcher's own for a job that was ended.
+    If ranks don't answer, or the time limit is exceeded, all ranks are ended, with status 1 or the launcher's status
+    for an aborted job.
 
     Raises:
         ConfigError: no node would remain, or a file can't be written.
-        WorldError: the launcher contradicts itself.
+        WorldError: the launcher's variables contradict each other.
     """
-    own = task(required.environ)
-    report = Report(options, speaks=own is None or own.rank == 0)
+    launched = task(required.environ)
+    report = Report(options, is_reporter=launched is None or launched.rank == 0)
     limit = TimeLimit(options.limit_s, lambda: _end(report, required, [_late(report)]))
     try:
         messages = _start_mpi(required, report, limit)
@@ -59,69 +60,70 @@ def examine(required: Requirements, options: ExaminationOptions) -> int:
         limit.cancel()
 
 
-# --- the start --------------------------------------------------------------------------------------------------------
+# --- start-up ---------------------------------------------------------------------------------------------------------
 def _start_mpi(required: Requirements, report: Report, limit: TimeLimit) -> FirstMessages:
-    """Start MPI, which may wait for ever for a rank: past the limit this process ends, and one rank says why."""
+    """Start MPI, which may wait forever for a rank: after the limit this process ends, and one rank reports why."""
 
-    def tell(text: str) -> None:
-        is_first, report.speaks = report.speaks, True
+    def report_late(text: str) -> None:
+        is_first, report.is_reporter = report.is_reporter, True
         report.add([Finding(ERROR, text)])
-        if is_first:  # the others leave the files to it
+        if is_first:  # it alone writes the files
             report.conclude(cut_short=True)
 
-    wrong = _check_nodes(required, report)  # and has said what follows
+    is_reported = _check_nodes(required, report)  # already reported
     with start.limited(
-        START_S if wrong else round(limit.left_s(), 1),
+        START_S if is_reported else round(limit.remaining_s(), 1),
         task(required.environ),
         place="MPI's start",
         advice=" Check the last lines of each rank, and that their nodes run",
-        tell=(lambda text: None) if wrong else tell,
-        ends=limit.sooner,
+        tell=(lambda text: None) if is_reported else report_late,
+        ends=limit.hard_limit,
     ):
-        from hpcdist.comm.mpi.first_messages import FirstMessages  # imports MPI, which starts it
+        from hpcdist.comm.mpi.first_messages import FirstMessages  # importing it starts MPI
     return FirstMessages()
 
 
 def _check_nodes(required: Requirements, report: Report) -> bool:
-    """Report nodes that are absent or don't reach each other by TCP; return True if there are, on the first rank."""
+    """Report nodes that are absent or can't reach each other by TCP; return whether there are any. Only the first rank
+    knows."""
     names = tuple(base.allocated(required.environ)) if startup.takes_part(required.environ) else ()
-    found = startup.check_nodes(required.environ, names) if len(names) > 1 else startup.NOTHING
-    if not found.absent and not found.unreachable:
+    checked = startup.check_nodes(required.environ, names) if len(names) > 1 else startup.NOTHING
+    if not checked.absent and not checked.unreachable:
         return False
-    report.nodes, report.stage = Nodes(names, ()), "muster"  # as the output and the JSON file call it
-    why = f"no TCP connection came about within {startup.REACH_S:g} s"
-    report.add(startup.absent_nodes([names[node] for node in found.absent], names[0], startup.ANSWER_S))
-    unreachable = startup.unreachable_pairs(found.unreachable, report.nodes, why)
-    report.add(replace(finding, status=WARNING) for finding in unreachable)  # MPI may have another network
-    text = f"MPI is started all the same, for it may have another network; if that takes longer than {START_S:g} s, "
-    report.add([Finding(OK, f"{text}all ends here")])
-    report.write_files(status=1)  # in case that the next stage does not come back
+    report.nodes, report.stage = Nodes(names, ()), "muster"  # name in the output and the JSON file
+    reason = f"no TCP connection within {startup.REACH_S:g} s"
+    report.add(startup.absent_nodes([names[node] for node in checked.absent], names[0], startup.ANSWER_S))
+    unreachable = startup.unreachable_pairs(checked.unreachable, report.nodes, reason)
+    report.add(replace(finding, status=WARNING) for finding in unreachable)  # MPI may use another network
+    text = f"MPI is started nevertheless, as it may use another network; if that takes longer than {START_S:g} s, "
+    report.add([Finding(OK, f"{text}all ranks end")])
+    report.write_files(status=1)  # the next stage may never return
     report.stage = "world"
     return True
 
 
 def _is_right_world(size: int, required: Requirements, report: Report) -> bool:
-    """Tell whether MPI's world is the one that was started; if not, report it, and end ranks that would wait."""
+    """Return whether MPI's world has the expected size; otherwise report it and end the ranks."""
     from hpcdist.comm.mpi import library
 
-    wrong = world.disagreement(size, library.version(), required)
-    if wrong is None:
+    problem = world.disagreement(size, library.version(), required)
+    if problem is None:
         return True
     if size > 1:
-        _end(report, required, [Finding(ERROR, wrong)])
-    if report.speaks:
-        report.add([Finding(ERROR, wrong)])
+        _end(report, required, [Finding(ERROR, problem)])
+    if report.is_reporter:
+        report.add([Finding(ERROR, problem)])
         report.conclude()
     else:
-        time.sleep(AFTER_S)  # a launcher ends all when one of them leaves with a failure: the first is to speak
+        time.sleep(AFTER_S)  # a launcher ends all ranks when one fails: let the first one report
     return False
 
 
 def _check_ranks(messages: FirstMessages, required: Requirements, report: Report) -> None:
-    """Collective. Find the nodes by MPI's first messages; end all ranks where some are absent or unreachable."""
+    """Collective. Determine the nodes by MPI's first messages; end all ranks if some are absent or unreachable."""
 
     def pairs(introductions: Mapping[int, str]) -> list[startup.Pair]:
-        """List the pairs of the nodes' first ranks; none where a rank is absent, for then all ends."""
+        """Return the pairs of the nodes' first ranks; none if a rank is absent, since then all ranks end."""
         if len(introductions) < messages.size:
             return []
         report.nodes = base.introduced_nodes(introductions)
@@ -130,26 +132,26 @@ def _check_ranks(messages: FirstMessages, required: Requirements, report: Report
         first = report.nodes.leaders
         return [(first[a], first[b]) for a, b in startup.pairs_to_try(len(first))]
 
-    found = startup.check(messages, base.introduction(required.environ), pairs)
-    if found.absent:
+    checked = startup.check(messages, base.introduction(required.environ), pairs)
+    if checked.absent:
         expected = base.allocated(required.environ)
         report.nodes = Nodes(tuple(expected), ())
-        hosts = {rank: text.split("\n")[0] for rank, text in found.introductions.items()}
-        _end(report, required, startup.absent_ranks(hosts, found.absent, expected, messages.answer_s))
+        hosts = {rank: text.split("\n")[0] for rank, text in checked.introductions.items()}
+        _end(report, required, startup.absent_ranks(hosts, checked.absent, expected, messages.answer_s))
     nodes = report.nodes
-    if found.unreachable:  # the first call that is collective would wait for ever
-        report.stage, why = "links", f"MPI's first message did not come within {messages.reach_s:g} s"
-        unreachable = [(nodes.of[a], nodes.of[b]) for a, b in found.unreachable]
-        _end(report, required, startup.unreachable_pairs(unreachable, nodes, why))
+    if checked.unreachable:  # the first collective call would never return
+        report.stage, reason = "links", f"MPI's first message did not arrive within {messages.reach_s:g} s"
+        unreachable = [(nodes.of[a], nodes.of[b]) for a, b in checked.unreachable]
+        _end(report, required, startup.unreachable_pairs(unreachable, nodes, reason))
 
 
 def _join(deadline_s: float) -> Communicator:
-    """Collective. Make the communicator of all ranks."""
+    """Collective. Return the communicator of all ranks."""
     from hpcdist import session  # imports torch, which takes seconds
 
     try:
         return session.init(deadline_s=deadline_s, run=False)
-    except MismatchError:  # of versions, whose check tells more
+    except MismatchError:  # different versions: the check reports more
         from hpcdist.comm.mpi.world import world as all_ranks
 
         return all_ranks()
@@ -162,12 +164,12 @@ def _examine(comm: Communicator, required: Requirements, report: Report) -> int:
 
     comm.failures.deadline_s = WAIT_S * report.patience
     report.nodes = nodes = base.find_nodes(comm, base.host_name(required.environ))
-    choose_exclusion(nodes.names, [], report.options.spare or 0)  # is refused before anything is measured
-    report.speaks = comm.rank == 0
+    choose_exclusion(nodes.names, [], report.options.spare or 0)  # refuse wrong options before measuring
+    report.is_reporter = comm.rank == 0
     checks = catalogue("checks")
-    names = base.gather(comm, checks.available())  # a package may add some on a few nodes only
-    common = [name for name in names[0] if all(name in theirs for theirs in names)]
-    for name in sorted(common, key=lambda name: name != "world"):  # that comes first
+    names = base.gather(comm, checks.available())  # plug-ins may be installed on some nodes only
+    common = [name for name in names[0] if all(name in available for available in names)]
+    for name in sorted(common, key=lambda name: name != "world"):  # world first
         report.stage, check = name, checks.load(name)
         measured = check.measure(comm, nodes, required)
         if comm.rank == 0:
@@ -177,32 +179,32 @@ def _examine(comm: Communicator, required: Requirements, report: Report) -> int:
     return status
 
 
-# --- the end where not all ranks can take part in it ------------------------------------------------------------------
+# --- end without all ranks --------------------------------------------------------------------------------------------
 def _late(report: Report) -> Finding:
-    """Say that the time is over, and in which stage."""
+    """Return the finding that the time limit is exceeded, with the current stage."""
     text = f"the examination must end within {report.options.limit_s:g} s; got no end of {report.stage!r} on "
     return Finding(ERROR, f"{text}{platform.node()}. Look there at processes that hang, and at the network")
 
 
-def _end(report: Report, required: Requirements, found: Sequence[Finding]) -> NoReturn:
-    """Report what is wrong and end all ranks. The first one that can does so for all."""
+def _end(report: Report, required: Requirements, findings: Sequence[Finding]) -> NoReturn:
+    """Report what is wrong and end all ranks; the first rank that can does so."""
     with _ending:
-        if not report.speaks:
-            own = task(required.environ)
-            time.sleep(AFTER_S + STEP_S * (own.rank if own else 0))
-        report.speaks = True
-        report.add(found)
+        if not report.is_reporter:
+            launched = task(required.environ)
+            time.sleep(AFTER_S + STEP_S * (launched.rank if launched else 0))
+        report.is_reporter = True
+        report.add(findings)
         status = report.conclude(cut_short=True)
-        if "hpcdist.comm.mpi.first_messages" in sys.modules:  # which has started MPI
+        if "hpcdist.comm.mpi.first_messages" in sys.modules:  # MPI was started
             from hpcdist.comm.mpi.library import end
 
             end(status)
-        os._exit(status)  # this process alone
+        os._exit(status)  # this process only
 
 
-# --- the time limit, wherever it hangs --------------------------------------------------------------------------------
+# --- time limit -------------------------------------------------------------------------------------------------------
 class TimeLimit:
-    """End the job from a thread of its own unless `cancel` is called within `seconds`.
+    """End the job from a background thread unless `cancel` is called within `seconds`.
 
     Args:
         expire: called by that thread; ends all ranks.
@@ -214,30 +216,29 @@ class TimeLimit:
         self.stretch(1.0)
 
     def stretch(self, times: float) -> None:
-        """Make the limit so many times as long."""
+        """Multiply the time limit by `times`."""
         self._timer.cancel()
         self._seconds *= times
-        self._timer = threading.Timer(self.left_s(), self._expire)
+        self._timer = threading.Timer(self.remaining_s(), self._expire)
         self._timer.name, self._timer.daemon = "hpcdist-doctor-limit", True
         self._timer.start()
-        self._set_backstop(self.left_s())
+        self._set_backstop(self.remaining_s())
 
     @contextmanager
-    def sooner(self, seconds: float) -> Iterator[None]:
-        """End this process without a word after so long inside the context, where no other thread may run."""
+    def hard_limit(self, seconds: float) -> Iterator[None]:
+        """Within the context, end this process silently after `seconds`, even if a call holds the GIL."""
         with open(os.devnull, "w") as nowhere:
             faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
             try:
                 yield
             finally:
-                self._set_backstop(self.left_s())
+                self._set_backstop(self.remaining_s())
 
     def _set_backstop(self, seconds: float) -> None:
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback_later(seconds + BACKSTOP_S, exit=True, file=sys.__stderr__)
 
-    def left_s(self) -> float:
-        """Return the seconds until then."""
+    def remaining_s(self) -> float:
         return max(self._start + self._seconds - time.monotonic(), 0.0)
 
     def cancel(self) -> None:

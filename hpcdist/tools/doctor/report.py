@@ -1,4 +1,4 @@
-"""The report of an examination: findings as they come, the nodes to leave out, the files, and the exit status."""
+"""The doctor's report: findings, the nodes to exclude, files, and the exit status."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hpcdist.errors import ConfigError
 from hpcdist.tools import console
 from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, listed
 
-MOST_PATIENCE = 4.0  # times the waits on idle nodes
+MAX_PATIENCE = 4.0  # longest timeouts on busy nodes, relative to idle ones
 
 
 @dataclass(frozen=True)
 class ExaminationOptions:
-    """Options of an examination and its report. `limit_s`: how long the examination may take."""
+    """Options of `hpcdist doctor`. `limit_s`: time limit of all checks."""
 
     spare: int | None = None
     exclude_file: Path | None = None
@@ -28,49 +28,50 @@ class ExaminationOptions:
 
 
 class Report:
-    """Collect findings. `speaks`: this process is the one that shows them and writes the files."""
+    """Collect findings. `is_reporter`: this process prints them and writes the files."""
 
-    def __init__(self, options: ExaminationOptions, speaks: bool):
-        self.options, self.speaks = options, speaks
-        self.nodes = Nodes((), ())  # as far as they are known
-        self.busy: dict[str, float] = {}  # how many times its processors a node's load is, where it is above them
-        self.stage = "world"  # what is being examined
+    def __init__(self, options: ExaminationOptions, is_reporter: bool):
+        self.options, self.is_reporter = options, is_reporter
+        self.nodes = Nodes((), ())  # empty until known
+        self.busy: dict[str, float] = {}  # load / processors of busy nodes
+        self.stage = "world"  # current check
         self.findings: list[Finding] = []
         self._measured: dict[str, Any] = {}
         self._seconds: dict[str, float] = {}
         self._start = time.monotonic()
 
     def add(self, findings: Iterable[Finding], measured: Any = None) -> None:
-        """Take findings of the present stage, and the values that they come from."""
+        """Add findings of the current check, and the measured values behind them."""
         if measured is not None:
             self._measured[self.stage] = measured
             self._seconds[self.stage] = time.monotonic() - self._start - sum(self._seconds.values())
         for finding in findings:
             slowed = [name for name in finding.nodes or self.busy if name in self.busy]
-            if finding.status == ERROR and slowed:  # which may be nothing but late
+            if finding.status == ERROR and slowed:  # it may only be slow
                 finding = replace(finding, text=f"{finding.text}. {self._loads(slowed)}")
             self.findings.append(replace(finding, check=self.stage))
-            if self.speaks:
+            if self.is_reporter:
                 self._show(finding.status, finding.text)
 
     @property
     def patience(self) -> float:
-        """How many times as long as on idle nodes ranks wait for each other."""
-        return min(MOST_PATIENCE, max(self.busy.values(), default=1.0))
+        """Factor for timeouts: above 1 if nodes are busy."""
+        return min(MAX_PATIENCE, max(self.busy.values(), default=1.0))
 
     def warn_of_loads(self, loads: Sequence[float]) -> None:
-        """Note the load of each rank's node, and warn of nodes that other work keeps busy."""
+        """Store the load of each rank's node, and warn about busy nodes."""
         self.busy = {self.nodes.name(rank): load for rank, load in enumerate(loads) if load > 1}
         for name in self.busy:
-            text = f"{self._loads([name])}. Times below may be those of other work, and waits are longer"
+            text = f"{self._loads([name])}. Measured times may be affected, and timeouts are longer"
             self.add([Finding(WARNING, text, (name,) * (len(self.nodes.names) > 1))])
 
     def _loads(self, names: Sequence[str]) -> str:
         texts = [f"{name}'s load is {self.busy[name]:g} times its processors" for name in names]
-        return f"Other work is running: {listed(texts)}"
+        return f"Other processes are running: {listed(texts)}"
 
     def conclude(self, cut_short: bool = False) -> int:
-        """Choose the nodes to leave out, write the files; return the exit status, 1 where not all was examined.
+        """Choose the nodes to exclude, write the files, and return the exit status; `cut_short`: not all checks were
+        run, status 1.
 
         Raises:
             ConfigError: a file can't be written.
@@ -79,10 +80,10 @@ class Report:
         choice = self._choose()
         if options.spare is not None and names:
             self.add([describe_exclusion(choice, names)])
-        warned = any(f.status == WARNING and not set(f.nodes) & set(choice.out) for f in self.findings)
+        warned = any(f.status == WARNING and not set(f.nodes) & set(choice.excluded) for f in self.findings)
         status = int(cut_short or bool(choice.errors) or (options.strict and warned))
         self.write_files(status)
-        if self.speaks:
+        if self.is_reporter:
             counts = {s: sum(f.status == s for f in self.findings) for s in (ERROR, WARNING)}
             worst = next((s for s in (ERROR, WARNING) if counts[s]), OK)
             text = ", ".join(f"{n} {s}{'s' * (n != 1)}" for s, n in counts.items())
@@ -98,64 +99,69 @@ class Report:
         return choose_exclusion(names, self.findings, min(self.options.spare or 0, max(len(names) - 1, 0)))
 
     def write_files(self, status: int) -> None:
-        """Write the files that the user wants, by what is known so far."""
+        """Write the files that the user asked for, with the findings so far."""
         options, choice = self.options, self._choose()
         content = {"status": status, "seconds": time.monotonic() - self._start, "nodes": self.nodes.names}
-        content |= {"excluded": choice.out, "findings": [asdict(finding) for finding in self.findings]}
+        content |= {"excluded": choice.excluded, "findings": [asdict(finding) for finding in self.findings]}
         content |= {"measured": self._measured, "seconds_by_check": self._seconds}
-        excluded = ",".join(choice.out) + "\n" * bool(choice.out)
+        excluded = ",".join(choice.excluded) + "\n" * bool(choice.excluded)
         for path, text in ((options.exclude_file, excluded), (options.json_path, json.dumps(content, indent=2) + "\n")):
-            if self.speaks and path is not None:
+            if self.is_reporter and path is not None:
                 try:
                     path.write_text(text)
                 except OSError as error:
                     raise ConfigError(f"{path} must be a file that can be written; got {error.strerror}.") from error
 
 
-# --- the nodes to leave out, where the allocation has some to spare ---------------------------------------------------
+# --- nodes to exclude if the allocation has spare ones ----------------------------------------------------------------
 class Exclusion(NamedTuple):
-    """Nodes to leave out, in the order of `names`; those of them that nothing is wrong with; the errors that stay."""
+    """Nodes to exclude (`excluded`), in the order of `names`; the healthy ones among them; the errors that remain."""
 
-    out: tuple[str, ...]
+    excluded: tuple[str, ...]
     healthy: tuple[str, ...]
     errors: tuple[Finding, ...]
 
 
 def choose_exclusion(names: Sequence[str], findings: Sequence[Finding], spare: int) -> Exclusion:
-    """Choose `spare` nodes to leave out, one after the other, the worst of the rest each time.
+    """Choose `spare` nodes to exclude, one after the other, each time the worst remaining one.
 
-    That is the one with most errors that no other choice has settled yet, then with the gravest warnings, then the last
-    one, so that as many remain whatever was found.
+    The worst node has the most errors that earlier choices did not remove, then the most warnings, by weight; ties: the
+    last node. Healthy nodes are excluded, too, so that the number of remaining nodes is fixed.
 
     Raises:
-        ConfigError: none would remain.
+        ConfigError: no node would remain.
+
+    Example:
+        >>> from hpcdist.tools.doctor.report import Finding, choose_exclusion
+        >>> choose_exclusion(["a", "b", "c"], [Finding("error", "b has no GPU", ("b",))], spare=1).excluded
+        ('b',)
     """
     if not 0 <= spare < max(len(names), 1):
         raise ConfigError(f"spare must be at least 0 and below the number of nodes, {len(names)}; got {spare}.")
-    out: list[str] = []
+    chosen: list[str] = []
     healthy: list[str] = []
-    while len(out) < spare:
-        left = [finding for finding in findings if not set(finding.nodes) & set(out)]
-        worst = max((name for name in names if name not in out), key=lambda n: (*_faults(n, left), names.index(n)))
-        if _faults(worst, left) == (0, 0):
+    while len(chosen) < spare:
+        others = [finding for finding in findings if not set(finding.nodes) & set(chosen)]
+        worst = max((name for name in names if name not in chosen), key=lambda n: (*_faults(n, others), names.index(n)))
+        if _faults(worst, others) == (0, 0):
             healthy.append(worst)
-        out.append(worst)
-    errors = tuple(f for f in findings if f.status == ERROR and not set(f.nodes) & set(out))
-    return Exclusion(tuple(name for name in names if name in out), tuple(healthy), errors)
+        chosen.append(worst)
+    errors = tuple(f for f in findings if f.status == ERROR and not set(f.nodes) & set(chosen))
+    return Exclusion(tuple(name for name in names if name in chosen), tuple(healthy), errors)
 
 
 def _faults(name: str, findings: Sequence[Finding]) -> tuple[float, float]:
-    """Sum the weights of the errors, and of the warnings, that leaving out this node settles."""
-    own = [finding for finding in findings if name in finding.nodes]
-    errors, warnings = (sum(f.weight for f in own if f.status == status) for status in (ERROR, WARNING))
+    """Return the total weights of the errors and of the warnings that excluding this node removes."""
+    of_node = [finding for finding in findings if name in finding.nodes]
+    errors, warnings = (sum(f.weight for f in of_node if f.status == status) for status in (ERROR, WARNING))
     return errors, warnings
 
 
 def describe_exclusion(choice: Exclusion, names: Sequence[str]) -> Finding:
-    """Say which nodes are left out, and why."""
-    sick = [name for name in choice.out if name not in choice.healthy]
-    parts = [listed(sick)] * bool(sick)
-    parts += [f"{listed(choice.healthy)}, with which nothing is wrong"] * bool(choice.healthy)
-    remain = [name for name in names if name not in choice.out]
-    text = f"leaves out {' and '.join(parts) or 'no node'}; {len(remain)} remain: {listed(remain)}"
+    """Return the finding that names the excluded and the remaining nodes."""
+    faulty = [name for name in choice.excluded if name not in choice.healthy]
+    parts = [listed(faulty)] * bool(faulty)
+    parts += [f"{listed(choice.healthy)} (healthy)"] * bool(choice.healthy)
+    remaining = [name for name in names if name not in choice.excluded]
+    text = f"excludes {' and '.join(parts) or 'no node'}; {len(remaining)} remain: {listed(remaining)}"
     return Finding(OK, text)

@@ -1,4 +1,4 @@
-"""Reports: one page on a folder of runs, with its figures, and every number in files."""
+"""Reports: a web page about a folder of runs, its figures, and all numbers as CSV and JSON."""
 
 from hpcdist.tools.report.page import read_runs, write
 

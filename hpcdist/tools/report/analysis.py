@@ -1,4 +1,4 @@
-"""Compute what runs show: by cell, against the reference, and over numbers of ranks. Pure."""
+"""Statistics of runs: by group, against the reference, and over numbers of ranks. No input or output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pandas import DataFrame, Series, concat
 from hpcdist.tools.report.results import JobRuns, RunResult
 from hpcdist.tools.report.wording import ROUNDING, is_share
 from hpcdist.tools.statistics import (
-    LEAST_SEEDS,
+    MIN_SEEDS,
     Effect,
     Interval,
     binomial_variance,
@@ -29,16 +29,17 @@ from hpcdist.tools.statistics import (
 
 SIGNIFICANT = 0.05  # after Holm's correction
 KINDS = ("strategy", "baseline", "serial")
-CELL = ["name", "kind", "ranks", "virtual"]  # runs that agree on these differ in their seeds
-Seed = tuple[int, int]  # and a number that tells runs of one seed from each other
+CELL = ["name", "kind", "ranks", "virtual"]  # columns that define a group
+Seed = tuple[int, int]  # and a counter for repeated seeds
 
 
 @dataclass(frozen=True)
-class Cell:
-    """All runs of one name on as many ranks: they differ in their seeds. `cell["wall_s"]` has a number of each run.
+class RunGroup:
+    """Runs with the same name and number of ranks, which differ in their seeds. `group["wall_s"]` has the value of each
+    run.
 
     Attributes:
-        frame: a row for each run that has ended.
+        frame: a row per finished run.
     """
 
     name: str
@@ -50,68 +51,68 @@ class Cell:
     frame: DataFrame
 
     def __getitem__(self, column: str) -> dict[Seed, float]:
-        """Return the numbers of a column of `read_runs`, of each run that has ended with a finite one."""
-        if column == "bytes_to_target":  # for which the records of all steps are read
-            values = [self.job.bytes_to_target(one) for one in self.ended]
+        """Return the finite values of a column of `read_runs`, by seed."""
+        if column == "bytes_to_target":  # needs the records of all steps
+            values = [self.job.bytes_to_target(result) for result in self.ended]
         else:
             values = self.values(column)
-        found = zip(self.seeds, values, strict=True)
-        return {seed: value for seed, value in found if value is not None and math.isfinite(value)}
+        pairs = zip(self.seeds, values, strict=True)
+        return {seed: value for seed, value in pairs if value is not None and math.isfinite(value)}
 
     def values(self, column: str) -> list[Any]:
-        """Return what each run that has ended has in a column; None where it has nothing."""
+        """Return the column's value of each finished run; None if it has none."""
         return self.frame[column].tolist() if column in self.frame else [None] * len(self.frame)
 
     def mean(self, column: str) -> Interval | None:
-        """Return the mean of such numbers and its interval, which has no impossible ones; None without any."""
+        """Return the mean of a column with its confidence interval, clipped to possible values; None without values."""
         values = list(self[column].values())
         if not values:
             return None
         if not is_share(column):
-            found = interval(values)
-            return found if column.startswith("metric.") else found.clipped(0.0, math.inf)
-        least = binomial_variance(fmean(values), self.tested) if self.tested else 0.0
-        return interval(values, least_variance=least).clipped(0.0, 1.0)
+            estimate = interval(values)
+            return estimate if column.startswith("metric.") else estimate.clipped(0.0, math.inf)
+        min_variance = binomial_variance(fmean(values), self.tested) if self.tested else 0.0
+        return interval(values, min_variance=min_variance).clipped(0.0, 1.0)
 
     @cached_property
     def ended(self) -> list[RunResult]:
         """Return the runs that have a result."""
-        return [one for one in self.runs if one.run.ended]
+        return [result for result in self.runs if result.run.ended]
 
     @cached_property
     def seeds(self) -> list[Seed]:
-        """Return the seeds of these."""
-        numbers = [one.seed for one in self.ended]
+        """Return the seed of each finished run, with a counter for repeated seeds."""
+        numbers = [result.seed for result in self.ended]
         return [(seed, numbers[:i].count(seed)) for i, seed in enumerate(numbers)]
 
     @cached_property
     def tested(self) -> int | None:
-        """Return how many samples the metrics are of; None where runs don't say, or differ."""
-        found = {one.run.summary.test_samples for one in self.ended if one.run.summary}
-        return found.pop() if len(found) == 1 else None
+        """Return the number of test samples; None if the runs don't record it or differ."""
+        counts = {result.run.summary.test_samples for result in self.ended if result.run.summary}
+        return counts.pop() if len(counts) == 1 else None
 
     @cached_property
-    def _mark(self) -> str:
-        return ", virtual" * (self.virtual and not all(one.virtual for one in self.job.runs))
+    def _virtual_suffix(self) -> str:
+        return ", virtual" * (self.virtual and not all(result.virtual for result in self.job.runs))
 
     @property
-    def shown(self) -> str:
-        """Return the cell's name, which says so where its ranks are virtual and those of others are not."""
-        return self.name + self._mark
+    def display_name(self) -> str:
+        """Return the group's name; it says "virtual" if other groups of the report ran on real ranks."""
+        return self.name + self._virtual_suffix
 
     @property
     def label(self) -> str:
-        """Return the cell's name with its ranks."""
-        return f"{self.name}, {self.ranks} rank{'s' * (self.ranks > 1)}{self._mark}"
+        """Return the display name with the number of ranks."""
+        return f"{self.name}, {self.ranks} rank{'s' * (self.ranks > 1)}{self._virtual_suffix}"
 
     @property
     def title(self) -> str:
-        """Return the label with the kind of the runs, for tables."""
+        """Return the label for tables, which names baselines and serial controls."""
         return self.label + ("" if self.kind == "strategy" else f" [{self.kind}]")
 
     @cached_property
     def final(self) -> dict[Seed, float]:
-        """Return the metric at the end of each run, where it is a number."""
+        """Return the final metric of each run by seed, if finite."""
         return self[f"metric.{self.job.metric}"]
 
     @property
@@ -120,38 +121,38 @@ class Cell:
 
     @property
     def diverged(self) -> int:
-        """Return the number of runs that ended with a metric that is not finite."""
+        """Return the number of runs whose final metric is NaN or infinite."""
         return sum(value is not None for value in self.values(f"metric.{self.job.metric}")) - len(self.final)
 
     @cached_property
     def seconds_to_target(self) -> dict[Seed, float]:
-        """Return the seconds to the target of each run that met it."""
+        """Return the seconds to the target by seed, of the runs that reached it."""
         return {seed: seconds for seed, seconds in self["time_to_target_s"].items() if seconds > 0}
 
     @property
     def mean_seconds_to_target(self) -> Interval | None:
-        """Return the geometric mean of these; None where a run has not met the target, and would be left out."""
+        """Return the geometric mean of the seconds to the target; None unless all runs reached it."""
         return geometric(list(self.seconds_to_target.values())) if self.all_reached else None
 
     @property
-    def tried(self) -> int:
-        """Return the number of runs that have begun, ended or not."""
-        return sum(one.run.ended or one.run.start is not None for one in self.runs)
+    def n_started(self) -> int:
+        return sum(result.run.ended or result.run.start is not None for result in self.runs)
 
     @property
     def all_reached(self) -> bool:
-        return 0 < len(self.seconds_to_target) == self.tried
+        return 0 < len(self.seconds_to_target) == self.n_started
 
     @property
     def seconds(self) -> dict[Seed, float]:
-        """Return the seconds to the target, none where a run has not met it; without a target those of a sample."""
+        """Return the times that groups are compared by: seconds to the target (empty unless all runs reached it), or
+        seconds per sample if there is no target."""
         if self.job.target is None:
             return self.seconds_per_sample
         return self.seconds_to_target if self.all_reached else {}
 
     @property
     def mean_seconds(self) -> float:
-        """Return the geometric mean of these; infinity where there are none."""
+        """Return the geometric mean of `seconds`; infinity if empty."""
         return geometric(list(self.seconds.values())).mean if self.seconds else math.inf
 
     @property
@@ -166,212 +167,213 @@ class Cell:
 
     @property
     def times(self) -> DataFrame:
-        """Return where each rank's seconds went, on average over the runs."""
-        found = [one.curves.times for one in self.ended if len(one.curves.times)]
-        return concat(found).groupby("rank").mean() if found else DataFrame()
+        """Return the seconds of each rank by activity (PARTS), averaged over the runs."""
+        frames = [result.curves.times for result in self.ended if len(result.curves.times)]
+        return concat(frames).groupby("rank").mean() if frames else DataFrame()
 
     def spent_to_target(self, what: str) -> Interval | None:
-        """Return the mean `bytes` or `joules` at the target; None where a run has not met it, or they are unknown."""
+        """Return the mean `bytes` or `joules` until the target; None unless all runs reached it and recorded them."""
         values = self[f"{what}_to_target"].values()
-        return self.mean(f"{what}_to_target") if 0 < len(values) == self.tried else None
+        return self.mean(f"{what}_to_target") if 0 < len(values) == self.n_started else None
 
     @property
     def total_batch(self) -> int | None:
-        """Return the number of samples of one step of all workers together, where runs agree on it."""
-        found = set(zip((one.run.batch for one in self.ended), self.values("workers"), strict=True))
-        ((batch, workers),) = found if len(found) == 1 else [(None, 0)]
+        """Return the samples of one step of all workers together; None if unknown or different between runs."""
+        sizes = set(zip((result.run.batch for result in self.ended), self.values("workers"), strict=True))
+        ((batch, workers),) = sizes if len(sizes) == 1 else [(None, 0)]
         return None if batch is None else batch * workers
 
     @cached_property
     def staleness(self) -> dict[int, float]:
-        """Return the share of gradients by staleness, of all runs together."""
+        """Return the share of gradients by staleness, over all runs."""
         counts: Counter[int] = Counter()
-        for one in self.ended:
-            counts.update(one.run.summary.staleness.histogram if one.run.summary else {})
+        for result in self.ended:
+            counts.update(result.run.summary.staleness.histogram if result.run.summary else {})
         return {value: count / counts.total() for value, count in sorted(counts.items())} if counts.total() else {}
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """A cell held against another.
+    """A group compared with the reference.
 
     Attributes:
-        sooner: how many times sooner the cell was: at the target, or else per sample. None: not known, see `why`.
-        better: by how much its metric at the end is above the other's.
-        p_sooner, p_better: corrected for all contrasts of the report; NaN where too few seeds leave them unknown.
+        speedup: ratio of times, reference / group: to the target, or per sample. None: unknown, see `why`.
+        difference: difference of the final metric, group - reference.
+        p_speedup, p_difference: p-values after Holm's correction for all comparisons of the report; NaN: too few seeds.
     """
 
-    cell: Cell
-    reference: Cell
-    sooner: Effect | None
-    better: Effect | None
+    group: RunGroup
+    reference: RunGroup
+    speedup: Effect | None
+    difference: Effect | None
     why: str | None = None
-    p_sooner: float = math.nan
-    p_better: float = math.nan
+    p_speedup: float = math.nan
+    p_difference: float = math.nan
 
     @property
     def same(self) -> bool:
-        """Tell whether the metric at the end is the same in every seed, but for rounding."""
-        if self.better is None:
+        """Return whether the final metrics are equal in every seed, up to rounding."""
+        if self.difference is None:
             return False
-        ours, theirs = self.cell.final, self.reference.final
-        pairs = ((ours[seed], theirs[seed]) for seed in ours)
-        values = pairs if self.better.paired else product(ours.values(), theirs.values())
+        values_, reference_values = self.group.final, self.reference.final
+        pairs = ((values_[seed], reference_values[seed]) for seed in values_)
+        values = pairs if self.difference.paired else product(values_.values(), reference_values.values())
         return all(math.isclose(*pair, rel_tol=ROUNDING) for pair in values)
 
-    def standing(self, least_ratio: float = 1.0) -> str:
-        """Tell if the cell `wins`, `loses`, is `mixed` (sooner and worse, or the reverse), `alike` or `unknown`.
+    def outcome(self, min_ratio: float = 1.0) -> str:
+        """Return how the group does: `wins`, `loses`, `mixed` (faster and worse, or the reverse), `tied` or `unknown`.
 
         Args:
-            least_ratio: of times, below which they count as alike.
+            min_ratio: smaller ratios of times count as tied.
         """
-        sides, signs = (self.cell, self.reference), set()
-        if self.sooner is not None and self.p_sooner < SIGNIFICANT:
-            signs |= {self.sooner.mean > 1} if max(self.sooner.mean, 1 / self.sooner.mean) >= least_ratio else set()
-        if self.better is not None and self.p_better < SIGNIFICANT:
-            signs.add((self.better.mean > 0) == self.cell.job.higher_is_better)
-        if all(side.tried >= LEAST_SEEDS for side in sides) and not all(side.seconds_to_target for side in sides):
-            signs |= {side is self.cell for side in sides if side.all_reached}  # the other has not, in any seed
+        groups, signs = (self.group, self.reference), set()
+        if self.speedup is not None and self.p_speedup < SIGNIFICANT:
+            signs |= {self.speedup.mean > 1} if max(self.speedup.mean, 1 / self.speedup.mean) >= min_ratio else set()
+        if self.difference is not None and self.p_difference < SIGNIFICANT:
+            signs.add((self.difference.mean > 0) == self.group.job.higher_is_better)
+        if all(group.n_started >= MIN_SEEDS for group in groups) and not all(
+            group.seconds_to_target for group in groups
+        ):
+            signs |= {group is self.group for group in groups if group.all_reached}  # the other group never did
         if signs:
             return "mixed" if len(signs) == 2 else "wins" if True in signs else "loses"
-        return "unknown" if math.isnan(self.p_sooner) and math.isnan(self.p_better) else "alike"
+        return "unknown" if math.isnan(self.p_speedup) and math.isnan(self.p_difference) else "tied"
 
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """A cell held against one rank.
+    """Speedup of a group over one rank.
 
     Attributes:
-        kind: strong, at the same total batch; weak, at the same batch of each worker.
-        speedup: T1/Tp, of seconds for as many samples; `efficiency` is T1/(p·Tp).
+        kind: strong (the same total batch) or weak (the same batch of each worker).
+        speedup: T1/Tp, for the same number of samples; `efficiency` is T1/(p·Tp).
     """
 
     kind: str
-    cell: Cell
-    base: Cell
+    group: RunGroup
+    base: RunGroup
     speedup: Effect
 
     @property
     def efficiency(self) -> float:
-        return self.speedup.mean / self.cell.ranks
+        return self.speedup.mean / self.group.ranks
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """All that the runs of a job show.
+    """All statistics of a job's runs.
 
     Attributes:
-        frame: a row for each run, cell by cell, those that failed last.
+        frame: a row per run, sorted by group; runs without a result last.
     """
 
     job: JobRuns
     frame: DataFrame
-    cells: Sequence[Cell]
+    groups: Sequence[RunGroup]
     contrasts: Sequence[Contrast]
     scaling: Sequence[ScalingRow]
 
     @property
     def runs(self) -> list[RunResult]:
-        """Return the runs, one that several kinds share once."""
-        return list({one.run.folder: one for one in reversed(self.job.runs)}.values())[::-1]
+        """Return the runs; a run that several groups share is listed once."""
+        return list({result.run.folder: result for result in reversed(self.job.runs)}.values())[::-1]
 
     @property
     def failures(self) -> list[RunResult]:
-        return [one for one in self.runs if one.run.failure]
+        return [result for result in self.runs if result.run.failure]
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows with what had been sent at the target, for which the records of all steps are read."""
-        frame, runs = self.frame, [one for cell in self.cells for one in cell.runs]
+        """Return a dict per run, with the bytes sent until the target, which needs the records of all steps."""
+        frame, runs = self.frame, [result for group in self.groups for result in group.runs]
         if self.job.target is not None:
-            sent = [self.job.bytes_to_target(one) if one.run.ended else None for one in runs]
+            sent = [self.job.bytes_to_target(result) if result.run.ended else None for result in runs]
             frame = frame.assign(bytes_to_target=Series(sent, frame.index, dtype=object))
         return frame.to_dict("records")
 
 
 def analyse(job: JobRuns) -> Analysis:
-    """Compute everything that a report says."""
-    kinds = [*KINDS, *{one.kind for one in job.runs}]
-    runs = sorted(
-        job.runs, key=lambda one: (one.ranks, kinds.index(one.kind), one.name, one.virtual, not one.run.ended)
-    )
-    rows = [job.row(one) for one in runs]
+    """Compute the statistics of a job's runs."""
+    kinds = [*KINDS, *{result.kind for result in job.runs}]
+    runs = sorted(job.runs, key=lambda r: (r.ranks, kinds.index(r.kind), r.name, r.virtual, not r.run.ended))
+    rows = [job.row(result) for result in runs]
     keys = dict.fromkeys(key for row in rows for key in row)
     frame = DataFrame([[row.get(key) for key in keys] for row in rows], columns=list(keys), dtype=object)
-    cells = []
-    for _, of_cell in frame.groupby(CELL, sort=False):
-        members, ended = [runs[number] for number in of_cell.index], of_cell[of_cell["failure"].isna()]
-        one = members[0]
-        cells.append(Cell(one.name, one.kind, one.ranks, one.virtual, job, members, ended))
-    return Analysis(job, frame, cells, _contrasts(job, cells), _scaling(cells))
+    groups = []
+    for _, of_group in frame.groupby(CELL, sort=False):
+        members, ended = [runs[number] for number in of_group.index], of_group[of_group["failure"].isna()]
+        result = members[0]
+        groups.append(RunGroup(result.name, result.kind, result.ranks, result.virtual, job, members, ended))
+    return Analysis(job, frame, groups, _contrasts(job, groups), _scaling(groups))
 
 
 # --- against the reference --------------------------------------------------------------------------------------------
-def _contrasts(job: JobRuns, cells: Sequence[Cell]) -> list[Contrast]:
-    pairs = [(cell, other) for cell in cells for other in cells if _are_compared(cell, other)]
-    if any(cell.ranks > 1 for cell, _ in pairs):  # on one rank nothing is communicated
-        pairs = [(cell, other) for cell, other in pairs if other.ranks > 1]
+def _contrasts(job: JobRuns, groups: Sequence[RunGroup]) -> list[Contrast]:
+    pairs = [(group, other) for group in groups for other in groups if _is_reference(group, other)]
+    if any(group.ranks > 1 for group, _ in pairs):  # one rank doesn't communicate
+        pairs = [(group, other) for group, other in pairs if other.ranks > 1]
     pairs.sort(key=lambda pair: (pair[0].kind == "serial", -pair[1].ranks))
-    found = [_contrast(cell, reference) for cell, reference in pairs]
-    made = [side for contrast in found for side in (contrast.sooner, contrast.better)]
-    corrected = holm([math.nan if side is None else side.p for side in made])
-    return [replace(one, p_sooner=corrected[2 * i], p_better=corrected[2 * i + 1]) for i, one in enumerate(found)]
+    contrasts = [_contrast(group, reference) for group, reference in pairs]
+    effects = [effect_ for contrast in contrasts for effect_ in (contrast.speedup, contrast.difference)]
+    corrected = holm([math.nan if effect_ is None else effect_.p for effect_ in effects])
+    return [replace(c, p_speedup=corrected[2 * i], p_difference=corrected[2 * i + 1]) for i, c in enumerate(contrasts)]
 
 
-def _are_compared(cell: Cell, other: Cell) -> bool:
-    """Tell whether `other` is the reference for `cell`: on as many ranks, or of one process with as large a batch."""
-    if other.name != cell.job.reference or cell.name == other.name or cell.virtual != other.virtual:
+def _is_reference(group: RunGroup, other: RunGroup) -> bool:
+    """Return whether `other` is the reference of `group`: the same number of ranks, or the same total batch for one
+    process."""
+    if other.name != group.job.reference or group.name == other.name or group.virtual != other.virtual:
         return False
-    if cell.kind == "serial":
-        return other.ranks > 1 and cell.total_batch is not None and cell.total_batch == other.total_batch
-    return cell.ranks == other.ranks
+    if group.kind == "serial":
+        return other.ranks > 1 and group.total_batch is not None and group.total_batch == other.total_batch
+    return group.ranks == other.ranks
 
 
-def _contrast(cell: Cell, reference: Cell) -> Contrast:
-    why, sooner, better = None, None, None
-    if cell.kind == "serial":
-        why = "it is a control of what is learnt; its time is in the section on scaling"
-    elif cell.seconds and reference.seconds:
-        sooner = ratio_of(reference.seconds, cell.seconds)
-        if max(sooner.high, 1 / sooner.low) - 1 < ROUNDING:
-            sooner = replace(sooner, mean=1.0, low=1.0, high=1.0, p=1.0)
-    elif cell.job.target is None:
-        why = "a side has no run that ended"
+def _contrast(group: RunGroup, reference: RunGroup) -> Contrast:
+    why, speedup, difference = None, None, None
+    if group.kind == "serial":
+        why = "a serial control compares metrics only; see its time under scaling"
+    elif group.seconds and reference.seconds:
+        speedup = ratio_of(reference.seconds, group.seconds)
+        if max(speedup.high, 1 / speedup.low) - 1 < ROUNDING:
+            speedup = replace(speedup, mean=1.0, low=1.0, high=1.0, p=1.0)
+    elif group.job.target is None:
+        why = "one of the groups has no finished run"
     else:
-        why = "not every run reached the target, and a ratio would leave those out that did not"
-    if cell.final and reference.final and not cell.diverged and not reference.diverged:
-        better = _difference(cell, reference)
-    return Contrast(cell, reference, sooner, better, why)
+        why = "not every run reached the target"
+    if group.final and reference.final and not group.diverged and not reference.diverged:
+        difference = _difference(group, reference)
+    return Contrast(group, reference, speedup, difference, why)
 
 
-def _difference(cell: Cell, reference: Cell) -> Effect:
-    """Estimate by how much the metric at the end is above the reference's."""
-    found = effect(cell.final, reference.final)
-    if not is_share(cell.job.metric):
-        return found
-    if cell.tested and cell.tested == reference.tested:
-        least = binomial_variance(abs(found.mean), cell.tested)
-        found = effect(cell.final, reference.final, least_variance=least)
-    return found.clipped(-1.0, 1.0)
+def _difference(group: RunGroup, reference: RunGroup) -> Effect:
+    """Estimate the difference of the final metric to the reference's."""
+    estimate = effect(group.final, reference.final)
+    if not is_share(group.job.metric):
+        return estimate
+    if group.tested and group.tested == reference.tested:
+        min_variance = binomial_variance(abs(estimate.mean), group.tested)
+        estimate = effect(group.final, reference.final, min_variance=min_variance)
+    return estimate.clipped(-1.0, 1.0)
 
 
 # --- over numbers of ranks --------------------------------------------------------------------------------------------
-def _scaling(cells: Iterable[Cell]) -> list[ScalingRow]:
+def _scaling(groups: Iterable[RunGroup]) -> list[ScalingRow]:
     rows = []
-    for cell in cells:
-        if cell.ranks == 1 or cell.total_batch is None or not cell.seconds_per_sample:
+    for group in groups:
+        if group.ranks == 1 or group.total_batch is None or not group.seconds_per_sample:
             continue
-        workers = cell.values("workers")[0]
-        for kind, batch in (("weak", cell.total_batch // workers), ("strong", cell.total_batch)):
-            # Runs of one rank with this batch: of the same name, or else of one process without extras.
-            alone = [other for other in cells if _is_alone(other, cell, batch) and other.seconds_per_sample]
-            if alone:
-                base = min(alone, key=lambda other: (other.name != cell.name, other.kind != "serial", len(other.name)))
-                rows.append(ScalingRow(kind, cell, base, ratio_of(base.seconds_per_sample, cell.seconds_per_sample)))
+        workers = group.values("workers")[0]
+        for kind, batch in (("weak", group.total_batch // workers), ("strong", group.total_batch)):
+            # One rank with this batch: the same strategy if possible, or a serial control.
+            bases = [other for other in groups if _is_scaling_base(other, group, batch) and other.seconds_per_sample]
+            if bases:
+                base = min(bases, key=lambda other: (other.name != group.name, other.kind != "serial", len(other.name)))
+                rows.append(ScalingRow(kind, group, base, ratio_of(base.seconds_per_sample, group.seconds_per_sample)))
     return rows
 
 
-def _is_alone(other: Cell, cell: Cell, batch: int) -> bool:
-    """Tell whether a cell is of one rank with this batch, and of the same kind of time as `cell`."""
-    same = other.virtual == cell.virtual and other.total_batch == batch
+def _is_scaling_base(other: RunGroup, group: RunGroup, batch: int) -> bool:
+    """Return whether `other` ran on one rank with this batch, with the same kind of clock as `group`."""
+    same = other.virtual == group.virtual and other.total_batch == batch
     return same and other.ranks == 1 and other.kind != "baseline"

@@ -1,4 +1,4 @@
-"""Say in a paragraph how runs were made and compared, for a paper; methods.txt.j2 has its sentences."""
+"""Write the methods paragraph of a paper about the runs, from the template methods.txt.j2."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import jinja2
 
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.analysis import Analysis
-from hpcdist.tools.statistics import LEAST_SEEDS
+from hpcdist.tools.statistics import MIN_SEEDS
 from hpcdist.version import __version__
 
 
 def methods(analysis: Analysis) -> str:
     """Write the paragraph: strategies, ranks, seeds, budget, network, statistics, versions, citation."""
-    job, cells = analysis.job, [cell for cell in analysis.cells if cell.ended]
-    runs = [one.run for cell in cells for one in cell.ended]
+    job, groups = analysis.job, [group for group in analysis.groups if group.ended]
+    runs = [item.run for group in groups for item in group.ended]
     starts = [run.start for run in runs if run.start]
     versions = {name: text for start in starts for name, text in start.versions.items() if text}
-    seeds = {tuple(sorted({one.seed for one in cell.ended})) for cell in cells}
-    tested = {cell.tested for cell in cells}
+    seeds = {tuple(sorted({item.seed for item in group.ended})) for group in groups}
+    tested = {group.tested for group in groups}
     budgets: list[Mapping[str, Any]] = [
-        job.budget or {"epochs": one.settings.get("epochs"), **(one.settings.get("budget") or {})} for one in runs
+        job.budget or {"epochs": item.settings.get("epochs"), **(item.settings.get("budget") or {})} for item in runs
     ]
-    budget = budgets[0] if budgets and all(one == budgets[0] for one in budgets) else {}
+    budget = budgets[0] if budgets and all(item == budgets[0] for item in budgets) else {}
     links = [start.virtual.get("network") for start in starts if start.virtual]
     steps = [start.virtual.get("compute") for start in starts if start.virtual]
     sign = "≥" if job.higher_is_better else "≤"
@@ -38,23 +38,25 @@ def methods(analysis: Analysis) -> str:
     text = environment.get_template("methods.txt.j2").render(
         job=job.name or "of these runs",
         is_sweep=job.is_sweep,
-        kinds=list(dict.fromkeys(f"“{cell.name}”" if "," in cell.name else cell.name for cell in cells)),
-        ranks=[str(ranks) for ranks in sorted({cell.ranks for cell in cells})] or ["1"],
+        kinds=list(dict.fromkeys(f"“{group.name}”" if "," in group.name else group.name for group in groups)),
+        ranks=[str(ranks) for ranks in sorted({group.ranks for group in groups})] or ["1"],
         seeds=list(map(str, seeds.pop())) if len(seeds) == 1 else [],
-        budget=[f"{wording.number(most)} {unit}" for unit, most in budget.items() if most is not None],
+        budget=[f"{wording.number(limit)} {unit}" for unit, limit in budget.items() if limit is not None],
         metric=job.metric,
         tested=tested.pop() if len(tested) == 1 else None,
         tuning=job.tuning,
         hosts={host for start in starts if not start.virtual for host in start.hosts},
-        links=[one for number, one in enumerate(links) if one not in links[:number]],
+        links=[item for number, item in enumerate(links) if item not in links[:number]],
         steps=list(
             dict.fromkeys(
-                ", ".join(f"{key} {of}" for key, of in one.items()) for one in steps if isinstance(one, Mapping)
+                ", ".join(f"{key} {setting}" for key, setting in item.items())
+                for item in steps
+                if isinstance(item, Mapping)
             )
         ),
         target="" if job.target is None else f"{sign} {wording.value(job.metric, job.target)}",
-        has_intervals=any(len(cell.ended) >= LEAST_SEEDS for cell in cells),
-        has_tests=any(one.better is not None and not math.isnan(one.better.p) for one in analysis.contrasts),
+        has_intervals=any(len(group.ended) >= MIN_SEEDS for group in groups),
+        has_tests=any(item.difference is not None and not math.isnan(item.difference.p) for item in analysis.contrasts),
         version=versions.pop("hpcdist", __version__),
         versions=[text if name == "mpi" else f"{name} {text}" for name, text in versions.items()],
     )

@@ -1,4 +1,4 @@
-"""Write a report: a page that needs nothing beside it; figures as SVG, PDF and PNG; every number as CSV and JSON."""
+"""Write a report: a self-contained web page, its figures as SVG, PDF and PNG, and all numbers as CSV and JSON."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pandas import DataFrame
 from pydantic_core import to_json
 
 from hpcdist.errors import require_packages
-from hpcdist.records import now, own_cores, writing
+from hpcdist.records import local_cores_of_host, now, writing
 from hpcdist.registry import catalogue
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.methods import methods
 from hpcdist.tools.report.results import JobRuns, Progress, read_jobs
-from hpcdist.tools.report.table import as_value, asked_of
+from hpcdist.tools.report.table import as_value, question_of
 from hpcdist.tools.report.verdict import Verdict, judge
 from hpcdist.version import __version__
 
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 TEMPLATE = "template.html.j2"
 VERSION = 2  # of runs.json
-SHOWN_REASONS = SHOWN_ROWS = 8  # the others are folded; so are longer tables, but for those of the answer
-# Of a figure in a file of its own: light or dark as its reader's system is.
+SHOWN_REASONS = SHOWN_ROWS = 8  # the others are folded, as are longer tables in other sections
+# Of a figure in a separate file: light or dark, as the reader's system prefers.
 STANDALONE = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3;background:#0f1419}}</style>"
 
 
 def read_runs(folder: str | Path) -> DataFrame:
-    """Read all runs of a folder into a pandas frame, a row each: those that failed, too.
+    """Read all runs of a folder into a pandas frame, one row each; runs without a result included.
 
-    Columns are the run's `job` and `comparison` (or sweep; the folder), its cell (`name`, `kind`, `ranks`, `virtual`),
-    `seed`, `folder` and `failure`; its cost
-    (`wall_s`, `samples`, `bytes_per_step`, ...); `metric.NAME` at the end; `time_to_target_s` and the like where a
-    comparison has a target; and `setting.KEY` for the settings in which runs differ.
+    Columns: `job` and `comparison` (or sweep; its folder); the group (`name`, `kind`, `ranks`, `virtual`); `seed`,
+    `folder` and `failure`; costs (`wall_s`, `samples`, `bytes_per_step`...); `metric.NAME` at the end;
+    `time_to_target_s`, `samples_to_target`... if a comparison has a target; and `setting.KEY` for settings that differ
+    between runs.
 
     Raises:
         ConfigError: there is no run.
@@ -61,13 +61,13 @@ def write(
     only: Collection[Path] | None = None,
     progress: Progress = lambda items, title: items,
 ) -> Path:
-    """Write the report on a comparison's folder, a sweep's, or any folders with these and single runs; return the page.
+    """Write the report on a comparison, a sweep, or any folders with runs in them; return the path of its page.
 
     Args:
-        output: folder for `index.html`, `figures`, `runs.csv` and `runs.json`; None is `report` in the first folder.
-        target: a metric and the value to be reached, where no comparison names them.
-        only: the runs' folders, see `read_jobs`; None: all.
-        progress: is given what takes a while, see `read_jobs`.
+        output: folder for `index.html`, `figures`, `runs.csv` and `runs.json`; None: `report` in the first folder.
+        target: a metric and the value to reach, unless a comparison has its own.
+        only: folders of the runs to read, see `read_jobs`; None: all.
+        progress: progress display, see `read_jobs`.
 
     Raises:
         ConfigError: there is no run, or matplotlib is not installed.
@@ -83,7 +83,7 @@ def write(
     output = folders[0] / "report" if output is None else output
     page = output / "index.html"
     with warnings.catch_warnings(), matplotlib.style.context(["default", STYLE]), writing(page):
-        # In names. A browser has them; only in the PNG and PDF files there is a box.
+        # Names may have other letters: browsers draw them, PNG and PDF files show a box.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         jobs = list(map(analyse, read_jobs(folders, target, only=only)))
         page.write_text(_page(jobs, ", ".join(map(str, folders)), output, progress), "utf-8")
@@ -91,10 +91,10 @@ def write(
 
 
 def _page(jobs: Sequence[Analysis], title: str, output: Path, progress: Progress) -> str:
-    """Write the figures and the numbers of jobs; return the page on them."""
-    runs = [one for analysis in jobs for one in analysis.job.runs]
-    for one in progress(runs, "reading steps"):
-        one.curves  # noqa: B018 - they are read on first use
+    """Write the figures and the numbers of all jobs; return the page's HTML."""
+    runs = [result for analysis in jobs for result in analysis.job.runs]
+    for result in progress(runs, "reading steps"):
+        result.curves  # noqa: B018 - read on first use
     parts = [_part(analysis, f"part-{number}-" * (number > 1)) for number, analysis in enumerate(jobs, 1)]
     drawn = _write_figures(output, [section for part in parts for section in part["sections"]], progress)
     rows = [row for analysis in jobs for row in analysis.rows]
@@ -102,61 +102,59 @@ def _page(jobs: Sequence[Analysis], title: str, output: Path, progress: Progress
         writer = csv.DictWriter(lines, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
         writer.writerows(rows)
-    of_jobs = [numbers(analysis, part["verdict"]) | part["numbers"] for analysis, part in zip(jobs, parts)]
-    content = {"version": VERSION, "jobs": of_jobs}
+    numbers_by_job = [numbers(analysis, part["verdict"]) | part["numbers"] for analysis, part in zip(jobs, parts)]
+    content = {"version": VERSION, "jobs": numbers_by_job}
     (output / "runs.json").write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
-    own = jobs[0].job.title
-    own = Path(own).name if own.endswith(".py") else own
+    heading = jobs[0].job.title
+    heading = Path(heading).name if heading.endswith(".py") else heading
     return _render(
-        f"{parts[0]['question']} {own}" if len(jobs) == 1 else f"Runs in {title}",
-        parts=parts,
-        drawn=drawn,
+        f"{parts[0]['question']} {heading}" if len(jobs) == 1 else f"Runs in {title}", parts=parts, drawn=drawn
     )
 
 
 def _part(analysis: Analysis, prefix: str) -> dict[str, Any]:
-    """Draw the part of the page on a job.
+    """Draw the part of the page about a job.
 
     Args:
-        prefix: of the names of sections and figures, which are unique in a page with several parts.
+        prefix: of the names of sections and figures, which must be unique in the page.
     """
     job = analysis.job
     if job.is_sweep:
         from hpcdist.tools.report.sweep import judge_sweep, read_sweep
         from hpcdist.tools.report.sweep_page import facts_of_sweep, sections_of_sweep
 
-        found = read_sweep(cast(Path, job.comparison))
+        swept = read_sweep(cast(Path, job.comparison))
         part: dict[str, Any] = {
             "question": "Which settings?",
-            "facts": facts_of_sweep(found),
-            "verdict": judge_sweep(found),
+            "facts": facts_of_sweep(swept),
+            "verdict": judge_sweep(swept),
         }
-        part |= {"sections": sections_of_sweep(found), "numbers": {"sweep": found}}
+        part |= {"sections": sections_of_sweep(swept), "numbers": {"sweep": swept}}
     else:
         part = {"question": "Which strategy?", "facts": _facts(job), "verdict": judge(analysis)}
         part |= {"sections": sections_of(analysis), "numbers": {}}
-    part["sections"] = [one.prefixed(prefix) for one in part["sections"]]
+    part["sections"] = [section.prefixed(prefix) for section in part["sections"]]
     part["methods"] = text = methods(analysis)
     part["numbers"] |= {"methods": text}
-    virtual = {one.virtual for one in job.runs}
+    virtual = {section.virtual for section in job.runs}
     part["virtual"] = "" if True not in virtual else "some" if False in virtual else "all"
     return part | {"name": job.section, "runs": len(job.runs), "prefix": prefix}
 
 
 def _write_figures(output: Path, sections: Sequence[Section], progress: Progress) -> dict[str, str]:
-    """Write all figures, several at a time; return them as elements of the page, by their names."""
-    figures = [figure for section in sections for of in section.figures.values() for figure in of]
+    """Write all figures in parallel; return their SVG elements by name."""
+    figures = [figure for section in sections for listed in section.figures.values() for figure in listed]
     (folder := output / "figures").mkdir(parents=True, exist_ok=True)
-    # The copies that a fork makes have the figures already, which would take longer to send than to draw.
-    context, (_, cores) = get_context("fork"), own_cores()
+    # Forked processes inherit the figures; pickling them would take longer than drawing.
+    context, (_, cores) = get_context("fork"), local_cores_of_host()
     with warnings.catch_warnings(), ProcessPoolExecutor(min(len(cores), 8), context, _drawn.extend, (figures,)) as pool:
-        # Those threads show progress, or compute, and do not draw.
+        # The other threads show progress or compute: safe to fork.
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         drawn = [pool.submit(_write_figure, number, folder) for number in range(len(figures))]
         return {figures[number].name: drawn[number].result() for number in progress(range(len(figures)), "drawing")}
 
 
-_drawn: list[ReportFigure] = []  # by a process of `_write_figures`
+_drawn: list[ReportFigure] = []  # in a process of `_write_figures`
 
 
 def _write_figure(number: int, folder: Path) -> str:
@@ -173,28 +171,28 @@ def _write_figure(number: int, folder: Path) -> str:
     with rc_context({"pdf.fonttype": 42}):  # TrueType, which journals ask for
         FigureCanvasPdf(figure.figure).print_pdf(folder / f"{figure.name}.pdf", metadata={"CreationDate": None})
     figure.figure.set(dpi=150, facecolor="white")
-    FigureCanvasAgg(figure.figure).print_png(folder / f"{figure.name}.png")  # savefig would draw it twice
+    FigureCanvasAgg(figure.figure).print_png(folder / f"{figure.name}.png")  # savefig would draw twice
     return text
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 def sections_of(analysis: Analysis) -> list[Section]:
-    """Draw all sections that have something to show, in their order; those of other packages last."""
+    """Draw all sections of the report by the plug-ins of `figures`, in their order; those without ORDER last."""
     from hpcdist.tools.report.figures.base import ReportFigure, ReportTable, Section
 
     sections = []
     kinds = catalogue("figures")
     plugins = [(name, kinds.load(name)) for name in kinds.available()]
-    for name, plugin in sorted(plugins, key=lambda one: (getattr(one[1], "ORDER", len(plugins)), one[0])):
+    for name, plugin in sorted(plugins, key=lambda named: (getattr(named[1], "ORDER", len(plugins)), named[0])):
         parts = list(plugin.draw(analysis))
         figures: dict[int | None, list[ReportFigure]] = {}
         for part in parts:
             if isinstance(part, ReportFigure):
                 figures.setdefault(part.ranks, []).append(part)
         tables = [part for part in parts if isinstance(part, ReportTable)]
-        remarks = [part for part in parts if isinstance(part, str)]
+        notes = [part for part in parts if isinstance(part, str)]
         if parts:
-            sections.append(Section(name, getattr(plugin, "TITLE", name), figures, tables, remarks))
+            sections.append(Section(name, getattr(plugin, "TITLE", name), figures, tables, notes))
     return sections
 
 
@@ -202,8 +200,8 @@ def _render(title: str, *, parts: Sequence[Mapping[str, Any]], drawn: Mapping[st
     """Render the page.
 
     Args:
-        parts: as `_part` returns them.
-        drawn: their figures, by their names.
+        parts: results of `_part`.
+        drawn: SVG elements of the figures, by name.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -227,58 +225,58 @@ def _render(title: str, *, parts: Sequence[Mapping[str, Any]], drawn: Mapping[st
 
 
 def _facts(job: JobRuns) -> dict[str, str]:
-    """List what was asked, for the page's head."""
-    runs, better = [one.run for one in job.runs], "higher" if job.higher_is_better else "lower"
+    """List the question's settings for the page's head."""
+    runs, better = [result.run for result in job.runs], "higher" if job.higher_is_better else "lower"
     target = wording.NONE if job.target is None else wording.value(job.metric, job.target)
-    found = {"metric": f"{job.metric} ({better} is better)", "target": target}
+    listed = {"metric": f"{job.metric} ({better} is better)", "target": target}
     if job.budget:
-        found["budget"] = ", ".join(f"{wording.number(v)} {unit}" for unit, v in job.budget.items())
-    found["held against"] = f"`{job.reference}`"
-    found["runs"] = f"{sum(run.ended for run in runs)} of {len(runs)} ended"
+        listed["budget"] = ", ".join(f"{wording.number(v)} {unit}" for unit, v in job.budget.items())
+    listed["reference"] = f"`{job.reference}`"
+    listed["runs"] = f"{sum(run.ended for run in runs)} of {len(runs)} ended"
     if days := sorted({run.start.started[:10] for run in runs if run.start}):
-        found["made"] = " to ".join(dict.fromkeys((days[0], days[-1])))
-    return found
+        listed["started"] = " to ".join(dict.fromkeys((days[0], days[-1])))
+    return listed
 
 
 # --- the numbers ------------------------------------------------------------------------------------------------------
 def numbers(analysis: Analysis, verdict: Verdict) -> dict[str, Any]:
-    """Collect all numbers on a job for JSON: runs with their curves, cells, contrasts, scaling, and the verdict."""
+    """Collect all numbers of a job for JSON: runs with curves, groups, comparisons, scaling, and the conclusion."""
     return {
-        **asked_of(analysis.job),
+        **question_of(analysis.job),
         "budget": analysis.job.budget,
         "verdict": verdict,
         "cells": [
-            {key: getattr(cell, key) for key in ("label", "name", "kind", "ranks", "virtual", "staleness")}
-            | {"runs": len(cell.runs), "ended": len(cell.ended), "reached": len(cell.seconds_to_target)}
-            | {"final": as_value(cell.final_mean)}
-            | {"seconds_to_target": as_value(cell.mean_seconds_to_target, "seconds_to_target")}
-            | {"seconds_by_rank": cell.times.to_dict("index")}
-            for cell in analysis.cells
+            {key: getattr(group, key) for key in ("label", "name", "kind", "ranks", "virtual", "staleness")}
+            | {"runs": len(group.runs), "ended": len(group.ended), "reached": len(group.seconds_to_target)}
+            | {"final": as_value(group.final_mean)}
+            | {"seconds_to_target": as_value(group.mean_seconds_to_target, "seconds_to_target")}
+            | {"seconds_by_rank": group.times.to_dict("index")}
+            for group in analysis.groups
         ],
         "contrasts": [
             {
-                "cell": contrast.cell.label,
+                "cell": contrast.group.label,
                 "reference": contrast.reference.label,
-                "times_sooner": contrast.sooner,
-                "times_sooner_p_corrected": contrast.p_sooner,
-                "metric_difference": contrast.better,
-                "metric_difference_p_corrected": contrast.p_better,
+                "times_sooner": contrast.speedup,
+                "times_sooner_p_corrected": contrast.p_speedup,
+                "metric_difference": contrast.difference,
+                "metric_difference_p_corrected": contrast.p_difference,
                 "why_no_ratio": contrast.why,
             }
             for contrast in analysis.contrasts
         ],
         "scaling": [
             {"kind": row.kind, "speedup": row.speedup, "efficiency": row.efficiency}
-            | {"cell": row.cell.label, "base": row.base.label}
+            | {"cell": row.group.label, "base": row.base.label}
             for row in analysis.scaling
         ],
         "runs": analysis.rows,
         "curves": {
-            str(one.run.folder): {
-                "losses": _points(one.curves.losses),
-                "evaluations": _points(one.curves.evaluations.drop(columns=["step", "epoch", "joules"])),
+            str(result.run.folder): {
+                "losses": _points(result.curves.losses),
+                "evaluations": _points(result.curves.evaluations.drop(columns=["step", "epoch", "joules"])),
             }
-            for one in analysis.job.runs
+            for result in analysis.job.runs
         },
     }
 

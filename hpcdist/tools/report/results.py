@@ -1,4 +1,4 @@
-"""Read the runs of a report: settings, numbers, curves, and where each rank's time went."""
+"""Read the runs of a report: settings, results, curves, and each rank's time by activity."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from hpcdist.records import Evaluation
 from hpcdist.tools.runs import COMPARISON, SWEEP, Run, Steps, find_runs, read_comparison
 from hpcdist.tools.statistics import first_reaching
 
-POINTS = 60  # of a curve of losses
+POINTS = 60  # of a loss curve
 PARTS = ("computing", "communicating", "waiting")  # of a rank's time
-LOWER_IS_BETTER = ("loss", "error", "rmse", "mse", "mae", "perplexity")  # parts of names of metrics
-Progress = Callable[[Sequence[Any], str], Iterable[Any]]  # yields all, under a title; may show how many it has yielded
+LOWER_IS_BETTER = ("loss", "error", "rmse", "mse", "mae", "perplexity")  # words in names of metrics
+Progress = Callable[[Sequence[Any], str], Iterable[Any]]  # wraps an iteration with a progress display under a title
 READING = "reading runs"
-REFERENCE = "allreduce"  # the strategy that others are compared with, where nobody says another
+REFERENCE = "allreduce"  # default strategy that others are compared with
 
 
 class RunCurves(NamedTuple):
-    """What the records of a run's steps show.
+    """Curves of a run, from the records of its steps.
 
     Attributes:
-        losses: moments of the run with samples, seconds, bytes that all ranks had sent and fetched, and the mean
-            training loss since the moment before.
-        evaluations: moments with the same and step, epoch, joules, `metric.NAME`.
-        times: seconds of each rank, in PARTS.
+        losses: points with samples, seconds, bytes (sent and fetched by all ranks), and the mean training loss since
+            the previous point.
+        evaluations: points with samples, seconds, bytes, step, epoch, joules, `metric.NAME`.
+        times: seconds of each rank by activity (PARTS).
     """
 
     losses: DataFrame
@@ -44,10 +44,10 @@ class RunCurves(NamedTuple):
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run.
+    """One run and its place in the comparison.
 
     Attributes:
-        name: of its cell: runs of one name, number of ranks and kind of time differ in their seeds.
+        name: of its group.
         kind: strategy, serial or baseline.
     """
 
@@ -60,7 +60,7 @@ class RunResult:
 
     @cached_property
     def curves(self) -> RunCurves:
-        """Read the records of all steps, on first use: a run may have millions.
+        """Return the curves; the first use reads the records of all steps, which may be millions.
 
         Raises:
             DataError: a file is damaged.
@@ -70,15 +70,15 @@ class RunResult:
 
 @dataclass(frozen=True)
 class JobRuns:
-    """All runs of a comparison, of a sweep, or all single runs of one job, and the question they answer.
+    """Runs that a report compares with each other: a comparison, a sweep, or all single runs of one job.
 
     Attributes:
-        name: of the job; None where no run has it written down.
+        name: of the job; None: not recorded.
         title: the job's file, or the folders.
-        target: of the metric; None where nobody set one.
-        reference: the name that others are compared with.
-        settings: in which runs differ: by dotted key, the values of the runs' folders.
-        comparison: the folder of the comparison or sweep; None for single runs.
+        target: value of the metric to reach; None: no target.
+        reference: name of the group that others are compared with.
+        settings: settings that differ between runs: values by folder, by dotted key.
+        comparison: folder of the comparison or sweep; None: single runs.
     """
 
     name: str | None
@@ -95,8 +95,8 @@ class JobRuns:
 
     @property
     def section(self) -> str:
-        """Return the name of these runs' part of a report that has several parts."""
-        name = self.name or "jobs that are not written down"
+        """Return the title of these runs' part of a report that has several parts."""
+        name = self.name or "unknown jobs"
         return name if self.comparison is None else f"{self.comparison} ({name})"
 
     @cached_property
@@ -105,25 +105,25 @@ class JobRuns:
 
     @cached_property
     def has_several_ranks(self) -> bool:
-        """Tell whether runs, but for those of one process, are on several numbers of ranks, or kinds of them."""
-        return len({(one.ranks, one.virtual) for one in self.runs if one.kind != "serial"}) > 1
+        """Return whether runs, except serial controls, differ in their number of ranks or in being virtual."""
+        return len({(result.ranks, result.virtual) for result in self.runs if result.kind != "serial"}) > 1
 
-    def reached(self, one: RunResult) -> Evaluation | None:
-        """Return the first evaluation that met the target; None if none did."""
-        moments = ((moment, moment.metrics.get(self.metric, math.nan)) for moment in one.run.evaluations)
+    def reached(self, result: RunResult) -> Evaluation | None:
+        """Return the run's first evaluation that met the target; None if none did."""
+        moments = ((moment, moment.metrics.get(self.metric, math.nan)) for moment in result.run.evaluations)
         return None if self.target is None else first_reaching(moments, self.target, self.higher_is_better)
 
-    def bytes_to_target(self, one: RunResult) -> float | None:
-        """Return what all ranks had sent and fetched when the target was met, by their step records."""
-        reached, known = self.reached(one), one.curves.evaluations
+    def bytes_to_target(self, result: RunResult) -> float | None:
+        """Return the bytes sent and fetched by all ranks until the target was reached."""
+        reached, known = self.reached(result), result.curves.evaluations
         return None if reached is None else float(known["bytes"][known["step"] == reached.step].iloc[0])
 
-    def row(self, one: RunResult) -> dict[str, Any]:
-        """Return all numbers of a run but those of its curves."""
-        summary, start = one.run.summary, one.run.start
+    def row(self, result: RunResult) -> dict[str, Any]:
+        """Return all values of a run, without curves, by column."""
+        run, summary, start = result.run, result.run.summary, result.run.start
         row: dict[str, Any] = {"job": self.name, "comparison": self.comparison and str(self.comparison)}
-        row |= {key: getattr(one, key) for key in ("name", "kind", "ranks", "virtual", "seed")}
-        row |= {"folder": str(one.run.folder), "failure": one.run.failure, "changes": "; ".join(one.run.changes)}
+        row |= {key: getattr(result, key) for key in ("name", "kind", "ranks", "virtual", "seed")}
+        row |= {"folder": str(run.folder), "failure": run.failure, "changes": "; ".join(run.changes)}
         if start is not None:
             row |= {key: getattr(start, key) for key in ("started", "ended", "commit", "dirty")}
             row |= {"hosts": " ".join(dict.fromkeys(start.hosts))}
@@ -131,7 +131,7 @@ class JobRuns:
         if summary is not None:
             row |= {f"metric.{name}": value for name, value in summary.metrics.items()}
             if self.target is not None:
-                reached = self.reached(one)
+                reached = self.reached(result)
                 spent = {"time_to_target_s": "seconds"} | {f"{n}_to_target": n for n in ("samples", "joules")}
                 row |= {key: None if reached is None else getattr(reached, name) for key, name in spent.items()}
             same = ("strategy", "stages", "workers", "samples", "wall_s", "bytes_per_step", "messages_per_step")
@@ -140,7 +140,7 @@ class JobRuns:
             row["bubble"] = sum(summary.bubbles) / summary.stages if summary.bubbles else None
             row |= {"staleness_mean": summary.staleness.mean, "staleness_max": summary.staleness.max}
             row |= {"joules": summary.energy.joules, "joules_per_sample": summary.joules_per_sample}
-        return row | {f"setting.{key}": of.get(one.run.folder) for key, of in self.settings.items()}
+        return row | {f"setting.{key}": values.get(run.folder) for key, values in self.settings.items()}
 
 
 def read_jobs(
@@ -150,69 +150,66 @@ def read_jobs(
     only: Collection[Path] | None = None,
     progress: Progress = lambda items, title: items,
 ) -> list[JobRuns]:
-    """Read the runs in folders, at any depth, as `hpcdist runs` groups them: single runs by their jobs, by their names,
-    then each comparison and each sweep.
+    """Read the runs in folders, at any depth: single runs grouped by job, then each comparison and each sweep.
 
-    Each of these answers a question of its own, with its own metric and reference, and names runs by the settings that
-    differ in it.
+    Each `JobRuns` has its own metric and reference, and names runs by the settings in which they differ.
 
     Args:
-        target: a metric and the value of it to be reached, for the jobs with that metric, before the one that a
-            comparison names.
-        only: the runs' folders; None: all.
-        progress: is given the runs, and yields each when it is to be read, such as `console.tracked`.
+        target: a metric and the value to reach, for all jobs with that metric; it overrides a comparison's.
+        only: folders of the runs to read; None: all.
+        progress: wraps the iteration over runs with a progress display, such as `console.tracked`.
 
     Raises:
-        ConfigError: there is no such folder, no run, or none has the target's metric.
+        ConfigError: a folder is missing, has no runs, or no run has the target's metric.
         DataError: a file is damaged.
     """
     for folder in folders:
         if not folder.is_dir():
-            raise ConfigError(f"FOLDER must be a folder with runs in it; got {folder}, which is no folder.")
+            raise ConfigError(f"FOLDER must be a folder with runs in it; got {folder}, which is not a folder.")
     groups: dict[Path | None, list[Path]] = {folder: [] for folder in folders if (folder / COMPARISON).exists()}
     for run, comparison in find_runs(folders).items():
         if only is None or run in only:
             groups.setdefault(comparison, []).append(run)
-    found: list[JobRuns] = []
+    jobs: list[JobRuns] = []
     for comparison in sorted(groups, key=lambda folder: str(folder or "")):
         plan = None if comparison is None else read_comparison(comparison)
         if comparison is None or plan is None:
-            found += _loose(groups[comparison], ", ".join(map(str, folders)), progress)
+            jobs += _loose(groups[comparison], ", ".join(map(str, folders)), progress)
         elif only is None or groups[comparison]:
-            found.append(_comparison(comparison, plan, only, progress))
-    if not any(one.run.ended or job.comparison for job in found for one in job.runs):
-        if damages := [one.run.damage for job in found for one in job.runs if one.run.damage]:
+            jobs.append(_comparison(comparison, plan, only, progress))
+    if not any(result.run.ended or job.comparison for job in jobs for result in job.runs):
+        if damages := [result.run.damage for job in jobs for result in job.runs if result.run.damage]:
             raise DataError(damages[0])
         raise ConfigError(
-            f"folders must hold a run that has ended; got none in {', '.join(map(str, folders))}. A run writes "
+            f"folders must hold a finished run; got none in {', '.join(map(str, folders))}. A run writes "
             "summary.json at its end."
         )
     if target is None:
-        return found
+        return jobs
     name, value = target
-    known = [{key for one in job.runs if one.run.summary for key in one.run.summary.metrics} for job in found]
+    known = [{key for result in job.runs if result.run.summary for key in result.run.summary.metrics} for job in jobs]
     if not any(name in metrics for metrics in known):
         raise ConfigError(
             f"--target must name a metric of the runs, {', '.join(sorted(set().union(*known)))}; got {name}."
         )
-    for number, (job, metrics) in enumerate(zip(found, known, strict=True)):
+    for number, (job, metrics) in enumerate(zip(jobs, known, strict=True)):
         if name in metrics:
             better = job.higher_is_better if name == job.metric else is_higher_better(name)
-            found[number] = replace(job, metric=name, target=value, higher_is_better=better)
-    return found
+            jobs[number] = replace(job, metric=name, target=value, higher_is_better=better)
+    return jobs
 
 
 def is_higher_better(metric: str) -> bool:
-    """Guess by a metric's name whether more of it is better."""
+    """Guess from a metric's name whether larger is better."""
     return not any(part in metric.lower() for part in LOWER_IS_BETTER)
 
 
 def _comparison(folder: Path, plan: Mapping[str, Any], only: Collection[Path] | None, progress: Progress) -> JobRuns:
     try:
         is_virtual = bool(plan.get("virtual"))
-        wanted = [run for run in plan["runs"] if only is None or folder / run["folder"] in only]
-        runs = [_run(folder / run["folder"], run, is_virtual) for run in progress(wanted, READING)]
-        metric = plan["metric"] or _first_metric(runs)  # a script says none before it has run
+        selected = [run for run in plan["runs"] if only is None or folder / run["folder"] in only]
+        runs = [_run(folder / run["folder"], run, is_virtual) for run in progress(selected, READING)]
+        metric = plan["metric"] or _first_metric(runs)  # empty for a script
         known = is_higher_better(metric)
         return JobRuns(
             name=Path(plan["job"]).stem,
@@ -229,42 +226,42 @@ def _comparison(folder: Path, plan: Mapping[str, Any], only: Collection[Path] | 
         )
     except KeyError as error:
         raise DataError(
-            f"{folder / COMPARISON} must be what `hpcdist compare` writes; got {type(error).__name__}: {error}. Make "
-            "it again."
+            f"{folder / COMPARISON} must be written by `hpcdist compare`; got {type(error).__name__}: {error}. Run it "
+            "again."
         ) from None
 
 
 def _loose(folders: Sequence[Path], title: str, progress: Progress) -> list[JobRuns]:
-    found = [_run(folder) for folder in progress(folders, READING)]
-    return [_of_job(job, title, runs) for job, runs in _by_job(found).items()]
+    results = [_run(folder) for folder in progress(folders, READING)]
+    return [_of_job(job, title, runs) for job, runs in _by_job(results).items()]
 
 
 def _by_job(runs: Sequence[RunResult]) -> dict[str | None, list[RunResult]]:
-    """Group runs by their job; its name is that of its file, or its path where files of several jobs have one name.
+    """Group runs by job, named by the stem of its file, or by the path if stems repeat.
 
-    Files of one path, or of the same content, are one job: it may be edited, or named from another folder.
+    Files with the same path or the same content are the same job: a job may be edited, or run from another folder.
     """
-    first: dict[str, str] = {}  # by path, and by checksum: the first path of the job
-    for one in runs:
-        if one.run.record is not None:
-            path, checksum = one.run.record.job.path, one.run.record.job.sha256
+    first: dict[str, str] = {}  # first path of each job, by path and by checksum
+    for result in runs:
+        if result.run.record is not None:
+            path, checksum = result.run.record.job.path, result.run.record.job.sha256
             first[path] = first[checksum] = first.get(path) or first.get(checksum) or path
     stems = Counter(Path(path).stem for path in set(first.values()))
     groups: dict[str | None, list[RunResult]] = {}
-    for one in runs:
-        known = None if one.run.record is None else first[one.run.record.job.path]
+    for result in runs:
+        known = None if result.run.record is None else first[result.run.record.job.path]
         name = known if known is None or stems[Path(known).stem] > 1 else Path(known).stem
-        groups.setdefault(name, []).append(one)
+        groups.setdefault(name, []).append(result)
     return dict(sorted(groups.items(), key=lambda group: (group[0] is None, group[0] or "")))
 
 
-def _of_job(job: str | None, title: str, found: Sequence[RunResult]) -> JobRuns:
-    """Name a job's runs: one cell are those that have the same settings, but for the seed."""
-    settings = _settings(found)
-    runs = [replace(one, name=_name(one, settings)) for one in found]
+def _of_job(job: str | None, title: str, results: Sequence[RunResult]) -> JobRuns:
+    """Name the single runs of a job: runs with the same settings but the seed form a group."""
+    settings = _settings(results)
+    runs = [replace(result, name=_name(result, settings)) for result in results]
     metric = _first_metric(runs)
-    beside = Counter(one.ranks for one in runs)  # a reference on as many ranks as most others
-    ordered = sorted(runs, key=lambda one: (not one.run.ended, one.run.strategy != REFERENCE, -beside[one.ranks]))
+    n_by_ranks = Counter(result.ranks for result in runs)  # the reference is on the most frequent number of ranks
+    ordered = sorted(runs, key=lambda r: (not r.run.ended, r.run.strategy != REFERENCE, -n_by_ranks[r.ranks]))
     return JobRuns(
         name=job,
         title=title,
@@ -277,43 +274,46 @@ def _of_job(job: str | None, title: str, found: Sequence[RunResult]) -> JobRuns:
 
 
 def _first_metric(runs: Sequence[RunResult]) -> str:
-    metrics = [name for one in runs if one.run.summary for name in one.run.summary.metrics]
+    metrics = [name for result in runs if result.run.summary for name in result.run.summary.metrics]
     return next((name for name in metrics if name != "loss"), "loss")
 
 
 def _settings(runs: Sequence[RunResult]) -> dict[str, dict[Path, str]]:
-    found = differing({one.run.folder: one.run.settings for one in runs if one.run.start})
-    return {key: values for key, values in found.items() if key.rpartition(".")[2] != "seed"}
+    different = differing({result.run.folder: result.run.settings for result in runs if result.run.start})
+    return {key: values for key, values in different.items() if key.rpartition(".")[2] != "seed"}
 
 
-def _name(one: RunResult, settings: Mapping[str, Mapping[Path, str]]) -> str:
-    """Name a run by its strategy and the settings in which it differs from others of its job."""
+def _name(result: RunResult, settings: Mapping[str, Mapping[Path, str]]) -> str:
+    """Name a run by its strategy and the settings in which it differs from other runs of the job."""
     values = []
-    for key, of in settings.items():
-        if of.get(one.run.folder, "null") != "null":  # `splits`, or `compression` of `strategy.compression.name`
+    for key, values_by_folder in settings.items():
+        if (
+            values_by_folder.get(result.run.folder, "null") != "null"
+        ):  # last part of the key: `splits`; `compression` for `strategy.compression.name`
             parts = key.split(".")
-            values.append(f"{parts[-2] if parts[-1] == 'name' and len(parts) > 1 else parts[-1]} {of[one.run.folder]}")
-    return one.name + (f" ({', '.join(values)})" if values else "")
+            part = parts[-2] if parts[-1] == "name" and len(parts) > 1 else parts[-1]
+            values.append(f"{part} {values_by_folder[result.run.folder]}")
+    return result.name + (f" ({', '.join(values)})" if values else "")
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
 def _run(folder: Path, planned: Mapping[str, Any] | None = None, is_virtual: bool = False) -> RunResult:
-    run = Run(folder, follow=True)  # a damaged one is shown with the reason, and hides no other
+    run = Run(folder, follow=True)  # reports a damaged run without raising
     if planned is None:
         known = run.summary or run.start
         seed = run.settings.get("seed") if run.summary is None else run.summary.seed
         ranks = known.ranks if known else 0
         planned = {"name": run.strategy or "unknown", "kind": "strategy", "ranks": ranks, "seed": seed}
     virtual = is_virtual or bool(run.start and run.start.virtual)
-    one = RunResult(run, **{key: planned[key] for key in ("name", "kind", "ranks", "seed")}, virtual=virtual)
-    # A run that went on with other settings is not of the others' kind.
-    return replace(one, name=f"{one.name} ({'; '.join(run.changes)})") if run.changes else one
+    result = RunResult(run, **{key: planned[key] for key in ("name", "kind", "ranks", "seed")}, virtual=virtual)
+    # A run that was resumed with other settings forms its own group.
+    return replace(result, name=f"{result.name} ({'; '.join(run.changes)})") if run.changes else result
 
 
 def _curves(run: Run) -> RunCurves:
     steps = Steps(run.folder)
     steps.read()
-    records = {name: column.to_numpy() for name, column in steps.frame.items()}  # numpy's sums: pandas' are far slower
+    records = {name: column.to_numpy() for name, column in steps.frame.items()}  # pandas' sums are far slower
     ranks, number = np.unique(records["rank"], return_inverse=True)
     works = np.isin(records["rank"], records["rank"][records["samples"] > 0])
     last = records["step"][works].max(initial=0)
@@ -321,13 +321,13 @@ def _curves(run: Run) -> RunCurves:
     sent_by_rank = [np.concatenate([[0], sent[number == i].cumsum()]) for i in range(len(ranks))]
 
     def bytes_at(step: np.ndarray) -> np.ndarray:
-        """Return the bytes that all ranks had sent and fetched by a step of the workers; NaN where none is recorded.
+        """Return the bytes that all ranks had sent and fetched by a step of the workers; NaN without records.
 
-        A server's steps are of another number: it is taken to be as far as the workers.
+        Server ranks count other steps: their progress is taken as proportional to the workers'.
         """
         part = np.minimum(1.0, step / last) if last else np.zeros(len(step))
-        found = [of_rank[np.round(part * (len(of_rank) - 1)).astype(int)] for of_rank in sent_by_rank]
-        return np.sum(found, axis=0, dtype=float) if last else np.full(len(step), math.nan)
+        by_rank = [of_rank[np.round(part * (len(of_rank) - 1)).astype(int)] for of_rank in sent_by_rank]
+        return np.sum(by_rank, axis=0, dtype=float) if last else np.full(len(step), math.nan)
 
     times = {part: np.bincount(number, records[f"{part}_s"], len(ranks)) for part in PARTS}
     return RunCurves(
@@ -340,13 +340,13 @@ def _curves(run: Run) -> RunCurves:
 def _losses(
     run: Run, records: Mapping[Any, np.ndarray], total: int, last: int, bytes_at: Callable[[np.ndarray], np.ndarray]
 ) -> DataFrame:
-    """Average the training loss over some steps at a time.
+    """Average the training loss over blocks of steps.
 
     Args:
         total: samples of all workers.
-        last: their last step.
+        last: last step of the workers.
     """
-    known = [(0, 0.0), *((one.samples, one.seconds) for one in run.evaluations)]
+    known = [(0, 0.0), *((result.samples, result.seconds) for result in run.evaluations)]
     if run.summary is not None and total > known[-1][0]:
         known.append((total, run.summary.wall_s))
     step, samples, loss = (
@@ -354,14 +354,14 @@ def _losses(
     )
     count = max(1, min(POINTS, last))
     number = np.minimum((step - 1) * count // max(1, last), count - 1).astype(int)
-    there, sums = np.unique(number), np.bincount(number, samples, count)
-    trained = sums[there].cumsum().astype(int)
+    filled, sums = np.unique(number), np.bincount(number, samples, count)
+    trained = sums[filled].cumsum().astype(int)
     points = DataFrame(
         {
             "samples": trained,
             "seconds": np.interp(trained, *np.transpose(known)),
-            "bytes": bytes_at((there + 1) * last // count),
-            "loss": np.bincount(number, loss * samples, count)[there] / sums[there],
+            "bytes": bytes_at((filled + 1) * last // count),
+            "loss": np.bincount(number, loss * samples, count)[filled] / sums[filled],
         }
     )
     return points[trained <= known[-1][0]]

@@ -12,52 +12,51 @@ from hpcdist.tools.report.figures.base import COLOURS, WIDTH, ReportFigure, Repo
 from hpcdist.tools.report.sweep import LEAST, SweptSettings, SweptTrial, described
 
 
-def facts_of_sweep(found: SweptSettings) -> dict[str, str]:
-    """List what was asked, for the page's head."""
+def facts_of_sweep(swept: SweptSettings) -> dict[str, str]:
+    """List the sweep's settings for the page's head."""
     return {
-        "metric": f"{found.metric} ({'higher' if found.higher_is_better else 'lower'} is better)",
-        "strategy": f"`{found.strategy}` on {wording.count(found.ranks, 'rank')}",
-        "sampler": found.sampler,
-        "pruner": found.pruner,
-        "trials": f"{len(found.complete)} of {len(found.trials)} with the whole budget",
+        "metric": f"{swept.metric} ({'higher' if swept.higher_is_better else 'lower'} is better)",
+        "strategy": f"`{swept.strategy}` on {wording.count(swept.ranks, 'rank')}",
+        "sampler": swept.sampler,
+        "pruner": swept.pruner,
+        "trials": f"{len(swept.complete)} of {len(swept.trials)} with the whole budget",
     }
 
 
-def sections_of_sweep(found: SweptSettings) -> list[Section]:
-    """Draw all sections of the page."""
-    figures = [_over(found, number, axis) for number, axis in enumerate(found.space, 1)] if found.complete else []
-    parallel = [_parallel(found)] if len(found.space) > 1 and found.complete else []
-    shares = [[key, f"{100 * share:.0f} %"] for key, share in found.importance.items()]
+def sections_of_sweep(swept: SweptSettings) -> list[Section]:
+    figures = [_over(swept, number, axis) for number, axis in enumerate(swept.space, 1)] if swept.complete else []
+    parallel = [_parallel(swept)] if len(swept.space) > 1 and swept.complete else []
+    shares = [[key, f"{100 * share:.0f} %"] for key, share in swept.importance.items()]
     remark = (
-        "Importance is the share of the differences between complete trials that a setting explains alone (fANOVA, "
-        f"Hutter et al. 2014). It needs Optuna, and at least {LEAST} complete trials."
+        "Importance is the share of the variance between complete trials that a setting alone explains (fANOVA, Hutter "
+        f"et al. 2014). It needs Optuna and {LEAST} or more complete trials."
     )
     importance = [ReportTable("Importance", ["setting", "share"], shares)] if shares else []
-    others = [_row(found, trial) for trial in found.trials if trial.state != "complete" and trial.settings]
-    sections = [Section("answer", "The best first", {}, [_table(found)], [])]
+    others = [_row(swept, trial) for trial in swept.trials if trial.state != "complete" and trial.settings]
+    sections = [Section("answer", "The best first", {}, [_table(swept)], [])]
     if figures:
         title = "Which settings matter"
         sections.append(Section("settings", title, {None: [*figures, *parallel]}, importance, [remark]))
     if others:
-        heads = ["trial", "state", *(axis.key for axis in found.space), "samples", f"last {found.metric}"]
-        said = f"Runs that `{found.pruner}` cut show the metric of their last evaluation."
+        heads = ["trial", "state", *(axis.key for axis in swept.space), "samples", f"last {swept.metric}"]
+        note = f"Runs that `{swept.pruner}` cut show the metric of their last evaluation."
         sections.append(
-            Section("others", "Trials that were cut, or failed", {}, [ReportTable("Trials", heads, others)], [said])
+            Section("others", "Trials that were cut, or failed", {}, [ReportTable("Trials", heads, others)], [note])
         )
     return sections
 
 
-def _table(found: SweptSettings) -> ReportTable:
-    heads = ["place", *(axis.key for axis in found.space), found.metric, "samples", "folder"]
+def _table(swept: SweptSettings) -> ReportTable:
+    heads = ["place", *(axis.key for axis in swept.space), swept.metric, "samples", "folder"]
     rows = []
-    for place, trial in enumerate(found.complete, 1):
-        value = wording.value(found.metric, trial.measured)
-        rows.append([str(place), *trial.settings.values(), value, _samples(trial), trial.folders[0]])
+    for rank, trial in enumerate(swept.complete, 1):
+        value = wording.value(swept.metric, trial.measured)
+        rows.append([str(rank), *trial.settings.values(), value, _samples(trial), trial.folders[0]])
     return ReportTable("Trials with the whole budget, the best first", heads, rows)
 
 
-def _row(found: SweptSettings, trial: SweptTrial) -> list[str]:
-    value = wording.NONE if trial.value is None else wording.value(found.metric, trial.value)
+def _row(swept: SweptSettings, trial: SweptTrial) -> list[str]:
+    value = wording.NONE if trial.value is None else wording.value(swept.metric, trial.value)
     return [str(trial.number), trial.state, *trial.settings.values(), _samples(trial), value]
 
 
@@ -65,11 +64,11 @@ def _samples(trial: SweptTrial) -> str:
     return wording.NONE if trial.samples is None else wording.number(trial.samples)
 
 
-def _over(found: SweptSettings, number: int, axis: Axis) -> ReportFigure:
+def _over(swept: SweptSettings, number: int, axis: Axis) -> ReportFigure:
     key, values = axis.key, list(axis.values)
     figure, axes = axes_of(2.6)
     for fill, state in (("none", "cut"), (COLOURS[0], "complete")):
-        trials = found.known(state)
+        trials = swept.known(state)
         x = [values.index(one.settings[key]) if values else float(one.settings[key]) for one in trials]
         y = [one.measured for one in trials]
         if trials:
@@ -84,29 +83,29 @@ def _over(found: SweptSettings, number: int, axis: Axis) -> ReportFigure:
         axes.xaxis.set_major_formatter(lambda number, _: f"{number:g}")
         axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(key)
-    axes.set_ylabel(found.metric)
+    axes.set_ylabel(swept.metric)
     axes.legend(fontsize=9)
-    best = found.complete[0]
-    said = [f"the best trial has {key} {best.settings[key]} and {wording.value(found.metric, best.measured)}"]
-    return ReportFigure(f"setting-{number}", f"{wording.capital(found.metric)} over {key}", said, figure)
+    best = swept.complete[0]
+    alt_text = [f"the best trial has {key} {best.settings[key]} and {wording.value(swept.metric, best.measured)}"]
+    return ReportFigure(f"setting-{number}", f"{wording.capital(swept.metric)} over {key}", alt_text, figure)
 
 
-def _parallel(found: SweptSettings) -> ReportFigure:
-    """Draw each trial as a line through its settings and its metric: parallel coordinates."""
+def _parallel(swept: SweptSettings) -> ReportFigure:
+    """Draw parallel coordinates: each trial is a line through its settings and its metric."""
     figure, axes = axes_of(3.0)
-    figure.set_figwidth(max(WIDTH, 1.2 * (len(found.space) + 1)))
-    complete = found.complete
+    figure.set_figwidth(max(WIDTH, 1.2 * (len(swept.space) + 1)))
+    complete = swept.complete
     low, high = sorted((complete[-1].measured, complete[0].measured))
     for rank, trial in reversed(list(enumerate(complete))):
-        y = [axis.place(trial.settings[axis.key]) for axis in found.space]
+        y = [axis.position(trial.settings[axis.key]) for axis in swept.space]
         y.append((trial.measured - low) / (high - low) if high > low else 0.5)
         style: Any = {"color": COLOURS[1], "linewidth": 2.4} if rank == 0 else {"color": COLOURS[0], "alpha": 0.45}
         axes.plot(range(len(y)), y, **style)
-    names = [*(_labelled(axis) for axis in found.space), f"{found.metric}\n{low:.4g} to {high:.4g}"]
+    names = [*(_labelled(axis) for axis in swept.space), f"{swept.metric}\n{low:.4g} to {high:.4g}"]
     axes.set_xticks(range(len(names)), names, fontsize=9)
     axes.set_yticks([0, 1], ["low", "high"])
-    said = [f"{described(complete[0])}: the best".replace("`", "")]
-    return ReportFigure("parallel", "Settings and metric of each complete trial; the best stands out", said, figure)
+    alt_text = [f"{described(complete[0])}: the best".replace("`", "")]
+    return ReportFigure("parallel", "Settings and metric of each complete trial; the best stands out", alt_text, figure)
 
 
 def _labelled(axis: Axis) -> str:

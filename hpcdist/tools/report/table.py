@@ -1,4 +1,4 @@
-"""The table of a report: a row for each kind of run; the runs of a kind differ in their seeds."""
+"""The table of a report: a row per group of runs."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from pandas import DataFrame
 from hpcdist.errors import UnknownNameError
 from hpcdist.tools import console
 from hpcdist.tools.report import wording
-from hpcdist.tools.report.analysis import Analysis, Cell
+from hpcdist.tools.report.analysis import Analysis, RunGroup
 from hpcdist.tools.report.methods import methods
 from hpcdist.tools.report.results import JobRuns, is_higher_better
 from hpcdist.tools.report.verdict import Verdict, judge
-from hpcdist.tools.statistics import LEAST_SEEDS, Interval, ratio_of
+from hpcdist.tools.statistics import MIN_SEEDS, Interval, ratio_of
 
-# Columns that are shown without --columns if they say anything, the most important ones first: those before the metric,
-# those behind it, and those behind all other metrics.
+# Columns shown by default if they hold information, the most important first: before the metric, behind it, and behind
+# all other metrics.
 BEFORE = ("name", "ranks", "stages", "runs")
 AFTER = ("time_to_target_s", "samples_per_s", "speedup", "wall_s")
 LAST = ("staleness_mean", "staleness_max", "bytes_per_step", "waiting_s", "bubble", "joules", "skipped", "dropped")
 HIGHER_IS_BETTER = ("samples_per_s", "speedup", "samples")
-LEFT_OUT = ("job", "comparison", "failure")  # of what a run has in `runs.csv`: the table's title tells them
-LISTED = 3  # different texts of the runs of a kind; more are counted
-SEPARATORS, LEAST_CUT = "/(=, ", 4  # behind which texts are cut, and by how many characters at least
+LEFT_OUT = ("job", "comparison", "failure")  # columns of `runs.csv` that the table's title holds
+LISTED = 3  # different texts listed for a group; more are counted
+SEPARATORS, LEAST_CUT = "/(=, ", 4  # where common prefixes end, and their minimal length
 LATEX = str.maketrans(
     {mark: f"\\{mark}" for mark in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\N{NO-BREAK SPACE}": "~"}
     | {"−": "$-$", "±": r"$\pm$", "≥": r"$\ge$", "≤": r"$\le$", "→": r"$\to$", "µ": r"$\mu$"}
 )
-Entry = tuple[Interval | float | str | None, str]  # a value, for JSON and CSV, and what a terminal shows of it
+Entry = tuple[Interval | float | str | None, str]  # the value, for JSON and CSV, and its text for a terminal
 
 
 @dataclass(frozen=True)
 class JobTable:
-    """The table on one job: a row for each kind of run, an entry by the name of its column."""
+    """The table of one job: a dict per group, from column to entry."""
 
     analysis: Analysis
     rows: Sequence[Mapping[str, Entry]]
@@ -50,56 +50,54 @@ class JobTable:
 def tables(
     jobs: Sequence[Analysis], names: Sequence[str] | None = None, sort: str | None = None, *, every: bool = False
 ) -> list[JobTable]:
-    """Make a table for each job.
+    """Create a table for each job.
 
     Args:
-        names: of the columns, without `metric.` and `setting.`, too; None: those that matter most, or all if `every`.
-        sort: the column that rows are sorted by, the best first; None: by ranks, kind and name,
-            or a sweep's by the metric.
+        names: columns; `metric.` and `setting.` may be omitted. None: the most important ones, or all if `every`.
+        sort: column to sort by, the best first; None: by ranks, kind and name, or a sweep's by the metric.
 
     Raises:
         UnknownNameError: no job has such a column.
     """
-    of_jobs = [_rows(analysis) for analysis in jobs]
-    known = {_short(name): name for rows in reversed(of_jobs) for row in rows[:1] for name in reversed(row)}
+    rows_by_job = [_rows(analysis) for analysis in jobs]
+    known = {_short(name): name for rows in reversed(rows_by_job) for row in rows[:1] for name in reversed(row)}
 
-    def named(option: str, name: str) -> str:
+    def full_name(option: str, name: str) -> str:
         if _short(name) not in known:
             raise UnknownNameError(option, name, known)
         return known[_short(name)]
 
-    wanted = None if names is None else [named("--columns", name) for name in names]
-    key = None if sort is None else named("--sort", sort)
-    found = []
-    for analysis, rows in zip(jobs, of_jobs, strict=True):
+    requested = None if names is None else [full_name("--columns", name) for name in names]
+    key = None if sort is None else full_name("--sort", sort)
+    created = []
+    for analysis, rows in zip(jobs, rows_by_job, strict=True):
         columns = list(rows[0]) if rows else []
-        shown = wanted or [name for name in columns if every or _is_shown(name, rows, analysis.job)]
-        first = key or (f"metric.{analysis.job.metric}" if analysis.job.is_sweep else None)
-        if first in columns:
-            rows.sort(key=partial(_place, first, analysis.job))
-        found.append(JobTable(analysis, [{name: row[name] for name in shown if name in row} for row in rows]))
-    return found
+        selected = requested or [name for name in columns if every or _is_default(name, rows, analysis.job)]
+        sorted_by = key or (f"metric.{analysis.job.metric}" if analysis.job.is_sweep else None)
+        if sorted_by in columns:
+            rows.sort(key=partial(_sort_key, sorted_by, analysis.job))
+        created.append(JobTable(analysis, [{name: row[name] for name in selected if name in row} for row in rows]))
+    return created
 
 
-def show(found: Sequence[JobTable]) -> None:
-    """Show tables on the terminal, or write them to the file that standard output is."""
-    for table in found:
+def show(tables_: Sequence[JobTable]) -> None:
+    for table in tables_:
         heads = _heads(table)
         texts = {name: [row[name][1] for row in table.rows] for name in table.rows[0]}
         left = [name for name, (value, _) in table.rows[0].items() if isinstance(value, (str, bool))]
         for name in left:
-            common, texts[name] = _cut(texts[name])
+            common, texts[name] = _cut_prefix(texts[name])
             heads[name] += f"\n{common}" if common else ""
         rows = [dict(zip(texts, row)) for row in zip(*texts.values())]
-        title = f"{table.analysis.job.comparison}: " if table.analysis.job.comparison and len(found) > 1 else ""
-        console.rows(title + _title(table.analysis), rows, heads=heads, left=left, option="--columns")
-        if len(table.analysis.cells) > 1:
+        title = f"{table.analysis.job.comparison}: " if table.analysis.job.comparison and len(tables_) > 1 else ""
+        console.rows(title + _title(table.analysis), rows, heads=heads, left_aligned=left, option="--columns")
+        if len(table.analysis.groups) > 1:
             console.line(answer(table.analysis).headline)
             console.line("")
 
 
 def answer(analysis: Analysis) -> Verdict:
-    """Judge the runs of a job, or of a sweep."""
+    """Return the conclusion on the runs of a job, or of a sweep."""
     if not analysis.job.is_sweep:
         return judge(analysis)
     from hpcdist.tools.report.sweep import judge_sweep, read_sweep
@@ -107,10 +105,10 @@ def answer(analysis: Analysis) -> Verdict:
     return judge_sweep(read_sweep(cast(Path, analysis.job.comparison), importance=False))
 
 
-def as_latex(found: Sequence[JobTable]) -> str:
-    """Write tables for LaTeX with its package booktabs, each with its paragraph of methods."""
+def as_latex(tables_: Sequence[JobTable]) -> str:
+    """Format tables for LaTeX's package booktabs, each with its methods paragraph."""
     texts = [r"% \usepackage{booktabs}"]
-    for table in found:
+    for table in tables_:
         heads = [_heads(table)[name].replace("\n", " ").translate(LATEX) for name in table.rows[0]]
         rows = [[text.translate(LATEX) for _, text in row.values()] for row in table.rows]
         columns = "".join("l" if isinstance(value, (str, bool)) else "r" for value, _ in table.rows[0].values())
@@ -121,35 +119,35 @@ def as_latex(found: Sequence[JobTable]) -> str:
     return "\n".join(texts)
 
 
-def as_data(found: Sequence[JobTable]) -> list[dict[str, Any]]:
-    """Return tables for JSON, with numbers that are not rounded: means have the ends of their 95 % intervals."""
+def as_data(tables_: Sequence[JobTable]) -> list[dict[str, Any]]:
+    """Return tables for JSON, with unrounded numbers; a mean has the ends of its 95 % interval."""
     return [
-        asked_of(table.analysis.job)
+        question_of(table.analysis.job)
         | {"verdict": answer(table.analysis).headline, "methods": methods(table.analysis)}
         | {"rows": [{name: as_value(value, name) for name, (value, _) in row.items()} for row in table.rows]}
-        for table in found
+        for table in tables_
     ]
 
 
-def asked_of(job: JobRuns) -> dict[str, Any]:
-    """Return the question that a job's runs answer, for JSON."""
+def question_of(job: JobRuns) -> dict[str, Any]:
+    """Return what a job's runs were compared by, for JSON."""
     comparison = job.comparison and str(job.comparison)
     keys = ("title", "metric", "higher_is_better", "target", "reference")
     return {"job": job.name, "comparison": comparison} | {key: getattr(job, key) for key in keys}
 
 
 def as_value(value: object, name: str = "") -> object:
-    """Return a value of a column for JSON: of a mean its number and the ends of its interval."""
+    """Return a column's value for JSON: a mean as a dict with the ends of its interval."""
     if not isinstance(value, Interval):
         return value
     mean = "geometric_mean" if name in ("time_to_target_s", "seconds_to_target") else "mean"
     return {mean: value.mean, "low": value.low, "high": value.high}
 
 
-def write_csv(found: Sequence[JobTable], file: TextIO) -> None:
-    """Write the tables of all jobs as one, in which a mean has three columns: NAME, NAME.low and NAME.high."""
+def write_csv(tables_: Sequence[JobTable], file: TextIO) -> None:
+    """Write the tables of all jobs as one CSV table; a mean has three columns: NAME, NAME.low and NAME.high."""
     rows: list[dict[str, Any]] = []
-    for table in found:
+    for table in tables_:
         for row in table.rows:
             rows.append({"job": table.analysis.job.name})
             for name, (value, _) in row.items():
@@ -166,36 +164,37 @@ def mean_of(value: Any) -> Any:
 
 
 def _head(name: str) -> str:
-    """Write a column's name in several lines, but for names of metrics and settings, which are the user's."""
+    """Break a column's name into lines, except names of metrics and settings, which belong to the user."""
     return _short(name) if "." in name else name.replace("_per_", "\n/").replace("_", "\n")
 
 
 def _heads(table: JobTable) -> dict[str, str]:
-    """Return what stands above each column."""
     job, heads = table.analysis.job, {name: _head(name) for name in table.rows[0]}
     if job.target is not None:
-        several = ",\ngeometric mean" if any(len(cell.seconds_to_target) > 1 for cell in table.analysis.cells) else ""
+        several = (
+            ",\ngeometric mean" if any(len(group.seconds_to_target) > 1 for group in table.analysis.groups) else ""
+        )
         heads["time_to_target_s"] = f"seconds\nto {job.target:g}{several}"
     return heads
 
 
 def _title(analysis: Analysis) -> str:
     job, failed = analysis.job, len(analysis.failures)
-    said = f"{job.name or job.title}: {wording.count(len(analysis.runs), 'run')}"
-    said += f", {failed} without a result" if failed else ""
-    said += ", on virtual ranks" if all(cell.virtual for cell in analysis.cells) else ""
-    most = max(len(cell.ended) for cell in analysis.cells)
-    means = "means and 95 % intervals" if most >= LEAST_SEEDS else "means"
-    return f"{said}; {f'{means} over the seeds' if most > 1 else 'one run of each kind'}"
+    text = f"{job.name or job.title}: {wording.count(len(analysis.runs), 'run')}"
+    text += f", {failed} without a result" if failed else ""
+    text += ", on virtual ranks" if all(group.virtual for group in analysis.groups) else ""
+    max_runs = max(len(group.ended) for group in analysis.groups)
+    means = "means and 95 % intervals" if max_runs >= MIN_SEEDS else "means"
+    return f"{text}; {f'{means} over the seeds' if max_runs > 1 else 'one run per group'}"
 
 
 # --- the columns of a job ---------------------------------------------------------------------------------------------
 def _rows(analysis: Analysis) -> list[dict[str, Entry]]:
-    """List all columns of a job, the most important ones first, for each of its kinds of runs."""
-    cells, frame = analysis.cells, analysis.frame[analysis.frame["failure"].isna()]
+    """Return a dict per group with all columns, the most important first."""
+    groups, frame = analysis.groups, analysis.frame[analysis.frame["failure"].isna()]
     numbers = [key for key in frame if key != "seed" and frame[key].dropna().map(type).isin((int, float)).all()]
-    alone = _alone(cells)
-    rows = [_row(cell, frame if len(frame) else (), numbers, alone) for cell in cells]
+    base = _speedup_base(groups)
+    rows = [_row(group, frame if len(frame) else (), numbers, base) for group in groups]
     columns = list(rows[0]) if rows else []
     metrics = [name for name in columns if name.startswith("metric.") and name != "metric.loss"]
     metrics.sort(key=lambda name: name != f"metric.{analysis.job.metric}")
@@ -204,65 +203,67 @@ def _rows(analysis: Analysis) -> list[dict[str, Entry]]:
     return [{name: row[name] for name in names} for row in rows]
 
 
-def _row(cell: Cell, columns: Iterable[str], numbers: Sequence[str], alone: Cell | None) -> dict[str, Entry]:
-    """Describe a kind of run: by counts, by rates, and by what its runs have in these columns of `runs.csv`."""
-    runs, ended, reached = len(cell.runs), len(cell.ended), cell.seconds_to_target
-    has_times = alone is not None and cell.virtual == alone.virtual and alone.seconds and cell.seconds
-    faster = ratio_of(alone.seconds, cell.seconds) if alone is not None and has_times else None
+def _row(group: RunGroup, columns: Iterable[str], numbers: Sequence[str], base: RunGroup | None) -> dict[str, Entry]:
+    """Return the entries of a group: counts, rates, and the columns of `runs.csv`."""
+    runs, ended, reached = len(group.runs), len(group.ended), group.seconds_to_target
+    has_times = base is not None and group.virtual == base.virtual and base.seconds and group.seconds
+    speedup = ratio_of(base.seconds, group.seconds) if base is not None and has_times else None
     row: dict[str, Entry] = {
-        "name": (cell.name, cell.shown + " [baseline]" * (cell.kind == "baseline")),
-        "kind": (cell.kind, cell.kind),
-        "virtual": (cell.virtual, str(cell.virtual).lower()),
-        "ranks": (cell.ranks, str(cell.ranks)),
+        "name": (group.name, group.display_name + " [baseline]" * (group.kind == "baseline")),
+        "kind": (group.kind, group.kind),
+        "virtual": (group.virtual, str(group.virtual).lower()),
+        "ranks": (group.ranks, str(group.ranks)),
         "runs": (runs, f"{runs}" if ended == runs else f"{ended} of {runs}"),
         "ended": (ended, str(ended)),
-        "samples_per_s": (rate := cell.samples_per_s, wording.estimate(rate, "{:.0f}".format)),
-        "speedup": (faster, wording.times(faster)),
+        "samples_per_s": (rate := group.samples_per_s, wording.estimate(rate, "{:.0f}".format)),
+        "speedup": (speedup, wording.times(speedup)),
     }
-    if cell.job.target is not None:
-        some = f" ({len(reached)} of {cell.tried})" if 0 < len(reached) < cell.tried else ""
-        text = wording.seconds_to_target(reached.values(), cell.tried) + some if cell.tried else wording.NONE
-        row |= {"time_to_target_s": (cell.mean_seconds_to_target, text), "reached": (len(reached), str(len(reached)))}
+    if group.job.target is not None:
+        some = f" ({len(reached)} of {group.n_started})" if 0 < len(reached) < group.n_started else ""
+        text = wording.seconds_to_target(reached.values(), group.n_started) + some if group.n_started else wording.NONE
+        row |= {"time_to_target_s": (group.mean_seconds_to_target, text), "reached": (len(reached), str(len(reached)))}
     for key in columns:
         if key not in row and key not in LEFT_OUT:
-            row[key] = _number(cell, key) if key in numbers else _listed(cell, key)
+            row[key] = _number(group, key) if key in numbers else _listed(group, key)
     return row
 
 
-def _number(cell: Cell, key: str) -> Entry:
-    """Describe what was measured: by its mean, or by the largest staleness; say where a metric is not finite."""
-    mean, finite = cell.mean(key), len(cell[key])
+def _number(group: RunGroup, key: str) -> Entry:
+    """Return the entry of a numeric column: the mean (the maximum for staleness), and how many values are finite."""
+    mean, finite = group.mean(key), len(group[key])
     if key == "staleness_max" and finite:
-        return (largest := max(cell[key].values())), wording.number(largest)
+        return (largest := max(group[key].values())), wording.number(largest)
     if key.startswith("metric."):
-        known = sum(value is not None for value in cell.values(key))
+        known = sum(value is not None for value in group.values(key))
         some = f" ({finite} of {known} finite)" if finite < known else ""
         return mean, f"{mean:.4f}{some}" if finite else "not finite" if known else wording.NONE
     write = wording.amount if key.startswith("bytes") else wording.number
     return mean, wording.NONE if mean is None else write(mean.mean)
 
 
-def _listed(cell: Cell, key: str) -> Entry:
-    """Describe what is no measurement: by the different texts of the runs."""
-    found = list(dict.fromkeys(str(value) for value in cell.values(key) if value is not None))
-    return ", ".join(found), ", ".join(found) if len(found) <= LISTED else f"{len(found)} different"
+def _listed(group: RunGroup, key: str) -> Entry:
+    """Return the entry of a text column: the distinct values of the runs."""
+    texts = list(dict.fromkeys(str(value) for value in group.values(key) if value is not None))
+    return ", ".join(texts), ", ".join(texts) if len(texts) <= LISTED else f"{len(texts)} different"
 
 
-def _alone(cells: Sequence[Cell]) -> Cell | None:
-    """Return what speed-ups are over: one rank with the batch of one rank, which is the smallest."""
-    found = [cell for cell in cells if cell.ranks == 1 and cell.kind != "baseline" and cell.total_batch is not None]
-    several = any(cell.ranks > 1 for cell in cells)
-    return min(found, key=lambda cell: cell.total_batch or 0) if found and several else None
+def _speedup_base(groups: Sequence[RunGroup]) -> RunGroup | None:
+    """Return the group that speedups are relative to: one rank, with the smallest batch."""
+    candidates = [
+        group for group in groups if group.ranks == 1 and group.kind != "baseline" and group.total_batch is not None
+    ]
+    several = any(group.ranks > 1 for group in groups)
+    return min(candidates, key=lambda group: group.total_batch or 0) if candidates and several else None
 
 
 # --- columns and rows that are chosen ---------------------------------------------------------------------------------
 def _short(name: str) -> str:
-    """Return a column's name without the group that it is of."""
+    """Return a column's name without `metric.` or `setting.`."""
     return name.removeprefix("metric.").removeprefix("setting.")
 
 
-def _is_shown(name: str, rows: Sequence[Mapping[str, Entry]], job: JobRuns) -> bool:
-    """Tell whether a column is one of those that matter, and says anything here."""
+def _is_default(name: str, rows: Sequence[Mapping[str, Entry]], job: JobRuns) -> bool:
+    """Return whether a column is shown by default: it is important and holds information here."""
     if name in ("name", "ranks", f"metric.{job.metric}"):
         return True
     if (name not in (*BEFORE, *AFTER, *LAST) and not name.startswith("metric.")) or name == "metric.loss":
@@ -270,8 +271,8 @@ def _is_shown(name: str, rows: Sequence[Mapping[str, Entry]], job: JobRuns) -> b
     return any(mean_of(row[name][0]) not in (None, 1 if name in BEFORE else 0) for row in rows)
 
 
-def _place(name: str, job: JobRuns, row: Mapping[str, Entry]) -> tuple[bool, float, str]:
-    """Return the key that sorts a row by a column: the best first, what is not known last."""
+def _sort_key(name: str, job: JobRuns, row: Mapping[str, Entry]) -> tuple[bool, float, str]:
+    """Return the sort key of a row by a column: the best first, missing values last."""
     value, higher = mean_of(row[name][0]), name in HIGHER_IS_BETTER
     if name.startswith("metric."):
         higher = job.higher_is_better if _short(name) == job.metric else is_higher_better(_short(name))
@@ -280,8 +281,9 @@ def _place(name: str, job: JobRuns, row: Mapping[str, Entry]) -> tuple[bool, flo
     return value is None, math.inf, str(value)
 
 
-def _cut(texts: Sequence[str]) -> tuple[str, list[str]]:
-    """Cut what all texts begin with, up to a separator, wherever it stands; return that, and what is left of each."""
+def _cut_prefix(texts: Sequence[str]) -> tuple[str, list[str]]:
+    """Remove the common prefix of all texts, up to a separator, wherever it occurs; return the prefix and the shortened
+    texts."""
     low, high = min(filter(None, texts), default=""), max(texts)
     common = low[: next((i for i, pair in enumerate(zip(low, high)) if pair[0] != pair[1]), 0)]
     common = common[: max(common.rfind(mark) for mark in SEPARATORS) + 1]

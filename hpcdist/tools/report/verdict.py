@@ -1,4 +1,4 @@
-"""Say in plain words what the runs show, and what they don't. Pure."""
+"""Conclusions of a report in plain sentences, with caveats. No input or output."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from hpcdist.tools.machine import remarks
-from hpcdist.tools.report.analysis import SIGNIFICANT, Analysis, Cell, Contrast
+from hpcdist.tools.machine import timing_warnings
+from hpcdist.tools.report.analysis import SIGNIFICANT, Analysis, Contrast, RunGroup
 from hpcdist.tools.report.results import JobRuns
 from hpcdist.tools.report.wording import capital, count, gap, gap_span, joined, mean, seconds_to_target, value
-from hpcdist.tools.statistics import LEAST_SEEDS, Effect, ratio_of
+from hpcdist.tools.statistics import MIN_SEEDS, Effect, ratio_of
 
-LEAST_RATIO = 1.1  # of times in a headline: who is 1.03 times sooner has not won
-NAMED = 4  # kinds of runs that reached the target in all seeds, in a headline; more are counted
-ONE_SEED = "one seed, which shows nothing about noise"
-FEW_SEEDS = f"fewer than {LEAST_SEEDS} seeds, which show too little of noise"
+LEAST_RATIO = 1.1  # of times, to win in a headline: 1.03 times sooner is no win
+NAMED = 4  # groups listed in a headline; more are counted
+ONE_SEED = "one seed, which can't show noise"
+FEW_SEEDS = f"fewer than {MIN_SEEDS} seeds, too few to estimate noise"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer in a sentence or two, the reasons for it, and what to bear in mind. Names stand in backquotes."""
+    """The conclusion in a sentence or two, reasons for it, and caveats. Names are in backquotes."""
 
     headline: str
     reasons: Sequence[str]
@@ -29,180 +29,190 @@ class Verdict:
 
 
 def judge(analysis: Analysis) -> Verdict:
-    """Judge all contrasts, and say so."""
-    compared = list(map(_compared, analysis.contrasts)) or [_described(cell) for cell in analysis.cells if cell.ended]
+    """Write the conclusion on all comparisons of a job."""
+    compared = list(map(_compared, analysis.contrasts)) or [
+        _described(group) for group in analysis.groups if group.ended
+    ]
     first = [text for _, text in _first_to_reach(analysis)]
     return Verdict(_headline(analysis), [*_does_not_pay(analysis), *first, *compared], list(_caveats(analysis)))
 
 
 # --- parts of sentences -----------------------------------------------------------------------------------------------
-def _of(cell: Cell) -> str:
-    return f"{'the baseline ' * (cell.kind == 'baseline')}`{cell.shown}`"
+def _of(group: RunGroup) -> str:
+    return f"{'the baseline ' * (group.kind == 'baseline')}`{group.display_name}`"
 
 
-def _on(cell: Cell, *, always: bool = False) -> str:
-    """Name a cell, and its number of ranks where the report has several."""
-    return _of(cell) + (f" on {count(cell.ranks, 'rank')}" if always or cell.job.has_several_ranks else "")
+def _on(group: RunGroup, *, always: bool = False) -> str:
+    """Return a group's name, with its number of ranks if the report has several."""
+    return _of(group) + (f" on {count(group.ranks, 'rank')}" if always or group.job.has_several_ranks else "")
 
 
 def _done(job: JobRuns) -> str:
-    """Write at what times were taken."""
+    """Return the verb phrase of a time: "reached 93 %", or "trained on as many samples"."""
     return "trained on as many samples" if job.target is None else f"reached {value(job.metric, job.target)}"
 
 
-def _reached(cell: Cell) -> str:
-    return f"{len(cell.seconds_to_target)} of {count(cell.tried, 'seed')}"
+def _reached(group: RunGroup) -> str:
+    return f"{len(group.seconds_to_target)} of {count(group.n_started, 'seed')}"
 
 
-def _ends(*cells: Cell) -> str:
-    """Write the mean of the metric at the end of each of these cells."""
-    metric, finals = cells[0].job.metric, [cell.final_mean for cell in cells]
-    ends = ["no finite value" if one is None else value(metric, one.mean) for one in finals]
+def _ends(*groups: RunGroup) -> str:
+    metric, finals = groups[0].job.metric, [group.final_mean for group in groups]
+    ends = ["no finite value" if final is None else value(metric, final.mean) for final in finals]
     return f"final {metric} {' against '.join(ends)}"
 
 
-def _with_ends(cells: Iterable[Cell]) -> str:
-    """Name cells, each with its metric at the end."""
-    return joined([f"{_on(cell)} ({_ends(cell)})" for cell in cells])
+def _with_ends(groups: Iterable[RunGroup]) -> str:
+    """List groups, each with its final metric."""
+    return joined([f"{_on(group)} ({_ends(group)})" for group in groups])
 
 
-def _noise(found: Effect, span: str, corrected: float | None = None) -> str:
-    """Write an interval in brackets, and whether there may be no difference, by the p of this test or of all tests."""
-    if math.isnan(found.p):
+def _noise(effect_: Effect, span: str, corrected: float | None = None) -> str:
+    """Return an interval in brackets, marked "within noise" unless p, corrected if given, is significant."""
+    if math.isnan(effect_.p):
         return f" ({FEW_SEEDS})"
-    p = found.p if corrected is None else corrected
-    why = " once corrected for the number of comparisons" * (found.p < SIGNIFICANT)
-    return f" ({f'within noise{why}: ' * (p >= SIGNIFICANT)}95 % interval {span})"
+    p = effect_.p if corrected is None else corrected
+    correction = " once corrected for the number of comparisons" * (effect_.p < SIGNIFICANT)
+    return f" ({f'within noise{correction}: ' * (p >= SIGNIFICANT)}95 % interval {span})"
 
 
-def _sooner(found: Effect, corrected: float | None = None) -> str:
-    """Write a ratio of times as so many times sooner, or later."""
-    if found.mean >= 1:
-        return f"{found.mean:.3g} times sooner{_noise(found, f'{found.low:.3g} to {found.high:.3g}', corrected)}"
-    return f"{1 / found.mean:.3g} times later{_noise(found, f'{1 / found.high:.3g} to {1 / found.low:.3g}', corrected)}"
+def _sooner(ratio: Effect, corrected: float | None = None) -> str:
+    """Format a ratio of times: 1.5 times sooner, or later."""
+    if ratio.mean >= 1:
+        return f"{ratio.mean:.3g} times sooner{_noise(ratio, f'{ratio.low:.3g} to {ratio.high:.3g}', corrected)}"
+    return f"{1 / ratio.mean:.3g} times later{_noise(ratio, f'{1 / ratio.high:.3g} to {1 / ratio.low:.3g}', corrected)}"
 
 
-# --- one cell, or two -------------------------------------------------------------------------------------------------
-def _described(cell: Cell) -> str:
-    """Describe a cell that nothing is compared with."""
-    text = f"{_on(cell)}: final {cell.job.metric} {mean(cell.job.metric, cell.final_mean)}"
-    if cell.job.target is not None:
-        text += f"; {_reached(cell)} {_done(cell.job)}"
-    if cell.seconds_to_target:
-        text += f", seconds to it: {seconds_to_target(cell.seconds_to_target.values(), cell.tried)}"
-    return f"{text} ({count(len(cell.ended), 'run')})."
+# --- one group, or two ------------------------------------------------------------------------------------------------
+def _described(group: RunGroup) -> str:
+    """Describe a group without a reference."""
+    text = f"{_on(group)}: final {group.job.metric} {mean(group.job.metric, group.final_mean)}"
+    if group.job.target is not None:
+        text += f"; {_reached(group)} {_done(group.job)}"
+    if group.seconds_to_target:
+        text += f", seconds to it: {seconds_to_target(group.seconds_to_target.values(), group.n_started)}"
+    return f"{text} ({count(len(group.ended), 'run')})."
 
 
 def _compared(contrast: Contrast) -> str:
-    """Say how a cell compares with the reference: time and metric, never one without the other."""
-    cell, other, job = contrast.cell, contrast.reference, contrast.cell.job
-    if lost := [side for side in (cell, other) if not side.ended]:
-        return f"{capital(_on(lost[0]))} has no run that ended: nothing can be compared."
-    if cell.kind == "serial":
-        text = f"One process with the same total batch, `{cell.shown}`, against {_on(other)}"
-    elif contrast.sooner is not None and contrast.sooner.low == contrast.sooner.high == 1:
-        text = f"{_on(cell)} {_done(job)} in the same time as {_of(other)}"
-    elif contrast.sooner is not None:
-        text = f"{_on(cell)} {_done(job)} {_sooner(contrast.sooner, contrast.p_sooner)} than {_of(other)}"
+    """Compare a group with the reference, always by time and metric."""
+    group, other, job = contrast.group, contrast.reference, contrast.group.job
+    if unfinished := [one_group for one_group in (group, other) if not one_group.ended]:
+        return f"{capital(_on(unfinished[0]))} has no run that ended: nothing can be compared."
+    if group.kind == "serial":
+        text = f"One process with the same total batch, `{group.display_name}`, against {_on(other)}"
+    elif contrast.speedup is not None and contrast.speedup.low == contrast.speedup.high == 1:
+        text = f"{_on(group)} {_done(job)} in the same time as {_of(other)}"
+    elif contrast.speedup is not None:
+        text = f"{_on(group)} {_done(job)} {_sooner(contrast.speedup, contrast.p_speedup)} than {_of(other)}"
     else:
-        text = f"{_on(cell)} {_done(job)} in {_reached(cell)}, {_of(other)} in {_reached(other)}"
+        text = f"{_on(group)} {_done(job)} in {_reached(group)}, {_of(other)} in {_reached(other)}"
     return f"{capital(text)}; {_compared_metrics(contrast)}."
 
 
 def _compared_metrics(contrast: Contrast) -> str:
-    sides, found, metric = (contrast.cell, contrast.reference), contrast.better, contrast.cell.job.metric
-    if found is None:
-        bad = [f"{_not_finite(side)} of {_of(side)}" for side in sides if side.diverged]
-        return f"the final {metric} can't be compared: no finite value in {joined(bad or ['any run of a side'])}"
-    if contrast.same or math.isnan(found.p):
-        return f"{_ends(*sides)}{', the same seed by seed' * contrast.same}"
-    noise = _noise(found, gap_span(metric, found), contrast.p_better)
-    return f"{_ends(*sides)}, a difference of {gap(metric, found.mean)}{noise}"
+    groups, effect_, metric = (contrast.group, contrast.reference), contrast.difference, contrast.group.job.metric
+    if effect_ is None:
+        bad = [f"{_not_finite(group)} of {_of(group)}" for group in groups if group.diverged]
+        return f"the final {metric} can't be compared: no finite value in {joined(bad or ['any run of one group'])}"
+    if contrast.same or math.isnan(effect_.p):
+        return f"{_ends(*groups)}{', the same seed by seed' * contrast.same}"
+    noise = _noise(effect_, gap_span(metric, effect_), contrast.p_difference)
+    return f"{_ends(*groups)}, a difference of {gap(metric, effect_.mean)}{noise}"
 
 
-def _not_finite(cell: Cell) -> str:
-    return f"{cell.diverged} of {count(len(cell.ended), 'run')}"
+def _not_finite(group: RunGroup) -> str:
+    return f"{group.diverged} of {count(len(group.ended), 'run')}"
 
 
 # --- one rank or several ----------------------------------------------------------------------------------------------
 def _does_not_pay(analysis: Analysis) -> Iterator[str]:
-    """Say which cells were slower, beyond noise, than one process with the same batch as all workers together."""
+    """Name groups that were significantly slower than one process with the same total batch."""
     for row in analysis.scaling:
         if row.kind == "strong" and row.speedup.high < 1:
             yield (
                 "Distributing did not pay against one process with the same batch: "
-                f"{_on(row.cell, always=True)} trained on as many samples {_sooner(row.speedup)} than {_of(row.base)}; "
-                f"{_ends(row.cell, row.base)}."
+                f"{_on(row.group, always=True)} trained on as many samples {_sooner(row.speedup)} than "
+                f"{_of(row.base)}; {_ends(row.group, row.base)}."
             )
 
 
-def _first_to_reach(analysis: Analysis, least_ratio: float = 0.0) -> Iterator[tuple[Cell, str]]:
-    """Yield the cell that was the first of all to reach the target, by each clock, and hold several ranks against one.
+def _first_to_reach(analysis: Analysis, min_ratio: float = 0.0) -> Iterator[tuple[RunGroup, str]]:
+    """Yield the fastest group to the target, for real and virtual time, compared with one rank, or with several.
 
     Args:
-        least_ratio: by how many times it was sooner, at least.
+        min_ratio: minimal ratio of times.
     """
-    for virtual in dict.fromkeys(cell.virtual for cell in analysis.cells):
-        cells = [cell for cell in analysis.cells if cell.virtual == virtual and cell.tried]
-        first = min(cells, key=lambda cell: cell.mean_seconds, default=None)
+    for virtual in dict.fromkeys(group.virtual for group in analysis.groups):
+        groups = [group for group in analysis.groups if group.virtual == virtual and group.n_started]
+        first = min(groups, key=lambda group: group.mean_seconds, default=None)
         if first is None or not first.all_reached:
             continue
-        others = [cell for cell in cells if (cell.ranks > 1) != (first.ranks > 1)]
-        other = min(others, key=lambda one: (one.mean_seconds, -len(one.seconds_to_target) / one.tried), default=None)
+        others = [group for group in groups if (group.ranks > 1) != (first.ranks > 1)]
+        other = min(
+            others,
+            key=lambda candidate: (candidate.mean_seconds, -len(candidate.seconds_to_target) / candidate.n_started),
+            default=None,
+        )
         text = f"{capital(_on(first, always=True))} was the first of all that {_done(analysis.job)}"
         if other is not None and not other.all_reached:
             text += f" ({_ends(first)}); {_on(other, always=True)} did in {_reached(other)} ({_ends(other)})."
             yield first, text
-        elif other is not None and (found := ratio_of(other.seconds, first.seconds)).mean >= least_ratio:
-            yield first, f"{text}: {_sooner(found)} than {_on(other, always=True)}; {_ends(first, other)}."
+        elif other is not None and (ratio := ratio_of(other.seconds, first.seconds)).mean >= min_ratio:
+            yield first, f"{text}: {_sooner(ratio)} than {_on(other, always=True)}; {_ends(first, other)}."
 
 
 # --- the headline -----------------------------------------------------------------------------------------------------
 def _headline(analysis: Analysis) -> str:
-    """Say who was first if that was one rank, who reached the target and who did not, and who wins if anyone does."""
-    if not any(cell.ended for cell in analysis.cells):
+    """Return the headline: the fastest if that is one rank, which groups reached the target, and which beat the
+    reference."""
+    if not any(group.ended for group in analysis.groups):
         return "No run has ended: there is nothing to judge yet."
-    said = [text for first, text in _first_to_reach(analysis, LEAST_RATIO) if first.ranks == 1]
-    said += _who_reached(analysis, bool(said))
-    contenders = [contrast for contrast in analysis.contrasts if contrast.cell.kind != "serial"]
+    sentences = [text for first, text in _first_to_reach(analysis, LEAST_RATIO) if first.ranks == 1]
+    sentences += _who_reached(analysis, bool(sentences))
+    contenders = [contrast for contrast in analysis.contrasts if contrast.group.kind != "serial"]
     if contenders:
-        differ = analysis.job.target is None or any(cell.seconds_to_target for cell in analysis.cells)
-        said += _winners_or_none(analysis, contenders, differ and bool(said))
+        groups_differ = analysis.job.target is None or any(group.seconds_to_target for group in analysis.groups)
+        sentences += _winners_or_none(analysis, contenders, groups_differ and bool(sentences))
     reference = f"`{analysis.job.reference}`"
-    return " ".join(said) or f"There is nothing to compare: no runs beside those of {reference} on as many ranks."
+    return " ".join(sentences) or f"There is nothing to compare: no runs but those of {reference} on these ranks."
 
 
 def _who_reached(analysis: Analysis, is_first_named: bool) -> Iterator[str]:
-    """Say who reached the target and who did not, where that differs."""
-    cells = [cell for cell in analysis.cells if cell.tried]
-    every, others = ([cell for cell in cells if cell.all_reached is all_of_them] for all_of_them in (True, False))
-    if analysis.job.target is None or not others or (is_first_named and len(cells) == 2):
+    """Name the groups that reached the target and those that did not, if groups differ in that."""
+    groups = [group for group in analysis.groups if group.n_started]
+    every, others = ([group for group in groups if group.all_reached is reached] for reached in (True, False))
+    if analysis.job.target is None or not others or (is_first_named and len(groups) == 2):
         return
-    if not any(cell.seconds_to_target for cell in cells):
+    if not any(group.seconds_to_target for group in groups):
         yield f"No run {_done(analysis.job)}."
         return
-    names = joined(list(map(_on, every))) if 0 < len(every) <= NAMED else f"{len(every)} kinds of runs"
-    so_far = any(cell.tried < len(cell.runs) for cell in every)
-    said = [f"{names} {_done(analysis.job)} in all {'runs so far' if so_far else 'seeds'}"] * bool(every)
-    for cell in others if len(others) <= NAMED else ():
-        verb = "" if said else f" {_done(analysis.job)}"
-        said.append(f"{_on(cell)}{verb} in {_reached(cell)}" + f" ({_ends(cell)})" * bool(cell.ended))
+    names = joined(list(map(_on, every))) if 0 < len(every) <= NAMED else f"{len(every)} groups of runs"
+    so_far = any(group.n_started < len(group.runs) for group in every)
+    clauses = [f"{names} {_done(analysis.job)} in all {'runs so far' if so_far else 'seeds'}"] * bool(every)
+    for group in others if len(others) <= NAMED else ():
+        verb = "" if clauses else f" {_done(analysis.job)}"
+        clauses.append(f"{_on(group)}{verb} in {_reached(group)}" + f" ({_ends(group)})" * bool(group.ended))
     if len(others) > NAMED:
-        said.append(f"{len(others)} kinds of runs did not{' in all seeds' * (not every)}")
-    yield f"{capital('; '.join(said))}."
+        clauses.append(f"{len(others)} groups of runs did not{' in all seeds' * (not every)}")
+    yield f"{capital('; '.join(clauses))}."
 
 
 def _winners_or_none(analysis: Analysis, contenders: Sequence[Contrast], follows: bool) -> Iterator[str]:
-    """Say who wins against the reference, or that no one does; it `follows` on who reached the target."""
-    wins, mixed, loses, alike, unknown = (
-        [contrast for contrast in contenders if contrast.standing(LEAST_RATIO) == standing]
-        for standing in ("wins", "mixed", "loses", "alike", "unknown")
+    """Name the groups that beat the reference, or say that none does; `follows`: after a sentence on the target."""
+    wins, mixed, loses, tied, unknown = (
+        [contrast for contrast in contenders if contrast.outcome(LEAST_RATIO) == outcome]
+        for outcome in ("wins", "mixed", "loses", "tied", "unknown")
     )
     job, reference = analysis.job, f"`{analysis.job.reference}`"
     if wins:
-        best = max(wins, key=lambda c: (c.cell.ranks, c.p_sooner < SIGNIFICANT, c.sooner.mean if c.sooner else 0.0))
-        yield "A baseline wins. " * (best.cell.kind == "baseline") + _compared(best)
-        if others := {one.cell.name: one.cell for one in reversed(wins) if one.cell.name != best.cell.name}:
+        best = max(wins, key=lambda c: (c.group.ranks, c.p_speedup < SIGNIFICANT, c.speedup.mean if c.speedup else 0.0))
+        yield "A baseline wins. " * (best.group.kind == "baseline") + _compared(best)
+        if others := {
+            contrast_.group.name: contrast_.group
+            for contrast_ in reversed(wins)
+            if contrast_.group.name != best.group.name
+        }:
             beat = f"beat{'s' * (len(others) == 1)} {reference}, too"
             yield f"{capital(_with_ends(others.values()))} {beat}; winners were not tested against each other."
     if mixed:
@@ -214,103 +224,104 @@ def _winners_or_none(analysis: Analysis, contenders: Sequence[Contrast], follows
         return
     if loses:
         many = "all" if len(loses) == len(contenders) else f"{len(loses)} of {len(contenders)}"
-        bests = {one.reference.label: one.reference for one in contenders}.values()
+        references = {contrast_.reference.label: contrast_.reference for contrast_ in contenders}.values()
         nothing = "On as many ranks nothing" if follows else "Nothing"
-        yield f"{nothing} beats {_with_ends(bests)}: {many} of what was held against it did worse, beyond noise."
+        yield f"{nothing} beats {_with_ends(references)}: {many} groups compared with it did significantly worse."
     else:
-        small = any(one.standing() != "alike" for one in alike)
+        small = any(contrast_.outcome() != "tied" for contrast_ in tied)
         if small:
             yield f"Nothing {_done(job)} {LEAST_RATIO:g} times sooner or later than {reference}."
-        tested = ["time"] * any(not math.isnan(one.p_sooner) for one in alike)
-        tested += [job.metric] * any(not math.isnan(one.p_better) for one in alike)
-        seeds = sorted({len(side.ended) for one in alike for side in (one.cell, one.reference)})
-        several = " to ".join(dict.fromkeys(map(str, (seeds[0], seeds[-1]))))
-        none = f"no {'other ' * (follows or small)}difference from {reference} can be told from noise"
-        yield f"With {several} seeds {none}, in {' or in '.join(tested)}."
+        tested = ["time"] * any(not math.isnan(contrast_.p_speedup) for contrast_ in tied)
+        tested += [job.metric] * any(not math.isnan(contrast_.p_difference) for contrast_ in tied)
+        seeds = sorted({len(side.ended) for contrast_ in tied for side in (contrast_.group, contrast_.reference)})
+        n_seeds = " to ".join(dict.fromkeys(map(str, (seeds[0], seeds[-1]))))
+        text = f"no {'other ' * (follows or small)}difference from {reference} can be told from noise"
+        yield f"With {n_seeds} seeds {text}, in {' or in '.join(tested)}."
     if unknown:
         yield "Some could not be tested."
 
 
 def _untested(analysis: Analysis, contenders: Sequence[Contrast]) -> str:
-    most = max(min(len(contrast.cell.ended), len(contrast.reference.ended)) for contrast in contenders)
-    if not most:
-        return f"There is nothing to compare: no run beside those of `{analysis.job.reference}` has ended."
-    if most >= LEAST_SEEDS:
-        return "The runs that ended do not suffice to test anything."
-    few, these = (ONE_SEED, "this seed") if most == 1 else (FEW_SEEDS, "these seeds")
-    text = f"Each comparison has {few}, so that nothing here is a result."
-    virtual = contenders[0].cell.virtual  # seconds of other clocks can't be compared with theirs
-    cells = [cell for cell in analysis.cells if cell.virtual == virtual and cell.final]
-    fastest = min(cells, key=lambda cell: cell.mean_seconds, default=None)
+    max_runs = max(min(len(contrast.group.ended), len(contrast.reference.ended)) for contrast in contenders)
+    if not max_runs:
+        return f"There is nothing to compare: only runs of `{analysis.job.reference}` have ended."
+    if max_runs >= MIN_SEEDS:
+        return "Too few runs have ended for a test."
+    few, these = (ONE_SEED, "this seed") if max_runs == 1 else (FEW_SEEDS, "these seeds")
+    text = f"Each comparison has {few}: nothing here is a result."
+    virtual = contenders[0].group.virtual  # real and virtual seconds can't be compared
+    groups = [group for group in analysis.groups if group.virtual == virtual and group.final]
+    fastest = min(groups, key=lambda group: group.mean_seconds, default=None)
     if fastest is None or math.isinf(fastest.mean_seconds):
         return text
-    best = max(cells, key=lambda cell: fmean(cell.final.values()) * (1 if cell.job.higher_is_better else -1))
+    best = max(groups, key=lambda group: fmean(group.final.values()) * (1 if group.job.higher_is_better else -1))
     text += f" In {these} {_on(fastest)} was the fastest ({_ends(fastest)})"
     if fmean(best.final.values()) != fmean(fastest.final.values()):
         text += f", {_on(best)} the best in {best.job.metric} ({_ends(best)})"
     return f"{text}."
 
 
-# --- what to bear in mind ---------------------------------------------------------------------------------------------
+# --- caveats ----------------------------------------------------------------------------------------------------------
 def _caveats(analysis: Analysis) -> Iterator[str]:
-    """Yield all that limits the verdict."""
-    cells, job, failed = analysis.cells, analysis.job, len(analysis.failures)
-    if virtual := sum(cell.virtual for cell in cells):
-        which = "All runs" if virtual == len(cells) else f"{virtual} of {len(cells)} kinds of runs"
-        yield f"{which} are of virtual ranks: their seconds are virtual, and none was measured by a clock."
+    """Yield everything that limits the conclusion."""
+    groups, job, failed = analysis.groups, analysis.job, len(analysis.failures)
+    if virtual := sum(group.virtual for group in groups):
+        subject = "All runs" if virtual == len(groups) else f"{virtual} of {len(groups)} groups of runs"
+        yield f"{subject} used virtual ranks: their seconds are simulated, not measured."
     yield from _machine(job)
-    if few := [len(cell.ended) for cell in cells if 0 < len(cell.ended) < LEAST_SEEDS]:
-        which = "Every kind of run has" if len(few) == len(cells) else f"{len(few)} of {len(cells)} kinds of runs have"
-        yield f"{which} {ONE_SEED if max(few) == 1 else FEW_SEEDS}: there is no interval."
-    for cell in cells:
-        if job.target is not None and cell.ended and not cell.all_reached:
-            yield f"{capital(_on(cell))}: {_reached(cell)} {_done(job)}."
-        if cell.diverged:
-            yield f"{capital(_on(cell))}: {_not_finite(cell)} ended with no finite {job.metric}."
-    for one in job.runs:
-        if one.run.ended and one.run.changes:
-            yield f"`{one.run.folder}` was resumed with other settings, and stands alone: {'; '.join(one.run.changes)}."
+    if few := [len(group.ended) for group in groups if 0 < len(group.ended) < MIN_SEEDS]:
+        subject = "Every group has" if len(few) == len(groups) else f"{len(few)} of {len(groups)} groups have"
+        yield f"{subject} {ONE_SEED if max(few) == 1 else FEW_SEEDS}: there is no interval."
+    for group in groups:
+        if job.target is not None and group.ended and not group.all_reached:
+            yield f"{capital(_on(group))}: {_reached(group)} {_done(job)}."
+        if group.diverged:
+            yield f"{capital(_on(group))}: {_not_finite(group)} ended with no finite {job.metric}."
+    for result in job.runs:
+        if result.run.ended and result.run.changes:
+            changes = "; ".join(result.run.changes)
+            yield f"`{result.run.folder}` was resumed with other settings, and forms its own group: {changes}."
     if failed:
-        yield f"{count(failed, 'run')} without a result: listed below, and in no number."
+        yield f"{count(failed, 'run')} without a result: listed below, not included in the numbers."
     if job.target is not None:
-        yield "The time to the target is that of the first evaluation that met it: it is rounded up."
+        yield "The metric is measured only at evaluations: times to the target are up to one interval too long."
     else:
         yield (
-            "No target was set, so that times are those for as many samples, not for as good a model; "
+            "No target was set: times are compared for the same number of samples, not for an equally good model; "
             f"`--target {job.metric}=VALUE` sets one."
         )
     yield from _room(analysis)
-    tests = sum(not math.isnan(p) for contrast in analysis.contrasts for p in (contrast.p_sooner, contrast.p_better))
+    tests = sum(not math.isnan(p) for c in analysis.contrasts for p in (c.p_speedup, c.p_difference))
     if tests > 1:
         yield (
-            f"{tests} comparisons were made. Differences count as real where p is below {SIGNIFICANT:g} after "
-            "Holm's correction for all of them; intervals are each one's own."
+            f"{tests} comparisons were made. A difference is significant if p, after Holm's correction for all of "
+            f"them, is below {SIGNIFICANT:g}; the intervals are not corrected."
         )
     if job.tuning:
-        yield "Rates were tuned before, on seeds of their own, which are in no number here."
+        yield "Learning rates were tuned before, on separate seeds, which are not included here."
 
 
 def _machine(job: JobRuns) -> Iterator[str]:
-    """Say that ranks shared cores, or that the machine was busy, for each host where that was so."""
-    starts = [one.run.start for one in job.runs if one.run.start and one.run.start.cores and not one.virtual]
+    """Warn, for each host, if ranks shared cores or the machine was busy."""
+    starts = [r.run.start for r in job.runs if r.run.start and r.run.start.cores and not r.virtual]
     for host in dict.fromkeys(host for start in starts for host in start.cores):
         here = [start for start in starts if host in start.cores]
-        most = max(start.hosts.count(host) for start in here)
-        cores = min(start.cores[host] for start in here if start.hosts.count(host) == most)
+        max_ranks = max(start.hosts.count(host) for start in here)
+        cores = min(start.cores[host] for start in here if start.hosts.count(host) == max_ranks)
         first = [start for start in here if start.hosts[0] == host]
         load = max((load for start in first for load in start.load), default=0.0)
         processors = max((start.processors or 0 for start in first), default=0)
-        yield from (f"{host}: {text}" for text in remarks(most, cores, processors, load))
+        yield from (f"{host}: {text}" for text in timing_warnings(max_ranks, cores, processors, load))
 
 
 def _room(analysis: Analysis) -> Iterator[str]:
-    """Say how large differences may be that were called noise."""
-    metric, contrasts = analysis.job.metric, [one for one in analysis.contrasts if one.cell.kind != "serial"]
-    times = [one.sooner for one in contrasts if one.sooner is not None and not one.p_sooner < SIGNIFICANT]
-    gaps = [one.better for one in contrasts if one.better is not None and not one.p_better < SIGNIFICANT]
-    factor = max((max(one.high, 1 / one.low) for one in times if one.low < one.high), default=0.0)
-    largest = max((max(one.high, -one.low) for one in gaps if one.low < one.high), default=0.0)
+    """Say how large the differences called noise may be."""
+    metric, contrasts = (analysis.job.metric, [c for c in analysis.contrasts if c.group.kind != "serial"])
+    times = [c.speedup for c in contrasts if c.speedup is not None and not c.p_speedup < SIGNIFICANT]
+    gaps = [c.difference for c in contrasts if c.difference is not None and not c.p_difference < SIGNIFICANT]
+    factor = max((max(c.high, 1 / c.low) for c in times if c.low < c.high), default=0.0)
+    largest = max((max(c.high, -c.low) for c in gaps if c.low < c.high), default=0.0)
     room = [f"a factor of {factor:.3g} in time"] * (factor > 0)
     room += [f"{gap(metric, largest, sign=False)} of {metric}"] * (largest > 0)
     if room:
-        yield f"Within noise does not mean alike: intervals leave room for {joined(room)}. More seeds narrow them."
+        yield f"Within noise does not mean equal: the intervals allow for {joined(room)}. More seeds narrow them."

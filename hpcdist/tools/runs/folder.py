@@ -1,4 +1,4 @@
-"""Find the runs in folders, and read the plan of a comparison."""
+"""Find the runs in folders; read the plan of a comparison."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat
 from hpcdist.records import read_checked
 from hpcdist.records.files import Count, PathText
 
-COMPARISON = "comparison.json"  # in the folder of a comparison or a sweep: its declaration and its runs
-SWEEP = "sweep.json"  # beside it in the folder of a sweep: its space and its trials
-TUNING = "tuning"  # beside it: the runs by which rates were chosen
-FILES = ("run.json", "summary.json")  # one of them makes a folder a run's
+COMPARISON = "comparison.json"  # in the folder of a comparison or sweep: its settings and runs
+SWEEP = "sweep.json"  # in the folder of a sweep: its search space and trials
+TUNING = "tuning"  # subfolder: runs of the search for learning rates
+FILES = ("run.json", "summary.json")  # a folder with one of these is a run's
 
 
 class _ListedRun(BaseModel):
@@ -29,7 +29,7 @@ class _ListedRun(BaseModel):
 
 
 class _Comparison(BaseModel):
-    """The types of the keys of `comparison.json` that tools read. Any other key may be there."""
+    """Types of the keys of `comparison.json` that tools read; other keys are allowed."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -44,9 +44,9 @@ class _Comparison(BaseModel):
 
 
 def find_runs(folders: Sequence[Path]) -> dict[Path, Path | None]:
-    """Find the folders of runs, at any depth, each with the folder of its comparison, or None.
+    """Find the folders of runs at any depth; map each to the folder of its comparison, or None.
 
-    Nothing within a run's folder is looked at, nor the runs by which a comparison has tuned its rates.
+    Folders inside a run's folder, and the runs of a search for learning rates, are skipped.
     """
     return {run: comparison for folder in folders for run, comparison in _walk(folder, None)}
 
@@ -55,7 +55,7 @@ def _walk(folder: Path, comparison: Path | None) -> Iterator[tuple[Path, Path | 
     try:
         with os.scandir(folder) as entries:
             below = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
-    except OSError:  # it is no folder, or another user's
+    except OSError:  # no folder, or not readable
         return
     if any(name in below for name in FILES):
         yield folder, comparison
@@ -68,10 +68,10 @@ def _walk(folder: Path, comparison: Path | None) -> Iterator[tuple[Path, Path | 
 
 
 def read_comparison(folder: Path) -> dict[str, Any] | None:
-    """Read the declaration and the planned runs of a comparison; None where the folder holds none.
+    """Read `comparison.json` in a folder; None if it is missing.
 
     Raises:
         DataError: the file is damaged.
     """
-    found = read_checked(folder / COMPARISON, _Comparison, "be what `hpcdist compare` writes", "Make it again.")
-    return None if found is None else found.model_dump(exclude_unset=True)
+    content = read_checked(folder / COMPARISON, _Comparison, "be written by `hpcdist compare`", "Run it again.")
+    return None if content is None else content.model_dump(exclude_unset=True)

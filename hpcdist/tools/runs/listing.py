@@ -1,4 +1,4 @@
-"""The list of runs, read from the files of each, but never from step records; tags of runs."""
+"""List runs from their small files, never from step records; read and write tags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpcdist.records import Start, read_checked, replace_durably
 from hpcdist.records.run import seconds_since
 from hpcdist.tools.runs.run import Outcome, Run
 
-TAGS = "tags.json"  # in the folder of a run; training never opens it, so that no lock is needed
+TAGS = "tags.json"  # in a run's folder; training never opens it: no lock is needed
 ListedState = Literal["running", Outcome, "damaged"]
 
 
@@ -21,12 +21,12 @@ class ListedRun:
     """A run in a list.
 
     Attributes:
-        age_s: seconds since its first start; None if unknown.
-        time_s: seconds that its starts took, so far as their ends are known.
-        metrics: at its end, or of its last evaluation so far.
-        comparison: the folder of the comparison or sweep that it is a part of.
+        age_s: seconds since its first start; None: unknown.
+        time_s: seconds that it has run, over all starts; a killed start counts 0.
+        metrics: final, or of the last evaluation.
+        comparison: folder of the comparison or sweep that it belongs to.
         settings: of its newest start.
-        damage: the reason why a file of it could not be read.
+        damage: why a file could not be read.
     """
 
     folder: str
@@ -44,12 +44,12 @@ class ListedRun:
 
 
 def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
-    """Read a run for a list, in which one with a damaged file is `damaged`."""
-    above = None if comparison is None else str(comparison)
+    """Read a run for a list; a run with a damaged file has the state `damaged`."""
+    comparison_path = None if comparison is None else str(comparison)
     try:
         run, tags = Run(folder), read_tags(folder)
     except DataError as error:
-        return ListedRun(str(folder), "damaged", "", "", 0, None, None, {}, [], above, {}, str(error))
+        return ListedRun(str(folder), "damaged", "", "", 0, None, None, {}, [], comparison_path, {}, str(error))
     record, summary = run.record, run.summary
     state: ListedState = run.outcome or "running"
     known, last = run.start or summary, summary or (run.evaluations[-1] if run.evaluations else None)
@@ -60,16 +60,16 @@ def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
         strategy=run.strategy,
         ranks=0 if known is None else known.ranks,
         age_s=None if record is None else seconds_since(record.started),
-        time_s=None if record is None else sum(_taken(one, state) for one in (record, *record.resumed)),
+        time_s=None if record is None else sum(_seconds_of(start, state) for start in (record, *record.resumed)),
         metrics={} if last is None else last.metrics,
         tags=tags,
-        comparison=above,
+        comparison=comparison_path,
         settings=run.settings,
     )
 
 
-def _taken(start: Start, state: ListedState) -> float:
-    """Return the seconds of a start; 0 for one that was killed, as its end is not known."""
+def _seconds_of(start: Start, state: ListedState) -> float:
+    """Return the seconds of a start; 0 if it was killed, because its end is unknown."""
     return start.took_s if start.ended is not None or state == "running" else 0.0
 
 
@@ -78,12 +78,11 @@ def read_tags(folder: Path) -> list[str]:
     """Read the tags of a run, sorted.
 
     Raises:
-        DataError: their file is damaged.
+        DataError: the file is damaged.
     """
-    found = read_checked(folder / TAGS, list[str], "be a list of words", "Remove it, and tag the run again.")
-    return sorted(found or ())
+    tags_ = read_checked(folder / TAGS, list[str], "be a list of words", "Remove it, and tag the run again.")
+    return sorted(tags_ or ())
 
 
 def write_tags(folder: Path, tags: set[str]) -> None:
-    """Replace the tags of a run."""
     replace_durably(folder / TAGS, f"{json.dumps(sorted(tags), ensure_ascii=False)}\n".encode())

@@ -1,4 +1,4 @@
-"""A run by the files of its folder, while it trains and after it has ended."""
+"""A run's state and results, read from its folder while it trains and after it has ended."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ from hpcdist.tools.runs.steps import Steps
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-FAILURE = "failure.txt"  # in the folder of a comparison's run that failed: its last lines
-LAST_BYTES = 1 << 16  # of a log, in which its last lines are looked for
-# It has its summary; it left early, on a signal or at a time limit, and may be resumed; an error has ended it; no
-# process is at work any more, and nothing says why.
+FAILURE = "failure.txt"  # in the folder of a failed run of a comparison: its last lines
+LAST_BYTES = 1 << 16  # of a log that are searched for its last lines
+# ended: has a summary; interrupted: left early, on a signal or at a time limit, can be resumed; failed: by an error;
+# dead: no process is running, for unknown reasons.
 Outcome = Literal["ended", "interrupted", "failed", "dead"]
-# Nothing is there yet; it has begun; records are written.
+# waiting: no files yet; starting: no records yet; training: records are written.
 State = Literal[Outcome, "waiting", "starting", "training"]
 T = TypeVar("T")
 
 
 class Run:
-    """A run as its files are now; `update` looks at them again.
+    """A run, read from its folder; `update` reads changes.
 
     Args:
-        follow: the run may be at work. A file that is half-written counts as it was before, and is read again by the
-            next `update`; `steps` holds sums over blocks of steps if they are many.
+        follow: for a run that may be training: a half-written file keeps its previous content until the next `update`,
+            and `steps` merges blocks of steps if they are many.
 
     Attributes:
-        summary: None before the run has ended.
-        record: `run.json`; None before the run has begun, and for runs of old versions.
+        summary: None until the run has ended.
+        record: content of `run.json`; None before the run starts, and for old versions.
         evaluations: so far.
-        abandoned: no process is at work in the folder any more, and there is no summary.
-        damage: the reason why a file could not be read, if the run is followed.
+        abandoned: no process is running, and there is no summary.
+        damage: why a file could not be read, if `follow`.
 
     Raises:
-        DataError: a file is damaged, and the run is not followed.
+        DataError: a file is damaged, and not `follow`.
     """
 
     def __init__(self, folder: str | Path, *, follow: bool = False):
@@ -67,18 +67,18 @@ class Run:
         self.damage: str | None = None
         self._steps: Steps | None = None
         self._resources: Resources | None = None
-        self._seen: dict[str, tuple[int, ...]] = {}  # stamps of the files that have been read
+        self._stamps: dict[str, tuple[int, ...]] = {}  # stamps of the files that have been read
         self.update()
 
     def update(self) -> None:
-        """Read what is new. A run that has ended is not looked at again before it goes on.
+        """Read changed files. A finished run is read again only if it is resumed.
 
         Raises:
-            DataError: a file is damaged, and the run is not followed.
+            DataError: a file is damaged, and not `follow`.
         """
-        if self.summary is not None and self._seen.get("run.json") == self._stamp("run.json"):
+        if self.summary is not None and self._stamps.get("run.json") == self._stamp("run.json"):
             return
-        # Abandoned comes first, as a process leaves its summary behind; then ended, as the records are whole by then.
+        # In this order: a process writes its summary before it exits, and completes its records before the summary.
         abandoned = (self._follow or not is_done(self.folder)) and is_abandoned(self.folder, quiet_s(self.folder))
         ended = is_done(self.folder)
         try:
@@ -90,7 +90,7 @@ class Run:
                 self._resources.read()
             self.summary = self._read("summary.json", load_summary, self.summary) if ended else None
             self.damage = None
-        except (DataError, FileNotFoundError) as error:  # it is being replaced, or half there on a network file system
+        except (DataError, FileNotFoundError) as error:  # being replaced, or partially visible on a network file system
             if not self._follow:
                 raise
             self.damage = str(error)
@@ -98,14 +98,14 @@ class Run:
 
     def _read(self, name: str, load: Callable[[Path], T], known: T) -> T:
         stamp = self._stamp(name)
-        if stamp is None or self._seen.get(name) == stamp:
+        if stamp is None or self._stamps.get(name) == stamp:
             return known
-        found = load(self.folder)
-        self._seen[name] = stamp
-        return found
+        content = load(self.folder)
+        self._stamps[name] = stamp
+        return content
 
     def _stamp(self, name: str) -> tuple[int, ...] | None:
-        """Return a file's time of writing, length and number; None where it is not there, () if the system refuses."""
+        """Return a file's modification time, size and inode; None if it does not exist, () if it can't be read."""
         try:
             stat = (self.folder / name).stat()
         except OSError as error:
@@ -119,19 +119,18 @@ class Run:
 
     @property
     def start(self) -> Start | None:
-        """Return the newest start of the run."""
         return None if self.record is None else self.record.last
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the newest start; none where they are not written down."""
+        """Return the settings of the newest start; empty if not recorded."""
         return {} if self.start is None else self.start.settings
 
     @property
     def changes(self) -> list[str]:
-        """Return a line for each step at which the run went on with other settings."""
-        found = {} if self.record is None else self.record.changes
-        return [f"settings changed at step {step}: {describe_changes(changed)}" for step, changed in found.items()]
+        """Return a line for each step at which the run was resumed with other settings."""
+        changes_ = {} if self.record is None else self.record.changes
+        return [f"settings changed at step {step}: {describe_changes(changed)}" for step, changed in changes_.items()]
 
     @property
     def strategy(self) -> str:
@@ -141,7 +140,7 @@ class Run:
 
     @property
     def outcome(self) -> Outcome | None:
-        """Return how the run has ended; None while it is at work, or has not begun."""
+        """Return how the run has ended; None while it trains, or before it starts."""
         if self.ended:
             return "ended"
         start = self.start
@@ -153,7 +152,7 @@ class Run:
 
     @property
     def state(self) -> State:
-        """Return how the run has ended, or what it does, by its step records."""
+        """Return the outcome, or what the run is doing."""
         if self.outcome is not None:
             return self.outcome
         if len(self.steps.recent):
@@ -162,7 +161,7 @@ class Run:
 
     @property
     def failure(self) -> str | None:
-        """Return why there is no summary: the run's last lines where a comparison has kept them. None if it ended."""
+        """Return why there is no summary, with the last lines of a comparison's log; None if the run has ended."""
         if self.ended:
             return None
         if self.damage is not None:
@@ -170,24 +169,24 @@ class Run:
         if lines := last_lines(self.folder / FAILURE, 4):
             return "\n".join(["failed:", *lines])
         if self.start is None:
-            return "was not made"
+            return "was not started"
         if self.start.ended is None:
-            return "has begun and not ended"
+            return "has started and not ended"
         if self.start.outcome == "interrupted":
-            return f"was interrupted at {self.start.ended} ({self.start.reason}); --resume, or the same script, goes on"
+            return f"was interrupted at {self.start.ended} ({self.start.reason}); --resume or the same script continues"
         why = "" if self.start.reason is None else f": {self.start.reason}"
         return f"failed, and ended at {self.start.ended}{why}"
 
     @property
     def batch(self) -> int | None:
-        """Return the samples of a step of one worker, where they are written down."""
+        """Return the samples of a step of one worker; None if not recorded."""
         size = self.settings.get("batch_size")
         return None if size is None else size * self.settings.get("accumulation", 1)
 
-    # --- what it has measured -----------------------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------------------------------
     @property
     def steps(self) -> Steps:
-        """Return the steps of all ranks; their records are read on first use, then by each `update`."""
+        """Return the steps of all ranks; records are read on first use, then by `update`."""
         if self._steps is None:
             self._steps = Steps(self.folder, follow=self._follow)
             self._steps.read()
@@ -195,7 +194,7 @@ class Run:
 
     @property
     def resources(self) -> dict[int, list[Usage]]:
-        """Return what each rank has used over time; read on first use, then by each `update`. Empty if virtual."""
+        """Return each rank's resource usage over time, read like `steps`; empty for virtual ranks."""
         if self._resources is None:
             self._resources = Resources(self.folder)
             self._resources.read()
@@ -207,18 +206,19 @@ class Run:
 
     @property
     def records(self) -> DataFrame:
-        """Return a frame with a row for each step of each rank; its columns are described at `Steps`."""
+        """Return a frame with a row per step and rank; its columns are described at `Steps`."""
         return self.steps.frame
 
     @property
     def metrics(self) -> DataFrame:
-        """Return a frame with a row for each evaluation: step, epoch, samples, seconds, joules, `metric.NAME`."""
+        """Return a frame with a row per evaluation: step, epoch, samples, seconds, joules, `metric.NAME`."""
         from pandas import DataFrame
 
         spent = ("step", "epoch", "samples", "seconds", "joules")
         rows = [
-            {key: getattr(one, key) for key in spent} | {f"metric.{key}": value for key, value in one.metrics.items()}
-            for one in self.evaluations
+            {key: getattr(evaluation, key) for key in spent}
+            | {f"metric.{key}": value for key, value in evaluation.metrics.items()}
+            for evaluation in self.evaluations
         ]
         return DataFrame(rows, columns=None if rows else list(spent))
 
@@ -230,7 +230,7 @@ class Run:
 
 
 def last_lines(log: Path, count: int) -> list[str]:
-    """Read the last lines of a log that say something; none where it can't be read."""
+    """Return the last non-empty lines of a log; empty if it can't be read."""
     with suppress(OSError), open_regular(log) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
         lines = file.read(LAST_BYTES).decode(errors="replace").splitlines()
@@ -239,12 +239,12 @@ def last_lines(log: Path, count: int) -> list[str]:
 
 
 def is_done(folder: Path) -> bool:
-    """Tell whether a run has ended well: it has its summary."""
-    return os.path.exists(folder / "summary.json")  # Path's own raises where the folder must not be searched
+    """Return whether a run has ended well, that is, has a summary."""
+    return os.path.exists(folder / "summary.json")  # Path.exists raises for a folder without permission
 
 
 def quiet_s(folder: Path) -> float:
-    """Return the seconds since a file in the folder was written."""
+    """Return the seconds since the last write to a file in the folder."""
     written = 0.0
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:

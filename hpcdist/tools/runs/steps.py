@@ -1,4 +1,4 @@
-"""The steps of all ranks of a run as one frame, read from their records while these are written."""
+"""The steps of all ranks of a run as one frame, read from their records, also while these are written."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hpcdist.records.summary import is_skipped
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-BLOCKS = 512  # rows of a rank at most, where a run is followed; then each covers twice as many steps
-RECENT = 100  # newest steps of each rank, which tell the present speed
+BLOCKS = 512  # maximal rows of a rank, if followed; beyond, each row covers twice as many steps
+RECENT = 100  # newest steps of each rank, for the current speed
 _COPIED = (
     "clock", "samples", "bytes_sent", "messages_sent", "bytes_fetched", "messages_fetched", "computing_s",
     "communicating_s", "waiting_s", "stage_bytes", "stage_s", "dropped",
@@ -24,27 +24,26 @@ _COPIED = (
 _copied = operator.attrgetter(*_COPIED)
 COLUMNS = ("rank", "step", *_COPIED, "records", "loss", "losses", "gradients", "staleness", "skipped")
 # In a record's event.
-_WITHOUT, _BACK = re.compile(r"goes on without rank (\d+)"), re.compile(r"rank (\d+) is back")
+_LOST_EVENT, _BACK_EVENT = re.compile(r"goes on without rank (\d+)"), re.compile(r"rank (\d+) is back")
 
 
 class Steps:
-    """The recorded steps of a run's ranks. `read` adds what is new, and drops the steps that a restart takes again.
+    """The recorded steps of a run's ranks. `read` adds new ones and drops steps that a restart repeats.
 
-    Columns of the frames, the sums of a row's steps: those of `StepRecord`, `records` (1), `loss` and `losses` (1, or
-    0 where the loss is not finite), `gradients` applied, `staleness` of them all, `skipped` steps. `clock` is the
-    largest of them.
+    Columns of the frames, summed over a row's steps: those of `StepRecord`, `records` (1), `loss` and `losses` (1; 0
+    for a NaN or infinite loss), `gradients` applied, their `staleness`, `skipped` steps. `clock` is the maximum.
 
     Args:
-        follow: hold at most BLOCKS rows of each rank, each for 2, 4, 8... steps, of which `step` is the last one. A
-            line that is no record is left out; else it raises DataError.
+        follow: limit each rank to BLOCKS rows of 2, 4, 8... steps, whose `step` is the last one, and skip invalid
+            lines. Otherwise an invalid line raises DataError.
 
     Attributes:
-        frame: a row for each step of each rank, or for each block of steps.
+        frame: a row per step and rank, or per block of steps.
         recent: the newest steps of each rank.
         losses: each rank's newest loss, NaN included.
-        lost_ranks: those that died or fell silent, as the newest records say.
-        widths: how many steps a row of each rank covers.
-        grew_s: when each rank's file grew, by this process's monotonic clock.
+        lost_ranks: ranks that died or fell silent, by the newest records.
+        widths: steps per row of each rank.
+        grew_s: last growth of each rank's file, by this process's monotonic clock.
     """
 
     def __init__(self, folder: Path, *, follow: bool = False):
@@ -57,18 +56,17 @@ class Steps:
         self.grew_s: dict[int, float] = {}
         self._tails: dict[int, RecordTail] = {}
         self.widths: dict[int, int] = {}
-        self._without: dict[int, set[int]] = {}  # by the rank whose records say so
+        self._lost: dict[int, set[int]] = {}  # by reporting rank
 
     @property
     def lost_ranks(self) -> list[int]:
-        return sorted(set().union(*self._without.values()))
+        return sorted(set().union(*self._lost.values()))
 
     def read(self) -> None:
-        """Read the records that are new."""
         for rank, path in record_files(self._folder).items():
             if rank not in self._tails:
                 self._tails[rank] = RecordTail(path, strict=not self._follow)
-                self.widths[rank], self._without[rank] = 1, set()
+                self.widths[rank], self._lost[rank] = 1, set()
         rows: list[tuple[float, ...]] = []
         for rank, tail in self._tails.items():
             while items := tail():
@@ -77,23 +75,23 @@ class Steps:
                 for item in items:
                     if isinstance(item, StepRecord):
                         new.append(_row(rank, item))
-                        self._note(rank, item)
+                        self._record_events(rank, item)
                     else:
                         new = [row for row in new if row[1] < item]
                         rows = [row for row in rows if row[0] != rank or row[1] < item]
-                        self._cut(rank, item)
+                        self._drop_from(rank, item)
                 rows += new
                 if self._follow and len(rows) > BLOCKS * len(self._tails):
                     self._add(rows)
                     rows = []
         self._add(rows)
 
-    def _note(self, rank: int, record: StepRecord) -> None:
+    def _record_events(self, rank: int, record: StepRecord) -> None:
         if record.loss is not None:
             self.losses[rank] = record.loss
         if record.event is not None:
-            self._without[rank] |= set(map(int, _WITHOUT.findall(record.event)))
-            self._without[rank] -= set(map(int, _BACK.findall(record.event)))
+            self._lost[rank] |= set(map(int, _LOST_EVENT.findall(record.event)))
+            self._lost[rank] -= set(map(int, _BACK_EVENT.findall(record.event)))
 
     def _add(self, rows: list[tuple[float, ...]]) -> None:
         import numpy as np
@@ -116,15 +114,15 @@ class Steps:
     def _merged(self, frame: DataFrame) -> DataFrame:
         width = frame["rank"].map(self.widths)
         blocks = frame.assign(loss=frame["loss"].where(frame["losses"] > 0), step=-(-frame["step"] // width) * width)
-        ways = {name: "max" if name == "clock" else "sum" for name in COLUMNS[2:]}
-        return blocks.groupby(["rank", "step"], as_index=False).agg(ways)
+        rules = {name: "max" if name == "clock" else "sum" for name in COLUMNS[2:]}
+        return blocks.groupby(["rank", "step"], as_index=False).agg(rules)
 
-    def _cut(self, rank: int, first_step: int) -> None:
-        """Drop a rank's steps from `first_step` on; of a block that it divides, keep the share."""
-        self._without[rank].clear()
+    def _drop_from(self, rank: int, first_step: int) -> None:
+        """Drop a rank's steps from `first_step` on; scale the sums of a block that is divided."""
+        self._lost[rank].clear()
         frame, width = self.frame, self.widths[rank]
         kept = max(first_step, 1) - 1
-        last = -(-kept // width) * width  # of the block that has the last step before
+        last = -(-kept // width) * width  # of the block with the last kept step
         self.recent = self.recent[(self.recent["rank"] != rank) | (self.recent["step"] < first_step)]
         frame = frame[(frame["rank"] != rank) | (frame["step"] <= last)]
         if kept < last:

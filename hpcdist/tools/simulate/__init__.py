@@ -1,1 +1,1 @@
-"""Comparisons on virtual ranks: a cluster that is described by numbers, and the runs that are made on it."""
+"""Simulation: a cluster described by a few numbers, and runs on its virtual ranks."""

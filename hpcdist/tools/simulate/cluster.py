@@ -1,4 +1,4 @@
-"""A virtual cluster as users describe it: `50us,10Gbit/s` and `jitter:20ms,0.2`, on flags or in a TOML file."""
+"""Parse the description of a virtual cluster: `50us,10Gbit/s` and `jitter:20ms,0.2`, as options or in a TOML file."""
 
 from __future__ import annotations
 
@@ -24,49 +24,49 @@ MODELS = (
     "slow:PART,FACTOR,SECONDS, replay:RUN"
 )
 
-StepSeconds = Callable[[float | None], float]  # of a step, from those that were given; None: they are to be measured
+StepSeconds = Callable[[float | None], float]  # converts the given seconds of a step, None: to be measured
 
 
 class ClusterConfig(Settings):
-    """A virtual cluster: the links between its ranks, and how long their steps take."""
+    """A virtual cluster: the links between its ranks, and the times of their steps."""
 
     network: str = Field("20us,10Gbit/s", description="latency and bandwidth of each link")
-    intra_network: str | None = Field(None, description="the same between ranks of one node; none is the network's")
+    intra_network: str | None = Field(None, description="the same for ranks of one node; none: as network")
     ranks_per_node: int | None = Field(None, ge=1, description="ranks on each node; none is one")
-    compute: str = Field(MEASURED, description=f"{MEASURED}, or {MODELS}; a time may be `{MEASURED}` there too")
+    compute: str = Field(MEASURED, description=f"{MEASURED}, or {MODELS}; SECONDS may be `{MEASURED}`")
 
     def links(self) -> Network:
-        """Make the network.
+        """Return the network.
 
         Raises:
-            ConfigError: one of its parts can't be read.
+            ConfigError: a link can't be parsed.
         """
-        inside = (None, None) if self.intra_network is None else _link(self.intra_network, "intra_network")
-        return Network(*_link(self.network, "network"), self.ranks_per_node, *inside)
+        intra_node = (None, None) if self.intra_network is None else _link(self.intra_network, "intra_network")
+        return Network(*_link(self.network, "network"), self.ranks_per_node, *intra_node)
 
     def described(self) -> str:
-        """Describe the steps as the user does, with the times that were read, in seconds."""
-        read: list[float] = []
-        self.steps(lambda given_s: read.append(given_s or 0.0) or 1.0)  # type: ignore[func-returns-value]
-        return f"{self.compute} ({read[0]:g} s)" if read and read[0] else self.compute
+        """Return the compute model as the user wrote it, with the parsed time in seconds."""
+        times: list[float] = []
+        self.steps(lambda given_s: times.append(given_s or 0.0) or 1.0)  # type: ignore[func-returns-value]
+        return f"{self.compute} ({times[0]:g} s)" if times and times[0] else self.compute
 
     def steps(self, step_s: StepSeconds) -> ComputeModel:
-        """Make the model of step times.
+        """Return the model of step times.
 
         Raises:
-            ConfigError: it can't be read, or a number breaks its rule.
+            ConfigError: it can't be parsed, or a number is out of range.
         """
         return _model(self.compute, step_s)
 
 
 def read_cluster(path: Path | None, network: str | None, compute: str | None) -> ClusterConfig:
-    """Read a cluster from a TOML file, whose settings those given here override, and check all of it.
+    """Read a cluster from a TOML file and options, which override it, and check all settings.
 
     Raises:
-        ConfigError: there is no such file, or a setting breaks its rule.
+        ConfigError: there is no such file, or a setting is wrong.
     """
-    given = {"network": network, "compute": compute}
-    values = load({}, path) | {key: value for key, value in given.items() if value is not None}
+    options = {"network": network, "compute": compute}
+    values = load({}, path) | {key: value for key, value in options.items() if value is not None}
     cluster = ClusterConfig.from_mapping(values, "cluster")
     cluster.links()
     cluster.steps(lambda given_s: 1.0 if given_s is None else given_s)
@@ -86,27 +86,25 @@ def _model(text: str, step_s: StepSeconds) -> ComputeModel:
         name, rest = "constant", name
     parts = [part.strip() for part in rest.split(",")]
 
-    def taken(part: str) -> float:
+    def parsed_s(part: str) -> float:
         return step_s(None if part == MEASURED else seconds(part, "compute"))
 
     if name == "constant" and len(parts) == 1:
-        return Constant(taken(parts[0]))
+        return Constant(parsed_s(parts[0]))
     if name == "jitter" and len(parts) == 2:
-        return Jitter(taken(parts[0]), number(parts[1], "the CV of compute"))
+        return Jitter(parsed_s(parts[0]), number(parts[1], "the CV of compute"))
     if name == "exponential" and len(parts) == 1:
-        return Exponential(taken(parts[0]))
+        return Exponential(parsed_s(parts[0]))
     if name == "straggler" and len(parts) >= 3 and parts[0].isdigit():
         rank, factor, base = rest.split(",", 2)
         return Straggler(_model(base, step_s), int(rank), number(factor, "the factor of compute"))
     if name == "slow" and len(parts) >= 3:
         part, factor, base = rest.split(",", 2)
-        what = "the part of slow steps", "the factor of compute"
-        return SlowSteps(_model(base, step_s), number(part, what[0]), number(factor, what[1]))
+        names = "the part of slow steps", "the factor of compute"
+        return SlowSteps(_model(base, step_s), number(part, names[0]), number(factor, names[1]))
     if name == "replay":
         if not Path(rest).is_dir():
-            raise ConfigError(
-                f"compute must be replay:RUN with a run's folder; got {text!r}, and there is no such folder."
-            )
+            raise ConfigError(f"compute must be replay:RUN with a run's folder; got {text!r}, which does not exist.")
         records = read_records(rest)
         return Replay(rest, [[record.computing_s for record in records[rank]] for rank in sorted(records)])
     raise ConfigError(f"compute must be {MEASURED}, {MODELS}; got {text!r}.")
@@ -114,32 +112,37 @@ def _model(text: str, step_s: StepSeconds) -> ComputeModel:
 
 # --- units ------------------------------------------------------------------------------------------------------------
 def seconds(text: str, what: str) -> float:
-    """Read a time: `50us`, `20 ms`, `1.5s`, or a number of seconds.
+    """Parse a time: `50us`, `20 ms`, `1.5s`, or a number of seconds.
 
     Args:
-        what: the setting, for the message.
+        what: name of the setting, for the message.
+
+    Example:
+        >>> from hpcdist.tools.simulate.cluster import bytes_per_second, seconds
+        >>> seconds("20ms", "latency"), bytes_per_second("10Gbit/s", "bandwidth")
+        (0.02, 1250000000.0)
     """
-    found = re.fullmatch(rf"{_NUMBER} ?(ns|us|µs|ms|s|)", text.strip())
-    if found is None:
+    match = re.fullmatch(rf"{_NUMBER} ?(ns|us|µs|ms|s|)", text.strip())
+    if match is None:
         raise ConfigError(f"{what} must be a time in ns, us, ms or s; got {text.strip()!r}. Write it as 50us or 20ms.")
-    return float(found[1]) * _SECONDS[found[2]]
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def bytes_per_second(text: str, what: str) -> float:
-    """Read a bandwidth: `10Gbit/s`, `1.25 GB/s`, `100MiB/s`, or `inf` for no limit; others as `seconds`."""
+    """Parse a bandwidth: `10Gbit/s`, `1.25 GB/s`, `100MiB/s`, or `inf`; `what` as for `seconds`."""
     if text.strip() == "inf":
         return math.inf
-    found = re.fullmatch(rf"{_NUMBER} ?(|k|M|G|T|Ki|Mi|Gi)(bit|B)/s", text.strip())
-    if found is None:
+    match = re.fullmatch(rf"{_NUMBER} ?(|k|M|G|T|Ki|Mi|Gi)(bit|B)/s", text.strip())
+    if match is None:
         raise ConfigError(
             f"{what} must be a bandwidth in bit/s or B/s, with k, M or G before it; got {text.strip()!r}. Write it as "
             "10Gbit/s or 1.25GB/s; inf is no limit."
         )
-    return float(found[1]) * _PREFIXES[found[2]] * _BYTES[found[3]]
+    return float(match[1]) * _PREFIXES[match[2]] * _BYTES[match[3]]
 
 
 def number(text: str, what: str) -> float:
-    """Read a plain number; others as `seconds`."""
+    """Parse a plain number; `what` as for `seconds`."""
     try:
         return float(text)
     except ValueError:

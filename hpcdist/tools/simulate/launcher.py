@@ -1,4 +1,4 @@
-"""The launcher of virtual ranks: runs in this process, or several side by side in processes of their own."""
+"""The launcher of virtual ranks: runs in this process, or several concurrently in worker processes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Simulation:
-    """All that runs on one virtual cluster share.
+    """What all runs on one virtual cluster share.
 
     Args:
         job: the job's file.
         cluster: as the user describes it.
-        samples: of a step of one rank, for which the described times are right; a step of more takes longer.
-        step_s: measured seconds, by the samples of a step.
-        command: the words of the command line, for `run.json`.
+        samples: samples of a rank's step for which the given times hold; larger steps take proportionally longer.
+        step_s: measured seconds, by samples of a step.
+        command: the command line, for `run.json`.
     """
 
     job: str
@@ -48,7 +48,7 @@ class Simulation:
 
     @classmethod
     def of(cls, experiment: Experiment, command: Sequence[str] = ()) -> Simulation:
-        """Read the cluster from an experiment that `on_cluster` has returned."""
+        """Create the simulation of an experiment returned by `on_cluster`."""
         described = dict(experiment.virtual or {})
         step_s = {int(samples): seconds for samples, seconds in described.pop("step_s").items()}
         samples = described.pop("samples")
@@ -57,22 +57,22 @@ class Simulation:
     def __str__(self) -> str:
         measured = ", ".join(f"{seconds * 1e3:.3g} ms for {size} samples" for size, seconds in self.step_s.items())
         steps = f"{measured}, as measured here with one thread" if measured else f"for {self.samples} samples"
-        steps = steps if self.samples else "whatever their batch"  # a script's
+        steps = steps if self.samples else "for any batch size"  # a script
         return f"virtual ranks, joined by {self.cluster.network}; steps: {self.cluster.described()}, {steps}"
 
     def train(self, run: PlannedRun, folder: Path, script: Callable[..., None] | None = None) -> None:
-        """Train a job on virtual ranks, as `hpcdist train` does on real ones; go on with a run that has checkpoints.
+        """Train a job on virtual ranks, as `hpcdist train` does on real ones; resume a run that has checkpoints.
 
         Args:
             script: called with each rank's communicator, instead of the job's training.
 
         Raises:
-            HpcdistError: as that does.
+            HpcdistError: as `hpcdist train` does.
         """
         cluster = ClusterConfig.from_mapping(load(self.cluster.model_dump(), None, run.cluster), "cluster")
-        own = self._samples(run) if script is None else 0
-        compute = cluster.steps(lambda given_s: self._step_s(given_s, own))
-        if isinstance(compute, Straggler) and compute.rank >= run.ranks:  # a control on fewer ranks
+        step_samples = self._samples(run) if script is None else 0
+        compute = cluster.steps(lambda given_s: self._step_s(given_s, step_samples))
+        if isinstance(compute, Straggler) and compute.rank >= run.ranks:  # a serial control on fewer ranks
             compute = compute.base
 
         resume = (folder / "checkpoints").exists()
@@ -87,14 +87,14 @@ class Simulation:
         run_virtual(script or body, run.ranks, seed=run.seed, network=cluster.links(), compute=compute)
 
     def _samples(self, run: PlannedRun) -> int:
-        """Return the samples of a step of one rank; of one that says how long its steps take, those of the cluster."""
+        """Return the samples of a rank's step, or the cluster's if the run sets its own step times."""
         if run.loop or any(setting.startswith("compute=") for setting in run.cluster):
             return self.samples
         _, config = runs.specify(Path(self.job), None, run.overrides)
         return config.batch_size * config.accumulation
 
     def _step_s(self, given_s: float | None, samples: int) -> float:
-        """Return the seconds of a step with so many samples."""
+        """Return the seconds of a step with this number of samples."""
         if given_s is not None:
             return given_s * samples / self.samples if self.samples else given_s
         nearest = min(self.step_s, key=lambda known: abs(known - samples))
@@ -102,22 +102,23 @@ class Simulation:
 
 
 class VirtualLauncher:
-    """Make runs on virtual ranks: here with one worker, else in that many processes, with one thread of torch each.
+    """Execute runs on virtual ranks: in this process with one worker, otherwise in `workers` processes, each with one
+    thread.
 
-    `make` may be called by as many threads at the same time. Only this process handles signals that end a program, and
-    then ends the others: a terminal sends Ctrl-C to all of them, and each would print a traceback. The others also end
-    if this process is killed.
+    `run` may be called by as many threads. Only this process handles signals that end a program, and then ends the
+    workers: a terminal sends Ctrl-C to all processes, and each would print a traceback. Workers also end if this
+    process is killed.
     """
 
     def __init__(self, simulation: Simulation, workers: int = 1):
         self._simulation, self._ended = simulation, False
         self._pool: ProcessPoolExecutor | None = None
         if workers > 1:
-            context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads and locks
-            self._pool = ProcessPoolExecutor(workers, context, initializer=_begin)
+            context = multiprocessing.get_context("spawn")  # fork would inherit torch's threads and locks
+            self._pool = ProcessPoolExecutor(workers, context, initializer=_start)
 
-    def make(self, run: PlannedRun, folder: Path) -> None:
-        """Make a run.
+    def run(self, run: PlannedRun, folder: Path) -> None:
+        """Execute a run.
 
         Raises:
             RunError: it failed.
@@ -126,16 +127,17 @@ class VirtualLauncher:
             failure = _train(self._simulation, run, folder)
         else:
             try:
-                before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # processes that begin here inherit it
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # inherited by processes started here
                 try:
-                    ended = self._pool.submit(_train, self._simulation, run, folder)
+                    future = self._pool.submit(_train, self._simulation, run, folder)
                 finally:
                     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-                failure = ended.result()
+                failure = future.result()
             except BrokenProcessPool:
                 if self._ended:
                     raise KeyboardInterrupt from None
-                failure = "its process was killed: is there enough memory for so many virtual ranks? Give --workers 1"
+                failure = "its process was killed: is there enough memory for {run.ranks} virtual ranks? Try "
+                "--workers 1"
         if failure is not None:
             raise RunError(f"run {run.folder} on virtual ranks failed: {failure}")
 
@@ -143,7 +145,7 @@ class VirtualLauncher:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        """End the processes at once, and with them the runs under way."""
+        """Kill the worker processes, and with them their runs."""
         self._ended = True
         if self._pool is not None:
             processes = list((self._pool._processes or {}).values())
@@ -153,17 +155,17 @@ class VirtualLauncher:
 
 
 def _train(simulation: Simulation, run: PlannedRun, folder: Path) -> str | None:
-    """Make a run; return the reason if it failed, because not every error can be passed between processes."""
+    """Execute a run; return the reason if it failed, because not every exception can be pickled."""
     try:
         simulation.train(run, folder)
     except HpcdistError as error:
         return str(error)
-    except Exception:  # of the user's job
+    except Exception:  # in the user's job
         return traceback.format_exc()
     return None
 
 
-def _begin() -> None:
+def _start() -> None:
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

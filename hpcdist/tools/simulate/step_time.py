@@ -1,4 +1,4 @@
-"""The virtual cluster of a comparison, and how long a job's own step takes on this machine, with one thread."""
+"""The virtual cluster of an experiment; measure a job's step on this machine, with one thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpcdist.tools.compare.folder import read
 from hpcdist.tools.simulate.cluster import MEASURED, ClusterConfig
 from hpcdist.train import Job
 from hpcdist.train.job import first_batch, prepare_data
-from hpcdist.train.loop import own_device
+from hpcdist.train.loop import local_device
 from hpcdist.train.runs import specify
 
 WARM_UP, STEPS = 2, 7
@@ -26,9 +26,9 @@ E = TypeVar("E", bound=Comparison | Sweep)
 
 
 def measure_step(job: Job, config: JobConfig, samples: int) -> float:
-    """Return the median of the seconds of a few steps with so many samples: forward, backward, the optimiser's.
+    """Return the median seconds of a few steps with this number of samples: forward, backward, optimizer.
 
-    More samples than there are take longer in proportion.
+    If the data set has fewer samples, the time is scaled in proportion.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -40,7 +40,7 @@ def measure_step(job: Job, config: JobConfig, samples: int) -> float:
 
 
 def _median_s(job: Job, config: JobConfig, samples: int) -> float:
-    device = own_device(0)
+    device = local_device(0)
     torch.manual_seed(config.seed)
     module = job.model(**config.model).to(device)
     optimizer = config.optimizer.build(module.parameters())
@@ -56,45 +56,45 @@ def _median_s(job: Job, config: JobConfig, samples: int) -> float:
             losses.append(loss.detach())
         return sum(losses, torch.zeros(()).to(device))
 
-    taken = []
+    times = []
     for _ in range(WARM_UP + STEPS):
         start = time.perf_counter()
         optimizer.step(evaluate).item()
-        taken.append(time.perf_counter() - start)
-    return median(taken[WARM_UP:]) * samples / len(x)
+        times.append(time.perf_counter() - start)
+    return median(times[WARM_UP:]) * samples / len(x)
 
 
 def on_cluster(experiment: E, cluster: ClusterConfig, output: Path) -> E:
-    """Describe the virtual cluster in an experiment, with times of steps that are measured once for each folder.
+    """Return the experiment with a description of its virtual cluster, whose step times are measured once per folder.
 
-    The job's data file is made if it isn't there, for processes side by side can't share that.
+    Creates the job's data file if it is missing, since concurrent processes can't.
 
     Raises:
-        ConfigError: a setting breaks its rule.
+        ConfigError: a setting is wrong.
     """
     if experiment.arguments is not None:
         if MEASURED in cluster.compute:
             raise ConfigError(
-                f"--compute must be a time with a script, whose step nobody can measure before a run; got "
+                f"--compute must be a time with a script, whose step can't be measured before a run; got "
                 f"{cluster.compute}. Write --compute 20ms, or --compute replay:RUN, a run of the script."
             )
-        cluster.steps(lambda given_s: given_s or 0.0).check(experiment.most_ranks)
+        cluster.steps(lambda given_s: given_s or 0.0).check(experiment.max_ranks)
         return replace(experiment, virtual={**cluster.model_dump(), "samples": 0, "step_s": {}})
     job_path = Path(experiment.job)
     with neighbours(job_path):
         job, config = specify(job_path, None, experiment.settings)
         prepare_data(job, config)
-        own = config.batch_size * config.accumulation
-        cluster.steps(lambda given_s: given_s or 1.0).check(experiment.most_ranks)
-        described = {**cluster.model_dump(), "samples": own}
+        step_samples = config.batch_size * config.accumulation
+        cluster.steps(lambda given_s: given_s or 1.0).check(experiment.max_ranks)
+        described = {**cluster.model_dump(), "samples": step_samples}
         step_s: dict[str, float] = {}
         known = (read(output) or {}).get("virtual") or {}
         if MEASURED in cluster.compute and described.items() <= known.items():
             step_s = known["step_s"]
         elif MEASURED in cluster.compute:
             stages = config.parallel.stages
-            sizes = {own}
+            sizes = {step_samples}
             if isinstance(experiment, Comparison) and experiment.controls:
-                sizes |= {own * max(1, ranks // stages) for ranks in experiment.ranks}
+                sizes |= {step_samples * max(1, ranks // stages) for ranks in experiment.ranks}
             step_s = {str(size): float(f"{measure_step(job, config, size):.3g}") for size in sorted(sizes)}
     return replace(experiment, virtual={**described, "step_s": step_s})

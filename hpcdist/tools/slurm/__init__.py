@@ -1,5 +1,5 @@
-"""Jobs for Slurm: a specification and a site's profile become a batch script, which is checked, submitted and watched.
+"""Slurm jobs: a job's specification and a site's profile are rendered to a batch script, checked, submitted and
+watched.
 
-Only `check` and `watch` import torch, when they read the job's file, and `arrays`, for a comparison: rendering and
-asking Slurm take no time on a login node.
+Only `check`, `watch` and `arrays` import torch, to read the job's file; rendering and queries are fast on a login node.
 """

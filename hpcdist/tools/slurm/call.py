@@ -1,7 +1,7 @@
-"""What each rank of a submitted function runs: `python -m hpcdist.tools.slurm.call FOLDER`.
+"""Executed by each rank of a submitted function: `python -m hpcdist.tools.slurm.call FOLDER`.
 
-The folder holds the call, and gets what each rank returned or raised. Its files are pickles, so only its owner may
-read or write it.
+The folder holds the pickled call, and each rank's result or exception. Pickles can run code, so only the owner may read
+or write the folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PYTHON = sys.version_info[:2]
 
 
 class CallOutcome(NamedTuple):
-    """What the function returned on a rank, or the exception that it raised, with its traceback as text."""
+    """The function's return value on a rank, or the exception that it raised, with its traceback as text."""
 
     value: Any = None
     error: Exception | None = None
@@ -32,12 +32,12 @@ class CallOutcome(NamedTuple):
 
 
 def pickled_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """Write a call down: first what reading the rest needs, the version of Python and the folders of modules.
+    """Pickle a call, after a header (Python's version, module search path) that is needed to unpickle it.
 
     Raises:
         ConfigError: the function or an argument can't be pickled.
     """
-    head = pickle.dumps((PYTHON, [os.path.abspath(place) for place in sys.path]))
+    head = pickle.dumps((PYTHON, [os.path.abspath(path) for path in sys.path]))
     try:
         return head + cloudpickle.dumps((function, args, kwargs))
     except Exception as error:  # pickle raises anything
@@ -47,58 +47,59 @@ def pickled_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
                 cloudpickle.dumps(value)
             except Exception:
                 raise ConfigError(
-                    f"{name} must be what cloudpickle can pickle, for the ranks are other processes; got a "
-                    f"{type(value).__name__} ({error}). Make it on the ranks, in the function."
+                    f"{name} must be picklable by cloudpickle, for the ranks are other processes; got a "
+                    f"{type(value).__name__} ({error}). Create it inside the function."
                 ) from error
         raise
 
 
-def make_call(folder: Path) -> Any:
-    """Make the call that a folder holds, and return what the function returns.
+def run_call(folder: Path) -> Any:
+    """Load the call from a folder, execute it, and return the result.
 
     Raises:
-        MismatchError: this Python is another version than the one that submitted the function.
+        MismatchError: this Python has another version than the one that submitted the function.
     """
     with open(folder / "call.pickle", "rb") as file:
-        python, places = pickle.load(file)
+        python, module_paths = pickle.load(file)
         if python != PYTHON:
-            theirs, ours = (".".join(map(str, version)) for version in (python, PYTHON))
+            submitted, here = (".".join(map(str, version)) for version in (python, PYTHON))
             raise MismatchError(
-                f"Python must be {theirs} on the nodes, as where the function was submitted; got {ours}, "
+                f"Python must be {submitted} on the nodes, as in the submitting process; got {here}, "
                 f"{sys.executable}. Name that environment in the site's profile, as venv or conda."
             )
-        sys.path += [place for place in places if place not in sys.path]
+        sys.path += [path for path in module_paths if path not in sys.path]
         function, args, kwargs = pickle.load(file)
     return function(*args, **kwargs)
 
 
 def outcome_file(folder: Path, rank: int) -> Path:
-    """Name the file of what a rank returned or raised."""
+    """Return the file for a rank's outcome."""
     return folder / f"rank-{rank}.pickle"
 
 
 def write_outcome(folder: Path, rank: int, outcome: CallOutcome) -> None:
-    """Write down what a rank returned or raised. Raises what pickle raises where it can't be pickled."""
+    """Write a rank's outcome; raises pickle's exceptions if it can't be pickled."""
     data = cloudpickle.dumps(tuple(outcome))
     if outcome.error is not None:
-        pickle.loads(data)  # an exception with arguments of its own may be written, and not be read again
+        pickle.loads(data)  # an exception with custom arguments may pickle, but fail to unpickle
     replace_durably(outcome_file(folder, rank), data)
 
 
 def main(folder: Path) -> None:
-    """Make the call on this rank. An exception is written down, and then ends this rank, and with it the others."""
-    place = task(os.environ)
-    rank = 0 if place is None else place.rank
-    outcome_file(folder, rank).unlink(missing_ok=True)  # of a job that has been started again
+    """Execute the call on this rank. An exception is written to the outcome file, then ends this rank, and with it the
+    others."""
+    task_ = task(os.environ)
+    rank = 0 if task_ is None else task_.rank
+    outcome_file(folder, rank).unlink(missing_ok=True)  # left by a requeued job
     try:
-        write_outcome(folder, rank, CallOutcome(make_call(folder)))
+        write_outcome(folder, rank, CallOutcome(run_call(folder)))
     except Exception as error:
-        told = traceback.format_exc()
+        text = traceback.format_exc()
         try:
-            write_outcome(folder, rank, CallOutcome(error=error, traceback=told))
+            write_outcome(folder, rank, CallOutcome(error=error, traceback=text))
         except Exception:  # pickle raises anything
-            named = RunError(f"the function must raise what can be pickled; got {type(error).__name__}: {error}")
-            write_outcome(folder, rank, CallOutcome(error=named, traceback=told))
+            replacement = RunError(f"the function must raise picklable exceptions; got {type(error).__name__}: {error}")
+            write_outcome(folder, rank, CallOutcome(error=replacement, traceback=text))
         raise
 
 

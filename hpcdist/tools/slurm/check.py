@@ -1,4 +1,4 @@
-"""Checks of a job before it waits in the queue: rules, bash's syntax check, and Slurm's own test."""
+"""Check a job before it is submitted: rules, bash's syntax check, and Slurm's own test."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hpcdist.tools.slurm.limits import Problem, counted, error, warning
 from hpcdist.tools.slurm.render import render
 from hpcdist.tools.slurm.spec import ON_GPUS, JobSpec, Site
 
-if TYPE_CHECKING:  # its package imports torch
+if TYPE_CHECKING:  # its module imports torch
     from hpcdist.strategies.common.contract import Contract
 
-WARN_S = 60  # Slurm looks at time limits about once a minute, and may send its signal that much early or late
+WARN_S = 60  # Slurm checks time limits about once a minute: its signal may be that early or late
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
-# What sbatch takes for the job's own settings, or beside them as another way to say the same.
+# Options of sbatch that the job's settings determine, by setting.
 OWNED = {option: key for key, options in {
     "name": "job-name", "output": "output", "cases": "array", "time_min": "time", "warn_s": "signal",
     "requeue": "requeue no-requeue open-mode", "nodes": "nodes hetjob het-group",
@@ -37,7 +37,7 @@ Problems = Iterator[Problem]
 
 
 def examine(spec: JobSpec, site: Site, environ: Mapping[str, str] = os.environ) -> list[Problem]:
-    """Check a job and return all findings, the errors first. Read files and ask Slurm, where there is one.
+    """Check a job and return all findings, the errors first. Reads files, and queries Slurm if available.
 
     Raises:
         ConfigError: the script can't be rendered.
@@ -56,37 +56,41 @@ def _time(spec: JobSpec, site: Site) -> Problems:
         )
     elif spec.warn_s < WARN_S:
         yield warning(
-            f"warn_s must be at least {WARN_S}, for Slurm looks at limits about once a minute; got {spec.warn_s}. "
+            f"warn_s must be at least {WARN_S}, for Slurm checks limits about once a minute; got {spec.warn_s}. "
             "Otherwise the signal may come too late to save."
         )
     elif limit_s - spec.warn_s < WARN_S:
         yield warning(
             f"time_min must leave time to work before the warning; got {limit_s - spec.warn_s} s. Raise time_min, or "
-            "the job does little but start again."
+            "the job does little but restart."
         )
 
 
 def _directives(spec: JobSpec, site: Site) -> Problems:
-    """Check that no directive contradicts a setting of the job, by which the script was made."""
     for option, value in {**site.directives.add, **spec.directives.add}.items():
         name = "gpus" if option == "gres" and "gpu" in str(value) else OWNED.get(option, "")
-        if value is not False and name and (own := getattr(spec, name)) not in (None, []) and (own or name != "gpus"):
+        if (
+            value is not False
+            and name
+            and (setting := getattr(spec, name)) not in (None, [])
+            and (setting or name != "gpus")
+        ):
             key = "gpus_per_rank" if name == "gpus" else name
             yield error(
-                f"directives.add must leave {option} to {key}, which is {own!r}; got {value!r}. Set {key}, by which "
-                "the script counts ranks, saves and goes on."
+                f"directives.add must leave {option} to {key}, which is {setting!r}; got {value!r}. Set {key}, which "
+                "the script uses."
             )
 
 
 def _paths(spec: JobSpec, site: Site) -> Problems:
-    """Check that files exist. Paths are quoted in the script, so that the shell expands neither ~ nor $ in them."""
+    """Check that files exist. Paths are quoted in the script, so the shell does not expand ~ or $."""
     paths = {
         "job": spec.job, "config": spec.config, "output": spec.output, "template": spec.template, "venv": site.venv,
         **{f"source[{i}]": file for i, file in enumerate(site.source)},
     }  # fmt: skip
     for name, path in paths.items():
         if path and (path.startswith("~") or "$" in path):
-            yield error(f"{name} must be the path itself, for ~ and $ are not expanded; got {path}. Write it out.")
+            yield error(f"{name} must be a path without ~ and $, which are not expanded; got {path}. Write it out.")
             continue
         file = f"{path}/bin/activate" if name == "venv" else path or ""
         if path and name != "output" and Path(file).is_dir():
@@ -96,68 +100,68 @@ def _paths(spec: JobSpec, site: Site) -> Problems:
 
 
 def _command(spec: JobSpec, site: Site) -> Problems:
-    """Check that the program and its script exist, and that Python has hpcdist; in a container nothing is known."""
+    """Check that the program and its script exist, and that Python has hpcdist; not inside a container."""
     if not spec.command or site.container:
         return
-    program, *words = spec.command
-    places = [f"{site.venv}/bin"] * bool(site.venv) + [os.environ.get("PATH", os.defpath)]
-    found = shutil.which(program, path=os.pathsep.join(places))
-    comes_later = bool(site.modules or site.source or site.conda)  # with the site's software
-    if found is None:
+    program, *arguments = spec.command
+    search_path = [f"{site.venv}/bin"] * bool(site.venv) + [os.environ.get("PATH", os.defpath)]
+    path = shutil.which(program, path=os.pathsep.join(search_path))
+    has_site_software = bool(site.modules or site.source or site.conda)  # the site's software may provide it
+    if path is None:
         is_file = Path(program).is_file()
         what = "a file that is not executable" if is_file else "no such file" if "/" in program else "not on PATH"
         advice = f"Write python {program}" if program.endswith(".py") else "Name one, or load it by the site's modules"
-        tell = warning if comes_later and "/" not in program else error
-        yield tell(f"command must begin with a program; got {program}, {what}. {advice}.")
+        finding = warning if has_site_software and "/" not in program else error
+        yield finding(f"command must start with a program; got {program}, {what}. {advice}.")
         return
     is_python = re.fullmatch(r"python[\d.]*", Path(program).name) is not None
-    script = _script(words) if is_python or Path(program).name in ("bash", "sh") else None
+    script = _script(arguments) if is_python or Path(program).name in ("bash", "sh") else None
     if script is not None and not Path(script).exists():
         yield error(f"command must name a script that exists; got {script}, and none in {Path.cwd()}. Write its path.")
-    elif is_python and not comes_later and Path(found).parent != Path(sys.prefix) / "bin":
-        ask = [found, "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('hpcdist') is None)"]
-        if subprocess.run(ask, capture_output=True, timeout=60).returncode:
+    elif is_python and not has_site_software and Path(path).parent != Path(sys.prefix) / "bin":
+        probe = [path, "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('hpcdist') is None)"]
+        if subprocess.run(probe, capture_output=True, timeout=60).returncode:
             yield warning(
-                f"command must begin with a Python that has hpcdist; got {program}, which is {found}. Set the site's "
+                f"command must start with a Python that has hpcdist; got {program}, which is {path}. Set the site's "
                 f"venv, or write {sys.executable}."
             )
 
 
-def _script(words: Sequence[str]) -> str | None:
-    """Return the file that Python or a shell reads, from its arguments; None where these are a module or code."""
-    left = iter(words)
-    for word in left:
-        if re.fullmatch(r"-|-\w*[cm]", word):
+def _script(arguments: Sequence[str]) -> str | None:
+    """Return the file that Python or a shell executes, from its arguments; None for a module or code."""
+    remaining = iter(arguments)
+    for argument in remaining:
+        if re.fullmatch(r"-|-\w*[cm]", argument):
             return None
-        if word in ("-W", "-X", "-o", "-O"):  # of which these have a value
-            next(left, None)
-        elif not word.startswith("-"):
-            return word
+        if argument in ("-W", "-X", "-o", "-O"):  # options with a value
+            next(remaining, None)
+        elif not argument.startswith("-"):
+            return argument
     return None
 
 
 def _output(spec: JobSpec, site: Site) -> Problems:
     if spec.output.startswith("~") or "$" in spec.output:
-        return  # `_paths` reports that
+        return  # reported by `_paths`
     folder = Path(spec.output).absolute()
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        yield error(f"output must be a folder that you may write; got {spec.output}, but {there} is not. Take another.")
-    local = next((place for place in NODE_LOCAL if folder.is_relative_to(place)), None)
+    above = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        yield error(f"output must be a folder that you may write; got {spec.output}, but {above} is not. Take another.")
+    local = next((path for path in NODE_LOCAL if folder.is_relative_to(path)), None)
     if local and spec.nodes > 1:
         yield warning(
-            f"output must lie on a file system that all nodes share; got {spec.output}, and each node usually has a "
-            f"{local} of its own. Take one in your home or scratch folder."
+            f"output must lie on a file system that all nodes share; got {spec.output}, and {local} is usually local "
+            "to each node. Take a folder in your home or scratch."
         )
 
 
 def _strategy(spec: JobSpec, site: Site) -> Problems:
-    if not spec.command and not _files_exist(spec):  # else `_settings` checks the run's settings, with the strategy
+    if not spec.command and not _files_exist(spec):  # otherwise `_settings` checks the strategy, too
         try:
             catalogue("strategies").find(_strategy_name(spec))
         except ConfigError as failure:
             yield error(str(failure))
-    if spec.job and spec.size == 1 and not spec.folders:  # those have others to be compared with
+    if spec.job and spec.size == 1 and not spec.folders:  # runs of a comparison may be on one rank
         yield warning("nodes or ranks_per_node must be more than 1 to distribute anything; got one rank. Raise one.")
 
 
@@ -166,8 +170,8 @@ def _servers(spec: JobSpec, site: Site) -> Problems:
         return
     if spec.size <= spec.servers:
         yield error(
-            f"servers must leave at least one rank to work; got {spec.servers} on {counted(spec.size, 'rank')}. Raise "
-            "nodes or ranks_per_node."
+            f"servers must leave at least one rank as a worker; got {spec.servers} on {counted(spec.size, 'rank')}. "
+            "Raise nodes or ranks_per_node."
         )
     elif spec.servers_on == "one_per_node" and spec.servers > spec.nodes:
         yield warning(
@@ -182,24 +186,22 @@ def _servers(spec: JobSpec, site: Site) -> Problems:
 
 def _stages(spec: JobSpec, site: Site) -> Problems:
     if spec.shape == "hybrid" and not spec.command and spec.model_stages == 1:
-        yield warning(
-            "stages must be at least 2 to divide a model; got 1. Raise ranks_per_node, or take the shape allreduce."
-        )
+        yield warning("stages must be at least 2 to split a model; got 1. Raise ranks_per_node, or choose allreduce.")
 
 
 def _gpus(spec: JobSpec, site: Site) -> Problems:
     if spec.shape in ON_GPUS and not spec.gpus:
-        yield warning(f"gpus_per_rank must be 1 in the shape {spec.shape} on GPUs; got 0. Everything runs on cores.")
+        yield warning(f"gpus_per_rank must be 1 in the shape {spec.shape} on GPUs; got 0. The job will run on CPUs.")
     if spec.provider == "nccl" and not spec.gpus:
-        yield error("provider must be horovod or none without GPUs; got 'nccl', which sums on GPUs only.")
+        yield error("provider must be horovod or none without GPUs; got 'nccl', which needs GPUs.")
     if spec.gpus > 1 and not spec.command:
         yield warning(
             f"gpus_per_rank must be 1, for a rank of hpcdist uses one GPU; got {spec.gpus}. Take more ranks_per_node."
         )
     if spec.gpus and spec.ranks_per_node > 1 and site.launcher == "srun" and site.gpu_bind != "none":
         yield warning(
-            f"gpu_bind must be none for NCCL to copy from GPU to GPU; got {site.gpu_bind!r}, which hides the others "
-            "from each rank."
+            f"gpu_bind must be none for NCCL to copy from GPU to GPU; got {site.gpu_bind!r}, which hides other ranks' "
+            "GPUs."
         )
     if spec.gpus and spec.ranks_per_node > 1 and site.launcher != "srun" and site.gpus == "per_task":
         yield warning(
@@ -215,42 +217,44 @@ def _cores(spec: JobSpec, site: Site) -> Problems:
     contract = _contract(name)
     if contract is not None and contract.memory == "read by others":
         yield warning(
-            f"cpus_per_rank must be at least 2 for {name}, whose threads answer other nodes while a rank computes; got "
-            f"{spec.cpus_per_rank}. With one core they take turns."
+            f"cpus_per_rank must be at least 2 for {name}, whose threads serve other nodes while a rank computes; got "
+            f"{spec.cpus_per_rank}. One core would alternate between both."
         )
 
 
-def _going_on(spec: JobSpec, site: Site) -> Problems:
+def _resuming(spec: JobSpec, site: Site) -> Problems:
     saves = _run(spec).get("checkpoint", {})
-    goes_on = spec.requeue and spec.shape != "interactive" and not spec.command
-    if goes_on and not (saves.get("every_s", True) or saves.get("every_steps")):
+    can_resume = spec.requeue and spec.shape != "interactive" and not spec.command
+    if can_resume and not (saves.get("every_s", True) or saves.get("every_steps")):
         yield warning(
             "checkpoint.every_s must be above 0 for a requeued job to keep its work when a node dies; got 0, and no "
-            "checkpoint.every_steps. Leave it out of settings; on a warning ranks save anyway."
+            "checkpoint.every_steps. Remove it from settings; at the time limit ranks save anyway."
         )
     if spec.shrink:
         if site.launcher != "mpirun":
             yield error(
-                f"launcher must be mpirun, of Open MPI, for ranks to outlive others; got {site.launcher!r}. Set shrink "
+                f"launcher must be Open MPI's mpirun, for ranks to survive others; got {site.launcher!r}. Set shrink "
                 "to false, or take a profile with mpirun."
             )
         name = _strategy_name(spec)
         contract = _contract(name)
         if not spec.command and contract is not None and contract.deaths == "end all":
-            can = [s for s in catalogue("strategies").available() if (c := _contract(s)) and c.deaths == "others go on"]
+            able = [
+                s for s in catalogue("strategies").available() if (c := _contract(s)) and c.deaths == "others continue"
+            ]
             yield warning(
-                f"shrink must go with a strategy that can go on, {', '.join(can)}; got {name!r}. It ends when a rank "
+                f"shrink needs a strategy that can continue, {', '.join(able)}; got {name!r}, which ends when a rank "
                 "dies."
             )
 
 
 def _study(spec: JobSpec, site: Site) -> Problems:
     cases = [tuple(sorted(case)) for case in spec.cases]
-    twice = sorted({i for i, case in enumerate(cases) if case in cases[:i]})
-    if twice and not spec.command:  # else they have folders, by which the command tells them apart
-        yield warning(f"cases must differ; got {spec.cases[twice[0]]} twice. They would be the same run.")
+    duplicates = sorted({i for i, case in enumerate(cases) if case in cases[:i]})
+    if duplicates and not spec.command:  # with a command, their folders differ
+        yield warning(f"cases must differ; got {spec.cases[duplicates[0]]} twice. They would be the same run.")
     if spec.spare_nodes and not spec.doctor:
-        yield warning(f"doctor must be true to find which nodes to leave out; got {spec.spare_nodes} spare ones.")
+        yield warning(f"doctor must be true to find the nodes to exclude; got {spec.spare_nodes} spare ones.")
 
 
 def _settings(spec: JobSpec, site: Site) -> Problems:
@@ -258,18 +262,18 @@ def _settings(spec: JobSpec, site: Site) -> Problems:
     cases = spec.cases or [[]]
     cases_with: dict[Problem, list[int]] = {}
     for number, case in enumerate(cases if _files_exist(spec) else ()):
-        for finding in _refusals(spec, case):
+        for finding in _config_errors(spec, case):
             cases_with.setdefault(finding, []).append(number)
     for finding, numbers in cases_with.items():
         if len(numbers) == len(cases):
             yield finding
         else:
-            places = f"cases[{'], cases['.join(map(str, numbers))}]"
-            yield finding._replace(text=f"{finding.text} That is in {places}.")
+            where = f"cases[{'], cases['.join(map(str, numbers))}]"
+            yield finding._replace(text=f"{finding.text} That is in {where}.")
 
 
-def _refusals(spec: JobSpec, case: list[str]) -> Problems:
-    from hpcdist.train.job import check_path  # with torch, which takes seconds
+def _config_errors(spec: JobSpec, case: list[str]) -> Problems:
+    from hpcdist.train.job import check_path  # imports torch, which takes seconds
     from hpcdist.train.planning import rehearse
     from hpcdist.train.runs import specify
 
@@ -278,24 +282,24 @@ def _refusals(spec: JobSpec, case: list[str]) -> Problems:
             Path(str(spec.job)), Path(spec.config) if spec.config else None, [*spec.run_settings, *case]
         )
         check_path(job, config)
-        if spec.shape != "parameter_server" or spec.size > spec.servers:  # `_servers` reports the opposite
+        if spec.shape != "parameter_server" or spec.size > spec.servers:  # otherwise reported by `_servers`
             rehearse(config, spec.size, spec.ranks_per_node)
     except HpcdistError as failure:
         for line in str(failure).splitlines():
             yield error(line)
     except ImportError as failure:
-        yield warning(f"job must import what is there; got {failure} in {spec.job}. Is it where the ranks will run?")
+        yield warning(f"job must import installed modules; got {failure} in {spec.job}. Do the nodes have them?")
     except Exception as failure:
         yield error(f"job must be a file that Python can run; got {type(failure).__name__} in {spec.job}: {failure}.")
 
 
 def _files_exist(spec: JobSpec) -> bool:
-    """Tell whether the job's file and its settings exist; `_paths` reports where they don't."""
+    """Return whether the job's file and its settings exist; `_paths` reports missing files."""
     return all(file is None or Path(file).is_file() for file in (spec.job, spec.config)) and spec.job is not None
 
 
 RULES: tuple[Callable[[JobSpec, Site], Problems], ...] = (
-    _time, _directives, _paths, _command, _output, _strategy, _servers, _stages, _gpus, _cores, _going_on,
+    _time, _directives, _paths, _command, _output, _strategy, _servers, _stages, _gpus, _cores, _resuming,
     _study, _settings,
 )  # fmt: skip
 
@@ -305,28 +309,29 @@ def _strategy_name(spec: JobSpec) -> str:
 
 
 def _contract(name: str) -> Contract | None:
-    """Return a strategy's contract, or None where the strategy can't be loaded. Imports torch."""
+    """Return a strategy's contract; None if the strategy can't be loaded. Imports torch."""
     try:
         return catalogue("strategies").load(name).contract
     except HpcdistError:
-        return None  # `_strategy` or `_settings` reports the error
+        return None  # reported by `_strategy` or `_settings`
 
 
 def _run(spec: JobSpec) -> dict[str, Any]:
-    """Return the run's settings as `hpcdist train` reads them, without the defaults of the job's file."""
+    """Return the run's settings, without the defaults of the job's file."""
     config = spec.config if spec.config and Path(spec.config).is_file() else None
     return load({"strategy": {"name": "allreduce"}}, config, spec.run_settings)
 
 
 def _environment(environ: Mapping[str, str]) -> Problems:
-    beats = sorted(name for name in environ if re.fullmatch(r"SBATCH_\w+", name))
-    if beats:
+    overriding = sorted(name for name in environ if re.fullmatch(r"SBATCH_\w+", name))
+    if overriding:
         yield warning(
-            f"the environment must hold no options of sbatch; got {', '.join(beats)}. They beat the script: unset them."
+            f"the environment must hold no options of sbatch; got {', '.join(overriding)}. They override the script: "
+            "unset them."
         )
 
 
 def _syntax(text: str) -> Problems:
     done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=60)
     if done.returncode:
-        yield error(f"the script must be valid bash; got {done.stderr.strip()}. Look at the template.")
+        yield error(f"the script must be valid bash; got {done.stderr.strip()}. Check the template.")

@@ -1,4 +1,4 @@
-"""The jobs that were submitted from a folder: `.hpcdist/jobs.jsonl`, one line per job. Later commands need no flags."""
+"""The jobs submitted from a folder: `.hpcdist/jobs.jsonl`, one line per job, read by later commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOLDER = Path(".hpcdist")
 
 
 class Submission(BaseModel):
-    """One submitted job. Paths are relative to the folder that it was submitted from."""
+    """One submitted job. Paths are relative to the folder from which it was submitted."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -21,16 +21,16 @@ class Submission(BaseModel):
     name: str
     submitted: float  # seconds since 1970
     commit: str | None  # of the folder; None outside of git
-    dirty: bool  # there were changes beside that commit
-    script: str  # the file that holds what was submitted
-    log: str  # where %a stands for an array's task
-    output: str  # the run's folder; of an array the beginning of its tasks' folders
-    cases: int  # of an array; 0 of another job
+    dirty: bool  # uncommitted changes
+    script: str  # file of the submitted script
+    log: str  # %a: number of the array's task
+    output: str  # the run's folder; of an array, the prefix of its tasks' folders
+    cases: int  # number of an array's tasks; 0: no array
     spec: dict[str, Any]
 
     @property
     def folders(self) -> list[Path]:
-        """Return the folders of its runs. A study that names none has those that exist by now."""
+        """Return the folders of its runs; of a study without named folders, those that exist."""
         output = Path(self.output)
         if "folders" in self.spec:
             return [output.parent / name for name in self.spec["folders"]]
@@ -41,13 +41,13 @@ _ENTRY = TypeAdapter(Submission)
 
 
 def append(entry: Submission, folder: Path = FOLDER) -> None:
-    """Add a job's line in one write, so that the lines of two processes do not mix."""
+    """Append a job's line in one write, so that the lines of two processes don't mix."""
     with open(folder / "jobs.jsonl", "ab", buffering=0) as file:
         file.write(entry.model_dump_json().encode() + b"\n")
 
 
 def read(folder: Path = FOLDER) -> list[Submission]:
-    """Read all entries, the oldest first; none where nothing was submitted.
+    """Read all entries, the oldest first; empty if nothing was submitted.
 
     Raises:
         DataError: a line is damaged.
@@ -56,7 +56,7 @@ def read(folder: Path = FOLDER) -> list[Submission]:
 
 
 def find(job: str | None, folder: Path = FOLDER) -> Submission | None:
-    """Find the entry of a job, also by an array task's id (12_3), or the newest entry; None where there is none."""
+    """Return the entry of a job, or of an array task (12_3); without an id the newest entry; None if there is none."""
     entries = read(folder)
     if job is not None:
         entries = [entry for entry in entries if entry.job == job.partition("_")[0]]

@@ -1,4 +1,5 @@
-"""Compare a job with the limits of the cluster: ask Slurm about its partitions, its PMI and the script itself."""
+"""Compare a job with the limits of the cluster: query Slurm for its partitions and PMI types, and let it test the
+script."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ FORMAT = "%P|%c|%m|%G|%l"  # partition, cores, memory in MB, generic resources, 
 
 
 class Problem(NamedTuple):
-    """Something about a job that is wrong (error), may be wrong (warning), or could not be examined (note)."""
+    """A finding about a job: wrong (error), possibly wrong (warning), or not checked (note)."""
 
     level: str
     text: str
@@ -33,7 +34,7 @@ class Node(NamedTuple):
     """A node in one of its partitions."""
 
     partition: str
-    default: bool  # the partition is that of jobs that name none
+    default: bool  # the default partition
     cores: int
     memory_mb: int
     gpus: int
@@ -41,17 +42,17 @@ class Node(NamedTuple):
 
 
 def counted(number: int, noun: str) -> str:
-    """Write a number of things: 1 node, 4 nodes."""
+    """Format a number of things: 1 node, 4 nodes."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def refusals(spec: JobSpec, site: Site, text: str) -> Iterator[Problem]:
-    """Ask Slurm whether it accepts the job's script; a note where there is no Slurm."""
+    """Query Slurm whether it accepts the job's script; a note if there is no Slurm."""
     if shutil.which("sbatch") is None:
-        yield note("Slurm must be on PATH to be asked; found no sbatch. Run this on a host of the cluster, too.")
+        yield note("Slurm must be on PATH for its checks; found no sbatch. Run this on a host of the cluster, too.")
         return
     try:
-        yield from misfits(spec, site, nodes(ask("sinfo", "--noheader", "--Node", "--format", FORMAT)))
+        yield from unmet_requests(spec, site, nodes(ask("sinfo", "--noheader", "--Node", "--format", FORMAT)))
         if site.launcher == "srun" and site.mpi:
             yield from unknown_pmi(site.mpi, ask("srun", "--mpi=list"))
     except QueueError as failure:
@@ -68,18 +69,24 @@ def refusals(spec: JobSpec, site: Site, text: str) -> Iterator[Problem]:
 
 
 def nodes(output: str) -> list[Node]:
-    """Parse the output of sinfo: one line for each node and each of its partitions."""
-    offered = []
+    """Parse the output of sinfo: one line per node and partition."""
+    available = []
     for line in output.splitlines():
         partition, cores, memory_mb, gres, limit = line.strip().rsplit("|", 4)
         gpus = sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres))
         default = partition.endswith("*")
-        offered.append(Node(partition.rstrip("*"), default, _int(cores), _int(memory_mb), gpus, minutes(limit)))
-    return offered
+        available.append(Node(partition.rstrip("*"), default, _int(cores), _int(memory_mb), gpus, minutes(limit)))
+    return available
 
 
 def minutes(limit: str) -> float:
-    """Convert a time limit of Slurm's, `[days-]hours:minutes:seconds` or shorter, to minutes; infinite for no time."""
+    """Convert a time limit of Slurm, `[days-]hours:minutes:seconds` or shorter, to minutes; infinity if it is no time.
+
+    Example:
+        >>> from hpcdist.tools.slurm.limits import minutes
+        >>> minutes("1-02:30:00")
+        1590.0
+    """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
     if not match:
         return float("inf")
@@ -89,17 +96,17 @@ def minutes(limit: str) -> float:
     return first + second / 60
 
 
-def misfits(spec: JobSpec, site: Site, offered: Sequence[Node]) -> Iterator[Problem]:
-    """Report where the job asks for more than its partitions have."""
+def unmet_requests(spec: JobSpec, site: Site, available: Sequence[Node]) -> Iterator[Problem]:
+    """Report requests that no node of the job's partitions can satisfy."""
     name = spec.directives.add.get("partition", site.directives.add.get("partition", site.partition))
-    partitions = sorted({node.partition for node in offered})
-    chosen = str(name).split(",") if name else sorted({node.partition for node in offered if node.default})
+    partitions = sorted({node.partition for node in available})
+    chosen = str(name).split(",") if name else sorted({node.partition for node in available if node.default})
     unknown = [partition for partition in chosen if partition not in partitions]
     if unknown:
         close = suggestion(unknown[0], partitions)
         yield error(f"partition must be one of {', '.join(partitions)}; got {unknown[0]!r}.{close}")
         return
-    candidates = [node for node in offered if node.partition in chosen]
+    candidates = [node for node in available if node.partition in chosen]
     if not candidates:
         return
     cores = spec.ranks_per_node * spec.cpus_per_rank
@@ -111,24 +118,24 @@ def misfits(spec: JobSpec, site: Site, offered: Sequence[Node]) -> Iterator[Prob
     }
     too_large = {setting: need for setting, need in needs.items() if need[0] > max(need[2])}
     for setting, (count, unit, capacities) in too_large.items():
-        most = f"{max(capacities)} GB" if unit == "GB" else counted(max(capacities), unit)
-        yield error(f"{setting} must be at most the {most} of a node of {', '.join(chosen)}; got {count}.")
+        largest = f"{max(capacities)} GB" if unit == "GB" else counted(max(capacities), unit)
+        yield error(f"{setting} must be at most the {largest} of a node of {', '.join(chosen)}; got {count}.")
     fit = sum(all(count <= capacities[i] for count, _, capacities in needs.values()) for i in range(len(candidates)))
     if not too_large and fit < spec.nodes + spec.spare_nodes:
         yield error(
-            f"nodes and spare_nodes must be together at most the number of nodes of {', '.join(chosen)} that fit, {fit}"
-            f"; got {spec.nodes + spec.spare_nodes}. Take fewer, with more ranks on each."
+            f"nodes + spare_nodes must be at most the number of fitting nodes of {', '.join(chosen)}, {fit}; "
+            f"got {spec.nodes + spec.spare_nodes}. Take fewer, with more ranks on each."
         )
     longest = max(node.limit_min for node in candidates)
     if spec.time_min > longest:
         yield error(
             f"time_min must be at most the {longest:g} minutes of {', '.join(chosen)}; got {spec.time_min}. With "
-            "requeue a shorter job goes on by itself."
+            "requeue a shorter job is continued automatically."
         )
 
 
 def unknown_pmi(mpi: str, output: str) -> Iterator[Problem]:
-    """Report a PMI that is not in the output of `srun --mpi=list`."""
+    """Report a PMI type that is not in the output of `srun --mpi=list`."""
     known = re.findall(r"^\s+([\w]+)$", output, re.M)
     if known and mpi not in known:
         yield error(f"mpi must be one of {', '.join(known)}, which srun --mpi=list names; got {mpi!r}.")

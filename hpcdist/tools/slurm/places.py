@@ -1,4 +1,4 @@
-"""Find the templates of jobs and the profiles of clusters that come with hpcdist."""
+"""Find the job templates and cluster profiles that come with hpcdist."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from hpcdist.errors import ConfigError
 
 
 def sites() -> list[str]:
-    """List the names of the profiles that come with hpcdist, sorted."""
     return sorted(path.stem for path in folder("sites").glob("*.toml"))
 
 
 def folder(kind: str) -> Path:
-    """Find the folder `templates` or `sites`: beside the package in a checkout, else where a wheel puts its data.
+    """Return the folder `templates` or `sites`: next to the package in a checkout, or among an installed wheel's data
+    files.
 
     Raises:
-        ConfigError: it is in neither place.
+        ConfigError: not found.
     """
     package = Path(__file__).parents[2]
     prefixes = [*package.parents, Path(sys.prefix)]
-    places = [package.parent / "slurm", *(prefix / "share" / "hpcdist" / "slurm" for prefix in prefixes)]
-    for place in places:
-        if (place / kind).is_dir():
-            return place / kind
+    candidates = [package.parent / "slurm", *(prefix / "share" / "hpcdist" / "slurm" for prefix in prefixes)]
+    for candidate in candidates:
+        if (candidate / kind).is_dir():
+            return candidate / kind
     raise ConfigError(
-        f"slurm/{kind} must be beside the package or in share/hpcdist/slurm; got neither by {package}. Install hpcdist "
-        "again."
+        f"slurm/{kind} must be next to the package or in share/hpcdist/slurm; got neither for {package}. Reinstall "
+        "hpcdist."
     )

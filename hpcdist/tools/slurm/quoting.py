@@ -1,4 +1,4 @@
-"""Check text that a batch script may hold, and quote it for Slurm's directives and for the shell."""
+"""Validate text for batch scripts, and quote it for Slurm's directives and for the shell."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 
 
 def _one_line(text: str) -> str:
-    """Refuse more than one line: a directive ends with its line, and Slurm has no escape for a line's end."""
+    """Refuse several lines: a directive ends at the end of its line, and Slurm has no escape for it."""
     if not text or not text.isprintable():
         raise ValueError(f"must be one line of printable characters; got {text!r}. Take another name.")
     return text
 
 
 def _shell_text(text: str) -> str:
-    """Refuse NUL, which ends the strings of C. The shell passes on all other bytes."""
+    """Refuse NUL, which ends a C string. The shell passes on all other bytes."""
     try:
         holds = b"\0" not in text.encode()
     except UnicodeEncodeError:
@@ -34,9 +34,9 @@ def _shell_text(text: str) -> str:
 
 
 def _first_word(text: str) -> str:
-    """Refuse an empty first word of a command, and one that begins with -, which launchers take for their option."""
+    """Refuse an empty first word of a command, or one that starts with -, which launchers would take for an option."""
     if not _shell_text(text) or text.startswith("-"):
-        raise ValueError(f"must not be empty nor begin with -; got {text!r}. Write a path, such as ./{text}.")
+        raise ValueError(f"must not be empty nor start with -; got {text!r}. Write a path, such as ./{text}.")
     return text
 
 
@@ -53,10 +53,10 @@ def _option(text: str) -> str:
 
 
 def _file_name(text: str) -> str:
-    r"""Refuse / and \ in a job's name, which is %x in the log's name. Slurm expands nothing in a name with \."""
+    r"""Refuse / and \ in a job's name, which is %x in the log's name; Slurm expands nothing in a name with \."""
     if "/" in _one_line(text) or "\\" in text:
         raise ValueError(f"must be a file's name without / and \\; got {text!r}. It is part of the log's name.")
-    if (length := len(text.encode())) > 200:  # of the 255 of a file's name, with the job's number and task
+    if (length := len(text.encode())) > 200:  # a file name has at most 255, with the job's number and task
         raise ValueError(f"must have at most 200 bytes; got {length}. It is part of the log's name.")
     return text
 
@@ -74,7 +74,7 @@ def _setting(text: str) -> str:
 
 def _command(words: list[str]) -> list[str]:
     if words and (not words[0] or words[0].startswith("-")):
-        raise ValueError(f"must begin with a program's name; got {words[0]!r}. Launchers take -x for their option.")
+        raise ValueError(f"must start with a program's name; got {words[0]!r}. Launchers would take -x for an option.")
     return words
 
 
@@ -90,18 +90,17 @@ Command = Annotated[list[Text], AfterValidator(_command)]
 
 
 def shell(value: object) -> str:
-    """Quote a value as one word of bash."""
     return shlex.quote(str(value))
 
 
 def directive(value: object) -> str:
-    r"""Quote the value of a #SBATCH line, where \ escapes within either quotes and # begins a comment outside."""
+    r"""Quote the value of a #SBATCH line, where \ escapes within quotes and # starts a comment outside."""
     text = str(value)
     return text if text and _PLAIN.fullmatch(text) else '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 
 
 def from_directive(text: str) -> str:
-    """Unquote the value of a #SBATCH line as Slurm does: the inverse of `directive`."""
+    """Unquote the value of a #SBATCH line, as Slurm does; the inverse of `directive`."""
     plain, quote, letters = [], "", iter(text)
     for letter in letters:
         if letter == "\\":
@@ -116,5 +115,5 @@ def from_directive(text: str) -> str:
 
 
 def path(text: str) -> str:
-    """Put ./ before a path that begins with -, so that no program takes it for an option."""
+    """Prefix a path that starts with - by ./, so that no program takes it for an option."""
     return f"./{text}" if text.startswith("-") else text

@@ -1,8 +1,8 @@
-"""Render a batch script from a job's specification and a site's profile. Pure, but for reading templates.
+"""Render a batch script from a job's specification and a site's profile.
 
-A template is a batch script with values in `{{ }}`. Every value is quoted for bash unless a filter has quoted it
-otherwise, so that it stays one word. A line that begins with `#: ` is the reason for the lines below it, up to the next
-reason or blank line: `--explain` shows it, and the script that is submitted leaves it out.
+A template is a batch script with values in `{{ }}`. Every value is quoted as one word of bash, unless a filter quotes
+it differently. A line that starts with `#: ` is the reason for the lines below it, up to the next reason or blank line:
+`--explain` shows it, the submitted script omits it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hpcdist.tools.slurm import quoting
 from hpcdist.tools.slurm.spec import JobSpec, Site, folder
 
 REASON = re.compile(r"^( *)#: ", re.M)
-MARK = "\0"  # before a reason; no value holds it (see `quoting`)
+MARK = "\0"  # marks a reason; no value contains it (see `quoting`)
 COLUMNS = 120
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a script, and the reason for it, which several lines may share."""
+    """A line of a script and its reason, which several lines may share."""
 
     text: str
     reason: str
@@ -39,49 +39,46 @@ class Line:
 
 @dataclass(frozen=True)
 class Script:
-    """A batch script."""
-
     lines: tuple[Line, ...]
-    batch: bool  # for sbatch; otherwise bash runs it, and it allocates nodes itself
+    batch: bool  # for sbatch; otherwise bash runs it, and the script allocates nodes
 
     @property
     def text(self) -> str:
-        """Return the script as it is submitted."""
         return "".join(f"{line.text}\n" for line in self.lines)
 
     def with_reasons(self) -> str:
         """Return the script with each reason as a comment above its lines."""
-        shown, last = [], ""
+        lines, last = [], ""
         for line in self.lines:
             if line.reason != last and line.reason and line.text != "#!/bin/bash":
                 margin = " " * (len(line.text) - len(line.text.lstrip())) + "# "
-                shown += textwrap.wrap(line.reason, COLUMNS, initial_indent=margin, subsequent_indent=margin)
-            shown.append(line.text)
+                lines += textwrap.wrap(line.reason, COLUMNS, initial_indent=margin, subsequent_indent=margin)
+            lines.append(line.text)
             last = line.reason
-        return "".join(f"{line}\n" for line in shown)
+        return "".join(f"{line}\n" for line in lines)
 
 
 class _Code(str):
-    """Text that a filter has quoted already."""
+    """Text that a filter has already quoted."""
 
 
 def render(spec: JobSpec, site: Site) -> Script:
     """Render the script of a job on a site.
 
     Raises:
-        ConfigError: a template is missing, has a mistake, or asks for more than the values of settings.
+        ConfigError: a template is missing, invalid, or accesses more than the settings' values.
     """
     environment = _environment(folder("templates"))
     try:
         if spec.template is None:
             template = environment.get_template(f"{spec.shape}.sh")
         else:
-            template = environment.from_string(_marked(_own(spec.template)))
+            template = environment.from_string(_mark_reasons(_read_template(spec.template)))
         text = template.render(spec=spec, site=site)
     except SecurityError as error:
         raise ConfigError(
-            f"template must take no more than values from spec and site; got {spec.template}, where {error} It may "
-            "be meant to run Python here: do not use it unless you know why."
+            f"template must take no more than values from spec and site; got {spec.template}, where {error} It may try "
+            "to run Python here: do not use it unless you know why."
         ) from None
     except jinja2.TemplateError as error:
         raise ConfigError(
@@ -91,7 +88,7 @@ def render(spec: JobSpec, site: Site) -> Script:
     return Script(tuple(_lines(text)), batch=spec.shape != "interactive")
 
 
-def _own(path: str) -> str:
+def _read_template(path: str) -> str:
     try:
         return read_bounded(path).decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -99,10 +96,10 @@ def _own(path: str) -> str:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Runs a template, which may be somebody else's, without access to Python: it gets settings as values."""
+    """Render a template, which may be somebody else's, without access to Python: only values of settings."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if isinstance(obj, Settings) and hasattr(Settings, attr):  # pydantic's: it reads files and pickles
+        if isinstance(obj, Settings) and hasattr(Settings, attr):  # pydantic's methods read files and pickles
             return False
         return super().is_safe_attribute(obj, attr, value)
 
@@ -116,14 +113,14 @@ def _environment(templates: Path) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        comment_start_string="{--",  # bash has its own use for the usual one: ${#array[@]}
+        comment_start_string="{--",  # bash uses the default one: ${#array[@]}
         comment_end_string="--}",
     )
     environment.filters |= {
         "directive": _code(quoting.directive),
         "file": _code(lambda path: quoting.shell(quoting.path(path))),
-        "words": _code(lambda given: " ".join(map(quoting.shell, given))),
-        "settings": _code(lambda given: " ".join(f"--set {quoting.shell(setting)}" for setting in given)),
+        "words": _code(lambda words: " ".join(map(quoting.shell, words))),
+        "settings": _code(lambda words: " ".join(f"--set {quoting.shell(setting)}" for setting in words)),
         "adapted": _adapted,
         "as_arguments": _as_arguments,
     }
@@ -135,14 +132,14 @@ def _code(quote: Callable[..., str]) -> Callable[..., _Code]:
 
 
 class _Templates(jinja2.FileSystemLoader):
-    """A loader that marks the reasons of templates, so that a value that looks like a reason is not taken for one."""
+    """A template loader that marks reasons, so that a value that looks like a reason is not taken for one."""
 
     def get_source(self, environment: jinja2.Environment, template: str):
         source, path, fresh = super().get_source(environment, template)
-        return _marked(source), path, fresh
+        return _mark_reasons(source), path, fresh
 
 
-def _marked(source: str) -> str:
+def _mark_reasons(source: str) -> str:
     return REASON.sub(lambda match: match[1] + MARK, source)
 
 
@@ -165,28 +162,28 @@ _DIRECTIVE = re.compile(r"#SBATCH --([a-z][a-z0-9-]*)(?:=(.*))?")
 
 @jinja2.pass_context
 def _adapted(context: jinja2.runtime.Context, text: str) -> str:
-    """Change a template's directives as the site and the job say: remove some, set some, add others."""
+    """Apply the site's and the job's changes to a template's directives: remove, replace, add."""
     by_site, by_job = context["site"].directives, context["spec"].directives
     added = {key: (value, "the site's profile") for key, value in by_site.add.items() if key not in by_job.remove}
     added |= {key: (value, "the job") for key, value in by_job.add.items()}
-    gone = {*by_site.remove, *by_job.remove, *added}
+    removed = {*by_site.remove, *by_job.remove, *added}
     lines, reasons = [], []
     for line in text.removesuffix("\n").split("\n"):
         if line.startswith(MARK):
             reasons.append(line)
         else:
             match = _DIRECTIVE.fullmatch(line)
-            lines += [] if match and match[1] in gone else [*reasons, line]
+            lines += [] if match and match[1] in removed else [*reasons, line]
             reasons = []
-    for key, (value, whose) in added.items():
+    for key, (value, origin) in added.items():
         if value is not False:
             text = "" if value is True else f"={quoting.directive(value)}"
-            lines += [f"{MARK}Asked for by {whose}.", f"#SBATCH --{key}{text}"]
+            lines += [f"{MARK}Set by {origin}.", f"#SBATCH --{key}{text}"]
     return "".join(f"{line}\n" for line in lines)
 
 
 def _as_arguments(text: str) -> str:
-    """Turn directives into words of an array in bash, for commands that read no directives."""
+    """Convert directives to elements of a bash array, for commands that don't read directives."""
 
     def argument(match: re.Match[str]) -> str:
         value = "" if match[2] is None else f"={quoting.from_directive(match[2])}"

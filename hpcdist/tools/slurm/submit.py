@@ -1,4 +1,4 @@
-"""Submit a function to Slurm, or to ranks on this machine, and get what it returns."""
+"""Submit a function to Slurm, or to ranks on this machine, and get its results."""
 
 from __future__ import annotations
 
@@ -29,55 +29,54 @@ from hpcdist.tools.slurm.render import render
 from hpcdist.tools.slurm.spec import JobSpec, load_site, load_spec
 from hpcdist.tools.slurm.state import State, describe, status_of
 
-LOCAL = "local"  # the site of ranks on this machine
+LOCAL = "local"  # site name for ranks on this machine
 # A job's settings that `submit` takes; all other keyword arguments are the function's.
 SETTINGS = (
     "cpus_per_rank directives doctor env gpus_per_rank mem_gb name nodes output ranks_per_node requeue spare_nodes "
     "template time_min warn_s"
 ).split()
-LOOK_S = 0.2  # between two looks for a rank's file, which a shared file system may show late
-LATE_S = 5.0  # for which it is looked for, once the job has ended well
+CHECK_S = 0.2  # between checks for a rank's file, which a shared file system may show late
+RESULT_TIMEOUT_S = 5.0  # timeout for these files after a job has completed
 ADVICE = {
     "TIMEOUT": "Raise time_min.",
-    "OUT_OF_MEMORY": "Raise mem_gb, or give each rank less to do.",
+    "OUT_OF_MEMORY": "Raise mem_gb, or reduce the work of each rank.",
     "NODE_FAIL": "A node died: submit the function again.",
-    "PREEMPTED": "Other jobs came first: submit the function again.",
+    "PREEMPTED": "Other jobs had priority: submit the function again.",
 }
 
 log = logging.getLogger(__name__)
 
 
 def submit(function: Callable[..., Any], /, *args: Any, site: str = "generic", **settings: Any) -> Future:
-    """Submit a function, which every rank of a job calls, and return at once.
+    """Submit a function, to be called by every rank of a job, and return a Future immediately.
 
-    The function and its arguments are pickled by cloudpickle: it may be a lambda, or one that a notebook has defined.
-    Ranks that are to communicate call `hpcdist.init()` in it. Files of the job and its results lie in a new folder
-    NAME-... below `output`.
+    The function and its arguments are pickled by cloudpickle, so a lambda or a function defined in a notebook works. To
+    communicate, the function calls `hpcdist.init()`. Files and results are in a new folder NAME-... below `output`.
 
     Args:
         function: the function.
         args: its arguments.
         site: profile of the cluster, a name or a TOML file, as for `hpcdist slurm`; `local` starts nodes x
-            ranks_per_node ranks on this machine, at once, and leaves Slurm's limits of time and memory unused.
-        settings: the job's settings, in the words of `hpcdist slurm`: `nodes`, `ranks_per_node`, `cpus_per_rank`,
+            ranks_per_node ranks on this machine immediately, without limits of time and memory.
+        settings: settings of the job, named as for `hpcdist slurm`: `nodes`, `ranks_per_node`, `cpus_per_rank`,
             `gpus_per_rank`, `mem_gb`, `time_min`, `name`, `output`, `env`, `directives`, `template`, `spare_nodes`,
-            `warn_s`; `doctor` and `requeue` are false unless given. All others are keyword arguments of the function;
-            bind those that share a name with a setting by functools.partial.
+            `warn_s`, `doctor` and `requeue` (both False by default). All others are keyword arguments of the function;
+            use functools.partial for those with the name of a setting.
 
     Raises:
         ConfigError: a setting is wrong, a check of the job finds an error, or a value can't be pickled.
-        QueueError: there is no Slurm, or it refuses.
+        QueueError: Slurm is not available, or refuses the job.
     """
     job = {name: settings.pop(name) for name in SETTINGS if name in settings}
-    named = {"name": getattr(function, "__name__", "function").strip("<>"), "doctor": False, "requeue": False, **job}
-    # The command is known when the folder is; the checks come first, and leave no folder behind.
-    spec = load_spec(**named, site=site, command=[sys.executable])
+    values = {"name": getattr(function, "__name__", "function").strip("<>"), "doctor": False, "requeue": False, **job}
+    # Checks come before the folder is created; the real command needs the folder.
+    spec = load_spec(**values, site=site, command=[sys.executable])
     if site != LOCAL:
         _require_no_errors(spec)
-    call, above = pickled_call(function, args, settings), Path(spec.output).absolute()
-    with making(above):
-        above.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"{spec.name}-", dir=above))  # which only its owner may enter
+    call, parent = pickled_call(function, args, settings), Path(spec.output).absolute()
+    with making(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"{spec.name}-", dir=parent))  # mode 0700
     try:
         (folder / "call.pickle").write_bytes(call)
         return Future((LocalJob if site == LOCAL else SlurmJob)(spec, folder), folder, spec.size)
@@ -99,10 +98,10 @@ def _command(folder: Path, python: str) -> list[str]:
 
 
 class Future:
-    """A submitted function, and what comes of it.
+    """A submitted function and its results.
 
     Attributes:
-        job_id: Slurm's number of the job; on this machine, that of the process that has started the ranks.
+        job_id: Slurm's number of the job; on this machine, the process id of mpirun.
         folder: of the job's files.
         size: number of ranks.
     """
@@ -116,11 +115,11 @@ class Future:
 
     @property
     def state(self) -> str:
-        """Return Slurm's word for the job's state, such as PENDING, RUNNING, COMPLETED, FAILED or TIMEOUT."""
+        """Return the job's state as Slurm names it: PENDING, RUNNING, COMPLETED, FAILED, TIMEOUT..."""
         return self._job.state().state
 
     def done(self) -> bool:
-        """Tell whether the job has ended, well or not."""
+        """Return whether the job has ended, successfully or not."""
         return self._job.state().ended
 
     def wait(self) -> None:
@@ -128,38 +127,39 @@ class Future:
         self._job.wait()
 
     def cancel(self) -> None:
-        """End the job, or remove it from the queue."""
+        """Cancel the job, waiting or running."""
         self._job.cancel()
 
     def stdout(self) -> str:
-        """Return what the job has printed so far, each line with its rank."""
+        """Return the job's output so far, each line with its rank."""
         return _text(self._job.stdout)
 
     def stderr(self) -> str:
-        """Return what the job has written to standard error so far."""
+        """Return the job's standard error so far."""
         return _text(self._job.stderr)
 
     def result(self) -> Any:
-        """Wait, and return what the function returned on rank 0.
+        """Wait, and return the function's result on rank 0.
 
         Raises:
-            RunError: the job ended without results: it was killed, cancelled, or out of time or memory.
-            Exception: what the function raised, on the first rank that did; its cause is the traceback there.
+            RunError: the job ended without results: killed, cancelled, or out of time or memory.
+            Exception: the function's exception, from the first rank that raised one; its cause holds the traceback
+                there.
         """
         return self.results()[0]
 
     def results(self) -> list[Any]:
-        """Wait, and return what the function returned on each rank, in their order; raises as `result` does."""
+        """Wait, and return the function's result on each rank, in rank order; raises as `result` does."""
         outcomes = self._outcomes()
         for rank in sorted(outcomes, key=lambda rank: outcome_file(self.folder, rank).stat().st_mtime):
-            if (error := outcomes[rank].error) is not None:  # the first; others may fail because of it
+            if (error := outcomes[rank].error) is not None:  # the first one: others may be consequences
                 raise error from RunError(f"on rank {rank} of job {self.job_id}:\n{outcomes[rank].traceback}")
         if len(outcomes) < self.size:
-            raise RunError(self._why(sorted(set(range(self.size)) - set(outcomes))))
+            raise RunError(self._failure_message(sorted(set(range(self.size)) - set(outcomes))))
         return [outcomes[rank].value for rank in range(self.size)]
 
     def exception(self) -> Exception | None:
-        """Wait, and return the exception that `result` raises; None where the function has returned."""
+        """Wait, and return the exception that `result` raises; None if the function has returned."""
         try:
             self.results()
         except Exception as error:
@@ -167,18 +167,18 @@ class Future:
         return None
 
     def _outcomes(self) -> dict[int, CallOutcome]:
-        """Wait, and read what ranks have left, by rank."""
+        """Wait for the job's end, and read the outcome of each rank."""
         self.wait()
-        until_s = time.monotonic() + (LATE_S if self.state == "COMPLETED" else 0.0)
+        until_s = time.monotonic() + (RESULT_TIMEOUT_S if self.state == "COMPLETED" else 0.0)
         while True:
-            os.listdir(self.folder)  # so that a file system of the network looks again
+            os.listdir(self.folder)  # makes a network file system refresh its cache
             files = {rank: outcome_file(self.folder, rank) for rank in range(self.size)}
-            there = {rank: file for rank, file in files.items() if file.exists()}
-            if len(there) == self.size or time.monotonic() >= until_s:
-                return {rank: CallOutcome(*pickle.loads(file.read_bytes())) for rank, file in there.items()}
-            time.sleep(LOOK_S)
+            existing = {rank: file for rank, file in files.items() if file.exists()}
+            if len(existing) == self.size or time.monotonic() >= until_s:
+                return {rank: CallOutcome(*pickle.loads(file.read_bytes())) for rank, file in existing.items()}
+            time.sleep(CHECK_S)
 
-    def _why(self, missing: list[int]) -> str:
+    def _failure_message(self, missing: list[int]) -> str:
         state = self._job.state()
         lines = "\n".join(last_lines(self._job.stderr, LAST_LINES)) or "(none)"
         advice = f" {ADVICE[state.state]}" if state.state in ADVICE else ""
@@ -190,9 +190,9 @@ def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-# --- where it runs ----------------------------------------------------------------------------------------------------
+# --- backends ---------------------------------------------------------------------------------------------------------
 class SlurmJob:
-    """A job of Slurm's. It runs the Python of the site's environment, or else this one."""
+    """A job in Slurm; it runs the Python of the site's environment, or this one."""
 
     def __init__(self, spec: JobSpec, folder: Path):
         site = load_site(spec.site)
@@ -206,20 +206,17 @@ class SlurmJob:
         self.stderr = self.stdout.with_suffix(".err")
 
     def state(self) -> State:
-        """Ask Slurm for the job's state."""
         return queue.states(self.id)[0]
 
     def wait(self) -> int:
-        """Wait until Slurm says that the job has ended."""
         return queue.wait(self.id)
 
     def cancel(self) -> None:
-        """End the job, or remove it from the queue."""
         queue.cancel(self.id)
 
 
 class LocalJob:
-    """Ranks on this machine, by mpirun. They go on if this process ends."""
+    """Ranks on this machine, started by mpirun; they survive this process."""
 
     def __init__(self, spec: JobSpec, folder: Path):
         self.stdout, self.stderr = folder / f"{spec.name}.out", folder / f"{spec.name}.err"
@@ -234,7 +231,7 @@ class LocalJob:
         self._cancelled = False
 
     def state(self) -> State:
-        """Return the job's state, in Slurm's words."""
+        """Return the job's state, as Slurm names it."""
         code = self._process.poll()
         if code is None:
             return State(self.id, "RUNNING")
@@ -242,11 +239,9 @@ class LocalJob:
         return State(self.id, state, status=status_of(state, f"{code}:0" if code >= 0 else f"0:{-code}"))
 
     def wait(self) -> int:
-        """Wait until all ranks have ended."""
         return self._process.wait()
 
     def cancel(self) -> None:
-        """End all ranks."""
         if self._process.poll() is None:
             self._cancelled = True
             end(psutil.Process(self._process.pid))

@@ -1,4 +1,4 @@
-"""Show a submitted job on the terminal: its states, its log, and its progress by the records of its run."""
+"""Show a submitted job on the terminal: its states, its log, and the progress of its run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpcdist.tools.watch.view import RunView, view
 
 
 def watch(entry: Submission) -> int:
-    """Show a job until it has ended, and return its exit status. An interruption ends only the display."""
+    """Show a job until it has ended, and return its exit status. Ctrl-C ends the display, not the job."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[figures]}"), console=Console(stderr=True)) as bar:
         line = bar.add_task(entry.name, total=None, figures="")
@@ -26,12 +26,12 @@ def watch(entry: Submission) -> int:
         printed: dict[str, str] = {}  # the state of each job or task
 
         def show(states: Sequence[State]) -> None:
-            for one in states:
-                if printed.get(one.job) != one.state:
-                    printed[one.job] = one.state
-                    bar.console.print(describe(one), highlight=False, markup=False)
+            for state in states:
+                if printed.get(state.job) != state.state:
+                    printed[state.job] = state.state
+                    bar.console.print(describe(state), highlight=False, markup=False)
             if entry.cases:
-                done = sum(one.state == "COMPLETED" for one in states)
+                done = sum(state.state == "COMPLETED" for state in states)
                 bar.update(line, completed=done, total=entry.cases, figures=f"{done} of {entry.cases} runs")
             else:
                 run.update()
@@ -47,8 +47,8 @@ def _figures(now: RunView) -> str:
 
 
 def facts(job: str, entry: Submission | None, states: Sequence[State]) -> dict[str, str]:
-    """Collect the facts about a job: the states of its tasks, its run, its log, its script and commit."""
-    descriptions = {one.job: describe(one).partition(" is ")[2] for one in states}
+    """Return a job's properties: the states of its tasks, its run, log, script and commit."""
+    descriptions = {state.job: describe(state).partition(" is ")[2] for state in states}
     if entry is None:
         return descriptions
     ended = sum(map(is_done, entry.folders))
@@ -68,7 +68,7 @@ def facts(job: str, entry: Submission | None, states: Sequence[State]) -> dict[s
 
 
 def show_logs(job: str, follow: bool) -> None:
-    """Print a job's log, or those of an array's tasks with their names; with `follow`, until the job has ended."""
+    """Print a job's log, or the logs of an array's tasks; with `follow`, until the job has ended."""
     printed: dict[Path, int] = {}
     last: list[Path] = []
 
@@ -89,6 +89,6 @@ def show_logs(job: str, follow: bool) -> None:
     show()
     if not printed:
         raise QueueError(
-            f"job {job} must have begun to have a log; got none yet: {describe(queue.states(job)[0])}. Add --follow to "
-            "wait for it."
+            f"job {job} must have started to have a log; got none yet: {describe(queue.states(job)[0])}. Add --follow "
+            "to wait for it."
         )

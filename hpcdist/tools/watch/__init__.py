@@ -1,1 +1,1 @@
-"""Watch runs while they train: read their folders again and again, and show them in a terminal or as a page."""
+"""Follow runs while they train: poll their folders, and show them in a terminal or on a web page."""

@@ -1,4 +1,4 @@
-"""Serve a page that shows runs while they train, to whoever knows its address."""
+"""Serve a web page that shows runs while they train, protected by a token in its address."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic_core import to_json
 
 from hpcdist.errors import ConfigError
-from hpcdist.tools.watch.view import AT_WORK, WatchedFolder, view
+from hpcdist.tools.watch.view import ACTIVE, WatchedFolder, view
 
-MOST_OPEN, LONGEST_S = 32, 10.0  # connections at a time, and the seconds of each
-DRAWN = 8  # runs whose curves are drawn before somebody chooses others: as many as the page has colours
+MAX_OPEN, LONGEST_S = 32, 10.0  # concurrent connections, and the seconds of each
+DRAWN = 8  # runs whose curves are drawn by default: as many as the page has colours
 PAGE = Path(__file__).with_name("page.html")
-UPLOT = PAGE.with_name("uplot")  # the library that draws the curves, 1.6.32 from npm, unchanged: it needs no network
+UPLOT = PAGE.with_name("uplot")  # plotting library, 1.6.32 from npm, unchanged; served without internet access
 LOCAL = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "Cache-Control": "no-store",
@@ -37,14 +37,14 @@ HEADERS = {
 
 
 class PageServer(ThreadingHTTPServer):
-    """A server of the page and of the runs' state as JSON.
+    """A server of the page, and of the runs' state as JSON.
 
-    Every other user of a login node reaches its ports, so that the address has a random token, as Jupyter's has: a
-    request without it gets nothing. Files are looked at when somebody asks, and not more often than `every_s`. A
-    connection lasts LONGEST_S, and gives way to a newer one where MOST_OPEN are open.
+    Any user of a login node can reach its ports. The address therefore has a random token, as Jupyter's has; a request
+    without it is refused. Files are read when a client asks, at most once per `every_s`. A connection is closed after
+    LONGEST_S, or when there are more than MAX_OPEN newer ones.
 
     Raises:
-        ConfigError: there is no such folder, or it can't listen there.
+        ConfigError: the folder does not exist, or the address is not available.
     """
 
     daemon_threads = True
@@ -53,13 +53,13 @@ class PageServer(ThreadingHTTPServer):
         self._watched, self._every_s = WatchedFolder(folder), every_s
         self._lock, self._read_at = threading.Lock(), -every_s
         self._host, self.token = host, secrets.token_urlsafe(24)
-        self._open: dict[socket.socket, float] = {}  # connections, the oldest first: when each began
+        self._open: dict[socket.socket, float] = {}  # start time of each connection, the oldest first
         try:
             super().__init__((host, port), _Request)
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"--host and --port must be an address of this machine that is free; got {host}:{port} ({error}). "
-                "Leave them out to take any free port."
+                "Omit them to take any free port."
             ) from None
 
     @property
@@ -69,54 +69,54 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def tunnel(self) -> str | None:
-        """Return the command that makes the page reachable from another machine; None where it is already."""
+        """Return the ssh command that makes the page reachable from another machine; None if it already is."""
         port = self.server_port
         return f"ssh -L {port}:127.0.0.1:{port} {platform.node()}" if self._host in LOCAL else None
 
     def serve_forever(self, poll_interval: float = 0.5) -> None:
-        """Answer requests until Ctrl-C."""
+        """Serve requests until Ctrl-C."""
         with suppress(KeyboardInterrupt):
             super().serve_forever(poll_interval)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self._open[request] = time.monotonic()
-        self._hang_up(list(self._open)[:-MOST_OPEN])
+        self._hang_up(list(self._open)[:-MAX_OPEN])
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Hang up on those that have taken too long: called now and then while serving."""
-        begun_before = time.monotonic() - LONGEST_S
-        self._hang_up([request for request, since in list(self._open.items()) if since < begun_before])
+        """Close connections that have lasted too long; called periodically while serving."""
+        started_before = time.monotonic() - LONGEST_S
+        self._hang_up([request for request, since in list(self._open.items()) if since < started_before])
 
     def _hang_up(self, requests: list[socket.socket]) -> None:
         for request in requests:
             self._open.pop(request, None)
-            with suppress(OSError):  # it has just ended
-                request.shutdown(socket.SHUT_RDWR)  # its thread reads an end, and closes it
+            with suppress(OSError):  # already closed
+                request.shutdown(socket.SHUT_RDWR)  # its thread reads end-of-file and closes it
 
     def shutdown_request(self, request: Any) -> None:
         self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing where a client has hung up."""
+        """Print nothing if a client has disconnected."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
     def state(self, chosen: str | None, drawn: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return the state of all runs, and all there is to say of the chosen one, or of the only one.
+        """Return the state of all runs, with all details of the chosen run, or of the only one.
 
-        Without one the curves of the runs that are drawn, by default of the first ones.
+        Without a chosen run, the curves of the runs named in `drawn` are included, by default those of the first runs.
         """
         with self._lock:
             if time.monotonic() - self._read_at >= self._every_s:
                 self._watched.update()
                 self._read_at = time.monotonic()
             watched, views = self._watched, self._watched.views()
-            shown = chosen if chosen in watched.runs else next(iter(watched.runs)) if len(watched.runs) == 1 else None
+            current = chosen if chosen in watched.runs else next(iter(watched.runs)) if len(watched.runs) == 1 else None
             if drawn is None:
-                drawn = sorted(watched.runs, key=lambda name: watched.runs[name].state not in AT_WORK)[:DRAWN]
-            curves = [view(name, run) for name, run in watched.runs.items() if shown is None and name in drawn]
+                drawn = sorted(watched.runs, key=lambda name: watched.runs[name].state not in ACTIVE)[:DRAWN]
+            curves = [view(name, run) for name, run in watched.runs.items() if current is None and name in drawn]
             return {
                 "folder": str(watched.folder),
                 "every_s": self._every_s,
@@ -124,13 +124,16 @@ class PageServer(ThreadingHTTPServer):
                 "planned": max(watched.planned, len(watched.runs)),
                 "left_s": watched.left_s(views),
                 "runs": views,
-                "curves": {one.name: {"loss": one.loss_curve, "metrics": one.metric_curves} for one in curves},
-                "run": None if shown is None else view(shown, watched.runs[shown]),
+                "curves": {
+                    run_view.name: {"loss": run_view.loss_curve, "metrics": run_view.metric_curves}
+                    for run_view in curves
+                },
+                "run": None if current is None else view(current, watched.runs[current]),
             }
 
 
 def _page() -> bytes:
-    """Return the page with uPlot and its licence in it."""
+    """Return the page with uPlot and its licence inlined."""
     text, licence = PAGE.read_text("utf-8"), (UPLOT / "LICENSE").read_text("utf-8")
     for name in ("uPlot.min.css", "uPlot.iife.min.js"):
         text = text.replace(f"/* {name} */", f"/*\n{licence}\n*/\n{(UPLOT / name).read_text('utf-8')}")
@@ -166,4 +169,4 @@ class _Request(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing: the address has the token."""
+        """Print nothing: the address contains the token."""

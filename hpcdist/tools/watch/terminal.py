@@ -1,4 +1,4 @@
-"""Show runs in a terminal: a frame that is drawn anew, or a line now and then."""
+"""Show runs in a terminal: a frame that is redrawn, or a line per update."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from rich.text import Text
 from hpcdist.tools.console import amount, bar, duration, error, shortened, visible
 from hpcdist.tools.watch.view import PARTS, RankView, RunView, WatchedFolder
 
-SIDE_BY_SIDE = 76  # columns that two plots need
+SIDE_BY_SIDE = 76  # columns for two plots next to each other
 PLOT_ROWS = 6
-MOST_RANKS = 16  # shown; the others are counted
-BAR = 24  # columns of a rank's bar, where there is room
-LEAST_NAME = 12  # columns of a run's name
+MAX_RANKS = 16  # listed; the others are counted
+BAR = 24  # columns of a rank's bar, if they fit
+MIN_NAME = 12  # columns of a run's name
 RISING = "▁▂▃▄▅▆▇█"
 STYLES = ("blue", "yellow", "bright_black")  # of computing, communicating, waiting
 STATES = {"training": "green", "ended": "bold green", "dead": "bold red", "failed": "bold red"}
-DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille character: by column, from above
+DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille character: by column, from top to bottom
 LABEL = 7  # characters of the numbers on the left of a curve
 
 
 def watch(folder: Path, every_s: float, once: bool) -> bool:
-    """Show the runs of a folder until they have ended; with `once` only their present state.
+    """Show the runs of a folder until they have ended; with `once`, only their current state.
 
-    Returns False where no process is at work any more, though runs lack their summaries.
+    Returns False if no process is running, but runs have no summaries.
     """
     watched, console = WatchedFolder(folder), Console(highlight=False)
     watched.update()
@@ -46,10 +46,10 @@ def watch(folder: Path, every_s: float, once: bool) -> bool:
     if not watched.abandoned:
         return True
     count, ended = max(watched.planned, len(watched.runs), 1), sum(run.ended for run in watched.runs.values())
-    which = "it has" if count == 1 else f"{count - ended} of {count} runs have"
+    subject = "it has" if count == 1 else f"{count - ended} of {count} runs have"
     error(
-        f"no process is at work in {folder}, and {which} no summary: see the messages of the run. The command that "
-        "began it goes on with it; for hpcdist train add --resume."
+        f"no process is running in {folder}, and {subject} no summary: see the messages of the run. Resume with the "
+        "command that started it; for hpcdist train add --resume."
     )
     return False
 
@@ -63,7 +63,7 @@ def _watch_live(watched: WatchedFolder, console: Console, every_s: float) -> Non
 
 
 def _watch_lines(watched: WatchedFolder, every_s: float) -> None:
-    """Print a line for each run that has got on since its last one."""
+    """Print a line for each run that has advanced since its last line."""
     printed: dict[str, tuple[str, int]] = {}
     while True:
         for view in _views(watched):
@@ -79,7 +79,7 @@ def _watch_lines(watched: WatchedFolder, every_s: float) -> None:
 def _drawn(watched: WatchedFolder, console: Console) -> Text:
     braille = "utf" in console.encoding.lower()
     if not watched.runs:
-        return Text(f"{watched.folder}: no run has begun yet")
+        return Text(f"{watched.folder}: no run has started yet")
     if watched.is_run:
         return frame(_views(watched, curves=True)[0], console.width, braille=braille)
     views = _views(watched)
@@ -87,15 +87,15 @@ def _drawn(watched: WatchedFolder, console: Console) -> Text:
 
 
 def _views(watched: WatchedFolder, *, curves: bool = False) -> list[RunView]:
-    """Return the state of each run, with control characters as text."""
+    """Return the state of each run, with control characters escaped."""
     return [
         replace(
-            one, name=visible(one.name), label=visible(one.label), strategy=visible(one.strategy),
-            notes=tuple(map(visible, one.notes)),
-            metrics={visible(name): value for name, value in one.metrics.items()},
-            metric_curves={visible(name): points for name, points in one.metric_curves.items()},
+            run_view, name=visible(run_view.name), label=visible(run_view.label), strategy=visible(run_view.strategy),
+            notes=tuple(map(visible, run_view.notes)),
+            metrics={visible(name): value for name, value in run_view.metrics.items()},
+            metric_curves={visible(name): points for name, points in run_view.metric_curves.items()},
         )
-        for one in watched.views(curves=curves)
+        for run_view in watched.views(curves=curves)
     ]  # fmt: skip
 
 
@@ -112,11 +112,11 @@ def frame(view: RunView, columns: int, *, braille: bool = True) -> Text:
 
 
 def _title(view: RunView, columns: int, braille: bool) -> Text:
-    what = f"{view.name}  {view.strategy} on {view.ranks_n} rank{'s' * (view.ranks_n != 1)}"
-    what += " (virtual)" * view.virtual
-    what = shortened(what, columns - len(view.state) - 2, ascii_only=not braille)
-    state = f"{view.state:>{max(len(view.state) + 2, columns - len(what))}}"
-    return Text(what, "bold").append(state, STATES.get(view.state, "yellow"))
+    title = f"{view.name}  {view.strategy} on {view.ranks_n} rank{'s' * (view.ranks_n != 1)}"
+    title += " (virtual)" * view.virtual
+    title = shortened(title, columns - len(view.state) - 2, ascii_only=not braille)
+    state = f"{view.state:>{max(len(view.state) + 2, columns - len(title))}}"
+    return Text(title, "bold").append(state, STATES.get(view.state, "yellow"))
 
 
 def _progress(view: RunView, columns: int, braille: bool) -> Text:
@@ -143,7 +143,7 @@ def _figures(view: RunView, columns: int) -> list[Text]:
 
 
 def _filled(parts: Sequence[str], columns: int) -> list[str]:
-    """Put as many parts into each line as fit."""
+    """Join parts to lines, as many per line as fit."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 3 + len(part) <= columns:
@@ -154,16 +154,16 @@ def _filled(parts: Sequence[str], columns: int) -> list[str]:
 
 
 def _plots(view: RunView, columns: int, braille: bool) -> list[str]:
-    """Draw the loss, and beside it or below the first metric."""
+    """Draw the loss, and next to it or below the first metric."""
     curves = {"loss": view.loss_curve, **dict(list(view.metric_curves.items())[:1])}
-    titled = {name: [(one.step, one.value) for one in points] for name, points in curves.items() if points}
-    beside = columns >= SIDE_BY_SIDE and len(titled) == 2
-    width = columns // 2 - 1 if beside else columns
+    titled = {name: [(moment.step, moment.value) for moment in points] for name, points in curves.items() if points}
+    side_by_side = columns >= SIDE_BY_SIDE and len(titled) == 2
+    width = columns // 2 - 1 if side_by_side else columns
     drawn = [
         [f"{'':{LABEL}} {name}".ljust(width), *curve(points, width, PLOT_ROWS, braille=braille)]
         for name, points in titled.items()
     ]
-    if beside:
+    if side_by_side:
         return [f"{left:<{width}}  {right}".rstrip() for left, right in zip(*drawn)]
     return [line.rstrip() for lines in drawn for line in lines]
 
@@ -176,37 +176,37 @@ def _ranks(view: RunView, columns: int, braille: bool) -> list[Text]:
     legend = Text("  rank  ")
     for sign, name, style in parts:
         legend.append(sign * 2, style).append(f" {name}  ")
-    chosen = sorted(view.ranks, key=lambda one: (one.slower is None and one.silent_s is None, one.rank))[:MOST_RANKS]
-    lines, width = [Text(), legend], max(8, min(BAR, columns - 50))  # what is said of a rank takes the rest
-    for one in sorted(chosen, key=lambda one: one.rank):
-        line, shares = Text(f"{one.rank:>6}  "), (one.computing, one.communicating, one.waiting)
+    chosen = sorted(view.ranks, key=lambda rank: (rank.slower is None and rank.silent_s is None, rank.rank))[:MAX_RANKS]
+    lines, width = [Text(), legend], max(8, min(BAR, columns - 50))  # the rest is for the rank's text
+    for rank in sorted(chosen, key=lambda rank: rank.rank):
+        line, shares = Text(f"{rank.rank:>6}  "), (rank.computing, rank.communicating, rank.waiting)
         for (sign, _, style), count in zip(parts, _divided(shares, width)):
             line.append(sign * count, style)
         line.append(" " * (width - len(line.plain) + 8))
         line.append("".join(f"{share:5.0%}" for share in shares))
-        lines.append(line.append(f"  step {one.step:,}").append(_said(one), "bold red"))
+        lines.append(line.append(f"  step {rank.step:,}").append(_rank_text(rank), "bold red"))
     hidden = len(view.ranks) - len(chosen)
     return lines + ([Text(f"        and {hidden} more ranks")] if hidden else [])
 
 
-def _said(one: RankView) -> str:
-    said = ", serves" * one.serves
-    said += f", {one.slower:.1f} times slower" if one.slower is not None else ""
-    return said + (f", silent for {duration(one.silent_s)}" if one.silent_s is not None else "")
+def _rank_text(rank: RankView) -> str:
+    text = ", serves" * rank.serves
+    text += f", {rank.slower:.1f} times slower" if rank.slower is not None else ""
+    return text + (f", silent for {duration(rank.silent_s)}" if rank.silent_s is not None else "")
 
 
 def _usage(view: RunView, columns: int, braille: bool) -> list[Text]:
-    """Draw what each rank uses now, a line per rank, with the cores that were busy from its begin until now."""
+    """Draw each rank's current hardware usage, one line each, with a history of its busy cores."""
     heads = {"cores": "cores", "gpu": "GPU", "gpu_memory_bytes": "GPU memory", "memory_bytes": "memory",
              "received_bytes_s": "host receives", "sent_bytes_s": "host sends"}  # fmt: skip
-    shown = [name for name in heads if name in view.usage]
+    columns_ = [name for name in heads if name in view.usage]
     ranks = view.usage.get("cores", {})
-    most = max((value for points in ranks.values() for _, value in points), default=0.0)
-    rows = [["rank", *(heads[name] for name in shown)]]
+    highest = max((value for points in ranks.values() for _, value in points), default=0.0)
+    rows = [["rank", *(heads[name] for name in columns_)]]
     for rank, points in ranks.items():
-        cells = [_used(name, found[-1][1]) if (found := view.usage[name].get(rank)) else "" for name in shown]
-        past = _rising([value for _, value in points], most) if braille else ""
-        rows.append([f"{rank:>6}", " ".join([past, f"{cells[0]:>5}"]).strip(), *cells[1:]])
+        groups = [_used(name, points_[-1][1]) if (points_ := view.usage[name].get(rank)) else "" for name in columns_]
+        history = _rising([value for _, value in points], highest) if braille else ""
+        rows.append([f"{rank:>6}", " ".join([history, f"{groups[0]:>5}"]).strip(), *groups[1:]])
     return [Text(), *map(Text, _aligned(rows, columns))] if ranks else []
 
 
@@ -216,21 +216,22 @@ def _used(name: str, value: float) -> str:
     return amount(value) + "/s" * name.endswith("_s")
 
 
-def _rising(values: Sequence[float], most: float) -> str:
-    """Draw values from 0 to `most` as columns of one line, each the mean of some of them."""
+def _rising(values: Sequence[float], highest: float) -> str:
+    """Draw values from 0 to `highest` as a sparkline; each character is the mean of several values."""
     size = -(-len(values) // len(RISING))
     means = [statistics.fmean(values[first : first + size]) for first in range(0, len(values), size)]
-    return "".join(RISING[round(mean / max(most, 1e-9) * (len(RISING) - 1))] for mean in means)
+    return "".join(RISING[round(mean / max(highest, 1e-9) * (len(RISING) - 1))] for mean in means)
 
 
 def _aligned(rows: Sequence[Sequence[str]], columns: int, left: int = 0) -> list[str]:
-    """Align the first `left` columns of a table to the left, others to the right; leave out the last that don't fit."""
+    """Align a table's first `left` columns to the left, others to the right; drop the last columns that don't fit."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     while len(widths) > 1 and sum(widths) + 2 * (len(widths) - 1) > columns:
         widths.pop()
     return [
         "  ".join(
-            f"{cell:<{width}}" if at < left else f"{cell:>{width}}" for at, (cell, width) in enumerate(zip(row, widths))
+            f"{group:<{width}}" if index < left else f"{group:>{width}}"
+            for index, (group, width) in enumerate(zip(row, widths))
         )
         for row in rows
     ]
@@ -240,14 +241,14 @@ def _aligned(rows: Sequence[Sequence[str]], columns: int, left: int = 0) -> list
 def table(
     views: Sequence[RunView], columns: int, *, planned: int = 0, left_s: float | None = None, braille: bool = True
 ) -> Text:
-    """Draw a line per run: those that train first. What matters most comes first: a narrow terminal has less."""
+    """Draw a line per run, running ones first; a narrow terminal drops the last, least important columns."""
     ended = sum(view.state == "ended" for view in views)
     title = f"{ended} of {max(planned, len(views))} runs have ended"
     title += "" if left_s is None else f", about {duration(left_s)} left for all"
     views = sorted(views, key=lambda view: view.state == "ended")
     metrics = [name for name in dict.fromkeys(name for view in views for name in view.metrics) if name != "loss"]
-    cells = {
-        "run": [shortened(view.label, max(LEAST_NAME, columns // 3), ascii_only=not braille) for view in views],
+    groups = {
+        "run": [shortened(view.label, max(MIN_NAME, columns // 3), ascii_only=not braille) for view in views],
         "": [bar(view.fraction or 0.0, 8, ascii_only=not braille) for view in views],
         "done": [f"{view.fraction or 0:.0%}" if view.state == "training" else view.state for view in views],
         "left": ["" if view.left_s is None else duration(view.left_s) for view in views],
@@ -257,13 +258,13 @@ def table(
         "samples/s": [f"{rate:,.0f}" if (rate := view.rate_now or view.rate_mean) else "" for view in views],
         "slow ranks": [", ".join(_slow(view)) for view in views],
     }
-    filled = [[name, *column] for name, column in cells.items() if any(column)]
+    filled = [[name, *column] for name, column in groups.items() if any(column)]
     head, *lines = _aligned(list(zip(*filled)), columns, left=2)
     return Text("\n").join([Text(title, "bold"), Text(head, "bright_black"), *map(Text, lines)])
 
 
 def _facts(view: RunView) -> list[str]:
-    """Collect a run's figures for a line of a log."""
+    """Return a run's figures for one line of output."""
     facts = [view.state if view.state != "training" else f"{view.fraction or 0:.0%}"]
     facts += [f"{name} {_number(value)}" for name, value in view.metrics.items() if name != "loss"]
     facts += [f"loss {_number(view.loss)}"] if view.loss is not None else []
@@ -274,14 +275,14 @@ def _facts(view: RunView) -> list[str]:
 
 
 def _slow(view: RunView) -> list[str]:
-    return [str(one.rank) for one in view.ranks if one.slower is not None and view.state == "training"]
+    return [str(rank.rank) for rank in view.ranks if rank.slower is not None and view.state == "training"]
 
 
 def _number(value: float | None) -> str:
     return "nothing" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"
 
 
-# --- curves and bars of characters ------------------------------------------------------------------------------------
+# --- curves and bars -------------------------------------------------------------------------------------------------
 def curve(points: Sequence[tuple[float, float]], columns: int, rows: int, *, braille: bool = True) -> list[str]:
     """Draw a curve in lines of `columns` characters: its range on the left, the first and the last x below."""
     points = [(x, y) for x, y in points if math.isfinite(y)]
@@ -289,14 +290,14 @@ def curve(points: Sequence[tuple[float, float]], columns: int, rows: int, *, bra
         return [" " * columns] * (rows + 1)
     width, height = 2 * (columns - LABEL - 1), 4 * rows
     low, high = min(y for _, y in points), max(y for _, y in points)
-    cells = [[0] * (width // 2) for _ in range(rows)]
+    groups = [[0] * (width // 2) for _ in range(rows)]
     before = None
     for column, y in enumerate(_resampled(points, width)):
         dot = height // 2 if high == low else round((high - y) / (high - low) * (height - 1))
-        for one in range(min(dot, before or dot), max(dot, before or dot) + 1) if before is not None else (dot,):
-            cells[one // 4][column // 2] |= DOTS[column % 2][one % 4]
+        for y_dot in range(min(dot, before or dot), max(dot, before or dot) + 1) if before is not None else (dot,):
+            groups[y_dot // 4][column // 2] |= DOTS[column % 2][y_dot % 4]
         before = dot
-    drawn = ["".join(chr(0x2800 + cell) if braille else " *"[cell > 0] for cell in line) for line in cells]
+    drawn = ["".join(chr(0x2800 + group) if braille else " *"[group > 0] for group in line) for line in groups]
     ends = [text if len(text := f"{value:.3g}") <= LABEL else f"{value:.1e}" for value in (high, low)]
     labels = [ends[0], *[""] * (rows - 2), ends[1]] if high > low else [*[""] * (rows // 2), ends[1]]
     labels += [""] * (rows - len(labels))
@@ -306,7 +307,7 @@ def curve(points: Sequence[tuple[float, float]], columns: int, rows: int, *, bra
 
 
 def _resampled(points: Sequence[tuple[float, float]], width: int) -> list[float]:
-    """Return the mean of the values that fall on each of `width` columns; between them, the line that joins them."""
+    """Return the mean of the values in each of `width` columns, interpolated for empty columns."""
     x, y = np.transpose(points)
     if x[0] == x[-1]:
         return [float(y.mean())]
@@ -317,6 +318,6 @@ def _resampled(points: Sequence[tuple[float, float]], width: int) -> list[float]
 
 
 def _divided(parts: Sequence[float], columns: int) -> list[int]:
-    """Divide `columns` characters by parts of 1, so that they sum to `columns` if the parts sum to 1."""
+    """Divide `columns` characters in proportion to parts of 1; they sum to `columns` if the parts sum to 1."""
     ends = [round(min(1.0, sum(parts[: n + 1])) * columns) for n in range(len(parts))]
     return [end - start for start, end in zip([0, *ends], ends)]

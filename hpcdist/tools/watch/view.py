@@ -1,4 +1,4 @@
-"""The runs of a folder as they are shown: states, curves, speed, and the ranks that hold up the others."""
+"""The displayed state of the runs in a folder: progress, curves, speed, stragglers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from hpcdist.tools.runs import FILES, Run, State, Steps, quiet_s, read_compariso
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-BELOW = ("*/run.json", "*/*/run.json", "*/*/*/run.json")  # deeper ones are not looked for: it is done again and again
-SLOW = 1.25  # times the others' time for a step without waiting: a straggler
-SILENT_S = 30.0  # without new records, after which it is said
-AT_WORK = ("starting", "training")  # states of a run
-DOING = (*AT_WORK, "ended")
+BELOW = ("*/run.json", "*/*/run.json", "*/*/*/run.json")  # limited depth: it is searched repeatedly
+SLOW = 1.25  # a straggler's time per step, without waiting, relative to the others' median
+SILENT_S = 30.0  # without new records, before it is reported
+ACTIVE = ("starting", "training")  # states of a run
+ACTIVE_OR_ENDED = (*ACTIVE, "ended")
 PARTS = ("computing", "communicating", "waiting")  # of a rank's time
 
-MOST_RANKS = 16  # whose use of the hardware is shown
-MOST_POINTS = 4000  # of one figure of all ranks' use together
+MAX_RANKS = 16  # whose hardware usage is shown
+MAX_POINTS = 4000  # of one figure, over all ranks
 FIGURES = ("cores", "memory_bytes", "received_bytes_s", "sent_bytes_s", "gpu", "gpu_memory_bytes")  # of a rank's usage
 _WORD = re.compile(r"[^-/ ]+|[-/ ]")
 
@@ -36,7 +36,7 @@ Points = list[tuple[float, float]]
 
 
 class Moment(NamedTuple):
-    """A point of a curve of training: where in the run it is, and the value there."""
+    """A point of a training curve: its position in the run, and its value."""
 
     step: float
     samples: float
@@ -49,7 +49,7 @@ Curve = list[Moment]
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank: where its time goes in its newest steps, as shares of it."""
+    """State of one rank: shares of its time in its newest steps."""
 
     rank: int
     serves: bool
@@ -57,13 +57,13 @@ class RankView:
     computing: float
     communicating: float
     waiting: float
-    slower: float | None  # by this factor than the others, where it is a straggler
-    silent_s: float | None  # since its last record, where others go on
+    slower: float | None  # factor to the others' median, if it is a straggler
+    silent_s: float | None  # since its last record, if others continue
 
 
 @dataclass(frozen=True)
 class RunView:
-    """The state of a run, as it is shown."""
+    """Displayed state of a run."""
 
     name: str
     folder: str
@@ -75,9 +75,9 @@ class RunView:
     epoch: int
     samples: int
     seconds: float
-    fraction: float | None  # of the run that is done
+    fraction: float | None  # completed fraction of the run
     left_s: float | None
-    limits: tuple[str, ...]  # that end the run, in words
+    limits: tuple[str, ...]  # that end the run, as text
     loss: float | None
     metrics: dict[str, float]  # of the last evaluation
     rate_now: float
@@ -85,31 +85,31 @@ class RunView:
     staleness: float
     bytes_per_step: float
     waiting: float  # share of the workers' time
-    notes: tuple[str, ...]  # what the user should look at
+    notes: tuple[str, ...]  # for the user's attention
     loss_curve: Curve = field(default_factory=list)
     metric_curves: dict[str, Curve] = field(default_factory=dict)
     ranks: tuple[RankView, ...] = ()
-    # What ranks use of the hardware, by FIGURES and rank: points with seconds since the run began.
+    # Hardware usage, by FIGURES and rank: (seconds since the run's start, value).
     usage: dict[str, dict[int, Points]] = field(default_factory=dict)
-    label: str = ""  # the name without what all runs' names have in common
+    label: str = ""  # the name without the common parts of all names
 
 
 class WatchedFolder:
-    """The runs of a folder, those included that begin later: one run's own, a comparison's, or one that holds runs.
+    """The runs of a folder (a run, a comparison, or any folder with runs), including those that start later.
 
     Attributes:
-        runs: by their names.
-        planned: number of runs that a comparison will have; 0 elsewhere.
+        runs: by name.
+        planned: number of runs of a comparison; 0: no comparison.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: the folder does not exist.
     """
 
     def __init__(self, folder: Path):
         if not folder.is_dir():
             raise ConfigError(
-                f"folder must be a run's, or hold runs; got {folder}, which is no folder. `hpcdist runs` lists the "
-                "runs that are there."
+                f"folder must be a run's, or hold runs; got {folder}, which is not a folder. `hpcdist runs` lists "
+                "existing runs."
             )
         self.folder = folder
         self.planned = 0
@@ -117,35 +117,33 @@ class WatchedFolder:
 
     @property
     def is_run(self) -> bool:
-        """Tell whether the folder is a run's own."""
         return any(run.folder == self.folder for run in self.runs.values())
 
     @property
     def ended(self) -> bool:
-        """Tell whether nothing more is to come: all runs that are there, or planned, have their summaries."""
+        """Return whether all existing and planned runs have their summaries."""
         return bool(self.runs) and len(self.runs) >= self.planned and all(run.ended for run in self.runs.values())
 
     @property
     def abandoned(self) -> bool:
-        """Tell whether no process is at work any more, though there are runs without summaries, or none at all."""
-        left = [run for run in self.runs.values() if not run.ended]
-        if self.ended or not all(run.abandoned for run in left):
+        """Return whether no process is running, although runs have no summaries, or there are no runs."""
+        unfinished = [run for run in self.runs.values() if not run.ended]
+        if self.ended or not all(run.abandoned for run in unfinished):
             return False
-        if not (self.folder / LOCK).exists():  # runs that have no more in common than their folder
-            return bool(left)
+        if not (self.folder / LOCK).exists():  # unrelated runs, no comparison
+            return bool(unfinished)
         folders = [self.folder, *(run.folder for run in self.runs.values())]
         return is_abandoned(self.folder, min(map(quiet_s, folders)))
 
     def update(self) -> None:
-        """Read what the files of all runs have got, and look for new runs."""
+        """Read new content of the runs' files, and find new runs."""
         for run in self.runs.values():
             run.update()
-        for name, path in self._found().items():
+        for name, path in self._find_runs().items():
             if name not in self.runs:
                 self.runs[name] = Run(path, follow=True)
 
     def views(self, *, curves: bool = False) -> list[RunView]:
-        """Return the state of each run, with or without its curves."""
         brief, labels = not self.is_run, short_names(list(self.runs))
         return [
             replace(view(name, run, curves=curves, brief=brief), label=label)
@@ -153,26 +151,30 @@ class WatchedFolder:
         ]
 
     def left_s(self, views: Sequence[RunView]) -> float | None:
-        """Estimate the seconds until all runs have ended; None if none is at work, or nothing is known yet.
+        """Estimate the seconds until all runs have ended; None if no run is training, or nothing is known yet.
 
-        A run that has not begun takes as long as the others on average; as many go on at a time as now.
+        A run that has not started is assumed to take the others' mean time, with as many concurrent runs as now.
         """
-        at_work = [one for one in views if one.state in AT_WORK]
-        lost = sum(one.state not in AT_WORK and one.state != "ended" for one in views)
-        done = sum(1.0 if one.state == "ended" else one.fraction or 0.0 for one in views if one.state in DOING)
-        if not at_work or not done:
+        active = [run_view for run_view in views if run_view.state in ACTIVE]
+        lost = sum(run_view.state not in ACTIVE and run_view.state != "ended" for run_view in views)
+        done = sum(
+            1.0 if run_view.state == "ended" else run_view.fraction or 0.0
+            for run_view in views
+            if run_view.state in ACTIVE_OR_ENDED
+        )
+        if not active or not done:
             return None
-        starts = [self.runs[one.name].start for one in views if one.state in DOING]
+        starts = [self.runs[run_view.name].start for run_view in views if run_view.state in ACTIVE_OR_ENDED]
         spent_s = sum(start.took_s for start in starts if start is not None)
-        return spent_s / done * (max(self.planned, len(views)) - lost - done) / len(at_work)
+        return spent_s / done * (max(self.planned, len(views)) - lost - done) / len(active)
 
-    def _found(self) -> dict[str, Path]:
-        """Find the runs by their names; of a comparison in the order of its plan."""
+    def _find_runs(self) -> dict[str, Path]:
+        """Return the runs' folders by name; of a comparison in the order of its plan."""
         if record_files(self.folder) or any((self.folder / name).exists() for name in FILES):
             return {self.folder.resolve().name: self.folder}
         try:
             plan = read_comparison(self.folder)
-        except DataError:  # it is being replaced
+        except DataError:  # being replaced
             return {}
         if plan is None or not plan["runs"]:
             paths = sorted(path.parent for pattern in BELOW for path in self.folder.glob(pattern))
@@ -183,26 +185,33 @@ class WatchedFolder:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Cut the words that all names begin and end with: of digits-softsync-4 and digits-gossip-4 leave the second."""
-    words = [_WORD.findall(name) for name in names]
-    for at in (0, -1):
-        while len(names) > 1 and min(map(len, words)) > 1 and len({one[at] for one in words}) == 1:
-            for one in words:
-                del one[at]
-    short = ["".join(one).strip("-/ ") for one in words]
+    """Remove words that all names start or end with: `digits-softsync-4`, `digits-gossip-4` become `softsync`,
+    `gossip`.
+
+    Example:
+        >>> from hpcdist.tools.watch.view import short_names
+        >>> short_names(["digits-softsync-4", "digits-gossip_pull-4"])
+        ['softsync', 'gossip_pull']
+    """
+    parts_by_name = [_WORD.findall(name) for name in names]
+    for end in (0, -1):
+        while len(names) > 1 and min(map(len, parts_by_name)) > 1 and len({parts[end] for parts in parts_by_name}) == 1:
+            for parts in parts_by_name:
+                del parts[end]
+    short = ["".join(parts).strip("-/ ") for parts in parts_by_name]
     return short if all(short) and len(set(short)) == len(set(names)) else list(names)
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
 def view(name: str, run: Run, *, curves: bool = True, brief: bool = False) -> RunView:
-    """Return a run's state as it is known by now.
+    """Return a run's current state.
 
     Args:
-        curves: also the curves.
-        brief: read no records of a run that has ended only to show it without curves: its summary says enough.
+        curves: include the curves.
+        brief: of a finished run without curves, read the summary only, not the records.
     """
-    unread = brief and run.ended and not curves and not run.has_read_steps
-    steps = Steps(run.folder) if unread else run.steps
+    summary_only = brief and run.ended and not curves and not run.has_read_steps
+    steps = Steps(run.folder) if summary_only else run.steps
     totals, now = _sums(steps.frame), _sums(steps.recent)
     workers = totals.index[totals["samples"] > 0]
     everything, of_workers, summary = totals.sum(), totals.loc[workers].sum(), run.summary
@@ -213,7 +222,7 @@ def view(name: str, run: Run, *, curves: bool = True, brief: bool = False) -> Ru
     step = int(max(newest[newest.index.isin(workers)], default=0))
     epoch_samples = run.start.samples if run.start else None
     done, limits = _done(run, samples, step, spent_s)
-    at_work = now.loc[now.index.isin(workers)]
+    active = now.loc[now.index.isin(workers)]
     losses = [loss for rank, loss in steps.losses.items() if rank in workers]
     return RunView(
         name=name,
@@ -227,11 +236,11 @@ def view(name: str, run: Run, *, curves: bool = True, brief: bool = False) -> Ru
         samples=samples,
         seconds=spent_s,
         fraction=1.0 if run.ended else done,
-        left_s=spent_s * (1 / done - 1) if done and run.state in AT_WORK else None,
+        left_s=spent_s * (1 / done - 1) if done and run.state in ACTIVE else None,
         limits=limits,
         loss=statistics.fmean(losses) if losses else None,
         metrics=dict(summary.metrics if summary else last.metrics if last else {}),
-        rate_now=0.0 if run.ended else float((at_work["samples"] / at_work["seconds"].clip(lower=1e-9)).sum()),
+        rate_now=0.0 if run.ended else float((active["samples"] / active["seconds"].clip(lower=1e-9)).sum()),
         rate_mean=samples / spent_s if spent_s > 0 else 0.0,
         staleness=summary.staleness.mean if summary else everything["staleness"] / max(1, everything["gradients"]),
         bytes_per_step=summary.bytes_per_step if summary else everything["bytes"] / max(1, of_workers["records"]),
@@ -246,14 +255,14 @@ def view(name: str, run: Run, *, curves: bool = True, brief: bool = False) -> Ru
 
 
 def _sums(frame: DataFrame) -> DataFrame:
-    """Add up the steps of each rank, with its seconds and its bytes."""
+    """Sum the steps of each rank, with its seconds and its bytes."""
     sums = frame.groupby("rank").sum()
     seconds = sums["computing_s"] + sums["communicating_s"] + sums["waiting_s"]
     return sums.assign(seconds=seconds, bytes=sums["bytes_sent"] + sums["bytes_fetched"])
 
 
 def _done(run: Run, samples: int, step: int, spent_s: float) -> tuple[float | None, tuple[str, ...]]:
-    """Return the part of the run that is done, by the limit that it reaches first, and all limits in words."""
+    """Return the completed fraction of the run, by the limit that it reaches first, and all limits as text."""
     budget, epochs = run.settings.get("budget") or {}, run.settings.get("epochs")
     done, limits = [], []
     for unit, now in (("samples", samples), ("steps", step), ("seconds", spent_s)):
@@ -273,13 +282,13 @@ def _notes(run: Run, steps: Steps, skipped: int) -> list[str]:
     return [
         text
         for text, is_so in (
-            ("it is dead: no process works in its folder any more, and nothing says why; --resume goes on with it",
+            ("it is dead: no process is running in its folder, for unknown reasons; resume with --resume",
              run.state == "dead"),
             ((run.failure or "").replace(":\n", ": ").replace("\n", " | "), run.state in ("failed", "interrupted")),
             (run.damage or "", run.damage is not None),
             (f"no rank has written a record for {duration(max(0.0, silent_s))}: see the run's own messages",
              silent_s > SILENT_S and run.state == "training"),
-            (f"it went on without rank {', '.join(map(str, lost))}", lost),
+            (f"it continued without rank {', '.join(map(str, lost))}", lost),
             (f"{skipped} steps skipped for NaN or infinite gradients", skipped),
             (f"start {starts} of this run", starts > 1),
         )
@@ -301,46 +310,46 @@ def _loss_curve(steps: Steps, workers: Sequence[int]) -> Curve:
 
 def _metric_curves(run: Run) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
-    for one in run.evaluations:
-        for name, value in one.metrics.items():
-            curves.setdefault(name, []).append(Moment(one.step, one.samples, one.seconds, value))
+    for evaluation in run.evaluations:
+        for name, value in evaluation.metrics.items():
+            curves.setdefault(name, []).append(Moment(evaluation.step, evaluation.samples, evaluation.seconds, value))
     return curves
 
 
 def _usage(samples: Mapping[int, Sequence[Usage]]) -> dict[str, dict[int, Points]]:
-    """Return what the first ranks use over time, as means over equal numbers of samples where these are many."""
-    shown = dict(list(samples.items())[:MOST_RANKS])
-    began = min((one[0].time for one in shown.values() if one), default=0.0)
+    """Return the first ranks' hardware usage over time, averaged over blocks if there are many samples."""
+    by_rank = dict(list(samples.items())[:MAX_RANKS])
+    started = min((samples_[0].time for samples_ in by_rank.values() if samples_), default=0.0)
     usage: dict[str, dict[int, Points]] = {}
-    for rank, own in shown.items():
-        size = -(-len(own) * len(shown) // MOST_POINTS)
-        parts = [own[first : first + size] for first in range(0, len(own), max(1, size))]
+    for rank, rank_samples in by_rank.items():
+        size = -(-len(rank_samples) * len(by_rank) // MAX_POINTS)
+        parts = [rank_samples[first : first + size] for first in range(0, len(rank_samples), max(1, size))]
         for name in FIGURES:
-            values = [(part[-1].time - began, [getattr(one, name) for one in part]) for part in parts]
-            points = [(time, statistics.fmean(found)) for time, found in values if None not in found]
+            values = [(part[-1].time - started, [getattr(samples_, name) for samples_ in part]) for part in parts]
+            points = [(time, statistics.fmean(numbers)) for time, numbers in values if None not in numbers]
             if points:
                 usage.setdefault(name, {})[rank] = points
     return usage
 
 
 def _ranks(run: Run, steps: Steps, now: DataFrame, workers: Sequence[int]) -> tuple[RankView, ...]:
-    own_s: Series = (now["computing_s"] + now["communicating_s"]) / now["records"]
+    busy_s: Series = (now["computing_s"] + now["communicating_s"]) / now["records"]
     newest = steps.recent.groupby("rank")["step"].last()
     freshest = max(steps.grew_s.values(), default=0.0)
-    stages = run.settings.get("parallel", {}).get("stages", 1)  # of which one rank records what all have trained on
-    at_work = {rank // stages for rank in workers}
+    stages = run.settings.get("parallel", {}).get("stages", 1)  # one rank of a pipeline records the samples
+    worker_replicas = {rank // stages for rank in workers}
     views = []
     for rank, sums in now.iterrows():
-        others = own_s[own_s.index.isin(workers) & (own_s.index != rank)]
-        times = own_s[rank] / others.median() if rank in workers and len(others) and others.min() > 0 else 1.0
+        others = busy_s[busy_s.index.isin(workers) & (busy_s.index != rank)]
+        factor = busy_s[rank] / others.median() if rank in workers and len(others) and others.min() > 0 else 1.0
         silent_s = freshest - steps.grew_s.get(rank, freshest)
         views.append(
             RankView(
                 rank=int(rank),
-                serves=rank // stages not in at_work,
+                serves=rank // stages not in worker_replicas,
                 step=int(newest[rank]),
                 **{part: float(sums[f"{part}_s"] / max(sums["seconds"], 1e-9)) for part in PARTS},
-                slower=float(times) if times > SLOW else None,
+                slower=float(factor) if factor > SLOW else None,
                 silent_s=silent_s if silent_s > SILENT_S and not run.ended else None,
             )
         )

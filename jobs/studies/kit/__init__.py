@@ -1,1 +1,1 @@
-"""What the studies beside it share: cells and their runs, claims and figures, hosts in namespaces on this machine."""
+"""What the studies beside it share: groups and their runs, claims and figures, hosts in namespaces on this machine."""

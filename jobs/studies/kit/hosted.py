@@ -27,7 +27,7 @@ class HostedLauncher:
     Beside those of the run, a loop's settings have this `cable`, and `hosts`, the folder that describes them.
     """
 
-    def make(self, run: PlannedRun, folder: Path) -> None:
+    def run(self, run: PlannedRun, folder: Path) -> None:
         """Make a run.
 
         Raises:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcdist.errors import HpcdistError
 from hpcdist.tools import console
-from kit.cells import EndedRun
+from kit.groups import EndedRun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -50,15 +50,15 @@ def a_sum_in_lbfgs(run, model, optimizer):
         optimizer.step(evaluation(model, optimizer, x, y, _squares))
 
 
-@training(**_summing(breaks="a sum is weighed"))
+@training(**_summing(breaks="a sum is weighted"))
 def a_sum_that_is_weighed(run, model, optimizer):
-    train(run, model, optimizer, run.loader(), loss=_squares, change=lambda: _weigh(run, optimizer, 1))
+    train(run, model, optimizer, run.loader(), loss=_squares, change=lambda: _apply_weight(run, optimizer, 1))
 
 
 # --- means over what counts -------------------------------------------------------------------------------------------
-def _weigh(run, optimizer, n):
+def _apply_weight(run, optimizer, n):
     if run.size > 1:
-        optimizer.weigh(n)
+        optimizer.set_batch_weight(n)
 
 
 def _masked_mean(model, x, y):
@@ -69,7 +69,7 @@ def _masked_mean(model, x, y):
 
 def _by_tokens(run, model, optimizer, share=1.0):
     def backward(x, y, *_):
-        _weigh(run, optimizer, (x[:, 0] > -0.3).sum())
+        _apply_weight(run, optimizer, (x[:, 0] > -0.3).sum())
         (share * _masked_mean(model, x, y)).backward()
 
     return backward
@@ -104,7 +104,7 @@ def _kept(samples):
 @training(ways=UNEVEN)
 def a_collate_fn_that_drops_samples(run, model, optimizer):
     def backward(x, y):
-        _weigh(run, optimizer, len(x))
+        _apply_weight(run, optimizer, len(x))
         mse(model(x), y).backward()
 
     train(run, model, optimizer, run.loader(data(24), collate_fn=_kept), backward=backward)

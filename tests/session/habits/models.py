@@ -212,11 +212,11 @@ def _unfrozen(model, momentum=0.9):
 enter("a_frozen_layer", model=_frozen, make=_unfrozen)
 enter(
     "a_layer_frozen_later", momentum=0.9, weight_decay=0.1, epochs=3,
-    begin=lambda model, epoch: model[0].requires_grad_(epoch != 1),
+    start=lambda model, epoch: model[0].requires_grad_(epoch != 1),
 )  # fmt: skip
 enter(
     "a_layer_unfrozen_later", model=_frozen, momentum=0.9, breaks=UNFROZEN,
-    begin=lambda model, epoch: model[0].requires_grad_(epoch > 0),
+    start=lambda model, epoch: model[0].requires_grad_(epoch > 0),
 )  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def _assign(model, epoch):
 
 
 OTHER_TENSORS = r"the module's (parameters|buffers) must be the same as when it was wrapped; got "
-enter("values_assigned", begin=_assign, refused={"*": OTHER_TENSORS + ".*assign=True"})
+enter("values_assigned", start=_assign, refused={"*": OTHER_TENSORS + ".*assign=True"})
 
 
 @torch.no_grad()
@@ -298,7 +298,7 @@ def values_loaded_on_rank_0_and_broadcast(run, model, optimizer):
     train(run, model, optimizer, run.loader())
 
 
-enter("converted_there_and_back", begin=lambda model, epoch: model.float().double(), tolerance=1e-5)
+enter("converted_there_and_back", start=lambda model, epoch: model.float().double(), tolerance=1e-5)
 
 
 @training(refused={"*": r"parameter '0.weight' must stay torch.float64 of shape .* got torch.float32.*wrap it after"})
@@ -310,7 +310,7 @@ def converted_later(run, model, optimizer):
 
 enter(
     "a_layer_added_later", refused={"*": OTHER_TENSORS + r"'3\.|new layer"},
-    begin=lambda model, epoch: model.append(nn.Linear(1, 1).double()) if epoch else None,
+    start=lambda model, epoch: model.append(nn.Linear(1, 1).double()) if epoch else None,
 )  # fmt: skip
 
 
@@ -398,7 +398,7 @@ class Mean(nn.Module):
 enter("a_buffer_replaced", model=lambda: renewed(Mean().double()), ways=("one", "same", "many"))
 enter(
     "a_buffer_registered_late", refused={"*": OTHER_TENSORS + "'late' added or removed"},
-    begin=lambda model, epoch: model.register_buffer("late", torch.zeros(2)) if epoch else None,
+    start=lambda model, epoch: model.register_buffer("late", torch.zeros(2)) if epoch else None,
 )  # fmt: skip
 
 

@@ -176,7 +176,7 @@ class Averaging(torch.optim.Optimizer):
 
 
 averaging = using(Averaging, lr=0.1)
-METHOD = "a method of the optimiser's own is called"
+METHOD = "an additional method of the optimiser is called"
 enter("counts_of_steps_in_param_groups", make=averaging)
 
 
@@ -236,7 +236,7 @@ _averaged_between_epochs(
 )  # fmt: skip
 
 
-@training(make=averaging, breaks=(METHOD, "a method of the optimiser's own is called in the loop"))
+@training(make=averaging, breaks=(METHOD, "an additional method of the optimiser is called in the loop"))
 def averaged_by_hand_in_the_loop(run, model, optimizer):
     train(run, model, optimizer, run.loader, after=optimizer.update_average)
     optimizer.swap()
@@ -244,7 +244,7 @@ def averaged_by_hand_in_the_loop(run, model, optimizer):
 
 @training(
     make=averaging, ways=("joint", "one"),
-    breaks=(METHOD, "a method of the optimiser's own is called in an evaluation"),
+    breaks=(METHOD, "an additional method of the optimiser is called in an evaluation"),
 )  # fmt: skip
 def averaged_within_an_evaluation(run, model, optimizer):
     train(run, model, optimizer, run.loader())

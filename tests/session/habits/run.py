@@ -62,8 +62,8 @@ def refuses(row: str, contract: Contract, size: int) -> bool:
 
 def message(row: str, **facts: object) -> str:
     """A pattern of a rule's message, whatever is filled in but for these facts."""
-    pieces = re.split(r"{(\w+)(?:!r)?}", rules.RULES[row].message)
-    return "".join(re.escape(str(facts.get(p, ""))) or ".*" if i % 2 else re.escape(p) for i, p in enumerate(pieces))
+    chunks = re.split(r"{(\w+)(?:!r)?}", rules.RULES[row].message)
+    return "".join(re.escape(str(facts.get(p, ""))) or ".*" if i % 2 else re.escape(p) for i, p in enumerate(chunks))
 
 
 def habit(**given):
@@ -311,8 +311,8 @@ def using(kind, **options):
     return lambda model: kind(model.parameters(), **options)
 
 
-def enter(name, *, dataset=data, epochs=EPOCHS, begin=None, change=None, after=None, backward=None, **given):
-    """Puts the plain loop into the table. Hooks, see `train`, are given the model first; `begin`, the epoch's number.
+def enter(name, *, dataset=data, epochs=EPOCHS, start=None, change=None, after=None, backward=None, **given):
+    """Puts the plain loop into the table. Hooks, see `train`, are given the model first; `start`, the epoch's number.
 
     Other arguments are those of `training`.
     """
@@ -321,8 +321,8 @@ def enter(name, *, dataset=data, epochs=EPOCHS, begin=None, change=None, after=N
         loader, hooks = run.loader(dataset()), {"change": change, "after": after, "backward": backward}
         hooks = {key: functools.partial(hook, model) for key, hook in hooks.items() if hook}
         for epoch in range(epochs):
-            if begin:
-                begin(model, epoch)
+            if start:
+                start(model, epoch)
             train(run, model, optimizer, loader, 1, **hooks)
 
     loop.__name__ = name

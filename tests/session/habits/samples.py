@@ -313,7 +313,7 @@ def update_bn_on_an_evaluation_loader(run, model, optimizer):
     run.same = averaged.module[0].running_mean.sum().item()
 
 
-@training(0.01, model=_normed, ways=RANKS, exact=False, breaks="update_bn reads samples of each rank's own")
+@training(0.01, model=_normed, ways=RANKS, exact=False, breaks="update_bn reads different samples on each rank")
 def update_bn_of_an_average_on_samples_of_each_ranks_own(run, model, optimizer):
     """The model's own statistics are averaged at the end."""
     train(run, model.eval(), optimizer, run.loader())
@@ -372,13 +372,13 @@ def figures_shared_in_the_loop(run, model, optimizer):
 
 @training(
     distributed={"identical_batches": "allow"}, ways=("one", "many"),
-    where=("parameter_server", "softsync"), breaks="a rank that serves takes a step",
+    where=("parameter_server", "softsync"), breaks="a server rank takes a step",
 )  # fmt: skip
 def a_plain_loader_on_a_rank_that_serves(run, model, optimizer):
     train(run, model, optimizer, DataLoader(data(), batch_size=BATCH))
 
 
-@training(exact=False, ways=RANKS, breaks="a call of all ranks stands inside the loop")
+@training(exact=False, ways=RANKS, breaks="a collective call is inside the loop")
 def consensus_in_the_loop(run, model, optimizer):
     def look():
         with run.consensus(model), torch.no_grad():

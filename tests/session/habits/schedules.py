@@ -9,7 +9,7 @@ from torch.optim import SGD, lr_scheduler
 from habits import groups
 from habits.run import EPOCHS, data, enter, habit, mean_loss, mse, net, train, training, using
 
-LOCAL = r"hyper-parameters must be the same on every .*lr is .*ReduceLROnPlateau on the mean"
+LOCAL = r"hyper-parameters must be the same on every .*lr is .*ReduceLROnPlateau by the mean"
 
 
 enter("plain_loop")

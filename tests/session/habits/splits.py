@@ -119,7 +119,7 @@ def _own_iteration(name, cls, split):
         train(run, model, optimizer, loader if run.size == 1 else hd.shard(loader, split=split), 1)
 
     loop.__name__ = f"a_loader_with_its_own_{name}"
-    training(exact=False, ways=RANKS, breaks="the loader iterates in a way of its own" if split else ())(loop)
+    training(exact=False, ways=RANKS, breaks="the loader overrides how it iterates" if split else ())(loop)
 
 
 _own_iteration("iter", Cached, True)

@@ -1,4 +1,4 @@
-"""The nodes' clocks: records of several ranks are put together by time, and a job ends by its own node's clock."""
+"""Clocks of the nodes: ranks' records are merged by time, and a job's time limit is read from its node's clock."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from hpcdist.tools.doctor.base import OK, WARNING, Finding, Nodes, Requirements,
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
 
-MOST_S = 0.05  # what clocks that are kept by NTP stay well below
+MAX_OFFSET_S = 0.05  # clocks synchronized by NTP differ by much less
 
 
 def measure(comm: Communicator, nodes: Nodes, required: Requirements, clock: Callable[[], float] = time.time) -> dict:
-    """Collective. Measure how far each node's clock is ahead of rank 0's, and how wrong that may be, in seconds."""
+    """Collective. Measure the offset of each node's clock to rank 0's, and the offset's uncertainty, in seconds."""
     from hpcdist.comm.traced import measure_ahead
 
-    found = measure_ahead(comm, nodes.leaders[1:], clock)
-    gather(comm, None)  # the others wait here, without using their cores
-    return {"clocks": {nodes.name(rank): {"ahead_s": s, "error_s": error_s} for rank, (s, error_s) in found.items()}}
+    offsets = measure_ahead(comm, nodes.leaders[1:], clock)
+    gather(comm, None)  # other ranks wait here without using their cores
+    return {"clocks": {nodes.name(rank): {"ahead_s": s, "error_s": error_s} for rank, (s, error_s) in offsets.items()}}
 
 
 def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
-    """Report each node whose clock is off by more than the network explains; or all in one line.
+    """Report each node whose clock is off by more than the uncertainty, or one line if none is.
 
-    Where most nodes differ from rank 0, its own clock is off.
+    If all nodes differ from rank 0, rank 0's clock is off.
     """
     clocks, first = measured["clocks"], nodes.names[0]
-    off = {name: row for name, row in clocks.items() if abs(row["ahead_s"]) - row["error_s"] > MOST_S}
+    off = {name: row for name, row in clocks.items() if abs(row["ahead_s"]) - row["error_s"] > MAX_OFFSET_S}
     if len(clocks) > 1 and len(off) == len(clocks):
         worst = max((row["ahead_s"] for row in off.values()), key=abs)
-        text = f"{first}'s clock is {_distance(-worst)} all others. Tell the site: its time service does not run there"
+        text = f"{first}'s clock is {_distance(-worst)} all others. Tell the site: no time service seems to run there"
         yield Finding(WARNING, text, (first,))
         return
     for name, row in off.items():
-        text = f"{name}'s clock is {_distance(row['ahead_s'])} {first}'s, it must be within {1e3 * MOST_S:g} ms. "
-        yield Finding(WARNING, f"{text}Tell the site: its time service does not run there", (name,))
+        text = f"{name}'s clock is {_distance(row['ahead_s'])} {first}'s, it must be within {1e3 * MAX_OFFSET_S:g} ms. "
+        yield Finding(WARNING, f"{text}Tell the site: no time service seems to run there", (name,))
     if not off:
-        most_s = max((abs(row["ahead_s"]) + row["error_s"] for row in clocks.values()), default=0.0)
-        more = f", all within {1e3 * most_s:.2g} ms of {first}'s" if clocks else ""
-        yield Finding(OK, f"{len(nodes.names)} clock{'s' * (len(nodes.names) > 1)}{more}")
+        max_s = max((abs(row["ahead_s"]) + row["error_s"] for row in clocks.values()), default=0.0)
+        summary = f", all within {1e3 * max_s:.2g} ms of {first}'s" if clocks else ""
+        yield Finding(OK, f"{len(nodes.names)} clock{'s' * (len(nodes.names) > 1)}{summary}")
 
 
 def _distance(ahead_s: float) -> str:

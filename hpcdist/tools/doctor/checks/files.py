@@ -1,7 +1,7 @@
-"""The run's file system: shared by all nodes, with room, locks that hold between nodes, and speed.
+"""The run's file system: shared by all nodes, free space, locks that work between nodes, speed.
 
-Rank 0 makes a folder that every node looks into, writes to, and locks a file in; it is gone at the end. Every call
-that touches files may hang where a server is dead, so each has a limit.
+Rank 0 creates a temporary folder, in which every node reads, writes, and locks a file. Calls on files may hang if a
+server is dead, so each has a timeout.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from hpcdist.tools.doctor.base import (
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
 
-CALL_S = 6.0  # how long the calls of one step may take
-SEEN_S = 4.0  # how long a new file may take to be seen on other nodes: NFS keeps a folder's list for a while
-FREED_S = 2.0  # how long a lock that was given back may stay refused
+CALL_S = 6.0  # timeout of the calls of one step
+SEEN_S = 4.0  # timeout for a new file to appear on other nodes: NFS caches a folder's list
+FREED_S = 2.0  # timeout for a released lock to become free
 SAMPLE_BYTES, BLOCK_BYTES, SAMPLE_S = 1 << 24, 1 << 20, 1.5
-NO_ROOM_BYTES, LITTLE_ROOM_BYTES = 1 << 27, 1 << 32  # a checkpoint of a small model; of a large one
+NO_ROOM_BYTES, LITTLE_ROOM_BYTES = 1 << 27, 1 << 32  # a checkpoint of a small model, of a large one
 
 _try = partial(attempt, CALL_S, "the file system's answer")
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
-    """Collective. Measure by node the free bytes, the time until it sees a new file, and locks; then the speeds."""
-    first, last = comm.rank == 0, nodes.leaders[-1]  # whose memory does not hold what rank 0 wrote
-    made = gather(comm, _try(lambda: _begin(required.folder)) if first else None)[0]
-    if "error" in made:
-        return {"folder": str(required.folder.absolute()), "error": made["error"]}
-    folder = Path(made["made"])
+    """Collective. Measure free bytes, visibility of new files and locks on each node; then write and read speed."""
+    first, last = comm.rank == 0, nodes.leaders[-1]  # its page cache does not hold rank 0's file
+    created = gather(comm, _try(lambda: _start(required.folder)) if first else None)[0]
+    if "error" in created:
+        return {"folder": str(required.folder.absolute()), "error": created["error"]}
+    folder = Path(created["made"])
     try:
         return {
-            "folder": made["folder"],
-            "nodes": _share(comm, nodes, folder, made["token"]),
+            "folder": created["folder"],
+            "nodes": _share(comm, nodes, folder, created["token"]),
             "locks": _locks(comm, nodes, folder / "lock"),
             "write": gather(comm, _try(lambda: _write(folder / "sample")) if first else None)[0],
             "read": gather(comm, _try(lambda: _read(folder / "sample")) if comm.rank == last else None)[last],
@@ -65,23 +65,23 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
 
 
 def _share(comm: Communicator, nodes: Nodes, folder: Path, token: str) -> dict[str, dict]:
-    """Collective. Find out whether each node sees rank 0's file, and whether rank 0 sees each node's."""
+    """Collective. Check whether each node sees rank 0's file, and whether rank 0 sees each node's."""
     node = nodes.of[comm.rank]
-    found = gather_by_node(comm, nodes, lambda: _try(lambda: _look(folder, token, node)))
+    rows = gather_by_node(comm, nodes, lambda: _try(lambda: _see_and_write(folder, token, node)))
     if comm.rank == 0:
-        able = [name for name in nodes.names if found[name].get("seen_s") is not None]
-        wrote = {name: folder / f"node{nodes.names.index(name)}" for name in able}
-        for name in _try(lambda: {"missing": _missing(wrote)}).get("missing", wrote):
-            found[name]["arrived"] = False
-    return found
+        able = [name for name in nodes.names if rows[name].get("seen_s") is not None]
+        files = {name: folder / f"node{nodes.names.index(name)}" for name in able}
+        for name in _try(lambda: {"missing": _missing(files)}).get("missing", files):
+            rows[name]["arrived"] = False
+    return rows
 
 
 def _locks(comm: Communicator, nodes: Nodes, path: Path) -> dict:
-    """Collective. Find out whether rank 0 gets a lock, and whether others are refused it until it is given back."""
-    # The lock is tried by the first rank of each other node; on one node by its second rank, or by the only one.
-    lock, asks = _Lock(path), comm.rank in (nodes.leaders[1:] or [min(1, comm.size - 1)])
+    """Collective. Check whether rank 0 gets a lock, and whether other ranks are refused it until it is released."""
+    # The first rank of each other node tries the lock; on a single node the second rank, or the only one.
+    lock, is_trying = _Lock(path), comm.rank in (nodes.leaders[1:] or [min(1, comm.size - 1)])
     held = gather(comm, _try(lock.take) if comm.rank == 0 else None)[0]
-    refused = _try(lock.refused) if asks and held.get("held") else None
+    refused = _try(lock.refused) if is_trying and held.get("held") else None
     gather(comm, None)
     if comm.rank == 0:
         _try(lock.drop)
@@ -90,18 +90,18 @@ def _locks(comm: Communicator, nodes: Nodes, path: Path) -> dict:
     return {**held, "nodes": {nodes.name(rank): row for rank, row in enumerate(rows) if row}}
 
 
-def _begin(wanted: Path) -> dict:
-    """Make a folder in the one that is wanted, or in the nearest one above it that exists."""
-    wanted = wanted.absolute()
-    folder = next(path for path in (wanted, *wanted.parents) if path.is_dir())
-    made, token = folder / f".hpcdist-doctor-{secrets.token_hex(4)}", secrets.token_hex(16)
-    made.mkdir()
-    _write_all(made / "token", token.encode())
-    return {"folder": str(folder), "made": str(made), "token": token}
+def _start(requested: Path) -> dict:
+    """Create a folder in the requested one, or in its nearest parent that exists."""
+    requested = requested.absolute()
+    folder = next(path for path in (requested, *requested.parents) if path.is_dir())
+    created, token = folder / f".hpcdist-doctor-{secrets.token_hex(4)}", secrets.token_hex(16)
+    created.mkdir()
+    _write_all(created / "token", token.encode())
+    return {"folder": str(folder), "made": str(created), "token": token}
 
 
-def _look(folder: Path, token: str, node: int) -> dict:
-    """Wait for the file that rank 0 wrote, then write one of this node's own."""
+def _see_and_write(folder: Path, token: str, node: int) -> dict:
+    """Wait for the file of rank 0, then write one of this node."""
     start = time.monotonic()
     while True:
         with suppress(FileNotFoundError):
@@ -115,18 +115,18 @@ def _look(folder: Path, token: str, node: int) -> dict:
     return {"seen_s": seen_s, "free_bytes": shutil.disk_usage(folder).free}
 
 
-def _missing(wrote: Mapping[str, Path]) -> list[str]:
-    """List the nodes whose own file rank 0 does not see."""
+def _missing(files: Mapping[str, Path]) -> list[str]:
+    """Return the nodes whose file rank 0 does not see."""
     until = time.monotonic() + SEEN_S
-    while not all(path.exists() for path in wrote.values()) and time.monotonic() < until:
+    while not all(path.exists() for path in files.values()) and time.monotonic() < until:
         time.sleep(0.02)
-    return [name for name, path in wrote.items() if not path.exists()]
+    return [name for name, path in files.items() if not path.exists()]
 
 
 class _Lock:
-    """Lock a file as HDF5 does: by flock, which NFS turns into a lock of its server, and some file systems refuse.
+    """Lock a file with flock, as HDF5 does; NFS passes it to the server, and some file systems refuse it.
 
-    Every call returns what it found out. Locks are of an open file, so that one process can hold and be refused one.
+    Each method returns its result. A lock belongs to an open file, so one process can hold it and be refused it.
     """
 
     def __init__(self, path: Path):
@@ -135,18 +135,18 @@ class _Lock:
 
     def take(self) -> dict:
         self._file = open(self._path, "w")
-        return {"held": self._takes(self._file)}
+        return {"held": self._try_lock(self._file)}
 
     def refused(self) -> dict:
-        """Find out whether another one's lock is seen."""
+        """Return whether another process's lock is respected."""
         with open(self._path, "r+") as file:
-            return {"refused": not self._takes(file)}
+            return {"refused": not self._try_lock(file)}
 
     def free(self, before: dict) -> dict:
-        """Find out whether the lock can be had again; others, who try too, hold it for a moment only."""
+        """Return whether the released lock becomes free; other ranks try, too, and hold it briefly."""
         until = time.monotonic() + FREED_S
         with open(self._path, "r+") as file:
-            while not (freed := self._takes(file)) and time.monotonic() < until:
+            while not (freed := self._try_lock(file)) and time.monotonic() < until:
                 time.sleep(0.01)
             return before | {"freed": freed}
 
@@ -156,8 +156,8 @@ class _Lock:
         return {}
 
     @staticmethod
-    def _takes(file: IO) -> bool:
-        """Try to lock an open file; tell whether nobody else has it locked. Any other failure is an OSError."""
+    def _try_lock(file: IO) -> bool:
+        """Try to lock an open file; return False if it is locked elsewhere. Other failures raise OSError."""
         import fcntl
 
         try:
@@ -175,7 +175,7 @@ def _write_all(path: Path, data: bytes) -> None:
 
 
 def _write(path: Path) -> dict:
-    """Write a file for a moment; return bytes and seconds."""
+    """Write a file for a short time; return bytes and seconds."""
     block, written, start = secrets.token_bytes(BLOCK_BYTES), 0, time.monotonic()
     with open(path, "xb", buffering=0) as file:
         while written < SAMPLE_BYTES and time.monotonic() - start < SAMPLE_S:
@@ -185,7 +185,7 @@ def _write(path: Path) -> dict:
 
 
 def _read(path: Path) -> dict:
-    """Read a file for a moment; return bytes and seconds."""
+    """Read a file for a short time; return bytes and seconds."""
     read, start = 0, time.monotonic()
     with open(path, "rb", buffering=0) as file:
         while (data := file.read(BLOCK_BYTES)) and time.monotonic() - start < SAMPLE_S:
@@ -195,36 +195,37 @@ def _read(path: Path) -> dict:
 
 # --- judging ----------------------------------------------------------------------------------------------------------
 def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
-    """Report nodes that can't use the folder, too little room, locks and speeds; or in one line that all is well."""
+    """Report nodes that can't use the folder, little space, faulty locks and failed samples; else one line with the
+    speeds."""
     if "error" in measured:
         text = f"folder must be one that can be written; got {measured['folder']} on {nodes.names[0]}: "
         yield Finding(ERROR, f"{text}{measured['error']}. Choose another one with --folder")
         return
     sharing = list(_sharing(measured, nodes))
     locking = [] if sharing else list(_locking(measured, required.environ))
-    found = [*sharing, *_room(measured), *locking, *([] if sharing else _samples(measured))]
-    yield from found
-    if not any(finding.status == ERROR for finding in found):
+    findings = [*sharing, *_room(measured), *locking, *([] if sharing else _samples(measured))]
+    yield from findings
+    if not any(finding.status == ERROR for finding in findings):
         yield Finding(OK, _summary(measured, nodes, holds=not locking and not _off(required.environ)))
 
 
 def _sharing(measured: dict, nodes: Nodes) -> Iterator[Finding]:
-    """Report nodes that do not see, or can't write, the folder."""
-    folder, found, first = measured["folder"], measured["nodes"], nodes.names[0]
-    blind = [name for name, row in found.items() if row.get("seen_s", 0) is None]
+    """Report nodes that don't see, or can't write to, the folder."""
+    folder, rows, first = measured["folder"], measured["nodes"], nodes.names[0]
+    blind = [name for name, row in rows.items() if row.get("seen_s", 0) is None]
     if blind and len(blind) == len(nodes.names) - 1:
         text = f"folder must be on a file system that all nodes share; got {folder}, where {listed(blind)} "
-        text += f"see{'s' * (len(blind) == 1)} nothing of what {first} wrote. Choose another one with --folder"
+        text += f"see{'s' * (len(blind) == 1)} no file of {first}. Choose another one with --folder"
         yield Finding(ERROR, text)
         return
-    for name, row in found.items():
+    for name, row in rows.items():
         if name in blind:
-            text = f"{name} does not see within {SEEN_S:g} s what {first} wrote to {folder}: is it mounted there?"
+            text = f"{name} does not see the file of {first} in {folder} within {SEEN_S:g} s: is it mounted there?"
             yield Finding(ERROR, text, (name,))
         elif "error" in row:
             yield Finding(ERROR, f"{name} can't use {folder}: {row['error']}", (name,))
         elif not row.get("arrived", True):
-            yield Finding(ERROR, f"{first} does not see within {SEEN_S:g} s what {name} wrote to {folder}", (name,))
+            yield Finding(ERROR, f"{first} does not see the file of {name} in {folder} within {SEEN_S:g} s", (name,))
 
 
 def _room(measured: dict) -> Iterator[Finding]:
@@ -235,7 +236,7 @@ def _room(measured: dict) -> Iterator[Finding]:
 
 
 def _locking(measured: dict, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Report locks that are refused, or do not hold between nodes."""
+    """Report locks that are refused, or don't work between nodes."""
     if _off(environ):
         return
     folder, locks = measured["folder"], measured["locks"]
@@ -248,10 +249,10 @@ def _locking(measured: dict, environ: Mapping[str, str]) -> Iterator[Finding]:
         if "error" in row:
             yield Finding(WARNING, f"{name} can't lock files in {folder}: {row['error']}. {advice}", (name,))
         elif not row["refused"]:
-            text = f"locks must hold between nodes; got one on {name}, of a file in {folder} that rank 0"
+            text = f"locks must work between nodes; got one on {name}, of a file in {folder} that rank 0"
             yield Finding(WARNING, f"{text} has locked. {advice}")
         elif not row["freed"]:
-            text = f"a lock of a file in {folder} that was given back stays refused on {name}. {advice}"
+            text = f"a released lock of a file in {folder} stays refused on {name}. {advice}"
             yield Finding(WARNING, text, (name,))
 
 
@@ -270,7 +271,7 @@ def _summary(measured: dict, nodes: Nodes, holds: bool) -> str:
     text = f"{measured['folder']}: {amount(min(row['free_bytes'] for row in rows))} free"
     if len(nodes.names) > 1:
         text += f", seen by all nodes within {1e3 * max(row['seen_s'] for row in rows):.0f} ms"
-    text += ", locks hold" if holds else ""
+    text += ", locks work" if holds else ""
     for what in ("write", "read"):
         text += f", {what} {amount(measured[what]['bytes'] / max(measured[what]['seconds'], 1e-9))}/s"
     return text

@@ -1,4 +1,4 @@
-"""The GPUs: how many each rank sees, whether each has its own, whether they are free and in good health."""
+"""The GPUs: how many each rank sees, whether each rank has a different one, whether they are free and healthy."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from hpcdist.tools.doctor.base import (
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
 
-CALL_S = 8.0  # the driver needs seconds for the first call where nobody keeps it awake (nvidia-persistenced)
-FREE = 0.9  # of the memory: the driver itself keeps a few percent
-SLOWED = {0x08: "hardware", 0x20: "heat, by the driver", 0x40: "heat", 0x80: "the power supply"}  # of nvml.h
+CALL_S = 8.0  # the driver's first call takes seconds without nvidia-persistenced
+FREE = 0.9  # of the memory; the driver uses a few percent
+SLOWED = {0x08: "hardware", 0x20: "heat, by the driver", 0x40: "heat", 0x80: "the power supply"}  # bits of nvml.h
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
-    """Collective. Ask torch on each rank, and the driver on each node (None where there is no driver)."""
+    """Collective. Query torch on each rank, and the driver on each node (None without a driver)."""
     number = nodes.ranks(nodes.of[comm.rank]).index(comm.rank)
-    answer = partial(attempt, CALL_S, "the GPU driver's answer")
-    seen = gather(comm, answer(lambda: visible(number)))
-    return {"ranks": seen, "nodes": gather_by_node(comm, nodes, lambda: answer(driver))}
+    query = partial(attempt, CALL_S, "the GPU driver's answer")
+    seen = gather(comm, query(lambda: visible(number)))
+    return {"ranks": seen, "nodes": gather_by_node(comm, nodes, lambda: query(driver))}
 
 
 def visible(number: int) -> dict:
-    """Count the GPUs that this rank, of that number on its node, sees; and find the UUID of the one that it uses."""
+    """Return the number of GPUs that this rank sees, and the UUID of its GPU. `number`: rank on the node."""
     import torch
 
     count = torch.cuda.device_count()
-    own = str(getattr(torch.cuda.get_device_properties(number % count), "uuid", "")) if count else None
-    return {"count": count, "uuid": own}
+    uuid = str(getattr(torch.cuda.get_device_properties(number % count), "uuid", "")) if count else None
+    return {"count": count, "uuid": uuid}
 
 
 def driver() -> dict | None:
-    """Ask the driver for this node's GPUs and the processes that compute on them; None where none is installed.
+    """Query the driver for this node's GPUs and the processes on them; None if no driver is installed.
 
     Raises:
         OSError: the driver does not work.
@@ -62,16 +62,16 @@ def driver() -> dict | None:
         raise OSError(f"the GPU driver must answer; got {error}") from None
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        found = [describe(handle) for handle in handles]
-        return {"gpus": found, "processes": [[gpu["uuid"], *one] for gpu, h in zip(found, handles) for one in users(h)]}
+        gpus = [describe(handle) for handle in handles]
+        return {"gpus": gpus, "processes": [[gpu["uuid"], *user] for gpu, h in zip(gpus, handles) for user in users(h)]}
     except nvml.NVMLError as error:
-        raise OSError(f"the GPU driver must tell of each GPU; got {error}") from None
+        raise OSError(f"the GPU driver must report each GPU; got {error}") from None
     finally:
         nvml.nvmlShutdown()
 
 
 def describe(handle: Any) -> dict:
-    """Describe a GPU by the driver's library; with None for each value that it does not give."""
+    """Return a GPU's properties from the driver's library; None for values that it does not provide."""
     memory = _ask(nvml.nvmlDeviceGetMemoryInfo, handle)
     kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     return {
@@ -85,7 +85,7 @@ def describe(handle: Any) -> dict:
 
 
 def users(handle: Any) -> list[list[str]]:
-    """List the number and the program of each process that computes on a GPU."""
+    """Return the process id and the program of each process on a GPU."""
     pids = [process.pid for process in _ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()]
     return [[str(pid), _ask(nvml.nvmlSystemGetProcessName, pid) or "unknown"] for pid in pids]
 
@@ -94,16 +94,16 @@ def _ask(call: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return call(*arguments)
     except nvml.NVMLError:
-        return None  # not supported, no permission, or gone
+        return None  # not supported, no permission, or process ended
 
 
 # --- judging ----------------------------------------------------------------------------------------------------------
 def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
-    """Report each thing that is wrong with a node's GPUs; or all in one line."""
-    found = [*_broken(measured, nodes), *_counts(measured, nodes, required.gpus), *_sharing(measured, nodes)]
-    found += [f for name, node in measured["nodes"].items() if node and "gpus" in node for f in _health(name, node)]
-    yield from found
-    if not found:
+    """Report each problem of the nodes' GPUs, or one line if there is none."""
+    findings = [*_broken(measured, nodes), *_counts(measured, nodes, required.gpus), *_sharing(measured, nodes)]
+    findings += [f for name, node in measured["nodes"].items() if node and "gpus" in node for f in _health(name, node)]
+    yield from findings
+    if not findings:
         yield Finding(OK, _summary(measured, nodes))
 
 
@@ -114,24 +114,25 @@ def _broken(measured: dict, nodes: Nodes) -> Iterator[Finding]:
         rows = [measured["ranks"][rank] for rank in nodes.ranks(nodes.names.index(name))]
         errors += [row["error"] for row in rows if "error" in row]
         if errors:
-            yield Finding(ERROR, f"{name}: {errors[0]}. Leave it out, and tell the site", (name,))
+            yield Finding(ERROR, f"{name}: {errors[0]}. Exclude it, and tell the site", (name,))
 
 
-def _counts(measured: dict, nodes: Nodes, wanted: bool) -> Iterator[Finding]:
-    """Report ranks that see fewer GPUs than others; all, if they see none and there must be some."""
+def _counts(measured: dict, nodes: Nodes, required: bool) -> Iterator[Finding]:
+    """Report ranks that see fewer GPUs than others, and no GPUs at all if they are required."""
     counts = {rank: row["count"] for rank, row in enumerate(measured["ranks"]) if "count" in row}
     if not counts:
         return
-    most = max(counts.values())
-    if most == 0 and wanted:
-        text = "every rank must see a GPU; got none on any. Ask for them (--gpus-per-node), and use a torch with CUDA"
+    max_count = max(counts.values())
+    if max_count == 0 and required:
+        text = "every rank must see a GPU; got none. Request them (--gpus-per-node), and use a torch with CUDA"
         yield Finding(ERROR, text)
     for node, name in enumerate(nodes.names):
-        fewer = [rank for rank in nodes.ranks(node) if counts.get(rank, most) < most]
+        fewer = [rank for rank in nodes.ranks(node) if counts.get(rank, max_count) < max_count]
         if fewer:
             seen = ", ".join(sorted({str(counts[rank]) for rank in fewer}))
             text = f"all ranks must see the same number of GPUs; got {seen} on rank{'s' * (len(fewer) > 1)} "
-            text += f"{counted(fewer)} ({name}) and {most} elsewhere. Leave that node out, or ask for the same on all"
+            text += f"{counted(fewer)} ({name}) and {max_count} on others. "
+            text += "Exclude that node, or request the same on all"
             yield Finding(ERROR, text, (name,))
 
 
@@ -144,26 +145,26 @@ def _sharing(measured: dict, nodes: Nodes) -> Iterator[Finding]:
                 users.setdefault(uuid, []).append(rank)
         for uuid, ranks in users.items():
             if len(ranks) > 1:
-                text = f"each rank must have a GPU of its own; got ranks {counted(ranks)} on {uuid} ({name}). "
-                yield Finding(WARNING, f"{text}Start as many ranks on a node as it has GPUs, and look at --gpu-bind")
+                text = f"each rank must have a separate GPU; got ranks {counted(ranks)} on {uuid} ({name}). "
+                yield Finding(WARNING, f"{text}Start one rank per GPU on each node, and check --gpu-bind")
 
 
 def _health(name: str, node: dict) -> Iterator[Finding]:
-    """Report GPUs of a node with memory errors, slowed down, or in use."""
+    """Report GPUs of a node with memory errors, throttled clocks, or other users."""
     for gpu in node["gpus"]:
         at = f"{name}: {gpu['name']} {gpu['uuid']}"
         if gpu["ecc_errors"]:
-            text = f"{at} has {gpu['ecc_errors']} uncorrected memory errors. Leave the node out, and tell the site"
+            text = f"{at} has {gpu['ecc_errors']} uncorrected memory errors. Exclude the node, and tell the site"
             yield Finding(ERROR, text, (name,))
         slowed = [why for bit, why in SLOWED.items() if gpu["reasons"] & bit]
         if slowed:
-            text = f"{at} is slowed down by {listed(slowed)}. Leave the node out, and tell the site"
+            text = f"{at} is slowed down by {listed(slowed)}. Exclude the node, and tell the site"
             yield Finding(WARNING, text, (name,))
         others = [f"{pid} ({program})" for uuid, pid, program in node["processes"] if uuid == gpu["uuid"]]
         low = None not in (gpu["free_mb"], gpu["total_mb"]) and gpu["free_mb"] < FREE * gpu["total_mb"]
         if others or low:
-            whose = f"process {listed(others)}" if others else "somebody"
-            text = f"{at} is in use by {whose}: {gpu['free_mb']} of {gpu['total_mb']} MiB are free"
+            user = f"process {listed(others)}" if others else "somebody"
+            text = f"{at} is in use by {user}: {gpu['free_mb']} of {gpu['total_mb']} MiB are free"
             yield Finding(WARNING, text, (name,))
 
 
@@ -173,5 +174,5 @@ def _summary(measured: dict, nodes: Nodes) -> str:
         driven = [name for name, node in measured["nodes"].items() if node and node["gpus"]]
         return "none" + f" visible to torch, though the driver has some on {listed(driven)}" * bool(driven)
     kinds = {gpu["name"] for node in measured["nodes"].values() if node for gpu in node["gpus"]}
-    text = f"each rank sees {counts.pop()} and has its own" + f" ({listed(sorted(kinds))})" * bool(kinds)
-    return text + (", free and in good health" if kinds else "; no NVIDIA driver: health unknown")
+    text = f"each rank sees {counts.pop()} and has a separate one" + f" ({listed(sorted(kinds))})" * bool(kinds)
+    return text + (", free and healthy" if kinds else "; no NVIDIA driver: health unknown")

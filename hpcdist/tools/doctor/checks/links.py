@@ -1,7 +1,7 @@
-"""The network between neighbouring nodes: latency and bandwidth of every link of a ring, against the median.
+"""The network between neighbouring nodes: latency and bandwidth of every link of a ring, compared with the median.
 
-Every node is measured twice, with the one before and the one after it, so that a slow cable between two nodes and a
-slow node can be told apart: where only the link is slow, both nodes have another one that is fast.
+Every node is measured with the node before it and the node after it. That separates a slow cable from a slow node: if
+only one link is slow, both of its nodes have another, fast link.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from hpcdist.tools.doctor.base import (
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
 
-SLOW = 0.5  # of the nodes' median bandwidth: less is slow
-LATE, LATE_S = 3.0, 5e-4  # times the nodes' median latency, and so much more than it: less costs nothing
+SLOW = 0.5  # slow: below this fraction of the nodes' median bandwidth
+LATE, LATE_S = 3.0, 5e-4  # slow: above this multiple of the nodes' median latency, and by at least LATE_S
 PINGS = 40
-FIRST_BYTES, MOST_BYTES, GROWTH, MOST_MESSAGES = 1 << 14, 1 << 23, 4, 100
-PAIR_S = 0.5  # for the messages of one link; a slow one gets fewer and shorter ones
-ONE_BY_ONE = 8  # of more links, those without a common node are measured at the same time
+FIRST_BYTES, MAX_BYTES, GROWTH, MAX_MESSAGES = 1 << 14, 1 << 23, 4, 100
+PAIR_S = 0.5  # time per link; a slow one gets fewer and shorter messages
+MAX_SEQUENTIAL = 8  # with more links, those without a common node are measured concurrently
 PING, TIME = 30_003, 30_004  # tags
 
 
 class Link(NamedTuple):
-    """Latency and bandwidth as measured between nodes a and b."""
+    """Measured latency and bandwidth between nodes a and b."""
 
     a: int
     b: int
@@ -45,9 +45,9 @@ class Link(NamedTuple):
 
 
 class Slow(NamedTuple):
-    """Slow nodes, and slow links between nodes that are not slow; and the medians of all nodes."""
+    """Slow nodes, slow links between nodes that are not slow, and the medians over all nodes."""
 
-    nodes: dict[int, float]  # how many times as bad as usual
+    nodes: dict[int, float]  # factor by which the node is slower
     links: list[Link]
     latency_s: float
     bandwidth_bytes_s: float
@@ -55,9 +55,9 @@ class Slow(NamedTuple):
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Divide the links of a ring of `count` nodes into rounds within which no two share a node."""
+    """Divide the links of a ring of `count` nodes into rounds in which no two links share a node."""
     ring = [(i, (i + 1) % count) for i in range(count if count > 2 else count - 1)]
-    if len(ring) <= ONE_BY_ONE:
+    if len(ring) <= MAX_SEQUENTIAL:
         return [[pair] for pair in ring]
     last = [ring[-1:]] if count % 2 else []
     even = ring[: count - count % 2]
@@ -67,9 +67,9 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     """Collective. Measure the links, and list each node's networks: [interface, network, Mbit/s of its driver or 0].
 
-    Links that look slow are measured once more, and the better figures count: somebody else may have been using them.
+    Links that seem slow are measured again, and the better values count: another job may have used the network.
     """
-    found = gather_by_node(comm, nodes, networks)
+    by_node = gather_by_node(comm, nodes, networks)
     parts = rounds(len(nodes.names))
     links = _table(comm, nodes, parts)
     slow = compare(links.values(), len(nodes.names)) if links else Slow({}, [], 0.0, 0.0)
@@ -77,35 +77,35 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     for pair, again in _table(comm, nodes, [[p for p in part if p in suspects] for part in parts]).items():
         latency_s = min(links[pair].latency_s, again.latency_s)
         links[pair] = Link(*pair, latency_s, max(links[pair].bandwidth_bytes_s, again.bandwidth_bytes_s))
-    return {"networks": found, "links": list(links.values())}
+    return {"networks": by_node, "links": list(links.values())}
 
 
 def _table(comm: Communicator, nodes: Nodes, parts: list[list[tuple[int, int]]]) -> dict[tuple[int, int], Link]:
-    """Collective. Measure these rounds of links; return the same on all ranks."""
-    found: dict[tuple[int, int], Link] = {}
+    """Collective. Measure rounds of links; return the same on all ranks."""
+    table: dict[tuple[int, int], Link] = {}
     for pairs in filter(None, parts):
-        link: list = []  # of this rank; empty where it measures none
+        link: list = []  # of this rank; empty if it measures none
         for pair in pairs:
             ends = [nodes.leaders[node] for node in pair]
             if comm.rank in ends:
                 link = [*pair, *_pair(comm, ends[1 - ends.index(comm.rank)])]
         try:
             measured = gather(comm, link)
-        except Unanswered as error:  # where both ends of a link do not answer, its messages have got stuck
+        except Unanswered as error:  # neither end of a link answers: its messages are stuck
             stuck = [(nodes.leaders[a], nodes.leaders[b]) for a, b in pairs]
             stuck = [ends for ends in stuck if set(ends) <= set(error.ranks)]
             raise Unanswered(error.ranks, error.seconds, stuck) from error
-        found |= {pair: Link(*measured[nodes.leaders[pair[0]]]) for pair in pairs}
-    return found
+        table |= {pair: Link(*measured[nodes.leaders[pair[0]]]) for pair in pairs}
+    return table
 
 
 def networks() -> list[list]:
-    """List this host's addresses, those of the fastest interface first."""
+    """Return this host's addresses, the fastest interface first."""
     return [[a.interface, str(a.ip.network), network.speed_mbit_s(a.interface)] for a in network.addresses()]
 
 
 def _pair(comm: Communicator, peer: int) -> tuple[float, float]:
-    """Measure latency in seconds, and bytes per second in each direction at once; the same at both ends."""
+    """Measure latency in seconds, and bytes per second in both directions concurrently; the same at both ends."""
     import torch
 
     out, into = torch.zeros(2), torch.zeros(2)
@@ -113,18 +113,18 @@ def _pair(comm: Communicator, peer: int) -> tuple[float, float]:
     first_s = _agreed(comm, peer, median(_exchange(comm, peer, out, into) for _ in range(3)))
     pings = max(1, min(PINGS, int(PAIR_S / max(first_s, 1e-9))))
     latency_s = _agreed(comm, peer, median(_exchange(comm, peer, out, into) for _ in range(pings)))
-    send, receive = torch.ones(MOST_BYTES // 4), torch.zeros(MOST_BYTES // 4)
+    send, receive = torch.ones(MAX_BYTES // 4), torch.zeros(MAX_BYTES // 4)
     n_bytes, spent_s, best = FIRST_BYTES, 0.0, 0.0
-    for _ in range(MOST_MESSAGES):
+    for _ in range(MAX_MESSAGES):
         count = n_bytes // 4
         taken_s = _agreed(comm, peer, _exchange(comm, peer, send[:count], receive[:count]))
         spent_s += taken_s
         best = max(best, n_bytes / max(taken_s, 1e-9))
-        larger = min(GROWTH * n_bytes, MOST_BYTES)
+        larger = min(GROWTH * n_bytes, MAX_BYTES)
         if spent_s + taken_s * larger / n_bytes > PAIR_S:
             break
         if larger > n_bytes:
-            n_bytes, best = larger, 0.0  # what is short may leave in one burst, whatever the link can do
+            n_bytes, best = larger, 0.0  # short messages may be sent in one burst, faster than the link
     return latency_s, best
 
 
@@ -135,7 +135,7 @@ def _exchange(comm: Communicator, peer: int, send, receive) -> float:
 
 
 def _agreed(comm: Communicator, peer: int, seconds: float) -> float:
-    """Return the longer of both ends' times: both then decide alike."""
+    """Return the longer of both ends' times, so that both decide the same."""
     import torch
 
     other = torch.empty(1, dtype=torch.float64)
@@ -147,8 +147,8 @@ def _agreed(comm: Communicator, peer: int, seconds: float) -> float:
 def compare(links: Collection[Link], count: int) -> Slow:
     """Find the slow nodes and links.
 
-    A node is as good as the better one of its links, and is compared with the median of the nodes: right as long as
-    most of them have a good one.
+    A node counts by the better of its links, compared with the median over the nodes; this is correct as long as most
+    nodes have a good link.
     """
     bandwidth, latency = [0.0] * count, [float("inf")] * count
     for link in links:
@@ -158,7 +158,7 @@ def compare(links: Collection[Link], count: int) -> Slow:
     usual_bandwidth, usual_s = median_high(bandwidth), median_low(latency)
 
     def worse(bytes_s: float, latency_s: float) -> float:
-        """Return how many times as bad as usual it is; 0 if it is not slow."""
+        """Return the factor to the median; 0 if not slow."""
         late = latency_s > LATE * usual_s and latency_s > usual_s + LATE_S
         less = bytes_s < SLOW * usual_bandwidth
         return max(latency_s / usual_s if late else 0.0, usual_bandwidth / bytes_s if less else 0.0)
@@ -170,7 +170,7 @@ def compare(links: Collection[Link], count: int) -> Slow:
 
 
 def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
-    """Report each slow node and link, and the rest in one line."""
+    """Report each slow node and link, and the others in one line."""
     links = [Link(*row) for row in measured["links"]]
     if not links:
         yield Finding(OK, f"one node ({nodes}): no links to measure")
@@ -181,38 +181,40 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
     for node, times in slow.nodes.items():
         name = nodes.names[node]
         each = [f"to {nodes.names[link.a + link.b - node]} {_figures(*link[2:])}" for link in links if node in link[:2]]
-        text = f"{name} is slow: {', '.join(each)}; {usual}. Leave it out (--exclude={name}), and tell the site"
+        text = f"{name} is slow: {', '.join(each)}; {usual}. Exclude it (--exclude={name}), and tell the site"
         yield Finding(WARNING, text, (name,), weight=times)
     for link in slow.links:
         ends = (nodes.names[link.a], nodes.names[link.b])
-        text = f"the link {ends[0]}-{ends[1]} is slow, but not those to their other neighbours: {_figures(*link[2:])}; "
-        yield Finding(WARNING, f"{text}{usual}. Leave one of the two out, and tell the site", ends)
+        text = f"the link {ends[0]}-{ends[1]} is slow, but not the links to other neighbours: {_figures(*link[2:])}; "
+        yield Finding(WARNING, f"{text}{usual}. Exclude one of the two, and tell the site", ends)
     yield Finding(OK, _summary(links, slow, measured["networks"], nodes))
 
 
-def _apart(found: dict[str, list], nodes: Nodes) -> Iterator[Finding]:
-    """Report nodes that share no network with the first one, where both know theirs."""
-    first = {network for _, network, _ in found[nodes.names[0]]}
-    apart = [name for name in nodes.names if first and found[name] and not first & {row[1] for row in found[name]}]
-    if apart:
-        text = f"{listed(apart)} share{'s' * (len(apart) == 1)} no network with {nodes.names[0]} "
+def _apart(by_node: dict[str, list], nodes: Nodes) -> Iterator[Finding]:
+    """Report nodes that share no network with the first one."""
+    first = {network for _, network, _ in by_node[nodes.names[0]]}
+    separate = [
+        name for name in nodes.names if first and by_node[name] and not first & {row[1] for row in by_node[name]}
+    ]
+    if separate:
+        text = f"{listed(separate)} share{'s' * (len(separate) == 1)} no network with {nodes.names[0]} "
         text += f"({listed(sorted(first))}): they reach each other through routers, if at all"
-        yield Finding(WARNING, text, tuple(apart) if len(apart) == 1 else ())
+        yield Finding(WARNING, text, tuple(separate) if len(separate) == 1 else ())
 
 
-def _summary(links: list[Link], slow: Slow, found: dict[str, list], nodes: Nodes) -> str:
-    common = [row for row in found[nodes.names[0]] if all(row[1] in [r[1] for r in found[n]] for n in nodes.names)]
-    by = ""
+def _summary(links: list[Link], slow: Slow, by_node: dict[str, list], nodes: Nodes) -> str:
+    common = [row for row in by_node[nodes.names[0]] if all(row[1] in [r[1] for r in by_node[n]] for n in nodes.names)]
+    common_network = ""
     if common:
         interface, network, mbit_s = common[0]
-        by = f"; fastest common network {interface} {network}" + f" ({mbit_s:g} Mbit/s)" * bool(mbit_s)
+        common_network = f"; fastest common network {interface} {network}" + f" ({mbit_s:g} Mbit/s)" * bool(mbit_s)
     if len(links) == 1:
         text = f"{nodes.names[0]}-{nodes.names[1]} {_figures(*links[0][2:])}: two nodes have nothing to compare with"
-        return text + by
+        return text + common_network
     slowest = min(links, key=lambda link: link.bandwidth_bytes_s)
     ends = f"{nodes.names[slowest.a]}-{nodes.names[slowest.b]}"
     text = f"{len(links)} links between neighbours, median {_figures(slow.latency_s, slow.bandwidth_bytes_s)}"
-    return f"{text}; slowest {ends} {_figures(*slowest[2:])}{by}"
+    return f"{text}; slowest {ends} {_figures(*slowest[2:])}{common_network}"
 
 
 def _figures(latency_s: float, bandwidth_bytes_s: float) -> str:

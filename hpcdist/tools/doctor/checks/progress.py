@@ -1,7 +1,8 @@
-"""Windows while their owner computes: whether MPI's one-sided calls get on alone, and how long ours take at worst.
+"""One-sided communication while the target rank computes: does MPI make progress, and how long do hpcdist's windows
+take?
 
-Gossip that pulls, and parameter servers that train, read and write the memory of ranks that are busy. With some MPI
-libraries such calls wait until the owner calls MPI again. `comm/mpi/transports.py` has two ways around that.
+Gossip strategies that pull, and parameter servers that train, access the memory of busy ranks. With some MPI libraries
+such calls wait until the target calls MPI. `comm/mpi/transports.py` has two transports that avoid this.
 """
 
 from __future__ import annotations
@@ -16,42 +17,42 @@ if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
     from hpcdist.comm.mpi.communicator import MpiCommunicator
 
-SPAN_S = 0.4  # how long the owner computes, for each of the two measurements
+SPAN_S = 0.4  # duration of the target's computation, per measurement
 COUNT = 1 << 14  # elements of float32 in a transfer
-WAITED = 0.5  # of that time: a call that takes as long waits for the owner
+WAITED = 0.5  # of that time: a call this long waited for the target
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 def measure(comm: MpiCommunicator, nodes: Nodes, required: Requirements) -> dict:
-    """Collective. Measure the longest wait in seconds of MPI's calls alone, and of our windows with their transport.
+    """Collective. Measure the longest wait in seconds of MPI's calls, and of hpcdist's windows.
 
-    Rank 0 owns the memory, the first rank of the second node asks, or rank 1 where there is one node.
+    Rank 0 owns the memory; the first rank of the second node accesses it, or rank 1 on a single node.
     """
     from hpcdist.comm.mpi.reference import worst_wait
 
     if comm.size == 1:
         return {"asker": None}
     asker = nodes.leaders[1] if len(nodes.names) > 1 else 1
-    own = comm.split(0)
+    subcomm = comm.split(0)
     if len(nodes.names) > 1:
-        own.memory.choose()  # may measure both ways, and keep what it finds
-    alone_s = worst_wait(own, 0, asker, COUNT, _compute, SPAN_S)
+        subcomm.memory.choose()  # may measure both transports
+    mpi_s = worst_wait(subcomm, 0, asker, COUNT, _compute, SPAN_S)
     gather(comm, None)
-    window_s = _window_wait(own, asker)
-    found = gather(comm, [alone_s, window_s])[asker]
-    internode = own.memory.internode
-    own.close()
+    window_s = _window_wait(subcomm, asker)
+    waits = gather(comm, [mpi_s, window_s])[asker]
+    internode = subcomm.memory.internode
+    subcomm.close()
     return {
         "asker": asker,
         "internode": internode,
-        "mpi_s": found[0],
-        "window_s": found[1],
+        "mpi_s": waits[0],
+        "window_s": waits[1],
         "library": comm.platform.library,
     }
 
 
 def _window_wait(comm: Communicator, asker: int) -> float:
-    """Collective. Measure the asker's longest transfer; 0.0 on the others."""
+    """Collective. Return the longest transfer of the accessing rank; 0.0 on others."""
     import torch
 
     window, worst_s = comm.window(COUNT if comm.rank == 0 else 0), 0.0
@@ -65,9 +66,9 @@ def _window_wait(comm: Communicator, asker: int) -> float:
         start = time.perf_counter()
         while time.perf_counter() - start < SPAN_S:
             for call in (window.put, window.get):
-                began = time.perf_counter()
+                started = time.perf_counter()
                 call(values, 0)
-                worst_s = max(worst_s, time.perf_counter() - began)
+                worst_s = max(worst_s, time.perf_counter() - started)
     gather(comm, None)
     window.close()
     return worst_s
@@ -83,14 +84,14 @@ def _compute() -> None:
 
 # --- judging ----------------------------------------------------------------------------------------------------------
 def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
-    """Report in one line the windows' transport, and how long both kinds of calls waited."""
+    """Report the windows' transport, and the longest wait of both kinds of calls."""
     if measured["asker"] is None:
         yield Finding(OK, "one rank: nobody to wait for")
         return
     mpi_s, window_s = measured["mpi_s"], measured["window_s"]
     where = "to another node" if measured["internode"] else "within the node"
-    alone = "wait for an owner that computes" if mpi_s > WAITED * SPAN_S else "progress while the owner computes"
-    text = f"{measured['library']}: one-sided calls {where} {alone} (worst {1e3 * mpi_s:.3g} ms); windows go by "
+    progress = "wait for an owner that computes" if mpi_s > WAITED * SPAN_S else "progress while the owner computes"
+    text = f"{measured['library']}: one-sided calls {where} {progress} (worst {1e3 * mpi_s:.3g} ms); windows go by "
     text += f"{measured['internode'] or 'shared memory'}, worst {1e3 * window_s:.3g} ms"
     slow = window_s > WAITED * SPAN_S
     advice = ". Leave a core free on each node, and try --set internode=tcp and rma in turn" * slow

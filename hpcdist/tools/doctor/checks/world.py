@@ -1,51 +1,51 @@
-"""The world: launcher and MPI agree on it, and each rank has cores to run on. Comes before the other checks."""
+"""MPI's world: agreement with the launcher, and cores for each rank. Runs before the other checks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from hpcdist.comm.launch import Task, check_world, declared_size, task
+from hpcdist.comm.launch import Task, check_world, launched_size, task
 from hpcdist.errors import WorldError
-from hpcdist.records import own_cores
+from hpcdist.records import local_cores_of_host
 from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, gather, listed
-from hpcdist.tools.machine import placement
+from hpcdist.tools.machine import describe_cores
 
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
 
 
-# --- whether there is one ---------------------------------------------------------------------------------------------
+# --- size -------------------------------------------------------------------------------------------------------------
 def disagreement(size: int, library: str, required: Requirements) -> str | None:
-    """Say why MPI's world is not the one that was started or asked for; None if it is."""
+    """Return why MPI's world is not the one that was started or requested; None if it is."""
     environ = required.environ
     try:
         check_world(size, library, environ)
     except WorldError as error:
         return str(error)
     tasks = environ.get("SLURM_NTASKS", "1")
-    alone = size == 1 and declared_size(environ) is None and tasks.isdigit() and int(tasks) > 1
-    wanted, who = (required.ranks, "--ranks") if required.ranks or not alone else (int(tasks), "SLURM_NTASKS")
-    if wanted in (None, size):
+    alone = size == 1 and launched_size(environ) is None and tasks.isdigit() and int(tasks) > 1
+    expected, source = (required.ranks, "--ranks") if required.ranks or not alone else (int(tasks), "SLURM_NTASKS")
+    if expected in (None, size):
         return None
-    text = f"MPI's world must have {wanted} ranks ({who}); got {size} with {library}. "
-    if declared_size(environ) is None:
+    text = f"MPI's world must have {expected} ranks ({source}); got {size} with {library}. "
+    if launched_size(environ) is None:
         return f"{text}No launcher has started this process: put srun or mpirun before the command"
-    return f"{text}Give the launcher that number (-n), and as many slots or tasks"
+    return f"{text}Give the launcher that number (-n), and the same number of slots or tasks"
 
 
-# --- how it lies on nodes and cores -----------------------------------------------------------------------------------
+# --- nodes and cores --------------------------------------------------------------------------------------------------
 def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
-    """Collective. Gather each rank's cores, torch's number of threads, and its place according to the launcher."""
+    """Collective. Gather each rank's cores, torch's number of threads, and the launcher's rank and size."""
     import torch
 
-    _, cores = own_cores()
-    own = {"cores": cores, "threads": torch.get_num_threads(), "task": task(required.environ)}
-    return {"ranks": gather(comm, own), "library": comm.platform.library}
+    _, cores = local_cores_of_host()
+    row = {"cores": cores, "threads": torch.get_num_threads(), "task": task(required.environ)}
+    return {"ranks": gather(comm, row), "library": comm.platform.library}
 
 
 def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
-    """Report how many ranks and cores each node has, and what is wrong with that."""
+    """Report the ranks and cores of each node, and problems with them."""
     ranks = measured["ranks"]
     tasks = [Task(*row["task"]) if row["task"] else None for row in ranks]
     try:
@@ -62,7 +62,7 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
     text = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {len(nodes.names)} node{'s' * (len(nodes.names) > 1)}"
     text += f", {next(iter(counts.values()))} each" * (equal and len(nodes.names) > 1)
     yield Finding(OK, f"{text} ({nodes}), {measured['library']}{launcher}")
-    for text in placement([(nodes.name(rank), row["cores"]) for rank, row in enumerate(ranks)]):
+    for text in describe_cores([(nodes.name(rank), row["cores"]) for rank, row in enumerate(ranks)]):
         yield Finding(OK, text)
     crowding = {name: _crowding(nodes.ranks(node), ranks) for node, name in enumerate(nodes.names)}
     for text in dict.fromkeys(filter(None, crowding.values())):
@@ -73,44 +73,46 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
 def check_tasks(tasks: Sequence[Task | None], nodes: Sequence[int]) -> None:
     """Compare the launcher's ranks, size and local ranks with MPI's.
 
-    The local ranks of a node need not be in the order of its ranks (mpirun that maps by core orders them otherwise),
-    but there must be one of each, because a local rank chooses the GPU.
+    Local ranks may be in another order than ranks (for example with mpirun --map-by core), but each must occur once per
+    node, because a local rank selects the GPU.
 
     Args:
-        tasks: the launcher's values for every rank, in the order of MPI's ranks; None where there was no launcher.
+        tasks: the launcher's values for every rank, in the order of MPI's ranks; None: no launcher.
         nodes: the node of every rank, according to MPI.
 
     Raises:
-        WorldError: a rank, the size or a node's local ranks are not MPI's.
+        WorldError: a rank, the size or a node's local ranks differ from MPI's.
     """
-    for rank, own in enumerate(tasks):
-        if own is not None and (own.rank, own.size) != (rank, len(tasks)):
+    for rank, task_ in enumerate(tasks):
+        if task_ is not None and (task_.rank, task_.size) != (rank, len(tasks)):
             raise WorldError(
-                f"the ranks must be the launcher's ({own.launcher}): rank {own.rank} of {own.size}; got MPI's "
+                f"the ranks must be the launcher's ({task_.launcher}): rank {task_.rank} of {task_.size}; got MPI's "
                 f"rank {rank} of {len(tasks)}. Launch with the mpirun of this MPI, or with the matching srun --mpi=..."
             )
     for node in sorted(set(nodes)):
-        local = sorted(one.local_rank for one, where in zip(tasks, nodes) if where == node and one is not None)
+        local = sorted(
+            task_.local_rank for task_, of_node in zip(tasks, nodes) if of_node == node and task_ is not None
+        )
         if local != list(range(len(local))):
             raise WorldError(
                 f"the local ranks of a node must be 0 to {len(local) - 1}; got {local} for ranks that share a node's "
-                "memory. Two of them would take one GPU: start one task per rank, with all of a node in one step."
+                "memory. Two ranks would use one GPU: start one task per rank, with all of a node in one step."
             )
 
 
-def _crowding(here: Sequence[int], ranks: Sequence[dict]) -> str:
-    """Say what is wrong with the cores of one node's ranks; empty if nothing."""
-    there = {core for rank in here for core in ranks[rank]["cores"]}
-    threads = sum(ranks[rank]["threads"] for rank in here)
-    if len(there) < len(here):
-        text = f"{len(here)} ranks share {len(there)} core{'s' * (len(there) > 1)}. "
-        return f"{text}Start fewer on a node, or ask for more (--cpus-per-task)"
-    for mask in {tuple(ranks[rank]["cores"]) for rank in here}:
-        same = sum(tuple(ranks[rank]["cores"]) == mask for rank in here)
-        if same > len(mask):
-            text = f"{same} ranks are bound to the same {len(mask)} of {len(there)} cores. "
+def _crowding(on_node: Sequence[int], ranks: Sequence[dict]) -> str:
+    """Return what is wrong with the cores of one node's ranks; empty if nothing."""
+    cores = {core for rank in on_node for core in ranks[rank]["cores"]}
+    threads = sum(ranks[rank]["threads"] for rank in on_node)
+    if len(cores) < len(on_node):
+        text = f"{len(on_node)} ranks share {len(cores)} core{'s' * (len(cores) > 1)}. "
+        return f"{text}Start fewer on a node, or request more (--cpus-per-task)"
+    for mask in {tuple(ranks[rank]["cores"]) for rank in on_node}:
+        n_same = sum(tuple(ranks[rank]["cores"]) == mask for rank in on_node)
+        if n_same > len(mask):
+            text = f"{n_same} ranks are bound to the same {len(mask)} of {len(cores)} cores. "
             return f"{text}Set SLURM_CPUS_PER_TASK and SRUN_CPUS_PER_TASK, or launch with mpirun --bind-to none"
-    most = len(there) // len(here)
-    if threads > len(there):
-        return f"{len(here)} ranks compute with {threads} threads on {len(there)} cores. Set OMP_NUM_THREADS={most}"
+    limit = len(cores) // len(on_node)
+    if threads > len(cores):
+        return f"{len(on_node)} ranks compute with {threads} threads on {len(cores)} cores. Set OMP_NUM_THREADS={limit}"
     return ""

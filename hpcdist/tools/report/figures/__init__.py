@@ -1,1 +1,1 @@
-"""The sections of a report's page. A file each: `draw(analysis)` makes its figures, tables and remarks."""
+"""The sections of a report's page, one file each: `draw(analysis)` yields figures, tables and notes."""

@@ -1,4 +1,4 @@
-"""The metric at the end and the time to the target: of each cell, and against the reference."""
+"""Final metric and time to the target: of each group, and against the reference."""
 
 from __future__ import annotations
 
@@ -6,75 +6,88 @@ import math
 from collections.abc import Iterator
 
 from hpcdist.tools.report import wording
-from hpcdist.tools.report.analysis import SIGNIFICANT, Analysis, Cell
+from hpcdist.tools.report.analysis import SIGNIFICANT, Analysis, RunGroup
 from hpcdist.tools.report.figures.base import Part, ReportTable, dots
 from hpcdist.tools.report.wording import NONE
-from hpcdist.tools.statistics import LEAST_SEEDS
+from hpcdist.tools.statistics import MIN_SEEDS
 
 TITLE, ORDER = "The answer in numbers", 1
-STANDINGS = {"wins": "better", "loses": "worse", "mixed": "mixed", "alike": "within noise"}
+OUTCOMES = {"wins": "better", "loses": "worse", "mixed": "mixed", "tied": "within noise"}
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
     job, metric = analysis.job, analysis.job.metric
-    heads = ["runs of one kind", f"{metric} at the end"]
+    heads = ["group", f"{metric} at the end"]
     if job.target is None:
         yield "Time to a target: not measured, because no target was set."
     else:
         target = wording.value(metric, job.target)
         heads += [f"seconds to {target}, geometric mean", "seeds that reached it"]
         reached = [
-            (cell, cell.seconds_to_target.values(), cell.mean_seconds_to_target,
-             "" if cell.all_reached else f"{_seeds(cell)} reached it")
-            for cell in analysis.cells
+            (group, group.seconds_to_target.values(), group.mean_seconds_to_target,
+             "" if group.all_reached else f"{_seeds(group)} reached it")
+            for group in analysis.groups
         ]  # fmt: skip
         title, unit = f"Seconds to {metric} {target}", "seconds of training, geometric mean"
         yield from dots(analysis, "time-to-target", title, unit, reached, wording.seconds)
-    scale, unit, most = (100, " %", 100) if wording.is_share(metric) else (1, "", math.inf)
+    scale, unit, high = (100, " %", 100) if wording.is_share(metric) else (1, "", math.inf)
     finals = [
-        (cell, [scale * value for value in cell.final.values()], cell.final_mean and cell.final_mean.scaled(scale),
-         f"{cell.diverged} not finite" * bool(cell.diverged))
-        for cell in analysis.cells
-        if cell.ended
+        (group, [scale * value for value in group.final.values()], group.final_mean and group.final_mean.scaled(scale),
+         f"{group.diverged} not finite" * bool(group.diverged))
+        for group in analysis.groups
+        if group.ended
     ]  # fmt: skip
     title, name = f"{wording.capital(metric)} at the end", f"{metric}-at-the-end"
-    yield from dots(analysis, name, title, metric + unit, finals, lambda value: f"{value:.4g}{unit}", most=most)
+    yield from dots(analysis, name, title, metric + unit, finals, lambda value: f"{value:.4g}{unit}", high=high)
     rows = []
-    for cell in analysis.cells:
-        spent = (cell.mean("wall_s"), cell.mean("samples"), cell.samples_per_s)
+    for group in analysis.groups:
+        spent = (group.mean("wall_s"), group.mean("samples"), group.samples_per_s)
         to_target = []
         if job.target is not None:
-            to_target = [wording.seconds_to_target(cell.seconds_to_target.values(), cell.tried), _seeds(cell)]
-        rows.append([cell.title, wording.mean(metric, cell.final_mean), *to_target, *map(wording.plain, spent)])
-    caption = "Means over their seeds, and 95 % intervals of the means"
+            to_target = [wording.seconds_to_target(group.seconds_to_target.values(), group.n_started), _seeds(group)]
+        rows.append([group.title, wording.mean(metric, group.final_mean), *to_target, *map(wording.plain, spent)])
+    caption = "Means over seeds, with their 95 % intervals"
     yield ReportTable(caption, [*heads, "seconds", "samples", "samples/s"], rows)
     if analysis.contrasts:
         yield _contrasts(analysis)
 
 
-def _seeds(cell: Cell) -> str:
-    return f"{len(cell.seconds_to_target)} of {cell.tried}"
+def _seeds(group: RunGroup) -> str:
+    return f"{len(group.seconds_to_target)} of {group.n_started}"
 
 
 def _contrasts(analysis: Analysis) -> ReportTable:
     metric = analysis.job.metric
-    what = "times faster per sample" if analysis.job.target is None else "times sooner at the target"
+    head = "times faster per sample" if analysis.job.target is None else "times sooner at the target"
     heads = [
-        "runs of one kind",
+        "group",
         "against",
-        what,
+        head,
         "p",
         f"difference in final {metric}{', points' * wording.is_share(metric)}",
         "p",
         "verdict",
     ]
     rows = []
-    for one in analysis.contrasts:
-        sooner, better = wording.times(one.sooner), wording.gap_of(metric, one.better, is_same=one.same)
-        several = max(len(one.cell.ended), len(one.reference.ended)) >= LEAST_SEEDS
-        standing = STANDINGS.get(one.standing(), "not known" + ": too few seeds" * (not several))
-        rows.append([one.cell.title, one.reference.label, sooner, _p(one.p_sooner), better, _p(one.p_better), standing])
-    caption = f"Held against the reference: p after Holm's correction, significant below {SIGNIFICANT:g}"
+    for contrast in analysis.contrasts:
+        speedup, difference = (
+            wording.times(contrast.speedup),
+            wording.gap_of(metric, contrast.difference, is_same=contrast.same),
+        )
+        has_seeds = max(len(contrast.group.ended), len(contrast.reference.ended)) >= MIN_SEEDS
+        outcome = OUTCOMES.get(contrast.outcome(), "not known" + ": too few seeds" * (not has_seeds))
+        rows.append(
+            [
+                contrast.group.title,
+                contrast.reference.label,
+                speedup,
+                _p(contrast.p_speedup),
+                difference,
+                _p(contrast.p_difference),
+                outcome,
+            ]
+        )
+    caption = f"Compared with the reference: p after Holm's correction, significant below {SIGNIFICANT:g}"
     return ReportTable(caption, heads, rows)
 
 

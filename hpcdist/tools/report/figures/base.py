@@ -1,4 +1,4 @@
-"""Figures, tables and remarks of a section, and how figures are drawn."""
+"""Figures, tables and notes of a report's section, and helpers to draw them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from hpcdist.tools.report import wording
-from hpcdist.tools.report.analysis import Analysis, Cell
+from hpcdist.tools.report.analysis import Analysis, RunGroup
 from hpcdist.tools.statistics import Interval
 
 INK = "#010203"  # of text and axes: replaced by the page's own colour
-# At least 3:1 on white and on the dark page; told apart by people who are colour-blind, with markers and dashes.
+# Contrast 3:1 or more on the light and on the dark page; distinguishable when colour-blind, with markers and dashes.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c9579b", "#8a6fe0", "#7d828a")
 MARKERS = "osD^vPX*"
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 LABEL_COLUMNS, LEGEND_COLUMNS = 18, 44
-WIDTH = 4.0  # inches: as wide as a phone, so that text stays readable there
+WIDTH = 4.0  # inches: readable on a phone
 STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -47,73 +47,76 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class ReportFigure:
-    """A figure.
+    """A figure of a report.
 
     Attributes:
-        name: of its file.
-        said: what it shows, in numbers and words, for those who do not see it.
-        ranks: the number of ranks of all that it shows. Of several numbers, the page unfolds the first only.
+        name: file name without suffix.
+        alt_text: description in words for readers who can't see the figure.
+        ranks: number of ranks shown; of figures that differ in it, the page unfolds the first only.
     """
 
     name: str
     title: str
-    said: Sequence[str]
+    alt_text: Sequence[str]
     figure: Figure
     ranks: int | None = None
 
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table: a caption, the columns' heads, and rows whose first cell is their head."""
+    """A table of a report: a caption, column heads, and rows that start with their head."""
 
     caption: str
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
-Part = ReportFigure | ReportTable | str  # of a section; a text is a remark
+Part = ReportFigure | ReportTable | str  # of a section; a str is a note
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: what its plug-in has drawn.
+    """A section of the page, drawn by one plug-in.
 
-    `figures`: by number of ranks, of which the page shows the first and folds away the others; None: any number.
+    `figures` are keyed by number of ranks, or None; the page folds all but the first.
     """
 
     name: str
     title: str
     figures: Mapping[int | None, Sequence[ReportFigure]]
     tables: Sequence[ReportTable]
-    remarks: Sequence[str]
+    notes: Sequence[str]
 
     def prefixed(self, prefix: str) -> Section:
-        """Return the section with a prefix before its name and those of its figures."""
-        figures = {ranks: [replace(one, name=prefix + one.name) for one in of] for ranks, of in self.figures.items()}
+        """Return the section with a prefix before its name and the names of its figures."""
+        figures = {
+            ranks: [replace(figure, name=prefix + figure.name) for figure in listed]
+            for ranks, listed in self.figures.items()
+        }
         return replace(self, name=prefix + self.name, figures=figures)
 
 
-class Look(NamedTuple):
-    """How a strategy is drawn, the same in all figures."""
+class LineStyle(NamedTuple):
+    """Line style of a group, the same in all figures."""
 
     color: str
     marker: str
     linestyle: object
 
 
-def looks(analysis: Analysis) -> dict[str, Look]:
-    """Give each name a look; the reference has the colour of the text."""
-    kinds = {cell.name: cell.kind == "serial" for cell in analysis.cells if cell.name != analysis.job.reference}
-    names = sorted(kinds, key=lambda name: (kinds[name], name))  # strategies first, so that their colours differ
-    found = {analysis.job.reference: Look(INK, "o", "-")}
+def line_styles(analysis: Analysis) -> dict[str, LineStyle]:
+    """Assign a line style to each name; the reference has the colour of the text."""
+    kinds = {group.name: group.kind == "serial" for group in analysis.groups if group.name != analysis.job.reference}
+    names = sorted(kinds, key=lambda name: (kinds[name], name))  # strategies first: their colours differ
+    styles = {analysis.job.reference: LineStyle(INK, "o", "-")}
     for i, name in enumerate(names):
         dashes = DASHES[(1 + i // len(COLOURS) + i) % len(DASHES)]
-        found[name] = Look(COLOURS[i % len(COLOURS)], MARKERS[(i + 1) % len(MARKERS)], dashes)
-    return found
+        styles[name] = LineStyle(COLOURS[i % len(COLOURS)], MARKERS[(i + 1) % len(MARKERS)], dashes)
+    return styles
 
 
 def axes_of(height: float) -> tuple[Figure, Axes]:
-    """Make a figure of this height in inches, with axes."""
+    """Create a figure of this height in inches, and its axes."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = figure.subplots()
     axes.grid(True)
@@ -121,33 +124,33 @@ def axes_of(height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def svg(shown: ReportFigure) -> str:
-    """Write a figure as an element that takes the page's colours and fonts, and says in words what it shows."""
-    stream, figure = io.StringIO(), shown.figure
+def svg(drawn: ReportFigure) -> str:
+    """Render a figure as an SVG element with the page's colours and fonts, and a description for screen readers."""
+    stream, figure = io.StringIO(), drawn.figure
     figure.set_dpi(FigureCanvasSVG.fixed_dpi)
     if (engine := figure.get_layout_engine()) is not None:
         engine.execute(figure)
-    figure.set_layout_engine("none")  # all parts have their places now; savefig would draw once more for these
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": shown.name}):  # text stays text
+    figure.set_layout_engine("none")  # the layout is computed; savefig would draw again to compute it
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": drawn.name}):  # text stays text
         FigureCanvasSVG(figure).print_svg(stream, metadata={"Date": None})
     text = stream.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
     text = re.sub(r"\s*<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", text, count=1, flags=re.S)
     text = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
-    text = re.sub(r"(\bid=\"|url\(#|href=\"#)", rf"\g<1>{shown.name}-", text)  # names are unique in the whole page
+    text = re.sub(r"(\bid=\"|url\(#|href=\"#)", rf"\g<1>{drawn.name}-", text)  # names are unique in the whole page
     text = re.sub(r">\s+<", "><", text.replace(INK, "currentColor"))
     box = re.findall(r'viewBox="[^"]*"', text)[0]
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box} role="img" '
-        f'aria-labelledby="{shown.name}-title {shown.name}-desc" stroke-linejoin="round" stroke-linecap="butt">'
-        f'<title id="{shown.name}-title">{escape(shown.title)}</title>'
-        f'<desc id="{shown.name}-desc">{escape(shown.title)}. {escape("; ".join(shown.said))}.</desc>'
+        f'aria-labelledby="{drawn.name}-title {drawn.name}-desc" stroke-linejoin="round" stroke-linecap="butt">'
+        f'<title id="{drawn.name}-title">{escape(drawn.title)}</title>'
+        f'<desc id="{drawn.name}-desc">{escape(drawn.title)}. {escape("; ".join(drawn.alt_text))}.</desc>'
     )
     return head + text[text.index(">") + 1 :]
 
 
 def legend(figure: Figure, axes: Axes) -> None:
-    """Put the legend below, in as many columns as its texts leave room for."""
+    """Place the legend below the axes, in as many columns as fit."""
     handles, names = axes.get_legend_handles_labels()
     labels = [textwrap.fill(name, LEGEND_COLUMNS, break_long_words=False, break_on_hyphens=False) for name in names]
     longest = max(map(len, names), default=0)
@@ -157,11 +160,11 @@ def legend(figure: Figure, axes: Axes) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, handlelength=2.4)
 
 
-def by_ranks(analysis: Analysis) -> Iterator[tuple[int, list[Cell], str]]:
-    """Yield each number of ranks with its cells that have a result, and with its text for titles."""
-    for ranks, group in groupby((cell for cell in analysis.cells if cell.ended), key=lambda cell: cell.ranks):
-        cells = list(group)
-        yield ranks, cells, wording.count(ranks, "rank") + " (virtual)" * any(cell.virtual for cell in cells)
+def by_ranks(analysis: Analysis) -> Iterator[tuple[int, list[RunGroup], str]]:
+    """Yield each number of ranks, its groups with a result, and a text for titles."""
+    for ranks, block in groupby((group for group in analysis.groups if group.ended), key=lambda group: group.ranks):
+        groups = list(block)
+        yield ranks, groups, wording.count(ranks, "rank") + " (virtual)" * any(group.virtual for group in groups)
 
 
 def dots(
@@ -169,47 +172,47 @@ def dots(
     name: str,
     title: str,
     unit: str,
-    found: Sequence[tuple[Cell, Collection[float], Interval | None, str]],
+    rows: Sequence[tuple[RunGroup, Collection[float], Interval | None, str]],
     write: Callable[[float], str],
     *,
-    least: float | None = None,
-    most: float = math.inf,
+    low: float | None = None,
+    high: float = math.inf,
 ) -> list[ReportFigure]:
-    """Draw a line for each cell: the values of its runs, their mean and its interval. No figure without any value.
+    """Draw a row per group: the values of its runs, their mean and its interval. No figure without values.
 
     Args:
-        found: cell, values, their mean, none where a run is left out, and a remark that stands beside them.
-        least: where the axis begins; None: a little below the lowest value.
-        most: the largest value that there can be, at which intervals are cut off.
+        rows: group, values, their mean (None: a run lacks it), and a note next to them.
+        low: start of the axis; None: a little below the lowest value.
+        high: largest possible value, where intervals are clipped.
     """
-    if not any(values for _, values, _, _ in found):
+    if not any(values for _, values, _, _ in rows):
         return []
-    labels = ["\n".join(textwrap.wrap(cell.label, LABEL_COLUMNS, break_long_words=False, break_on_hyphens=False))
-              for cell, *_ in found]  # fmt: skip
+    labels = ["\n".join(textwrap.wrap(group.label, LABEL_COLUMNS, break_long_words=False, break_on_hyphens=False))
+              for group, *_ in rows]  # fmt: skip
     lines = max(label.count("\n") for label in labels) + 1
-    figure, axes = axes_of(0.9 + (0.26 + 0.14 * lines) * len(found))
-    said, look = [], looks(analysis)
-    for row, (cell, values, mean, remark) in enumerate(found):
-        color, marker, _ = look[cell.name]
-        text = remark
+    figure, axes = axes_of(0.9 + (0.26 + 0.14 * lines) * len(rows))
+    alt_text, styles = [], line_styles(analysis)
+    for row, (group, values, mean, note) in enumerate(rows):
+        color, marker, _ = styles[group.name]
+        text = note
         if values:
             axes.plot(list(values), [row] * len(values), marker, color=color, alpha=0.35, markersize=4)
         if values and mean is None:
-            text = f"{write(min(values))} at best, {remark}"
+            text = f"{write(min(values))} at best, {note}"
         elif values and mean is not None:
             known = mean.low < mean.high
             reach = [[mean.mean - mean.low], [mean.high - mean.mean]] if known else [[0.0], [0.0]]
             axes.errorbar(mean.mean, row, xerr=reach, fmt=marker, color=color, capsize=3, linewidth=1.6)
             within = f" ({write(mean.low)} to {write(mean.high)})" if known else ""
-            text = f"{write(mean.mean)}{within}{remark and f', {remark}'}"
-        said.append(f"{cell.label}: {text}")
-        if remark:
-            axes.annotate(remark, (1, row), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=9)
-    axes.set_yticks(range(len(found)), labels, fontsize=9)
-    axes.set_ylim(len(found) - 0.4, -0.6)
+            text = f"{write(mean.mean)}{within}{note and f', {note}'}"
+        alt_text.append(f"{group.label}: {text}")
+        if note:
+            axes.annotate(note, (1, row), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=9)
+    axes.set_yticks(range(len(rows)), labels, fontsize=9)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.set_xlabel(unit)
-    axes.set_xlim(left=least)
+    axes.set_xlim(left=low)
     left, right = axes.get_xlim()
-    axes.set_xlim(left, min(right, most + 0.02 * (most - left)) if most < right else right)
-    return [ReportFigure(name, title, said, figure)]
+    axes.set_xlim(left, min(right, high + 0.02 * (high - left)) if high < right else right)
+    return [ReportFigure(name, title, alt_text, figure)]

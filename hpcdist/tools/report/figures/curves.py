@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from hpcdist.tools.report import wording
-from hpcdist.tools.report.analysis import Analysis, Cell
-from hpcdist.tools.report.figures.base import INK, Part, ReportFigure, axes_of, by_ranks, legend, looks
+from hpcdist.tools.report.analysis import Analysis, RunGroup
+from hpcdist.tools.report.figures.base import INK, Part, ReportFigure, axes_of, by_ranks, legend, line_styles
 
 TITLE, ORDER = "How they got there", 2
 AXES = {"seconds": "seconds of training", "samples": "samples", "bytes": "bytes sent and fetched by all ranks"}
@@ -19,47 +19,54 @@ GRID = 80  # points of a mean curve
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
-    for ranks, cells, text in reversed(list(by_ranks(analysis))):
+    for ranks, groups, text in reversed(list(by_ranks(analysis))):
         for value in (analysis.job.metric, None):
             for axis in AXES:
-                yield from _curve(analysis, ranks, cells, text, value, axis)
-    missing = [cell.label for cell in analysis.cells if cell.ended and all(r.curves.losses.empty for r in cell.ended)]
+                yield from _curve(analysis, ranks, groups, text, value, axis)
+    missing = [
+        group.label for group in analysis.groups if group.ended and all(r.curves.losses.empty for r in group.ended)
+    ]
     if missing:
-        yield f"Training loss: not measured for {'; '.join(missing)}, whose steps were not recorded."
-    if all(one.curves.evaluations.empty for one in analysis.job.runs):
+        yield f"Training loss: not measured for {'; '.join(missing)}: no steps were recorded."
+    if all(result.curves.evaluations.empty for result in analysis.job.runs):
         yield "The metric over time: not measured, because no run wrote evaluations."
 
 
 def _curve(
-    analysis: Analysis, ranks: int, cells: Sequence[Cell], text: str, metric: str | None, axis: str
+    analysis: Analysis, ranks: int, groups: Sequence[RunGroup], text: str, metric: str | None, axis: str
 ) -> Iterator[ReportFigure]:
-    """Draw a metric, or the training loss, as the mean over seeds, and a band between the lowest and the highest.
+    """Draw a metric, or the training loss, as the mean over seeds with a band from the lowest to the highest.
 
-    After the end of the shortest run both go on, pale, with the seeds that are left.
+    Beyond the end of the shortest run, the curve is pale and covers the remaining seeds.
     """
-    what = "training loss" if metric is None else f"test {metric}"
+    title = "training loss" if metric is None else f"test {metric}"
     figure, axes = axes_of(2.7)
-    said = []
-    for cell in cells:
-        runs = [(one.curves.losses, "loss") if metric is None else (one.curves.evaluations, f"metric.{metric}")
-                for one in cell.ended]  # fmt: skip
+    alt_text = []
+    for group in groups:
+        runs = [(result.curves.losses, "loss") if metric is None else (result.curves.evaluations, f"metric.{metric}")
+                for result in group.ended]  # fmt: skip
         curves = [curve for frame, value in runs if (curve := _series(frame, axis, value))]
         if not curves:
             continue
         x, low, mean, high, count = _band(curves)
-        look, last = looks(analysis)[cell.name], np.flatnonzero(count == len(curves))[-1]  # where all seeds are there
+        style, last = (
+            line_styles(analysis)[group.name],
+            np.flatnonzero(count == len(curves))[-1],
+        )  # last point with all seeds
         for part, pale in ((slice(last + 1), 1.0), (slice(last, None), 0.4)):
-            shown: dict[str, Any] = (
-                {"label": cell.shown, "markevery": (0.1, 0.25)} if pale == 1.0 else {"marker": "", "linestyle": ":"}
+            kwargs: dict[str, Any] = (
+                {"label": group.display_name, "markevery": (0.1, 0.25)}
+                if pale == 1.0
+                else {"marker": "", "linestyle": ":"}
             )
-            axes.plot(x[part], mean[part], **{**look._asdict(), **shown}, alpha=pale)
+            axes.plot(x[part], mean[part], **{**style._asdict(), **kwargs}, alpha=pale)
             if len(curves) > 1:
-                axes.fill_between(x[part], low[part], high[part], color=look.color, alpha=0.18 * pale, linewidth=0)
+                axes.fill_between(x[part], low[part], high[part], color=style.color, alpha=0.18 * pale, linewidth=0)
         ends = f"{wording.number(x[0])} to {wording.number(x[last])} {axis}"
-        said.append(f"{cell.shown} goes from {mean[0]:.4g} to {mean[last]:.4g} over {ends}")
+        alt_text.append(f"{group.display_name} goes from {mean[0]:.4g} to {mean[last]:.4g} over {ends}")
         if last + 1 < len(x):
-            said[-1] += f", and with fewer seeds to {mean[-1]:.4g} at {wording.number(x[-1])}"
-    if not said:
+            alt_text[-1] += f", and with fewer seeds to {mean[-1]:.4g} at {wording.number(x[-1])}"
+    if not alt_text:
         return
     target = analysis.job.target
     if metric is None:
@@ -71,16 +78,16 @@ def _curve(
         axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{100 * number:g} %"))
     if metric is not None and target is not None:
         axes.axhline(target, color=INK, linewidth=0.8, linestyle=":")
-        side = "top" if analysis.job.higher_is_better else "bottom"  # where curves that end beyond it are not
+        side = "top" if analysis.job.higher_is_better else "bottom"  # away from curves that cross the target
         axes.annotate("target", (0.99, target), xycoords=("axes fraction", "data"), ha="right", va=side, fontsize=9)
-    axes.set(xlabel=AXES[axis], ylabel=what)
+    axes.set(xlabel=AXES[axis], ylabel=title)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(lambda number, _: _short(number, axis == "bytes"))
     legend(figure, axes)
-    several = any(len(cell.ended) > 1 for cell in cells)
-    seeds = ["The band spans the seeds; where it is pale and the line dotted, some seeds have ended"] * several
+    has_seeds = any(len(group.ended) > 1 for group in groups)
+    seeds = ["The band spans the seeds; it is pale, and the line dotted, after some seeds have ended"] * has_seeds
     name = f"{metric or 'loss'}-against-{axis}-{ranks}-ranks"
-    yield ReportFigure(name, f"{wording.capital(what)} against {axis}, {text}", [*seeds, *said], figure, ranks)
+    yield ReportFigure(name, f"{wording.capital(title)} against {axis}, {text}", [*seeds, *alt_text], figure, ranks)
 
 
 def _series(frame, axis: str, value: str) -> list[tuple[float, float]]:
@@ -91,10 +98,10 @@ def _series(frame, axis: str, value: str) -> list[tuple[float, float]]:
 
 
 def _band(curves: Sequence[Sequence[tuple[float, float]]]) -> tuple[np.ndarray, ...]:
-    """Interpolate curves from where all have begun to where the last ends.
+    """Interpolate curves from where all have started to where the last one ends.
 
     Returns:
-        Where, the lowest, the mean and the highest of the curves that have not ended there, and how many these are.
+        The points, the lowest, mean and highest value of the curves that reach them, and the number of these curves.
     """
     ends = sorted({curve[-1][0] for curve in curves})
     first = min(max(curve[0][0] for curve in curves), ends[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from hpcdist.records import Start
-from hpcdist.tools.report.analysis import Analysis, Cell
+from hpcdist.tools.report.analysis import Analysis, RunGroup
 from hpcdist.tools.report.figures.base import Part, ReportTable
 from hpcdist.tools.report.wording import NONE
 
@@ -15,40 +15,43 @@ TITLE, ORDER = "Runs and settings", 8
 def draw(analysis: Analysis) -> Iterator[Part]:
     if analysis.failures:
         heads = ["run", "ranks", "seed", "folder", "outcome"]
-        rows = [[one.name, *map(str, (one.ranks, one.seed, one.run.folder)), one.run.failure or ""]
-                for one in analysis.failures]  # fmt: skip
+        rows = [[result.name, *map(str, (result.ranks, result.seed, result.run.folder)), result.run.failure or ""]
+                for result in analysis.failures]  # fmt: skip
         yield ReportTable("Runs without a result", heads, rows)
     if analysis.job.settings:
         rows = [
             [
-                cell.title,
-                *(_listed(of.get(one.run.folder) for one in cell.runs) for of in analysis.job.settings.values()),
+                group.title,
+                *(
+                    _listed(setting.get(result.run.folder) for result in group.runs)
+                    for setting in analysis.job.settings.values()
+                ),
             ]
-            for cell in analysis.cells
+            for group in analysis.groups
         ]
-        yield ReportTable("Settings that differ", ["runs of one kind", *analysis.job.settings], rows)
-    heads = ["runs of one kind", "runs that ended", "seeds", "hosts", "commit", "versions", "started"]
-    yield ReportTable("How the runs were made", heads, [_provenance(cell) for cell in analysis.cells])
-    if not any(one.run.start for one in analysis.job.runs):
-        yield "Settings, hosts, versions: not written down."
+        yield ReportTable("Settings that differ", ["group", *analysis.job.settings], rows)
+    heads = ["group", "runs that ended", "seeds", "hosts", "commit", "versions", "started"]
+    yield ReportTable("How the runs were executed", heads, [_provenance(group) for group in analysis.groups])
+    if not any(result.run.start for result in analysis.job.runs):
+        yield "Settings, hosts, versions: not recorded."
 
 
 def _listed(values: Iterator[str | None]) -> str:
     return ", ".join(dict.fromkeys(value for value in values if value is not None)) or NONE
 
 
-def _provenance(cell: Cell) -> list[str]:
-    """Describe the hosts, the commit, the versions and the dates of a cell's runs; what they share once."""
-    starts = [one.run.start for one in cell.runs if one.run.start]
+def _provenance(group: RunGroup) -> list[str]:
+    """Return the hosts, commits, versions and dates of a group's runs; shared values once."""
+    starts = [result.run.start for result in group.runs if result.run.start]
     dates = sorted(start.started for start in starts)
 
     def every(write: Callable[[Start], str]) -> str:
         return "; ".join(sorted({write(start) for start in starts})) or NONE
 
     return [
-        cell.title,
-        f"{len(cell.ended)} of {len(cell.runs)}",
-        ", ".join(str(one.seed) for one in cell.runs),
+        group.title,
+        f"{len(group.ended)} of {len(group.runs)}",
+        ", ".join(str(result.seed) for result in group.runs),
         every(lambda start: ", ".join(dict.fromkeys(start.hosts))),
         every(lambda start: (start.commit or "none")[:10] + (" with changes" if start.dirty else "")),
         every(lambda start: ", ".join(f"{name} {version}" for name, version in start.versions.items() if version)),

@@ -1,4 +1,4 @@
-"""Where each rank's time went: computing, communicating, waiting."""
+"""Each rank's time by activity: computing, communicating, waiting."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from hpcdist.tools.report.results import PARTS
 
 TITLE, ORDER = "Where time went", 4
 STYLES = {"computing": ("#0072b2", ""), "communicating": ("#d55e00", "////"), "waiting": ("#7d828a", "\\\\\\\\")}
-MANY_RANKS = 16  # beyond them, one bar shows the mean rank
+MANY_RANKS = 16  # above, one bar shows the mean over ranks
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
-    for ranks, cells, text in by_ranks(analysis):
-        heads: list[tuple[int, str]] = []  # a line of its own for each cell, then one for each rank
+    for ranks, groups, text in by_ranks(analysis):
+        heads: list[tuple[int, str]] = []  # a line per group, followed by one per rank
         bars: list[tuple[int, str, np.ndarray]] = []
-        said = []
-        for cell in cells:
-            times = cell.times.rename(lambda rank: f"rank {rank}")
+        alt_text = []
+        for group in groups:
+            times = group.times.rename(lambda rank: f"rank {rank}")
             if len(times) > MANY_RANKS:
                 times = DataFrame({f"mean of {len(times)}": times.mean()}).T
-            heads += [(len(heads) + len(bars), cell.shown)] * (len(times) > 0)
-            for rank, of in times.iterrows():
-                bars.append((len(heads) + len(bars), str(rank), of[list(PARTS)].to_numpy()))
-                said.append(f"{cell.shown}, {rank}: " + ", ".join(f"{p} {wording.seconds(of[p])}" for p in PARTS))
+            heads += [(len(heads) + len(bars), group.display_name)] * (len(times) > 0)
+            for rank, parts_s in times.iterrows():
+                bars.append((len(heads) + len(bars), str(rank), parts_s[list(PARTS)].to_numpy()))
+                alt_text.append(
+                    f"{group.display_name}, {rank}: " + ", ".join(f"{p} {wording.seconds(parts_s[p])}" for p in PARTS)
+                )
         if not bars:
             continue
         figure, axes = axes_of(1.0 + 0.27 * (len(heads) + len(bars)))
-        rows, seconds = [row for row, _, _ in bars], np.array([of for _, _, of in bars])
+        rows, seconds = [row for row, _, _ in bars], np.array([parts_s for _, _, parts_s in bars])
         for part, length, left in zip(PARTS, seconds.T, (seconds.cumsum(1) - seconds).T):
             color, hatch = STYLES[part]
             axes.barh(rows, length, 0.75, left, label=part, color=color, hatch=hatch, edgecolor="white", linewidth=0)
@@ -44,9 +46,11 @@ def draw(analysis: Analysis) -> Iterator[Part]:
         axes.set_xlabel("seconds, mean over runs")
         axes.grid(False, axis="y")
         legend(figure, axes)
-        yield ReportFigure(f"time-of-{ranks}-ranks", f"Where each rank's time went, {text}", said, figure)
+        yield ReportFigure(f"time-of-{ranks}-ranks", f"Where each rank's time went, {text}", alt_text, figure)
     columns = (*(f"{part}_s" for part in PARTS), "wall_s")
-    rows_of = [[cell.title, *(wording.plain(cell.mean(c)) for c in columns)] for cell in analysis.cells if cell.ended]
-    heads_of = ["runs of one kind", *PARTS, "seconds of the run"]
-    yield ReportTable("Seconds of an average worker, by what it did", heads_of, rows_of)
-    yield "The rest of a rank's time is what no step records, such as reading data."
+    rows_of = [
+        [group.title, *(wording.plain(group.mean(c)) for c in columns)] for group in analysis.groups if group.ended
+    ]
+    heads_of = ["group", *PARTS, "seconds of the run"]
+    yield ReportTable("Seconds of an average worker by activity", heads_of, rows_of)
+    yield "The remaining time of a rank is not part of any step record, such as reading data."

@@ -12,22 +12,22 @@ TITLE, ORDER = "Bytes and messages", 6
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
-    cells = [cell for cell in analysis.cells if cell.ended and cell.ranks > 1]
-    if not cells:
+    groups = [group for group in analysis.groups if group.ended and group.ranks > 1]
+    if not groups:
         yield "One rank sends nothing."
         return
-    for what, write in (("bytes", wording.amount), ("messages", wording.number)):
-        found = [(cell, cell[f"{what}_per_step"].values(), cell.mean(f"{what}_per_step"), "") for cell in cells]
-        title = f"{what.capitalize()} per step of a worker"
-        yield from dots(analysis, f"{what}-per-step", title, what, found, write, least=0)
-    if any(cell.name.startswith("allreduce") for cell in cells):
+    for unit, write in (("bytes", wording.amount), ("messages", wording.number)):
+        values = [(group, group[f"{unit}_per_step"].values(), group.mean(f"{unit}_per_step"), "") for group in groups]
+        title = f"{unit.capitalize()} per step of a worker"
+        yield from dots(analysis, f"{unit}-per-step", title, unit, values, write, low=0)
+    if any(group.name.startswith("allreduce") for group in groups):
         yield (
-            "A ring all-reduce of n bytes of gradients sends 2n(p − 1)/p bytes for each of p ranks. Beyond these, "
+            "A ring all-reduce of n bytes of gradients sends 2n(p − 1)/p bytes for each of p ranks. In addition, "
             "`allreduce` sends buffers, such as batch norm's averages, and 32 bytes that check gradients and settings."
         )
     rows = []
-    for cell in cells:
-        sent, to_target = map(wording.amount, (cell.mean("bytes_per_step"), cell.spent_to_target("bytes")))
-        rows.append([cell.title, sent, wording.plain(cell.mean("messages_per_step")), to_target])
-    heads = ["runs of one kind", "bytes per step", "messages per step", "bytes to the target"]
+    for group in groups:
+        sent, to_target = map(wording.amount, (group.mean("bytes_per_step"), group.spent_to_target("bytes")))
+        rows.append([group.title, sent, wording.plain(group.mean("messages_per_step")), to_target])
+    heads = ["group", "bytes per step", "messages per step", "bytes to the target"]
     yield ReportTable("Sent and fetched by all ranks, per step of a worker", heads, rows)

@@ -1,4 +1,4 @@
-"""The evaluations of a run by one metric: which is the best, and for how many there has been no better one."""
+"""Rank a run's evaluations by one metric: the best one, and the number of evaluations since."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hpcdist.errors import UnknownNameError
 from hpcdist.train.job import Job
 
 
-class Standing:
-    """Ranks a run's evaluations by `stop.metric`; the same on all ranks, which have the same evaluations.
+class EarlyStopping:
+    """Sorts a run's evaluations by `stop.metric`, and stops the run if they don't improve; the same on all ranks.
 
     Attributes:
         metric: its name.
@@ -32,7 +32,7 @@ class Standing:
         self.improved = False
 
     def add(self, evaluations: Iterable[tuple[int, Mapping[str, float]]]) -> None:
-        """Add evaluations, each with its step and its metrics; one of the newest step is known already."""
+        """Add evaluations (step, metrics); a step that is known already is ignored."""
         for step, metrics in evaluations:
             if not self._evaluations or step > self._evaluations[-1][0]:
                 self._evaluations.append((step, metrics.get(self.metric, math.nan)))
@@ -42,16 +42,16 @@ class Standing:
     def steps(self) -> list[int]:
         """Return the steps of the evaluations, the best first, without those that are not finite."""
         finite = [(step, value) for step, value in self._evaluations if math.isfinite(value)]
-        return [step for step, value in sorted(finite, key=lambda one: -self._sign * one[1])]
+        return [step for step, value in sorted(finite, key=lambda pair: -self._sign * pair[1])]
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Return step and value of the best evaluation, the first one of equals; None without any."""
+        """Return step and value of the best evaluation, the earliest of equal ones; None without any."""
         return None if not self.steps else (self.steps[0], dict(self._evaluations)[self.steps[0]])
 
     @property
     def reason(self) -> str | None:
-        """Return why the run ends: as many evaluations were no better as `stop.patience` says; else None."""
+        """Return why the run stops: `stop.patience` evaluations without improvement; else None."""
         return str(self) if self._patience is not None and self._waited >= self._patience else None
 
     @property

@@ -1,4 +1,4 @@
-"""The steps at which a run is evaluated inside an epoch, and at which it ends."""
+"""The conditions that end a run, and the steps at which it is evaluated inside an epoch."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from hpcdist.config import JobConfig
 from hpcdist.errors import ConfigError
 from hpcdist.train.resume import Position
 
-GROWTH = 4  # the number of steps between two looks at the clock grows at most by this factor
-SPARE = 0.9  # the next look comes after this part of the seconds left, as later steps may be slower
+GROWTH = 4  # the number of steps between two checks of the clock grows at most by this factor
+SPARE = 0.9  # the next check follows after this part of the remaining seconds, because later steps may be slower
 
 
-class Milestones:
-    """Tells how many steps a run takes until its next evaluation or its end, by epochs or a budget.
+class StopConditions:
+    """Computes the number of steps until a run's next evaluation or its end, by epochs or a budget.
 
     Args:
-        position: the run's own.
+        position: of the run.
         n_samples: samples in an epoch.
 
     Attributes:
-        global_batch: samples of a step, on all ranks together.
-        stopped: the reason to end earlier; None to go on.
+        global_batch: samples of a step, of all ranks.
+        stopped: the reason to end earlier; None to continue.
     """
 
     def __init__(self, config: JobConfig, comm: Communicator, position: Position, n_samples: int):
         self.n_samples, self.global_batch = n_samples, 1
         self.stopped: str | None = None
         self._config, self._comm, self._position = config, comm, position
-        self._seconds = 0.0  # of training, as all ranks know it
-        self._clocks = [0.0] * comm.size  # each rank's seconds at the last look
-        self._unlooked = 1  # steps until they look at the clock again
+        self._seconds = 0.0  # of training, the same on all ranks
+        self._clocks = [0.0] * comm.size  # each rank's seconds at the last check
+        self._steps_to_check = 1  # until the next check of the clock
 
     @property
     def samples(self) -> int:
-        """Samples so far, on all ranks together."""
+        """Samples so far, of all ranks."""
         return self._position.epoch * self.n_samples + self._position.consumed
 
     @property
@@ -50,11 +50,11 @@ class Milestones:
 
     @property
     def steps(self) -> int | None:
-        """Steps to the next milestone, or look at the clock; None if there is none."""
+        """Steps to the next evaluation, end or check of the clock; None if there is none."""
         budget, ahead = self._config.budget, [self.steps_to_evaluation]
         ahead.append(None if budget.samples is None else self._steps_to(budget.samples))
         ahead.append(None if budget.steps is None else budget.steps - self._position.step)
-        ahead.append(None if budget.seconds is None else self._unlooked)
+        ahead.append(None if budget.seconds is None else self._steps_to_check)
         return min((steps for steps in ahead if steps is not None), default=None)
 
     @property
@@ -64,19 +64,19 @@ class Milestones:
         return None if every is None else self._steps_to((self.samples // every + 1) * every)
 
     def evaluates(self, before: int) -> bool:
-        """Tell whether an evaluation is due, by the number of samples now and `before` the last steps."""
+        """Return whether an evaluation is due, by the number of samples now and `before` the last steps."""
         every = self._config.eval_every_samples
         return every is not None and self.samples // every > before // every
 
     def _steps_to(self, samples: int) -> int:
         return -(-(samples - self.samples) // self.global_batch)
 
-    def look(self, train_s: float, steps: int = 0) -> None:
-        """Collective with a budget of seconds. Agree on the seconds of training so far: the first living rank's.
+    def check_clock(self, train_s: float, steps: int = 0) -> None:
+        """Agree on the seconds of training so far: the first surviving rank's. Collective with a budget of seconds.
 
         Args:
             train_s: this rank's seconds of training.
-            steps: taken since the last look.
+            steps: number of steps since the last check.
 
         Raises:
             ConfigError: steps take no time.
@@ -85,20 +85,20 @@ class Milestones:
         if budget_s is None:
             return
         before, self._clocks = self._clocks, self._comm.failures.retry_on_failure(lambda: self._comm.gather(train_s))
-        first = self._comm.failures.living[0]
+        first = self._comm.failures.alive[0]
         now_s = self._clocks[first]
         if steps:
-            step_s = (now_s - before[first]) / steps  # by one clock, as that of a dead rank may have been ahead
+            step_s = (now_s - before[first]) / steps  # by one clock: that of a failed rank may have been ahead
             if step_s <= 0:
                 raise ConfigError(
-                    f"budget.seconds must be given where steps take time; got {budget_s:g}, and virtual ranks whose "
-                    "steps take none. Give them a compute model, or a budget of samples."
+                    f"budget.seconds must be set only if steps take time; got {budget_s:g}, and virtual ranks whose "
+                    "steps take none. Set a compute model, or a budget of samples."
                 )
-            self._unlooked = max(1, min(int(SPARE * (budget_s - now_s) / step_s), GROWTH * self._unlooked))
+            self._steps_to_check = max(1, min(int(SPARE * (budget_s - now_s) / step_s), GROWTH * self._steps_to_check))
         self._seconds = now_s
 
     def total_samples(self, now: int) -> int:
-        """Estimate the samples of the whole run, of which `now` have been trained on."""
+        """Estimate the samples of the whole run; `now` are the samples so far."""
         budget = self._config.budget
         totals = [total] if (total := planned_samples(self._config, self.n_samples)) is not None else []
         if budget.steps is not None:
@@ -109,6 +109,6 @@ class Milestones:
 
 
 def planned_samples(config: JobConfig, n_samples: int) -> int | None:
-    """Return the samples of a whole run, as far as settings limit them; None without a limit."""
+    """Return the number of samples of a whole run, limited by epochs and budget; None without a limit."""
     limits = [None if config.epochs is None else config.epochs * n_samples, config.budget.samples]
     return min((limit for limit in limits if limit is not None), default=None)

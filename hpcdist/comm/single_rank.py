@@ -1,4 +1,4 @@
-"""One rank without MPI: the seam on a computer, or in a container, that has no MPI library.
+"""A communicator of one rank, for a computer or a container without an MPI library.
 
 Nothing leaves the process. Messages of the rank to itself are copied when they are sent.
 """
@@ -23,23 +23,23 @@ from hpcdist.comm.transfer import (
     addable,
     check_flat,
     check_rank,
+    check_source_and_tag,
     check_tag,
-    check_wanted,
 )
 from hpcdist.comm.waiting import wait_until
 from hpcdist.comm.window import Memory, Predicate, Window, atomic, check_count
 from hpcdist.errors import CommunicationError
 
 
-class Alone(Communicator):
-    """The communicator of one rank alone. A wait for something that only another rank could do ends at the deadline."""
+class SingleRankCommunicator(Communicator):
+    """A communicator of one rank. Waiting for something that only another rank could do ends at the deadline."""
 
     rank, size, nodes, mpi = 0, 1, (0,), None
 
     def __init__(self, deadline_s: float = DEADLINE_S, traffic: Traffic | None = None):
-        self.memory, self.failures = _AloneMemory(self), Failures(1, deadline_s)
+        self.memory, self.failures = _SingleRankMemory(self), Failures(1, deadline_s)
         self.platform, self.trace = Platform("no MPI", (0,), concurrent=True), Trace(traffic)
-        self.sent: list[_Message] = []  # not yet received, in their order
+        self.sent: list[_Message] = []  # not yet received, in order
 
     # --- point to point -------------------------------------------------------------------------------------------
     def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:
@@ -51,29 +51,29 @@ class Alone(Communicator):
 
     def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
         check_flat(tensor)
-        check_wanted(source, tag, 1)
+        check_source_and_tag(source, tag, 1)
         return _Receiving(self, tensor, tag)
 
     def probe(self, source: int = ANY, tag: int = ANY, *, block: bool = True) -> Envelope | None:
-        check_wanted(source, tag, 1)
+        check_source_and_tag(source, tag, 1)
         if block:
             self.wait_for(lambda: self.find(tag) is not None, "a message from rank 0")
         message = self.find(tag)
         return None if message is None else Envelope(0, message.tag, message.data.nbytes)
 
     def find(self, tag: int) -> _Message | None:
-        """Return the first message with that tag that has not been received."""
+        """Return the first message with this tag that has not been received."""
         return next((message for message in self.sent if tag in (ANY, message.tag)), None)
 
     def wait_for(self, ready: Callable[[], bool], what: str, deadline_s: float | None = None) -> None:
-        """Block until `ready()` is true; the time counts as waiting."""
+        """Block until `ready()` is true; count the time as waiting."""
         limit_s = self.failures.deadline_s if deadline_s is None else deadline_s
         self.trace.traffic.waiting_s += wait_until(ready, limit_s, lambda: f"rank 0, alone: {what}")
 
     # --- collective -----------------------------------------------------------------------------------------------
     def allreduce(self, tensor: Tensor) -> None:
         check_flat(tensor)
-        addable(tensor)  # else it is refused, as on more ranks
+        addable(tensor)  # raises for other dtypes, as on several ranks
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         check_flat(tensor)
@@ -85,8 +85,8 @@ class Alone(Communicator):
     def barrier(self) -> None:
         pass
 
-    def _split(self, color: int | None, key: int, traffic: Traffic | None) -> Alone | None:
-        return None if color is None else Alone(self.failures.deadline_s, traffic)
+    def _split(self, color: int | None, key: int, traffic: Traffic | None) -> SingleRankCommunicator | None:
+        return None if color is None else SingleRankCommunicator(self.failures.deadline_s, traffic)
 
     def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
         check_graph(self, sources, destinations)
@@ -94,24 +94,24 @@ class Alone(Communicator):
 
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
         check_count(count)
-        return OwnWindow(self, torch.zeros(count, dtype=dtype))
+        return LocalWindow(self, torch.zeros(count, dtype=dtype))
 
     def close(self) -> None:
         self.sent.clear()
 
 
-class _AloneMemory(RankMemory):
-    """The memory of one rank."""
+class _SingleRankMemory(RankMemory):
+    """The `RankMemory` of a single rank."""
 
     can_attach = True
 
-    def __init__(self, comm: Alone):
+    def __init__(self, comm: SingleRankCommunicator):
         super().__init__(comm.rank, comm.nodes)
         self._comm = comm
 
     def attach(self, tensor: Tensor) -> Memory:
         check_flat(tensor)
-        return OwnWindow(self._comm, tensor)
+        return LocalWindow(self._comm, tensor)
 
 
 @dataclass(eq=False)
@@ -121,9 +121,9 @@ class _Message:
 
 
 class _Receiving(Request):
-    """A message that may not have been sent yet."""
+    """A receive whose message may not have been sent yet."""
 
-    def __init__(self, comm: Alone, into: Tensor, tag: int):
+    def __init__(self, comm: SingleRankCommunicator, into: Tensor, tag: int):
         self._comm, self._into, self._tag, self._complete = comm, into.detach(), tag, False
 
     def done(self) -> bool:
@@ -131,7 +131,7 @@ class _Receiving(Request):
         if message is not None:
             if message.data.nbytes > self._into.nbytes or message.data.dtype != self._into.dtype:
                 raise CommunicationError(
-                    f"a tensor to receive into must be as long as the message; got {self._into.numel()} elements of "
+                    f"the receiving tensor must be as long as the message; got {self._into.numel()} elements of "
                     f"{self._into.dtype} for {message.data.numel()} of {message.data.dtype}."
                 )
             self._comm.sent.remove(message)
@@ -143,10 +143,10 @@ class _Receiving(Request):
         self._comm.wait_for(self.done, "a message from rank 0")
 
 
-class OwnWindow(Window):
-    """A window over this rank's own memory."""
+class LocalWindow(Window):
+    """A window over the memory of the only rank."""
 
-    def __init__(self, comm: Alone, local: Tensor):
+    def __init__(self, comm: SingleRankCommunicator, local: Tensor):
         super().__init__(local.detach(), [local.numel()], 0, comm.trace.traffic)
         self._comm = comm
 

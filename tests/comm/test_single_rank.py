@@ -10,8 +10,8 @@ import torch
 from comm.jobs_here import ROOT, python_alone, run, run_alone
 from harness.cases import each
 from harness.launch import IMPORTS, find_mpirun
-from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import ANY
+from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.data import importers
 from hpcdist.errors import CommunicationError, DeadlineError
 
@@ -41,7 +41,7 @@ def train(strategy=None):
     return torch.nn.utils.parameters_to_vector(model.parameters())
 
 plain = train()
-names = [name for name in strategies.available() if strategies.load(name).contract.batch == "own"]
+names = [name for name in strategies.available() if strategies.load(name).contract.batch == "local"]
 own = [name for name in names if strategies.load(name).contract.step == "the strategy's"]
 unequal = [name for name in names if torch.equal(train(name), plain) == (name in own)]
 world = hd.init().platform.library, hd.rank(), hd.size(), hd.local_rank()
@@ -81,7 +81,7 @@ def test_more_ranks_are_told_how_to_get_mpi(tmp_path):
 
 # --- the seam; test_messages.py and test_window.py are about it, too --------------------------------------------------
 def test_a_request_is_done_when_its_message_is_there_and_exchanges_and_steps_are_those_of_nobody_else():
-    comm, found = Alone(), torch.zeros(2)
+    comm, found = SingleRankCommunicator(), torch.zeros(2)
     late = comm.irecv(found, tag=ANY)
     assert not late.done()
     comm.sendrecv(torch.full((2,), 5.0), 0, torch.empty(2), 0, tag=4)
@@ -97,7 +97,7 @@ def test_a_request_is_done_when_its_message_is_there_and_exchanges_and_steps_are
     assert seconds == 0.0 and comm.now() >= before
 
 
-def _receive(comm: Alone, into: torch.Tensor) -> None:
+def _receive(comm: SingleRankCommunicator, into: torch.Tensor) -> None:
     comm.isend(torch.ones(3), 0)
     comm.irecv(into).wait()
 
@@ -115,4 +115,4 @@ REFUSED = [
 def test_a_wait_for_nobody_ends_at_the_deadline_and_what_breaks_the_rules_is_refused(case):
     call, error, message = case
     with pytest.raises(error, match=message):
-        call(Alone(deadline_s=0.05))
+        call(SingleRankCommunicator(deadline_s=0.05))

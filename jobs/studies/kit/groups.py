@@ -1,4 +1,4 @@
-"""Make the runs of cells that a study declares, in one folder, each once; and read them."""
+"""Make the runs of groups that a study declares, in one folder, each once; and read them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpcdist.tools import console
 from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.experiment import Experiment
 from hpcdist.tools.compare.launchers import Launcher
-from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, file_name
+from hpcdist.tools.compare.plan import ComparedGroup, PlannedRun, file_name
 from hpcdist.tools.compare.run_all import Runner, interruptible, missing
 from hpcdist.tools.compare.trained import higher_is_better
 from hpcdist.tools.runs import FAILURE
@@ -54,38 +54,38 @@ class EndedRun:
         return {"settings": self.settings, "summary": self.summary.model_dump(mode="json"), "curve": curve}
 
 
-def declare_cell(
+def declare_group(
     name: str,
     ranks: int,
     settings: Mapping[str, Any],
     cluster: Mapping[str, str] | None = None,
     loop: str = "",
-) -> ComparedCell:
+) -> ComparedGroup:
     """Declare the runs of a name on so many ranks, by tables of settings and of the virtual cluster's."""
     own = tuple(f"{key}={value}" for key, value in (cluster or {}).items())
-    return ComparedCell(name, "strategy", ranks, 0, tuple(as_flags(settings)), file_name(name), name, own, loop)
+    return ComparedGroup(name, "strategy", ranks, 0, tuple(as_flags(settings)), file_name(name), name, own, loop)
 
 
-def at_rate(cell: ComparedCell, rate: float) -> ComparedCell:
-    """Return a cell with a learning rate."""
+def at_rate(group: ComparedGroup, rate: float) -> ComparedGroup:
+    """Return a group with a learning rate."""
     return replace(
-        cell, name=f"{cell.name}, optimizer.lr={rate:g}", settings=(*cell.settings, f"optimizer.lr={rate!r}")
+        group, name=f"{group.name}, optimizer.lr={rate:g}", settings=(*group.settings, f"optimizer.lr={rate!r}")
     )
 
 
-class CellRuns:
-    """Make the runs of a study's cells in one folder, and read them.
+class GroupRuns:
+    """Make the runs of a study's groups in one folder, and read them.
 
     A run is known by the job's file, its settings and its cluster. If one of these changes, it is another run.
 
     Args:
-        job: the job's file, with the loops of cells that have one.
+        job: the job's file, with the loops of groups that have one.
         output: the folder.
         workers: runs that are made at the same time.
         metric: of the job, by which a report judges runs; by default the job's first.
         target: of the metric, for a report.
         settings: of all runs, as a table.
-        cluster: of virtual ranks, but for the parts that a cell has of its own; `compute` is 0 s by default.
+        cluster: of virtual ranks, but for the parts that a group has of its own; `compute` is 0 s by default.
         launcher: makes runs on real ranks, instead of virtual ones.
     """
 
@@ -124,7 +124,7 @@ class CellRuns:
             launcher = VirtualLauncher(Simulation(str(job), described, 1, {}), workers)
         self._launcher = launcher
 
-    def __enter__(self) -> CellRuns:
+    def __enter__(self) -> GroupRuns:
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -132,52 +132,52 @@ class CellRuns:
             self._launcher.__exit__(*failure)
 
     def make(
-        self, cells: Mapping[Key, ComparedCell], seeds: Iterable[int], title: str = "runs", parent: str = RUNS
+        self, groups: Mapping[Key, ComparedGroup], seeds: Iterable[int], title: str = "runs", parent: str = RUNS
     ) -> dict[Key, list[EndedRun]]:
-        """Make the runs that are missing, and return all by cell, in the order of the seeds.
+        """Make the runs that are missing, and return all by group, in the order of the seeds.
 
-        Cells that are the same share their runs.
+        Groups that are the same share their runs.
 
         Raises:
             RunError: some have failed; all others have been made.
         """
-        if any(not cell.loop for cell in cells.values()):  # a loop sees to its data itself
+        if any(not group.loop for group in groups.values()):  # a loop sees to its data itself
             self.make_data()
-        of_cell = {key: [self._plan(cell, seed, parent) for seed in seeds] for key, cell in cells.items()}
-        planned = list(dict.fromkeys(run for runs in of_cell.values() for run in runs))
-        if self._experiment.virtual is None:  # changes on the machine are to strike all cells alike
+        of_group = {key: [self._plan(group, seed, parent) for seed in seeds] for key, group in groups.items()}
+        planned = list(dict.fromkeys(run for runs in of_group.values() for run in runs))
+        if self._experiment.virtual is None:  # changes on the machine are to strike all groups alike
             random.Random(0).shuffle(planned)
         runner = Runner(self._output, self._launcher, self._workers)
         with (
             claimed(self._output),
-            interruptible(lambda: "the same command goes on with it"),
-            runner.shown(title, len(missing(planned, self._output))),
+            interruptible(lambda: "the same command resumes it"),
+            runner.display(title, len(missing(planned, self._output))),
         ):
             if parent == RUNS:
-                every = list(dict.fromkeys(cells.values()))
+                every = list(dict.fromkeys(groups.values()))
                 better = higher_is_better(self._job.metrics, self._experiment.metric)
-                folder.write(self._output, self._experiment, higher_is_better=better, cells=every, runs=planned)
+                folder.write(self._output, self._experiment, higher_is_better=better, groups=every, runs=planned)
             failed = runner.run_all(planned)
         if failed:
             where = ", ".join(str(self._output / run.folder) for run in failed)
             raise RunError(
-                f"{len(failed)} runs have failed: see {FAILURE} in {where}. The same command makes them again."
+                f"{len(failed)} runs have failed: see {FAILURE} in {where}. The same command runs them again."
             )
-        return {key: [EndedRun.read(run, self._output) for run in runs] for key, runs in of_cell.items()}
+        return {key: [EndedRun.read(run, self._output) for run in runs] for key, runs in of_group.items()}
 
     def make_data(self) -> None:
         """Make the job's data file if it isn't there, which runs side by side can't share."""
         make_data(self._job, Path(self._config.data.path))
 
-    def measure(self, cell: ComparedCell, seeds: Iterable[int]) -> list[EndedRun]:
-        """Make the runs of a cell by which its rate is chosen. Threads may do so at the same time: see `each`."""
-        planned = [self._plan(cell, seed, TUNING) for seed in seeds]
+    def measure(self, group: ComparedGroup, seeds: Iterable[int]) -> list[EndedRun]:
+        """Make the runs of a group by which its rate is chosen. Threads may do so at the same time: see `each`."""
+        planned = [self._plan(group, seed, TUNING) for seed in seeds]
         if failed := Runner(self._output, self._launcher).run_all(planned):
             raise RunError(f"{self._output / failed[0].folder} has failed: see {FAILURE} there.")
         return [EndedRun.read(run, self._output) for run in planned]
 
     def each(self, function: Callable[[Key], Found], keys: Sequence[Key], title: str) -> dict[Key, Found]:
-        """Call a function, which measures cells, for each key, for as many at a time as there are workers."""
+        """Call a function, which measures groups, for each key, for as many at a time as there are workers."""
         threads, found = ThreadPoolExecutor(self._workers), {}
         try:
             with claimed(self._output):
@@ -188,11 +188,11 @@ class CellRuns:
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _plan(self, cell: ComparedCell, seed: int, parent: str) -> PlannedRun:
-        words = (*self._experiment.settings, *cell.settings, *cell.cluster, cell.loop.rpartition(":")[2])
+    def _plan(self, group: ComparedGroup, seed: int, parent: str) -> PlannedRun:
+        words = (*self._experiment.settings, *group.settings, *group.cluster, group.loop.rpartition(":")[2])
         here = [word.replace(str(self._output), "") for word in words]  # the folder may be moved
         mark = fingerprint({"job": self._experiment.job_sha256, "virtual": self._experiment.virtual, "words": here})
-        return replace(cell, stem=f"{cell.stem[:80]}-{mark[:8]}").run(self._experiment, seed, parent=parent)
+        return replace(group, stem=f"{group.stem[:80]}-{mark[:8]}").run(self._experiment, seed, parent=parent)
 
 
 def search(measure: Callable[[int], Found], merit: Callable[[Found], Any], guess: int, known: dict[int, Found]) -> int:

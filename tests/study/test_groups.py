@@ -1,4 +1,4 @@
-"""The runs of a study's cells: each is made once, and known by its settings; one that fails keeps no other back."""
+"""The runs of a study's groups: each is made once, and known by its settings; one that fails keeps no other back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hpcdist.errors import ConfigError, HpcdistError, RunError
 from hpcdist.records import load_summary
 from hpcdist.tools.runs import FAILURE
-from kit.cells import TUNING, CellRuns, at_rate, declare_cell, search
+from kit.groups import TUNING, GroupRuns, at_rate, declare_group, search
 from kit.output import start
 from study.pretended import PretendedRuns
 
@@ -46,25 +46,25 @@ def job(tmp_path) -> Path:
     return tmp_path / "job.py"
 
 
-def cells(**settings: object) -> dict:
+def groups(**settings: object) -> dict:
     where = {"strategy": "allreduce", "loop": "job.py:loop", **settings}
     return {
-        ranks: declare_cell(f"allreduce on {ranks}", ranks, {**where, "batch": ranks}, loop="job.py:loop")
+        ranks: declare_group(f"allreduce on {ranks}", ranks, {**where, "batch": ranks}, loop="job.py:loop")
         for ranks in (2, 1)
     }
 
 
 def test_every_run_is_made_once_and_comes_by_cell(job, tmp_path, capsys):
     launcher = PretendedRuns()
-    study = CellRuns(job, tmp_path / "out", launcher=launcher)
-    two, one = cells().values()
+    study = GroupRuns(job, tmp_path / "out", launcher=launcher)
+    two, one = groups().values()
     found = study.make({"a": two, "b": one, "as a": two}, [3, 1])
     assert [[run.summary.seed for run in runs] for runs in found.values()] == [[3, 1]] * 3
     assert found["a"] == found["as a"] and [run.summary.ranks for run in found["b"]] == [1, 1]
     assert found["a"][0].settings["batch"] == 2 and len(found["a"][0].curve) == 2
     assert len(launcher.made) == 4 and "4 of 4" in capsys.readouterr().err
 
-    again = CellRuns(job, tmp_path / "out", launcher=launcher).make({"a": two, "b": one}, [1, 2])
+    again = GroupRuns(job, tmp_path / "out", launcher=launcher).make({"a": two, "b": one}, [1, 2])
     assert again["a"][0] == found["a"][1] and len(launcher.made) == 6, "more seeds are added"
     listed = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert {run["name"] for run in listed["runs"]} == {"allreduce on 2", "allreduce on 1"}
@@ -75,7 +75,7 @@ def test_a_run_is_another_one_with_other_settings_or_another_job(job, tmp_path):
     launcher = PretendedRuns()
 
     def make(**settings: object) -> int:
-        CellRuns(job, tmp_path / "out", launcher=launcher).make(cells(**settings), [0])
+        GroupRuns(job, tmp_path / "out", launcher=launcher).make(groups(**settings), [0])
         return len(launcher.made)
 
     assert [make(), make(x=1), make(x=1), make(x=2)] == [2, 4, 4, 6]
@@ -85,29 +85,29 @@ def test_a_run_is_another_one_with_other_settings_or_another_job(job, tmp_path):
 
 def test_a_run_that_fails_does_not_keep_the_others_from_being_made(job, tmp_path):
     with pytest.raises(RunError, match=rf"1 runs have failed: see {FAILURE} in .*allreduce_on_2.*makes them again"):
-        CellRuns(job, tmp_path, launcher=PretendedRuns("allreduce on 2")).make(cells(), [0])
+        GroupRuns(job, tmp_path, launcher=PretendedRuns("allreduce on 2")).make(groups(), [0])
     launcher = PretendedRuns()
-    study = CellRuns(job, tmp_path, launcher=launcher)
-    study.make(cells(), [0])
+    study = GroupRuns(job, tmp_path, launcher=launcher)
+    study.make(groups(), [0])
     assert [Path(run).name[:14] for run in launcher.made] == ["allreduce_on_2"]
     with pytest.raises(RunError, match=rf"allreduce_on_1.* has failed: see {FAILURE} there"):
-        failing = CellRuns(job, tmp_path, launcher=PretendedRuns("allreduce on 1, optimizer.lr=0.5"))
-        failing.measure(at_rate(cells()[1], 0.5), [1000])
+        failing = GroupRuns(job, tmp_path, launcher=PretendedRuns("allreduce on 1, optimizer.lr=0.5"))
+        failing.measure(at_rate(groups()[1], 0.5), [1000])
 
 
 def test_rates_are_chosen_on_runs_that_no_report_shows(job, tmp_path, capsys):
-    study = CellRuns(job, tmp_path, launcher=PretendedRuns())
-    found = study.each(lambda rate: study.measure(at_rate(cells()[1], rate), [1000]), [0.008, 0.004], "rates")
+    study = GroupRuns(job, tmp_path, launcher=PretendedRuns())
+    found = study.each(lambda rate: study.measure(at_rate(groups()[1], rate), [1000]), [0.008, 0.004], "rates")
     better, worse = (found[rate][0].summary.metrics["accuracy"] for rate in (0.008, 0.004))
     assert better > worse and "rates: 2 of 2" in capsys.readouterr().err
-    study.make(cells(), [1000], "one learner", TUNING)
+    study.make(groups(), [1000], "one learner", TUNING)
     assert len(list((tmp_path / TUNING).iterdir())) == 4 and not (tmp_path / "comparison.json").exists()
 
 
 def test_a_loop_of_its_own_runs_on_virtual_ranks(job, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    one = declare_cell("one", 2, {"strategy": {"name": "allreduce"}, "x": 0.5}, {"compute": "20ms"}, "job.py:loop")
-    with CellRuns(job, tmp_path, cluster={"network": "1ms,inf"}) as study:
+    one = declare_group("one", 2, {"strategy": {"name": "allreduce"}, "x": 0.5}, {"compute": "20ms"}, "job.py:loop")
+    with GroupRuns(job, tmp_path, cluster={"network": "1ms,inf"}) as study:
         ((run,),) = study.make({"one": one}, [7]).values()
     found = load_summary(run.folder)
     assert (found.strategy, found.ranks, found.workers, found.seed, found.samples) == ("allreduce", 2, 2, 7, 6)
@@ -118,7 +118,7 @@ def test_a_loop_of_its_own_runs_on_virtual_ranks(job, tmp_path, monkeypatch):
 
 def test_what_can_not_be_is_refused(job, tmp_path, monkeypatch, capsys):
     with pytest.raises(ConfigError, match=r"workers must be at least 1; got 0\. Give as many as there are cores"):
-        CellRuns(job, tmp_path, workers=0)
+        GroupRuns(job, tmp_path, workers=0)
 
     def main() -> None:
         raise HpcdistError("it must be so; got another")

@@ -5,9 +5,8 @@ A checkpoint is a folder that appears under its name only once it is whole and d
     <folder>/step-00001234/
         manifest.json              format, step, ranks, meta; length and sha256 of every other file, and of itself
         rank-0000.json             this rank's state, as a tree
-        rank-0000.safetensors      its tensors, named by their places in the tree; for a slice of a larger tensor the
-                                   header says where it lies there, and which other ranks' files have tensors that
-                                   this rank has in common with them
+        rank-0000.safetensors      its tensors, named by their places in the tree; the header says where the slice of a
+                                   larger tensor lies there, and in whose file a tensor is that ranks have in common
         rank-0001.json ...
 
 torch.distributed.checkpoint is not used: its metadata, and its values other than tensors, are pickles. It can't

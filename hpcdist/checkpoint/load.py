@@ -142,8 +142,10 @@ class SavedRank:
             self._tree = parse_json(read_bounded(tree, tree.stat().st_size), tree, CheckpointError)
         with understood(Path(path) / tensor_file(rank)):
             own = files(rank)
-            owners = dict(own.owners)
-        self._decoder, self._where = TreeDecoder(lambda n: files(owners.get(n, rank)).read(n), own.places, tree), tree
+        self._decoder, self._where = (
+            TreeDecoder(lambda n: files(own.owners.get(n, rank)).read(n), own.places, tree),
+            tree,
+        )
 
     def at(self, *keys: str, default: Any = None) -> Any:
         """Return the value under these keys of nested dicts, tensors on the CPU; `default` if there is none."""

@@ -84,14 +84,11 @@ class Saver:
     """
 
     def __init__(self, comm: Communicator):
-        self._comm, self._work, self.seconds = comm, Work(), 0.0
+        self._comm, self._work, self._kept, self.seconds = comm, Work(), dict[str, Tensor](), 0.0
         self._aside: tuple[Communicator, CallQueue] | None = None  # from the first checkpoint in the background on
-        self._kept: dict[str, Tensor] = {}
 
     def save(self, folder: str | Path, step: int, state: Any, *, background: bool = False, **options: Any) -> Path:
-        """Collective. Save a checkpoint once the one before is there; return the path that it has, or will have.
-
-        The arguments are those of the function `save`. The state may change after the call.
+        """Collective. Save a checkpoint as the function `save` does, when the one before is complete; return its path.
 
         Raises:
             MismatchError, CheckpointError: as of the function; or the checkpoint before could not be written.
@@ -134,7 +131,6 @@ class Saver:
             comm, queue = self._aside
             queue.close()
             comm.close()
-            atexit.unregister(self._end)
         self._aside, self._kept = None, {}
 
     def _end(self) -> None:
@@ -204,11 +200,9 @@ class _Draft:
 
     def _write(self) -> dict[str, Stamp]:
         self._temporary.mkdir(exist_ok=True)
-        tensors, tree = tensor_file(self._rank), tree_file(self._rank)
-        files = {
-            tensors: write_tensors(self._temporary / tensors, self._tensors, self._metadata),
-            tree: write_durably(self._temporary / tree, [self._tree]),
-        }
+        tensors, tree = (self._temporary / name(self._rank) for name in (tensor_file, tree_file))
+        files = {tensors.name: write_tensors(tensors, self._tensors, self._metadata)}
+        files[tree.name] = write_durably(tree, [self._tree])
         sync(self._temporary)
         return files
 
@@ -256,8 +250,7 @@ def _owners(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, int]
     for rank, held in enumerate(of_ranks[rank] for rank in comm.failures.alive):
         for start in range(0, len(held), KEY_BYTES):
             holders.setdefault(held[start : start + KEY_BYTES], []).append(rank)
-    # Ranks write about as much: those with few owners to choose from first, the longest first. And what a rank writes
-    # stays the same from one checkpoint to the next: else in order.
+    # Few owners to choose from first, then the longest: ranks write about as much, and the same part each time.
     sizes = {key: int.from_bytes(key[:SIZE_BYTES], "big") for key in holders}
     written, owners = [0] * len(of_ranks), {}
     for key in sorted(holders, key=lambda key: (len(holders[key]), -sizes[key])):

@@ -81,15 +81,12 @@ class TensorFile:
 
     The tensors are copies: the library maps its tensors from the file, and an access after another host has deleted the
     file would end the process.
-
-    Attributes:
-        places, owners: of tensors by name: where a slice lies, and the rank in whose file the others are.
     """
 
     def __init__(self, path: Path):
         self._file = safe_open(path, framework="pt")
         metadata = self._file.metadata() or {}
-        self.owners: dict[str, int] = json.loads(metadata.pop(OWNERS, "{}"))
+        self.owners: dict[str, int] = dict(json.loads(metadata.pop(OWNERS, "{}")))  # see OWNERS
         self.places = {name: SlicePlace.from_description(json.loads(text)) for name, text in metadata.items()}
 
     def read(self, name: str) -> Tensor:

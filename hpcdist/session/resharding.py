@@ -50,8 +50,7 @@ class SavedWorld:
     def __init__(self, path: Path, manifest: checkpoint.Manifest):
         self.path, self.meta, self.stages = path, manifest.meta, int(manifest.meta.get("stages", 1))
         self.replicas = manifest.ranks // self.stages
-        files = tensor_files(path)
-        self.rank = cache(lambda rank: checkpoint.SavedRank(path, rank, files))
+        self.rank = cache(partial(checkpoint.SavedRank, path, files=tensor_files(path)))
 
     def of(self, *keys: str) -> SavedState:
         """Return the state of an optimiser, saved under these keys."""

@@ -76,25 +76,25 @@ class Saver:
     memory grows by the part of the state that this rank writes. Where no further thread may communicate (MPI without
     THREAD_MULTIPLE), or ranks outlive others, nothing is done in the background.
 
-    Args:
-        comm: all ranks; the threads use a copy of it.
-
     Attributes:
         seconds: from the start of the last `save` until its checkpoint was there; 0.0 before the first.
     """
 
-    def __init__(self, comm: Communicator):
-        self._comm, self._work, self._kept, self.seconds = comm, Work(), dict[str, Tensor](), 0.0
-        self._aside: tuple[Communicator, CallQueue] | None = None  # from the first checkpoint in the background on
+    def __init__(self) -> None:
+        self._work, self._kept, self.seconds = Work(), dict[str, Tensor](), 0.0
+        # A copy of the communicator for the thread, from the first checkpoint in the background on.
+        self._aside: tuple[Communicator, CallQueue] | None = None
 
-    def save(self, folder: str | Path, step: int, state: Any, *, background: bool = False, **options: Any) -> Path:
+    def save(
+        self, comm: Communicator, folder: str | Path, step: int, state: Any, *, background: bool = False, **options: Any
+    ) -> Path:
         """Collective. Save a checkpoint as the function `save` does, when the one before is complete; return its path.
 
         Raises:
             MismatchError, CheckpointError: as of the function; or the checkpoint before could not be written.
         """
         self.wait()
-        comm, start, real = self._comm, self._comm.now(), self._comm.platform.virtual is None
+        start, real = comm.now(), comm.platform.virtual is None
         if not background or comm.failures.tolerant or (real and not comm.platform.concurrent):
             path = save(comm, folder, step, state, **options)
             self.seconds = comm.now() - start

@@ -97,7 +97,7 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, background
         meta["stages"] = session.stages
     tree = {"state": saved, "random": checkpoint.random_state()}
     steps = steps if step is None else step
-    return session.saver.save(path, steps, tree, background=background, meta=meta, keep=keep)
+    return session.saver.save(session.comm, path, steps, tree, background=background, meta=meta, keep=keep)
 
 
 @normal_tensors()

@@ -61,7 +61,7 @@ class Session:
         self.workers: tuple[int, ...] | None = None  # ranks that train, of the last DistributedOptimizer
         self.run: LoopRun | None = None  # writes the files of this loop's run
         self.planned: PlannedLoop | None = None  # set by a comparison or a sweep that runs this script
-        self._saver: checkpoint.Saver | None = None
+        self.saver = checkpoint.Saver()
         self.told_main = False  # `is_main` was called before the first DistributedOptimizer, and took rank 0
 
     @property
@@ -80,12 +80,6 @@ class Session:
     def stages(self) -> int:
         """Return the number of ranks that together hold one model."""
         return 1 if self.grid is None else self.grid.stages
-
-    @property
-    def saver(self) -> checkpoint.Saver:
-        """What saves the checkpoints of these ranks."""
-        self._saver = self._saver or checkpoint.Saver(self.comm)
-        return self._saver
 
     def ranks_of(self, replicas: Iterable[int]) -> tuple[int, ...]:
         """Return the ranks of these replicas, with all their stages; a whole model's replica is one rank."""

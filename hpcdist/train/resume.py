@@ -54,7 +54,7 @@ def save(trainer: Trainer, folder: Path, **options: Any) -> Path:
     if not trainer.config.parallel.whole:
         meta["stages"] = trainer.config.parallel.stages
         meta["cut"] = list(trainer.replica.cut)
-    return current().saver.save(folder, trainer.position.step, capture(trainer), meta=meta, **options)
+    return current().saver.save(trainer.comm, folder, trainer.position.step, capture(trainer), meta=meta, **options)
 
 
 def saved_cut(folder: Path) -> list[int] | None:

@@ -45,11 +45,11 @@ def _spoil(state: dict) -> None:
 def test_it_has_the_same_bytes_although_the_state_changes_after_the_call(ranks, shared_tmp_path):
     def body(comm):
         plain, background = shared_tmp_path / "plain", shared_tmp_path / "background"
-        saver = Saver(comm)
+        saver = Saver()
         for step in (1, 2, 3):
             save(comm, plain, step, _big(comm.rank, step))
             state = _big(comm.rank, step)
-            path = saver.save(background, step, state, background=True)
+            path = saver.save(comm, background, step, state, background=True)
             _spoil(state)
         saver.wait()
         assert path.is_dir()
@@ -67,10 +67,10 @@ def test_it_appears_when_all_ranks_have_written_and_the_next_call_waits_for_it(t
     """On virtual ranks the thread goes on when its rank waits; a message takes a second."""
 
     def body(comm):
-        saver = Saver(comm)
-        path = saver.save(tmp_path, 1, _big(comm.rank, 1), background=True)
+        saver = Saver()
+        path = saver.save(comm, tmp_path, 1, _big(comm.rank, 1), background=True)
         before = path.exists()
-        saver.save(tmp_path, 2, _big(comm.rank, 2), background=True)
+        saver.save(comm, tmp_path, 2, _big(comm.rank, 2), background=True)
         after = path.exists(), (tmp_path / "step-00000002").exists()
         saver.close()
         return before, *after, (tmp_path / "step-00000002").exists(), saver.seconds > 1.0
@@ -82,16 +82,16 @@ def test_it_appears_when_all_ranks_have_written_and_the_next_call_waits_for_it(t
 @pytest.mark.parametrize("ends", ["save", "wait", "close"])
 def test_a_full_disk_is_an_error_of_the_next_call_on_all_ranks_and_harms_nothing(tmp_path, ends):
     def body(comm):
-        saver = Saver(comm)
-        saver.save(tmp_path, 1, state_of(comm.rank, 1), background=True)
-        saver.save(tmp_path, 2, {"weight": torch.ones(100_000)} if comm.rank == 1 else {}, background=True)
+        saver = Saver()
+        saver.save(comm, tmp_path, 1, state_of(comm.rank, 1), background=True)
+        saver.save(comm, tmp_path, 2, {"weight": torch.ones(100_000)} if comm.rank == 1 else {}, background=True)
         with pytest.raises(CheckpointError, match=TOO_LARGE):
-            saver.save(tmp_path, 3, {}, background=True) if ends == "save" else getattr(saver, ends)()
+            saver.save(comm, tmp_path, 3, {}, background=True) if ends == "save" else getattr(saver, ends)()
         comm.barrier()
         left = names(tmp_path)
         comm.barrier()
         if ends != "close":
-            saver.save(tmp_path, 3, state_of(comm.rank, 3), background=True)
+            saver.save(comm, tmp_path, 3, state_of(comm.rank, 3), background=True)
             saver.close()
         return left, names(tmp_path)
 
@@ -109,11 +109,11 @@ def test_what_can_not_be_saved_at_all_is_an_error_of_the_call(tmp_path):
     (tmp_path / "taken").write_text("")
 
     def body(comm):
-        saver = Saver(comm)
+        saver = Saver()
         with pytest.raises(CheckpointError, match=r"File exists.* may you read and write there\?"):
-            saver.save(tmp_path / "taken", 1, {}, background=True)
+            saver.save(comm, tmp_path / "taken", 1, {}, background=True)
         with pytest.raises(CheckpointError, match=r"on rank 1: state\['fn'\] must be"):
-            saver.save(tmp_path, 1, {"fn": len} if comm.rank == 1 else {}, background=True)
+            saver.save(comm, tmp_path, 1, {"fn": len} if comm.rank == 1 else {}, background=True)
         saver.close()
 
     run_virtual(body, 2)

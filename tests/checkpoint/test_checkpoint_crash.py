@@ -61,8 +61,8 @@ def save_on_all(folder: Path, step: int, value: str, background: bool = False) -
     def body(comm) -> None:
         state = [value, torch.ones(99), torch.full((99,), comm.rank)]
         if background:
-            saver = Saver(comm)
-            saver.save(folder, step, state, keep=1, background=True)
+            saver = Saver()
+            saver.save(comm, folder, step, state, keep=1, background=True)
             saver.close()
         else:
             save(comm, folder, step, state, keep=1)

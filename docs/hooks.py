@@ -155,27 +155,27 @@ def advice(strategy: str) -> str:
 
 
 def loop(strategy: type[strategies.Strategy]) -> str:
-    """The habits that a strategy refuses, with several ranks, among those that others allow."""
-    refused = [habit for habit in by_contract() if rules.RULES[habit].refused(strategy.contract)]
+    """The patterns that a strategy refuses, with several ranks, among those that others allow."""
+    refused = [pattern for pattern in by_contract() if rules.RULES[pattern].refused(strategy.contract)]
     if not refused:
-        return "Whatever a loop does works, or is refused with every strategy: [habits of loops](../own-loop.md)."
-    others = "All else works, or is refused with every strategy: [habits of loops](../own-loop.md)."
+        return "Whatever a loop does works, or is refused with every strategy: [patterns of loops](../own-loop.md)."
+    others = "All else works, or is refused with every strategy: [patterns of loops](../own-loop.md)."
     return "\n".join(["With several ranks it is refused that:", "", *(f"- {h};" for h in refused), "", others])
 
 
 def by_contract() -> list[str]:
-    """The habits that some strategies allow, and some refuse."""
+    """The patterns that some strategies allow, and some refuse."""
     contracts = [strategies.load(name).contract for name in strategies.available()]
     return [h for h, rule in rules.RULES.items() if len({rule.refused(contract) for contract in contracts}) > 1]
 
 
 def table_of_rules() -> str:
-    """Each habit that is refused, and by which strategies."""
+    """Each pattern that is refused, and by which strategies."""
     rows = ["| it is refused that | with |", "|---|---|"]
-    for habit in rules.RULES:
-        allowing = rules.allowing(habit)
+    for pattern in rules.RULES:
+        allowing = rules.allowing(pattern)
         refusing = [f"`{name}`" for name in strategies.available() if name not in allowing]
-        rows.append(f"| {habit} | {', '.join(refusing) if allowing else 'all'} |")
+        rows.append(f"| {pattern} | {', '.join(refusing) if allowing else 'all'} |")
     return "\n".join(rows) + "\n"
 
 

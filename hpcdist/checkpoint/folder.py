@@ -72,6 +72,7 @@ def best_of(folder: Path, steps: Iterable[int]) -> Path | None:
 
 
 def _prune(final: Path, step: int, keep: int, best: Sequence[int]) -> None:
+    """Rename checkpoints of later steps, and remove all but the last `keep` and the best one."""
     # The run resumed from an earlier step: checkpoints of later steps must not count as its latest.
     newer = [path for path in listing(final.parent) if step_of(path) > step]
     for path in newer:

@@ -25,8 +25,13 @@ T = TypeVar("T")
 def latest(folder: str | Path, *, fallback: bool = False) -> Path | None:
     """Return the newest checkpoint in the folder; None if there is none.
 
+    Example:
+        >>> from hpcdist import checkpoint
+        >>> checkpoint.latest("checkpoints") is None  # the folder need not exist
+        True
+
     Args:
-        fallback: verify all its files (which reads them). If one is damaged, warn and try the next checkpoint.
+        fallback: read and verify the checkpoint's files. If a file is damaged, warn and try the next checkpoint.
 
     Raises:
         CheckpointError: with `fallback`, if there are checkpoints and all are damaged.
@@ -85,7 +90,7 @@ def verify(path: str | Path) -> Manifest:
         CheckpointError: a file is missing or damaged; names it.
     """
     path = Path(path)
-    return _or_advise(path, lambda: _verify(path))
+    return _or_suggest_older(path, lambda: _verify(path))
 
 
 def verify_on_all_ranks(comm: Communicator, path: str | Path) -> Manifest:
@@ -97,7 +102,7 @@ def verify_on_all_ranks(comm: Communicator, path: str | Path) -> Manifest:
         CheckpointError: files are missing or damaged; names them, on all ranks.
     """
     path = Path(path)
-    return _or_advise(path, lambda: _verify_on_all_ranks(comm, path))
+    return _or_suggest_older(path, lambda: _verify_on_all_ranks(comm, path))
 
 
 def _verify_on_all_ranks(comm: Communicator, path: Path) -> Manifest:
@@ -112,7 +117,7 @@ def _verify(path: Path, first: int = 0, stride: int = 1) -> Manifest:
     return manifest
 
 
-def _or_advise(path: Path, check: Callable[[], T]) -> T:
+def _or_suggest_older(path: Path, check: Callable[[], T]) -> T:
     """Return the result of a check; if it fails, name an older checkpoint if there is one."""
     try:
         return check()
@@ -134,6 +139,12 @@ class SavedRank:
 
     Args:
         files: from `tensor_files`, for several ranks of a checkpoint.
+
+    Example:
+        >>> from hpcdist import checkpoint
+        >>> folder = checkpoint.save(comm, "checkpoints", step=10, state={"model": {"x": 1.5}})
+        >>> checkpoint.SavedRank(folder, rank=0).at("model", "x")
+        1.5
     """
 
     def __init__(self, path: str | Path, rank: int, files: Callable[[int], TensorFile] | None = None):
@@ -142,10 +153,8 @@ class SavedRank:
             self._tree = parse_json(read_bounded(tree, tree.stat().st_size), tree, CheckpointError)
         with understood(Path(path) / tensor_file(rank)):
             own = files(rank)
-        self._decoder, self._where = (
-            TreeDecoder(lambda n: files(own.owners.get(n, rank)).read(n), own.places, tree),
-            tree,
-        )
+        self._where = tree
+        self._decoder = TreeDecoder(lambda name: files(own.owners.get(name, rank)).read(name), own.positions, tree)
 
     def at(self, *keys: str, default: Any = None) -> Any:
         """Return the value under these keys of nested dicts, tensors on the CPU; `default` if there is none."""
@@ -219,6 +228,7 @@ def find(run: str | Path, step: int | None = None) -> Path:
 
 
 def _all(run: Path) -> list[Path]:
+    """Return the checkpoints of a run, newest first; raise CheckpointError if there is none."""
     if (run / FILE_NAME).is_file():
         return [run]
     paths = listing(run / "checkpoints") or listing(run)

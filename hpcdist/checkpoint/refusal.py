@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 def raise_on_all_ranks(comm: Communicator, work: Callable[[], T], rule: str = "") -> T:
-    """Collective. Run `work` on every rank; return its result once it has succeeded on all ranks.
+    """Collective. Run `work` on every rank; return the result when `work` has succeeded on all ranks.
 
     Args:
         rule: start of the error message.
 
     Raises:
-        CheckpointError: `work` has failed on some ranks; the same on all ranks, with each reason.
+        CheckpointError: `work` has failed on some ranks; the message lists the reasons, on all ranks.
     """
     failure = None
     try:

@@ -153,7 +153,7 @@ class _Draft:
         self._rank, self._meta = self._alive.index(comm.rank), dict(meta or {})
         rule = f"The checkpoint of step {step} must be saved by all ranks; got "
         self._agreed = partial(raise_on_all_ranks, comm, rule=rule)
-        name, (tree, tensors, places) = self._agreed(
+        name, (tree, tensors, positions) = self._agreed(
             lambda: (None if self._rank else _prepare(folder, self._step, keep), encode(state))
         )
         proposals = [each for each in comm.gather([self._step, name]) if each is not None]
@@ -164,7 +164,7 @@ class _Draft:
         owners = _owners(comm, tensors)
         others = {name: owner for name, owner in owners.items() if owner != self._rank}
         self._tensors = {name: tensor for name, tensor in tensors.items() if name not in others}
-        self._metadata = {name: json.dumps(place.describe()) for name, place in places.items()}
+        self._metadata = {name: json.dumps(position.describe()) for name, position in positions.items()}
         self._metadata |= {OWNERS: json.dumps(others)} if others else {}
         self._tree = json.dumps(tree).encode()
 

@@ -18,7 +18,7 @@ from hpcdist.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class SlicePlace:
+class SlicePosition:
     """The position of a slice in a whole tensor.
 
     Attributes:
@@ -38,7 +38,7 @@ class SlicePlace:
     span: tuple[int, int] | None = None
 
     @classmethod
-    def whole(cls, name: str, shape: tuple[int, ...]) -> SlicePlace:
+    def whole(cls, name: str, shape: tuple[int, ...]) -> SlicePosition:
         """Return the position of a tensor that a rank holds completely."""
         return cls(name, shape, (0,) * len(shape), shape, shape)
 
@@ -56,19 +56,20 @@ class SlicePlace:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     @classmethod
-    def from_description(cls, description: Mapping[str, Any]) -> SlicePlace:
+    def from_description(cls, description: Mapping[str, Any]) -> SlicePosition:
         """Return the position from the result of `describe`.
 
         Raises:
             ValueError, TypeError: the description contradicts itself.
         """
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
-        place = cls(**values)
-        if not place._is_possible():
+        position = cls(**values)
+        if not position._is_possible():
             raise ValueError(f"a slice must be inside its whole tensor; got {description!r:.200}")
-        return place
+        return position
 
     def _is_possible(self) -> bool:
+        """Return whether the fields are non-negative integers, and the part is inside the whole."""
         offset, span = self.offset or (0,) * len(self.shape), self.span or (0, 0)
         numbers = (*self.shape, *offset, *self.size, *self.part, *span)
         if not isinstance(self.name, str) or any(type(number) is not int or number < 0 for number in numbers):
@@ -83,7 +84,7 @@ class SlicePlace:
 class Slice:
     """A slice of a tensor: its position, and its elements, or a function that reads them."""
 
-    place: SlicePlace
+    position: SlicePosition
     values: Tensor | Callable[[], Tensor]
 
     @property
@@ -94,13 +95,13 @@ class Slice:
             ValueError: the file holds another shape.
         """
         tensor = self.values if isinstance(self.values, Tensor) else self.values()
-        expected = self.place.part if self.place.span is None else (self.place.numel,)
+        expected = self.position.part if self.position.span is None else (self.position.numel,)
         if tuple(tensor.shape) != expected:
-            raise ValueError(f"a slice of {self.place.name!r} must have shape {list(expected)}; got {tensor.shape}")
+            raise ValueError(f"a slice of {self.position.name!r} must have shape {list(expected)}; got {tensor.shape}")
         return tensor
 
 
-def join(slices: Mapping[SlicePlace, Tensor], path: Any) -> Tensor:
+def join(slices: Mapping[SlicePosition, Tensor], path: Any) -> Tensor:
     """Join slices to the whole tensor. Elements without a slice are zero.
 
     Args:
@@ -113,41 +114,41 @@ def join(slices: Mapping[SlicePlace, Tensor], path: Any) -> Tensor:
     if first.is_whole:
         return tensor
     parts: dict[tuple[Any, ...], Tensor] = {}
-    for place, values in slices.items():
-        if place.offset is None:
+    for position, values in slices.items():
+        if position.offset is None:
             raise CheckpointError(
-                f"parts of parameters must be contiguous chunks to be joined; got {place.name!r} in {path}, which has "
-                "another placement. Gather it in a program on the same ranks: torch's get_model_state_dict inside "
+                f"parts of parameters must be contiguous chunks to be joined; got {position.name!r} in {path}, which "
+                "has another placement. Gather it in a program on the same ranks: torch's get_model_state_dict inside "
                 "hpcdist.consensus."
             )
-        box = place.offset, place.size, place.part
-        if place.span is None:
+        box = position.offset, position.size, position.part
+        if position.span is None:
             parts[box] = values
         else:
-            part = parts.setdefault(box, values.new_zeros(place.part))
-            part.view(-1)[slice(*place.span)] = values
+            part = parts.setdefault(box, values.new_zeros(position.part))
+            part.view(-1)[slice(*position.span)] = values
     whole = tensor.new_zeros(first.shape)
     for (offset, size, _), part in parts.items():
         whole[_box(offset, size)] = part[_box((0,) * len(size), size)]
     return whole
 
 
-def cut(whole: Tensor, place: SlicePlace, path: Any) -> Tensor:
+def cut(whole: Tensor, position: SlicePosition, path: Any) -> Tensor:
     """Return the slice at a position of a whole tensor, padded with zeros.
 
     Raises:
         CheckpointError: the offset of the slice is unknown.
     """
-    if place.is_whole:
+    if position.is_whole:
         return whole
-    if place.offset is None:
+    if position.offset is None:
         raise CheckpointError(
-            f"parameters must be cut into contiguous chunks to resume from another mesh; got {place.name!r}, which has "
-            f"another placement than in {path}. Resume on the mesh of the checkpoint."
+            f"parameters must be cut into contiguous chunks to resume from another mesh; got {position.name!r}, which "
+            f"has another placement than in {path}. Resume on the mesh of the checkpoint."
         )
-    part = whole.new_zeros(place.part)
-    part[_box((0,) * len(place.size), place.size)] = whole[_box(place.offset, place.size)]
-    return part if place.span is None else part.reshape(-1)[slice(*place.span)]
+    part = whole.new_zeros(position.part)
+    part[_box((0,) * len(position.size), position.size)] = whole[_box(position.offset, position.size)]
+    return part if position.span is None else part.reshape(-1)[slice(*position.span)]
 
 
 def _box(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:

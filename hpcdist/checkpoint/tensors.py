@@ -18,7 +18,7 @@ from safetensors import SafetensorError, deserialize, safe_open
 from safetensors import __version__ as LIBRARY
 from torch import Tensor
 
-from hpcdist.checkpoint.slices import SlicePlace
+from hpcdist.checkpoint.slices import SlicePosition
 from hpcdist.errors import CheckpointError
 from hpcdist.records import Stamp, sync, tensor_bytes, write_durably
 
@@ -56,6 +56,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def _chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | np.ndarray]:
+    """Yield the bytes of a safetensors file: header, then tensors."""
     # The widest elements first, so that each tensor starts at a multiple of its element size.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header: dict[str, Any] = {}
@@ -87,7 +88,7 @@ class TensorFile:
         self._file = safe_open(path, framework="pt")
         metadata = self._file.metadata() or {}
         self.owners: dict[str, int] = dict(json.loads(metadata.pop(OWNERS, "{}")))  # see OWNERS
-        self.places = {name: SlicePlace.from_description(json.loads(text)) for name, text in metadata.items()}
+        self.positions = {name: SlicePosition.from_description(json.loads(text)) for name, text in metadata.items()}
 
     def read(self, name: str) -> Tensor:
         return self._file.get_tensor(name).clone()
@@ -98,6 +99,10 @@ def export(state: Mapping[str, Tensor], file: str | Path) -> None:
     """Write a state dict for `torch.load(file, weights_only=True)` or `safetensors.torch.load_file(file)`.
 
     The file is written atomically; an existing one is replaced.
+
+    Example:
+        >>> from hpcdist import checkpoint
+        >>> checkpoint.export(model.state_dict(), "model.safetensors")
 
     Args:
         file: its name ends in .pt or .pth for torch, or in .safetensors.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.checkpoint.refusal import understood
-from hpcdist.checkpoint.slices import Slice, SlicePlace
+from hpcdist.checkpoint.slices import Slice, SlicePosition
 from hpcdist.checkpoint.tensors import LIBRARY, STORED
 from hpcdist.errors import CheckpointError
 
@@ -31,7 +31,7 @@ _RULE = (
 )
 
 
-def encode(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor], dict[str, SlicePlace]]:
+def encode(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor], dict[str, SlicePosition]]:
     """Split a state into a tree for JSON, and tensors by their path in it, such as `state['model']['weight']`.
 
     The third result has the positions of tensors that are slices. Tensors are not copied. Identical views of the same
@@ -42,13 +42,13 @@ def encode(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor], dic
         CheckpointError: a value of another type, or nesting deeper than 100 (such as a list that contains itself).
     """
     encoder = _Encoder()
-    return encoder.encode(state, name, 0), encoder.tensors, encoder.places
+    return encoder.encode(state, name, 0), encoder.tensors, encoder.positions
 
 
 class _Encoder:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self.places: dict[str, SlicePlace] = {}
+        self.positions: dict[str, SlicePosition] = {}
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
@@ -73,7 +73,7 @@ class _Encoder:
         if isinstance(value, Tensor):
             return self._encode_tensor(value, path)
         if kind is Slice:
-            return {"$slice": self._encode_tensor(value.tensor, path, value.place)}
+            return {"$slice": self._encode_tensor(value.tensor, path, value.position)}
         if kind is np.ndarray or isinstance(value, np.generic):
             return self._encode_array(value, path)
         raise _refusal(path, value)
@@ -92,20 +92,28 @@ class _Encoder:
         pairs = [[self.encode(key, f"{path}.keys()", depth + 1), item] for key, item in values.items()]
         return {"$counter" if type(value) is Counter else "$dict": pairs}
 
-    def _encode_tensor(self, value: Tensor, path: str, place: SlicePlace | None = None) -> dict[str, Any]:
+    def _encode_tensor(self, value: Tensor, path: str, position: SlicePosition | None = None) -> dict[str, Any]:
         dense = value.layout is torch.strided and not (value.is_nested or value.is_meta)
         if not dense or type(value.data) is not Tensor:  # a subclass may store its elements elsewhere
             raise _refusal(path, value)
         stored = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
         if stored.dtype not in STORED:
             raise _refusal(path, value)
-        view = (stored.data_ptr(), stored.dtype, stored.shape, stored.stride(), stored.device, stored.is_neg(), place)
+        view = (
+            stored.data_ptr(),
+            stored.dtype,
+            stored.shape,
+            stored.stride(),
+            stored.device,
+            stored.is_neg(),
+            position,
+        )
         if path in self.tensors:  # two NaN keys, or tensors in a dict's keys
             path = f"{path} #{len(self.tensors)}"
         name = self._names.setdefault(view, path) if stored.numel() else path
         self.tensors[name] = stored
-        if place is not None:
-            self.places[name] = place
+        if position is not None:
+            self.positions[name] = position
         return {"$complex" if value.is_complex() else "$tensor": name}
 
     def _encode_array(self, value: Any, path: str) -> dict[str, Any]:
@@ -126,12 +134,12 @@ class TreeDecoder:
 
     Args:
         read: (name) -> tensor.
-        places: positions of the tensors that are slices.
+        positions: positions of the tensors that are slices.
         where: the file, for messages.
     """
 
-    def __init__(self, read: Callable[[str], Tensor], places: Mapping[str, SlicePlace], where: object):
-        self._read, self._places, self._where = read, places, where
+    def __init__(self, read: Callable[[str], Tensor], positions: Mapping[str, SlicePosition], where: object):
+        self._read, self._positions, self._where = read, positions, where
 
     def decode(self, node: Any) -> Any:
         """Return the state that a node of the tree represents.
@@ -157,7 +165,7 @@ class TreeDecoder:
             return torch.view_as_complex(read(content))
         if tag == "$slice":
             (name,) = content.values()
-            return Slice(self._places[name], lambda: self.decode(content))
+            return Slice(self._positions[name], lambda: self.decode(content))
         if tag == "$int":
             return int(content, 16)
         if tag == "$float":

@@ -1,4 +1,4 @@
-"""Compression of messages: one file per compressor, found by the file's name; error feedback around any of them."""
+"""Compression of messages: one file per compressor, found by the file's name; error feedback for all compressors."""
 
 from __future__ import annotations
 

@@ -15,16 +15,15 @@ from hpcdist.config import Settings
 from hpcdist.errors import refuse_former
 from hpcdist.model.flat import FlatModel
 
-# Methods of before, and what to write.
-_FORMER = {
+_FORMER = {  # former names, and the line to write instead
     **dict.fromkeys(("state", "load_state"), 'remembers = ("start",)'), "sent": "count_sent(self, message, counts)",
-    "begin": "def start_sum(self, own, ranks)",
+    "begin": "def start_sum(self, local, ranks)", "along": 'elementwise = ("velocity",)',
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Span:
-    """The position of a parameter in a flat tensor, its shape, and its number among all parameters."""
+    """A parameter in a flat tensor: elements [start, stop), shape, and number among all parameters."""
 
     start: int
     stop: int
@@ -33,7 +32,7 @@ class Span:
 
 
 def spans(model: FlatModel) -> list[list[Span]]:
-    """List the trainable parameters in each of `model.params`, ascending."""
+    """Return the spans of the trainable parameters in each tensor of `model.params`, ascending."""
     of_groups: list[list[Span]] = [[] for _ in model.params]
     for number, slot in enumerate(model.slots):
         of_groups[slot.group].append(Span(slot.start, slot.stop, tuple(slot.shape), number))
@@ -41,24 +40,24 @@ def spans(model: FlatModel) -> list[list[Span]]:
 
 
 class Compressor(abc.ABC):
-    """Encodes one flat tensor, such as a gradient, at every step; may keep state from one step to the next.
+    """Encodes one flat tensor, such as a gradient, as a message in every step; may keep state between steps.
 
-    Subclasses are final, one per module, and named after it. Tensors are float32 or float64, on the CPU, contiguous and
-    finite. A message is a flat uint8 tensor; its length is the bytes that are sent.
+    Subclasses are final, one per module, with a similar name. Tensors are float32 or float64, on the CPU, contiguous
+    and finite. A message is a flat uint8 tensor; its length is the number of bytes sent.
 
     Args:
-        count: elements of the tensor.
-        spans: the parameters in it, ascending and without gaps; empty if it is one vector.
+        count: number of elements of the tensor.
+        spans: the parameters in the tensor, ascending and without gaps; empty for a single vector.
 
     Attributes:
-        faithful: one message has a small relative error. With other compressors only the sum of several messages is
-            close to the sum of the tensors, by error feedback.
+        faithful: a single message has a small relative error. With other compressors only the sum of several messages
+            approximates the sum of the tensors, by error feedback.
         feeds_back: error feedback is on by default.
-        combines: ranks combine their messages by the mean, or by a majority vote for each element. A vote needs the
-            messages of all ranks at once, which servers do not have.
-        remembers: the attributes that a message changes: tensors, numbers, None.
-        along: those of them that have an element for each of the tensor's, or are None.
-        stream: seeds random rounding, so that each rank draws its own numbers.
+        combines: how ranks combine messages: by the mean, or by a majority vote per element. A vote needs the messages
+            of all ranks at the same time, which servers do not have.
+        remembers: names of the attributes that are state (tensors, numbers, None); checkpoints save them.
+        elementwise: names in `remembers` of tensors with one element per element of the encoded tensor, or None.
+        stream: seed of random rounding, different on each rank and for each tensor.
     """
 
     class Config(Settings):
@@ -68,13 +67,13 @@ class Compressor(abc.ABC):
             """Raise ValueError if error feedback may diverge, because an error may be larger than its tensor."""
 
         def check_without_feedback(self) -> None:
-            """Raise ValueError if an option says what becomes of an error that is forgotten."""
+            """Raise ValueError if an option needs error feedback."""
 
     faithful: ClassVar[bool] = False
     feeds_back: ClassVar[bool] = True
     combines: ClassVar[Literal["mean", "majority"]] = "mean"
     remembers: ClassVar[tuple[str, ...]] = ()
-    along: ClassVar[tuple[str, ...]] = ()
+    elementwise: ClassVar[tuple[str, ...]] = ()
     stream: int = 0
 
     def __init_subclass__(cls, **options: Any):
@@ -87,10 +86,10 @@ class Compressor(abc.ABC):
 
     @abc.abstractmethod
     def encode_residual_(self, tensor: Tensor) -> Tensor:
-        """Encode `tensor` and leave the error there: tensor − decoded message.
+        """Encode `tensor`, and overwrite it with the error: tensor − decoded message.
 
         Args:
-            tensor: shape (count,). Overwritten by the error.
+            tensor: shape (count,). Overwritten with the error.
 
         Returns:
             The message: flat, uint8, of any length.
@@ -101,24 +100,24 @@ class Compressor(abc.ABC):
         """Decode a message and add `weight` times the result to `out`.
 
         Args:
-            message: of a compressor with the same options, count and spans.
+            message: encoded by a compressor with the same options, count and spans.
             out: shape (count,), float32 or float64, on the CPU.
         """
 
     def accumulate(self, residual: Tensor, tensor: Tensor) -> None:
-        """Add `tensor` to the residual, the sum of all that has not been sent yet; both have shape (count,)."""
+        """Add `tensor` to the residual, the sum of the errors so far; both have shape (count,)."""
         residual.add_(tensor)
 
     def encode_sum_(self, residual: Tensor, tensor: Tensor) -> Tensor:
-        """Add `tensor` to the residual, encode the sum, and leave the error in `residual`.
+        """Add `tensor` to the residual, encode the sum, and overwrite `residual` with the error.
 
-        A compressor that works piece by piece may add each piece just before it encodes it, while it is in the cache.
+        A compressor that works in chunks may override it, to add each chunk just before encoding, while it is in cache.
         """
         self.accumulate(residual, tensor)
         return self.encode_residual_(residual)
 
     def encode(self, tensor: Tensor) -> Tensor:
-        """Encode `tensor`, which is not changed."""
+        """Encode a copy of `tensor`; return the message."""
         return self.encode_residual_(tensor.clone())
 
     def decode(self, message: Tensor, out: Tensor) -> None:
@@ -126,9 +125,9 @@ class Compressor(abc.ABC):
         self.add(message, out.zero_())
 
     def count_sent(self, message: Tensor, counts: Tensor) -> None:
-        """Add 1 for each element that a message gives: for all, unless the compressor chooses some.
+        """Add 1 to the count of each element whose value a message contains; by default to all.
 
-        Then it gives the elements in it, and those that it shows to be 0.
+        A sparse compressor overrides it: a message contains the chosen elements, and the elements known to be 0.
 
         Args:
             counts: shape (count,), float32 or float64, on the CPU.
@@ -137,12 +136,12 @@ class Compressor(abc.ABC):
 
     @final
     def state_dict(self) -> dict[str, Any]:
-        """Return what the compressor remembers, for a checkpoint."""
+        """Return the attributes in `remembers`, for a checkpoint."""
         return {name: getattr(self, name) for name in self.remembers}
 
     @final
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict()` returned, but for tensors of another shape, which are of other parameters."""
+        """Restore the result of `state_dict()`, except tensors of another shape, from other parameters."""
         for name in self.remembers:
             pair = getattr(self, name), state[name]
             if len({value.shape for value in pair if isinstance(value, Tensor)}) < 2:
@@ -150,41 +149,41 @@ class Compressor(abc.ABC):
 
 
 class Linear(Compressor):
-    """A compressor whose messages an all-reduce can sum, because it encodes linearly."""
+    """A compressor with a linear code, so that an all-reduce can sum its messages."""
 
     @abc.abstractmethod
     def reduce(self, tensor: Tensor, out: Tensor, ranks: int, allreduce: Callable[[Tensor], None]) -> None:
-        """Collective. Sum the decoded messages of all ranks, with the same bits on each.
+        """Collective. Sum the decoded messages of all ranks; the result is bitwise equal on all ranks.
 
         Args:
-            tensor: shape (count,). Overwritten by the error of its message.
-            out: shape (count,), overwritten by the sum. Must not be `tensor`.
-            allreduce: replaces a flat tensor by its sum over the ranks.
+            tensor: shape (count,). Overwritten with the error of its message.
+            out: shape (count,), overwritten with the sum. Must not be `tensor`.
+            allreduce: replaces a flat tensor by its sum over the ranks, in place.
         """
 
 
 class Recoded(Compressor):
-    """A compressor of single elements, whose sums are encoded again: each rank sums one piece of the tensor for all.
+    """A compressor that encodes elements independently, for a reduce-scatter and all-gather with recoded sums.
 
-    `encode_residual_` and `add` accept any piece of the tensor. Sums have full precision; the error of an encoded sum
-    stays on the rank that encoded it. See `recode` in `compress/coding/reduction.py`.
+    Each rank sums one chunk of the tensor in full precision and encodes the sum again; that error stays on this rank.
+    `encode_residual_` and `add` accept any chunk of the tensor. See `recode` in `compress/coding/reduction.py`.
     """
 
     def share(self, tensor: Tensor, ranks: int) -> Tensor:
-        """Do as `encode_residual_`, with values so small that the sum of `ranks` messages is finite."""
+        """Encode like `encode_residual_`, with values limited so that the sum of `ranks` messages is finite."""
         return self.encode_residual_(tensor)
 
-    def start_sum(self, own: Tensor, ranks: int) -> Tensor:
-        """Start the sum over `ranks` ranks with this rank's own piece.
+    def start_sum(self, local: Tensor, ranks: int) -> Tensor:
+        """Return the first addend of the sum over `ranks` ranks: this rank's chunk.
 
         Returns:
-            The decoded message of `own` as a new tensor, with the error left in `own`; or `own` itself, in compressors
-            that do not encode it before it is summed.
+            The decoded message of `local` as a new tensor, and the error in `local`; or `local`, in compressors that
+            do not encode it before the sum.
         """
-        total = torch.empty_like(own)
-        self.decode(self.share(own, ranks), total)
+        total = torch.empty_like(local)
+        self.decode(self.share(local, ranks), total)
         return total
 
     @abc.abstractmethod
     def combine(self, total: Tensor, ranks: int) -> Tensor:
-        """Encode a sum over `ranks` ranks, and leave the error in `total`."""
+        """Encode a sum over `ranks` ranks, and overwrite `total` with the error."""

@@ -13,8 +13,8 @@ from hpcdist.compress.fp16 import Cast
 class Bf16(Cast):
     """Round every element to bfloat16, the upper half of a float32.
 
-    Bytes for n elements: 2n. Error: at most 2⁻⁸ of each element of at least 1.2e-38 in magnitude;
-    the same for all-reduced sums, which are added in full precision and rounded once.
+    Bytes for n elements: 2n. Error: at most 2⁻⁸ of each element of at least 1.2e-38 in magnitude.
+    All-reduced sums have the same error: they are added in full precision and rounded once.
 
     Reference: Dhiraj Kalamkar and others, "A study of BFLOAT16 for deep learning training", 2019.
     """

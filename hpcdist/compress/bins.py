@@ -1,4 +1,4 @@
-"""Bins: few bits per element, each standing for the mean of the elements in its bin."""
+"""Bins: each element is sent as the number of its bin, and decoded as the mean of the bin."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hpcdist.compress.coding.centroids import decode_codes, encode_codes, quanti
 class Bins(Compressor):
     """Send each element as the mean of its bin; a parameter has B = 2^`bits` bins, around the mean of its elements.
 
-    The bins span six standard deviations, and elements beyond go to the outer ones. The mean of a parameter is kept.
-    One of no more than B elements is sent as it is.
+    The bins span six standard deviations; elements outside go to the outer bins. A parameter keeps its mean. A
+    parameter of at most B elements is sent exactly, in float32.
 
     Bytes for n elements in t parameters: at most bits·n/8 + 4B(t + 1) + 4, less by the entropy of the bins, which is
     about 1.5 of 2 bits where elements are normally distributed. Error: at most half a bin's width, 3σ/B, or as far as
     an element lies beyond the outer bins.
 
     Reference: Amir Sarfi, Benjamin Thérien, Joel Lidin, Eugene Belilovsky, "Communication efficient LLM pre-training
-    with SparseLoCo", 2025, whose published code has this quantiser; that bins are entropy-coded is ours.
+    with SparseLoCo", 2025: the quantiser of its published code. Entropy coding of the bins is our addition.
     """
 
     class Config(Compressor.Config):
@@ -40,8 +40,8 @@ class Bins(Compressor):
         codes, means = np.empty(self.count, np.int32), np.empty((len(self.spans), bins), np.float32)
         for span, of_span in zip(self.spans, means, strict=True):
             part = values[span.start : span.stop]
-            codes[span.start : span.stop], of_span[:] = found, centres = quantise(part, bins)
-            part -= centres.astype(part.dtype)[found]
+            codes[span.start : span.stop], of_span[:] = assigned, centres = quantise(part, bins)
+            part -= centres.astype(part.dtype)[assigned]
         return torch.from_numpy(np.concatenate([means.reshape(-1).view(np.uint8), encode_codes(codes, bins)]))
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:

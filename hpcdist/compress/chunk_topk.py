@@ -1,4 +1,4 @@
-"""Top-k of each chunk: in every block of a matrix the largest elements are sent, the others wait and fade."""
+"""Top-k of each chunk: send the largest elements of every block of a matrix; error feedback keeps the others."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _BINS = 4  # of 2bit
 
 @final
 class ChunkTopk(Compressor):
-    """Send of each chunk the part `ratio` of its elements that are largest in magnitude, at least one; or `keep`.
+    """Send the largest elements of each chunk, by magnitude: the part `ratio` of its elements, at least one, or `keep`.
 
-    The chunks of a matrix are blocks of at most `side` × `side` elements, whose sides are the largest divisors of the
-    matrix's own; those of a vector have at most `side` elements; other parameters are matrices whose rows are the first
-    axis. So no layer goes without, as it may with `topk`. With `values` = 2bit the elements chosen of a parameter are
-    sent as the means of four bins, see `bins`. What is not sent is multiplied by `decay` at the next message: with
-    `decay` = 0.95 an element that grows by the same amount at each message reaches 20 times that and no more, so less
-    than a twentieth of the least element that is sent is never sent.
+    The chunks of a matrix are blocks of at most `side` × `side` elements; the sides of a block are the largest divisors
+    of the matrix's sides. Chunks of a vector have at most `side` elements. Other parameters are matrices whose rows are
+    the first axis. So every layer sends elements, unlike `topk`. With `values` = 2bit the chosen elements of a
+    parameter are sent as the means of four bins, see `bins`. The residual is multiplied by `decay` before each message:
+    with `decay` = 0.95, an element that grows by δ per message reaches at most 20δ, and is never sent if that is less
+    than the smallest element sent.
 
     Bytes for k elements chosen of n in t parameters: 4 + k(v + H/8) where v is 2, 4 or 8 by `values` and H, the
     entropy of a gap in bits, about log₂(n/k) + 1.44; with 2bit v is at most 1/4, and 16(t + 1) + 4 bytes are added.
     Error: ‖x − message‖² ≤ (1 − `ratio`)‖x‖² up to the rounding of values.
 
     Reference: Amir Sarfi, Benjamin Thérien, Joel Lidin, Eugene Belilovsky, "Communication efficient LLM pre-training
-    with SparseLoCo", 2025; chunks and quantiser as in its published code, entropy coding is ours.
+    with SparseLoCo", 2025; chunks and quantiser as in its published code; entropy coding is our addition.
     """
 
     class Config(Compressor.Config):
@@ -44,19 +44,19 @@ class ChunkTopk(Compressor):
 
         ratio: float = Field(1 / 64, gt=0, le=1, description="part of the elements of a chunk to send")
         keep: int | None = Field(
-            None, ge=1, description="elements of each chunk to send, all of a smaller one; none: the part ratio"
+            None, ge=1, description="elements of each chunk to send, all of a smaller chunk; none: the part ratio"
         )
-        side: int = Field(64, ge=1, description="most rows and most columns of a chunk; most elements of a vector's")
+        side: int = Field(64, ge=1, description="largest number of rows and of columns of a chunk, or of its elements")
         values: Literal["fp16", "fp32", "fp64", "2bit"] = Field("fp32", description="type in which values are sent")
         decay: float = Field(
-            1.0, ge=0, le=1, description="factor of what was not sent, at each message; needs error_feedback"
+            1.0, ge=0, le=1, description="factor of the residual before each message; needs error_feedback"
         )
 
         def check_without_feedback(self) -> None:
             if self.decay != 1:
                 raise ValueError(
-                    "strategy.compression.decay must be omitted where error_feedback is false, which keeps nothing of "
-                    f"what was not sent; got {self.decay}. Leave one of them out."
+                    "strategy.compression.decay must be omitted where error_feedback is false, because there is no "
+                    f"residual; got {self.decay}. Remove one of the two."
                 )
 
     config: Config
@@ -79,9 +79,9 @@ class ChunkTopk(Compressor):
             return sparse.pack(indices, self.count, sent)
         chosen = values[indices]
         codes, means = np.empty(len(indices), np.int32), np.empty((len(self.spans), _BINS), np.float32)
-        for of_span, place in zip(means, self._places(indices), strict=True):
-            codes[place], of_span[:] = found, centres = quantise(chosen[place], _BINS)
-            chosen[place] -= centres.astype(chosen.dtype)[found]
+        for of_span, chosen_slice in zip(means, self._parameter_slices(indices), strict=True):
+            codes[chosen_slice], of_span[:] = assigned, centres = quantise(chosen[chosen_slice], _BINS)
+            chosen[chosen_slice] -= centres.astype(chosen.dtype)[assigned]
         values[indices] = chosen
         coded = encode_codes(codes, _BINS)
         return sparse.pack(indices, self.count, np.array([len(coded)], np.uint32), coded, means.reshape(-1))
@@ -96,8 +96,8 @@ class ChunkTopk(Compressor):
             return
         _, coded, means = payload
         codes, sent = decode_codes(coded, _BINS), np.empty(len(indices), values.dtype)
-        for of_span, place in zip(means.reshape(-1, _BINS), self._places(indices), strict=True):
-            sent[place] = of_span[codes[place]]
+        for of_span, chosen_slice in zip(means.reshape(-1, _BINS), self._parameter_slices(indices), strict=True):
+            sent[chosen_slice] = of_span[codes[chosen_slice]]
         values[indices] += sent * weight
 
     def _unpack(self, message: Tensor) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -111,10 +111,10 @@ class ChunkTopk(Compressor):
     def count_sent(self, message: Tensor, counts: Tensor) -> None:
         indices, _ = self._unpack(message)
         counts.numpy()[indices] += 1
-        for span, place in zip(self.spans, self._places(indices), strict=True):
+        for span, chosen_slice in zip(self.spans, self._parameter_slices(indices), strict=True):
             if span.stop > span.start:
-                # Zeros are not sent: if there is room for more elements of a chunk, all its others are 0.
-                blocks, inside = Blocks.of(span, self.config.side), indices[place] - span.start
+                # Zeros are not sent: if a chunk has room for more elements, all its other elements are 0.
+                blocks, inside = Blocks.of(span, self.config.side), indices[chosen_slice] - span.start
                 has_room = blocks.counts(inside) < _chosen(blocks, self.config)
                 if has_room.any():
                     all_zero = torch.ones(span.stop - span.start)
@@ -122,19 +122,19 @@ class ChunkTopk(Compressor):
                     of_block = blocks.view(counts[span.start : span.stop])
                     of_block += blocks.view(all_zero) * torch.from_numpy(has_room)[:, None, :, None]
 
-    def _places(self, indices: np.ndarray) -> list[slice]:
-        """Return for each parameter where its indices stand among ascending ones."""
+    def _parameter_slices(self, indices: np.ndarray) -> list[slice]:
+        """Return the slice of ascending indices that belongs to each parameter."""
         cuts = [0, *np.searchsorted(indices, self._starts).tolist(), len(indices)]
         return [slice(*pair) for pair in itertools.pairwise(cuts)]
 
 
 def _chosen(blocks: Blocks, config: ChunkTopk.Config) -> int:
-    """Return how many elements of each block a message has room for."""
+    """Return the number of elements of each block in a message."""
     return max(1, round(config.ratio * blocks.height * blocks.width)) if config.keep is None else config.keep
 
 
 def _largest(tensor: Tensor, span: Span, config: ChunkTopk.Config) -> np.ndarray:
-    """Find the largest elements of each of a parameter's chunks, no zeros; their indices in `tensor`, ascending."""
+    """Return the ascending indices in `tensor` of the largest elements of each chunk of a parameter, without zeros."""
     size = span.stop - span.start
     if not size:
         return np.empty(0, np.int64)

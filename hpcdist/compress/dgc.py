@@ -19,21 +19,21 @@ _FIRST_RATIO = 0.25  # of the warm-up, as in the paper
 
 @final
 class Dgc(Largest):
-    """Accumulate velocities and send the largest of their sums: u ← m·u + g, v ← v + u, top-k of v.
+    """Accumulate gradients g with momentum m, and send the largest sums: u ← m·u + g, v ← v + u, top-k of v.
 
-    With `nesterov` v ← v + g + m·u. When an element is sent, its v becomes 0 (except the rounding error) and so does
-    its u (momentum factor masking), so that late gradients have no momentum; `masking = false` keeps u. Because the
-    momentum is here, use a local optimiser without momentum, such as plain SGD.
+    With `nesterov` v ← v + g + m·u. When an element is sent, its v becomes 0 (except the rounding error) and its u too
+    (momentum factor masking), so that delayed gradients have no momentum; `masking = false` keeps u. The compressor
+    applies momentum: use a local optimiser without momentum, such as plain SGD.
 
-    Uncompressed steps, such as the first `warmup_steps`, keep u, because no gradient is late: they are steps of SGD
-    with momentum (equation 1 of the paper).
+    Uncompressed steps, such as the first `warmup_steps`, keep u, because no gradient is delayed: they equal SGD with
+    momentum (equation 1 of the paper).
 
     Bytes: 4 + k(v + H/8), as in top-k; in the first `ramp_steps` compressed steps k falls exponentially from a quarter
-    of the elements. Memory: one more tensor than top-k. Error: that of top-k for v; Σ messages + v = Σ u.
+    of the elements. Memory: one more tensor than top-k. Error: as top-k of v; Σ messages + v = Σ u.
 
     Reference: Yujun Lin, Song Han, Huizi Mao, Yu Wang, William Dally, "Deep gradient compression: reducing the
-    communication bandwidth for distributed training", 2018, algorithm 4 and section 3; Nesterov's form is the authors'
-    code's.
+    communication bandwidth for distributed training", 2018, algorithm 4 and section 3; Nesterov's form is from the
+    authors' code.
     """
 
     class Config(Largest.Config):
@@ -43,18 +43,18 @@ class Dgc(Largest):
         momentum: float = Field(0.9, ge=0, lt=1, description="momentum: factor of a velocity from step to step")
         nesterov: bool = Field(False, description="Nesterov's momentum: velocities are added one step ahead")
         masking: bool = Field(True, description="set velocities of sent elements to 0 (momentum factor masking)")
-        ramp_steps: int = Field(0, ge=0, description="steps in which the ratio falls from 0.25, or stays if larger")
+        ramp_steps: int = Field(0, ge=0, description="steps in which the ratio falls from 0.25; a larger ratio stays")
         clip_norm: float | None = Field(  # the paper has 1/√p of the whole gradient's
             None, gt=0, allow_inf_nan=True, description="largest norm of a rank's gradient, or of its part for a server"
         )
 
     config: Config
     remembers = ("drawn", "steps", "velocity")
-    along = ("velocity",)
+    elementwise = ("velocity",)
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
-        self.velocity: Tensor | None = None  # made by the first gradient, with its dtype
+        self.velocity: Tensor | None = None  # created by the first gradient, with its dtype
         self.steps = 0
 
     def accumulate(self, residual: Tensor, tensor: Tensor) -> None:
@@ -66,7 +66,7 @@ class Dgc(Largest):
             residual.add_(velocity)
 
     def _scale(self, gradient: Tensor) -> float:
-        """Return the factor that clips a gradient."""
+        """Return the factor that clips a gradient to `clip_norm`."""
         if self.config.clip_norm is None:
             return 1.0
         size = mean(gradient, 2)  # the norm itself might not be finite

@@ -19,14 +19,14 @@ _SIGN, _FRACTIONS = 8, [0.0, *(2.0 ** (code - 7) for code in range(1, 8))]  # of
 class E3m0(Compressor):
     """Round each element to the nearest of 0 and ± s·2⁻⁶ ... ± s/2, ± s, where s is the tensor's largest magnitude.
 
-    A number of one sign bit, three bits of exponent and no mantissa. Halfway between two, it is the one further from
-    zero. There is no error feedback unless it is asked for.
+    The type has one sign bit, three exponent bits and no mantissa. Halfway between two values, the one further from
+    zero is used. Error feedback is off by default.
 
     Bytes for n elements: ⌈n/2⌉ + 4. Error: none for the largest element; at most a third of an element of s/64 or more;
-    elements below s/128 become 0, so they need error feedback, or a tensor whose parts are of one size.
+    elements below s/128 become 0: use error feedback, or send tensors of similar magnitude separately.
 
     Reference: Arthur Douillard et al., "Streaming DiLoCo with overlapping communication: towards a distributed free
-    lunch", 2025, which sends four bits per element; that these have a common scale, and which, is our choice.
+    lunch", 2025, which sends four bits per element; the common scale of a tensor is our choice.
     """
 
     faithful = False
@@ -56,7 +56,7 @@ def _values(scale: np.float32, dtype: np.dtype) -> np.ndarray:
 
 
 def _pairs(values: np.ndarray) -> np.ndarray:
-    """Return the values of each byte's two codes, the low one first, shape (256, 2)."""
+    """Return the values of each byte's two codes, low bits first, shape (256, 2)."""
     return np.stack([np.tile(values, 16), np.repeat(values, 16)], axis=1)
 
 
@@ -67,21 +67,21 @@ def _pack(values: np.ndarray, table: np.ndarray, packed: np.ndarray) -> None:
         table: the value of each code.
         packed: uint8. Overwritten.
     """
-    # The least magnitude that is rounded to each code: halfway, 3/4 of the next one, but 1/2 of the first.
+    # The smallest magnitude that rounds to each code: halfway, 3/4 of the code's value, but 1/2 for the first code.
     bounds = table[1:_SIGN] * np.array([0.5, *[0.75] * 6], table.dtype)
     count = min(CACHED, len(values))
     magnitudes, reached = np.empty(count, values.dtype), np.empty(count, bool)
     codes = np.zeros(count + count % 2, np.uint8)
     for chunk in slices(len(values)):
-        part, own = values[chunk], codes[: chunk.stop - chunk.start]
-        above, far = magnitudes[: len(own)], reached[: len(own)]
-        np.abs(part, out=above)
-        np.less(part, 0, out=far)
-        np.left_shift(far.view(np.uint8), _SIGN.bit_length() - 1, out=own)
-        for bound in bounds:  # sooner done than a search in each element's turn
-            np.greater_equal(above, bound, out=far)
-            own += far.view(np.uint8)
-        if len(own) % 2:
-            codes[len(own)] = 0
-        pairs = codes[: len(own) + len(own) % 2].view("<u2")
+        part, part_codes = values[chunk], codes[: chunk.stop - chunk.start]
+        magnitude, mask = magnitudes[: len(part_codes)], reached[: len(part_codes)]
+        np.abs(part, out=magnitude)
+        np.less(part, 0, out=mask)
+        np.left_shift(mask.view(np.uint8), _SIGN.bit_length() - 1, out=part_codes)
+        for bound in bounds:  # faster than a search per element
+            np.greater_equal(magnitude, bound, out=mask)
+            part_codes += mask.view(np.uint8)
+        if len(part_codes) % 2:
+            codes[len(part_codes)] = 0
+        pairs = codes[: len(part_codes) + len(part_codes) % 2].view("<u2")
         packed[chunk.start // 2 : -(-chunk.stop // 2)] = pairs | pairs >> 4

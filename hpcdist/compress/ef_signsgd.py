@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.compress.base import Compressor, Span
-from hpcdist.compress.coding.elements import MOST_SCALE, add_signs, mean, views
+from hpcdist.compress.coding.elements import MAX_SCALE, add_signs, mean, views
 
 
 @final
@@ -40,11 +40,11 @@ class EfSignSgd(Compressor):
     def encode_residual_(self, tensor: Tensor) -> Tensor:
         message = np.empty(4 * len(self._parts) + self._bytes, np.uint8)
         scales, bits = views(message, len(self._parts))
-        for place, (elements, packed) in enumerate(self._parts):
+        for index, (elements, packed) in enumerate(self._parts):
             values = tensor.numpy()[elements]
-            scales[place] = min(mean(tensor[elements]), MOST_SCALE)
+            scales[index] = min(mean(tensor[elements]), MAX_SCALE)
             bits[packed] = np.packbits(values > 0)
-            add_signs(bits[packed], values, -float(scales[place]))
+            add_signs(bits[packed], values, -float(scales[index]))
         return torch.from_numpy(message)
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:

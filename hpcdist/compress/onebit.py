@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hpcdist.comm.chunks import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
-from hpcdist.compress.coding.elements import BITS, MOST_SCALE, add_by_bit, views
+from hpcdist.compress.coding.elements import BITS, MAX_SCALE, add_by_bit, views
 
 
 class _Part(NamedTuple):
-    """A parameter as a matrix: its elements, and the places of its means and its bits in a message."""
+    """A parameter as a matrix: its elements in the tensor, and the slices of its means and bits in a message."""
 
     elements: slice
     rows: int
@@ -25,7 +25,7 @@ class _Part(NamedTuple):
     bits: slice
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
-        """Cut the matrix into pieces of whole bytes; yield the rows and the elements of each."""
+        """Yield the rows and elements of blocks of the matrix; a block's bits fill whole bytes."""
         if self.rows == 1:
             return ((slice(0, 1), elements) for elements in slices(self.columns))
         chunks = slices(self.rows, max(8, CACHED // self.columns // 8 * 8))
@@ -77,7 +77,7 @@ class OneBit(Compressor):
             self._add(part, out.numpy()[part.elements], means[:, part.means], bits[part.bits], weight)
 
     def _open(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of a message: means of shape (2, number), those of positive elements last; and the bits."""
+        """Return views of a message: the means, shape (2, number), of positive elements last; and the bits."""
         means, bits = views(message, 2 * self._means)
         return means.reshape(2, -1), bits
 
@@ -90,7 +90,7 @@ class OneBit(Compressor):
             if scale != 1.0:
                 sums, _ = _sums(part, values, bits, scale)
             means = sums / np.maximum([part.columns - number, number], 1) / scale
-        return np.clip(means, -MOST_SCALE, MOST_SCALE)
+        return np.clip(means, -MAX_SCALE, MAX_SCALE)
 
     @staticmethod
     def _add(part: _Part, out: np.ndarray, means: np.ndarray, bits: np.ndarray, weight: float) -> None:
@@ -115,24 +115,24 @@ class OneBit(Compressor):
 
 
 def _sums(part: _Part, values: Tensor, bits: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Write the bits of one parameter; sum its elements by row, and count the positive ones.
+    """Write the bits of one parameter; sum its elements by row, and count the positive elements.
 
     Returns:
-        The sums times `scale`, shape (2, rows): first of the elements that are not positive, then of the positive ones,
-        so that a large sum can't swallow a small one. And the counts, shape (rows,).
+        The sums times `scale`, shape (2, rows): of elements that are not positive, and of positive elements, apart, so
+        that a large sum can't swallow a small one; and the counts of positive elements, shape (rows,).
     """
     sums, number = np.zeros((2, part.rows)), np.zeros(part.rows)
-    most = max(elements.stop - elements.start for _, elements in part.blocks())
-    work = values.new_empty(most)  # once: the pages of fresh memory cost as much as a sum
+    longest = max(elements.stop - elements.start for _, elements in part.blocks())
+    work = values.new_empty(longest)  # allocated once: page faults of new memory cost as much as a sum
     for rows, elements in part.blocks():
         block = values[elements].view(rows.stop - rows.start, -1)
-        kept = work[: block.numel()].view_as(block)
+        positives = work[: block.numel()].view_as(block)
         positive = block.numpy() > 0
         bits[elements.start // 8 : -(-elements.stop // 8)] = np.packbits(positive)
         number[rows] += np.count_nonzero(positive) if part.rows == 1 else np.count_nonzero(positive, axis=1)
         if scale != 1.0:
             block = block * scale
-        torch.clamp(block, min=0, out=kept)  # NumPy's maximum takes four times as long
-        sums[1, rows] += kept.numpy().sum(axis=1)
-        sums[0, rows] += torch.sub(block, kept, out=kept).numpy().sum(axis=1)
+        torch.clamp(block, min=0, out=positives)  # NumPy's maximum takes four times as long
+        sums[1, rows] += positives.numpy().sum(axis=1)
+        sums[0, rows] += torch.sub(block, positives, out=positives).numpy().sum(axis=1)
     return sums, number

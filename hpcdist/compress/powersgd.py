@@ -16,7 +16,7 @@ from hpcdist.compress.base import Linear, Span
 
 
 class _Matrix(NamedTuple):
-    """The place of a matrix in the tensor, and those of its factors P and Q in the first and the second message."""
+    """A matrix: its elements in the tensor, and the slices of its factors P and Q in the first and second message."""
 
     elements: slice
     rows: int
@@ -30,13 +30,14 @@ class PowerSgd(Linear):
     """Send two thin factors of each matrix M: P̂ = orthogonalised MQ, then MᵀP̂, the Q of the next step.
 
     A parameter of several dimensions is a matrix of its first dimension by the others. Vectors, and matrices whose
-    factors would not have fewer elements, are sent whole. An all-reduce sums P and Q over the ranks, so that P̂ is that
-    of the summed matrix, and each rank keeps its own error M − P̂P̂ᵀM: two all-reduces for all parameters.
+    factors would not have fewer elements, are sent uncompressed. An all-reduce sums P and Q over the ranks, so that P̂
+    belongs to the summed matrix; each rank keeps its error M − P̂P̂ᵀM. Two all-reduces serve all parameters.
 
-    Bytes in float32: 4r(rows + columns) for each matrix, 4n for n elements sent whole. Error: 0 if the rank of the
+    Bytes in float32: 4r(rows + columns) for each matrix, 4n for n uncompressed elements. Error: 0 if the rank of the
     summed matrix is at most r. Otherwise it is at least the error of the best approximation of rank r, and close to it
-    if matrices change slowly from step to step; it is always less than M, because P̂P̂ᵀM is a projection. Elements
-    above 8.5e37/(ranks · max(rows, columns)) in float32 are cut there, so that products can't overflow; the rest waits.
+    if matrices change slowly between steps; it is always less than M, because P̂P̂ᵀM is a projection. Elements above
+    8.5e37/(ranks · max(rows, columns)) in float32 are clipped, so that products can't overflow; the excess stays in the
+    residual.
 
     Reference: Thijs Vogels, Sai Praneeth Karimireddy, Martin Jaggi, "PowerSGD: practical low-rank gradient compression
     for distributed optimization", 2019; algorithm 1.
@@ -53,7 +54,7 @@ class PowerSgd(Linear):
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
         self._matrices: list[_Matrix] = []
-        self._whole: list[tuple[slice, slice]] = []  # in the tensor, and in what is sent first
+        self._whole: list[tuple[slice, slice]] = []  # uncompressed elements, and their slice of the first message
         first = second = 0
         for span in self.spans:
             elements, size = slice(span.start, span.stop), span.stop - span.start
@@ -67,7 +68,7 @@ class PowerSgd(Linear):
                 self._whole.append((elements, slice(first, first + size)))
                 first += size
         self._first, self._second = first, second
-        # Any start that is the same on all ranks and machines will do, such as uniform numbers.
+        # Any start that is equal on all ranks and machines will do, such as uniform numbers.
         self.start = torch.from_numpy(np.random.Generator(np.random.SFC64(0)).random(second) - 0.5)
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
@@ -86,8 +87,8 @@ class PowerSgd(Linear):
         """Collective. Compute the factors P̂ and Q of all matrices, summed; leave the error in `tensor`."""
         start = self.start.to(tensor.dtype)
         first, second = tensor.new_empty(self._first), tensor.new_empty(self._second)
-        for elements, place in self._whole:
-            first[place] = tensor[elements]
+        for elements, part in self._whole:
+            first[part] = tensor[elements]
             tensor[elements] = 0
         excess = [self._cut_off(self._matrix(tensor, m), ranks) for m in self._matrices]
         for m in self._matrices:
@@ -100,36 +101,36 @@ class PowerSgd(Linear):
             matrix.addmm_(left.T, right, alpha=-1)
         for m, beyond in zip(self._matrices, excess, strict=True):
             if beyond is not None:
-                most = torch.finfo(tensor.dtype).max
-                self._matrix(tensor, m).add_(beyond).clamp_(-most, most)
+                limit = torch.finfo(tensor.dtype).max
+                self._matrix(tensor, m).add_(beyond).clamp_(-limit, limit)
         allreduce(second)
         for m in self._matrices:
             largest = second[m.right].abs().max()
             if largest > 0:  # a matrix of zeros has no directions
-                # Only directions matter, and sizes might grow without bound.
+                # Only directions matter; norms might grow without bound.
                 self.start[m.right] = second[m.right] / largest
         return first, second
 
     @staticmethod
     def _cut_off(matrix: Tensor, ranks: int) -> Tensor | None:
-        """Cut a matrix's elements so that no product overflows; return the excess, or None."""
-        most = torch.finfo(matrix.dtype).max / (4 * ranks * max(matrix.shape))
-        if max(abs(value.item()) for value in torch.aminmax(matrix)) <= most:
+        """Clip a matrix's elements so that no product overflows; return the excess, or None."""
+        limit = torch.finfo(matrix.dtype).max / (4 * ranks * max(matrix.shape))
+        if max(abs(value.item()) for value in torch.aminmax(matrix)) <= limit:
             return None
-        cut = matrix.clamp(-most, most)
+        cut = matrix.clamp(-limit, limit)
         beyond = matrix - cut
         matrix.copy_(cut)
         return beyond
 
     def _expand(self, first: Tensor, second: Tensor, out: Tensor, weight: float) -> None:
         """Add `weight` times the products of the factors to `out`."""
-        for elements, place in self._whole:
-            out[elements].add_(first[place], alpha=weight)
+        for elements, part in self._whole:
+            out[elements].add_(first[part], alpha=weight)
         for m in self._matrices:
             add_product(self._matrix(out, m), weight * self._thin(first, m.left), self._thin(second, m.right))
 
     def _thin(self, flat: Tensor, place: slice) -> Tensor:
-        """View a factor, transposed: r rows are faster than r columns."""
+        """View a factor transposed, as r rows, which are faster than r columns."""
         return flat[place].view(self.config.rank, -1)
 
     @staticmethod
@@ -137,8 +138,8 @@ class PowerSgd(Linear):
         return flat[m.elements].view(m.rows, m.columns)
 
 
-# All ranks must get the same bits from the same sums, on any processor, and the order in which a BLAS adds is the
-# processor's own. So a basis is summed in NumPy's order, and products are those that float64 holds exactly.
+# All ranks must get the same bits from the same sums, on any processor, but the order in which a BLAS adds depends on
+# the processor. So a basis is summed in NumPy's order, and products are exact in float64.
 def orthogonalised(rows: Tensor) -> Tensor:
     """Compute an orthonormal basis of a matrix's rows, float64; other directions replace dependent rows.
 
@@ -149,17 +150,17 @@ def orthogonalised(rows: Tensor) -> Tensor:
     """
     basis = rows.numpy().astype(np.float64)
     unit = 0
-    for place, vector in enumerate(basis):
+    for index, vector in enumerate(basis):
         vector /= max(np.abs(vector).max(), np.finfo(np.float64).tiny)  # squares must not overflow
         before = _norm(vector)
-        _reject(vector, basis[:place])
-        while not _norm(vector) > 1e-12 * before:  # only rounding errors are left: take another direction
+        _reject(vector, basis[:index])
+        while not _norm(vector) > 1e-12 * before:  # only rounding errors remain: use another direction
             vector[:] = 0
             vector[unit], before = 1, 1
             unit += 1
-            _reject(vector, basis[:place])
+            _reject(vector, basis[:index])
         vector /= _norm(vector)
-        _reject(vector, basis[:place])
+        _reject(vector, basis[:index])
         vector /= _norm(vector)
     return torch.from_numpy(basis)
 
@@ -176,8 +177,8 @@ def _reject(vector: np.ndarray, basis: np.ndarray) -> None:
 def add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
     """Add leftᵀ · right to a matrix, with the same bits on every processor.
 
-    Each factor is cut into parts of so few bits that float64 holds every sum of their products exactly, in any order.
-    The error is that of rounding the factors to 22 bits or more, in float64 to 44 or more.
+    Each factor is split into parts with few bits, so that sums of their products are exact in float64, in any order.
+    The error equals rounding the factors to at least 22 bits, or 44 bits in float64.
 
     Args:
         left, right: shapes (r, rows) and (r, columns), on the host.
@@ -188,19 +189,19 @@ def add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
     bits, count = (53 - len(left).bit_length()) // 2, 2 if out.dtype == torch.float64 else 1
     lefts, rights = _parts(left, bits, count), _parts(right, bits, count)
     for chunk in slices(len(out), max(1, CACHED // out.shape[1])):
-        for place, part in enumerate(lefts):
-            for other in rights[: count - place]:
+        for index, part in enumerate(lefts):
+            for other in rights[: count - index]:
                 out[chunk].add_(part[:, chunk].T @ other)
 
 
 def _parts(factor: Tensor, bits: int, count: int) -> list[Tensor]:
-    """Cut a factor into parts of `bits` bits, below the largest magnitude of each column, in float64."""
-    rest = factor.numpy().astype(np.float64)
-    exponents = np.frexp(np.abs(rest).max(axis=0))[1].clip(min=-900)  # so that no grid is 0
-    found = []
-    for place in range(1, count + 1):
-        grid = np.ldexp(1.0, exponents - place * bits)
-        part = np.rint(rest / grid) * grid
-        rest -= part
-        found.append(torch.from_numpy(part))
-    return found
+    """Split a factor into parts of `bits` bits, below the largest magnitude of each column, in float64."""
+    remainder = factor.numpy().astype(np.float64)
+    exponents = np.frexp(np.abs(remainder).max(axis=0))[1].clip(min=-900)  # so that no grid is 0
+    parts = []
+    for index in range(1, count + 1):
+        grid = np.ldexp(1.0, exponents - index * bits)
+        part = np.rint(remainder / grid) * grid
+        remainder -= part
+        parts.append(torch.from_numpy(part))
+    return parts

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from hpcdist.comm.chunks import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
-from hpcdist.compress.coding.elements import LEAST_SCALE, MOST_SCALE, views
+from hpcdist.compress.coding.elements import MAX_SCALE, MIN_SCALE, views
 
 _RANDOM_BITS = 16
-_SURE = 16  # up to so many levels rounding stays in range: it exceeds the largest level by 2s·2⁻²⁴, less than 2⁻¹⁷
+_MAX_EXACT_LEVELS = 16  # so that rounding stays in range: it exceeds the largest level by 2s·2⁻²⁴, less than 2⁻¹⁷
 
 
 @final
@@ -24,11 +24,11 @@ class Qsgd(Compressor):
     """Round each element to one of 2s + 1 multiples of its bucket's norm over s, at random and without bias.
 
     Bytes for n elements: n·b/8 with b = ⌈log₂(2s + 1)⌉ bits, and 4 for each bucket; 7 levels fill 4 bits, 3 fill 3,
-    1 fills 2. Levels are packed without entropy coding, which would take about 30 ns for each element instead of one.
+    1 fills 2. Levels are packed without entropy coding, which would take about 30 ns for each element instead of 1 ns.
 
     Error: unbiased up to 2⁻¹⁵ of a level, as each element uses 16 random bits. Its variance in a bucket v of d elements
-    is at most min(d/(4s²), √d/s)‖v‖², with either norm. (The paper's bound has d/s²; but random rounding between
-    neighbours has at most a quarter of their squared distance.) Error feedback needs a variance below ‖v‖².
+    is at most min(d/(4s²), √d/s)‖v‖², with either norm. (The paper's bound has d/s²; but the variance of random
+    rounding is at most a quarter of the squared distance of neighbours.) Error feedback needs a variance below ‖v‖².
 
     Reference: Dan Alistarh, Demjan Grubic, Jerry Li, Ryota Tomioka, Milan Vojnovic, "QSGD: communication-efficient SGD
     via gradient quantization and encoding", 2017; lemma 3.1, and the largest magnitude as norm in its section 4.
@@ -46,7 +46,7 @@ class Qsgd(Compressor):
         norm: Literal["max", "2-norm"] = Field(
             "max", description="norm of a bucket: its largest magnitude, or its 2-norm"
         )
-        seed: int = Field(0, ge=0, description="seed of the random rounding; each rank draws its own numbers")
+        seed: int = Field(0, ge=0, description="seed of the random rounding, which differs between ranks")
 
         @property
         def bound(self) -> float:
@@ -56,8 +56,8 @@ class Qsgd(Compressor):
         def check_feedback(self) -> None:
             if self.bound >= 1:
                 raise ValueError(
-                    "strategy.compression.levels must be so many that min(d/(4s²), √d/s) < 1 for s levels and buckets "
-                    f"of d elements, as error feedback would diverge; got s = {self.levels}, d = {self.bucket}. Take "
+                    "strategy.compression.levels must satisfy min(d/(4s²), √d/s) < 1 for s levels and buckets of d "
+                    f"elements, or error feedback would diverge; got s = {self.levels}, d = {self.bucket}. Set "
                     f"levels = {math.isqrt(self.bucket // 4) + 1}, smaller buckets, or error_feedback = false."
                 )
 
@@ -72,7 +72,7 @@ class Qsgd(Compressor):
         self._bucket = max(8, min(config.bucket, -(-count // 8) * 8))
         self._chunk = self._bucket * max(1, CACHED // self._bucket)
         self._buckets = -(-count // self._bucket)
-        self.taken = 0  # messages so far
+        self.taken = 0  # number of messages so far
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
         return self._encode_(tensor)
@@ -89,7 +89,7 @@ class Qsgd(Compressor):
         norms, codes = views(message, self._buckets)
         work = np.empty((2, self._chunk), values.dtype)
         for chunk in slices(self.count, self._chunk):
-            buckets, packed, size = self._places(chunk)
+            buckets, packed, size = self._slices(chunk)
             if addend is not None:
                 self.accumulate(tensor[chunk], addend[chunk])
             norms[buckets], levels = self._round(values[chunk], source, work)
@@ -101,26 +101,26 @@ class Qsgd(Compressor):
         norms, codes = views(message.numpy(), self._buckets)
         work = np.empty(self._chunk, out.numpy().dtype)
         for chunk in slices(self.count, self._chunk):
-            buckets, packed, size = self._places(chunk)
+            buckets, packed, size = self._slices(chunk)
             levels = np.empty((buckets.stop - buckets.start, self._bucket), np.uint8)
             levels.reshape(-1)[size:] = 0
             _unpack(codes[packed], self._bits, levels.reshape(-1)[:size])
             self._add_levels(out[chunk], weight, levels, norms[buckets], work)
 
-    def _places(self, chunk: slice) -> tuple[slice, slice, int]:
-        """Return the places of a piece's norms and packed levels, and its number of levels, a multiple of 8."""
+    def _slices(self, chunk: slice) -> tuple[slice, slice, int]:
+        """Return the slices of a chunk's norms and packed levels, and its number of levels, a multiple of 8."""
         size = -(-(chunk.stop - chunk.start) // 8) * 8
         first = chunk.start // 8 * self._bits
         buckets = slice(chunk.start // self._bucket, -(-chunk.stop // self._bucket))
         return buckets, slice(first, first + size // 8 * self._bits), size
 
     def _round(self, values: np.ndarray, source: np.random.SFC64, work: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Round a piece at random; return norms, shape (buckets,), and levels from 0 to 2s, (buckets, bucket).
+        """Round a chunk at random; return norms, shape (buckets,), and levels from 0 to 2s, (buckets, bucket).
 
         Args:
             work: two rows of a chunk's length, overwritten.
         """
-        size, most = -(-len(values) // self._bucket) * self._bucket, self.config.levels
+        size, levels = -(-len(values) // self._bucket) * self._bucket, self.config.levels
         if len(values) < size:  # fill up the last bucket
             work[0, : len(values)], work[0, len(values) : size] = values, 0
             values = work[0, :size]
@@ -129,19 +129,21 @@ class Qsgd(Compressor):
             norms = torch.abs(exact, out=scaled).amax(dim=1)
         else:
             norms = torch.linalg.vector_norm(exact, dim=1, dtype=torch.float64)  # no square overflows
-        norms = np.minimum(norms.numpy(), MOST_SCALE).astype(np.float32)
-        up = np.where(norms < LEAST_SCALE, 0, most / np.maximum(norms, LEAST_SCALE)).astype(values.dtype)
+        norms = np.minimum(norms.numpy(), MAX_SCALE).astype(np.float32)
+        up = np.where(norms < MIN_SCALE, 0, levels / np.maximum(norms, MIN_SCALE)).astype(values.dtype)
         # Adding a uniform number and rounding down rounds up as often as the fraction says.
         np.copyto(work[1, :size], source.random_raw(-(-size // 4)).view(np.uint16)[:size])
-        least = torch.tensor(most + 2.0 ** -(_RANDOM_BITS + 1), dtype=scaled.dtype)
-        torch.add(least, scaled, alpha=2.0**-_RANDOM_BITS, out=scaled)
+        offset = torch.tensor(levels + 2.0 ** -(_RANDOM_BITS + 1), dtype=scaled.dtype)
+        torch.add(offset, scaled, alpha=2.0**-_RANDOM_BITS, out=scaled)
         scaled.addcmul_(exact, torch.from_numpy(up)[:, None])
-        if most > _SURE or values.itemsize > 4:  # rounding of `up`, or a norm beyond float32, may exceed the range
-            scaled.clamp_(0, 2 * most + 0.5)
+        if (
+            levels > _MAX_EXACT_LEVELS or values.itemsize > 4
+        ):  # rounding of `up`, or a norm beyond float32, may exceed the range
+            scaled.clamp_(0, 2 * levels + 0.5)
         return norms, scaled.numpy().astype(np.uint8)
 
     def _add_levels(self, out: Tensor, weight: float, levels: np.ndarray, norms: np.ndarray, work: np.ndarray) -> None:
-        """Add `weight` times the values of levels from 0 to 2s, which are overwritten, to a piece of a tensor.
+        """Add `weight` times the values of levels from 0 to 2s, which are overwritten, to a chunk of a tensor.
 
         Args:
             work: as many elements as levels, overwritten.
@@ -150,12 +152,14 @@ class Qsgd(Compressor):
         steps = work[: levels.size].reshape(levels.shape)
         np.copyto(steps, levels.view(np.int8))
         scale = weight * norms.astype(work.dtype) / self.config.levels
-        columns, whole = torch.from_numpy(scale)[:, None], len(out) // self._bucket
-        full = out[: whole * self._bucket].view(whole, self._bucket)
-        full.addcmul_(torch.from_numpy(steps[:whole]), columns[:whole])  # NumPy takes twice as long over a column
-        rest = out[whole * self._bucket :]
-        if len(rest):
-            rest += torch.from_numpy(steps[-1, : len(rest)]) * columns[-1]
+        columns, full_buckets = torch.from_numpy(scale)[:, None], len(out) // self._bucket
+        full = out[: full_buckets * self._bucket].view(full_buckets, self._bucket)
+        full.addcmul_(
+            torch.from_numpy(steps[:full_buckets]), columns[:full_buckets]
+        )  # NumPy takes twice as long over a column
+        remainder = out[full_buckets * self._bucket :]
+        if len(remainder):
+            remainder += torch.from_numpy(steps[-1, : len(remainder)]) * columns[-1]
 
 
 def _fields(bits: int) -> Iterator[tuple[int, int]]:
@@ -179,16 +183,16 @@ def _pack(numbers: np.ndarray, bits: int) -> np.ndarray:
 
 def _unpack(packed: np.ndarray, bits: int, out: np.ndarray) -> None:
     """Unpack numbers into `out`, which is overwritten."""
-    at = 0
+    start = 0
     for width, below in _fields(bits):
         parts = out.reshape(8 // width, -1)
-        byte = packed[at : at + parts.shape[1]]
-        for place, part in enumerate(parts):
-            right = 8 - width * (place + 1)
+        byte = packed[start : start + parts.shape[1]]
+        for index, part in enumerate(parts):
+            right = 8 - width * (index + 1)
             shifted = byte >> right if right else byte
-            numbers = shifted & ((1 << width) - 1) if place else shifted
-            if at:
+            numbers = shifted & ((1 << width) - 1) if index else shifted
+            if start:
                 part |= numbers * (1 << below) if below else numbers
             else:
                 np.multiply(numbers, 1 << below, out=part)
-        at += parts.shape[1]
+        start += parts.shape[1]

@@ -20,12 +20,12 @@ class SignSgd(Recoded):
     """Send the sign of each element as a bit; all ranks apply the sign of the sum of all signs, ±1 for each element.
 
     The learning rate is the size of every element's step, so it must be far smaller than for SGD. Exact zeros, and ties
-    of an even number of ranks, count as + and − by turns; a rank whose elements are all zero does not vote. Works only
-    with all-reduce, which has all votes at once, and without error feedback, because signs have no magnitudes.
+    of an even number of ranks, count alternately as + and −; a rank with only zeros does not vote. Works only with
+    all-reduce, where all votes are available, and without error feedback, because signs have no magnitudes.
 
-    Bytes for n elements: n/8, and 4 for each of p pieces, as for an all-reduce: each rank counts the votes on one piece
-    and sends the outcome, n/(8p) bytes, to all. Error: all magnitudes are lost; training converges if the noise of
-    gradients is symmetric and unimodal.
+    Bytes for n elements: n/8, and 4 for each of p chunks, as for an all-reduce: each rank counts the votes on one chunk
+    and sends the outcome, n/(8p) bytes, to all ranks. Error: all magnitudes are lost; training converges if the noise
+    of gradients is symmetric and unimodal.
 
     Reference: Jeremy Bernstein, Yu-Xiang Wang, Kamyar Azizzadenesheli, Anima Anandkumar, "signSGD: compressed
     optimisation for non-convex problems", 2018, algorithm 1 with majority vote.
@@ -36,8 +36,8 @@ class SignSgd(Recoded):
 
         def check_feedback(self) -> None:
             raise ValueError(
-                "strategy.compression.error_feedback must be false with signsgd, whose messages say nothing of sizes; "
-                "got true. Leave it out, or take ef_signsgd or onebit."
+                "strategy.compression.error_feedback must be false with signsgd, whose messages have no magnitudes; "
+                "got true. Remove it, or use ef_signsgd or onebit."
             )
 
     feeds_back = False
@@ -59,7 +59,7 @@ class SignSgd(Recoded):
         return self._code(total, float(ranks))
 
     def _code(self, tensor: Tensor, size: float) -> Tensor:
-        """Encode the signs of a tensor, each as ±size; an empty message if all elements are zero."""
+        """Encode each element as ±size by its sign; return an empty message if all elements are zero."""
         values = tensor.numpy()
         if not values.any():
             return torch.empty(0, dtype=torch.uint8)

@@ -23,7 +23,7 @@ class TernGrad(Compressor):
     """Round each element x at random to sign(x)·s, with probability |x|/s, or to 0, so that the expectation is x.
 
     s is the largest magnitude in the parameter, after elements are clipped to `clip` times their root mean square.
-    There is no error feedback, which would diverge with so much variance; the clipped parts are lost.
+    Error feedback is refused: it would diverge with this variance. Clipped parts are lost.
 
     Bytes for n elements: n/5, as 5 elements fill a byte (1.6 bits each; 2 in the paper), and 4 for each parameter.
 
@@ -38,14 +38,16 @@ class TernGrad(Compressor):
         """Options of terngrad."""
 
         clip: float | None = Field(
-            2.5, gt=0, description="clip magnitudes at so many times a parameter's root mean square; none: no clipping"
+            2.5,
+            gt=0,
+            description="clip magnitudes at this multiple of a parameter's root mean square; none: no clipping",
         )
-        seed: int = Field(0, ge=0, description="seed of the random rounding; each rank draws its own numbers")
+        seed: int = Field(0, ge=0, description="seed of the random rounding, which differs between ranks")
 
         def check_feedback(self) -> None:
             raise ValueError(
                 "strategy.compression.error_feedback must be false with terngrad, whose variance would make it "
-                "diverge; got true. Leave it out, or take qsgd."
+                "diverge; got true. Remove it, or use qsgd."
             )
 
     feeds_back = False
@@ -57,7 +59,7 @@ class TernGrad(Compressor):
         super().__init__(config, count, spans)
         self._parts = [slice(span.start, span.stop) for span in self.spans if span.stop > span.start]
         self._bytes = -(-count // _PER_BYTE)
-        self.taken = 0  # messages so far
+        self.taken = 0  # number of messages so far
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
         source = np.random.SFC64((self.config.seed, self.stream, self.taken))
@@ -65,24 +67,24 @@ class TernGrad(Compressor):
         message = np.empty(4 * len(self._parts) + self._bytes, np.uint8)
         scales, packed = views(message, len(self._parts))
         signs = np.zeros(_PER_BYTE * self._bytes, np.int8)
-        for place, part in enumerate(self._parts):
-            scales[place] = self._scale(tensor[part])
-            self._round(tensor[part], float(scales[place]), source, signs[part])
+        for index, part in enumerate(self._parts):
+            scales[index] = self._scale(tensor[part])
+            self._round(tensor[part], float(scales[index]), source, signs[part])
         _pack(signs, packed)
         return torch.from_numpy(message)
 
     def _scale(self, values: Tensor) -> float:
-        most = largest(values)
+        limit = largest(values)
         if self.config.clip is not None:
-            most = min(most, self.config.clip * mean(values, 2))
-        return as_scale(most)
+            limit = min(limit, self.config.clip * mean(values, 2))
+        return as_scale(limit)
 
     @staticmethod
     def _round(values: Tensor, scale: float, source: np.random.SFC64, signs: np.ndarray) -> None:
         """Write the signs −1, 0 and 1 for −scale, 0 and scale; leave the errors in `values`."""
         if not scale:
             return
-        one = 1 << _RANDOM_BITS
+        unit = 1 << _RANDOM_BITS
         work = torch.empty(min(CACHED, len(values)), dtype=values.dtype)
         for chunk in slices(len(values)):
             part, sign = values[chunk], signs[chunk]
@@ -90,8 +92,8 @@ class TernGrad(Compressor):
             raised = sums.numpy()
             np.copyto(raised, source.random_raw(-(-len(part) // 4)).view(np.uint16)[: len(part)])
             # Adding a uniform number and rounding down rounds up as often as the fraction says; zero stays zero.
-            sums.add_(part, alpha=one / scale)
-            np.subtract((raised >= one).view(np.int8), (raised < 0).view(np.int8), out=sign)
+            sums.add_(part, alpha=unit / scale)
+            np.subtract((raised >= unit).view(np.int8), (raised < 0).view(np.int8), out=sign)
             part.add_(sums.copy_(torch.from_numpy(sign)), alpha=-scale)  # faster than to add bytes
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
@@ -99,12 +101,12 @@ class TernGrad(Compressor):
         signs = torch.from_numpy(_unpack(packed))
         for scale, part in zip(scales.tolist(), self._parts, strict=True):
             for chunk in slices(part.stop - part.start):
-                place = slice(part.start + chunk.start, part.start + chunk.stop)
-                out[place].add_(signs[place], alpha=weight * scale)
+                elements = slice(part.start + chunk.start, part.start + chunk.stop)
+                out[elements].add_(signs[elements], alpha=weight * scale)
 
 
 def _pack(signs: np.ndarray, out: np.ndarray) -> None:
-    """Pack five signs into a byte, as digits of base 3: one of each fifth of the array."""
+    """Pack five signs into a byte, as digits of base 3, one from each fifth of the array."""
     parts = signs.view(np.uint8).reshape(_PER_BYTE, -1)
     np.add(parts[-1], 1, out=out)
     for part in parts[-2::-1]:
@@ -115,9 +117,9 @@ def _pack(signs: np.ndarray, out: np.ndarray) -> None:
 
 def _unpack(packed: np.ndarray) -> np.ndarray:
     signs = np.empty((_PER_BYTE, len(packed)), np.uint8)
-    rest = packed
+    remaining = packed
     for part in signs:
-        rest, digits = rest // 3, rest  # NumPy divides many bytes by a number at a time
-        np.subtract(digits, rest * 3, out=part)
-        part -= 1  # -1 wraps around, as in the int8 that this is
+        remaining, digits = remaining // 3, remaining  # NumPy divides many bytes by a number at a time
+        np.subtract(digits, remaining * 3, out=part)
+        part -= 1  # -1 wraps around: the bytes are int8
     return signs.view(np.int8).reshape(-1)

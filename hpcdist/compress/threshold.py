@@ -1,4 +1,4 @@
-"""Threshold: elements above a threshold τ are sent as ±τ, which is subtracted from them."""
+"""Threshold: elements with magnitudes above a threshold τ are sent as ±τ; the rest stays in the residual."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from hpcdist.compress.coding import sparse
 from hpcdist.compress.coding.elements import mean
 from hpcdist.compress.coding.sparse import Sample
 
-_PAYLOAD = ((np.float32, 1), (np.uint8, -8))  # the threshold, and a bit per index, set where it is positive
+_PAYLOAD = ((np.float32, 1), (np.uint8, -8))  # the threshold, and a bit per index, set for positive elements
 
 
 def _short(tau: float) -> np.float32:
-    """Round a threshold to float32, the type in which it is sent."""
+    """Round a threshold to float32, as it is sent."""
     return np.float32(min(tau, float(np.finfo(np.float32).max)))
 
 
 @final
 class Threshold(Compressor):
-    """Send +τ or −τ for each element with |x| > τ; the rest, and other elements, wait.
+    """Send +τ or −τ for each element with |x| > τ; error feedback keeps the remainder and the other elements.
 
-    τ is chosen at each step so that about the part `density` of the elements is sent: a quantile of |x| in a sample. Or
-    it is fixed as `tau`, in the unit of gradients or updates, whichever are sent.
+    By default τ is a quantile of |x| in a sample, chosen in each step so that about the part `density` of the elements
+    is sent. Or it is fixed by `tau`, in the unit of the tensors that are sent (gradients or updates).
 
     Bytes for k of n elements: 8 + k/8 + k·H/8, where H is the entropy of a gap in bits, about log₂(n/k) + 1.44; none if
-    k = 0. Error: x if |x| ≤ τ, else |x| − τ. With error feedback, the error stays at most τ if the input does, but an
-    input above τ is sent too slowly, and its error grows.
+    k = 0. Error: x if |x| ≤ τ, else |x| − τ. With error feedback, the error stays at most τ if inputs do; an input
+    that stays above τ is sent too slowly, and its error grows.
 
     Reference: Nikko Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015; for τ from a
     density, Nikoli Dryden, Tim Moon, Sam Ade Jacobs, Brian Van Essen, "Communication quantization for data-parallel
@@ -52,7 +52,7 @@ class Threshold(Compressor):
             if self.tau is not None and "density" in self.model_fields_set:
                 raise ValueError(
                     "strategy.compression.tau must be none where a density is given; got "
-                    f"tau = {self.tau}, density = {self.density}. Give one of them."
+                    f"tau = {self.tau}, density = {self.density}. Set one of the two."
                 )
             return self
 
@@ -77,11 +77,11 @@ class Threshold(Compressor):
             tau = _short(self.config.tau)
             return tau, sparse.above(values, tau)
         tau = _short(self._sample.bound(values, self.config.density))
-        if not tau:  # there are fewer nonzero elements than wanted
+        if not tau:  # fewer nonzero elements than requested
             others = values[sparse.above(values, 0.0)]
             tau = _short(mean(torch.from_numpy(others)) / 2)
         indices = sparse.above(values, tau) if tau else np.empty(0, np.int64)
-        if not len(indices) and tau:  # many elements are equal to τ and would wait for ever
+        if not len(indices) and tau:  # many elements are equal to τ and would never be sent
             tau = np.nextafter(tau, np.float32(0))
             indices = sparse.above(values, tau) if tau else indices
         return tau, indices

@@ -1,4 +1,4 @@
-"""Top-k: the largest elements in magnitude are sent as they are, the others wait."""
+"""Top-k: send only the elements of largest magnitude; error feedback keeps the others."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hpcdist.compress.coding.elements import FLOATS, as_sent
 class Largest(Compressor):
     """The base of top-k and deep gradient compression: sends the elements of largest magnitude, rounded to `values`.
 
-    Rounding errors stay in the tensor. Of elements of equal magnitude the first are sent, and zeros never. A number
-    beyond the range of `values` becomes its largest one.
+    Rounding errors stay in the tensor. Among elements of equal magnitude the first are sent; zeros are never sent. An
+    element beyond the range of `values` becomes the largest number of the type.
     """
 
     class Config(Compressor.Config):
@@ -37,7 +37,7 @@ class Largest(Compressor):
         self._dtype = FLOATS[config.values]
 
     def _encode_(self, values: np.ndarray, ratio: float) -> tuple[Tensor, np.ndarray]:
-        """Encode the largest `values`, leave the error there, and return the message and the indices in it."""
+        """Encode the largest `values`, and overwrite them with the error; return the message and its indices."""
         if not self.count:
             return sparse.pack(np.empty(0, np.int64), 0), np.empty(0, np.int64)
         indices = self._sample.largest(values, self._size(ratio))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from hpcdist import log
 from hpcdist.errors import HpcdistError
-from hpcdist.faults.turns import takes_turn
+from hpcdist.faults.reporter import is_reporter
 
 
 def install(rank: int, abort: Callable[[int], None], advice: Callable[[BaseException], str] = lambda error: "") -> None:
@@ -20,21 +20,21 @@ def install(rank: int, abort: Callable[[int], None], advice: Callable[[BaseExcep
 
     Args:
         abort: a function that ends every rank of the job with a non-zero exit status.
-        advice: tells what may lie behind an exception other than this package's own.
+        advice: returns a possible cause of an exception that is not one of this package.
     """
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace) -> None:
         if previous is not sys.__excepthook__:
             previous(kind, error, trace)  # such as a debugger's or a notebook's
-        if takes_turn(rank):
+        if is_reporter(rank):
             lines = traceback.format_exception(kind, error, trace)
             lines += [] if issubclass(kind, HpcdistError) else [advice(error)]
             text = "".join(f"[rank {rank}] {line}\n" for line in "".join(lines).splitlines())
-            message = f"rank {rank} ends the job by an exception that nobody caught."
-            log.before_end(message, shown=text, exc_info=(kind, error, trace))
+            message = f"rank {rank} ends the job by an uncaught exception."
+            log.before_end(message, text=text, exc_info=(kind, error, trace))
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-            sys.__stderr__.write(sys.stderr.getvalue())  # torch.distributed's hook collects it for after this one
+            sys.__stderr__.write(sys.stderr.getvalue())  # torch.distributed's hook buffers it until this one returns
             sys.__stderr__.flush()
         abort(1)
 

@@ -31,7 +31,7 @@ def interleaved(of_ranks: Sequence[Sequence[Any]]) -> list[Any]:
     return [item for step in zip_longest(*of_ranks, fillvalue=missing) for item in step if item is not missing]
 
 
-def joined(of_ranks: Sequence[Any], sizes: Sequence[Sequence[int]], concatenated: bool) -> Any:
+def join_results(of_ranks: Sequence[Any], sizes: Sequence[Sequence[int]], concatenated: bool) -> Any:
     """Return the ranks' results as one, in the data set's order, padded by -100 where lengths differ.
 
     Args:
@@ -45,14 +45,14 @@ def joined(of_ranks: Sequence[Any], sizes: Sequence[Sequence[int]], concatenated
     if not concatenated:
         return interleaved([value or () for value in of_ranks])
     order = in_order([of_rank for of_rank, value in zip(sizes, of_ranks) if value is not None])
-    return _taken(reduce(lambda a, b: nested_concat(a, b, padding_index=-100), results), order)
+    return _reordered(reduce(lambda a, b: nested_concat(a, b, padding_index=-100), results), order)
 
 
-def _taken(value: Any, order: np.ndarray) -> Any:
+def _reordered(value: Any, order: np.ndarray) -> Any:
     if isinstance(value, Mapping):
-        return type(value)({key: _taken(item, order) for key, item in value.items()})  # type: ignore[call-arg]
+        return type(value)({key: _reordered(item, order) for key, item in value.items()})  # type: ignore[call-arg]
     if isinstance(value, (list, tuple)):
-        return type(value)(_taken(item, order) for item in value)
+        return type(value)(_reordered(item, order) for item in value)
     return value[order]
 
 

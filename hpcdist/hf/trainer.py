@@ -19,7 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from hpcdist import checkpoint, strategies
 from hpcdist.hf.batches import TrainingBatches, UpdateBatches, torch_loader
-from hpcdist.hf.evaluation import joined, mean_loss
+from hpcdist.hf.evaluation import join_results, mean_loss
 from hpcdist.session import rules
 from hpcdist.session.checkpoints import load, save
 from hpcdist.session.consensus import consensus, finish
@@ -132,6 +132,7 @@ class TrainerMixin(_Base):
         return self.optimizer
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Replace the Trainer's loader by this rank's batches."""
         self.create_optimizer()  # determines which ranks have batches
         self._batches = TrainingBatches(dataloader)
         within = [(args.eval_strategy, args.eval_steps), (args.save_strategy, args.save_steps)]
@@ -302,7 +303,7 @@ class TrainerMixin(_Base):
         """Join the ranks' parts of an evaluation, and compute its metrics."""
         losses, has_loss, *arrays = zip(*parts)
         sizes = [[size for _, size in of_rank] for of_rank in losses]
-        predictions, labels, *more = (joined(each, sizes, self.args.eval_do_concat_batches) for each in arrays)
+        predictions, labels, *more = (join_results(each, sizes, self.args.eval_do_concat_batches) for each in arrays)
         metrics: dict[str, Any] = {}
         if self.compute_metrics is not None and predictions is not None and labels is not None:
             extra = {name: value for name, value in zip(("losses", "inputs"), more) if value is not None}
@@ -315,6 +316,7 @@ class TrainerMixin(_Base):
         return EvalLoopOutput(predictions, labels, {**output.metrics, **metrics}, samples)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch, and record its loss and size."""
         outputs = super().prediction_step(model, inputs, *args, **kwargs)
         if self._evaluated is not None:
             self._evaluated.append((outputs[0], find_batch_size(inputs) or 1))

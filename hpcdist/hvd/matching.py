@@ -79,7 +79,7 @@ class NamedCall(abc.ABC):
         """Collective. Make the call, and set `result`."""
 
     def run_fused(self, calls: Collectives, requests: Sequence[Any], buffer: FusionBuffer) -> None:
-        """Collective. Make the calls of `requests`, the first being this one, as one; for kinds with a `fusion_key`."""
+        """Collective. Make the calls of `requests` (the first is `self`) by one call; for kinds with a `fusion_key`."""
         raise NotImplementedError
 
 
@@ -275,6 +275,7 @@ class Matcher:
         self._all = torch.zeros(self.comm.size, HEADER + FIELDS * count, dtype=torch.int64)
 
     def _round(self, pending: Sequence[NamedCall]) -> bool:
+        """Collective. Exchange requests once, and make the calls that all ranks have submitted; see `_advance`."""
         joined = next((request for request in pending if isinstance(request, Join)), None)
         requests = [request for request in pending if request is not joined]
         keys = [request.key for request in requests]
@@ -301,7 +302,7 @@ class Matcher:
             return self._refuse_kinds(requests, [by_rank[rank] for rank in present])
         by_name = {key[0]: request for key, request in zip(keys, requests)}
         if len(present) < len(asked):
-            by_name = self._stand_in(present, by_name, common)
+            by_name = self._create_standins(present, by_name, common)
         differ = {name for name in common if len({by_rank[rank][name] for rank in present}) > 1}
         for name in common:
             if name in differ:
@@ -354,20 +355,20 @@ class Matcher:
         local[HEADER : HEADER + len(fields)] = fields[:room]
         self.calls.all_gather(self._all, self._local)
         counts, moments = of_all[:, 0].tolist(), of_all[:, 1].tolist()
-        most = max(counts)
-        if most > room:  # the first time
-            longer = torch.zeros(most, dtype=torch.int64)
+        longest = max(counts)
+        if longest > room:  # the first time
+            longer = torch.zeros(longest, dtype=torch.int64)
             longer.numpy()[: len(fields)] = fields
-            all_longer = torch.empty(len(counts), most, dtype=torch.int64)
+            all_longer = torch.empty(len(counts), longest, dtype=torch.int64)
             self.calls.all_gather(all_longer, longer)
             rows = all_longer.numpy()
             if room < FIELDS * LIMIT_REQUESTS:
-                self._allocate(min(2 * most // FIELDS, LIMIT_REQUESTS))
+                self._allocate(min(2 * longest // FIELDS, LIMIT_REQUESTS))
         else:
             rows = of_all[:, HEADER:]
         return [row[:count].tolist() for row, count in zip(rows, counts)], moments, bool(of_all[:, 2].any())
 
-    def _stand_in(
+    def _create_standins(
         self, present: Sequence[int], local: dict[int, NamedCall], common: Sequence[int]
     ) -> dict[int, NamedCall]:
         """Collective. Send the calls' properties to ranks that have joined; return the requests on all ranks."""
@@ -399,6 +400,7 @@ class Matcher:
         self._end([request])
 
     def _run_calls(self, requests: Sequence[NamedCall]) -> None:
+        """Collective. Make calls in this order, fused where possible; an error ends only its own requests."""
         for key, several in _grouped_by_fusion(requests):
             first = several[0]
             if self.watcher is not None:

@@ -26,7 +26,7 @@ from hpcdist.hvd.state import ProcessSet, global_process_set
 Wait = Callable[[], None]  # waits for a gradient's allreduce, and stores the result
 
 
-class _Combined:
+class _AllreducesGradients:
     """A mix-in for an optimiser's class: starts each gradient's allreduce when the backward pass has computed it."""
 
     def start_combining(
@@ -86,6 +86,7 @@ class _Combined:
         return param.grad.to_dense() if param.grad.is_sparse and self._sparse_as_dense else param.grad
 
     def _combine(self, param: Tensor) -> Wait:
+        """Start the allreduce of a gradient; return a function that waits for it and stores the result."""
         gradient, (op, prescale, postscale) = self._gradient(param), self._scales()
         name = f"allreduce.{self._parameter_names[param]}"
         if gradient.is_sparse:
@@ -100,6 +101,7 @@ class _Combined:
         return lambda: self._put(param, gradient, synchronize(handle), context)
 
     def _combine_group(self, params: Sequence[Tensor]) -> list[Wait]:
+        """Start one allreduce for several gradients; return a waiting function for each."""
         op, prescale, postscale = self._scales()
         gradients = [self._gradient(param) for param in params]
         name = f"allreduce.group.{self._parameter_names[params[0]]}"
@@ -183,7 +185,7 @@ class _Combined:
         return super().zero_grad(*args, **options)  # type: ignore[misc]
 
 
-class _AddsChanges(_Combined):
+class _AdasumOfChanges(_AllreducesGradients):
     """Each rank takes a local step; the changes of the parameters are combined by Adasum."""
 
     def synchronize(self) -> None:
@@ -196,7 +198,7 @@ class _AddsChanges(_Combined):
         """Collective. Take the plain optimiser's step, and combine the changes of all ranks."""
         params = list(self._remaining)
         before = [param.detach().clone() for param in params]
-        result = super(_Combined, self).step(closure)  # type: ignore[misc]
+        result = super(_AllreducesGradients, self).step(closure)  # type: ignore[misc]
         handles = []
         for param, start in zip(params, before):
             small, context = self._compression.compress(param.detach() - start)
@@ -249,11 +251,11 @@ def DistributedOptimizer(
     if isinstance(compression, Compressed):
         requested = _check_compressed(requested, op, gradient_predivide_factor, params)
         compression = compression.copy()  # the residuals belong to this optimiser
-    kind = _AddsChanges if op == Adasum and process_set.size() > 1 else _Combined
+    kind = _AdasumOfChanges if op == Adasum and process_set.size() > 1 else _AllreducesGradients
     wrapped: Any = optimizer.__class__.__new__(type(optimizer.__class__.__name__, (kind, optimizer.__class__), {}))
     wrapped.__dict__.update(optimizer.__dict__)
     wrapped.start_combining(
-        names, compression, backward_passes_per_step, Average if op == Adasum and kind is _Combined else op,
+        names, compression, backward_passes_per_step, Average if op == Adasum and kind is _AllreducesGradients else op,
         gradient_predivide_factor, _groups(requested, params), sparse_as_dense,
         process_set,
     )  # fmt: skip
@@ -277,6 +279,7 @@ def _check_compressed(groups: Any, op: str, predivide: float, params: Sequence[T
 
 
 def _names(named: Iterable[tuple[str, Tensor]] | None, params: Sequence[Tensor]) -> dict[Tensor, str]:
+    """Return the parameters' names; raise ValueError if a name is missing or used twice."""
     if named is None:
         return {param: f"noname.{number}" for number, param in enumerate(params)}
     pairs = list(named)
@@ -295,6 +298,7 @@ def _names(named: Iterable[tuple[str, Tensor]] | None, params: Sequence[Tensor])
 
 
 def _groups(groups: int | Sequence[Sequence[Tensor]], params: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return groups of parameters: the given ones, or this number of groups of equal length."""
     if not isinstance(groups, int):
         lists = [list(group) for group in groups]
         members = [id(param) for group in lists for param in group]

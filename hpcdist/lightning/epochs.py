@@ -68,6 +68,7 @@ class Epochs:
         return self._ahead.pop() if self._ahead else self._next_batch()
 
     def _next_batch(self) -> Any:
+        """Read the next batch; start the epoch before its first one."""
         if self._batches is None:
             self._batches, self._position = iter(self._loader), None
         try:
@@ -85,7 +86,7 @@ class Epochs:
             pass
 
     def close(self) -> None:
-        """End the epoch, or pause it so that the next batch continues it."""
+        """End the epoch, or pause it until the next batch."""
         batches, self._batches, self.ended = self._batches, None, False
         if self._drawn == len(self) and next(batches, None) is None:  # type: ignore[arg-type]
             return  # it has ended regularly, after its checks

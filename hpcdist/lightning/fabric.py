@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hpcdist.errors import ConfigError
-from hpcdist.lightning.ranks import CollectivesMixin, copied, only_adding
+from hpcdist.lightning.ranks import CollectivesMixin, accumulate_locally, clone_tensors
 from hpcdist.session import broadcast, shard
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.world import current
@@ -74,7 +74,7 @@ class HpcdistFabricStrategy(CollectivesMixin, ParallelStrategy):
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Collective. Return the state dict of the consensus of all ranks' models."""
         with consensus_of([each for each in current().optimizers if each.strategy.model.module is module]):
-            return copied(module.state_dict())
+            return clone_tensors(module.state_dict())
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of this rank's optimiser."""
@@ -114,4 +114,4 @@ class _Accumulation(_BackwardSyncControl):
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         optimizers = [each for each in current().optimizers if each.strategy.model.module is module]
-        return only_adding(optimizers) if enabled else nullcontext()
+        return accumulate_locally(optimizers) if enabled else nullcontext()

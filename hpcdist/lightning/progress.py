@@ -71,6 +71,7 @@ class WorkersProgress:
 
 
 def _described(metric: Any) -> dict[str, Any]:
+    """Describe a logged metric, to log it on a server rank."""
     meta = metric.meta
     names = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")
     return {

@@ -156,7 +156,7 @@ class CollectivesMixin:
 
 
 @contextmanager
-def only_adding(optimizers: Sequence[Any]) -> Iterator[None]:
+def accumulate_locally(optimizers: Sequence[Any]) -> Iterator[None]:
     """Let backward passes in the context only accumulate this rank's gradients."""
     with ExitStack() as stack:
         for optimizer in optimizers:
@@ -164,7 +164,7 @@ def only_adding(optimizers: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+def clone_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 

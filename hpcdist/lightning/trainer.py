@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from hpcdist.errors import ConfigError
 from hpcdist.lightning.epochs import Epochs
 from hpcdist.lightning.progress import WorkersProgress
-from hpcdist.lightning.ranks import CollectivesMixin, copied, only_adding
+from hpcdist.lightning.ranks import CollectivesMixin, accumulate_locally, clone_tensors
 from hpcdist.session import allgather, broadcast, finish, load, rules, save, shard
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.loader.sharded import ShardedLoader
@@ -82,8 +82,8 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
             return
         self._progress = WorkersProgress(trainer, self.reduce)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, _EndsEpochs) for callback in callbacks):
-            callbacks.insert(0, _EndsEpochs(self))
+        if not any(isinstance(callback, _LoopPosition) for callback in callbacks):
+            callbacks.insert(0, _LoopPosition(self))
         # In every step Lightning broadcasts by torch.distributed whether rank 0 got a signal; server ranks, and ranks
         # that step asynchronously, don't take part.
         vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
@@ -95,10 +95,10 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
         """Collective. Create the module's optimisers, and distribute them."""
         super().setup_optimizers(trainer)
         optimizers = [each.optimizer if isinstance(each, LightningOptimizer) else each for each in self.optimizers]
-        self._distribute(optimizers, self._module(), self._norm_for(trainer))
+        self._distribute(optimizers, self._module(), self._clip_norm_for(trainer))
         self.optimizers = optimizers  # the setter wraps them again
 
-    def _norm_for(self, trainer: Trainer) -> float | None:
+    def _clip_norm_for(self, trainer: Trainer) -> float | None:
         """Return the `clip_norm`: the Trainer's, if its clipping would come too late."""
         value = trainer.gradient_clip_val
         late = rules.forbids("gradients are changed between backward() and step()", self.strategy_class)
@@ -128,7 +128,7 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
             _require_one_length(loader)
             return Epochs(loader, self)
         if isinstance(getattr(dataloader, "batch_sampler", None), _IndexBatchSamplerWrapper):
-            loader.batch_sampler = _Dealt(loader)
+            loader.batch_sampler = _BatchIndices(loader)
         return loader
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
@@ -185,7 +185,7 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
             self._progress.start_batch()
 
     def follow(self, loader: Epochs) -> None:
-        """On a server rank: serve until the workers pause; then follow their steps, one at each call."""
+        """On a server rank: serve until the workers pause; then follow one of their steps per call."""
         progress = self._progress
         if progress is None or loader is not self.running[0]:
             return
@@ -233,7 +233,7 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
 
     def block_backward_sync(self) -> Any:
         """Return a context in which backward passes only accumulate this rank's gradients."""
-        return only_adding(self.optimizers)
+        return accumulate_locally(self.optimizers)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
         self._pause_for_servers()
         with consensus_of(current().optimizers):
             state = self._module().state_dict()
-            return copied(state) if self.is_global_zero else {}
+            return clone_tensors(state) if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of this rank's optimiser; other ranks' states are saved in the folder next to the file."""
@@ -253,7 +253,7 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
         """Collective. Write a checkpoint on rank 0, and next to it a folder of each rank's local state."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         trained = self._trained()
-        if "optimizer_states" in checkpoint and _differ(trained):
+        if "optimizer_states" in checkpoint and _ranks_differ(trained):
             save(_ranks_folder(filepath), keep=1, **trained)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -268,7 +268,7 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Collective. Restore each rank's local state, if it was saved, or rank 0's optimisers."""
         trained, folder = self._trained(), self._loaded
-        if _differ(trained) and broadcast(folder is not None and folder.is_dir()):
+        if _ranks_differ(trained) and broadcast(folder is not None and folder.is_dir()):
             load(folder, **trained)  # type: ignore[arg-type]
         else:
             super().load_optimizer_state_dict(checkpoint)
@@ -291,8 +291,8 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
         super().teardown()
 
 
-class _EndsEpochs(Callback):
-    """Tells the strategy the position of the Trainer's loop; it is the first callback, so that others run after it."""
+class _LoopPosition(Callback):
+    """Tells the strategy the position of the Trainer's loop; runs before the other callbacks."""
 
     def __init__(self, strategy: HpcdistStrategy):
         self._strategy = strategy
@@ -310,7 +310,7 @@ class _EndsEpochs(Callback):
         self._strategy.pause()
 
 
-class _Dealt(_IndexBatchSamplerWrapper):
+class _BatchIndices(_IndexBatchSamplerWrapper):
     """Passes the indices of this rank's samples to a BasePredictionWriter."""
 
     def __init__(self, loader: ShardedLoader):
@@ -346,7 +346,7 @@ def _states(metric: Metric) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, list) else value.clone() for name, value in states}
 
 
-def _differ(optimizers: Mapping[str, Any]) -> bool:
+def _ranks_differ(optimizers: Mapping[str, Any]) -> bool:
     """Return whether ranks have different parameters or states of optimisers."""
     strategies = [optimizer.strategy for optimizer in optimizers.values()]
     return any(strategy.comm.size > 1 and not strategy.contract.replicates for strategy in strategies)

@@ -157,7 +157,7 @@ class FlatModel:
         return self.flat_buffers.sync()
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Train these parameters too, as soon as they are not frozen.
+        """Add parameters to train, frozen or not.
 
         Raises:
             ConfigError: a parameter does not belong to this FlatModel.

@@ -146,7 +146,7 @@ class Gradients:
         self._announce_batch(1.0, False)
 
     def set_equal_weight(self, weight: float) -> None:
-        """Give this weight to each batch that counts, whatever its number of samples."""
+        """Use a constant weight for batches that count, instead of weights by samples."""
         self._equal_weight = weight
         self._announce_batch(1.0, False)
 
@@ -169,6 +169,7 @@ class Gradients:
         self._set_weight(weight if self._equal_weight is None or not self.counts else self._equal_weight)
 
     def _set_weight(self, weight: float) -> None:
+        """Set the weight of the current batch; add or remove the hooks that apply it."""
         self.weight = weight
         self._weighted = self._weighted and bool(self.weights)  # earlier gradients keep their weight
         if self._needs_hooks and not self._weight_hooks:
@@ -210,6 +211,8 @@ class Gradients:
 
     # --- backward passes ------------------------------------------------------------------------------------------
     def _make_hook(self, position: int) -> Callable[[Tensor], None]:
+        """Return the hook that runs when autograd has accumulated a parameter's gradient."""
+
         @uncompiled
         def hook(parameter: Tensor) -> None:
             task = torch._C._current_graph_task_id()
@@ -217,7 +220,7 @@ class Gradients:
                 self._start(task)
             grad = parameter.grad
             if grad is None or grad.requires_grad or grad.layout is not torch.strided:
-                grad = parameter.grad = self._plain(position, grad)
+                grad = parameter.grad = self._dense(position, grad)
             if self._flat and (grad is not self._views[position] or grad.data_ptr() != self._pointers[position]):
                 self._move_in(position, grad)
             if self.weight != 0.0:
@@ -273,7 +276,7 @@ class Gradients:
         view.copy_(grad)
         slot.tensor.grad = view
 
-    def _plain(self, position: int, grad: Tensor | None) -> Tensor:
+    def _dense(self, position: int, grad: Tensor | None) -> Tensor:
         """Return a gradient as a dense tensor; raise ConfigError if there is none, or if it has a graph."""
         if grad is None or grad.requires_grad:
             with_graph = "one with a graph; use torch.autograd.grad(..., create_graph=True) for inner gradients"
@@ -376,7 +379,7 @@ class Gradients:
         """
         counts = self.mean_weight > 0.0
         # Gradients of earlier passes, or of the last step, may be the mean of all ranks.
-        stays = counts or (self.weights_batches and (bool(self.weights) or self._are_of_last_step()))
+        stays = counts or (self.weights_batches and (bool(self.weights) or self._unchanged_since_step()))
         if not stays or any(self._blank):
             self._hide(stays)
         used = torch.tensor([slot.tensor.grad is not None for slot in self._slots], dtype=torch.bool)
@@ -389,7 +392,7 @@ class Gradients:
             elif grad is None:
                 self._view(position).zero_()
             else:
-                self._move_in(position, self._plain(position, grad))
+                self._move_in(position, self._dense(position, grad))
         if not self._weighted and self.weights_batches and self.weight not in (0.0, 1.0):
             self._weighted = True  # gradients that the loop assigned, without hooks
             for grad in self._flats or [slot.tensor.grad for slot in self._slots if slot.tensor.grad is not None]:
@@ -400,7 +403,7 @@ class Gradients:
                 self._announce_complete()
         return used
 
-    def _are_of_last_step(self) -> bool:
+    def _unchanged_since_step(self) -> bool:
         """Return whether the gradients are still those of the last step, in place."""
         held = zip(self._slots, self._views, self._pointers)
         places = ((slot.tensor.grad, view, pointer) for slot, view, pointer in held)

@@ -97,7 +97,7 @@ class Hyperparameters:
     def digests(self, *others: float) -> list[int]:
         """Return d and d² modulo a prime, where d is a 31-bit checksum of the numbers without `counters`, and `others`.
 
-        Their sums over the ranks show whether all ranks have the same numbers, see `sums_are_of_equals`.
+        Their sums over the ranks show whether all ranks have the same numbers, see `digests_are_equal`.
         """
         compared = [value for value, at in zip(self.values(), self._positions) if at[:2] not in self.counters]
         values = [*compared, *others]
@@ -106,6 +106,7 @@ class Hyperparameters:
 
 
 def _find(groups: Sequence[Mapping[str, Any]]) -> Iterator[_Position]:
+    """Yield the positions of all numbers in param_groups."""
     for number, group in enumerate(groups):
         for key, value in group.items():
             if key in _SKIPPED:
@@ -129,11 +130,11 @@ def require_equal_values(comm: Communicator, numbers: Hyperparameters, step: int
     """Collective. Raise MismatchError if ranks have different numbers or are at different batches. Sends 16 bytes."""
     sums = torch.tensor(numbers.digests(batch), dtype=torch.int64)
     comm.allreduce(sums)
-    if not sums_are_of_equals(sums.tolist(), len(comm.failures.alive)):
+    if not digests_are_equal(sums.tolist(), len(comm.failures.alive)):
         raise difference(comm, numbers, step)
 
 
-def sums_are_of_equals(sums: Sequence[int], count: int) -> bool:
+def digests_are_equal(sums: Sequence[int], count: int) -> bool:
     """Return whether Σd and Σ(d² mod a prime) can come from `count` equal digests d."""
     total, squares = sums
     digest, rest = divmod(total, count)
@@ -149,7 +150,7 @@ def difference(comm: Communicator, numbers: Hyperparameters, step: int) -> Misma
     return MismatchError(f"ranks must take the same steps; at step {step} they are at different batches. {_SAME_STEPS}")
 
 
-def unequal_steps(counts: Mapping[int, int], what: str) -> MismatchError | None:
+def unequal_steps_error(counts: Mapping[int, int], what: str) -> MismatchError | None:
     """Return the error for ranks whose numbers of `what` differ; None if they are equal."""
     if len(set(counts.values())) < 2:
         return None

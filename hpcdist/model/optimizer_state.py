@@ -27,7 +27,7 @@ def required(optimizer: torch.optim.Optimizer | None, where: str) -> torch.optim
     """Return the optimiser, whose state is to be changed.
 
     Args:
-        where: the setting that needs it, such as `strategy.inner_state is not keep`.
+        where: the setting that needs an optimiser, such as `strategy.inner_state is not keep`.
 
     Raises:
         ConfigError: there is none.

@@ -75,21 +75,21 @@ def guard_against_ddp(model: nn.Module) -> Callable[[], None]:
     return end
 
 
-def require_no_norms(model: nn.Module) -> None:
+def require_no_max_norm(model: nn.Module) -> None:
     """Raise ConfigError if a layer changes its weights in the forward pass, for the rows of its rank's batch only."""
     for name, table in model.named_modules():
         if isinstance(table, (nn.Embedding, nn.EmbeddingBag)) and table.max_norm is not None:
             raise rules.error("embeddings are normalised in the forward pass", max_norm=table.max_norm, name=name)
 
 
-def must_have_closure(optimizer: torch.optim.Optimizer) -> bool:
+def requires_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether its step requires a closure, which it may evaluate several times."""
     step = type(optimizer).step
     closure = inspect.signature(step).parameters.get("closure")
-    return closure is not None and (closure.default is closure.empty or _insists(step))
+    return closure is not None and (closure.default is closure.empty or _raises_without_closure(step))
 
 
-def _insists(step: Callable[..., Any]) -> bool:
+def _raises_without_closure(step: Callable[..., Any]) -> bool:
     """Return whether a step declares `closure=None`, but raises an error without one, as those of SAM do."""
     if step.__module__.startswith("torch.optim."):
         return False
@@ -107,7 +107,7 @@ def _insists(step: Callable[..., Any]) -> bool:
     return False
 
 
-def check_evaluating(name: str, strategy: str, cls: type[Strategy], config: Any, clip_norm: float | None) -> None:
+def check_closure_settings(name: str, strategy: str, cls: type[Strategy], config: Any, clip_norm: float | None) -> None:
     """Raise ConfigError if a setting does not suit an optimiser, called `name`, that evaluates its closure itself."""
     rules.refuse("the optimiser evaluates its closure several times", cls, optimizer=name)
     config.require_plain(name)
@@ -137,7 +137,7 @@ _REPLACEMENTS = {
 }
 
 
-def require_own_names(options: Mapping[str, Any]) -> None:
+def refuse_foreign_names(options: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument of Horovod or DistributedDataParallel; the message names the replacement."""
     for name in options:
         if name in _REPLACEMENTS:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hpcdist import checkpoint
 from hpcdist.errors import CheckpointError
 from hpcdist.model.slots import unwrapped
-from hpcdist.session.consensus import normal_tensors, start_collective
+from hpcdist.session.consensus import normal_tensors, prepare_collective
 from hpcdist.session.curves import first_alive
 from hpcdist.session.loader.sharded import ShardedLoader
 from hpcdist.session.resharding import SavedWorld
@@ -25,7 +25,7 @@ class _Objects:
 
     Attributes:
         trained: the distributed optimisers; each is saved together with its model.
-        others: all other objects except the models of `trained`.
+        others: the other objects, without the models of `trained`.
     """
 
     def __init__(self, objects: Mapping[str, Any]):
@@ -76,12 +76,12 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, background
         CheckpointError: a rank can't save its state, or could not write the last checkpoint. Raised on all ranks.
         ConfigError: server ranks can't take part, inside the loop.
     """
-    start_collective("a checkpoint")
+    prepare_collective("a checkpoint")
     session, objects = current(), _Objects(state)
     if session.run is not None:
         session.run.flush()
     if session.planned is not None:
-        session.planned.require_own(path)
+        session.planned.require_inside(path)
     taken = max((optimizer.strategy.steps for optimizer in objects.trained.values()), default=0)
     steps = max(each for each in session.comm.gather(taken) if each is not None)
     saved: dict[str, Any] = {name: capture(optimizer) for name, optimizer in objects.trained.items()}
@@ -124,10 +124,10 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
             schedule, or lacks one of the names.
         ConfigError: server ranks can't take part, inside the loop.
     """
-    start_collective("a checkpoint")
+    prepare_collective("a checkpoint")
     session = current()
     if session.planned is not None:
-        session.planned.require_own(path)
+        session.planned.require_inside(path)
     session.saver.wait()
     newest = checkpoint.latest_on_all_ranks(session.comm, path)
     if newest is None:
@@ -206,7 +206,7 @@ def _require_same(objects: _Objects, saved: SavedWorld) -> None:
         if isinstance(options := previous.get("strategy"), Mapping):
             previous = {**previous, "strategy": strategy.config.with_current_names(options)}
         where = "" if name == "optimizer" else f"{name}: "
-        compare_settings(previous, settings, path, told=session.comm.rank == 0, name=where)
+        compare_settings(previous, settings, path, logs=session.comm.rank == 0, name=where)
 
 
 def unsplit(path: str | Path, optimizer: str = "optimizer") -> dict[str, Tensor]:
@@ -223,7 +223,7 @@ def unsplit(path: str | Path, optimizer: str = "optimizer") -> dict[str, Tensor]
         optimizer: the name of the optimiser in the call of `hpcdist.save`.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or it lacks that name.
+        CheckpointError: the checkpoint is missing or damaged, or lacks that name.
     """
     folder = path if (Path(path) / checkpoint.MANIFEST).is_file() else checkpoint.latest(path, fallback=True)
     if folder is None:

@@ -35,7 +35,7 @@ def consensus(model: nn.Module) -> Iterator[nn.Module]:
     Raises:
         ConfigError: no DistributedOptimizer trains the model; or server ranks can't take part, inside the loop.
     """
-    with consensus_of(_holders(model)):
+    with consensus_of(_optimizers_of(model)):
         yield model
 
 
@@ -46,7 +46,7 @@ def consensus_of(optimizers: Iterable[Any]) -> Iterator[None]:
     Raises:
         ConfigError: running statistics of a model changed inside the context; the change would be lost.
     """
-    start_collective("an evaluation")
+    prepare_collective("an evaluation")
     optimizers = list(optimizers)
     stack = ExitStack()
     try:
@@ -57,19 +57,19 @@ def consensus_of(optimizers: Iterable[Any]) -> Iterator[None]:
                     require_same_steps(optimizer, "at an evaluation")
                     flat.refresh()
                     stack.enter_context(flat.swapped(*optimizer.strategy.consensus()))
-                    stack.enter_context(_holding(flat.frozen, frozen_consensus(optimizer.strategy)))
+                    stack.enter_context(_temporary_values(flat.frozen, frozen_consensus(optimizer.strategy)))
             for optimizer in optimizers:
                 share_tied(optimizer.strategy.model.module)
-        before = _batches_counted(optimizers)
+        before = _tracked_batches(optimizers)
         yield
-        if _batches_counted(optimizers) != before:
+        if _tracked_batches(optimizers) != before:
             raise rules.error("batch norm's statistics change in an evaluation")
     finally:
         with normal_tensors():
             stack.close()
 
 
-def _batches_counted(optimizers: Iterable[Any]) -> list[int]:
+def _tracked_batches(optimizers: Iterable[Any]) -> list[int]:
     """Return the number of batches in each of the models' running statistics."""
     modules = [module for optimizer in optimizers for module in optimizer.strategy.model.module.modules()]
     counts = [module.num_batches_tracked for module in modules if isinstance(module, _NormBase)]
@@ -84,7 +84,7 @@ def normal_tensors() -> Iterator[None]:
 
 
 @contextmanager
-def _holding(tensors: Sequence[Tensor], values: Sequence[Tensor] | None) -> Iterator[None]:
+def _temporary_values(tensors: Sequence[Tensor], values: Sequence[Tensor] | None) -> Iterator[None]:
     """Set the tensors to `values` inside the context; None: leave them unchanged."""
     kept = [] if values is None else [tensor.clone() for tensor in tensors]
     for tensor, value in zip(tensors, values or ()):
@@ -101,7 +101,7 @@ def finish(*models: nn.Module) -> Any:
     """Collective. End the training of the models: set them to the consensus on every rank, and return them.
 
     Parameters and buffers become the consensus of all ranks (see `consensus`); the optimisers become plain ones again.
-    One model is returned as it is, several as a tuple. A model that is finished already stays unchanged.
+    A single model is returned directly, several models in a tuple. A model that is finished already stays unchanged.
 
     Example:
         >>> distributed = hd.DistributedOptimizer(sgd, model)
@@ -111,7 +111,7 @@ def finish(*models: nn.Module) -> Any:
         CheckpointError: a checkpoint could not be written in the background.
         ConfigError: no DistributedOptimizer trains a model; or server ranks can't take part, inside the loop.
     """
-    start_collective("the end of training")
+    prepare_collective("the end of training")
     current().saver.wait()
     for model in models:
         _finish(model)
@@ -119,7 +119,8 @@ def finish(*models: nn.Module) -> Any:
 
 
 def _finish(model: nn.Module) -> None:
-    for optimizer in _holders(model):
+    """Collective. Set a model to the consensus, and release its optimisers."""
+    for optimizer in _optimizers_of(model):
         flat = optimizer.strategy.model
         require_same_steps(optimizer, "at the end of training")
         flat.refresh()
@@ -137,7 +138,7 @@ def _finish(model: nn.Module) -> None:
     share_tied(model)
 
 
-def _holders(model: nn.Module) -> list[Any]:
+def _optimizers_of(model: nn.Module) -> list[Any]:
     """Return the model's optimisers; collective for a finished model, whose parameters must be equal on all ranks."""
     session = current()
     optimizers = [o for o in session.optimizers if o.strategy.model.module is model]
@@ -148,7 +149,7 @@ def _holders(model: nn.Module) -> list[Any]:
     return optimizers
 
 
-def start_collective(what: str) -> None:
+def prepare_collective(what: str) -> None:
     """Collective. Complete pending exchanges with servers that run on worker ranks, before the collective call `what`.
 
     Raises:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpcdist.comm.chunks import sum_and_norm
 from hpcdist.comm.communicator import Communicator
-from hpcdist.model.hyperparameters import unequal_steps
+from hpcdist.model.hyperparameters import unequal_steps_error
 from hpcdist.records.digest import tensor_bytes
 from hpcdist.session import rules
 from hpcdist.session.world import current
@@ -46,8 +46,8 @@ def start_epoch(optimizer: Any) -> None:
     replicates = rules.forbids("replicas differ", strategy)
     strategy.model.refresh()
     compares = first or resets or replicates
-    local = [strategy.model.touched(), _sketch(strategy)] if compares else [False, _Sketch()]
-    by_rank = _gathered(optimizer, "at an epoch's start", [*local, _masks(strategy) if first else 0])
+    local = [strategy.model.touched(), _summarise_replica(strategy)] if compares else [False, _ReplicaSummary()]
+    by_rank = _gathered(optimizer, "at an epoch's start", [*local, _dropout_state(strategy) if first else 0])
     touched = any(touched for touched, _, _ in by_rank.values())
     if replicates or (first and touched):
         _require_replicas(strategy, {rank: sketch for rank, (_, sketch, _) in by_rank.items()})
@@ -62,7 +62,7 @@ def start_epoch(optimizer: Any) -> None:
         strategy.reset_from_model()
 
 
-def _masks(strategy: Strategy) -> int:
+def _dropout_state(strategy: Strategy) -> int:
     """Return a checksum of the random state that dropout uses; 0 if the model has no dropout."""
     modules = [module for module in strategy.model.module.modules() if module.training]
     shares = [getattr(module, "dropout", getattr(module, "p", 0.0)) for module in modules]  # also of attention and RNNs
@@ -91,13 +91,13 @@ def require_same_state(optimizer: Any, comm: Communicator, strategy: Any, loads:
     by_rank = comm.failures.retry_on_failure(partial(comm.gather, local))
     first, names = comm.failures.alive[0], comm.platform.world_ranks
     for rank in comm.failures.alive:
-        near = all(_near(a, b, 3e-4 * norm) for a, b in zip(by_rank[first][3:], by_rank[rank][3:], strict=True))
+        near = all(_close_to(a, b, 3e-4 * norm) for a, b in zip(by_rank[first][3:], by_rank[rank][3:], strict=True))
         if by_rank[rank][:3] != by_rank[first][:3] or not near:
-            own, theirs = (
+            expected, got = (
                 f"{n} parameters{f', norm {norm:.6g}' if norm else ''}, loaded {times} times"
                 for times, n, _, _, norm in (by_rank[first], by_rank[rank])
             )
-            facts: dict[str, Any] = {"own": own, "theirs": theirs, "first": names[first], "rank": names[rank]}
+            facts: dict[str, Any] = {"expected": expected, "got": got, "first": names[first], "rank": names[rank]}
             raise rules.error("the optimiser's state differs", **facts)
 
 
@@ -122,11 +122,11 @@ def require_same_steps(optimizer: Any, where: str) -> None:
     if strategy.comm.size == 1:
         return
     replicates = rules.forbids("replicas differ", strategy)
-    sketch = _sketch(strategy) if replicates else _Sketch()
+    sketch = _summarise_replica(strategy) if replicates else _ReplicaSummary()
     by_rank = _gathered(optimizer, where, [strategy.model.gradients.batches_used, sketch])
     workers = [rank for rank in strategy.config.workers(strategy.comm.size) if rank in by_rank]
     if strategy.contract.synchronous:
-        error = unequal_steps({rank: by_rank[rank][0] for rank in workers}, "batches that steps were taken for")
+        error = unequal_steps_error({rank: by_rank[rank][0] for rank in workers}, "batches that steps were taken for")
         if error is not None:
             raise error
     if replicates:
@@ -165,22 +165,22 @@ def _require_one_mode(modes: Mapping[int, Any]) -> None:
     for rank, (taken, others) in modes.items():
         if [taken, others] != modes[first]:
             names = [""] if taken != modes[first][0] else sorted(set(others) ^ set(modes[first][1]))
-            own, theirs = (
+            expected, got = (
                 _MODES[mode if names[0] not in apart else 3 - mode] for mode, apart in (modes[first], modes[rank])
             )
             name, pattern = f"module {names[0]}" if names[0] else "the model", "ranks train in different modes"
-            raise rules.error(pattern, name=name, own=own, theirs=theirs, first=first, rank=rank)
+            raise rules.error(pattern, name=name, expected=expected, got=got, first=first, rank=rank)
 
 
-class _Sketch(NamedTuple):
+class _ReplicaSummary(NamedTuple):
     """A summary of a replica, to compare: sum and norm of each flat tensor, and how the loop changed gradients."""
 
     parameters: Sequence[Sequence[float]] = ()
     changed: int = 0
 
 
-def _sketch(strategy: Strategy) -> _Sketch:
-    return _Sketch(list(map(sum_and_norm, strategy.model.params)), strategy.model.gradients.changed_by_loop)
+def _summarise_replica(strategy: Strategy) -> _ReplicaSummary:
+    return _ReplicaSummary(list(map(sum_and_norm, strategy.model.params)), strategy.model.gradients.changed_by_loop)
 
 
 def compare_first_batches(optimizer: Any) -> None:
@@ -212,14 +212,14 @@ def _warn_of_same_batches(checksums: Sequence[list[int] | None], steps: int, her
         )
 
 
-def _require_replicas(strategy: Strategy, sketches: Mapping[int, _Sketch]) -> None:
+def _require_replicas(strategy: Strategy, sketches: Mapping[int, _ReplicaSummary]) -> None:
     """Raise MismatchError unless all ranks' parameters have the same sums, up to rounding."""
     first = min(sketches)
     groups, changed = sketches[first]
     for rank, (others, others_changed) in sorted(sketches.items()):
         for flat, (total, norm), (other, other_norm) in zip(strategy.model.params, groups, others, strict=True):
             tolerance = math.sqrt(torch.finfo(flat.dtype).eps) * norm
-            if _near(total, other, tolerance) and _near(norm, other_norm, tolerance):
+            if _close_to(total, other, tolerance) and _close_to(norm, other_norm, tolerance):
                 continue
             if changed != others_changed:
                 pattern = "gradients are changed on some ranks only"
@@ -227,7 +227,7 @@ def _require_replicas(strategy: Strategy, sketches: Mapping[int, _Sketch]) -> No
             raise rules.error("replicas differ", strategy, rank=rank, first=first)
 
 
-def _near(a: float, b: float, tolerance: float) -> bool:
+def _close_to(a: float, b: float, tolerance: float) -> bool:
     return str(a) == str(b) or abs(a - b) <= tolerance  # as text: a NaN equals itself
 
 
@@ -246,7 +246,7 @@ def require_same_loader(group: Communicator, settings: Mapping[str, Any], datase
     for rank in group.failures.alive:
         for name, value in by_rank[first].items():
             if not _equal(value, by_rank[rank].get(name)):
-                facts = {"name": name, "own": value, "theirs": by_rank[rank].get(name)}
+                facts = {"name": name, "expected": value, "got": by_rank[rank].get(name)}
                 raise rules.error("workers read different data", first=numbers[first], rank=numbers[rank], **facts)
 
 
@@ -299,10 +299,10 @@ def _fingerprint(value: Any, n: int) -> tuple[str, Any] | None:
         return None if " at 0x" in entries else ("the checksum", zlib.crc32(entries.encode()))
     rows = torch.as_tensor(value[torch.from_numpy(positions) if isinstance(value, Tensor) else positions])
     if rows.is_floating_point() or rows.is_complex():
-        return "the sum of rows", _sum_of(torch.view_as_real(rows) if rows.is_complex() else rows)
+        return "the sum of rows", _ordered_sum(torch.view_as_real(rows) if rows.is_complex() else rows)
     return "the checksum", zlib.crc32(tensor_bytes(rows).data)
 
 
-def _sum_of(rows: Tensor) -> float:
+def _ordered_sum(rows: Tensor) -> float:
     """Return a weighted sum that depends on the order of the rows."""
     return sum(weight * row.to(torch.float64).abs().sum().item() for weight, row in enumerate(rows, start=1))

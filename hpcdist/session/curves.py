@@ -68,6 +68,7 @@ class Curves:
         return self._comm.rank == first_alive(self._comm, self._workers)
 
     def _start(self) -> _Loggers:
+        """Create the thread, and the loggers on it."""
         settings = dict(_flat(self._settings))
         names = tuple(f"test/{name}" for name in (*self._metrics, "loss"))
 
@@ -95,6 +96,7 @@ class Curves:
         self._put(step, {f"test/{name}": value for name, value in metrics.items()})
 
     def _means(self, records: list[StepRecord]) -> dict[str, float]:
+        """Return the means of records for loggers: loss, rate, bytes, samples per second, share of waiting."""
         losses = [record.loss for record in records if record.loss is not None]
         waiting_s = sum(record.waiting_s for record in records)
         seconds = sum(record.seconds for record in records)
@@ -150,6 +152,7 @@ class _Loggers:
             _logger.warning(f"log lacks {self._lost} sets of metrics, which came faster than they could be written")
 
     def _run(self) -> None:
+        """Write queued metrics until `close` (the thread's function)."""
         for name in self._names:
             self._guarded(name, lambda: self._loggers.update({name: self._create(name)}))
         self.ready.set()
@@ -163,6 +166,7 @@ class _Loggers:
             self._guarded(name, logger.close)
 
     def _guarded(self, name: str, action: Callable[[], object]) -> None:
+        """Call a logger; drop it, with a warning, if it fails."""
         try:
             action()
         except (Exception, SystemExit) as error:

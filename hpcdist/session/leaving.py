@@ -17,7 +17,7 @@ from typing import Any
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch import job_end
 from hpcdist.errors import ConfigError
-from hpcdist.session.world import loop_ranks, note_reason
+from hpcdist.session.world import loop_ranks, set_leave_reason
 
 # SIGTERM: sent by Slurm before SIGKILL (preemption, scancel, the time limit). SIGUSR1: `sbatch --signal=USR1@120`, and
 # forwarded by mpirun and srun to their ranks. SIGUSR2: used by some sites.
@@ -67,7 +67,9 @@ class Leaving:
         self.reason: str | None = None  # set on all ranks after the same exchange
         self.steps = 1  # from the last exchange to the next one
         self.clock_s: float | None = None  # clock of the first surviving rank at the last exchange, for all ranks
-        self.heard: Callable[[str], object] = lambda name: None  # called immediately with the name of the first signal
+        self.on_signal: Callable[[str], object] = lambda name: (
+            None
+        )  # called immediately with the name of the first signal
         self._cost_s, self._clock = cost_s, clock
         self._listens = signals and threading.current_thread() is threading.main_thread()
         self._signals = (*SIGNALS, signal.SIGINT) if ctrl_c else SIGNALS
@@ -92,7 +94,7 @@ class Leaving:
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)  # the next one ends this process
         if first:
-            self.heard(self._heard)
+            self.on_signal(self._heard)
 
     def step_done(self) -> str | None:
         """Collective. Return the reason to leave after this step, the same on all workers; mostly None.
@@ -124,7 +126,7 @@ class Leaving:
         if not any(stepped):  # no exchanges in steps
             self.reason = self.reason or self._announced
         self._stepped = False
-        note_reason(self.reason)
+        set_leave_reason(self.reason)
         return self.reason
 
     def agree(self, steps: int, soon_s: float = 0.0) -> str | None:

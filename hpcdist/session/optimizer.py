@@ -24,16 +24,16 @@ from hpcdist.parallel.pipeline import Pipeline
 from hpcdist.records import StepRecord
 from hpcdist.session import rules
 from hpcdist.session.arguments import (
-    check_evaluating,
+    check_closure_settings,
     checked_model,
     guard_against_ddp,
-    must_have_closure,
+    refuse_foreign_names,
     require_known,
-    require_no_norms,
-    require_own_names,
+    require_no_max_norm,
+    requires_closure,
 )
 from hpcdist.session.consistency import compare_first_batches, require_same_state
-from hpcdist.session.loader.period import counts_of, relative
+from hpcdist.session.loader.period import gather_counts, relative_weight
 from hpcdist.session.methods import guarded_methods
 from hpcdist.session.pipeline import check_optimizer, require_in_stages, share_tied
 from hpcdist.session.state import settings_of
@@ -115,7 +115,7 @@ class _Distributed:
         """
         attachment = self.attachment
         strategy: Strategy = attachment.strategy
-        self._require_own_step(strategy)
+        self._check_step(strategy)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -143,7 +143,7 @@ class _Distributed:
         self.attachment.local_step()
         share_tied(self.strategy.model.module)
 
-    def _require_own_step(self, strategy: Strategy) -> None:
+    def _check_step(self, strategy: Strategy) -> None:
         """Raise ConfigError on a server, and where the step or changes by the loop would be lost."""
         attachment, module = self.attachment, strategy.model.module
         if not strategy.is_worker:
@@ -201,7 +201,7 @@ class _Distributed:
         if contract.weights_batches and contract.synchronous:
             peers = self.attachment.peers
             model.gradients.set_batch_weight(
-                relative(counts_of(peers, n if model.gradients.counts else 0)[0], peers.rank)
+                relative_weight(gather_counts(peers, n if model.gradients.counts else 0)[0], peers.rank)
             )
         elif contract.weights_batches:
             model.gradients.set_batch_weight(float(n > 0))
@@ -242,6 +242,7 @@ class _Distributed:
         return self.attachment.local_state_dict()
 
     def _warn_of_parts(self) -> None:
+        """Warn if the optimiser's state is divided among several servers."""
         holders = self.strategy.config.optimizer_ranks(self.strategy.comm.size)
         if self.strategy.comm.size > 1 and len(holders) > 1:
             warnings.warn(
@@ -277,7 +278,7 @@ class _Evaluating(_Distributed):
         if closure is None:
             raise rules.error("such an optimiser gets no closure", optimizer=type(self).__name__)
         strategy = self.strategy
-        self._require_own_step(strategy)
+        self._check_step(strategy)
         strategy.model.refresh()
         frozen = next((slot.name for slot in strategy.model.slots if not slot.tensor.requires_grad), None)
         if frozen is not None:
@@ -290,7 +291,7 @@ class _Evaluating(_Distributed):
         return loss
 
 
-class _Usual(_Distributed, torch.optim.Optimizer):
+class _OptimizerMethods(_Distributed, torch.optim.Optimizer):
     """Lists the methods that every optimiser has."""
 
 
@@ -348,14 +349,14 @@ def DistributedOptimizer(
     if session.planned is not None:
         strategy, options = session.planned.chosen(strategy, options)
     strategy = strategy or "allreduce"
-    require_own_names(options)
+    refuse_foreign_names(options)
     if isinstance(optimizer, _Distributed):
         raise rules.error("an optimiser is distributed twice")
     model = checked_model(optimizer, model, clip_norm)
     require_in_stages(session, model)
     outer, stages = session.outer, session.stages
     if outer.size > 1:
-        require_no_norms(model)
+        require_no_max_norm(model)
     cls = strategies.load(strategy)
     config = cls.Config.from_mapping(options, "strategy")
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -374,9 +375,9 @@ def DistributedOptimizer(
     if stages > 1:  # each stage may have different groups
         ranks_of_stage = range(session.comm.rank % stages, session.comm.size, stages)
         require_equal(outer, {"groups": groups}, "param_groups of a stage", ranks_of_stage)
-    evaluating = must_have_closure(optimizer)
+    evaluating = requires_closure(optimizer)
     if evaluating:
-        check_evaluating(type(optimizer).__name__, strategy, cls, config, clip_norm)
+        check_closure_settings(type(optimizer).__name__, strategy, cls, config, clip_norm)
     if stages > 1:
         check_optimizer(optimizer, model, evaluating, cls)
     flat = _flat(optimizer, model, bucket_bytes, buffers, session.optimizers)
@@ -384,13 +385,13 @@ def DistributedOptimizer(
     if isinstance(model, Pipeline) and model.routing is not None and len(replicas) < outer.size:
         raise rules.error("micro-batches go to other replicas", cls)
     ranks = session.ranks_of(replicas)
-    if session.told_main and ranks[0] != 0:
+    if session.called_is_main and ranks[0] != 0:
         raise rules.error("is_main() is called before rank 0 becomes a server", cls, worker=ranks[0])
     peers = _split_off(outer, replicas)
     workers = peers if stages == 1 else _split_off(session.comm, ranks)
     synchronise_batch_norms(flat, cls, peers)
     local_class = type(optimizer)
-    local_step = _refreshing(optimizer, flat, session.comm.trace)
+    local_step = _local_step(optimizer, flat, session.comm.trace)
     vars(optimizer).pop("step", None)  # set by a learning-rate schedule; it would bypass the distributed `step`
     stages_agree = model.agreement if isinstance(model, PartOfModel) else None
     instance = cls(
@@ -407,7 +408,9 @@ def DistributedOptimizer(
     counts = [len(group["params"]) for group in optimizer.param_groups]
     added = _Evaluating if evaluating or cls.contract.batch == "portions" else _Distributed
     changed: Any = optimizer  # gets a class created here, unknown to type checkers
-    changed.__class__ = type(local_class.__name__, (added, local_class), guarded_methods(local_class, _Usual))
+    changed.__class__ = type(
+        local_class.__name__, (added, local_class), guarded_methods(local_class, _OptimizerMethods)
+    )
     local_state_dict = local_class.state_dict.__get__(optimizer)
     detects_changes = rules.forbids("parameters are changed between steps", instance)
     guard = guard_against_ddp(model)
@@ -426,7 +429,7 @@ def DistributedOptimizer(
     return optimizer
 
 
-def _refreshing(optimizer: Any, flat: FlatModel, trace: Trace) -> Callable[..., Any]:
+def _local_step(optimizer: Any, flat: FlatModel, trace: Trace) -> Callable[..., Any]:
     """Return the optimiser's step, followed by copying parameters that it replaced (`p.data = ...`) to flat memory."""
     step = type(optimizer).step.__get__(optimizer)
 

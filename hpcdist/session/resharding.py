@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from hpcdist import checkpoint
-from hpcdist.checkpoint import Slice, SlicePlace
+from hpcdist.checkpoint import Slice, SlicePosition
 from hpcdist.checkpoint.load import tensor_files
 from hpcdist.checkpoint.slices import cut, join
 from hpcdist.errors import CheckpointError
 from hpcdist.model.flat_buffers import FlatBuffers
-from hpcdist.session.state import Named, ParameterLayout, capture, order_of, places_of
+from hpcdist.session.state import Named, ParameterLayout, capture, parameter_order, positions_of
 from hpcdist.session.world import Session
 from hpcdist.strategies import Strategy
 from hpcdist.strategies.base import name_of
@@ -55,7 +55,7 @@ class SavedWorld:
     def of(self, *keys: str) -> SavedState:
         """Return the state of an optimiser, saved under these keys."""
         return SavedState(
-            [_Below(self.rank(r), keys) for r in range(self.replicas * self.stages)], self.stages, self.path
+            [_SavedSubtree(self.rank(r), keys) for r in range(self.replicas * self.stages)], self.stages, self.path
         )
 
     def is_same(self, session: Session, states: Mapping[str, tuple[Any, tuple[str, ...]]]) -> bool:
@@ -85,9 +85,9 @@ class SavedWorld:
         return checkpoint.raise_on_all_ranks(session.comm, understood)
 
     def _has_same(self, session: Session, optimizer: Any, keys: tuple[str, ...]) -> bool:
-        saved, local = _Below(self.rank(session.comm.rank), keys), capture(optimizer)
+        saved, local = _SavedSubtree(self.rank(session.comm.rank), keys), capture(optimizer)
         same = saved.at("about", "strategy") == local["about"]["strategy"]
-        return same and places_of(saved.at) == places_of(local.get)
+        return same and positions_of(saved.at) == positions_of(local.get)
 
     def module_state(self, replica: int, *keys: str) -> dict[str, Any]:
         """Join the state dicts of a module, saved by the stages of a replica."""
@@ -97,7 +97,7 @@ class SavedWorld:
         return joined
 
 
-class _Below:
+class _SavedSubtree:
     """A saved rank's values under some keys."""
 
     def __init__(self, rank: SavedValues, keys: tuple[str, ...]):
@@ -127,7 +127,7 @@ class SavedState:
     def reshard(self, optimizer: Any) -> dict[str, Any]:
         """Return this rank's state, as `capture` does, for the slices that it holds now."""
         state, layout = self.reshard_strategy(optimizer.strategy), ParameterLayout(optimizer.strategy.model)
-        return state | {"optimizer": self._optimizer_state(order_of(optimizer, layout), layout)}
+        return state | {"optimizer": self._optimizer_state(parameter_order(optimizer, layout), layout)}
 
     def reshard_strategy(self, strategy: Strategy) -> dict[str, Any]:
         """Return this rank's state without the optimiser's."""
@@ -142,8 +142,8 @@ class SavedState:
 
         def slices(spec: StateSpec) -> Named:
             keys, ranks, combine = [("strategy", spec.name)], strategy.comm.size, spec.reshard or first
-            places = (place for _, _, place in layout.parts("params", spec.ranges))
-            return {place.name: self._slice(place, keys, combine, ranks) for place in places}
+            positions = (position for _, _, position in layout.parts("params", spec.ranges))
+            return {position.name: self._slice(position, keys, combine, ranks) for position in positions}
 
         return {
             "params": self.named(layout, "params", ["masters"], ["frozen"]),
@@ -156,13 +156,15 @@ class SavedState:
         self, layout: ParameterLayout, kind: str, *sources: Sequence[str], combine: Combine = mean_of_ranks
     ) -> Named:
         """Return this rank's slices of a kind, each read from the first of the saved kinds `sources` that has it."""
-        return {place.name: self._slice(place, sources, combine) for _, _, place in layout.parts(kind)}
+        return {position.name: self._slice(position, sources, combine) for _, _, position in layout.parts(kind)}
 
     def _buffers(self, buffers: FlatBuffers, layout: ParameterLayout) -> Named:
         """Return the means of the workers' buffers, or the first worker's buffers, by `FlatBuffers.kinds`."""
         return {
-            place.name: self._slice(place, [["buffers"]], mean_of_ranks if buffers.kinds[group] == "mean" else first)
-            for group, _, place in layout.parts("buffers")
+            position.name: self._slice(
+                position, [["buffers"]], mean_of_ranks if buffers.kinds[group] == "mean" else first
+            )
+            for group, _, position in layout.parts("buffers")
         }
 
     def whole(self) -> dict[str, Tensor]:
@@ -174,40 +176,44 @@ class SavedState:
             firsts |= set(rank.at("about", "firsts", default=()))
         for kind in ("masters", "frozen", "buffers"):
             for main_name, chunks in self._index(kind).items():
-                place = chunks[0][1].place
-                averaged = kind == "masters" or (kind == "buffers" and place.name not in firsts)
+                position = chunks[0][1].position
+                averaged = kind == "masters" or (kind == "buffers" and position.name not in firsts)
                 combine = mean_of_ranks if averaged else first
-                tensor = self._cut(chunks, SlicePlace.whole(place.name, place.shape), combine).clone()
-                state[main_name] = torch.view_as_complex(tensor) if place.name in complex_names else tensor
+                tensor = self._cut(chunks, SlicePosition.whole(position.name, position.shape), combine).clone()
+                state[main_name] = torch.view_as_complex(tensor) if position.name in complex_names else tensor
         tied = {name: state[main_name] for name, main_name in self._also.items() if main_name in state}
         return {name: tensor for name, tensor in (state | tied).items() if name not in excluded}
 
     # --- slices ---------------------------------------------------------------------------------------------------
-    def _slice(self, place: SlicePlace, sources: Sequence[Sequence[str]], combine: Combine, ranks: int = 1) -> Slice:
+    def _slice(
+        self, position: SlicePosition, sources: Sequence[Sequence[str]], combine: Combine, ranks: int = 1
+    ) -> Slice:
         """Return a slice that is read on first use. A missing slice is zero if the values are divided among ranks."""
 
-        chunks = next(filter(None, (self._index(*keys).get(self._main_name(place.name)) for keys in sources)), [])
+        chunks = next(filter(None, (self._index(*keys).get(self._main_name(position.name)) for keys in sources)), [])
         if not chunks and combine not in (first, mean_of_ranks):
-            return Slice(place, partial(torch.zeros, place.part if place.span is None else (place.numel,)))
-        shapes = {chunk.place.shape for _, chunk in chunks}
-        if shapes != {place.shape}:
+            return Slice(position, partial(torch.zeros, position.part if position.span is None else (position.numel,)))
+        shapes = {chunk.position.shape for _, chunk in chunks}
+        if shapes != {position.shape}:
             got = "nothing of that name" if not shapes else f"one of {torch.Size(next(iter(shapes))).numel()} elements"
             raise CheckpointError(
-                f"model must be that of the checkpoint to resume from it; got {place.name!r} of shape "
-                f"{list(place.shape)}, for which {self.path} has {got}. Resume with the model of that run."
+                f"model must be that of the checkpoint to resume from it; got {position.name!r} of shape "
+                f"{list(position.shape)}, for which {self.path} has {got}. Resume with the model of that run."
             )
-        return Slice(place, partial(self._cut, chunks, place, combine, ranks))
+        return Slice(position, partial(self._cut, chunks, position, combine, ranks))
 
-    def _cut(self, chunks: Sequence[tuple[int, Slice]], place: SlicePlace, combine: Combine, ranks: int = 1) -> Tensor:
-        """Combine the replicas' slices of a tensor, join them, and return the part at `place`."""
-        boxes: dict[SlicePlace, dict[int, Slice]] = {}
+    def _cut(
+        self, chunks: Sequence[tuple[int, Slice]], position: SlicePosition, combine: Combine, ranks: int = 1
+    ) -> Tensor:
+        """Combine the replicas' slices of a tensor, join them, and return the part at `position`."""
+        boxes: dict[SlicePosition, dict[int, Slice]] = {}
         for replica, chunk in chunks:  # if several ranks of a replica saved the same slice, the first one's
-            boxes.setdefault(replace(chunk.place, name=place.name), {}).setdefault(replica, chunk)
+            boxes.setdefault(replace(chunk.position, name=position.name), {}).setdefault(replica, chunk)
         combined = {
             box: combine([chunk.tensor for chunk in boxed.values()], len(self.workers), ranks)
             for box, boxed in boxes.items()
         }
-        return cut(join(combined, self.path), place, self.path)
+        return cut(join(combined, self.path), position, self.path)
 
     def _main_name(self, name: str) -> str:
         """Return the name under which a tied tensor is saved."""
@@ -228,6 +234,7 @@ class SavedState:
 
     # --- the optimiser --------------------------------------------------------------------------------------------
     def _optimizer_state(self, order: Sequence[str], layout: ParameterLayout) -> dict[str, Any]:
+        """Return the state dict of this rank's optimiser, from the saved states by parameter name."""
         saved: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         groups: list[dict[str, Any]] = []
         for replica, rank in self._replicas():
@@ -241,7 +248,7 @@ class SavedState:
         state = {}
         for name in order:
             if chunks := [values for _, values in saved.get(self._main_name(name), [])]:
-                state[name] = self._state_of(layout.places[name], chunks)
+                state[name] = self._parameter_state(layout.positions[name], chunks)
         named = [{**group, "params": self._names(group["params"], order)} for group in groups]
         return {"state": state, "param_groups": named}
 
@@ -267,19 +274,21 @@ class SavedState:
         main_names = set(map(self._main_name, saved))
         return [name for name in order if self._main_name(name) in main_names]
 
-    def _state_of(self, place: SlicePlace, chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _parameter_state(self, position: SlicePosition, chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the optimiser's state of one parameter; `chunks` are the states on a replica's ranks."""
-        reshards = not place.is_whole or any(not v.place.is_whole for v in chunks[0].values() if isinstance(v, Slice))
+        reshards = not position.is_whole or any(
+            not v.position.is_whole for v in chunks[0].values() if isinstance(v, Slice)
+        )
         state = {}
         for key, value in chunks[0].items():
             if isinstance(value, Slice):
                 slices = [(rank, values[key]) for rank, values in enumerate(chunks) if isinstance(values[key], Slice)]
-                value = Slice(place, partial(self._cut, slices, place, first))
+                value = Slice(position, partial(self._cut, slices, position, first))
             elif reshards and isinstance(value, Tensor) and value.numel() > 1:
                 raise CheckpointError(
                     f"the optimiser's state must lie along parameters to be cut into other shards; got {key!r} of "
-                    f"shape {list(value.shape)} for {place.name!r} of shape {list(place.part)}. Resume on the mesh of "
-                    "the checkpoint."
+                    f"shape {list(value.shape)} for {position.name!r} of shape {list(position.part)}. Resume on the "
+                    "mesh of the checkpoint."
                 )
             state[key] = value
         return state

@@ -170,8 +170,8 @@ RULES = {
         error=MismatchError,
     ),
     "ranks train in different modes": Rule(
-        "modes must be the same on all ranks that train; {name} was in {own} mode in steps of rank {first}, and in "
-        "{theirs} mode in those of rank {rank}. Call model.train() on all ranks before the loop's batches, also after "
+        "modes must be the same on all ranks that train; {name} was in {expected} mode in steps of rank {first}, and "
+        "in {got} mode in those of rank {rank}. Call model.train() on all ranks before the loop's batches, also after "
         "an evaluation on one rank.",
         error=MismatchError,
     ),
@@ -225,8 +225,8 @@ RULES = {
         lambda contract: contract.updates == "on servers" and contract.ranks == "some serve",
     ),
     "the optimiser's state differs": Rule(
-        "optimizer's state must be loaded on all ranks, or on none; rank {first} has the state of {own}, and rank "
-        "{rank} of {theirs}. Load it on every rank: rank 0's parameters are broadcast, its optimizer's state is not.",
+        "optimizer's state must be loaded on all ranks, or on none; rank {first} has the state of {expected}, and rank "
+        "{rank} of {got}. Load it on every rank: rank 0's parameters are broadcast, its optimizer's state is not.",
         error=MismatchError,
     ),
     "an optimiser is distributed twice": _always(
@@ -361,9 +361,9 @@ RULES = {
         "tokens that this rank's loss averages over."
     ),
     "workers read different data": Rule(
-        "loader must be the same on all workers, which share its samples; {name} is {own} on rank {first} and {theirs} "
-        "on rank {rank}. Create it in the same way on all ranks, with one seed for random_split and permutations; or "
-        "pass split=False, if each rank's loader reads different samples.",
+        "loader must be the same on all workers, which share its samples; {name} is {expected} on rank {first} and "
+        "{got} on rank {rank}. Create it in the same way on all ranks, with one seed for random_split and "
+        "permutations; or pass split=False, if each rank's loader reads different samples.",
         error=MismatchError,
     ),
     # --- transformers' Trainer ----------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class PlannedLoop:
                 )
         return self.strategy, {**options, **self.options}
 
-    def require_own(self, path: str | os.PathLike[str]) -> None:
+    def require_inside(self, path: str | os.PathLike[str]) -> None:
         """Raise ConfigError if a folder of checkpoints is outside of the run's: other runs would resume from them."""
         if not Path(path).resolve().is_relative_to(Path(self.folder).resolve()):
             raise ConfigError(
@@ -174,6 +174,7 @@ class LoopRun:
 
     # --- the folder ---------------------------------------------------------------------------------------------------
     def _claimed(self, folder: Path) -> Path:
+        """Lock the run's folder, and check that it has no finished run and none of another script."""
         with making(folder, "run"):
             folder.mkdir(parents=True, exist_ok=True)
         self._until_the_end.enter_context(locked(folder, ENDING_S, "run"))
@@ -400,6 +401,7 @@ def next_run(run: LoopRun | None, comm: Communicator, folder: Path, log: tuple[s
 
 
 def _number(name: object, value: Any) -> float:
+    """Convert a metric to a float; raise ConfigError for a bad name or value."""
     if not (isinstance(name, str) and name.strip() and name.isprintable()):
         raise ConfigError(f"metrics must have names of one line; got {name!r}. Rename it.")
     try:

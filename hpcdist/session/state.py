@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcdist.checkpoint import Slice, SlicePlace
+from hpcdist.checkpoint import Slice, SlicePosition
 from hpcdist.config.merge import by_value
 from hpcdist.errors import CheckpointError
 from hpcdist.model.flat import FlatModel
@@ -34,19 +34,19 @@ OnAllRanks = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _FlatSegment:
     """A tensor of the model: elements [start, stop) of flat tensor number `group`.
 
     Attributes:
-        place: its position in the whole model's tensor, with complex numbers as pairs of real ones.
+        position: its position in the whole model's tensor, with complex numbers as pairs of real ones.
         typed: the same, with complex numbers.
     """
 
     group: int
     start: int
     stop: int
-    place: SlicePlace
-    typed: SlicePlace
+    position: SlicePosition
+    typed: SlicePosition
 
 
 class ParameterLayout:
@@ -55,7 +55,7 @@ class ParameterLayout:
     Attributes:
         also: other names of tied tensors, with the name under which each is saved.
         names: in the whole model, by the tensors' ids.
-        places: of this rank's tensors by name, see `_Stretch.typed`.
+        positions: of this rank's tensors by name, see `_FlatSegment.typed`.
     """
 
     def __init__(self, model: FlatModel):
@@ -70,37 +70,37 @@ class ParameterLayout:
         self.also = {name: names[id(t)] for name, t in unwrapped(module, tied) if name != names.get(id(t), name)}
         self.names = {number: whole.get(name, name) for number, name in names.items()}
         self._excluded = [name for number, name in self.names.items() if number not in known]  # such as a loss's
-        self._stretches = {kind: [_stretch(slot, parts, rank) for slot in slots[kind]] for kind in KINDS}
-        self.places = {each.typed.name: each.typed for kind in KINDS for each in self._stretches[kind]}
+        self._segments = {kind: [_segment_of(slot, parts, rank) for slot in slots[kind]] for kind in KINDS}
+        self.positions = {each.typed.name: each.typed for kind in KINDS for each in self._segments[kind]}
 
     def about(self) -> dict[str, Any]:
         """Return metadata that slices lack: tied names, names outside of the state dict, complex tensors..."""
         complex_names = [
-            each.typed.name for kind in KINDS for each in self._stretches[kind] if each.typed != each.place
+            each.typed.name for kind in KINDS for each in self._segments[kind] if each.typed != each.position
         ]
         kinds = self._model.flat_buffers.kinds
-        firsts = [each.typed.name for each in self._stretches["buffers"] if kinds[each.group] != "mean"]
+        firsts = [each.typed.name for each in self._segments["buffers"] if kinds[each.group] != "mean"]
         return {"also": self.also, "beside": self._excluded, "complex": complex_names, "firsts": firsts}
 
-    def parts(self, kind: str, ranges: Ranges | None = None) -> Iterator[tuple[int, int, SlicePlace]]:
+    def parts(self, kind: str, ranges: Ranges | None = None) -> Iterator[tuple[int, int, SlicePosition]]:
         """Yield the group, the first element in the group's tensor, and the position of each slice in these ranges."""
-        for each in self._stretches[kind]:
+        for each in self._segments[kind]:
             if ranges is None:
-                yield each.group, each.start, each.place
+                yield each.group, each.start, each.position
                 continue
             first, last = ranges[each.group]
             start, end = max(each.start, first), min(each.stop, last)
             if (start, end) == (each.start, each.stop):
-                yield each.group, start - first, each.place
+                yield each.group, start - first, each.position
             elif start < end:
-                yield each.group, start - first, replace(each.place, span=(start - each.start, end - each.start))
+                yield each.group, start - first, replace(each.position, span=(start - each.start, end - each.start))
 
     def split(self, kind: str, flats: Sequence[Tensor], ranges: Ranges | None = None) -> Named:
         """Return slices of flat tensors, views, by name."""
         slices = {}
-        for group, start, place in self.parts(kind, ranges):
-            values = flats[group][start : start + place.numel]
-            slices[place.name] = Slice(place, values.view(place.part) if place.span is None else values)
+        for group, start, position in self.parts(kind, ranges):
+            values = flats[group][start : start + position.numel]
+            slices[position.name] = Slice(position, values.view(position.part) if position.span is None else values)
         return slices
 
     def join(self, named: Mapping[str, Slice], ranges: Ranges | None = None) -> list[Tensor]:
@@ -108,44 +108,49 @@ class ParameterLayout:
         if not named:
             return []
         chunks: list[list[Tensor]] = [[] for _ in self._model.params]
-        for group, _, place in self.parts("params", ranges):
-            chunks[group].append(_same_place(named, place).reshape(-1))
+        for group, _, position in self.parts("params", ranges):
+            chunks[group].append(_tensor_at(named, position).reshape(-1))
         return [torch.cat(values) if values else torch.zeros(0) for values in chunks]
 
     def fill(self, kind: str, flats: Sequence[Tensor], named: Mapping[str, Slice]) -> None:
         """Copy slices into flat tensors."""
-        for group, start, place in self.parts(kind):
-            flats[group][start : start + place.numel].copy_(_same_place(named, place).reshape(-1))
+        for group, start, position in self.parts(kind):
+            flats[group][start : start + position.numel].copy_(_tensor_at(named, position).reshape(-1))
 
 
-def _same_place(named: Mapping[str, Slice], place: SlicePlace) -> Tensor:
-    saved = named.get(place.name)
-    if saved is None or saved.place != place:
-        got = "nothing" if saved is None else f"the part at {saved.place.offset} of one of shape {saved.place.shape}"
+def _tensor_at(named: Mapping[str, Slice], position: SlicePosition) -> Tensor:
+    """Return the tensor of the slice at `position`; raise CheckpointError if it was not saved."""
+    saved = named.get(position.name)
+    if saved is None or saved.position != position:
+        got = (
+            "nothing"
+            if saved is None
+            else f"the part at {saved.position.offset} of one of shape {saved.position.shape}"
+        )
         raise CheckpointError(
-            f"the checkpoint must hold this rank's part of {place.name!r}, at {place.offset} of one of shape "
-            f"{place.shape}; got {got}. Resume with the model and the strategy of that run."
+            f"the checkpoint must hold this rank's part of {position.name!r}, at {position.offset} of one of shape "
+            f"{position.shape}; got {got}. Resume with the model and the strategy of that run."
         )
     return saved.tensor
 
 
-def _stretch(slot: Slot, parts: Mapping[str, Mapping[str, Any]], rank: int) -> _Stretch:
+def _segment_of(slot: Slot, parts: Mapping[str, Mapping[str, Any]], rank: int) -> _FlatSegment:
     """Return the position of a tensor, which may be a part of one (see `describe_parts`)."""
     shape = tuple(slot.shape)
-    typed = SlicePlace.whole(slot.name, shape)
+    typed = SlicePosition.whole(slot.name, shape)
     if slot.name in parts:
         part = parts[slot.name]
         whole = tuple(part["shape"])
-        offset, size = (None, tuple(map(min, shape, whole))) if part["dims"] is None else _box(part, rank)
-        typed = SlicePlace(part["of"], whole, offset, size, shape)
-    place = typed
+        offset, size = (None, tuple(map(min, shape, whole))) if part["dims"] is None else _chunk_of(part, rank)
+        typed = SlicePosition(part["of"], whole, offset, size, shape)
+    position = typed
     if slot.dtype.is_complex:
         offset = None if typed.offset is None else (*typed.offset, 0)
-        place = SlicePlace(typed.name, (*typed.shape, 2), offset, (*typed.size, 2), (*typed.part, 2))
-    return _Stretch(slot.group, slot.start, slot.stop, place, typed)
+        position = SlicePosition(typed.name, (*typed.shape, 2), offset, (*typed.size, 2), (*typed.part, 2))
+    return _FlatSegment(slot.group, slot.start, slot.stop, position, typed)
 
 
-def _box(part: Mapping[str, Any], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _chunk_of(part: Mapping[str, Any], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offset and size of a rank's part: a chunk along each dimension that the mesh divides."""
     ranks = torch.tensor(part["ranks"])
     spans = [(0, size) for size in part["shape"]]
@@ -187,12 +192,12 @@ def capture_strategy(strategy: Strategy) -> dict[str, Any]:
 
 def _optimizer_state(optimizer: Any, layout: ParameterLayout) -> dict[str, Any]:
     """Return the local optimiser's state dict, with parameter names instead of numbers, and tensors as slices."""
-    raw, order = optimizer.attachment.local_state_dict(), order_of(optimizer, layout)
+    raw, order = optimizer.attachment.local_state_dict(), parameter_order(optimizer, layout)
 
     def sliced(name: str, value: Any) -> Any:
-        place = layout.places.get(name)
-        alongside = place is not None and isinstance(value, Tensor) and tuple(value.shape) == place.part
-        return Slice(place, value) if place is not None and alongside else value
+        position = layout.positions.get(name)
+        alongside = position is not None and isinstance(value, Tensor) and tuple(value.shape) == position.part
+        return Slice(position, value) if position is not None and alongside else value
 
     state = {}
     for index, values in raw["state"].items():
@@ -202,19 +207,19 @@ def _optimizer_state(optimizer: Any, layout: ParameterLayout) -> dict[str, Any]:
     return {**raw, "state": state, "param_groups": groups}
 
 
-def order_of(optimizer: Any, layout: ParameterLayout) -> list[str]:
+def parameter_order(optimizer: Any, layout: ParameterLayout) -> list[str]:
     """Return the names of the optimiser's parameters, in its order."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [layout.names.get(id(parameter), f"optimizer parameter {i}") for i, parameter in enumerate(parameters)]
 
 
-def places_of(state: Callable[..., Any]) -> list[SlicePlace]:
+def positions_of(state: Callable[..., Any]) -> list[SlicePosition]:
     """Return the positions of a rank's slices of parameters, buffers and masters.
 
     Args:
         state: (key) -> the part of a captured state under that key.
     """
-    return [each.place for kind in (*KINDS, "masters") for each in (state(kind) or {}).values()]
+    return [each.position for kind in (*KINDS, "masters") for each in (state(kind) or {}).values()]
 
 
 # --- restore ----------------------------------------------------------------------------------------------------------
@@ -222,7 +227,8 @@ def restore(optimizer: Any, state: Mapping[str, Any], raise_on_all_ranks: OnAllR
     """Collective. Restore the result of `capture`, or of `SavedState.reshard`.
 
     Args:
-        raise_on_all_ranks: Collective. Runs a function on all ranks; if it fails on one, raises an error on all.
+        raise_on_all_ranks: Collective. Runs a function on every rank; a failure on one rank raises an error on all
+            ranks.
     """
     model = optimizer.strategy.model
     layout = ParameterLayout(model)
@@ -230,7 +236,7 @@ def restore(optimizer: Any, state: Mapping[str, Any], raise_on_all_ranks: OnAllR
     def restore_here() -> None:
         for kind, tensors in (("params", model.params), ("frozen", model.frozen), ("buffers", model.buffers)):
             layout.fill(kind, tensors, state[kind])
-        optimizer.load_state_dict(_numbered(optimizer, layout, state["optimizer"]))
+        optimizer.load_state_dict(_with_numbers(optimizer, layout, state["optimizer"]))
 
     raise_on_all_ranks(restore_here)
     restore_strategy(optimizer.strategy, state["strategy"], raise_on_all_ranks)
@@ -259,9 +265,9 @@ def restore_strategy(
     raise_on_all_ranks(lambda: strategy.state.load(values))
 
 
-def _numbered(optimizer: Any, layout: ParameterLayout, saved: Mapping[str, Any]) -> dict[str, Any]:
+def _with_numbers(optimizer: Any, layout: ParameterLayout, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict for the local optimiser, with numbers instead of parameter names."""
-    order, local = order_of(optimizer, layout), optimizer.attachment.local_state_dict()
+    order, local = parameter_order(optimizer, layout), optimizer.attachment.local_state_dict()
     numbers = {name: index for index, name in enumerate(order)}
     state = {}
     for name, values in saved["state"].items():
@@ -299,8 +305,8 @@ def settings_of(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def compare_settings(saved: Any, local: Mapping[str, Any], path: Path, *, told: bool, name: str = "") -> None:
-    """Log, if `told`, how settings differ from those of a checkpoint.
+def compare_settings(saved: Any, local: Mapping[str, Any], path: Path, *, logs: bool, name: str = "") -> None:
+    """Log, if `logs`, how settings differ from those of a checkpoint.
 
     Raises:
         CheckpointError: an optimiser or a schedule has another name, so that its state does not fit.
@@ -309,8 +315,8 @@ def compare_settings(saved: Any, local: Mapping[str, Any], path: Path, *, told: 
         there, setting = saved.get(key, _NOTHING) if isinstance(saved, Mapping) else _NOTHING, f"{name}{key}"
         if isinstance(value, Mapping) and isinstance(there, Mapping):
             _require_kind(setting, there, value, path)
-            compare_settings(there, value, path, told=told, name=f"{setting}.")
-        elif there is not _NOTHING and there != value and told:
+            compare_settings(there, value, path, logs=logs, name=f"{setting}.")
+        elif there is not _NOTHING and there != value and logs:
             of_state = setting.rpartition(": ")[2].partition(".")[0] in ("optimizer", "schedule")
             _log.warning(
                 "%s is %r here, and %r in %s: continuing with %s.",

@@ -109,6 +109,7 @@ def _group_rank(comm: Communicator, root: int) -> int:
 
 
 def _tensors(value: Any) -> list[Tensor] | None:
+    """Return the tensors of a tensor, module, list or dict of tensors; None for any other value."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, nn.Module):
@@ -152,6 +153,7 @@ def _map_leaves(value: Any, work: Callable[[Any], Any]) -> Any:
 
 
 def _reduce(value: Any, op: Op) -> Any:
+    """Collective. Reduce a single tensor, array or number."""
     if isinstance(value, np.ndarray):
         return _reduce(torch.from_numpy(value.copy()), op).numpy()
     if not isinstance(value, Tensor):

@@ -62,7 +62,7 @@ class Session:
         self.run: LoopRun | None = None  # writes the files of this loop's run
         self.planned: PlannedLoop | None = None  # set by a comparison or a sweep that runs this script
         self.saver = checkpoint.Saver()
-        self.told_main = False  # `is_main` was called before the first DistributedOptimizer, and took rank 0
+        self.called_is_main = False  # `is_main` was called before the first DistributedOptimizer, and took rank 0
 
     @property
     def comm(self) -> Communicator:
@@ -82,7 +82,7 @@ class Session:
         return 1 if self.grid is None else self.grid.stages
 
     def ranks_of(self, replicas: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks of these replicas, with all their stages; a whole model's replica is one rank."""
+        """Return the ranks of these replicas, including all stages; a whole model's replica is one rank."""
         return tuple(replica * self.stages + stage for replica in replicas for stage in range(self.stages))
 
 
@@ -110,14 +110,14 @@ def loop_ranks(comm: Communicator) -> Communicator:
     return comm if group is None else group
 
 
-def note_reason(reason: str | None) -> None:
+def set_leave_reason(reason: str | None) -> None:
     """Set why the script leaves early, in the loop's run, if it has one."""
     run = _current().run
     if run is not None and reason is not None:
         run.reason = reason
 
 
-def shared_calls() -> dict[Any, int]:
+def count_collective_calls() -> dict[Any, int]:
     """Return the number of collective calls so far: of hpcdist (key None), and per group of torch.distributed."""
     counts: dict[Any, int] = {None: current().calls}
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []
@@ -138,7 +138,9 @@ def refuse_calls_of_servers(session: Session) -> None:
     if before is None or workers is None:
         return
     local_ranks, ranks_of = workers.platform.world_ranks, dist.distributed_c10d._world.pg_group_ranks
-    called = [group for group, count in shared_calls().items() if count > before.get(group, -1)]  # -1: new groups
+    called = [
+        group for group, count in count_collective_calls().items() if count > before.get(group, -1)
+    ]  # -1: new groups
     serving = sorted({rank for group in called for rank in ranks_of.get(group, ())}.difference(local_ranks))
     if serving and session.calls_before is before:  # else the loop has ended, and the counts include later calls
         raise rules.error("server ranks are called by torch.distributed", serving=serving[0], workers=list(local_ranks))
@@ -183,7 +185,8 @@ def init(
             Only the first call counts.
         bind: bind each rank of a node to an equal share of its cores, if no rank is bound yet, none sees a GPU, and
             each gets at least one core. DataLoader workers share the cores of their rank; torch gets one thread per
-            core, unless another number was set. False on one rank disables it on its node. Only the first call counts.
+            core, unless another number was set. A False on any rank disables binding on its node. Only the first call
+            counts.
         run: folder for the files of a run, as `hpcdist train` writes them: settings, a record of each step, metrics of
             `log_metrics`, and a summary at `finish`. `hpcdist watch`, `runs` and `report` read it. An unfinished run
             in the folder is continued. None: in a batch job of hpcdist (HPCDIST_RUN is set) a folder inside the job's,
@@ -217,7 +220,7 @@ def init(
     if deadline_s is not None:
         session.comm.failures.deadline_s = deadline_s
     if internode is not None and session.comm.mpi is not None:
-        cast("MpiCommunicator", session.comm).memory.wanted = internode
+        cast("MpiCommunicator", session.comm).memory.requested = internode
     if gpu_aware_mpi is not None:
         _use_device_memory(session.comm, gpu_aware_mpi)
     if timeline is not None and session.comm.trace.timeline is None:
@@ -245,6 +248,7 @@ def init(
 def _join_world(
     deadline_s: float | None, gpu_aware_mpi: bool | None, internode: str | None, backend: bool | str, bind: bool
 ) -> Communicator:
+    """Collective. Start MPI, compare versions, and create torch.distributed's group."""
     tolerant = tolerates_deaths(os.environ)  # reading the launcher's variables, no setting
     if tolerant:
         os.environ.update(ASYNC_FINALIZE)  # before MPI starts and reads it
@@ -258,7 +262,7 @@ def _join_world(
             comm = world(tolerant=tolerant, bind=bind, **_not_none(deadline_s=deadline_s, internode=internode))
             check_world(comm.size, comm.platform.library, os.environ)
             if comm.size > 1:
-                excepthook.install(comm.rank, comm.abort, _advice)
+                excepthook.install(comm.rank, comm.abort, _hint)
             versions: dict[str, Any] = {**required_versions(comm), "plug-ins": registry.installed()}
             versions["hpcdist's source files"] = package_checksum()
             if not dist.is_available() or dist.is_initialized():
@@ -266,7 +270,7 @@ def _join_world(
             settings = {"gpu_aware_mpi": gpu_aware_mpi, "torch_distributed": backend}
             require_equal(comm, versions | settings, "versions and settings")
             if backend and comm.size > 1:
-                _introduce(comm, backend, (internode or "").partition(":")[2])
+                _create_default_group(comm, backend, (internode or "").partition(":")[2])
             comm.watch(_role)
     return comm
 
@@ -276,12 +280,12 @@ def _role() -> str:
     return "it serves" * _process.serves
 
 
-def _introduce(comm: Communicator, backend: bool | str, interface: str) -> None:
+def _create_default_group(comm: Communicator, backend: bool | str, interface: str) -> None:
     """Collective. Create torch.distributed's default group; warn if Gloo can't connect the ranks (only MPI can)."""
-    from hpcdist.torch_backend.default_group import introduce  # torch may be built without it
+    from hpcdist.torch_backend.default_group import init_torch_distributed  # torch may be built without it
 
     try:
-        introduce(comm, backend, interface)
+        init_torch_distributed(comm, backend, interface)
     except CommunicationError as error:
         if comm.rank == 0:
             _log.warning(
@@ -305,7 +309,7 @@ def _join_alone(deadline_s: float | None, reason: str) -> Communicator:
     return SingleRankCommunicator(**_not_none(deadline_s=deadline_s))
 
 
-def _advice(error: BaseException) -> str:
+def _hint(error: BaseException) -> str:
     """Return a hint for errors that occur only with several ranks; empty if there is none."""
     if "initialize the default process group twice" in str(error):
         return (
@@ -334,7 +338,7 @@ def _advice(error: BaseException) -> str:
 
 
 def _not_none(**settings: Any) -> dict[str, Any]:
-    """Drop settings that are None, so that defaults apply."""
+    """Drop settings of value None: the defaults apply."""
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -408,7 +412,7 @@ def is_main() -> bool:
         True
     """
     session = current()
-    session.told_main = session.told_main or session.workers is None
+    session.called_is_main = session.called_is_main or session.workers is None
     return session.comm.rank == first_alive(session.comm, session.workers or tuple(range(session.comm.size)))
 
 
@@ -436,7 +440,7 @@ def log_metrics(metrics: Mapping[str, Any]) -> None:
     """Write metrics of the model to the run's files; see `init(run=...)`.
 
     The first worker writes them, with the step, epoch, number of samples and seconds of training so far; other ranks,
-    and loops without a run, do nothing. Pass values for all ranks, as `hpcdist.metric` returns them. The last values,
+    and loops without a run, do nothing. Pass values averaged over the ranks, by `hpcdist.metric`. The last values,
     also after `finish`, are written to the run's summary.
 
     Example:

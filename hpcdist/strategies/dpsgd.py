@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcdist import compress
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.compress import CompressionConfig, spans
-from hpcdist.compress.coding.reduction import TAG, cut, join, receive
+from hpcdist.compress.coding.reduction import TAG, join_messages, receive, split_message
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
@@ -177,7 +177,7 @@ class CompressedMixing:
         for tensor, copy, feedback in zip(tensors, self._public, self._feedbacks, strict=True):
             feedback.residual.zero_()  # nothing but the difference is to be sent
             self._sent.append(feedback.encode(_on_host(tensor).sub_(copy), self._whole))
-        message = join(self._sent)
+        message = join_messages(self._sent)
         self._sends = [self._comm.isend(message, peer, TAG) for peer in self._dests]
 
     def finish(self, tensors: Sequence[Tensor]) -> None:
@@ -201,7 +201,7 @@ class CompressedMixing:
 
     def _receive(self) -> dict[int, list[Tensor]]:
         """Collective. Receive each neighbour's messages."""
-        messages = {peer: cut(receive(self._comm, peer), len(self._public)) for peer in self._weights}
+        messages = {peer: split_message(receive(self._comm, peer), len(self._public)) for peer in self._weights}
         for send in self._sends:
             send.wait()
         self._sends, self._sent = [], []

@@ -14,7 +14,7 @@ from hpcdist import compress
 from hpcdist.compress import CompressionConfig, Reduction
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.common.state import first, mean_of_ranks
-from hpcdist.strategies.synchronous.fragments import Fragment, cut
+from hpcdist.strategies.synchronous.fragments import Fragment, split_layers
 from hpcdist.strategies.synchronous.periodic import Periodic, outer_step
 
 
@@ -89,7 +89,7 @@ class StreamingDiLoCo(Periodic):
                     f"strategy.delay must not be given where strategy.merge is {self.merge}, by which a mean is "
                     f"merged a period later; got {self.delay}. Leave it away, or take blend or shift."
                 )
-            if self.compression and compress.load(self.compression.name).along:
+            if self.compression and compress.load(self.compression.name).elementwise:
                 raise ValueError(
                     "strategy.compression of streaming_diloco must remember nothing but what it has not sent; got "
                     f"{self.compression.name}. Take e3m0, qsgd or topk."
@@ -114,9 +114,9 @@ class StreamingDiLoCo(Periodic):
         super().__init__(config, comm, model, **kwargs)
         self.momentum = self.state.sharded("momentum", self.common, reshard=self.of_ranks)
 
-    def cut(self) -> list[Fragment]:
+    def split_layers(self) -> list[Fragment]:
         config = self.config
-        fragments = cut(self.model, config.fragment_layers, config.order)
+        fragments = split_layers(self.model, config.fragment_layers, config.order)
         if len(fragments) > config.period:
             raise ConfigError(
                 f"strategy.period must be at least the number of fragments, {len(fragments)}; got {config.period}. "

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import ANY, Request
 from hpcdist.compress import CompressionConfig, Feedback, only_used, spans
-from hpcdist.compress.coding.reduction import cut, join
+from hpcdist.compress.coding.reduction import join_messages, split_message
 from hpcdist.config import Named
 from hpcdist.errors import RankFailedError
 from hpcdist.strategies.base import Outcome, Strategy, Update
@@ -145,7 +145,7 @@ class Strom(Strategy):
             parts = list(zip(link.feedbacks, self.model.params, self._old, strict=True))
             with only_used(link.feedbacks, self.model.gradients.present()):
                 messages = [feedback.encode_change_(own, old, share, whole) for feedback, own, old in parts]
-            self._send(join(messages), link.peers, tag)
+            self._send(join_messages(messages), link.peers, tag)
             for (feedback, own, _), message in zip(parts, messages, strict=True):
                 feedback.add(message, own, whole)
             return
@@ -157,7 +157,7 @@ class Strom(Strategy):
             with only_used(link.feedbacks, trained):
                 encoded = zip(link.feedbacks, self.model.params, strict=True)
                 messages = [f.encode(change, whole) for f, change in encoded]
-            self._send(join(messages), link.peers, tag)
+            self._send(join_messages(messages), link.peers, tag)
         for own, old in zip(self.model.params, self._old, strict=True):
             own.add_(old)
 
@@ -198,7 +198,7 @@ class Strom(Strategy):
         return True
 
     def _add(self, arrived: _Arriving) -> None:
-        parts = cut(arrived.message, len(self.model.params))
+        parts = split_message(arrived.message, len(self.model.params))
         for link in self._links:
             for feedback, part, own in zip(link.feedbacks, parts, self.model.params, strict=True):
                 # What came from elsewhere is passed on along this link with the next message.

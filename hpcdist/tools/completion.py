@@ -181,9 +181,9 @@ def complete(command: Any) -> None:
         return
     words, current = os.environ["COMP_WORDS"].split("\n"), int(os.environ["COMP_CWORD"])
     joined = re.sub(r"(?<=[=:])\n|\n(?=[=:]+(?:\n|$))", "", "\n".join(words[: current + 1]))
-    whole = joined.split("\n")
-    before = whole[-1].removesuffix(words[current].strip("=:"))  # part that bash has split off
-    os.environ |= {"COMP_WORDS": "\n".join(whole), "COMP_CWORD": str(len(whole) - 1)}
+    joined_words = joined.split("\n")
+    before = joined_words[-1].removesuffix(words[current].strip("=:"))  # part that bash has split off
+    os.environ |= {"COMP_WORDS": "\n".join(joined_words), "COMP_CWORD": str(len(joined_words) - 1)}
     printed = io.StringIO()
     with redirect_stdout(printed), suppress(SystemExit):
         command.main(prog_name="hpcdist")

@@ -155,8 +155,8 @@ def binomial_variance(share: float, tested: int) -> float:
     Reference: A. Agresti, B. A. Coull, "Approximate is better than 'exact' for interval estimation of binomial
     proportions", 1998.
     """
-    near = (share * tested + 2) / (tested + 4)
-    return near * (1 - near) / tested
+    adjusted = (share * tested + 2) / (tested + 4)
+    return adjusted * (1 - adjusted) / tested
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -170,9 +170,9 @@ def holm(ps: Sequence[float]) -> list[float]:
         >>> holm([0.01, 0.04, 0.03])
         [0.03, 0.06, 0.06]
     """
-    known = sorted((p, index) for index, p in enumerate(ps) if not math.isnan(p))
+    valid = sorted((p, index) for index, p in enumerate(ps) if not math.isnan(p))
     corrected, largest = list(ps), 0.0
-    for rank, (p, index) in enumerate(known):
-        largest = max(largest, min(1.0, p * (len(known) - rank)))
+    for rank, (p, index) in enumerate(valid):
+        largest = max(largest, min(1.0, p * (len(valid) - rank)))
         corrected[index] = largest
     return corrected

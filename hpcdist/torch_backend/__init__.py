@@ -1,7 +1,7 @@
 """MPI as a backend of torch.distributed: `torch.distributed.init_process_group("hpcdist")` under mpirun or srun.
 
-Importing this module registers the backend; torch does so by itself where hpcdist is installed. Nothing here starts
-MPI, or imports what the groups need: that happens when the first group is made.
+Importing this module registers the backend; torch does so automatically if hpcdist is installed. MPI starts, and the
+modules of the groups are imported, only when the first group is created.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any
 from urllib.parse import parse_qsl, urlparse
 
 NAME = "hpcdist"
-PLACE = ("MASTER_ADDR", "MASTER_PORT")  # variables that say where ranks meet
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")  # variables with the address of the rendezvous
 
 
 def register() -> None:
-    """Register the backend, and let ranks that a launcher of MPI's has started meet without those variables."""
-    # Here, since torch calls this function while it is imported, which may be by this module.
+    """Register the backend, and a rendezvous without these variables for ranks under an MPI launcher."""
+    # Imported here: torch calls this function during its own import, which this module may have caused.
     import torch.distributed as dist
 
     if not dist.is_available() or hasattr(dist.Backend, NAME.upper()):
         return
     dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])
-    # torch has no other place where a backend may say who its ranks are. Where it is not there, a script says it.
+    # torch offers backends no other hook to define ranks. Without it, scripts must pass rank and world_size.
     handlers = getattr(import_module("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
     if "env" in handlers:
-        handlers["env"] = _met_by_mpi(handlers["env"])
+        handlers["env"] = _rendezvous_by_mpi(handlers["env"])
 
 
 def _group(options: Any, comm: Any = None) -> Any:
-    """Collective among the ranks of a group. Make it; torch's function for backends that others provide.
+    """Collective among the ranks of a group. Create it: the function that torch calls for a third-party backend.
 
     Args:
         comm: the ranks of a default group; by default all of MPI's.
@@ -42,33 +42,35 @@ def _group(options: Any, comm: Any = None) -> Any:
     from hpcdist.torch_backend.default_group import started_for
     from hpcdist.torch_backend.group import MpiGroup
 
-    whole: Any = dist.group.WORLD  # none yet where this one is to be it
-    return MpiGroup.made(options, comm or (whole.comm if isinstance(whole, MpiGroup) else started_for() or _world()))
+    default: Any = dist.group.WORLD  # None while the default group itself is created
+    return MpiGroup.create(
+        options, comm or (default.comm if isinstance(default, MpiGroup) else started_for() or _world())
+    )
 
 
 def _world() -> Any:
-    """Collective at the first call. Return all of MPI's ranks, which the script joins by this, unless it has."""
-    # By name, as a script: `init` stands above this package, and starts groups by it.
+    """Collective at the first call. Return the communicator of all of MPI's ranks, initialized if necessary."""
+    # By name, like a script: `init` is in a higher layer, and uses this package.
     return import_module("hpcdist").init(torch_distributed=False)
 
 
-def _met_by_mpi(otherwise: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Return a rendezvous that MPI tells its ranks, where their environment does not."""
+def _rendezvous_by_mpi(fallback: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """Return a rendezvous handler that takes rank and size from MPI if the environment has no address."""
 
     def rendezvous_over_mpi(url: str, timeout: timedelta | None = None, **more: Any) -> Iterator[Any]:
         from hpcdist.comm.launch import launched_size
 
-        if all(name in os.environ for name in PLACE) or launched_size(os.environ) is None:
-            yield from otherwise(url, **({} if timeout is None else {"timeout": timeout}), **more)
+        if all(name in os.environ for name in RENDEZVOUS) or launched_size(os.environ) is None:
+            yield from fallback(url, **({} if timeout is None else {"timeout": timeout}), **more)
             return
         from hpcdist.torch_backend.default_group import rendezvous_if_possible
-        from hpcdist.torch_backend.group import numbers_of
+        from hpcdist.torch_backend.group import gather_ranks
 
         comm = _world()
-        given = dict(parse_qsl(urlparse(url).query))
-        rank, size = int(given.get("rank", comm.rank)), int(given.get("world_size", comm.size))
+        options = dict(parse_qsl(urlparse(url).query))
+        rank, size = int(options.get("rank", comm.rank)), int(options.get("world_size", comm.size))
         if size == comm.size:
-            numbers_of(comm, rank)
+            gather_ranks(comm, rank)
         yield rendezvous_if_possible(comm).store, rank, size
 
     return rendezvous_over_mpi

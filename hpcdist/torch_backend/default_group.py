@@ -17,13 +17,13 @@ from hpcdist.comm.external.torch_distributed import Rendezvous, rendezvous, time
 from hpcdist.comm.network import interface_of
 from hpcdist.errors import CommunicationError, ConfigError
 
-OWN = "hpcdist"  # the name of this library's backend
-_started: tuple[Communicator, object] | None = None  # the one that this library has started, and its ranks
+HPCDIST = "hpcdist"  # the name of this library's backend
+_started: tuple[Communicator, object] | None = None  # the ranks and the group, if this library has started it
 
 
 @contextmanager
 def default_group(comm: Communicator, backend: str) -> Iterator[None]:
-    """Collective. Give torch.distributed's default process group inside the context; see `start_default_group`."""
+    """Collective. Context with torch.distributed's default process group; see `start_default_group`."""
     start_default_group(comm, backend)
     try:
         yield
@@ -32,41 +32,41 @@ def default_group(comm: Communicator, backend: str) -> Iterator[None]:
 
 
 def start_default_group(comm: Communicator, backend: str, interface: str = "") -> Rendezvous:
-    """Collective. Start torch.distributed's default process group, met at an address that rank 0 tells the others.
+    """Collective. Start torch.distributed's default process group, with a rendezvous at an address of rank 0.
 
-    It takes the place of an earlier one of this library's, and ends once all ranks have come to their scripts' ends.
+    It replaces an earlier one started by this library, and ends when the scripts of all ranks have ended.
 
     Args:
         comm: real ranks.
-        backend: hpcdist, gloo, or nccl, for which each rank has a GPU of its own and has chosen it; or one per kind of
-            device.
-        interface: to meet on, as for `rendezvous`.
+        backend: hpcdist, gloo, or nccl (each rank must have selected a separate GPU); or one per device type, such as
+            cpu:hpcdist,cuda:nccl.
+        interface: for the rendezvous, as for `rendezvous`.
 
     Raises:
         CommunicationError: ranks don't reach each other over TCP, and no part of the group is on hpcdist.
     """
     global _started
     end_default_group()
-    own = OWN in backend
-    point = (rendezvous_if_possible if own else rendezvous)(comm, interface)
-    hook = sys.excepthook  # ends all ranks; torch's would collect what it shows, and pass it on afterwards
+    by_mpi = HPCDIST in backend
+    point = (rendezvous_if_possible if by_mpi else rendezvous)(comm, interface)
+    hook = sys.excepthook  # it ends all ranks; torch's hook would delay its output
     if point.address and (interface := interface_of(point.address)):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # of groups that the script makes, too
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # for groups that the script creates, too
     with _connecting_late():
         dist.init_process_group(
             backend, store=point.store, rank=comm.rank, world_size=comm.size,
-            timeout=timeout_of(comm, 0.0) if own else timeout_of(comm), pg_options=comm if own else None,
+            timeout=timeout_of(comm, 0.0) if by_mpi else timeout_of(comm), pg_options=comm if by_mpi else None,
         )  # fmt: skip
     sys.excepthook = hook
     _started = comm, dist.group.WORLD
     real: Any = comm
     if _END not in real.process.threads:
-        real.process.threads.insert(0, _END)  # the watchdog tells of a call that others never make
+        real.process.threads.insert(0, _END)  # before the watchdog, which reports calls that other ranks never make
     return point
 
 
 def started_for() -> Communicator | None:
-    """Return the ranks of the default process group if this library has started it; None otherwise."""
+    """Return the communicator of the default process group if this library has started it, else None."""
     return _started[0] if _started is not None and _started[1] is dist.group.WORLD else None
 
 
@@ -81,56 +81,58 @@ def end_default_group() -> None:
 def _end() -> None:
     try:
         end_default_group()
-    except Exception:  # of a call that was begun, and that nobody has waited for
+    except Exception:  # from an asynchronous call that was not waited for
         sys.excepthook(*sys.exc_info())
 
 
-_END = SimpleNamespace(stop=_end)  # what a process calls at its end, when all ranks have come there
+_END = SimpleNamespace(stop=_end)  # a process calls it at its end, when all ranks are there
 
 
 def host_backend(comm: Communicator) -> str:
-    """Return the backend of tensors on the host: Gloo where ranks may die, or MPI may be called by one thread only."""
-    return OWN if comm.platform.concurrent and not comm.failures.tolerant else "gloo"
+    """Return the backend for host tensors: hpcdist; Gloo if the job tolerates deaths or MPI is single-threaded."""
+    return HPCDIST if comm.platform.concurrent and not comm.failures.tolerant else "gloo"
 
 
-def introduce(comm: Communicator, backend: str | bool, interface: str = "") -> None:
-    """Collective. Make the ranks known to torch.distributed, and to libraries that read torchrun's variables.
+def init_torch_distributed(comm: Communicator, backend: str | bool, interface: str = "") -> None:
+    """Collective. Start torch.distributed's default group, and set torchrun's variables for libraries that read them.
 
     Args:
-        backend: gloo, nccl, or True: hpcdist, beside NCCL where each rank has a GPU of its own.
+        comm: real ranks.
+        backend: gloo, nccl, or True: hpcdist, with NCCL for GPU tensors if each rank has a separate GPU.
+        interface: for the rendezvous, as for `rendezvous`.
 
     Raises:
         CommunicationError: ranks don't reach each other over TCP, and no part of the group is on hpcdist.
-        ConfigError: nccl, and a rank has no GPU of its own.
+        ConfigError: nccl is requested, and a rank has no separate GPU.
     """
     local_ranks = comm.memory.local_ranks
     local_rank = local_ranks.index(comm.rank)
     count = torch.cuda.device_count() if dist.is_nccl_available() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
     gpus = comm.gather([local_ranks[0], visible[local_rank % count] if count else ""])
-    poor = [rank for rank, gpu in enumerate(gpus) if not gpu[1] or gpu in gpus[:rank]]
-    if backend == "nccl" and poor:
+    without_gpu = [rank for rank, gpu in enumerate(gpus) if not gpu[1] or gpu in gpus[:rank]]
+    if backend == "nccl" and without_gpu:
         raise ConfigError(
-            "torch_distributed = 'nccl' must have NCCL and a GPU of its own on every rank; rank "
-            f"{poor[0]} has none. Leave it out: tensors then go through the host's memory."
+            "torch_distributed = 'nccl' must have NCCL and a separate GPU on every rank; rank "
+            f"{without_gpu[0]} has none. Remove it: tensors then go through the host's memory."
         )
     if backend not in ("gloo", "nccl"):
         backend = host_backend(comm)
-        backend = f"cpu:{OWN},cuda:nccl" if backend == OWN and not poor else backend
+        backend = f"cpu:{HPCDIST},cuda:nccl" if backend == HPCDIST and not without_gpu else backend
     point = start_default_group(comm, str(backend), interface)
     os.environ.update({"RANK": str(comm.rank), "WORLD_SIZE": str(comm.size)})
     more: dict[str, Any] = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": len(local_ranks)}
     if point.host:
         more |= {"MASTER_ADDR": point.host, "MASTER_PORT": point.store.port}
     if torch.cuda.device_count() == 0 and not torch.xpu.is_available():
-        more["ACCELERATE_USE_CPU"] = "true"  # or Accelerate counts one process where there is no GPU
+        more["ACCELERATE_USE_CPU"] = "true"  # otherwise Accelerate assumes one process if there is no GPU
     for name, value in more.items():
         os.environ.setdefault(name, str(value))
 
 
 @contextmanager
 def _connecting_late() -> Iterator[None]:
-    """Let Gloo connect two ranks when they first exchange something, and not all with all at once."""
+    """Context in which Gloo connects two ranks at their first message, instead of all pairs at the start."""
     name = "TORCH_GLOO_LAZY_INIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -143,7 +145,7 @@ def _connecting_late() -> Iterator[None]:
 
 
 def rendezvous_if_possible(comm: Communicator, interface: str = "") -> Rendezvous:
-    """Collective. Meet over TCP, or else have a store that says why there is none, and no address."""
+    """Collective. Return the rendezvous over TCP; if it fails, a store that raises the reason when it is used."""
     try:
         return rendezvous(comm, interface)
     except CommunicationError as error:
@@ -151,21 +153,21 @@ def rendezvous_if_possible(comm: Communicator, interface: str = "") -> Rendezvou
 
 
 class NoStore(dist.Store):
-    """Takes the place of torch's store where ranks reach each other by MPI only: refuses what needs one.
+    """Stands in for torch's store if ranks reach each other only by MPI: every method raises CommunicationError.
 
     Args:
-        reason: what `rendezvous` has raised.
+        reason: the error that `rendezvous` raised.
     """
 
-    made: ClassVar[list[NoStore]] = []  # kept, as a process group keeps the part in C++ alone, without these methods
+    created: ClassVar[list[NoStore]] = []  # kept alive: a process group holds only the C++ part, without these methods
 
     def __init__(self, reason: CommunicationError):
         super().__init__()
         self._reason = reason
-        self.made.append(self)
+        self.created.append(self)
 
     def _refuse(self, *args: Any) -> Any:
-        raise CommunicationError(f"a process group on Gloo or NCCL must meet by TCP: {self._reason}")
+        raise CommunicationError(f"a process group on Gloo or NCCL must have a rendezvous over TCP: {self._reason}")
 
     set = get = add = wait = check = compare_set = delete_key = num_keys = multi_get = multi_set = append = cast(
         Any, _refuse

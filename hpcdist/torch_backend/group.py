@@ -1,4 +1,4 @@
-"""A process group of torch.distributed whose collective calls are hpcdist's, and whose messages are MPI's."""
+"""A process group of torch.distributed with hpcdist's collective calls and MPI's messages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OPERATIONS = {
     ReduceOp.BXOR: "xor",
     ReduceOp.PREMUL_SUM: "sum",
 }
-# What torch's options are where a script that calls a group's method gives none.
+# Default options, for scripts that call a group's methods directly.
 _ALL_TO_ALL = AllToAllOptions()
 _ALLGATHER = AllgatherOptions()
 _ALLREDUCE = AllreduceOptions()
@@ -55,76 +55,77 @@ _GATHER = GatherOptions()
 _REDUCE = ReduceOptions()
 _REDUCE_SCATTER = ReduceScatterOptions()
 _SCATTER = ScatterOptions()
-_OVER = Work()  # of each call that was waited for: making one would take a 20th of a short call's time
-BARRIER_TAG = TAG_LIMIT - 2  # of the monitored barrier's messages
+_COMPLETED = Work()  # returned by all blocking calls: creating one takes 5 % of the time of a short call
+BARRIER_TAG = TAG_LIMIT - 2  # tag of the monitored barrier's messages
 
 
 def by_device(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a group of `cpu:hpcdist,cuda:nccl` hand a call on tensors of a GPU over to NCCL."""
+    """Decorate a method of a group of `cpu:hpcdist,cuda:nccl`: calls on GPU tensors are made by NCCL."""
 
     @functools.wraps(method)
     def call(group: MpiGroup, tensors: Any, *more: Any, **options: Any) -> Any:
         first = tensors
         while isinstance(first, (list, tuple)):
             first = first[0] if first else None
-        if first is not None and first.is_cuda and (elsewhere := group.on_gpus()) is not None:
+        if first is not None and first.is_cuda and (nccl := group.on_gpus()) is not None:
             with group._lock:
                 group._sequence += 1
-            return getattr(elsewhere, method.__name__)(tensors, *more, **options)
+            return getattr(nccl, method.__name__)(tensors, *more, **options)
         return method(group, tensors, *more, **options)
 
     return uncompiled(call)
 
 
 class MpiGroup(dist.ProcessGroup):
-    """Collective. A process group of these ranks.
+    """Collective. A process group of torch.distributed over a communicator.
 
-    Its methods are those that torch.distributed calls, with torch's names and arguments. A call is made at once where
-    the script waits for it; otherwise a thread of the group's makes it, in the order in which calls were begun.
+    Its methods are those that torch.distributed calls, with torch's names and arguments. The calling thread makes
+    blocking calls; a thread of the group makes asynchronous calls, in their order.
 
     Args:
         comm: the ranks, in the group's order; the group closes it.
-        store: by which the ranks meet where others' libraries are used.
+        store: torch's store, for the rendezvous of NCCL.
     """
 
     def __init__(self, comm: Communicator, store: Any = None):
-        cast(Any, super()).__init__(comm.rank, comm.size)  # torch's types want a store
+        cast(Any, super()).__init__(comm.rank, comm.size)  # torch's type stubs require a store
         self.comm, self._calls, self._store = comm, Collectives(comm), store
-        self._elsewhere: Any = None
-        self._together: list[Work] | None = None  # works started since `_start_coalescing`
+        self._nccl: Any = None
+        self._coalesced: list[Work] | None = None  # works started since `_start_coalescing`
         self._sequence, self._lock = 0, threading.Lock()
         _groups.add(self)
         self._group_name = self._group_desc = ""
 
     @classmethod
-    def made(cls, options: Any, parent: Communicator) -> MpiGroup:
-        """Collective among the ranks of a group. Make it as torch.distributed asks for it.
+    def create(cls, options: Any, parent: Communicator) -> MpiGroup:
+        """Collective among the ranks of a group. Create it from torch.distributed's options.
 
         Args:
+            options: torch's `DistributedBackendOptions`.
             parent: the ranks of the default group.
 
         Raises:
-            WorldError: MPI knows other ranks than torch.distributed.
+            WorldError: MPI has other ranks than torch.distributed.
         """
         ranks, rank, size = list(options.global_ranks_in_group), options.group_rank, options.group_size
         limit_s = start_s = options.timeout.total_seconds() or parent.failures.deadline_s
-        if ranks:  # torch gives a group without a timeout half an hour, whatever the default group has
+        if ranks:  # torch's default timeout of a group is half an hour, even if the default group has another one
             start_s = min(limit_s, parent.failures.deadline_s)
         else:  # the default group
             require_same_world(parent, rank, size)
-            everyone = numbers_of(parent, rank)
+            everyone = gather_ranks(parent, rank)
             ranks = sorted(range(size), key=everyone.__getitem__)
         comm = _among(parent, ranks, f"torch.distributed/{options.group_id}", start_s)
         comm.failures.deadline_s = limit_s
         return cls(comm, options.store)
 
-    # --- what torch asks of a group -----------------------------------------------------------------------------------
+    # --- torch's interface of a group ---------------------------------------------------------------------------------
     def getBackendName(self) -> str:
         return "hpcdist"
 
     name = getBackendName
 
-    # torch keeps the names of a group in the backends of C++ that it has.
+    # torch stores the names of a group in its C++ backends, which this group lacks.
     def _set_group_name(self, name: str) -> None:
         self._group_name = name
 
@@ -145,8 +146,8 @@ class MpiGroup(dist.ProcessGroup):
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
     def _get_backend(self, device: torch.device) -> Any:
-        elsewhere = self._group_for(device)
-        return self if elsewhere is None else elsewhere._get_backend(device)
+        nccl = self._group_for(device)
+        return self if nccl is None else nccl._get_backend(device)
 
     def set_timeout(self, timeout: timedelta) -> None:
         for comm in (self.comm, self._calls.comm):
@@ -159,32 +160,30 @@ class MpiGroup(dist.ProcessGroup):
         return self._sequence
 
     def on_gpus(self) -> Any:
-        """Return the group that makes calls on tensors of GPUs; None where it is this one."""
-        if self._elsewhere is None and "cuda:nccl" in str(distributed_c10d._world.pg_backend_config.get(self, "")):
-            kind, cuda, place = cast(Any, dist).ProcessGroupNCCL, torch.device("cuda"), (self.rank(), self.size())
-            backend = kind(dist.PrefixStore("cuda", self._store), *place, kind.Options())
-            # A group around it, for a backend lacks some of the calls that torch makes on groups.
-            self._elsewhere = cast(Any, dist.ProcessGroup)(*place)
-            self._elsewhere._register_backend(cuda, dist.ProcessGroup.BackendType.NCCL, backend)
-        return self._elsewhere
+        """Return the NCCL group for calls on GPU tensors; None if this group makes them."""
+        if self._nccl is None and "cuda:nccl" in str(distributed_c10d._world.pg_backend_config.get(self, "")):
+            kind, cuda, rank_size = cast(Any, dist).ProcessGroupNCCL, torch.device("cuda"), (self.rank(), self.size())
+            backend = kind(dist.PrefixStore("cuda", self._store), *rank_size, kind.Options())
+            # Wrapped in a group, as a backend lacks some of the methods that torch calls on groups.
+            self._nccl = cast(Any, dist.ProcessGroup)(*rank_size)
+            self._nccl._register_backend(cuda, dist.ProcessGroup.BackendType.NCCL, backend)
+        return self._nccl
 
     def _group_for(self, device: Any) -> Any:
         return self.on_gpus() if torch.device(device).type == "cuda" else None
 
     # --- collective calls ---------------------------------------------------------------------------------------------
-    def _start(self, options: Any, found: Any, call: Callable[..., Any], *args: Any, **more: Any) -> Work:
-        """Make a call, or begin it where the script does not wait."""
+    def _start(self, options: Any, result: Any, call: Callable[..., Any], *args: Any, **more: Any) -> Work:
+        """Make a call; only start it if it is asynchronous."""
         with self._lock:  # several threads may make calls
             self._sequence += 1
             if getattr(options, "asyncOp", True):
                 work = call(*args, async_op=True, **more)
-                work.tensors = found
+                work.tensors = result
             else:
                 call(*args, **more)
-                work = _OVER
-        if self._together is not None:
-            self._together.append(work)
-        return work
+                work = _COMPLETED
+        return self._track(work)
 
     @by_device
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = _ALLREDUCE) -> Work:
@@ -193,23 +192,23 @@ class MpiGroup(dist.ProcessGroup):
                 raise ConfigError(f"op of a sparse all_reduce must be SUM; got {operation}. Make the tensor dense.")
             return self._start(opts, [tensors[0]], self._sum_sparse, tensors[0])
         operation, factor = _operation(opts)
-        given = tensors[0] if len(tensors) == 1 else tensors
-        return self._start(opts, tensors, self._calls.all_reduce, given, operation, factor=factor)
+        inputs = tensors[0] if len(tensors) == 1 else tensors
+        return self._start(opts, tensors, self._calls.all_reduce, inputs, operation, factor=factor)
 
     allreduce_coalesced = allreduce
 
     def _sum_sparse(self, tensor: Tensor, *, async_op: bool = False) -> Work | None:
-        """Sum sparse tensors: their places are joined, and the values of those that several ranks have are added."""
+        """Sum sparse tensors: gather all ranks' indices and values; values with the same index are added."""
         calls = self._calls
 
         def sum_up() -> None:
-            own, lengths = tensor.coalesce(), torch.zeros(self.size(), dtype=torch.int64)
-            calls.all_gather(lengths, torch.tensor([own._nnz()]))
-            places = [own.indices().new_empty(own.sparse_dim(), n) for n in lengths.tolist()]
-            values = [own.values().new_empty(n, *own.values().shape[1:]) for n in lengths.tolist()]
-            calls.all_gather(places, own.indices())
-            calls.all_gather(values, own.values())
-            tensor.copy_(torch.sparse_coo_tensor(torch.cat(places, 1), torch.cat(values), tensor.shape).coalesce())
+            local, lengths = tensor.coalesce(), torch.zeros(self.size(), dtype=torch.int64)
+            calls.all_gather(lengths, torch.tensor([local._nnz()]))
+            indices = [local.indices().new_empty(local.sparse_dim(), n) for n in lengths.tolist()]
+            values = [local.values().new_empty(n, *local.values().shape[1:]) for n in lengths.tolist()]
+            calls.all_gather(indices, local.indices())
+            calls.all_gather(values, local.values())
+            tensor.copy_(torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), tensor.shape).coalesce())
 
         return calls.queue.run(sum_up, async_op=async_op)
 
@@ -230,7 +229,7 @@ class MpiGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = _ALLGATHER
     ) -> Work:
-        works = [self.allgather([list(of_tensor)], [own], opts) for *of_tensor, own in zip(*outs, tensors)]
+        works = [self.allgather([list(of_tensor)], [local], opts) for *of_tensor, local in zip(*outs, tensors)]
         return Work.of_all(works, outs)
 
     @by_device
@@ -241,121 +240,121 @@ class MpiGroup(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = _ALLGATHER
     ) -> Work:
-        return Work.of_all([self._allgather_base(out, own, opts) for out, own in zip(outs, tensors)], outs)
+        return Work.of_all([self._allgather_base(out, local, opts) for out, local in zip(outs, tensors)], outs)
 
     @by_device
     def gather(self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = _GATHER) -> Work:
-        wanted = outs[0] if self.rank() == opts.rootRank else None
-        return self._start(opts, outs, self._calls.gather, wanted, tensors[0], opts.rootRank)
+        root_outs = outs[0] if self.rank() == opts.rootRank else None
+        return self._start(opts, outs, self._calls.gather, root_outs, tensors[0], opts.rootRank)
 
     @by_device
-    def scatter(self, outs: Sequence[Tensor], given: Sequence[Sequence[Tensor]], opts: Any = _SCATTER) -> Work:
-        parts = given[0] if self.rank() == opts.rootRank else None
+    def scatter(self, outs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = _SCATTER) -> Work:
+        parts = inputs[0] if self.rank() == opts.rootRank else None
         return self._start(opts, outs, self._calls.scatter, outs[0], parts, opts.rootRank)
 
     @by_device
     def reduce_scatter(
-        self, outs: Sequence[Tensor], given: Sequence[Sequence[Tensor]], opts: Any = _REDUCE_SCATTER
+        self, outs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = _REDUCE_SCATTER
     ) -> Work:
         operation, factor = _operation(opts)
-        return self._start(opts, outs, self._calls.reduce_scatter, outs[0], given[0], operation, factor=factor)
+        return self._start(opts, outs, self._calls.reduce_scatter, outs[0], inputs[0], operation, factor=factor)
 
     @by_device
-    def _reduce_scatter_base(self, out: Tensor, given: Tensor, opts: Any = _REDUCE_SCATTER) -> Work:
+    def _reduce_scatter_base(self, out: Tensor, inputs: Tensor, opts: Any = _REDUCE_SCATTER) -> Work:
         operation, factor = _operation(opts)
-        return self._start(opts, [out], self._calls.reduce_scatter, out, given, operation, factor=factor)
+        return self._start(opts, [out], self._calls.reduce_scatter, out, inputs, operation, factor=factor)
 
     @by_device
     def reduce_scatter_tensor_coalesced(
-        self, outs: Sequence[Tensor], given: Sequence[Tensor], opts: Any = _REDUCE_SCATTER
+        self, outs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = _REDUCE_SCATTER
     ) -> Work:
-        return Work.of_all([self._reduce_scatter_base(out, own, opts) for out, own in zip(outs, given)], outs)
+        return Work.of_all([self._reduce_scatter_base(out, parts, opts) for out, parts in zip(outs, inputs)], outs)
 
     @by_device
-    def alltoall(self, outs: Sequence[Tensor], given: Sequence[Tensor], opts: Any = _ALL_TO_ALL) -> Work:
-        return self._start(opts, outs, self._calls.all_to_all, outs, given)
+    def alltoall(self, outs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = _ALL_TO_ALL) -> Work:
+        return self._start(opts, outs, self._calls.all_to_all, outs, inputs)
 
     @by_device
     def alltoall_base(
-        self, out: Tensor, given: Tensor, out_sizes: Sequence[int], sizes: Sequence[int],
+        self, out: Tensor, inputs: Tensor, out_sizes: Sequence[int], sizes: Sequence[int],
         opts: Any = _ALL_TO_ALL,
     ) -> Work:  # fmt: skip
-        outs, parts = self._in_parts(out, out_sizes, "output"), self._in_parts(given, sizes, "input")
+        outs, parts = self._in_parts(out, out_sizes, "output"), self._in_parts(inputs, sizes, "input")
         return self._start(opts, [out], self._calls.all_to_all, outs, parts)
 
     def _in_parts(self, tensor: Tensor, sizes: Sequence[int], name: str) -> Tensor | list[Tensor]:
-        """Cut a tensor along its first dimension; leave it whole where parts are equal."""
+        """Split a tensor along its first dimension into `sizes`; return it unchanged for equal parts."""
         if sizes:
             return list(tensor.split(list(sizes)))
         if tensor.dim() and tensor.shape[0] % self.size():
             raise ConfigError(
-                f"{name} of all_to_all_single must have as many rows for each of {self.size()} ranks; got shape "
-                f"{tuple(tensor.shape)}. Give {name}_split_sizes."
+                f"{name} of all_to_all_single must have the same number of rows for each of {self.size()} ranks; got "
+                f"shape {tuple(tensor.shape)}. Pass {name}_split_sizes."
             )
         return tensor
 
     def barrier(self, opts: Any = _BARRIER) -> Work:
         return self._start(opts, [], self._calls.barrier)
 
-    # Names that these calls have in later versions of torch, which know the earlier ones, too.
+    # Names of these calls in later versions of torch.
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
     reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
 
     def monitored_barrier(self, timeout: timedelta = NO_LIMIT, wait_all_ranks: bool = False) -> None:
-        """Return once all ranks have called it; name those that have not when the time is over, on rank 0.
+        """Wait until all ranks have called it; past the timeout rank 0 raises DeadlineError with the missing ranks.
 
         Args:
             timeout: by default the group's.
-            wait_all_ranks: name all of them, and not the first one alone.
+            wait_all_ranks: name all missing ranks instead of only the first.
         """
         limit_s = timeout.total_seconds() if timeout > NO_LIMIT else self.comm.failures.deadline_s
-        word, missing = torch.zeros(1, dtype=torch.uint8), list(range(1, self.size())) if self.rank() == 0 else [0]
+        token, missing = torch.zeros(1, dtype=torch.uint8), list(range(1, self.size())) if self.rank() == 0 else [0]
 
-        def all_have_come() -> bool:
-            # Nothing is received before it has arrived: who gives up leaves no memory to a message that comes later.
-            for rank in [one for one in missing if self.comm.probe(one, BARRIER_TAG, block=False)]:
-                self.comm.irecv(word, rank, BARRIER_TAG).wait()
+        def all_arrived() -> bool:
+            # Receive only messages that have arrived: after a timeout no receive may be left to write to memory.
+            for rank in [peer for peer in missing if self.comm.probe(peer, BARRIER_TAG, block=False)]:
+                self.comm.irecv(token, rank, BARRIER_TAG).wait()
                 missing.remove(rank)
             return not missing
 
         if self.rank() > 0:
-            self.comm.isend(word, 0, BARRIER_TAG).wait()
+            self.comm.isend(token, 0, BARRIER_TAG).wait()
         try:
-            wait_until(all_have_come, limit_s, str)
+            wait_until(all_arrived, limit_s, str)
         except DeadlineError:
             named = missing if wait_all_ranks else missing[:1]
             raise DeadlineError(
-                f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} did not come to the monitored barrier "
-                f"of {self.group_name} within {limit_s:g} s. See what keeps them, or give it more time."
+                f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} did not reach the monitored barrier "
+                f"of {self.group_name} within {limit_s:g} s. Check these ranks, or set a longer timeout."
             ) from None
         for rank in range(1, self.size() if self.rank() == 0 else 0):
-            self.comm.isend(word, rank, BARRIER_TAG).wait()
+            self.comm.isend(token, rank, BARRIER_TAG).wait()
 
     # --- messages -----------------------------------------------------------------------------------------------------
     @by_device
     def send(self, tensors: Sequence[Tensor], dest: int, tag: int = 0) -> Work:
-        own = tensors[0].detach().contiguous().view(-1)
-        request = self.comm.isend(own, dest, tag)
-        return self._noted(Work(tensors, request.done, request.wait))
+        flat = tensors[0].detach().contiguous().view(-1)
+        request = self.comm.isend(flat, dest, tag)
+        return self._track(Work(tensors, request.done, request.wait))
 
     @by_device
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
-        return self._noted(self._receive(tensors, source, tag))
+        return self._track(self._receive(tensors, source, tag))
 
     @by_device
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
-        taken: list[Work] = []
+        receives: list[Work] = []
 
-        def take(block: bool) -> bool:
-            arrived = None if taken else self.comm.probe(tag=tag, block=block)
+        def receive(block: bool) -> bool:
+            arrived = None if receives else self.comm.probe(tag=tag, block=block)
             if arrived is not None:
                 work.source = arrived.source
-                taken.append(self._receive(tensors, arrived.source, tag))
-            return bool(taken) and (taken[0].wait() if block else taken[0].is_completed())
+                receives.append(self._receive(tensors, arrived.source, tag))
+            return bool(receives) and (receives[0].wait() if block else receives[0].is_completed())
 
-        work = Work(tensors, lambda: take(block=False), lambda: take(block=True))
-        return self._noted(work)
+        work = Work(tensors, lambda: receive(block=False), lambda: receive(block=True))
+        return self._track(work)
 
     def _receive(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
         whole = tensors[0].detach()
@@ -366,35 +365,36 @@ class MpiGroup(dist.ProcessGroup):
         request = self.comm.irecv(flat.view(-1), source, tag)
         return Work(tensors, request.done, request.wait, after, source)
 
-    def _noted(self, work: Work) -> Work:
-        if self._together is not None:
-            self._together.append(work)
+    def _track(self, work: Work) -> Work:
+        """Add a work to those of a coalesced call, if one has been started."""
+        if self._coalesced is not None:
+            self._coalesced.append(work)
         return work
 
-    # --- several calls together, and the end --------------------------------------------------------------------------
+    # --- coalesced calls, and the end ---------------------------------------------------------------------------------
     def _start_coalescing(self, device: torch.device) -> None:
-        if (elsewhere := self._group_for(device)) is not None:
-            elsewhere._start_coalescing(device)
+        if (nccl := self._group_for(device)) is not None:
+            nccl._start_coalescing(device)
         else:
-            self._together = []
+            self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        if (elsewhere := self._group_for(device)) is not None:
-            return elsewhere._end_coalescing(device)
-        works, self._together = self._together or [], None
+        if (nccl := self._group_for(device)) is not None:
+            return nccl._end_coalescing(device)
+        works, self._coalesced = self._coalesced or [], None
         return Work.of_all(works, None)
 
     def shutdown(self) -> None:
-        """Collective. Wait for all calls, and release what the group holds; nothing happens the second time.
+        """Collective. Wait for all calls, and release the group's resources; a second call does nothing.
 
-        Raises what a call has raised that was begun and that nobody has waited for.
+        Raises the exception of an asynchronous call that was not waited for.
         """
         if isinstance(self.comm, Closed):
             return
-        if self._elsewhere:
-            self._elsewhere._get_backend(torch.device("cuda")).shutdown()
+        if self._nccl:
+            self._nccl._get_backend(torch.device("cuda")).shutdown()
         calls, comm, self._store = self._calls, self.comm, None
-        self.comm = self._calls = self._elsewhere = cast(Any, Closed("a process group", "destroyed"))
+        self.comm = self._calls = self._nccl = cast(Any, Closed("a process group", "destroyed"))
         calls.close()
         comm.close()
 
@@ -405,7 +405,7 @@ _groups: WeakSet[MpiGroup] = WeakSet()
 
 
 def _close_in_fork() -> None:
-    """Have calls refused in a process that this one has forked: MPI's library is not for two processes."""
+    """Make calls raise in a forked process, which must not use the MPI library of its parent."""
     for group in _groups:
         group.comm = group._calls = cast(Any, Closed("a process group", "in a forked process, as DataLoader workers"))
 
@@ -414,36 +414,36 @@ os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def require_same_world(world: Communicator, rank: int, size: int) -> None:
-    """Raise WorldError where MPI knows other ranks than torch.distributed does."""
+    """Raise WorldError if MPI has another number of ranks than torch.distributed."""
     if world.size != size:
         raise WorldError(
-            f"the backend hpcdist must run under a launcher of MPI's, which starts {size} ranks; MPI knows "
+            f"the backend hpcdist must run under an MPI launcher, with {size} ranks; MPI has "
             f"{world.size}. torchrun starts ranks without MPI: use `mpirun -n {size} python script.py`, or srun."
         )
 
 
-def numbers_of(world: Communicator, rank: int) -> list[int]:
-    """Collective. Return torch.distributed's numbers of MPI's ranks; raise WorldError where two have the same."""
-    found: list[int] = world.gather(rank)
-    if sorted(found) != list(range(world.size)):
+def gather_ranks(world: Communicator, rank: int) -> list[int]:
+    """Collective. Return torch.distributed's rank of each of MPI's ranks; raise WorldError if two are the same."""
+    ranks: list[int] = world.gather(rank)
+    if sorted(ranks) != list(range(world.size)):
         raise WorldError(
-            f"rank of init_process_group must be another number from 0 to {world.size - 1} on each rank; got "
-            f"{', '.join(map(str, found))} on MPI's ranks 0 to {world.size - 1}. Leave it out: MPI tells the ranks."
+            f"rank of init_process_group must be a different number from 0 to {world.size - 1} on each rank; got "
+            f"{', '.join(map(str, ranks))} on MPI's ranks 0 to {world.size - 1}. Remove it: MPI knows the ranks."
         )
-    return found
+    return ranks
 
 
 def _among(world: Communicator, ranks: Sequence[int], name: str, limit_s: float) -> Communicator:
-    """Collective among these ranks. Make a communicator of them."""
+    """Collective among these ranks. Create a communicator of them."""
     if world.mpi is None:  # one rank, without MPI
         return world.split(0)
     return cast(Any, world).among(ranks, name, limit_s)
 
 
 def _operation(options: Any) -> tuple[str, float | None]:
-    """Return the name of a reduction, and the factor of this rank's tensor."""
+    """Return the name of the reduction in torch's options, and the factor of this rank's tensor."""
     kind = options.reduceOp
     operation = OPERATIONS.get(kind.op)
     if operation is None:
-        raise ConfigError(f"op must be one of ReduceOp's; got {kind.op}. Use ReduceOp.SUM, for example.")
+        raise ConfigError(f"op must be a supported ReduceOp; got {kind.op}. Use ReduceOp.SUM, for example.")
     return operation, float(kind.factor) if kind.op == ReduceOp.PREMUL_SUM else None

@@ -1,6 +1,6 @@
-"""Communication hooks of DistributedDataParallel: gradients are summed compressed, by any of hpcdist's compressors."""
+"""Communication hook of DistributedDataParallel: average gradients compressed, by any of hpcdist's compressors."""
 
-# Annotations are objects here, and no strings: DistributedDataParallel looks at those of a hook.
+# No `from __future__ import annotations`: DistributedDataParallel checks the annotations of a hook.
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,35 +19,36 @@ from hpcdist.torch_backend.group import MpiGroup
 
 
 class CompressionState:
-    """Collective. The state of `compressed`, one for each model.
+    """Collective. The state of the hook `compressed`, one per model.
 
-    The first step sends gradients uncompressed: DistributedDataParallel puts its buckets together anew after it. Each
-    rank keeps the errors of its messages, and sends them with later ones; they are not part of a checkpoint.
+    The first step sends gradients uncompressed, as DistributedDataParallel rebuilds its buckets after it. Each rank
+    keeps the compression errors of its messages and adds them to later messages (error feedback); checkpoints do not
+    contain them.
 
     Args:
-        compression: the compressor's name, or a mapping of `name` and its options, as in `hpcdist compressors`.
-        group: by default the default group; on the backend hpcdist.
+        compression: the compressor's name, or a mapping of `name` and its options, as listed by `hpcdist compressors`.
+        group: a process group on the backend hpcdist; by default the default group.
 
     Raises:
-        ConfigError: the group is on another backend, or options break a rule.
+        ConfigError: the group is on another backend, or an option breaks a rule.
     """
 
     def __init__(self, compression: str | Mapping[str, Any], group: dist.ProcessGroup | None = None):
         ranks = group or dist.group.WORLD
         if not isinstance(ranks, MpiGroup):
             raise ConfigError(
-                "the group of a compressed sum must be on the backend hpcdist; got one on "
-                f"{dist.get_backend(ranks)}. Make it by init_process_group('hpcdist')."
+                "group of a compressed sum must be on the backend hpcdist; got a group on "
+                f"{dist.get_backend(ranks)}. Create it by init_process_group('hpcdist')."
             )
-        given = {"name": compression} if isinstance(compression, str) else compression
-        self.config = JointCompression.from_mapping(given, "compression")
+        options = {"name": compression} if isinstance(compression, str) else compression
+        self.config = JointCompression.from_mapping(options, "compression")
         self._comm = ranks.comm.split(0, traffic=ranks.comm.trace.traffic)
         self._queue, self._mean = self._comm.queue(), Native(self._comm).mean
         self._sums: dict[int, Reduction] = {}  # by the numbers of buckets
         self._seen: set[int] = set()
 
     def start(self, bucket: GradBucket) -> Work:
-        """Begin to replace a bucket by its mean over the ranks."""
+        """Start replacing a bucket by its mean over the ranks."""
         number, gradients = bucket.index(), bucket.buffer()
         first, spans = number not in self._seen, _spans(bucket)
         self._seen.add(number)
@@ -76,9 +77,9 @@ def _first(done: Future[list[Tensor]]) -> Tensor:
 
 
 def _spans(bucket: GradBucket) -> list[Span]:
-    """Return where the parameters of a bucket lie in it."""
-    start, found = bucket.buffer().storage_offset(), []
+    """Return the position and shape of each parameter in a bucket."""
+    start, spans = bucket.buffer().storage_offset(), []
     for gradient in bucket.gradients():
-        at = gradient.storage_offset() - start
-        found.append(Span(int(at), int(at) + gradient.numel(), tuple(gradient.shape)))
-    return sorted(found, key=lambda span: span.start)
+        first = int(gradient.storage_offset() - start)
+        spans.append(Span(first, first + gradient.numel(), tuple(gradient.shape)))
+    return sorted(spans, key=lambda span: span.start)

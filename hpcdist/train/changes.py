@@ -37,14 +37,14 @@ def all_settings(trainer: Configured) -> dict[str, Any]:
     values = config.model_dump()
     values["data"] |= trainer.data
     values["strategy"] = {"name": config.strategy.name, **trainer.strategy_options}
-    values["optimizer"] = _resolved(optimizers()[config.optimizer.name], values["optimizer"])
+    values["optimizer"] = _with_defaults(optimizers()[config.optimizer.name], values["optimizer"])
     if config.schedule.name is not None:
-        values["schedule"] = _resolved(schedules()[config.schedule.name], values["schedule"])
-    values["model"] = _resolved(trainer.job.model, values["model"])
+        values["schedule"] = _with_defaults(schedules()[config.schedule.name], values["schedule"])
+    values["model"] = _with_defaults(trainer.job.model, values["model"])
     return by_value(values)
 
 
-def _resolved(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
     """Complete options by the function's defaults, also where an option is None."""
     try:
         parameters = inspect.signature(function).parameters.values()

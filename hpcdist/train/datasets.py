@@ -49,7 +49,7 @@ class JobDataset(Dataset[Any]):
         self._epoch = 0
         self._order: list[tuple[int, np.ndarray]] = []  # epoch and samples of each batch; the DataLoader keeps the list
         self._loader = None if num_workers == 0 else DataLoader(
-            self, batch_size=None, sampler=self._order, collate_fn=_unchanged, num_workers=num_workers,
+            self, batch_size=None, sampler=self._order, collate_fn=_identity, num_workers=num_workers,
             persistent_workers=True, generator=torch.Generator(),  # not torch's default one, which the model uses
         )  # fmt: skip
         self.source = type(dataset).__name__
@@ -64,14 +64,14 @@ class JobDataset(Dataset[Any]):
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Read the samples at these indices."""
-        return _raised(self[self._epoch, np.asarray(indices) % len(self)])
+        return _raise_error(self[self._epoch, np.asarray(indices) % len(self)])
 
     def read_ahead(self, indices: Iterable[np.ndarray]) -> Iterator[Batch]:
         """Yield a batch for each array of indices."""
         if self._loader is None:
             return map(self.batch, indices)
         self._order[:] = [(self._epoch, batch) for batch in indices]
-        return map(_raised, self._loader)
+        return map(_raise_error, self._loader)
 
     def __getitem__(self, position: tuple[int, np.ndarray]) -> Batch | DataError:
         """Read a batch, position = (epoch, indices); return errors, not raised in a worker process."""
@@ -128,11 +128,11 @@ class JobDataset(Dataset[Any]):
         self._loader = None
 
 
-def _raised(batch: Batch | DataError) -> Batch:
+def _raise_error(batch: Batch | DataError) -> Batch:
     if isinstance(batch, DataError):
         raise batch
     return batch
 
 
-def _unchanged(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch

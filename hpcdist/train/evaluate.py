@@ -89,6 +89,7 @@ class IterateAverage:
         self.buffers = [tensor.detach().clone() for tensor in model.buffers]
 
     def add(self) -> None:
+        """Add the current parameters and buffers to the average."""
         self.steps += 1
         part = (ETA + 1) / (self.steps + ETA)
         model = self._model

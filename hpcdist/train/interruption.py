@@ -43,12 +43,12 @@ class Interruption:
         self.command = shlex.join([*_launch(self._launcher, ranks), *_train(argv, folder)])
         self._how_to_resume = f"Resume with:\n  {self.command}"
 
-    def heard(self, name: str) -> None:
+    def report_signal(self, name: str) -> None:
         """Report a signal immediately, in `run.json` too, because the ranks may be killed before they leave.
 
         On Ctrl-C or SIGTERM, Open MPI's mpirun sends its ranks SIGTERM, kills them a quarter of a second later, and
-        drops their output; so the message is written to the terminal itself. It does the same to the other ranks if one
-        has failed.
+        drops their output; so the message is written to the terminal itself. After a rank's failure mpirun ends the
+        other ranks in the same way.
         """
         died = [f"rank {rank}" for rank, pid in self._processes.items() if not psutil.pid_exists(pid)]
         with suppress(OSError):
@@ -66,7 +66,7 @@ class Interruption:
             text = f"{name}: all ranks save a checkpoint after the next steps, and leave{again}"
         _logger.info(text)
 
-    def left(self, step: int, reason: str) -> None:
+    def report_left(self, step: int, reason: str) -> None:
         """Report that all ranks have saved and leave."""
         path = checkpoint.latest(self._checkpoints)
         _logger.info(f"left after step {step} ({reason}), saved in {path}. {self._how_to_resume}")

@@ -212,10 +212,10 @@ def prepare_data(job: Job, config: JobConfig) -> None:
     """
     check_path(job, config)
     if config.data.path is not None:
-        make_data(job, Path(config.data.path))
+        create_data(job, Path(config.data.path))
 
 
-def make_data(job: Job, path: Path) -> None:
+def create_data(job: Job, path: Path) -> None:
     """Let the job's function write a missing data file; remove an incomplete one."""
     if path.exists() or isinstance(job.data, Mapping):
         return

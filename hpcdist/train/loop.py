@@ -101,6 +101,7 @@ class Trainer:
             )  # fmt: skip
 
     def _create_model(self) -> None:
+        """Collective. Create the replica, the optimiser and the strategy, with the configured seeds."""
         config = self.config
         torch.manual_seed(config.seed)
         kind = WholeReplica if config.parallel.whole else StagedReplica
@@ -180,7 +181,7 @@ class Trainer:
             current().saver.wait()
             if not self.log.metrics:  # resumed from a finished run
                 self._write_evaluation()
-            return self._surviving(self._summarise)
+            return self._on_survivors(self._summarise)
         finally:
             self.log.close()
 
@@ -204,7 +205,7 @@ class Trainer:
             self.strategy.records.start()
             with self.log.training():
                 self._steps(batches, done, count)
-                self._surviving(self.comm.barrier)
+                self._on_survivors(self.comm.barrier)
             done, position.step = done + count, position.step + count
             position.consumed = plan.position(done)
             self.stop_conditions.check_clock(self.log.train_s, count)
@@ -243,7 +244,7 @@ class Trainer:
         best = self.early_stopping.steps if self.config.checkpoint.best else []
         keep, continues = self.config.checkpoint.keep, not (self._leaves or self.stop_conditions.ended)
         options = {"keep": keep, "best": best, "background": self.config.checkpoint.background and continues}
-        self._surviving(lambda: resume.save(self, self.checkpoints, **options))
+        self._on_survivors(lambda: resume.save(self, self.checkpoints, **options))
         self._save_s = current().saver.seconds or self._save_s
 
     def _end_epoch(self, evaluates: bool) -> None:
@@ -263,6 +264,7 @@ class Trainer:
         self.log.end_epoch()
 
     def _write_evaluation(self) -> None:
+        """Collective. Evaluate, write the metrics, and check whether the run should stop."""
         start = self.comm.now()
         with self.comm.trace.span("evaluation", "run"):
             self._evaluate()
@@ -270,7 +272,7 @@ class Trainer:
         self.early_stopping.add([(self.position.step, self.log.metrics)])
         self.stop_conditions.stopped = self.early_stopping.reason
         if self._judge is not None and not self.stop_conditions.ended:
-            self.stop_conditions.stopped = self._surviving(self._judged)
+            self.stop_conditions.stopped = self._on_survivors(self._judged)
         self._evaluate_s = self.comm.now() - start
 
     def _judged(self) -> str | None:
@@ -282,16 +284,16 @@ class Trainer:
         self._require_finite()
         average = self.average
         with nullcontext() if average is None else self.model.swapped(average.params, average.buffers):
-            self.log.joules, self.log.metrics = self._surviving(self._evaluated)
+            self.log.joules, self.log.metrics = self._on_survivors(self._evaluated)
 
     def _evaluated(self) -> tuple[float | None, dict[str, float]]:
         joules = self.log.energy.result().joules
         return joules, evaluate(self.job, self.strategy, self.comm, self._test, self.replica.others)
 
     def _require_finite(self) -> None:
-        self._surviving(lambda: require_finite(self.strategy, self.comm, self.position.step))
+        self._on_survivors(lambda: require_finite(self.strategy, self.comm, self.position.step))
 
-    def _surviving(self, action: Callable[[], T]) -> T:
+    def _on_survivors(self, action: Callable[[], T]) -> T:
         """Collective. Return the result of `action` on all surviving ranks; see Failures.retry_on_failure."""
 
         def shrunk() -> T:
@@ -305,20 +307,20 @@ class Trainer:
         """Take `count` steps of this epoch, starting with step `first`. Servers process messages until the end."""
         steps = range(first, first + count)
         portions = self.strategy.contract.batch == "portions"
-        weighted = self._joint(steps) if portions else self._weighted(batches, steps)
+        weighted = self._joint_batches(steps) if portions else self._weighted_batches(batches, steps)
         take = self._step_in_portions if portions else self._step
         for step, (x, y) in enumerate(period([self.optimizer], weighted), first):
             take(x, y)
             if (step + 1) % self.config.log_every == 0:
                 self.log.report(self.loader.plan.position(step + 1))
 
-    def _weighted(self, batches: Iterator[Batch], steps: Iterable[int]) -> Iterator[WeightedBatch]:
+    def _weighted_batches(self, batches: Iterator[Batch], steps: Iterable[int]) -> Iterator[WeightedBatch]:
         """Yield this worker's batches of these steps."""
         plan, worker = self.loader.plan, self.workers.index(self.replica.others.rank)
         for step in steps:
             yield WeightedBatch(next(batches), plan.weight(step, worker), ends_epoch=step == plan.steps - 1)
 
-    def _joint(self, steps: Iterable[int]) -> Iterator[WeightedBatch]:
+    def _joint_batches(self, steps: Iterable[int]) -> Iterator[WeightedBatch]:
         """Yield the joint batches of all workers, as indices: each worker may read any portion."""
         plan, worker = self.loader.plan, self.workers.index(self.replica.others.rank)
         for step in steps:
@@ -326,6 +328,7 @@ class Trainer:
             yield WeightedBatch((indices, self.strategy.joint), ends_epoch=step == plan.steps - 1)
 
     def _step_in_portions(self, indices: np.ndarray, joint: JointBatch) -> None:
+        """Take a step in which the optimiser evaluates portions of a joint batch."""
         share = self.config.batch_size * self.config.accumulation
 
         def evaluate(portion: slice) -> torch.Tensor:
@@ -364,6 +367,7 @@ class Trainer:
             self.log.count_gradients(len(record.staleness))
 
     def _summarise(self) -> Summary:
+        """Collective. Write the run's summary, and return it."""
         self.log.flush()
         params, _ = self.strategy.consensus()
         sha256 = self.replica.digest(self.model, params)

@@ -90,6 +90,7 @@ def load(trainer: Trainer, path: Path) -> None:
 
 
 def _compare(trainer: Trainer, saved: SavedWorld) -> Changes:
+    """Return the settings that have changed since the checkpoint; raise CheckpointError if its state does not fit."""
     comm, meta = trainer.comm, saved.meta
     changed = changes_since(meta, trainer)
     require_state_fits(changed, saved.path)

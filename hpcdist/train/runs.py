@@ -69,7 +69,7 @@ def train(
     environment: Mapping[str, str] = MappingProxyType({}),
     judge: Callable[[Path], str | None] | None = None,
 ) -> tuple[Path, Summary | None]:
-    """Collective. Run a job to its end; return its folder and its summary, the same on all ranks.
+    """Collective. Run a job to its end; return the run's folder and summary on every rank.
 
     The summary is None if the run has left early, on a signal or before `ends_at`, with a checkpoint.
 
@@ -99,7 +99,7 @@ def train(
         job, config = comm.raise_on_all_ranks(lambda: specify(job_path, toml_path, overrides))
         require_same_files(comm)
         folder = cast(
-            Path, _on_rank_0(comm, lambda: _choose(job_path, config, comm.size, output, resume, until_the_end))
+            Path, _on_rank_0(comm, lambda: _open_folder(job_path, config, comm.size, output, resume, until_the_end))
         )
         if timeline:
             path = _on_rank_0(comm, lambda: unused(folder / merged_timeline.FILE_NAME))
@@ -118,7 +118,7 @@ def train(
         processes = {rank: pids[rank] for rank in comm.memory.local_ranks} if pids else {}
         interruption = Interruption(folder, trainer.checkpoints, command, environment, comm.size, processes)
         if trainer.leaving is not None and leads:
-            trainer.leaving.heard = interruption.heard
+            trainer.leaving.on_signal = interruption.report_signal
         try:
             summary = trainer.run(newest and newest[0])
         except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -132,7 +132,7 @@ def train(
         if comm.trace.timeline is not None:
             end_timeline(comm)
         if summary is None and leads:
-            interruption.left(trainer.position.step, str(reason))
+            interruption.report_left(trainer.position.step, str(reason))
         trainer.close()
     return folder, summary
 
@@ -162,7 +162,7 @@ def _on_rank_0(comm: Communicator, work: Callable[[], Path | None]) -> Path | No
 
 
 def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) -> tuple[Job, JobConfig]:
-    """Load a job and its settings, and check them as far as one process can."""
+    """Load a job and its settings; make the checks that need only one process."""
     job = load_job(job_path)
     options = load({}, toml_path, overrides)
     if not isinstance(job.data, Mapping):
@@ -192,6 +192,7 @@ def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) ->
 
 
 def _check_model(job: Job, config: JobConfig) -> None:
+    """Raise ConfigError if the job's model does not take the configured options."""
     try:
         parameters = inspect.signature(job.model)
     except ValueError:  # written in C
@@ -214,7 +215,7 @@ def _check_stages(job: Job, config: JobConfig) -> None:
     cut_of(outline(lambda: job.model(**config.model)), settings.stages * settings.chunks, settings.sizes)
 
 
-def _choose(
+def _open_folder(
     job_path: Path, config: JobConfig, ranks: int, output: Path | None, resume: bool, until_the_end: ExitStack
 ) -> Path:
     """Create or find the run's folder, and lock it until the end."""

@@ -22,7 +22,7 @@ class Saving:
 
     def is_due(self, step: int, *, epoch_ends: bool, run_ends: bool, improved: bool) -> bool:
         """Return whether to save after this step; `improved`: its evaluation is the best so far."""
-        config, long = self._config, self._long()
+        config, long = self._config, self._elapsed()
         is_due = (config.every_steps > 0 and step % config.every_steps == 0) or (
             "checkpoint" in long
             or (epoch_ends and "epoch" in long)
@@ -34,7 +34,7 @@ class Saving:
             self._since |= {"epoch": self._leaving.clock_s} if epoch_ends else {}
         return is_due
 
-    def _long(self) -> set[str]:
+    def _elapsed(self) -> set[str]:
         """Return which of checkpoint, epoch and run started at least `checkpoint.every_s` ago."""
         clock_s = None if self._leaving is None else self._leaving.clock_s
         if clock_s is None or not self._config.every_s:

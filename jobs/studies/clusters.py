@@ -173,7 +173,7 @@ def main(
     scale = QUICK if quick else Scale(hidden=hidden)
     settings = {"data": {"path": str(output / f"clusters-{scale.points}.h5")}}
     with GroupRuns(JOB, output, workers, settings=settings, cluster={"network": NETWORK}) as groups:
-        groups.make_data()
+        groups.create_data()
         powers = groups.each(lambda rule: choose(groups, scale, rule), RULES, "ν searched")
         made = groups.make({rule: scale.declare(rule, powers[rule]) for rule in RULES}, range(scale.seeds))
     results, study = Results(powers, made), Study(output)

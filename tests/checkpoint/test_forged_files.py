@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import hpcdist as hd
 from hpcdist import checkpoint
-from hpcdist.checkpoint import Slice, SlicePlace
+from hpcdist.checkpoint import Slice, SlicePosition
 from hpcdist.checkpoint.slices import cut, join
 from hpcdist.checkpoint.tensors import OWNERS
 from hpcdist.comm.virtual import run_virtual
@@ -275,22 +275,22 @@ def test_a_file_that_is_not_regular_is_refused_at_once(saved, tmp_path, monkeypa
 
 
 def test_places_of_slices_must_be_possible():
-    given = SlicePlace("weight", (4, 2), (2, 0), (2, 2), (2, 2), (1, 3)).describe()
-    assert SlicePlace.from_description(given).numel == 2
+    given = SlicePosition("weight", (4, 2), (2, 0), (2, 2), (2, 2), (1, 3)).describe()
+    assert SlicePosition.from_description(given).numel == 2
     wrong = ({"offset": [3, 0]}, {"span": [1, 5]}, {"span": [1]}, {"part": [1, 2]}, {"name": 3}, {"size": [-1, 2]})
     for change in wrong:
         with pytest.raises(ValueError, match="a slice must be inside its whole tensor; got {'name'"):
-            SlicePlace.from_description(given | change)
+            SlicePosition.from_description(given | change)
     with pytest.raises(ValueError, match=r"a slice of 'weight' must have shape \[2\]; got torch.Size\(\[3\]\)"):
-        Slice(SlicePlace.from_description(given), torch.zeros(3)).tensor  # noqa: B018 (it is read)
+        Slice(SlicePosition.from_description(given), torch.zeros(3)).tensor  # noqa: B018 (it is read)
 
 
 def test_parts_of_an_unknown_placement_are_refused():
-    place = SlicePlace("weight", (4,), None, (2,), (2,))
+    position = SlicePosition("weight", (4,), None, (2,), (2,))
     with pytest.raises(CheckpointError, match="parts of parameters must be contiguous chunks .*; got 'weight'"):
-        join({place: torch.zeros(2)}, "folder")
+        join({position: torch.zeros(2)}, "folder")
     with pytest.raises(CheckpointError, match="parameters must be cut into contiguous chunks .*; got 'weight'"):
-        cut(torch.zeros(4), place, "folder")
+        cut(torch.zeros(4), position, "folder")
 
 
 def test_a_file_larger_than_expected_is_not_read(tmp_path):

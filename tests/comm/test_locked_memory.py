@@ -90,7 +90,7 @@ def test_who_changes_a_rank_s_memory_wakes_it(ranks, monkeypatch):
                     window.wait(lambda words, count=count: words[0] >= count)
                 elif comm.rank == 1:
                     if not apart:
-                        _until(lambda window=window: window._shared._bells[0].asleep[0])
+                        _until(lambda window=window: window._shared._wake_ups[0].asleep[0])
                     change(window)
             window.close()
             if apart:

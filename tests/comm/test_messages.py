@@ -334,7 +334,7 @@ def test_ranks_of_one_machine_share_a_node_unless_told_otherwise(ranks):
         part.close()
         apart.close()
         if comm.size > 1:
-            with pytest.raises(CommunicationError, match="must lie within one node whose kernel allows"):
+            with pytest.raises(CommunicationError, match="must be on one node whose kernel allows"):
                 comm.apart("tcp").memory.attach(torch.zeros(1))
         with pytest.raises(CommunicationError, match=r"nodes must have one index for each of the \d ranks; got 0"):
             comm.apart(nodes=())

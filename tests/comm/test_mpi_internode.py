@@ -50,7 +50,7 @@ def test_the_way_is_measured_once_and_kept(ranks, shared_tmp_path, monkeypatch):
         change(comm, kept, json.dumps({"way": other}))
         assert chosen(comm, "auto")[0][1] == other, "the file decides"
         change(comm, kept, '{"way": "carrier pigeon"}')
-        message = r"is not a measurement of windows across nodes \(unknown way 'carrier pigeon'\)"
+        message = r"is not a measurement of windows across nodes \(unknown transport 'carrier pigeon'\)"
         with pytest.warns(UserWarning, match=message) if comm.rank == 0 else nullcontext():
             chosen(comm, "auto")
         comm.barrier()

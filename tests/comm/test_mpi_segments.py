@@ -53,7 +53,7 @@ found.start(torch.zeros(1), torch.zeros(1)).wait()
         assert job.wait(LIMIT_S) != 0
     shown = log.read_text(errors="replace")
     assert re.search(r"rank 0 waited [\d.]+ s for every rank in neighbour exchange on world .call \d+.,", shown), shown
-    assert "rank 1: does not answer: it is stopped, by SIGSTOP or a debugger (process " in shown and gone(shown), shown
+    assert "rank 1: does not reply: it is stopped, by SIGSTOP or a debugger (process " in shown and gone(shown), shown
 
 
 @needs_mpirun

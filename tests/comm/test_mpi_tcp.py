@@ -141,7 +141,7 @@ def test_a_broken_connection_names_the_rank_and_the_next_call_makes_another(apar
             window.local.fill_(3)
         comm.barrier()
         if comm.rank == 1:
-            message = r"rank 1 can't reach rank 0 in a window get on .*Either rank 0 has gone away: see what it said"
+            message = r"rank 1 can't reach rank 0 in a window get on .*Either rank 0 has ended: see its last"
             with pytest.raises(CommunicationError, match=message):
                 window.get(out, 0)
             window.get(out, 0)
@@ -160,7 +160,7 @@ def test_another_jobs_listener_is_not_taken_for_a_rank_and_where_nobody_listens_
         peer = server._peers[0]
         token, peer.token = peer.token, bytes(network.TOKEN_BYTES)
         if comm.rank == 1:
-            with pytest.raises(CommunicationError, match=r"reach rank 0 .*nobody of this job answers at 127.0.0.1"):
+            with pytest.raises(CommunicationError, match=r"reach rank 0 .*no rank of this job replies at 127.0.0.1"):
                 window.get(torch.empty(1), 0)
             peer.token = token
             window.get(torch.empty(1), 0)
@@ -193,7 +193,7 @@ def test_an_owner_that_does_not_answer_in_time_is_named(apart):
         comm.barrier()
         if comm.rank == 1:
             comm.failures.deadline_s = 0.3
-            message = r"rank 1: the answer of rank 0 to a window fetch_add on .* did not happen within 0.3 s"
+            message = r"rank 1: the reply of rank 0 to a window fetch_add on .* did not happen within 0.3 s"
             with pytest.raises(DeadlineError, match=message):
                 window.fetch_add(1, 0)
             comm.failures.deadline_s = 30
@@ -254,7 +254,7 @@ def test_an_interface_may_be_chosen(apart):
         remote = server._peers[(comm.rank + 1) % comm.size].connection.getpeername()[0]
         assert remote == str(known[0].ip.ip)
         part = comm.split(0)
-        assert part.memory.internode == comm.memory.internode and part.memory.wanted == comm.memory.wanted
+        assert part.memory.internode == comm.memory.internode and part.memory.requested == comm.memory.requested
         part.close()
         window.close()
 
@@ -288,7 +288,7 @@ def test_an_owner_that_is_stopped_ends_the_job_at_the_deadline(tmp_path):
     """It has not been connected to; to one that has been see above."""
     job = run(tmp_path, STOPPED, 2)
     assert job.returncode != 0
-    own = r"DeadlineError: rank 0: the answer of rank 1 to a window get on world/apart did not happen within 1 s"
+    own = r"DeadlineError: rank 0: the reply of rank 1 to a window get on world/apart did not happen within 1 s"
     watchdogs = r"rank 0 waited [\d.]+ s for rank 1 in window get on world/apart"  # who looks first, says it
     assert re.search(f"{own}|{watchdogs}", job.stderr), job.stderr
     assert "# the call" in job.stderr

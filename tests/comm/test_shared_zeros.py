@@ -100,7 +100,7 @@ def test_more_memory_than_the_system_has_is_refused_with_its_length():
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # as where there is no memory left
     try:
         with pytest.raises(
-            CommunicationError, match="1048577 bytes of memory to share must be available; File too large"
+            CommunicationError, match="1048577 bytes of shared memory must be available; got File too large"
         ):
             node_memory._made((1 << 20) + 1)
     finally:

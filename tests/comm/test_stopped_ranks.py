@@ -35,7 +35,7 @@ for step, (x, y) in enumerate(hd.shard(torch.utils.data.DataLoader(data, batch_s
     torch.nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()  # the step
 """
-IS_STOPPED = r"rank 2: does not answer: it is stopped, by SIGSTOP or a debugger \(process \d+ of this node\)"
+IS_STOPPED = r"rank 2: does not reply: it is stopped, by SIGSTOP or a debugger \(process \d+ of this node\)"
 THE_LOOP = r"at \S+script.py:\d+ in <module>: for .*# the loop"
 THE_STEP = r"at \S+script.py:\d+ in <module>: .*# the step"
 
@@ -97,4 +97,4 @@ def test_under_the_command_line_it_is_a_line_of_the_training_loop(tmp_path, monk
     assert re.search(r"rank 0 waited .* .call \d+., at \S+/hpcdist/train/replica.py:\d+ in \w+: ", job.stderr), (
         job.stderr
     )
-    assert "rank 1: does not answer: it is stopped" in job.stderr, job.stderr
+    assert "rank 1: does not reply: it is stopped" in job.stderr, job.stderr

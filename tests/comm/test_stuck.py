@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.cases import each
-from hpcdist.comm.mpi.stuck import RankState, Wait, behind, nearest, stuck
+from hpcdist.comm.mpi.stuck import RankState, Wait, nearest_to_cause, stuck, transitively_awaited
 
 BEGUN = {"world": 7, "world/0": 30}
 
@@ -101,11 +101,11 @@ def test_waits_for_memory_count_if_all_have_been_there_at_one_moment():
 
 
 def test_of_ranks_that_wait_for_each_other_in_a_row_the_one_nearest_to_the_cause_is_told():
-    assert nearest({0: [2], 1: [0, 2], 2: [3]}) == 2
-    assert nearest({0: [1], 1: [0]}) == 0
+    assert nearest_to_cause({0: [2], 1: [0, 2], 2: [3]}) == 2
+    assert nearest_to_cause({0: [1], 1: [0]}) == 0
 
 
 def test_ranks_are_named_with_those_that_they_wait_for():
     states = {2: blocked("world", 8), 3: RankState("busy", counts=BEGUN), 4: RankState("", counts={"world": 8})}
-    assert behind([2], states) == {2, 3}
-    assert behind([5], states) == {5}
+    assert transitively_awaited([2], states) == {2, 3}
+    assert transitively_awaited([5], states) == {5}

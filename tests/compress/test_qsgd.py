@@ -65,7 +65,7 @@ def test_streams_and_messages_draw_apart():
 
 
 def test_settings_whose_error_may_grow_are_refused_with_feedback():
-    message = r"levels must be so many that .* < 1 .*; got s = 3, d = 512. Take levels = 12, smaller buckets, or"
+    message = r"levels must satisfy .* < 1 .*; got s = 3, d = 512. Set levels = 12, smaller buckets, or"
     with pytest.raises(ConfigError, match=message):
         CompressionConfig.from_mapping({"name": "qsgd", "levels": 3, "bucket": 512})
     assert CompressionConfig.from_mapping({"name": "qsgd", "levels": 12, "bucket": 512})

@@ -46,7 +46,7 @@ def test_no_node_with_an_error_stays_where_one_without_leaves(found, spare):
 def test_errors_leave_before_warnings_and_these_before_the_healthy(broken, slow, spare):
     found = [Finding(WARNING, "x", (name,)) for name in sorted(slow)]
     found += [Finding(ERROR, "x", (name,)) for name in sorted(broken)]
-    out = set(choose(NAMES, found, spare).out)
+    out = set(choose(NAMES, found, spare).excluded)
     slow = slow - broken
     assert out <= broken or broken <= out
     assert out <= broken | slow or broken | slow <= out
@@ -54,7 +54,7 @@ def test_errors_leave_before_warnings_and_these_before_the_healthy(broken, slow,
 
 def test_of_two_slow_nodes_the_slower_one_leaves():
     found = [Finding(WARNING, "slow", ("n2",), weight=80), Finding(WARNING, "slow", ("n5",), weight=2.1)]
-    assert choose(NAMES, found, 1).out == ("n2",)
+    assert choose(NAMES, found, 1).excluded == ("n2",)
 
 
 def test_an_error_of_a_link_is_settled_by_either_end():

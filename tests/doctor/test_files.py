@@ -64,7 +64,7 @@ def judge(measured: dict, **environ: str):
 
 BLIND = {"seen_s": None}
 LATE = {"seen_s": 0.1, "free_bytes": 10**12, "arrived": False}
-ALONE = "folder must be on a file system that all nodes share; got /w, where n2, n3 see nothing of what n1 wrote"
+ALONE = "folder must be on a file system that all nodes share; got /w, where n2, n3 see no file of n1"
 REFUSES = {"error": os.strerror(errno.ENOSYS), "nodes": {}}
 UNLOCKED = "HDF5 must be able to lock files; got Function not implemented in /w. Set HDF5_USE_FILE_LOCKING=FALSE"
 

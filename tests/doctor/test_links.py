@@ -44,7 +44,7 @@ def test_every_pair_of_neighbours_is_measured_once_and_no_node_twice_at_a_time(c
     pairs = [frozenset(pair) for part in found for pair in part]
     assert len(set(pairs)) == len(pairs) == (count if count > 2 else count - 1)
     assert set(pairs) == {frozenset((i, (i + 1) % count)) for i in range(count)} - {frozenset((0,))}
-    assert len(found) <= max(links.ONE_BY_ONE, 3), "the time does not grow with the number of nodes"
+    assert len(found) <= max(links.MAX_SEQUENTIAL, 3), "the time does not grow with the number of nodes"
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 9])

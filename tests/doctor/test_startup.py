@@ -60,7 +60,7 @@ def test_all_pairs_are_tried_or_of_many_nodes_some_with_each():
 def test_a_node_that_does_not_come_is_named():
     (found,) = startup.absent_nodes(["n3"], "n1", 8)
     assert (found.status, found.nodes) == (WARNING, ("n3",))
-    assert found.text == "n3 must connect to n1 by TCP; it did not within 8 s: it hangs, or can't reach n1"
+    assert found.text == "n3 must connect to n1 by TCP; it did not within 8 s: it hangs, or can't reach it"
 
 
 class Scripted:

@@ -41,7 +41,7 @@ def test_every_line_is_labelled_and_the_job_ends(hook, capsys):
 def test_the_users_logging_has_it_too(hook, caplog):
     hook(3, error := ValueError("two\nlines"))
     (record,) = caplog.records
-    assert record.getMessage() == "rank 3 ends the job by an exception that nobody caught."
+    assert record.getMessage() == "rank 3 ends the job by an uncaught exception."
     assert (record.name, record.levelname, record.exc_info[1]) == ("hpcdist", "ERROR", error)
 
 

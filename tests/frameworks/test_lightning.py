@@ -53,7 +53,7 @@ pytestmark = [
 def trained(size, folder, *cases):
     """What each rank found, by case."""
     found = {}
-    words = [HERE / "by_lightning_habits.py", folder, *cases]
+    words = [HERE / "by_lightning_patterns.py", folder, *cases]
     done = launch(size, words, env=IMPORTS, timeout_s=380, preloaded=("torchmetrics", "lightning.pytorch"))
     for line in done.stdout.splitlines():
         if line.startswith("["):

@@ -156,7 +156,7 @@ def test_it_starts_again_after_its_end(sums):
 def test_two_objects_share_it_and_the_settings_must_be_the_same(sums):
     def body(comm, make):
         first, second = make(fusion_bytes=1 << 20), make(fusion_bytes=1 << 20, op="average")
-        with pytest.raises(ConfigError, match="Horovod's settings must be those it runs with in this process"):
+        with pytest.raises(ConfigError, match="Horovod's settings must be the same for all objects in this process"):
             make(fusion_bytes=1 << 10)
         assert os.environ.get("HOROVOD_FUSION_THRESHOLD") is None, "its variables are ours only while it starts"
         return replaced(first, torch.ones(2)).tolist(), replaced(second, torch.ones(2)).tolist()

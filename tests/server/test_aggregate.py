@@ -10,7 +10,7 @@ from harness.cases import each
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.server.channel import GRADIENT, SUM, ServerRequest
 from hpcdist.strategies.server.gradients import Aggregate
-from hpcdist.strategies.server.placement import Shard, cut
+from hpcdist.strategies.server.placement import Shard, create_shards
 
 ALL = torch.ones(4, dtype=torch.bool)
 
@@ -103,7 +103,7 @@ def test_a_shard_is_updated_as_in_the_whole_and_the_rest_stays(count, apart):
     optimizer = torch.optim.Adam(reference.parameters(), lr=0.1, weight_decay=0.1)
     everything = _whole(whole)
     reference_aggregate = Aggregate(whole, everything, apart=False)
-    shards = cut(whole.params, count)
+    shards = create_shards(whole.params, count)
     aggregates = []
     for shard in shards:
         module, model = _model()

@@ -14,7 +14,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.strategies.common.state import State
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, SUM, Reply, RequestChannel
 from hpcdist.strategies.server.codec import Codec, CodedSlots
-from hpcdist.strategies.server.placement import Shard, assign, cut
+from hpcdist.strategies.server.placement import Shard, assign, create_shards
 from hpcdist.strategies.server.slots import TensorSlots
 
 pytestmark = pytest.mark.computes
@@ -41,7 +41,7 @@ def _gradient(rank, step):
 
 def _channel(comm, compression, servers=1, up="gradients", down="values"):
     roles, like = assign(comm.size, servers), _like()
-    shards = dict(zip(roles.servers, cut(like, len(roles.servers)), strict=True))
+    shards = dict(zip(roles.servers, create_shards(like, len(roles.servers)), strict=True))
     config = CompressionConfig.from_mapping(compression)
     ways = [
         partial(CodedSlots, Codec(config, name, content, SPANS, State(comm, None))) if content else TensorSlots
@@ -233,7 +233,7 @@ def test_differences_that_would_grow_are_refused():
 @each("count", [1, 3, 7, 40])
 def test_shards_know_their_parts_of_parameters(count):
     """All elements, once each, in order; and whole rows of a matrix stay one matrix."""
-    for shard in cut(_like(), count):
+    for shard in create_shards(_like(), count):
         for (start, stop), own, chunks in zip(shard.ranges, SPANS, shard.spans(SPANS), strict=True):
             ends = [0, *(chunk.stop for chunk in chunks)]
             assert [chunk.start for chunk in chunks] == ends[:-1] and ends[-1] == stop - start

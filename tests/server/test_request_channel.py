@@ -9,7 +9,7 @@ from harness.cases import each
 from hpcdist.comm.virtual import Exponential, Network, run_virtual
 from hpcdist.errors import DeadlineError, DeadlockError
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, PAUSE, PUSH, Reply, RequestChannel
-from hpcdist.strategies.server.placement import assign, cut
+from hpcdist.strategies.server.placement import assign, create_shards
 
 NAMES = 3
 
@@ -20,7 +20,7 @@ def _like():
 
 def _channel(comm, servers=1, clocks=1):
     roles, like = assign(comm.size, servers), _like()
-    shards = dict(zip(roles.servers, cut(like, len(roles.servers)), strict=True))
+    shards = dict(zip(roles.servers, create_shards(like, len(roles.servers)), strict=True))
     return RequestChannel(comm, roles, shards, like, NAMES, clocks), roles, shards
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from harness.cases import each
 from hpcdist.compress import Span
-from hpcdist.strategies.server.placement import Shard, cut
+from hpcdist.strategies.server.placement import Shard, create_shards
 
 dtypes = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
 groups = st.lists(st.tuples(st.integers(0, 40), dtypes), min_size=1, max_size=4).map(
@@ -20,7 +20,7 @@ groups = st.lists(st.tuples(st.integers(0, 40), dtypes), min_size=1, max_size=4)
 
 @given(groups, st.integers(1, 9))
 def test_every_element_is_in_exactly_one_shard(tensors, count):
-    shards = cut(tensors, count)
+    shards = create_shards(tensors, count)
     assert len(shards) == count
     for i, shard in enumerate(shards):
         for part in shard.of(tensors):
@@ -32,14 +32,14 @@ def test_every_element_is_in_exactly_one_shard(tensors, count):
 
 @given(groups, st.integers(1, 9))
 def test_they_have_equal_bytes_but_for_two_elements(tensors, count):
-    sizes = [sum(part.nbytes for part in shard.of(tensors)) for shard in cut(tensors, count)]
+    sizes = [sum(part.nbytes for part in shard.of(tensors)) for shard in create_shards(tensors, count)]
     assert max(sizes) - min(sizes) <= 2 * max(tensor.itemsize for tensor in tensors)
 
 
 @given(groups, st.integers(1, 9))
 def test_one_shard_is_everything_and_parts_are_views(tensors, count):
-    assert cut(tensors, 1) == [Shard(tuple((0, tensor.numel()) for tensor in tensors))]
-    for shard in cut(tensors, count):
+    assert create_shards(tensors, 1) == [Shard(tuple((0, tensor.numel()) for tensor in tensors))]
+    for shard in create_shards(tensors, count):
         for part, tensor, (start, _) in zip(shard.of(tensors), tensors, shard.ranges, strict=True):
             assert part.numel() == 0 or part.data_ptr() == tensor[start:].data_ptr()
 
@@ -63,7 +63,7 @@ def _sizes(tensors, spans):
 @given(models, st.integers(1, 6))
 def test_shards_of_whole_parameters_hold_each_once_and_cut_none(model, count):
     tensors, spans = model
-    shards = cut(tensors, count, spans)
+    shards = create_shards(tensors, count, spans)
     assert len(shards) == count
     for i, shard in enumerate(shards):
         for part in shard.of(tensors):
@@ -81,7 +81,7 @@ def test_shards_of_whole_parameters_hold_each_once_and_cut_none(model, count):
 def test_the_largest_shard_is_as_small_as_whole_parameters_allow(model, count):
     tensors, spans = model
     sizes = _sizes(tensors, spans)
-    found = [sum(part.nbytes for part in shard.of(tensors)) for shard in cut(tensors, count, spans)]
+    found = [sum(part.nbytes for part in shard.of(tensors)) for shard in create_shards(tensors, count, spans)]
     ways = combinations_with_replacement(range(len(sizes) + 1), count - 1)
     least = min(max(sum(sizes[a:b]) for a, b in zip((0, *way), (*way, len(sizes)))) for way in ways)
     assert max(found) == least
@@ -98,14 +98,14 @@ def test_the_largest_shard_is_as_small_as_whole_parameters_allow(model, count):
 def test_no_shard_is_empty_while_there_are_parameters(case):
     sizes, count, expected = case
     tensor, spans = _parameters(sizes, torch.float32)
-    assert [b - a for ((a, b),) in (shard.ranges for shard in cut([tensor], count, [spans]))] == expected
+    assert [b - a for ((a, b),) in (shard.ranges for shard in create_shards([tensor], count, [spans]))] == expected
 
 
 def test_thousands_of_parameters_are_cut_in_no_time():
     sizes = [1 + i % 1000 * 997 for i in range(5000)]
     spans = [[Span(stop - size, stop, (size,)) for stop, size in zip(accumulate(sizes), sizes)]]
     tensor = torch.empty(sum(sizes), dtype=torch.int8, device="meta")
-    parts = [b - a for ((a, b),) in (shard.ranges for shard in cut([tensor], 64, spans))]
+    parts = [b - a for ((a, b),) in (shard.ranges for shard in create_shards([tensor], 64, spans))]
     assert sum(parts) == sum(sizes) and max(parts) - min(parts) < 4 * max(sizes)
 
 

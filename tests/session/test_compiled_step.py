@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from habits.run import copied, data, difference, mse, net
+from patterns.run import copied, data, difference, mse, net
 from torch.utils.data import DataLoader
 
 import hpcdist as hd
@@ -73,7 +73,7 @@ def test_a_rate_of_none_works_or_is_refused(name):
 
 @each("name", filter(problem.steps_itself, problem.stepping()))
 def test_a_rate_in_a_tensor_is_the_number(name):
-    """With strategies that step themselves; others are tried in test_habits.py."""
+    """With strategies that step themselves; others are tried in test_patterns.py."""
     kind = problem.suited(name, torch.optim.SGD)
 
     def end(rate):

@@ -72,7 +72,7 @@ def ends(tmp_path, strategy, text, size):
 )
 def test_both_places_are_named(tmp_path, strategy, size, text, waits, missing):
     shown = ends(tmp_path, strategy, text, size)
-    first = re.search(rf"rank 0 waited ([\d.]+) s for {waits}.* It would wait for ever.", shown)
+    first = re.search(rf"rank 0 waited ([\d.]+) s for {waits}.* It would wait forever.", shown)
     assert first is not None, shown
     assert float(first[1]) < 10, "soon, also on a busy machine"
     assert re.search(missing.replace("{last}", str(size - 1)), shown), shown

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import torch
-from habits import gradients, libraries, losses, models, optimizers, samples, schedules  # noqa: F401 (they enter themselves)
-from habits.run import HABITS, Together, refuses
+from patterns import gradients, libraries, losses, models, optimizers, samples, schedules  # noqa: F401 (they enter themselves)
+from patterns.run import PATTERNS, Together, refuses
 
 import hpcdist
 from harness.cases import each
@@ -63,7 +63,7 @@ WORDS = {
 }
 CONTRACTS = dict.fromkeys(
     [FREE, *(dataclasses.replace(FREE, **{name: word}) for name, words in WORDS.items() for word in words)]
-    # What several words say together; strategies of hpcdist are tried in test_habits.py.
+    # What several words say together; strategies of hpcdist are tried in test_patterns.py.
     + [strategies.load(name).contract for name in ("allreduce", "hardsync", "easgd", "sgp", "sandblaster")]
 )
 ONE_WORD = sum(map(len, WORDS.values())) - len(WORDS)  # contracts that differ from FREE in one word; they come first
@@ -79,8 +79,8 @@ def test_every_rule_is_seen_somewhere_and_says_what_to_do():
     package = Path(hpcdist.__file__).parent
     files = [path for name in ("session", "hf") for path in (package / name).rglob("*.py")]
     sources = "\n".join(path.read_text() for path in files if path.name != "rules.py")
-    for habit, rule in rules.RULES.items():
-        assert f'"{habit}"' in sources, f"no code looks for: {habit}"
+    for pattern, rule in rules.RULES.items():
+        assert f'"{pattern}"' in sources, f"no code looks for: {pattern}"
         assert (
             (rule.message.endswith(".") and "; got" in rule.message)
             or rule.error is MismatchError
@@ -105,7 +105,7 @@ def test_rules_that_look_at_the_contract_each_have_a_loop_here():
 
 
 def _rules(name: str) -> list[str]:
-    breaks = HABITS[name].breaks
+    breaks = PATTERNS[name].breaks
     return [breaks] if isinstance(breaks, str) else list(breaks)
 
 
@@ -120,11 +120,11 @@ def test_a_strategy_in_a_file_is_guarded_by_its_contract_alone(tmp_path, name):
         if contract.batch == "portions" or (not refused and 0 < number <= ONE_WORD and (number + len(name)) % 3):
             continue
         told = _run(tmp_path / f"mine{number}.py", contract, name)
-        pattern = HABITS[name].refusal("Mine", contract, 2)
+        regex = PATTERNS[name].refusal("Mine", contract, 2)
         if refused:
-            assert told is not None and re.search(pattern, told), f"{contract} must refuse {name}; got {told}"
+            assert told is not None and re.search(regex, told), f"{contract} must refuse {name}; got {told}"
         elif not contract.replicates:  # else the checks of replicas find out that this one averages nothing
-            assert told is None or re.search(pattern or "x^", told), f"{contract} must allow {name}; got {told}"
+            assert told is None or re.search(regex or "x^", told), f"{contract} must allow {name}; got {told}"
 
 
 def _run(file: Path, contract: Contract, name: str) -> str | None:
@@ -135,8 +135,8 @@ def _run(file: Path, contract: Contract, name: str) -> str | None:
     def body(comm):
         torch.manual_seed(0)
         workers = 2 if contract.ranks == "all work" else 1
-        way = "same" if "same" in HABITS[name].ways else "many"
-        HABITS[name].loop(Together(comm, way, workers, f"{file}:Mine"))
+        way = "same" if "same" in PATTERNS[name].ways else "many"
+        PATTERNS[name].loop(Together(comm, way, workers, f"{file}:Mine"))
 
     try:
         run_virtual(body, 2)

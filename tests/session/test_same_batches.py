@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from habits.run import data, mse, net
+from patterns.run import data, mse, net
 from torch.optim import LBFGS, SGD
 from torch.utils.data import DataLoader
 

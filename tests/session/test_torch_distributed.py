@@ -11,7 +11,7 @@ from comm.jobs_here import run
 from faults.deaths import ULFM, survivable
 from harness.launch import find_mpirun
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.session.world import _advice
+from hpcdist.session.world import _hint
 
 KNOWN = """
 import os
@@ -65,7 +65,7 @@ hd.device_mesh(2)
 assert dist.get_backend() == "hpcdist"
 """
 # What scripts do with a group on Gloo.
-HABITS = """
+PATTERNS = """
 import os, tempfile, threading, time
 import torch, torch.distributed as dist
 from datetime import timedelta
@@ -250,7 +250,7 @@ gc.collect()
 try:
     dist.new_group(backend="gloo")
 except RuntimeError as error:
-    assert "a process group on Gloo or NCCL must meet by TCP: rank 0 must be reached" in str(error), error
+    assert "a process group on Gloo or NCCL must have a rendezvous over TCP: rank 0" in str(error), error
 else:
     raise AssertionError("gloo")
 """
@@ -261,7 +261,7 @@ assert not dist.is_initialized() and "RANK" not in os.environ
 """
 ENDS = {  # the script, and what is said
     "another value": ("hd.init(torch_distributed='mpi')", "must be True, 'gloo', 'nccl' or False; got 'mpi'"),
-    "no GPUs": ("hd.init(torch_distributed='nccl')", "must have NCCL and a GPU of its own on every rank; rank 0"),
+    "no GPUs": ("hd.init(torch_distributed='nccl')", "must have NCCL and a separate GPU on every rank; rank 0"),
     "values that differ": (
         "hd.init(torch_distributed='gloo' if int(os.environ['OMPI_COMM_WORLD_RANK']) else True)",
         "versions and settings must be the same on every rank; rank 1 differs from rank 0: torch_distributed",
@@ -275,7 +275,7 @@ ENDS = {  # the script, and what is said
     ),
     "a call that was begun and that others never make": (
         "hd.init(deadline_s=2).rank or dist.all_reduce(torch.ones(1), async_op=True)",
-        "rank 1: does not answer: it has ended",
+        "rank 1: does not reply: it has ended",
     ),
 }  # fmt: skip
 
@@ -283,8 +283,8 @@ ENDS = {  # the script, and what is said
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
 @pytest.mark.parametrize(
     "script",
-    [KNOWN, OWN, GLOO, NONE, HABITS, ALONE_AT_THE_END, SERIALIZED],
-    ids=["known", "own", "gloo", "none", "habits", "alone", "serialized"],
+    [KNOWN, OWN, GLOO, NONE, PATTERNS, ALONE_AT_THE_END, SERIALIZED],
+    ids=["known", "own", "gloo", "none", "patterns", "alone", "serialized"],
 )
 def test_ranks_are_known_unless_the_script_says_otherwise_and_end_without_a_word(tmp_path, script):
     job = run(tmp_path, script, 2)
@@ -336,5 +336,5 @@ def test_virtual_ranks_start_nothing():
 def test_an_error_of_webdataset_is_explained():
     """Its `single_node_only`, the default, which saw one rank before the ranks were made known."""
     error = ValueError("you need to add an explicit nodesplitter to your input pipeline for multi-node training")
-    assert "nodesplitter=webdataset.split_by_node: each rank then reads different shards" in _advice(error)
-    assert _advice(ValueError("another one")) == ""
+    assert "nodesplitter=webdataset.split_by_node: each rank then reads different shards" in _hint(error)
+    assert _hint(ValueError("another one")) == ""

@@ -15,7 +15,7 @@ from harness.cases import each
 from hpcdist import strategies
 from hpcdist.tools.slurm import check
 from hpcdist.tools.slurm.check import Problem, _directives, examine
-from hpcdist.tools.slurm.limits import minutes, misfits, nodes, unknown_pmi
+from hpcdist.tools.slurm.limits import minutes, nodes, unknown_pmi, unmet_requests
 from hpcdist.tools.slurm.spec import Directives, JobSpec, Site
 
 GOOD = {"job": "it.py", "nodes": 2, "settings": ["checkpoint.every_steps=100"], "cpus_per_rank": 2}
@@ -304,7 +304,7 @@ def test_more_than_a_partition_has(case):
     settings, expected = case
     site = Site(**({"partition": settings["partition"]} if "partition" in settings else {}))
     job = {key: value for key, value in settings.items() if key != "partition"}
-    told = list(misfits(JobSpec(**{**GOOD, **job}), site, nodes(SINFO)))
+    told = list(unmet_requests(JobSpec(**{**GOOD, **job}), site, nodes(SINFO)))
     assert len(told) == len(expected)
     for (level, text), beginning in zip(told, expected):
         assert level == "error" and text.startswith(beginning), text

@@ -10,7 +10,7 @@ import torch
 from hpcdist.compress import spans
 from hpcdist.data import EpochPlan
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.server.placement import cut
+from hpcdist.strategies.server.placement import create_shards
 from strategies import problem
 
 
@@ -47,7 +47,7 @@ def asynchronous(arrivals, workers, *, optimizer, samples, batch=4):
     modules = [problem.model() for _ in servers]
     models = [FlatModel(module) for module in modules]
     optimizers = [problem.OPTIMIZERS[optimizer](module.parameters()) for module in modules]
-    ranges = [shard.ranges[0] for shard in cut(models[0].params, len(servers), spans(models[0]))]
+    ranges = [shard.ranges[0] for shard in create_shards(models[0].params, len(servers), spans(models[0]))]
     history = [[model.params[0][slice(*r)].clone()] for model, r in zip(models, ranges, strict=True)]
     plan = EpochPlan(samples, len(workers), batch, seed=1)
     at, count = [0] * len(servers), [defaultdict(int) for _ in servers]

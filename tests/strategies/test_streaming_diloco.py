@@ -13,7 +13,7 @@ from harness.cases import each
 from hpcdist.comm.virtual import Constant, Network, run_virtual
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.common.state import copy_all
-from hpcdist.strategies.synchronous.fragments import cut
+from hpcdist.strategies.synchronous.fragments import split_layers
 from strategies import problem, replicas
 
 pytestmark = pytest.mark.computes
@@ -51,7 +51,7 @@ def train(comm, options, optimizer, steps=STEPS):
 def fragments_of(layers, order="strided"):
     """The elements of each fragment."""
     model = FlatModel(deep())
-    return [one.take([torch.arange(len(model.params[0]))])[0] for one in cut(model, layers, order)]
+    return [one.take([torch.arange(len(model.params[0]))])[0] for one in split_layers(model, layers, order)]
 
 
 def by_hand(size, optimizer, *, period, fragment_layers, delay=1, order="strided", merge="blend", blend=0.5,
@@ -221,7 +221,7 @@ def test_layers_are_the_members_of_the_longest_list(order):
     model = FlatModel(Blocks(5))
     names = [slot.name for slot in model.slots]
     found = []
-    for fragment in cut(model, 2, order):
+    for fragment in split_layers(model, 2, order):
         (taken,) = fragment.take([torch.arange(len(model.params[0]))])
         places = set(taken.tolist())
         found.append({slot.name.removesuffix(".weight") for slot in model.slots if slot.start in places})
@@ -240,7 +240,10 @@ def test_without_a_list_each_module_is_a_layer():
             super().__init__()
             self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
 
-    assert [len(fragment.take([torch.arange(12)])[0]) for fragment in cut(FlatModel(Two()), 1, "strided")] == [6, 6]
+    assert [len(fragment.take([torch.arange(12)])[0]) for fragment in split_layers(FlatModel(Two()), 1, "strided")] == [
+        6,
+        6,
+    ]
 
 
 @each("merge", ["shift", "eager"])

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import hpcdist as hd
 from harness.cases import each
 from harness.ranks import VirtualRanks
-from session.habits.run import Repeated, data, difference, mse, renewed
+from session.patterns.run import Repeated, data, difference, mse, renewed
 from strategies import problem
 
 pytestmark = [pytest.mark.computes, pytest.mark.filterwarnings("ignore:The optimiser's state is divided")]
@@ -137,7 +137,7 @@ def test_it_is_left_alone(case):
 
 @each("case", [("before", sgd), ("after", adamw)])
 def test_gradient_tracking_equals_one_process(case):
-    """Where all ranks have the same batches. The others that do are in the table of habits."""
+    """Where all ranks have the same batches. The others that do are in the table of patterns."""
     order, kind = case
     make = kind("gradient_tracking")
     found = VirtualRanks(3)(lambda comm: trained(comm, "gradient_tracking", {"order": order}, make))

@@ -61,7 +61,7 @@ def test_an_axis_has_the_values_listed_or_so_many_of_a_range():
         "batch_size=1,,2": "--over must be KEY=A,B,C or KEY=LOW..HIGH",
         "lr=1..0.1": "--over lr must be LOW..HIGH with LOW < HIGH",
         "lr=0..1:log": "above 0 with :log",
-        "lr=a..b": "two numbers",
+        "lr=a..b": "LOW < HIGH",
         "lr=0.1..1:1": "2 POINTS or more",
         "lr=0.1..1": "--over lr must be a list, or a range with a number of points, for --sampler grid; got a range",
     }.items():
@@ -82,7 +82,7 @@ def test_a_grid_makes_each_run_once_and_shows_the_best_first(tmp_path):
     assert len(found["runs"]) == 16 and found["runs"][0]["name"] == "optimizer.lr=0.001, batch_size=16"
     with pytest.raises(ConfigError, match="seeds: 2 against 1 now"):
         SweptRuns(DECLARED, tmp_path)
-    with pytest.raises(ConfigError, match="JOB must be given where there is no comparison to go on with"):
+    with pytest.raises(ConfigError, match="JOB must be given where there is no comparison to resume"):
         folder.read_experiment(tmp_path, Comparison)
     assert folder.read_experiment(tmp_path, Sweep) == declared
 

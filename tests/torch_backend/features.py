@@ -182,7 +182,7 @@ def ddp_hooks():
     net = DistributedDataParallel(network())
     net.register_comm_hook(powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
     train(net, sgd(net.parameters()), inputs[mine], targets[mine])
-    same_everywhere(net.parameters())
+    same_on_all_ranks(net.parameters())
 
 
 @feature
@@ -196,10 +196,10 @@ def ddp_hooks_of_every_compressor():
         net = DistributedDataParallel(network(), bucket_cap_mb=0.0005)
         net.register_comm_hook(CompressionState(name), compressed)
         train(net, sgd(net.parameters()), inputs[mine], targets[mine])
-        same_everywhere(net.parameters())
+        same_on_all_ranks(net.parameters())
 
 
-def same_everywhere(params):
+def same_on_all_ranks(params):
     for param in params:
         everyone = [torch.empty_like(param) for _ in range(size)]
         dist.all_gather(everyone, param.detach())
@@ -265,7 +265,7 @@ def post_local_sgd():
     net.register_comm_hook(PostLocalSGDState(None, half, start_localSGD_iter=1), post_localSGD_hook)
     averager = PeriodicModelAverager(period=1, warmup_steps=1)
     train(net, PostLocalSGDOptimizer(sgd(net.parameters()), averager), inputs[mine], targets[mine])
-    same_everywhere(net.parameters())
+    same_on_all_ranks(net.parameters())
 
 
 @feature
@@ -421,7 +421,7 @@ def monitored_barrier():
     try:
         dist.group.WORLD.monitored_barrier(timedelta(seconds=0.5 if rank == 0 else 60), wait_all_ranks=True)
     except RuntimeError as error:
-        require(rank == 0 and str(error).startswith("rank 1 did not come to the monitored barrier"), error)
+        require(rank == 0 and str(error).startswith("rank 1 did not reach the monitored barrier"), error)
         # The others wait for rank 0 to say that all have come.
         word = torch.zeros(1, dtype=torch.uint8)
         for other in range(1, size):

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("backward.py")
 PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "hpcdist.session")
 SAYS = {
     "hangs": "rank 1: not in a call of hpcdist; at ",
-    "stops": "rank 1: does not answer: it is stopped, by SIGSTOP or a debugger",
+    "stops": "rank 1: does not reply: it is stopped, by SIGSTOP or a debugger",
     "ends": "rank 1: in exit on world",
     "calls": "broadcast: float32 (3,), root 0 on rank 1. Check the call on each rank.",
     "raises": "[rank 1] ValueError: labels must be below 10; got 12.",

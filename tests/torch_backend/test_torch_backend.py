@@ -123,10 +123,10 @@ def test_calls_that_nccl_takes_are_counted_under_the_lock_of_all_calls():
 
 
 REFUSED = {
-    "dist.all_to_all_single(torch.ones(3), torch.ones(3))": "output of all_to_all_single must have as many rows",
+    "dist.all_to_all_single(torch.ones(3), torch.ones(3))": "output of all_to_all_single must have the same number",
     "dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX)": "op of a sparse all_reduce must be SUM; got max",
     "dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG)": "operation 'mean' must have",
-    "dist.group.WORLD.allreduce([torch.ones(1)], Odd()).wait()": "op must be one of ReduceOp's; got odd",
+    "dist.group.WORLD.allreduce([torch.ones(1)], Odd()).wait()": "op must be a supported ReduceOp; got odd",
 }
 NO_MEANING = f"""
 class Odd:
@@ -216,7 +216,9 @@ except ValueError as error:
     say(str(error))
 """
     job = mpirun(2, "-c", SAY + text)
-    assert job.returncode == 0 and job.stdout.count("must be on the backend hpcdist; got one on gloo") == 2, job.stderr
+    assert job.returncode == 0 and job.stdout.count("must be on the backend hpcdist; got a group on gloo") == 2, (
+        job.stderr
+    )
 
 
 MEETING = """

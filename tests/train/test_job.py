@@ -16,7 +16,7 @@ from hpcdist.config import JobConfig
 from hpcdist.config.files import imported_from_same_folder, load_function, neighbours
 from hpcdist.errors import ConfigError
 from hpcdist.train import accuracy, load_job, squared_error
-from hpcdist.train.job import make_data, prepare_data
+from hpcdist.train.job import create_data, prepare_data
 from train import tiny
 
 
@@ -76,7 +76,7 @@ def test_the_data_file_of_the_job_is_made_in_any_folder(tmp_path):
 def test_a_function_that_writes_no_data_is_refused(tmp_path, case):
     function, message = case
     with pytest.raises(ConfigError, match=message):
-        make_data(dataclasses.replace(tiny.job, data=function), tmp_path / "new.h5")
+        create_data(dataclasses.replace(tiny.job, data=function), tmp_path / "new.h5")
 
 
 def test_measures():

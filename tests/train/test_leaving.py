@@ -154,7 +154,7 @@ def _read_to_end(terminal: int, shown: bytearray) -> None:
 def test_a_second_ctrl_c_ends_the_process():
     before, heard = signal.getsignal(signal.SIGINT), []
     with Leaving(hpcdist.init(), ctrl_c=True) as leaving:
-        leaving.heard = heard.append
+        leaving.on_signal = heard.append
         os.kill(os.getpid(), signal.SIGINT)
         assert heard == ["SIGINT"] and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
         assert leaving.agree(1) == "SIGINT on rank 0"

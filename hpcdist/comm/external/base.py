@@ -1,4 +1,4 @@
-"""Sums over the ranks by other libraries, which return works as our own collective calls do."""
+"""All-reduce by other libraries (Horovod, torch.distributed), with the `Work` handles of hpcdist's own calls."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from hpcdist.errors import CommunicationError, RankFailedError
 if TYPE_CHECKING:  # it starts MPI, which importing a strategy must not
     from hpcdist.comm.mpi.communicator import MpiCommunicator
 
-WATCHDOG_S = 15.0  # past the deadline a watchdog, where one runs, first has this long to name who is missing
-POLL_S = 1e-4  # longest pause between two checks of a sum in flight; Horovod itself checks once per cycle, of 1 ms
+WATCHDOG_S = 15.0  # past the deadline the watchdog first has this time to report the missing rank
+POLL_S = 1e-4  # longest pause between two checks of a sum in flight; Horovod itself checks once per cycle of 1 ms
 
 
 class OtherLibrary(abc.ABC):
     """Collective. Sum flat tensors over the ranks of `comm`, in place, by another library than MPI.
 
-    A rank that does not come is waited for until the communicator's deadline.
+    A missing rank is waited for until the communicator's deadline.
 
     Args:
-        comm: real ranks. Its MPI moves nothing of the tensors; bytes are counted there, as those of a ring.
+        comm: real ranks. Its traffic counts the bytes, as those of a ring.
     """
 
     label: str  # the library's name, for messages
@@ -35,17 +35,17 @@ class OtherLibrary(abc.ABC):
         self.comm = comm
 
     def all_reduce(self, tensor: Tensor, name: str = "", *, divisor: int = 1, async_op: bool = False) -> Work | None:
-        """Collective. Replace `tensor` by its sum over all ranks, or by the other reduction that this was made for.
+        """Collective. Replace `tensor` by its sum, or another reduction chosen at construction, over all ranks.
 
         Args:
             tensor: flat and contiguous, same length and dtype on all ranks. Overwritten.
-            name: the same on all ranks; no two tensors in flight have one.
-            divisor: by which the result is divided; of float16 each addend, as DistributedDataParallel does.
-            async_op: return a work at once. Sums are started in the same order on all ranks.
+            name: the same on all ranks, and unique among the tensors in flight.
+            divisor: divide the result by it; for float16 divide the addends, like DistributedDataParallel.
+            async_op: return a work immediately. All ranks must start sums in the same order.
 
         Raises:
-            ConfigError: the library can't sum its dtype, or not where it lies.
-            DeadlineError: some rank did not come in time.
+            ConfigError: the library can't sum this dtype, or tensors on this device.
+            DeadlineError: a rank did not join in time.
             RankFailedError, CommunicationError: a rank has died, or the library has failed.
         """
         check_flat(tensor)
@@ -64,17 +64,17 @@ class OtherLibrary(abc.ABC):
         comm.trace.traffic.sent(hops * sent.nbytes // comm.size, hops)
 
         def block() -> None:
-            from hpcdist.comm.mpi.calls import EVERYONE  # starts MPI, too
+            from hpcdist.comm.mpi.calls import ALL_RANKS  # starts MPI, too
 
             what, limit_s = f"an all-reduce by {self.label}", comm.failures.deadline_s
-            with comm.calls.blocked(what, EVERYONE, limit_s):
+            with comm.calls.blocked(what, ALL_RANKS, limit_s):
                 describe = f"rank {comm.rank} of {comm.size}: {what} of {name}"
                 wait_until(lambda: self._poll(handle), limit_s + WATCHDOG_S, lambda: describe, POLL_S)
 
         def finish() -> None:
             try:
                 self._finish(handle)
-            except RuntimeError as error:  # Horovod's are
+            except RuntimeError as error:  # Horovod's error class
                 raise self._failure(error) from error
             if sent is not tensor:
                 tensor.copy_(sent)
@@ -94,26 +94,26 @@ class OtherLibrary(abc.ABC):
         """Check that the library can sum a tensor of this dtype on this device; raise ConfigError otherwise."""
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        """Return what is summed in place: the tensor itself, or a copy in another dtype or on the host."""
+        """Return the tensor to sum in place: `tensor` itself, or a copy in another dtype or on the host."""
         return tensor
 
     @abc.abstractmethod
     def _start(self, tensor: Tensor, name: str) -> Any:
-        """Hand the tensor to the library; return its handle."""
+        """Start the library's all-reduce; return its handle."""
 
     @abc.abstractmethod
     def _poll(self, handle: Any) -> bool:
-        """Return whether the library is done."""
+        """Return whether the all-reduce is complete."""
 
     @abc.abstractmethod
     def _finish(self, handle: Any) -> None:
-        """Take the result, once the library is done; raise RuntimeError where it has failed."""
+        """Finish a complete all-reduce; raise RuntimeError if it has failed."""
 
     def _failure(self, error: Exception) -> CommunicationError:
-        """Make the error for a failure of the library."""
+        """Return the error for a failure of the library."""
         dead, lines = self.comm.failures.failed(), str(error).strip().splitlines()
         cls = RankFailedError if dead else CommunicationError
-        who = f"ranks {', '.join(map(str, dead))} died" if dead else "the rank that fails first says why"
+        who = f"ranks {', '.join(map(str, dead))} died" if dead else "the rank that failed first reports the reason"
         return cls(
             f"an all-reduce by {self.label} failed on rank {self.comm.rank}: {''.join(lines[:1])} ({who}). Resume from "
             "the last checkpoint."
@@ -121,4 +121,4 @@ class OtherLibrary(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Collective. Release what the library holds."""
+        """Collective. Release the library's resources."""

@@ -1,7 +1,7 @@
-"""Sums by Horovod: obstacles to its use, its start in this process, and the groups of ranks that sum on their own.
+"""All-reduce by Horovod: checks that it can be used, its start in this process, and its process sets.
 
-mpi4py starts MPI, before; Horovod joins that same MPI with a communicator of its own and a thread that does all
-communication. It runs in a process while there are objects that sum by it and are not closed.
+mpi4py starts MPI first; Horovod uses the same MPI with a separate communicator and a thread for all communication.
+Horovod runs in a process while there are open `Horovod` objects.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ FUSION_BYTES = 128 << 20  # Horovod's own default
 
 
 def obstacle() -> str:
-    """Say why Horovod can't be used in this process; empty where it can. Imports nothing."""
+    """Return why Horovod can't be used in this process; empty if it can. Imports nothing."""
     package = importlib.util.find_spec("horovod")
     folder = Path(package.origin).parent / "torch" if package is not None and package.origin else Path()
     extension = next(iter(sorted(folder.glob("mpi_lib_v2*.so"))), None)
     if extension is None:
         return f"Horovod is not installed in this environment, or without its part for torch. {BUILD}"
-    wanted = sorted({name.decode() for name in re.findall(rb"libmpi\w*\.so[.\d]*", extension.read_bytes())})
+    required = sorted({name.decode() for name in re.findall(rb"libmpi\w*\.so[.\d]*", extension.read_bytes())})
     used = loaded_here()
-    if used and not any(f"{path.name}.".startswith(f"{name}.") for path in used for name in wanted):
-        return f"Horovod was built for {' or '.join(wanted)}, and mpi4py uses {used[0]}. {BUILD}"
+    if used and not any(f"{path.name}.".startswith(f"{name}.") for path in used for name in required):
+        return f"Horovod was built for {' or '.join(required)}, and mpi4py uses {used[0]}. {BUILD}"
     return ""
 
 
 def load() -> Any:
-    """Import the module horovod.torch; raise ConfigError where it can't be used beside mpi4py."""
+    """Import the module horovod.torch; raise ConfigError if it can't be used together with mpi4py."""
     if reason := obstacle():
         raise ConfigError(f"Horovod must be built for this environment's torch and MPI; got none: {reason}")
     import horovod.torch as module
 
-    if not hasattr(module, "init"):  # it says why, and goes on without
+    if not hasattr(module, "init"):  # its import has failed with only a warning
         raise ConfigError(f"Horovod must be built for this torch, {torch.__version__}; got another's. {BUILD}")
     require_one_mpi(loaded_here())
     return module
 
 
 def require_one_mpi(libraries: list[Path]) -> None:
-    """Check that a process has loaded one MPI library; raise CommunicationError of two, each with its own world."""
+    """Check that a process has loaded only one MPI library: each would have its own world. Else CommunicationError."""
     if len({path.resolve() for path in libraries}) > 1:
         raise CommunicationError(
             f"mpi4py and Horovod must use one MPI library; got {' and '.join(map(str, libraries))}. {BUILD}"
@@ -63,7 +63,7 @@ def require_one_mpi(libraries: list[Path]) -> None:
 
 
 def built_with() -> list[str]:
-    """Name the parts that the installed Horovod was built with: some of MPI, Gloo, NCCL and CUDA."""
+    """Return the backends that the installed Horovod was built with: some of MPI, Gloo, NCCL and CUDA."""
     hvd = load()
     parts = {"MPI": hvd.mpi_built, "Gloo": hvd.gloo_built, "NCCL": hvd.nccl_built, "CUDA": hvd.cuda_built}
     return [name for name, built in parts.items() if built()]
@@ -74,16 +74,16 @@ def built_with() -> list[str]:
 class Tuning:
     """The settings that Horovod starts with.
 
-    A Horovod with a cycle time of its own crashes when it is started again in the same process, so it runs to the end
-    of the process.
+    Horovod with a non-default cycle time crashes when it is restarted in the same process, so it then runs until the
+    process ends.
     """
 
     fusion_bytes: int
-    cycle_time_ms: float | None  # None: its own default
+    cycle_time_ms: float | None  # None: Horovod's default
 
     @classmethod
     def of(cls, fusion_bytes: int | None, cycle_time_ms: float | None) -> Tuning:
-        """Make settings; those that are None come from Horovod's own environment variables, which its users know."""
+        """Return the settings; values that are None come from Horovod's environment variables."""
         cycle = os.environ.get(CYCLE_TIME)
         return cls(
             int(os.environ.get(FUSION, FUSION_BYTES)) if fusion_bytes is None else fusion_bytes,
@@ -92,22 +92,22 @@ class Tuning:
 
     def variables(self) -> dict[str, str]:
         cycle = {} if self.cycle_time_ms is None else {CYCLE_TIME: str(self.cycle_time_ms)}
-        # Gloo's operations crash beside MPI as controller.
+        # Gloo's operations crash with MPI as controller.
         return {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi", FUSION: str(self.fusion_bytes), **cycle}
 
 
 class Running:
-    """Collective. Run Horovod on the ranks of `comm`, with the groups of them that sum on their own."""
+    """Collective. Runs Horovod on the ranks of `comm`, with process sets for groups of them."""
 
     def __init__(self, comm: MpiCommunicator, tuning: Tuning):
         self.hvd, self.tuning = load(), tuning
         if self.hvd.is_initialized():
             raise ConfigError(
                 "Horovod must not have been started by this program already: hpcdist starts it on the ranks and with "
-                "the settings it is told. Leave out hvd.init(), or shut it down before."
+                "the requested settings. Remove hvd.init(), or call hvd.shutdown() before."
             )
         self.comm = comm.split(0)
-        self.users, self.made, self.broken = 0, 0, False
+        self.users, self.n_created, self.broken = 0, 0, False
         self._groups: dict[tuple[int, ...], Any] = {}  # by ranks in `comm`: Horovod's process set
         self._start()
 
@@ -117,32 +117,32 @@ class Running:
             self.hvd.init(comm=self.comm.mpi, process_sets=list(sets.values()))
         self._groups = sets
 
-    def place(self, world_ranks: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Convert ranks of the world to Horovod's numbers; None unless it runs on all of them."""
-        own = {rank: i for i, rank in enumerate(self.comm.platform.world_ranks)}
-        return tuple(sorted(own[r] for r in world_ranks)) if set(world_ranks) <= set(own) else None
+    def horovod_ranks(self, world_ranks: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Convert world ranks to Horovod's ranks; None if Horovod does not run on all of them."""
+        numbers = {rank: i for i, rank in enumerate(self.comm.platform.world_ranks)}
+        return tuple(sorted(numbers[r] for r in world_ranks)) if set(world_ranks) <= set(numbers) else None
 
     def group(self, ranks: tuple[int, ...]) -> Any:
-        """Return the process set of these ranks: of all of them, or of a group that was added by `add`."""
+        """Return the process set of all ranks, or of a group that was added by `add`."""
         return self.hvd.global_process_set if len(ranks) == self.comm.size else self._groups[ranks]
 
     def add(self, ranks: tuple[int, ...]) -> None:
-        """Collective among Horovod's ranks. Add the groups of all of them; restart Horovod if one is new."""
+        """Collective among Horovod's ranks. Add each rank's group; restart Horovod if one is new."""
         groups = dict.fromkeys(map(tuple, self.comm.gather(ranks)))
         new = {ranks: None for ranks in groups if ranks not in self._groups and len(ranks) < self.comm.size}
         if new and self.tuning.cycle_time_ms is not None:
             raise ConfigError(
-                f"cycle_time_ms must be omitted where groups of the ranks that Horovod runs on sum on their own; got "
-                f"{self.tuning.cycle_time_ms}. It starts anew for them, and can't with that."
+                f"cycle_time_ms must not be set if groups of Horovod's ranks sum separately; got "
+                f"{self.tuning.cycle_time_ms}. Remove it: Horovod can't restart for new groups with it."
             )
         if new:
             self._groups |= new
-            self.comm.barrier()  # nobody has a sum under way
+            self.comm.barrier()  # no rank has a sum in flight
             self.hvd.shutdown()
             self._start()
 
     def close(self) -> bool:
-        """Collective. End Horovod, once all ranks are done; return False where it can't be ended."""
+        """Collective. Shut down Horovod after all ranks have called this; return False if that is impossible."""
         if self.broken or self.tuning.cycle_time_ms is not None:
             return False
         self.comm.barrier()
@@ -155,28 +155,29 @@ _running: Running | None = None
 
 
 def join(comm: MpiCommunicator, tuning: Tuning) -> tuple[Running, tuple[int, ...]]:
-    """Collective. Return the Horovod of this process, started if necessary, and the numbers of `comm`'s ranks in it."""
+    """Collective. Return the Horovod of this process, started if necessary, and the Horovod ranks of `comm`."""
     global _running
     if _running is None:
         _running = Running(comm, tuning)
     if tuning != _running.tuning:
         raise ConfigError(
-            f"Horovod's settings must be those it runs with in this process, {_running.tuning}; got {tuning}. Use "
-            "the same everywhere."
+            f"Horovod's settings must be the same for all objects in this process, {_running.tuning}; got {tuning}. "
+            "Use the same settings everywhere."
         )
-    ranks = _running.place(comm.platform.world_ranks)
+    ranks = _running.horovod_ranks(comm.platform.world_ranks)
     if ranks is None:
         raise ConfigError(
-            f"Horovod must run on all ranks that sum by it; got {_running.comm.size} on which it runs, and a group of "
-            f"{comm.size} that is not among them. Begin with the largest group."
+            f"Horovod must run on all ranks that sum by it; it runs on {_running.comm.size} ranks, got a group of "
+            f"{comm.size} with other ranks. Start with the largest group."
         )
     _running.add(ranks)
     _running.users += 1
-    _running.made += 1
+    _running.n_created += 1
     return _running, ranks
 
 
 def leave() -> None:
+    """Collective. Give up one use of Horovod; the last one shuts it down."""
     global _running
     if _running is not None:
         _running.users -= 1
@@ -186,7 +187,7 @@ def leave() -> None:
 
 @contextmanager
 def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the context, the only way to give Horovod settings."""
+    """Context with these environment variables: Horovod reads its settings only from there."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -205,23 +206,23 @@ Op = Literal["sum", "average", "adasum"]
 
 
 class Horovod(OtherLibrary):
-    """Collective. Sum by Horovod: GPU tensors by its NCCL operations where it was built with them, others by MPI.
+    """Collective. All-reduce by Horovod: GPU tensors by NCCL if Horovod was built with it, others by MPI.
 
-    Horovod sends tensors that are ready at about the same time as one, and says at the end of each cycle which ranks
-    have them, so that a sum takes a cycle's time at least, however short.
+    Horovod fuses tensors that are ready at about the same time, and negotiates once per cycle which ranks have them; so
+    a sum takes at least one cycle, however short it is.
 
-    The first object starts Horovod on the ranks of `comm`, and the last one that is closed ends it. While it runs,
-    another one's ranks must be among these, and all of these make one at the same time, each for the ranks of its own
+    The first object starts Horovod on the ranks of `comm`; closing the last one shuts it down. While it runs, further
+    objects must use a subset of these ranks, and all of these ranks must create one at the same time, each for its own
     group: a process set.
 
     Args:
         comm: real ranks, of an MPI that was started with MPI_THREAD_MULTIPLE.
-        op: the reduction: the sum, the mean, or Adasum, which adds the orthogonal parts of the ranks' tensors and
-            averages the parallel ones, for 1, 2, 4, 8... ranks.
-        compression: "fp16" sends and sums tensors of floating-point numbers in half precision.
-        fusion_bytes: tensors are sent together up to this size; 128 MiB by default.
-        cycle_time_ms: pause between two rounds in which ranks announce their tensors; 1 ms by default. Where it is
-            given, Horovod runs with it to the end of the process, and without groups.
+        op: the reduction: sum, mean, or Adasum, which adds the orthogonal parts of the ranks' tensors and averages the
+            parallel parts, for 1, 2, 4, 8... ranks.
+        compression: "fp16" sends and sums floating-point tensors in half precision.
+        fusion_bytes: maximum size of fused tensors; 128 MiB by default.
+        cycle_time_ms: pause between two negotiation cycles; 1 ms by default. If set, Horovod runs until the process
+            ends, and groups are impossible.
 
     Raises:
         ConfigError: Horovod is not installed, or can't run with these arguments.
@@ -245,7 +246,7 @@ class Horovod(OtherLibrary):
         super().__init__(comm)
         if not comm.platform.concurrent:
             raise CommunicationError(
-                "MPI must be started with MPI_THREAD_MULTIPLE for Horovod, whose thread communicates beside this one; "
+                "MPI must be started with MPI_THREAD_MULTIPLE for Horovod, which communicates in a background thread; "
                 "got less. Let mpi4py start MPI, or use an MPI built with threads."
             )
         if op == "adasum" and comm.size & (comm.size - 1):
@@ -257,7 +258,7 @@ class Horovod(OtherLibrary):
                 f"Adasum must run on all ranks that Horovod runs on, {self._running.comm.size}; got {comm.size} of "
                 "them. Use op = 'average' for groups."
             )
-        self._prefix = f"hpcdist {self._running.made}"  # the same on all ranks, which make objects at the same time
+        self._prefix = f"hpcdist {self._running.n_created}"  # the same on all ranks: they create objects together
         hvd = self._hvd = self._running.hvd
         self._op = {"sum": hvd.Sum, "average": hvd.Average, "adasum": hvd.Adasum}[op]
         self._half = compression == "fp16"
@@ -290,7 +291,7 @@ class Horovod(OtherLibrary):
             raise
 
     def close(self) -> None:
-        """Collective. End Horovod in this process, unless another object uses it."""
+        """Collective. Shut down Horovod in this process, unless another object uses it."""
         if not self._closed:
             self._closed = True
             leave()

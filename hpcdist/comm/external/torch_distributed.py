@@ -1,4 +1,4 @@
-"""torch.distributed beside MPI: its process groups sum over the ranks, by NCCL or Gloo, which meet by TCP."""
+"""All-reduce by process groups of torch.distributed (NCCL or Gloo), with a rendezvous over TCP."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from hpcdist.errors import CommunicationError, ConfigError
 if TYPE_CHECKING:  # it starts MPI, which importing this must not
     from hpcdist.comm.mpi.communicator import MpiCommunicator
 
-LONGEST_S = 1e7  # that a timeout of torch.distributed may have
+LONGEST_S = 1e7  # longest timeout that torch.distributed accepts
 
 
 class ProcessGroup(OtherLibrary):
-    """Collective. Sum by torch.distributed, in a process group of its own: no default group is made or needed.
+    """Collective. All-reduce by torch.distributed, in a separate process group: no default group is needed.
 
-    Ranks meet at an address that rank 0 sends over MPI.
+    The rendezvous uses an address that rank 0 sends over MPI.
 
     Args:
         comm: real ranks.
-        backend: nccl, for tensors on GPUs, of which each rank has one; or gloo, for tensors anywhere.
-        interface: name of a network interface, or a network, to meet on and for Gloo to use; by default the fastest
-            one. NCCL chooses its own by NCCL_SOCKET_IFNAME.
+        backend: nccl, for tensors on GPUs, one per rank; or gloo, for tensors on any device.
+        interface: name of a network interface, or a network, for the rendezvous and for Gloo; by default the fastest
+            one. NCCL chooses an interface by NCCL_SOCKET_IFNAME.
 
     Raises:
         ConfigError: there is no NCCL, or a rank has no GPU.
@@ -94,17 +94,17 @@ class ProcessGroup(OtherLibrary):
 
     def close(self) -> None:
         if self._group is not None:
-            self.comm.barrier()  # rank 0 keeps the store for all
+            self.comm.barrier()  # rank 0 serves the store to all ranks
             (self._group.shutdown if hasattr(self._group, "shutdown") else self._group._shutdown)()
             self._group = self._store = None
 
 
-CONNECT_S = 5.0  # for one attempt to reach rank 0 at one of its addresses
+CONNECT_S = 5.0  # limit to reach rank 0 at one of its addresses
 STORE_S = 300.0
 
 
 class Rendezvous(NamedTuple):
-    """The store that rank 0 keeps, its host as this rank reaches it, and this rank's address on that network."""
+    """The store on rank 0, the address at which this rank reaches it, and this rank's address on that network."""
 
     store: TCPStore
     host: str
@@ -112,11 +112,11 @@ class Rendezvous(NamedTuple):
 
 
 def rendezvous(comm: Communicator, interface: str = "") -> Rendezvous:
-    """Collective. Make torch.distributed's store, at a free port of rank 0, which sends its addresses over MPI.
+    """Collective. Create torch.distributed's store at a free port of rank 0, which sends its addresses over MPI.
 
-    Whoever reaches the store may read and change it: torch asks for no secret. So it listens on loopback where all
-    ranks share a network stack, and nowhere else; on the address at which all others reach rank 0; on all of them only
-    where ranks of different networks reach different ones.
+    Any process that reaches the store may read and change it: torch has no authentication. So it listens only on
+    loopback if all ranks share a network stack; on the one address at which all ranks reach rank 0; and on all
+    addresses only if ranks in different networks reach different ones.
 
     Args:
         interface: name of a network interface, or a network such as 10.1.0.0/16; by default the fastest one.
@@ -127,7 +127,7 @@ def rendezvous(comm: Communicator, interface: str = "") -> Rendezvous:
     """
     stacks = comm.gather(stack_id())
     near = [stack == stacks[0] for stack in stacks]
-    at, host, address = [LOOPBACK] * 3 if all(near) else _try_out(comm, interface, near)
+    at, host, address = [LOOPBACK] * 3 if all(near) else _probe_addresses(comm, interface, near)
     listener = listen(at) if comm.rank == 0 else None
     port = comm.gather(listener.getsockname()[1] if listener else 0)[0]
     store = TCPStore(
@@ -137,26 +137,26 @@ def rendezvous(comm: Communicator, interface: str = "") -> Rendezvous:
     return Rendezvous(store, host, address)
 
 
-def _try_out(comm: Communicator, interface: str, near: list[bool]) -> tuple[str, str, str]:
-    """Collective. Reach rank 0 by a socket that nobody answers at.
+def _probe_addresses(comm: Communicator, interface: str, near: list[bool]) -> tuple[str, str, str]:
+    """Collective. Find the addresses at which the ranks reach rank 0, by connecting to a test socket.
 
     Args:
-        near: whether each rank shares rank 0's network stack. Such ranks take an address that another rank has reached.
+        near: whether each rank shares rank 0's network stack. Such ranks use an address that another rank has reached.
 
     Returns:
-        The address at which rank 0 is to listen, empty for all; its address for this rank; and this rank's own one.
+        The address at which rank 0 should listen, empty for all; its address for this rank; and this rank's address.
     """
-    own = addresses(interface)
+    local = addresses(interface)
     with listen() if comm.rank == 0 else nullcontext() as probe:
-        theirs, port = comm.gather([[str(a.ip.ip) for a in own], probe.getsockname()[1] if probe else 0])[0]
-        host, address = (None if near[comm.rank] else _reach(shared_first(theirs, own), port)) or ("", "")
+        of_rank0, port = comm.gather([[str(a.ip.ip) for a in local], probe.getsockname()[1] if probe else 0])[0]
+        host, address = (None if near[comm.rank] else _reach(shared_first(of_rank0, local), port)) or ("", "")
         reached = comm.gather(host)
     others = {rank: at for rank, at in enumerate(reached) if not near[rank]}
     for rank, at in others.items():
         if not at:
             raise CommunicationError(
                 f"rank 0 must be reached by all ranks over TCP; rank {rank} got no answer from port {port} at "
-                f"{', '.join(theirs) or 'any address, as rank 0 has none but loopback'}. Name the network that they "
+                f"{', '.join(of_rank0) or 'any address, as rank 0 has none but loopback'}. Name the network that they "
                 "share: interface = 'ib0'."
             )
     first, *further = dict.fromkeys(others.values())
@@ -164,16 +164,16 @@ def _try_out(comm: Communicator, interface: str, near: list[bool]) -> tuple[str,
 
 
 def timeout_of(comm: Communicator, later_s: float = 2 * WATCHDOG_S) -> timedelta:
-    """Return the timeout of a process group: on Gloo and NCCL a later one, so that hpcdist's messages come first."""
+    """Return the timeout of a process group: for Gloo and NCCL a later one, so that hpcdist reports first."""
     return timedelta(seconds=min(comm.failures.deadline_s + later_s, LONGEST_S))
 
 
 def _reach(hosts: list[str], port: int) -> tuple[str, str] | None:
-    """Return the first of these addresses that answers, and this rank's own address on that connection."""
+    """Return the first of these addresses that accepts a connection, and this rank's address on it."""
     for host in hosts:
         try:
             with socket.create_connection((host, port), timeout=CONNECT_S) as connection:
                 return host, connection.getsockname()[0]
         except OSError:
-            pass  # another one may be on a network that both share
+            pass  # another address may be on a shared network
     return None

@@ -1,8 +1,8 @@
-"""The ranks of each node, and reading and writing another one's memory there, in one copy and without its help.
+"""Find the ranks of each node, and read and write their memory in one copy, without their taking part.
 
-Linux's cross-memory attach (`process_vm_readv`, `process_vm_writev`), which MPI libraries use for their own large
-messages inside a node. It needs the right to trace the other process: same user, and either no Yama restriction or
-the target's leave, which `allow_peers` gives.
+By Linux's cross-memory attach (`process_vm_readv`, `process_vm_writev`), which MPI libraries use for large messages
+inside a node. It needs permission to trace the other process: same user, and either no Yama restriction or the
+target's consent, which `allow_peers` gives.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ _write = getattr(_libc, "process_vm_writev", None)
 
 
 def allow_peers() -> None:
-    """Let the other processes of this user attach to this one (Yama's `ptrace_scope` 1 forbids it otherwise)."""
+    """Let other processes of this user attach to this one (Yama's `ptrace_scope` 1 forbids it otherwise)."""
     if hasattr(_libc, "prctl"):
-        _libc.prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)  # fails harmlessly where Yama is absent
+        _libc.prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)  # fails harmlessly without Yama
 
 
 class PeerMemory:
-    """The memory of process `pid` on this node."""
+    """Reads and writes the memory of process `pid` on this node."""
 
     def __init__(self, pid: int):
         self.pid = pid
         self._here, self._there = _Range(), _Range()
 
-    def _transfer(self, call, verb: str, own_address: int, address: int, n_bytes: int) -> None:
+    def _transfer(self, call, verb: str, local_address: int, address: int, n_bytes: int) -> None:
         if call is None:
             raise CommunicationError("cross-memory attach must be offered by the C library; this system has none.")
         done = 0
         while done < n_bytes:  # the kernel moves at most 2 GiB a call
-            self._here.address, self._here.n_bytes = own_address + done, n_bytes - done
+            self._here.address, self._here.n_bytes = local_address + done, n_bytes - done
             self._there.address, self._there.n_bytes = address + done, n_bytes - done
             moved = call(self.pid, self._here, 1, self._there, 1, 0)
             if moved <= 0:
@@ -73,13 +73,13 @@ class PeerMemory:
 
 
 class AttachedMemory(Memory):
-    """Memory that the ranks of one node already have: mapped by all of them, or read and written by the kernel.
+    """Existing tensors of the ranks of one node: mapped by all of them, or read and written through the kernel.
 
     Args:
         comm: the MpiCommunicator.
-        tensor: of this rank.
-        addresses: of all ranks' tensors, each in its own process.
-        mapped: all ranks' tensors as they lie in this process; none where they don't.
+        tensor: this rank's tensor.
+        addresses: addresses of all ranks' tensors, each in its rank's process.
+        mapped: views of all ranks' tensors in this process; empty if they are not mapped.
     """
 
     def __init__(self, comm, tensor: Tensor, addresses: list[int], mapped: list[Tensor]):
@@ -115,7 +115,7 @@ class AttachedMemory(Memory):
 
 
 def find_nodes(mpi: MPI.Intracomm) -> tuple[int, ...]:
-    """Collective. Number the node of each rank: ranks that can share memory are on one; nodes in order of rank."""
+    """Collective. Return each rank's node index: ranks that can share memory are on the same node."""
     node = mpi.Split_type(MPI.COMM_TYPE_SHARED)
     first = np.array([mpi.Get_rank()], np.int64)
     node.Allreduce(MPI.IN_PLACE, first, MPI.MIN)
@@ -126,14 +126,14 @@ def find_nodes(mpi: MPI.Intracomm) -> tuple[int, ...]:
 
 
 def try_attach(comm) -> bool:
-    """Collective. Tell whether every rank could read a secret in the memory of every other rank of its node."""
+    """Collective. Return whether each rank can read the memory of all other ranks of its node; tested by a secret."""
     secret = np.frombuffer(secrets.token_bytes(16), np.uint8).copy()
     secrets_of = comm.gather(secret.ctypes.data.to_bytes(8, "little") + secret.tobytes())
     works = True
     for peer, (pid, data) in enumerate(zip(comm.pids, secrets_of, strict=True)):
         if comm.nodes[peer] == comm.nodes[comm.rank] and peer != comm.rank:
             works = works and _reads(pid, int.from_bytes(data[:8], "little"), data[8:])
-    return all(answer == b"y" for answer in comm.gather(b"y" if works else b"n"))
+    return all(reply == b"y" for reply in comm.gather(b"y" if works else b"n"))
 
 
 def _reads(pid: int, address: int, secret: bytes) -> bool:

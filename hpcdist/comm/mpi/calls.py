@@ -1,7 +1,7 @@
-"""This rank's blocking calls of MPI, and going on without ranks that died.
+"""This rank's blocking MPI calls, and how the job continues without ranks that died.
 
-Each call leaves a note of its peer and its deadline, for messages and for the watchdog. Deaths are survived by
-User-Level Failure Mitigation, as Open MPI 5 has it (`mpirun --with-ft ulfm`).
+Each call records its peer and its deadline, for messages and for the watchdog. Deaths are survived by MPI's User-Level
+Failure Mitigation (ULFM) of Open MPI 5 (`mpirun --with-ft ulfm`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpcdist.errors import CommunicationError, DeadlineError, RankFailedError
 
 T = TypeVar("T")
 GIVE_WAY_S = 2.0  # how long mpirun may take to end the other ranks of a job
-NEWS_S = 30.0  # how much later than a broken connection MPI may tell of the death behind it
+DETECTION_S = 30.0  # how much later than a broken connection MPI may report the death that caused it
 
 
 def barrier(mpi: MPI.Intracomm) -> None:
@@ -39,12 +39,12 @@ def barrier(mpi: MPI.Intracomm) -> None:
             mpi.Agree(1)
             return
         except MPI.Exception as error:
-            if error.Get_error_class() != MPI.ERR_PROC_FAILED:  # somebody knew of another death
+            if error.Get_error_class() != MPI.ERR_PROC_FAILED:  # otherwise: another rank has detected a further death
                 raise
 
 
 def failed_ranks(mpi: MPI.Intracomm) -> tuple[int, ...]:
-    """Return the ranks of a communicator that MPI knows to have died, where it survives that."""
+    """Return the ranks of a communicator that MPI has detected as dead (with ULFM only)."""
     dead, everyone = mpi.Get_failed(), mpi.Get_group()
     ranks = MPI.Group.Translate_ranks(dead, None, everyone)
     dead.Free()
@@ -53,12 +53,12 @@ def failed_ranks(mpi: MPI.Intracomm) -> tuple[int, ...]:
 
 
 clock = time.perf_counter  # of real ranks
-EVERYONE, ANYONE = -1, -2  # in place of the rank that a call waits for
+ALL_RANKS, ANY_RANK = -1, -2  # instead of the rank that a call waits for
 EXIT, BROADCAST = "exit", "broadcast"
 RECEIVES = ("irecv", "probe")
-MESSAGE_S = 5.0  # a message that is awaited for so long is no longer on its way: even one that was lost is sent again
-GENERATION = 2**32  # between the counts of calls before a death and after
-SHOWN = 16  # ranks that a message names one by one
+MESSAGE_S = 5.0  # after waiting this long, a message can't still be in flight: lost packets have been sent again
+GENERATION = 2**32  # offset between the call counts before and after a death
+MAX_NAMED = 16  # number of ranks that a message names individually
 _DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 
 
@@ -66,9 +66,14 @@ _DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 class Call:
     """The call that a rank is blocked in.
 
-    `peer` is a rank of the communicator, EVERYONE or ANYONE; `deadline_s` is infinite where the call itself minds it.
-    A wait for a change in memory ends when `ready()` is true; only the ranks `by` can make it so (none: it isn't said).
-    Where the peer is EVERYONE all of them must come (none: all ranks of the communicator).
+    Attributes:
+        what: name of the call.
+        peer: a rank of the communicator, ALL_RANKS or ANY_RANK.
+        since: start time.
+        deadline_s: infinite if the call itself checks the deadline.
+        by: for a wait for a change in memory, the ranks that can cause it; empty: unknown. For a call of ALL_RANKS, the
+            ranks that must make it; empty: all ranks of the communicator.
+        ready: for a wait for a change in memory, whether it has happened.
     """
 
     what: str
@@ -79,36 +84,36 @@ class Call:
     ready: Callable[[], bool] = bool
 
 
-class Place(NamedTuple):
-    """A description of where a rank is, and whether that is the rank's own answer."""
+class RankLocation(NamedTuple):
+    """A description of where a rank is, and whether the rank itself replied."""
 
     text: str
-    answers: bool
+    replied: bool
     state: RankState | None = None
 
 
 class Calls:
-    """Make the calls of MPI for one communicator, and note the one that this rank is blocked in.
+    """Makes the MPI calls of one communicator, and records the call that this rank is blocked in.
 
     Args:
         failures: the communicator's ranks, and its deadline.
-        name: how messages call the communicator.
+        name: name of the communicator in messages.
         world_ranks: the ranks' numbers in the job.
-        traffic: the account of the calls.
+        traffic: counts the transfers.
     """
 
     def __init__(self, failures: FaultTolerance, name: str, world_ranks: Sequence[int], traffic: Traffic):
         self.failures, self.name = failures, name
         self.rank = failures.all.Get_rank()
         self.traffic, self.world_ranks = traffic, world_ranks
-        self.current: Call | None = None  # what this rank is blocked in
-        self.count = 0  # collective calls begun; ranks in step have equal counts
-        self.inside = 0  # collective calls that are made of messages, and under way
-        self.sending = 0  # messages begun and not completed
-        self._memory = threading.Lock()  # held while another thread looks at memory that this rank waits on
+        self.current: Call | None = None  # the call that this rank is blocked in
+        self.count = 0  # collective calls started; ranks in step have equal counts
+        self.inside = 0  # nesting depth of collective calls that consist of messages
+        self.sending = 0  # sends in flight
+        self._memory = threading.Lock()  # held while another thread reads memory that this rank waits on
 
     def __enter__(self) -> None:
-        """Begin a collective call that is made of messages."""
+        """Enter a collective call that consists of messages."""
         self.count += 1
         self.inside += 1
 
@@ -117,7 +122,7 @@ class Calls:
 
     @contextmanager
     def blocked(self, what: str, peer: int, deadline_s: float, by: Collection[int] = ()) -> Iterator[None]:
-        """Note, inside the context, the call that this rank is blocked in, for the watchdog."""
+        """Context of a blocking call: records it for the watchdog."""
         outer, self.current = self.current, Call(what, peer, clock(), deadline_s, by)
         try:
             yield
@@ -125,7 +130,7 @@ class Calls:
             self.current = outer
 
     def communicate(self, what: str, peer: int, function: Callable, *args: Any) -> None:
-        """Make a call that moves data; its time counts as communicating."""
+        """Make an MPI call that moves data; count its time as communicating."""
         start = clock()
         outer, self.current = self.current, Call(what, peer, start, self.failures.deadline_s)
         try:
@@ -137,7 +142,7 @@ class Calls:
             self.traffic.communicating_s += clock() - start
 
     def attempt(self, what: str, peer: int, function: Callable, *args: Any) -> Any:
-        """Make a call that returns at once; return its result."""
+        """Make a non-blocking MPI call; return its result."""
         try:
             return function(*args)
         except MPI.Exception as error:
@@ -153,14 +158,16 @@ class Calls:
         sleep: Callable[[float], bool] | None = None,
         by: Collection[int] = (),
     ) -> None:
-        """Block until `ready()` is true; the time counts as waiting.
+        """Block until `ready()` is true; count the time as waiting.
 
         Args:
-            call: the name of the call that waits, for other ranks' messages.
-            what: a description of the awaited event.
-            deadline_s: by default the communicator's, past which the error says where all ranks are.
+            ready: the condition.
+            call: name of the waiting call, for messages of other ranks.
+            what: description of the awaited event.
+            peer: the rank that causes it, ALL_RANKS or ANY_RANK.
+            deadline_s: by default the communicator's; then the error also says where all ranks are.
             sleep: see `wait_until`.
-            by: the ranks of which one must act for `ready()` to become true; the watchdog's thread then calls it too.
+            by: the ranks of which one must act for `ready()` to become true; the watchdog's thread then calls it, too.
         """
         limit_s = self.failures.deadline_s if deadline_s is None else deadline_s
         outer, self.current = self.current, Call(call, peer, clock(), math.inf, by, ready)
@@ -175,33 +182,33 @@ class Calls:
                 self.current = outer
 
     def waits(self, patience_s: float) -> Wait | None:
-        """Return the call that this rank is blocked in, for so long at least, if it needs certain ranks to come.
+        """Return the call that blocks this rank for at least `patience_s`, if it waits for certain ranks, else None.
 
-        Any thread may ask.
+        Any thread may call this.
         """
-        count, call = self.count, self.current  # in this order: a call that begins meanwhile has a higher number
-        if call is None or call.what == EXIT or (call.by and call.peer == EVERYONE):
-            return None  # of some ranks alone no count of calls tells who is late
-        everyone = self.inside > 0 or call.peer == EVERYONE or call.what == BROADCAST
+        count, call = self.count, self.current  # in this order: a call that starts in between has a higher number
+        if call is None or call.what == EXIT or (call.by and call.peer == ALL_RANKS):
+            return None  # in a call of only some ranks the call counts don't show who is late
+        everyone = self.inside > 0 or call.peer == ALL_RANKS or call.what == BROADCAST
         by = () if everyone else call.by or ((call.peer,) if call.peer >= 0 and call.what in RECEIVES else ())
         if not everyone and not by:
-            return None  # what is sent may be on its way into memory that the other rank has offered
+            return None  # a send may be in flight to memory that the other rank has already provided
         waited_s = clock() - call.since
         if waited_s < (patience_s if everyone or call.by else max(patience_s, MESSAGE_S)):
             return None
         if call.by and not everyone:
-            with self._memory:  # which is there as long as this rank waits
+            with self._memory:  # the memory exists as long as this rank waits
                 if self.current is not call or call.ready():
                     return None
-        what = "all-reduce" if self.inside and call.peer != EVERYONE else call.what
+        what = "all-reduce" if self.inside and call.peer != ALL_RANKS else call.what
         ranks = None if everyone else tuple(self.world_ranks[rank] for rank in by)
-        whom = self.peer_name(call.peer) if ranks is None else " or ".join(f"rank {rank}" for rank in ranks[:SHOWN])
-        whom += f" or {len(by) - SHOWN} more" * (len(by) > SHOWN)
-        return Wait(self.name, what, count, ranks, f"for {whom} {self.place(call)}", call.since, waited_s)
+        whom = self.peer_name(call.peer) if ranks is None else " or ".join(f"rank {rank}" for rank in ranks[:MAX_NAMED])
+        whom += f" or {len(by) - MAX_NAMED} more" * (len(by) > MAX_NAMED)
+        return Wait(self.name, what, count, ranks, f"for {whom} {self.describe(call)}", call.since, waited_s)
 
     # --- messages -------------------------------------------------------------------------------------------------
     def failure(self, what: str, peer: int, error: MPI.Exception) -> CommunicationError:
-        """Convert an error of MPI to one of the seam's."""
+        """Convert an MPI exception to a CommunicationError."""
         died = self.failures.tolerant and error.Get_error_class() in _DEATHS
         return (RankFailedError if died else CommunicationError)(self._explain(what, peer, error))
 
@@ -215,19 +222,19 @@ class Calls:
             hint = f" {ranks} died; this call needs all of them. Resume from the last checkpoint."
         return f"{what}{whom} on {self.name} failed on rank {self.rank}: {error.Get_error_string()}.{hint}"
 
-    def place(self, call: Call) -> str:
-        """Name a call with its communicator and its count."""
+    def describe(self, call: Call) -> str:
+        """Describe a call by its name, communicator and count."""
         return f"in {call.what} on {self.name} (call {self.count % GENERATION})"
 
     def peer_name(self, peer: int) -> str:
-        """Name the rank that a call waits for, as the launcher numbers ranks."""
+        """Name the rank that a call waits for, by its number in the job."""
         if peer < 0:
-            return "any rank" if peer == ANYONE else "every rank"
+            return "any rank" if peer == ANY_RANK else "every rank"
         return f"rank {self.world_ranks[peer]}"
 
 
 def world_ranks(mpi: MPI.Intracomm) -> tuple[int, ...]:
-    """Return the numbers that the ranks of a communicator have in MPI's world."""
+    """Return the numbers of a communicator's ranks in MPI's world."""
     group, world = mpi.Get_group(), MPI.COMM_WORLD.Get_group()
     ranks = group.Translate_ranks(list(range(group.Get_size())), world)
     group.Free()
@@ -236,20 +243,20 @@ def world_ranks(mpi: MPI.Intracomm) -> tuple[int, ...]:
 
 
 class FaultTolerance(Failures):
-    """The ranks of a communicator that live, and what is done where one dies: agreement, and repetition of calls.
+    """Tracks the surviving ranks of a communicator; after a death ranks agree on it and repeat the interrupted call.
 
-    A transfer with a rank that has died raises RankFailedError. A collective does so on some ranks only, and others
-    wait for these (whoever fails revokes the communicator of the surviving ranks, so that all leave) or get what is
-    incomplete without an error, as from Open MPI 5.0's MPI_Allgatherv. So nothing counts before all agree that none has
-    died. Messages between the surviving ranks, and windows, work on the communicator that a rank died in; only
-    collectives need one of the surviving ranks alone.
+    A transfer with a dead rank raises RankFailedError. A collective raises it on some ranks only; others wait for those
+    ranks (so a rank that fails revokes the communicator of the surviving ranks, which ends these waits) or get
+    incomplete data without an error, as from Open MPI 5.0's MPI_Allgatherv. So a result is valid only after all ranks
+    have agreed that none has died. Messages between the surviving ranks, and windows, continue to work on the original
+    communicator; only collectives need a communicator of just the surviving ranks.
 
     Args:
         mpi: MPI's communicator of all ranks.
-        tolerant: the library survives a rank that dies, and tells.
+        tolerant: the MPI library survives and reports the death of a rank.
         deadline_s: seconds after which a blocking call ends the run with a message.
-        places: tells where each rank of the job is, by its number there; nothing where nobody can.
-        name, world_ranks, traffic: those of `Calls`.
+        locate: returns where each rank of the job is, by its number in the job; empty if unknown.
+        name, world_ranks, traffic: as for `Calls`.
 
     Reference: Wesley Bland et al., "Post-failure recovery of MPI communication capability: design and rationale", 2013.
     """
@@ -259,7 +266,7 @@ class FaultTolerance(Failures):
         mpi: MPI.Intracomm,
         tolerant: bool,
         deadline_s: float,
-        places: Callable[[], Mapping[int, Place]],
+        locate: Callable[[], Mapping[int, RankLocation]],
         name: str,
         world_ranks: Sequence[int],
         traffic: Traffic,
@@ -269,33 +276,33 @@ class FaultTolerance(Failures):
         # For collectives; messages outlive its revocation.
         self.surviving: MPI.Intracomm = mpi.Dup() if tolerant else mpi
         self.calls = self.collective = Calls(self, name, world_ranks, traffic)
-        self._places = places
+        self._locate = locate
 
     def failed(self) -> tuple[int, ...]:
         if not self.tolerant:
             return ()
-        with suppress(MPI.Exception):  # it notices a death by making progress, and may complain of it
+        with suppress(MPI.Exception):  # making progress detects deaths, and may raise
             self.all.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
         return failed_ranks(self.all)
 
     def has_died(self, rank: int) -> bool:
-        """Tell whether a connection to `rank` broke because it died, which MPI may report a moment later."""
+        """Return whether `rank` has died, after its connection broke; MPI may report a death a moment later."""
         with suppress(DeadlineError):
-            wait_until(lambda: rank in self.failed(), NEWS_S if self.tolerant else 0.0, str)
+            wait_until(lambda: rank in self.failed(), DETECTION_S if self.tolerant else 0.0, str)
             return True
         return False
 
     def locate_ranks(self) -> str:
-        places = self._places()
-        if not places:
+        locations = self._locate()
+        if not locations:
             return ""
         lines = []
         for rank, number in enumerate(self.calls.world_ranks):
             as_launched = "" if rank == number else f" (rank {number} of the job)"
-            lines.append((places[number].answers, f"  rank {rank}{as_launched}: {places[number].text}"))
-        lines.sort(key=lambda line: line[0])  # first those that say nothing
-        listed = [text for _, text in lines[:SHOWN]]
-        listed += [f"  and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN)
+            lines.append((locations[number].replied, f"  rank {rank}{as_launched}: {locations[number].text}"))
+        lines.sort(key=lambda line: line[0])  # ranks without a reply first
+        listed = [text for _, text in lines[:MAX_NAMED]]
+        listed += [f"  and {len(lines) - MAX_NAMED} more"] * (len(lines) > MAX_NAMED)
         return "\n".join(["", "Where the ranks are:", *listed])
 
     def shrink(self) -> None:
@@ -303,9 +310,9 @@ class FaultTolerance(Failures):
             self._agree(True)
 
     def abandon(self) -> None:
-        """Let other ranks' calls of this communicator fail, which wait for this rank: it makes none any more.
+        """Revoke this communicator: other ranks' calls that wait for this rank fail.
 
-        Only where ranks outlive others: else a death ends the job.
+        Only if the job tolerates deaths; otherwise a death ends the job.
         """
         for mpi in (self.all, self.surviving):
             mpi.Revoke()
@@ -318,7 +325,7 @@ class FaultTolerance(Failures):
             before, error = self.alive, None
             try:
                 result = action()
-            except Exception as failure:  # whatever it is: incomplete data may have been used
+            except Exception as failure:  # any type: incomplete data may have caused it
                 error = failure
                 for failures in (self, *others):
                     if isinstance(failures, FaultTolerance):
@@ -334,11 +341,11 @@ class FaultTolerance(Failures):
         return result
 
     def end_alone(self, status: int) -> None:
-        """End this rank alone where another one has died; ranks that fail alike do the same, others go on.
+        """End only this process if another rank has died; ranks that failed for the same reason do so too, others
+        continue.
 
-        Where none has, leave it to lower ranks for a while to end the job, and to news of a death to come. For Open
-        MPI's mpirun hangs, or has the exit status 0, where several ranks end a job at once, or one in which another has
-        died.
+        Otherwise give lower ranks time to end the job, and MPI time to detect a death: Open MPI's mpirun hangs, or
+        returns the exit status 0, if several ranks abort a job, or if a rank aborts after another has died.
         """
         with suppress(DeadlineError):
             wait_until(lambda: bool(self.failed()), GIVE_WAY_S * min(self.calls.rank, 3), str)
@@ -350,24 +357,22 @@ class FaultTolerance(Failures):
         """Collective among the surviving ranks. Return whether all are `done`; shrink the group to these ranks."""
         calls = self.calls
         calls.count += 1
-        with calls.blocked("shrink", EVERYONE, self.deadline_s):
+        with calls.blocked("shrink", ALL_RANKS, self.deadline_s):
             while True:
                 dead = self.failed()
                 self.all.Ack_failed(len(dead))
                 whole = not set(dead) & set(self.alive) and not self.surviving.Is_revoked()
                 try:
-                    agreed = self.all.Agree(done | whole << 1)  # of each bit whether all ranks have it
+                    agreed = self.all.Agree(done | whole << 1)  # bitwise and over all ranks
                     break
-                except MPI.Exception as error:  # somebody knew of another death
+                except MPI.Exception as error:  # another rank has detected a further death
                     if error.Get_error_class() != MPI.ERR_PROC_FAILED:
-                        raise calls.failure("shrink", EVERYONE, error) from error
+                        raise calls.failure("shrink", ALL_RANKS, error) from error
             if not agreed & 2:
                 before, self.surviving = self.alive, cast(MPI.Intracomm, self.all.Shrink())
-                barrier(
-                    self.all
-                )  # Open MPI 5.0 crashes where a communicator is revoked that another rank is still making
+                barrier(self.all)  # Open MPI 5.0 crashes if a communicator is revoked while another rank creates it
                 group = self.surviving.Get_group()
                 self.alive = tuple(MPI.Group.Translate_ranks(group, None, self.all.Get_group()))
                 self.lost += tuple(rank for rank in before if rank not in self.alive)
-                calls.count = (calls.count // GENERATION + 1) * GENERATION  # ranks may have failed in different ones
+                calls.count = (calls.count // GENERATION + 1) * GENERATION  # ranks may have failed in different calls
         return bool(agreed & 1)

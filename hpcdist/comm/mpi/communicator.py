@@ -1,7 +1,7 @@
-"""Real ranks: the seam over mpi4py.
+"""The communicator of real ranks, over mpi4py.
 
-Buffers are passed in place, nothing on the hot path is pickled, and a blocking call leaves a note of what it waits
-for (`comm/mpi/calls.py`), which the watchdog (`comm/mpi/watchdog.py`) reads when the deadline passes.
+Buffers are passed in place, and nothing on the hot path is pickled. A blocking call records what it waits for
+(`comm/mpi/calls.py`); the watchdog (`comm/mpi/watchdog.py`) reads this record when the deadline passes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from hpcdist.comm.capabilities import DEADLINE_S, Platform, Trace, number_nodes
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.attached import find_nodes
-from hpcdist.comm.mpi.calls import ANYONE, BROADCAST, EVERYONE, Call, FaultTolerance, clock, world_ranks
+from hpcdist.comm.mpi.calls import ALL_RANKS, ANY_RANK, BROADCAST, Call, FaultTolerance, clock, world_ranks
 from hpcdist.comm.mpi.library import end, version
 from hpcdist.comm.mpi.messages import (
     NUMBERS,
@@ -56,20 +56,21 @@ _IN_PLACE = MPI.IN_PLACE
 
 
 class MpiCommunicator(Communicator):
-    """Collective. Implement the seam over one MPI communicator, which it owns and frees.
-
-    It has `calls`: what it is blocked in.
+    """Collective. A communicator over one MPI communicator, which it owns and frees.
 
     Args:
         mpi: an intracommunicator.
-        process: what this process has once.
+        process: the state of this process.
         deadline_s: seconds after which a blocking call ends the run with a message.
         nodes: node index of each rank; by default ranks that can share memory are on one node.
-        device_aware: the MPI library reads and writes device memory itself; off unless the user asks.
-        internode: how windows are read and written across nodes: `tcp`, `rma`, or `auto` for what a self-test finds
-            faster (`comm/mpi/transports.py`). `tcp:ib0`, `auto:10.1.0.0/16`: by this interface or network.
-        name: how messages call this communicator.
-        traffic: the account of its calls; by default a new one.
+        device_aware: the MPI library reads and writes device memory itself; off unless the user asks for it.
+        internode: transport of windows across nodes: `tcp`, `rma`, or `auto` for the faster one in a self-test
+            (`comm/mpi/transports.py`). `tcp:ib0`, `auto:10.1.0.0/16`: by this interface or network.
+        name: name of the communicator in messages.
+        traffic: counts its transfers; by default a new one.
+
+    Attributes:
+        calls: the call that this rank is blocked in, for the watchdog.
     """
 
     memory: Transports
@@ -88,18 +89,18 @@ class MpiCommunicator(Communicator):
         traffic: Traffic | None = None,
     ):
         self.mpi, self.process, self.name = mpi, process, name
-        self._made_from = 0  # communicators
+        self._n_derived = 0  # communicators created from this one
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
         threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.platform, self.trace = Platform(version(), world_ranks(mpi), concurrent=threads), Trace(traffic)
         self.traffic = self.trace.traffic
-        numbers_in_job, places = self.platform.world_ranks, process.places
-        self.failures = FaultTolerance(mpi, process.tolerant, deadline_s, places, name, numbers_in_job, self.traffic)
+        numbers_in_job, locate = self.platform.world_ranks, process.locate_ranks
+        self.failures = FaultTolerance(mpi, process.tolerant, deadline_s, locate, name, numbers_in_job, self.traffic)
         self.calls = self.failures.calls
-        self._summing, self._hops = Call("allreduce", EVERYONE, 0.0, deadline_s), 2 * (self.size - 1)
+        self._summing, self._hops = Call("allreduce", ALL_RANKS, 0.0, deadline_s), 2 * (self.size - 1)
         self.nodes = find_nodes(mpi) if nodes is None else tuple(nodes)
-        if (found := len(self.nodes)) != self.size:
-            raise CommunicationError(f"nodes must have one index for each of the {self.size} ranks; got {found}.")
+        if (n_nodes := len(self.nodes)) != self.size:
+            raise CommunicationError(f"nodes must have one index for each of the {self.size} ranks; got {n_nodes}.")
         self.staging = Staging(device_aware)
         self.pids = [int.from_bytes(pid, "little") for pid in self.gather(os.getpid().to_bytes(8, "little"))]
         self.memory = Transports(self, internode)
@@ -129,50 +130,50 @@ class MpiCommunicator(Communicator):
         if not self.staging.direct(tensor):
             host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
         request = self.calls.attempt(SENDING, dest, self.mpi.Isend, self.staging.message(host), dest, tag)
-        self.traffic.communicating_s += clock() - start  # MPI copies or sends here what goes at once
+        self.traffic.communicating_s += clock() - start  # MPI copies or sends short messages in this call
         self.traffic.sent(tensor.nbytes)
         return MpiRequest(self.calls, request, SENDING, dest, host)
 
     def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
         check_flat(tensor)
-        source, tag, peer = self._wanted(source, tag)
+        source, tag, peer = self._mpi_source(source, tag)
         host = tensor if self.staging.direct(tensor) else torch.empty_like(tensor, device="cpu", pin_memory=True)
         request = self.calls.attempt("irecv", peer, self.mpi.Irecv, self.staging.message(host), source, tag)
         return MpiRequest(self.calls, request, "irecv", peer, host, None if host is tensor else tensor)
 
     def probe(self, source: int = ANY, tag: int = ANY, *, block: bool = True) -> Envelope | None:
-        source, tag, peer = self._wanted(source, tag)
+        source, tag, peer = self._mpi_source(source, tag)
         status = MPI.Status()
 
         def arrived() -> bool:
             return self.calls.attempt("probe", peer, self.mpi.Iprobe, source, tag, status)
 
         if block:
-            whom = "any rank" if peer == ANYONE else f"rank {source}"
+            whom = "any rank" if peer == ANY_RANK else f"rank {source}"
             self.calls.await_until(arrived, "probe", f"a message from {whom} on {self.name}", peer)
         elif not arrived():
             return None
         return Envelope(status.Get_source(), status.Get_tag(), status.Get_elements(MPI.BYTE))
 
-    def _wanted(self, source: int, tag: int) -> tuple[int, int, int]:
-        """Return MPI's source and tag for a message to receive, and the peer to wait for."""
+    def _mpi_source(self, source: int, tag: int) -> tuple[int, int, int]:
+        """Convert the source and tag of a receive to MPI's; return them and the peer to wait for."""
         check_source_and_tag(source, tag, self.size)
         any_tag = MPI.ANY_TAG if tag == ANY else tag
-        return (MPI.ANY_SOURCE, any_tag, ANYONE) if source == ANY else (source, any_tag, source)
+        return (MPI.ANY_SOURCE, any_tag, ANY_RANK) if source == ANY else (source, any_tag, source)
 
     # --- collective -----------------------------------------------------------------------------------------------
     def allreduce(self, tensor: Tensor) -> None:
         """Collective. Sum `tensor` over all ranks in place, by MPI's own all-reduce.
 
-        MPI has no 16-bit floats: those are summed in float32 and rounded once. Integers wrap around. Bytes counted are
-        those of a ring, 2n(p-1)/p, the least that any algorithm sends for large n; MPI does not tell what it sent.
+        MPI has no 16-bit floats: these are summed in float32 and rounded once. Integers wrap around. Bytes are counted
+        as those of a ring, 2n(p-1)/p, the minimum of all algorithms for large n; MPI does not report what it sent.
         """
         kind = SUMMED.get(tensor.dtype)
         other = kind is None or not tensor.is_cpu or tensor.ndim != 1 or not tensor.is_contiguous()
         if other or tensor.nbytes > self.staging.longest:
             return self._allreduce_converted(tensor)
-        # As `communicate` does, written out and with one Call for all: MPI sums a short tensor in 3 µs, of which each
-        # call here is a fiftieth and each object made a tenth.
+        # The same as `communicate`, inlined and with one reused Call: MPI sums a short tensor in 3 µs, of which each
+        # function call here costs 2 % and each new object 10 %.
         calls, call, n_bytes = self.calls, self._summing, tensor.nbytes
         outer = calls.current
         call.deadline_s = self.failures.deadline_s
@@ -182,7 +183,7 @@ class MpiCommunicator(Communicator):
         try:
             self.failures.surviving.Allreduce(_IN_PLACE, (memory_at(tensor.data_ptr(), n_bytes), kind))
         except MPI.Exception as error:
-            raise calls.failure("allreduce", EVERYONE, error) from error
+            raise calls.failure("allreduce", ALL_RANKS, error) from error
         finally:
             calls.current = outer
             traffic = calls.traffic
@@ -198,7 +199,7 @@ class MpiCommunicator(Communicator):
                 for part in host.split(self.staging.longest):
                     self.calls.count += 1
                     into = numbers(part)
-                    self.calls.communicate("allreduce", EVERYONE, self.failures.surviving.Allreduce, _IN_PLACE, into)
+                    self.calls.communicate("allreduce", ALL_RANKS, self.failures.surviving.Allreduce, _IN_PLACE, into)
                 self.traffic.sent(self._hops * tensor.nbytes // self.size, self._hops)
         elif tensor.dtype in NUMBERS or tensor.dtype in (torch.float16, torch.bfloat16):
             wide = tensor.detach().to(WIDE.get(tensor.dtype, torch.int32))
@@ -226,14 +227,14 @@ class MpiCommunicator(Communicator):
         surviving, alive = self.failures.surviving, self.failures.alive
         lengths = np.zeros(len(alive), np.int64)
         self.calls.count += 1
-        self.calls.communicate("gather", EVERYONE, surviving.Allgather, np.array([len(data)], np.int64), lengths)
-        unit = 1 + int(lengths.sum()) // self.staging.longest  # bytes: MPI counts these
+        self.calls.communicate("gather", ALL_RANKS, surviving.Allgather, np.array([len(data)], np.int64), lengths)
+        unit = 1 + int(lengths.sum()) // self.staging.longest  # bytes per element, so that MPI's counts fit 32 bits
         counts = -(-lengths // unit)
         starts = (counts.cumsum() - counts) * unit
         gathered, padded = bytearray(int(counts.sum()) * unit), data + bytes(-len(data) % unit)
         kind = MPI.BYTE if unit == 1 else MPI.BYTE.Create_contiguous(unit).Commit()
         into = [gathered, counts, starts // unit, kind]
-        self.calls.communicate("gather", EVERYONE, surviving.Allgatherv, [padded, len(padded) // unit, kind], into)
+        self.calls.communicate("gather", ALL_RANKS, surviving.Allgatherv, [padded, len(padded) // unit, kind], into)
         others = len(alive) - 1
         self.traffic.sent(len(data) * others, others)
         data_of: list[bytes | None] = [None] * self.size
@@ -244,58 +245,60 @@ class MpiCommunicator(Communicator):
     def barrier(self) -> None:
         start = clock()
         self.calls.count += 1
-        with self.calls.blocked("barrier", EVERYONE, self.failures.deadline_s):
-            self.calls.attempt("barrier", EVERYONE, self.failures.surviving.Barrier)
+        with self.calls.blocked("barrier", ALL_RANKS, self.failures.deadline_s):
+            self.calls.attempt("barrier", ALL_RANKS, self.failures.surviving.Barrier)
         self.traffic.waiting_s += clock() - start
 
     def _split(self, color: int | None, key: int, traffic: Traffic | None) -> MpiCommunicator | None:
-        wanted = self.gather([None if color is None else int(color), int(key)])
+        choices = self.gather([None if color is None else int(color), int(key)])
         mpi = cast(MPI.Intracomm, self.mpi.Split(MPI.UNDEFINED if color is None else color, key))
-        self._made_from += 1
+        self._n_derived += 1
         if color is None:
             return None
-        members = sorted((choice[1], r) for r, choice in enumerate(wanted) if choice and choice[0] == color)
-        return self._among(mpi, [r for _, r in members], str(color), traffic)
+        members = sorted((choice[1], r) for r, choice in enumerate(choices) if choice and choice[0] == color)
+        return self._derive_subset(mpi, [r for _, r in members], str(color), traffic)
 
     def among(self, ranks: Sequence[int], name: str, deadline_s: float | None = None) -> MpiCommunicator:
-        """Collective among these ranks alone. Make a communicator of them, in this order.
+        """Collective among these ranks only. Create a communicator of them, in this order.
 
         Args:
-            name: how messages call it; all that these ranks make have another one.
-            deadline_s: in which all of them must come; by default this communicator's.
+            ranks: ranks of this communicator.
+            name: name in messages; unique among the communicators of these ranks.
+            deadline_s: limit for all of them to make this call; by default this communicator's.
         """
         limit_s = self.failures.deadline_s if deadline_s is None else deadline_s
         everyone = self.mpi.Get_group()
         group = everyone.Incl(list(ranks))
         what = f"the start of a group of ranks {', '.join(map(str, ranks))}, {name},"
-        with self.calls.blocked(what, EVERYONE, limit_s, ranks):
+        with self.calls.blocked(what, ALL_RANKS, limit_s, ranks):
             mpi = self.mpi.Create_group(group, zlib.crc32(name.encode()) % TAG_LIMIT)
         group.Free()
         everyone.Free()
-        return self._among(mpi, ranks, name)
+        return self._derive_subset(mpi, ranks, name)
 
     def of_survivors(self) -> MpiCommunicator:
-        """Collective among the surviving ranks. Make a communicator of them alone, with numbers of their own."""
-        self._made_from += 1
-        return self._among(self.failures.surviving.Dup(), self.failures.alive, "living")
+        """Collective among the surviving ranks. Create a communicator of these ranks, renumbered from 0."""
+        self._n_derived += 1
+        return self._derive_subset(self.failures.surviving.Dup(), self.failures.alive, "living")
 
     def apart(self, internode: str = "auto", nodes: tuple[int, ...] | None = None) -> MpiCommunicator:
         """Collective. Copy this communicator as if its ranks were on other nodes: for tests and measurements.
 
         Args:
-            nodes: node index of each rank; by default each is on a node of its own.
+            internode: transport of windows, as for the class.
+            nodes: node index of each rank; by default each rank is on a separate node.
         """
         nodes = tuple(range(self.size)) if nodes is None else nodes
-        self._made_from += 1
-        return self._made(self.mpi.Dup(), nodes, internode, "apart")
+        self._n_derived += 1
+        return self._derive(self.mpi.Dup(), nodes, internode, "apart")
 
-    def _among(
+    def _derive_subset(
         self, mpi: MPI.Intracomm, ranks: Iterable[int], name: str, traffic: Traffic | None = None
     ) -> MpiCommunicator:
         nodes = number_nodes(self.nodes[rank] for rank in ranks)
-        return self._made(mpi, nodes, self.memory.wanted, name, traffic)
+        return self._derive(mpi, nodes, self.memory.requested, name, traffic)
 
-    def _made(
+    def _derive(
         self, mpi: MPI.Intracomm, nodes: tuple[int, ...], internode: str, name: str, traffic: Traffic | None = None
     ) -> MpiCommunicator:
         return MpiCommunicator(
@@ -305,7 +308,7 @@ class MpiCommunicator(Communicator):
             nodes=nodes,
             device_aware=self.staging.device_aware,
             internode=internode,
-            name=f"{self.name}/{name}{f'.{self._made_from}' * (self._made_from > 1)}",  # no other one has it
+            name=f"{self.name}/{name}{f'.{self._n_derived}' * (self._n_derived > 1)}",  # unique
             traffic=traffic,
         )
 
@@ -313,7 +316,7 @@ class MpiCommunicator(Communicator):
         return MpiNeighbourhood(self, sources, destinations)
 
     def overlapping(self) -> AbstractContextManager[None]:
-        helps = self.platform.concurrent and len(set(self.nodes)) > 1  # inside a node messages need no help
+        helps = self.platform.concurrent and len(set(self.nodes)) > 1  # inside a node messages progress anyway
         return self.process.progress.running() if helps else nullcontext()
 
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
@@ -325,15 +328,15 @@ class MpiCommunicator(Communicator):
 
     # --- the end --------------------------------------------------------------------------------------------------
     def watch(self, role: Callable[[], str] = str) -> None:
-        """Collective. End the job from now on where a call of this thread takes longer than its deadline.
+        """Collective. Start the watchdog: it ends the job if a call of this thread takes longer than its deadline.
 
         Args:
-            role: tells what is special about this rank, for messages.
+            role: returns a description of this rank's role for messages; may be empty.
         """
         self.process.watch(self.mpi.Dup(), {rank: self.pids[rank] for rank in self.memory.local_ranks}, role)
 
     def abort(self, status: int = 1) -> None:
-        """End every rank of the job, with this exit status; where ranks outlive others and one has died, this rank."""
+        """End all ranks with this exit status; only this rank if the job tolerates deaths and one has died."""
         if self.failures.tolerant:
             self.failures.end_alone(status)
         end(status)
@@ -343,6 +346,6 @@ class MpiCommunicator(Communicator):
         if self.process.world is self:
             self.process.world = None
         self.memory.close()
-        if not self.failures.tolerant:  # freeing is collective, and any rank may be dead by now; the job's end does it
+        if not self.failures.tolerant:  # freeing is collective, but ranks may be dead; then the job's end frees it
             self.mpi.Free()
             self.mpi = self.failures.all = self.failures.surviving = cast(MPI.Intracomm, Closed())

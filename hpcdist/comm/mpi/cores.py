@@ -1,7 +1,7 @@
-"""Cores of their own for ranks that neither the launcher nor the user has bound.
+"""Bind each rank to separate cores if neither the launcher nor the user has bound it.
 
-The kernel often leaves two ranks that wait for each other on one core while another one idles. Open MPI binds none
-where it may start more ranks than there are cores (`:oversubscribe`), and MPICH's mpiexec and srun often none either.
+The kernel often keeps two ranks that wait for each other on one core while another core idles. Open MPI does not bind
+with `:oversubscribe`, and MPICH's mpiexec and srun often don't either.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ PROCESSORS = Path("/sys/devices/system/cpu")
 
 
 def find_share(rank: int, ranks: int) -> tuple[set[int], int]:
-    """Return the processors that one of a node's ranks may have to itself, and torch's threads there.
+    """Return the processors for local rank `rank` of `ranks` on this node, and the number of torch's threads on them.
 
-    The set is empty where the rank keeps its mask: the mask is not the whole machine (the rank is bound, or in a part
-    of it, as in a container); the rank sees a GPU, near which its cores should be; or there are fewer cores than ranks
-    or than torch's threads.
+    The set is empty if the rank must keep its affinity mask: the mask is not the whole machine (the rank is bound, or
+    in a container); the rank sees a GPU, and should run close to it; or there are fewer cores than ranks or than
+    torch's threads.
     """
     if ranks == 1 or not hasattr(os, "sched_setaffinity") or torch.cuda.device_count() or torch.xpu.is_available():
         return set(), 0
@@ -29,14 +29,14 @@ def find_share(rank: int, ranks: int) -> tuple[set[int], int]:
     cores = whole_cores(mask)
     each = len(cores) // ranks
     share = {processor for core in cores[rank * each : (rank + 1) * each] for processor in core}
-    if threads in (len(cores), len(mask)):  # torch has counted the machine's at its import
+    if threads in (len(cores), len(mask)):  # torch's default, counted for the whole machine at import
         threads = each
     is_whole = len(mask) == os.sysconf("SC_NPROCESSORS_ONLN")
     return (share, threads) if is_whole and threads <= len(share) else (set(), 0)
 
 
 def whole_cores(mask: Collection[int], folder: Path = PROCESSORS) -> list[list[int]]:
-    """Return the processors of each core, those of one socket side by side; each is a core where Linux does not say."""
+    """Return the processors of each core, ordered by socket; each processor is a core if Linux reports no topology."""
     cores: dict[tuple[int, str], list[int]] = {}
     for processor in sorted(mask):
         topology, key = folder / f"cpu{processor}" / "topology", (0, str(processor))
@@ -47,7 +47,7 @@ def whole_cores(mask: Collection[int], folder: Path = PROCESSORS) -> list[list[i
 
 
 def bind(share: Collection[int], threads: int) -> None:
-    """Keep this thread, and those that it starts from here on, to these processors."""
+    """Bind this thread, and the threads it starts from now on, to these processors."""
     with suppress(OSError):  # a sandbox may forbid it
         os.sched_setaffinity(0, share)
         torch.set_num_threads(threads)

@@ -1,7 +1,7 @@
-"""MPI's first messages, with limits: by them `doctor/startup.py` finds ranks that are absent or unreachable.
+"""MPI's first messages, with time limits, to detect absent or unreachable ranks (`doctor/startup.py`).
 
-A collective call waits for ever for a rank that can't be reached, and the watchdog needs some to begin with. So none of
-this is collective for MPI, nor blocks in it. Nothing here needs torch.
+A collective call waits forever for an unreachable rank, and the watchdog itself starts with collective calls. So
+nothing here is collective for MPI or blocks in it. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Collection, Sequence
 
 from mpi4py import MPI
 
-ANSWER_S = 10.0  # how long a rank may take to answer; not all start at the same moment
-REACH_S = 2.5  # then also another one; 3 s after the first packet Linux gives up, and Open MPI ends the job
+ANSWER_S = 10.0  # limit for a rank's reply; ranks do not all start at the same moment
+REACH_S = 2.5  # limit between two ranks; Linux gives up 3 s after the first packet, and Open MPI then ends the job
 PAUSE_S = 1e-3
 TO_FIRST, FROM_FIRST, HELLO = 1, 2, 3  # tags
-_kept: list = []  # buffers of messages that never leave
+_kept: list = []  # buffers of messages that may never be sent
 
 
 class FirstMessages:
@@ -27,7 +27,7 @@ class FirstMessages:
         self.answer_s, self.reach_s = ANSWER_S, REACH_S
 
     def exchange(self, text: str, limit_s: float, members: Collection[int]) -> dict[int, str]:
-        """Collective. Tell `members` each other's texts through rank 0."""
+        """Collective. Exchange texts among `members` through rank 0; return the texts by rank."""
         world, until, status = MPI.COMM_WORLD, time.monotonic() + limit_s, MPI.Status()
         texts = {self.rank: text}
         if self.rank > 0:
@@ -36,21 +36,21 @@ class FirstMessages:
                 if time.monotonic() > until + limit_s:
                     return texts
                 time.sleep(PAUSE_S)
-            return {int(rank): theirs for rank, theirs in json.loads(_receive(status)).items()}
+            return {int(rank): reply for rank, reply in json.loads(_receive(status)).items()}
         while len(texts) < len(members) and time.monotonic() < until:
             if not world.Iprobe(MPI.ANY_SOURCE, TO_FIRST, status):
                 time.sleep(PAUSE_S)
                 continue
-            theirs = _receive(status)
+            reply = _receive(status)
             if status.Get_source() in members:
-                texts[status.Get_source()] = theirs
+                texts[status.Get_source()] = reply
         MPI.Request.Waitall([_send(json.dumps(texts), rank, FROM_FIRST) for rank in texts if rank > 0])
         return texts
 
     def unreachable(self, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Send a message each way between the ranks of each pair, all at the same time.
+        """Exchange messages between the ranks of each pair, all concurrently.
 
-        Return the pairs of this rank whose message did not come in time.
+        Returns the pairs with this rank whose message did not arrive in time.
         """
         until, waiting = time.monotonic() + self.reach_s, {}
         for pair in pairs:
@@ -72,7 +72,7 @@ def _send(text: str, rank: int, tag: int) -> MPI.Request:
 
 
 def _receive(status: MPI.Status) -> str:
-    """Receive the message that was probed."""
+    """Receive the probed message as text."""
     data = bytearray(status.Get_count(MPI.BYTE))
     MPI.COMM_WORLD.Recv(data, status.Get_source(), status.Get_tag())
     return data.decode()

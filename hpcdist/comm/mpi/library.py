@@ -1,6 +1,6 @@
-"""The MPI library of this Python: which it is, what it can do, and the end of all ranks by it.
+"""The MPI library of this Python environment: which one it is, what it supports, and how it ends all ranks.
 
-`python -m hpcdist.comm.mpi.library` prints it, as JSON, without starting MPI; so nothing here imports mpi4py at once.
+`python -m hpcdist.comm.mpi.library` prints it as JSON without starting MPI; so mpi4py is imported only in functions.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _LIBRARY = re.compile(r"libmpi(?:ch)?(?:_(?:cray|gnu|intel|nvidia)\w*)?\.so[.\d]
 # MPI's connection to the launcher.
 _PMIX = re.compile(r"libpmix\.so[.\d]*$")
 MAPS = Path("/proc/self/maps")
-SETTLE_S = 0.5
+FLUSH_S = 0.5  # for the launcher to read what this rank has written
 
 
 def loaded(maps: str, name: re.Pattern = _LIBRARY) -> list[Path]:
-    """Find the MPI libraries among the files that a process has mapped, in the order of their addresses.
+    """Return the MPI libraries among the files that a process has mapped, in the order of their addresses.
 
     Args:
         maps: the text of /proc/PID/maps.
-        name: of the files, if others are wanted.
+        name: pattern of the file names, to find other files.
     """
     lines = [line.split(maxsplit=5) for line in maps.splitlines()]
     files = dict.fromkeys(Path(line[5]) for line in lines if len(line) == 6)
@@ -35,12 +35,12 @@ def loaded(maps: str, name: re.Pattern = _LIBRARY) -> list[Path]:
 
 
 def loaded_here(name: re.Pattern = _LIBRARY) -> list[Path]:
-    """Find the MPI libraries that this process has loaded; none where the system has no /proc."""
+    """Return the MPI libraries that this process has loaded; none on a system without /proc."""
     return loaded(MAPS.read_text(), name) if MAPS.exists() else []
 
 
 def missing() -> str:
-    """Start MPI; return mpi4py's reason where no MPI library can be loaded, and an empty text otherwise."""
+    """Start MPI; return mpi4py's error if no MPI library can be loaded, an empty text otherwise."""
     try:
         from mpi4py import MPI  # noqa: F401
     except (ImportError, RuntimeError) as error:
@@ -57,48 +57,48 @@ def version() -> str:
 
 # --- device memory ----------------------------------------------------------------------------------------------------
 def device_obstacle() -> str:
-    """Say why this rank's MPI can't use the memory of its device; empty where it can, or where that is unknown."""
+    """Return why this rank's MPI can't access device memory; empty if it can, or if that is unknown."""
     import torch
 
     return explain(torch.cuda.device_count(), supports_cuda())
 
 
 def explain(devices: int, supported: bool | None) -> str:
-    """Say why MPI can't use device memory: `devices` CUDA devices, which MPI reads or not (None: unknown)."""
+    """Return why MPI can't access the memory of `devices` CUDA devices; `supported`: MPI's reply, None if unknown."""
     if devices == 0:
         return "torch finds no CUDA device"
     return f"{version()} was built or started without CUDA support" if supported is False else ""
 
 
 def supports_cuda() -> bool | None:
-    """Ask MPI whether it reads CUDA memory; None where it has no such call, an extension of Open MPI and MPICH."""
+    """Return whether MPI supports CUDA memory; None if unknown: the query is an extension of Open MPI and MPICH."""
     from mpi4py import MPI
 
-    query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)  # looked up in the library beneath too
+    query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)  # found in the MPI library, too
     return None if query is None else bool(query())
 
 
 # --- the end of all ranks ---------------------------------------------------------------------------------------------
 def end(status: int) -> None:
-    """End every rank of the job, once the launcher has had time to pass on what this rank has written.
+    """End all ranks of the job, after the launcher has had time to forward this rank's output.
 
-    MPI_Abort would add lines of its own to that. PMIx, through which Open MPI's does it, adds none; elsewhere nobody
-    hears them. Either way the status is not 0.
+    MPI_Abort prints additional lines. So under Open MPI this uses PMIx, which prints none; elsewhere standard error is
+    closed first. The exit status is never 0.
     """
     from mpi4py import MPI
 
     sys.stdout.flush()
     sys.stderr.flush()
-    time.sleep(SETTLE_S)  # MPICH's launcher drops what it has not read yet
+    time.sleep(FLUSH_S)  # MPICH's launcher drops output that it has not read yet
     if _end_by_pmix(status):
-        os._exit(status)  # as MPI_Abort does: a launcher that lets ranks outlive others waits for this one
+        os._exit(status)  # like MPI_Abort: a launcher that tolerates deaths waits for this rank
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     MPI.COMM_WORLD.Abort(status)
 
 
 def _end_by_pmix(status: int) -> bool:
-    """Tell the launcher, through PMIx's library, to end every rank."""
+    """Ask the launcher through the PMIx library to end all ranks; return whether that worked."""
     files = loaded_here(_PMIX)
     try:
         return bool(files) and ctypes.CDLL(str(files[0])).PMIx_Abort(ctypes.c_int(status), b"", None, 0) == 0

@@ -1,4 +1,4 @@
-"""Messages of real ranks: torch tensors as MPI sees them, transfers under way, and exchanges with neighbours.
+"""Messages of real ranks: torch tensors as MPI buffers, requests in flight, and exchanges with neighbours.
 
 On the host nothing is copied; device memory goes through pinned host memory, unless MPI reads it itself.
 """
@@ -14,13 +14,13 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist.comm.messages import check_graph
-from hpcdist.comm.mpi.calls import EVERYONE, Calls
+from hpcdist.comm.mpi.calls import ALL_RANKS, Calls
 from hpcdist.comm.transfer import Neighbourhood, Request
 
 # Transfers move bits, so any MPI type of the right width carries them.
 CARRIERS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 
-# The types that MPI can add up. It has none for float16 and bfloat16: those are summed in float32.
+# The types that MPI can add. It has none for float16 and bfloat16, which are summed in float32.
 NUMBERS = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
@@ -36,22 +36,22 @@ NUMBERS = {
     torch.complex128: MPI.C_DOUBLE_COMPLEX,
 }
 
-# Types whose sums MPI computes by one rule everywhere. Open MPI's vector instructions clamp sums of shorter integers to
-# their range, and its scalar code wraps around, both in one tensor. hpcdist sums these in int32, which wraps on return.
+# Types that MPI sums consistently. For shorter integers Open MPI's vector code saturates and its scalar code wraps
+# around, both within one tensor. hpcdist sums these in int32 and wraps around when converting back.
 SUMMED = {dtype: kind for dtype, kind in NUMBERS.items() if dtype.itemsize > 2}
 
 memory_at = MPI.memory.fromaddress
 
 
-LONGEST = 2**30  # elements, or bytes, of one count: MPI's are of 32 bits
+LONGEST = 2**30  # largest count (elements or bytes): MPI's counts have 32 bits
 
 
 def message(tensor: Tensor, count: int | None = None, longest: int = LONGEST) -> list:
-    """Describe a flat tensor to MPI for a transfer: elements of its width, of any type.
+    """Return a flat tensor as an MPI buffer for a transfer, with an MPI type of the same element width.
 
     Args:
-        count: of the elements that go to, or come from, one rank, where that is not all.
-        longest: the count from which on one element of a type made for that count stands for all of them.
+        count: number of elements to or from one rank, if not all.
+        longest: larger counts are sent as a single element of a derived MPI type.
     """
     count = tensor.numel() if count is None else count
     counted = [count, CARRIERS[tensor.itemsize]] if count <= longest else [1, _long(tensor.itemsize, count, longest)]
@@ -60,7 +60,7 @@ def message(tensor: Tensor, count: int | None = None, longest: int = LONGEST) ->
 
 @cache
 def _long(itemsize: int, count: int, longest: int) -> MPI.Datatype:
-    """Make a type of `count` elements side by side.
+    """Create an MPI type of `count` consecutive elements.
 
     Reference: Jeff R. Hammond, Andreas Schäfer, Rob Latham, "To INT_MAX... and beyond! Exploring large-count support in
     MPI", 2014.
@@ -71,7 +71,7 @@ def _long(itemsize: int, count: int, longest: int) -> MPI.Datatype:
 
 
 def numbers(tensor: Tensor) -> list:
-    """Describe a flat tensor to MPI for arithmetic; raise KeyError for dtypes that are not in SUMMED."""
+    """Return a flat tensor as an MPI buffer for a reduction; raise KeyError for dtypes that are not in SUMMED."""
     return [memory_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), SUMMED[tensor.dtype]]
 
 
@@ -79,49 +79,53 @@ SENDING, EXCHANGE = "isend", "neighbour exchange"
 
 
 class Staging:
-    """Pinned host copies of device tensors, from torch's cache of such memory.
+    """Copies device tensors to pinned host memory for MPI, and back.
 
     Args:
-        device_aware: True when MPI itself reads and writes device memory; then nothing is staged. Off unless the
-            user asks: sites warn that device-aware MPI beside NCCL can deadlock.
-        longest: of `message`.
+        device_aware: True if MPI itself reads and writes device memory; then nothing is staged. Off unless the
+            user asks for it: sites warn that device-aware MPI together with NCCL can deadlock.
+        longest: as for `message`.
     """
 
     def __init__(self, device_aware: bool = False, longest: int = LONGEST):
         self.device_aware, self.longest = device_aware, longest
 
     def message(self, tensor: Tensor, count: int | None = None) -> list:
-        """Describe a flat tensor; see the function."""
+        """Return a flat tensor as an MPI buffer; see the function `message`."""
         return message(tensor, count, self.longest)
 
     def direct(self, tensor: Tensor) -> bool:
-        """Tell whether MPI may use the tensor's own memory; wait until the device has finished with it."""
+        """Return whether MPI may use the tensor's memory directly; wait until the device has finished writing it."""
         if tensor.is_cpu:
             return True
         if self.device_aware:
-            torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows nothing of torch's streams
+            torch.cuda.current_stream(tensor.device).synchronize()  # MPI does not know torch's streams
         return self.device_aware
 
     @contextmanager
     def host(self, tensor: Tensor, *, read: bool = True, write: bool = True) -> Iterator[Tensor]:
-        """Yield the tensor's contents on the host: copied there before (`read`) and back after (`write`)."""
+        """Yield the tensor on the host: copied there first (`read`) and copied back at the end (`write`)."""
         if self.direct(tensor):
             yield tensor
             return
         staged = torch.empty_like(tensor, device="cpu", pin_memory=True)
         if read:
-            staged.copy_(tensor)  # synchronises with the device's current stream
+            staged.copy_(tensor)  # synchronizes with the device's current stream
         yield staged
         if write:
             tensor.copy_(staged)
 
 
 class MpiRequest(Request):
-    """A transfer of MPI's, which keeps its buffers alive.
+    """An MPI request, which keeps its buffers alive.
 
     Args:
-        host: what MPI reads or writes.
-        device: the tensor that `host` is copied to at the end, where it was staged.
+        calls: makes the MPI calls.
+        request: MPI's request.
+        what: name of the call, for messages.
+        peer: the other rank, or ALL_RANKS or ANY_RANK.
+        host: the buffer.
+        device: if the buffer is a staged copy, the tensor to which it is copied at the end.
         kept: further memory that MPI uses.
     """
 
@@ -160,9 +164,9 @@ class MpiRequest(Request):
 
 
 class MpiLibraryCalls:
-    """MPI's own collective calls beside those that a communicator has. Bytes counted are those that a rank must send.
+    """MPI's all-gather and all-to-all. Bytes are counted as the minimum that a rank must send.
 
-    Tensors are flat, contiguous, of the same length and width on all ranks, and do not overlap.
+    Tensors are flat, contiguous, of the same length and element width on all ranks, and do not overlap.
 
     Args:
         comm: the MpiCommunicator.
@@ -171,20 +175,20 @@ class MpiLibraryCalls:
     def __init__(self, comm):
         self._comm, self._others = comm, comm.size - 1
 
-    def all_gather(self, out: Tensor, own: Tensor) -> None:
-        """Collective. Collect all ranks' `own`, shape (n,), in `out`, shape (ranks * n,), in rank order."""
-        self._call("all-gather", self._comm.mpi.Allgather, own, out, own.numel())
-        self._comm.traffic.sent(self._others * own.nbytes, self._others)
+    def all_gather(self, out: Tensor, local: Tensor) -> None:
+        """Collective. Gather all ranks' `local`, shape (n,), in `out`, shape (ranks * n,), in rank order."""
+        self._call("all-gather", self._comm.mpi.Allgather, local, out, local.numel())
+        self._comm.traffic.sent(self._others * local.nbytes, self._others)
 
-    def all_to_all(self, out: Tensor, given: Tensor) -> None:
-        """Collective. Hand each rank its n elements of `given`, and collect in `out` what all have for this one.
+    def all_to_all(self, out: Tensor, inputs: Tensor) -> None:
+        """Collective. Send each rank its n elements of `inputs`, and gather in `out` all ranks' elements for this one.
 
         Args:
             out: overwritten; both have the shape (ranks * n,).
         """
-        count = given.numel() // self._comm.size
-        self._call("all-to-all", self._comm.mpi.Alltoall, given, out, count)
-        self._comm.traffic.sent(self._others * count * given.itemsize, self._others)
+        count = inputs.numel() // self._comm.size
+        self._call("all-to-all", self._comm.mpi.Alltoall, inputs, out, count)
+        self._comm.traffic.sent(self._others * count * inputs.itemsize, self._others)
 
     def _call(self, what: str, function: Callable, send: Tensor, out: Tensor, count: int) -> None:
         comm = self._comm
@@ -192,18 +196,18 @@ class MpiLibraryCalls:
         if send.is_cpu and out.is_cpu:
             self._communicate(what, function, send, out, count)
             return
-        with comm.staging.host(send, write=False) as given, comm.staging.host(out, read=False) as into:
-            self._communicate(what, function, given, into, count)
+        with comm.staging.host(send, write=False) as outgoing, comm.staging.host(out, read=False) as into:
+            self._communicate(what, function, outgoing, into, count)
 
     def _communicate(self, what: str, function: Callable, send: Tensor, out: Tensor, count: int) -> None:
         describe = self._comm.staging.message
-        self._comm.calls.communicate(what, EVERYONE, function, describe(send, count), describe(out, count))
+        self._comm.calls.communicate(what, ALL_RANKS, function, describe(send, count), describe(out, count))
 
 
 class MpiNeighbourhood(Neighbourhood):
     """Collective. Exchange tensors by MPI's neighbourhood collectives; see Communicator.neighbourhood.
 
-    MPI knows who talks to whom before the first message, and ranks keep their places (`reorder` is off).
+    MPI knows the graph before the first message; ranks are not renumbered (`reorder` is off).
 
     Reference: Torsten Hoefler, Rolf Rabenseifner, Hubert Ritzdorf, Bronis R. de Supinski, Rajeev Thakur, Jesper Larsson
     Träff, "The scalable process topology interface of MPI 2.2", 2011.
@@ -212,8 +216,8 @@ class MpiNeighbourhood(Neighbourhood):
     def __init__(self, comm, sources: Sequence[int], destinations: Sequence[int]):
         check_graph(comm, sources, destinations)
         self._sources, self._n_sent, self._comm = tuple(sources), len(destinations), comm
-        places = [[comm.failures.alive.index(rank) for rank in ranks] for ranks in (sources, destinations)]
-        self._graph = comm.failures.surviving.Create_dist_graph_adjacent(*places, reorder=False)
+        lists = [[comm.failures.alive.index(rank) for rank in ranks] for ranks in (sources, destinations)]
+        self._graph = comm.failures.surviving.Create_dist_graph_adjacent(*lists, reorder=False)
 
     def _start(self, send: Tensor, received: Tensor) -> Request:
         comm = self._comm
@@ -222,12 +226,12 @@ class MpiNeighbourhood(Neighbourhood):
         host = received if direct else torch.empty_like(received, device="cpu", pin_memory=True)
         comm.calls.count += 1
         into = comm.staging.message(host, send.numel() if self._sources else 0)
-        given = comm.staging.message(sent)
-        request = comm.calls.attempt(EXCHANGE, EVERYONE, self._graph.Ineighbor_allgather, given, into)
+        outgoing = comm.staging.message(sent)
+        request = comm.calls.attempt(EXCHANGE, ALL_RANKS, self._graph.Ineighbor_allgather, outgoing, into)
         comm.traffic.sent(self._n_sent * send.nbytes, self._n_sent)
-        return MpiRequest(comm.calls, request, EXCHANGE, EVERYONE, host, None if direct else received, sent)
+        return MpiRequest(comm.calls, request, EXCHANGE, ALL_RANKS, host, None if direct else received, sent)
 
     def close(self) -> None:
-        # Freeing is collective, and any rank may be dead by now where that is survived; the job's end does it there.
+        # Freeing is collective; if the job tolerates deaths, a rank may be dead, and the job's end frees the graph.
         if not self._comm.failures.tolerant:
             self._graph.Free()

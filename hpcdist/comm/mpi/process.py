@@ -1,7 +1,7 @@
-"""The state that a process has once, for all of its communicators: made when it joins the job, closed at the end.
+"""State of a process for all of its communicators: created when it joins the job, closed at the end.
 
-Part of it is a thread that makes MPI progress while the process computes: some libraries move what is under way only
-while the process is inside MPI, and a transfer that does not fit their buffers then waits until the computation ends.
+Part of it is a thread that makes MPI progress while the process computes: some libraries transfer messages only while
+the process is inside MPI; a message that exceeds their buffers would then wait until the computation ends.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from hpcdist.comm.mpi.calls import EVERYONE, EXIT, Calls, Place, barrier
+from hpcdist.comm.mpi.calls import ALL_RANKS, EXIT, Calls, RankLocation, barrier
 from hpcdist.comm.mpi.watchdog import Watchdog
 from hpcdist.comm.waiting import wait_until
 
-PROGRESS_S = 1e-3  # pause between two calls of MPI; they use 1 to 2 % of a core
+PROGRESS_S = 1e-3  # pause between two MPI calls, which use 1 to 2 % of a core
 
 
 class ProgressThread:
@@ -55,28 +55,28 @@ class ProgressThread:
 
     def _run(self) -> None:
         while not self._stopped.wait(PROGRESS_S):
-            # Looks after everything, whatever it asks for; on COMM_SELF, MPICH 5.0.2 would not look at the network.
-            with suppress(MPI.Exception):  # of a rank that died, which others tell
+            # Any probe progresses all communication; on COMM_SELF, MPICH 5.0.2 would not check the network.
+            with suppress(MPI.Exception):  # a rank has died, which other code reports
                 MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
 
 class Stoppable(Protocol):
-    """One or several threads that run beside the script."""
+    """Background threads of this package."""
 
     def stop(self) -> None:
         """End the threads. Called at the end of the script, or before."""
 
 
 class Process:
-    """Own the communicators in use, the threads and the watchdog of this process.
+    """The communicators in use, background threads and watchdog of this process.
 
     Args:
-        tolerant: the launcher keeps the job going when a rank dies, and MPI tells (`mpirun --with-ft ulfm`).
+        tolerant: the job continues when a rank dies, and MPI reports the death (`mpirun --with-ft ulfm`).
     """
 
     def __init__(self, *, tolerant: bool = False):
         self.tolerant = tolerant
-        self.world: Any = None  # the communicator of all ranks of the job, once it is made, until it is closed
+        self.world: Any = None  # the communicator of all ranks of the job, while it exists
         self.progress = ProgressThread()
         self.calls: weakref.WeakValueDictionary[int, Calls] = weakref.WeakValueDictionary()
         self.threads: list[Stoppable] = []  # that have to end before MPI does
@@ -84,29 +84,29 @@ class Process:
         self._of_all: tuple[Calls, MPI.Intracomm] | None = None
 
     def calls_in_use(self) -> list[Calls]:
-        """Return the calls of the communicators in use. Any thread may call this."""
+        """Return the `calls` of the communicators in use. Any thread may call this."""
         return [calls for reference in self.calls.valuerefs() if (calls := reference()) is not None]
 
     def watch(self, mpi: MPI.Intracomm, pids: Mapping[int, int], role: Callable[[], str]) -> None:
-        """Collective. Watch the calling thread: past a deadline the job ends with a message of where each rank is.
+        """Collective. Watch the calling thread: past a deadline the job ends, with a message of where each rank is.
 
         Args:
-            mpi: all ranks; used from here on by the watchdog alone.
-            pids: processes of the ranks of this node.
-            role: tells what is special about this rank, for messages.
+            mpi: a communicator of all ranks for the watchdog's exclusive use.
+            pids: process ids of the ranks of this node.
+            role: returns a description of this rank's role, for messages.
         """
         watchdog = Watchdog(mpi, pids, self.calls_in_use, role, tolerant=self.tolerant)
         if watchdog.start():
             self._watchdog = watchdog
             self.threads.append(watchdog)
 
-    def places(self) -> Mapping[int, Place]:
-        """Describe where each rank of the job is; empty without a watchdog."""
+    def locate_ranks(self) -> Mapping[int, RankLocation]:
+        """Return where each rank of the job is; empty without a watchdog."""
         return {} if self._watchdog is None else self._watchdog.find_all()
 
     # --- the end --------------------------------------------------------------------------------------------------
     def close_at_exit(self, calls: Calls) -> None:
-        """Collective. Close this process at the end of the script; `calls` are those of the communicator of all."""
+        """Collective. Close this process at the end of the script; `calls` are those of the world communicator."""
         if self._of_all is None:
             atexit.register(self.close)
         self._of_all = calls, MPI.COMM_WORLD.Dup()
@@ -114,13 +114,13 @@ class Process:
     def close(self) -> None:
         """Collective. Wait for the other ranks, then end this package's threads.
 
-        Until all ranks are here this one still serves its windows, and its watchdog still tells where it is. MPI must
-        not be finalised while a thread may be inside it (MPI 4.1, 11.10).
+        Until all ranks have called this, windows are still served, and the watchdog still replies. MPI must not be
+        finalized while a thread may be inside it (MPI 4.1, 11.10).
         """
         if self._of_all is None or MPI.Is_finalized():
             return
         calls, everyone = self._of_all
-        with calls.blocked(EXIT, EVERYONE, math.inf):
+        with calls.blocked(EXIT, ALL_RANKS, math.inf):
             if self.tolerant:
                 barrier(everyone)
             else:

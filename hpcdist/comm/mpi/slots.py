@@ -1,12 +1,12 @@
-"""Slots of real ranks: memory of a node in which each rank shows the others what it brings to a collective call.
+"""Slots of real ranks: shared memory of a node in which each rank publishes its input to a collective call.
 
-A call is made with reads and writes of memory alone: no system call, and no lock. The words that a rank alone writes
-are a cache line of their own: how many calls it has come to, and a note of what it calls. Everyone looks at these of
-all others. Whoever has to wait spins for a moment, for as long as ranks have cores of their
-own; then it leaves its core to others, and at last it sleeps until a rank that comes wakes it.
+A call only reads and writes memory: no system call, and no lock. Each rank has a header in shared memory: its number of
+calls, and the fingerprint of its call, in a cache line that only this rank writes and all others read. A rank that has
+to wait first spins, if each rank has a core of its own; then yields its core; and finally sleeps until a rank that
+arrives wakes it.
 
-The order in which other cores see writes is the program's on x86. Where the processor may change it (ARM, POWER), what
-is written before is made visible by a lock that is taken and released twice: both are orderings in the C library.
+On x86 other cores see writes in program order. On processors that may reorder them (ARM, POWER), a lock that is
+acquired and released twice orders them: the C library's lock functions are memory barriers.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from functools import partial
 
 import torch
 
-from hpcdist.comm.mpi.calls import EVERYONE
-from hpcdist.comm.mpi.node_memory import Bell, map_parts
+from hpcdist.comm.mpi.calls import ALL_RANKS
+from hpcdist.comm.mpi.node_memory import WakeUp, map_parts
 from hpcdist.comm.slots import GatheredRows, Slots
 from hpcdist.records import local_cores_of_host
 
-# Words of a rank, 8 bytes each: calls that it has come to, its notes of two calls in turn, whether it sleeps, and its
-# semaphore. Those that others write are two cache lines away from those that it alone writes.
-COUNT, NOTES, ASLEEP, SEMAPHORE, WORDS = 0, 1, 16, 24, 48
-SPINS = 200  # looks at another rank's words, of 50 ns each, before a rank lets others have its core
-YIELDS = 400  # times that it does so, of half a microsecond each where nobody wants the core, before it may sleep
+# Positions in a rank's header, in int64: number of calls, fingerprints of two calls in turn, whether it sleeps, its
+# semaphore. Fields that other ranks write are two cache lines away from the fields that only this rank writes.
+COUNT, FINGERPRINTS, ASLEEP, SEMAPHORE, LENGTH = 0, 1, 16, 24, 48
+SPINS = 200  # checks of another rank's header, 50 ns each, before a rank yields its core
+YIELDS = 400  # yields, half a microsecond each if no other process needs the core, before it sleeps
 ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 
 
@@ -36,48 +36,50 @@ class NodeSlots(Slots):
 
     Args:
         comm: the MpiCommunicator.
-        n_bytes: of a slot.
-        call: the name of the calls that are made with them, for messages.
+        n_bytes: size of a slot.
+        call: name of the calls that use the slots, for messages.
     """
 
     def __init__(self, comm, n_bytes: int, call: str):
-        size, head = comm.size, 8 * WORDS * comm.size
-        (memory, *_) = map_parts(comm, head + 2 * size * n_bytes if comm.rank == 0 else 0)  # all of it is rank 0's
+        size, head = comm.size, 8 * LENGTH * comm.size
+        (memory, *_) = map_parts(comm, head + 2 * size * n_bytes if comm.rank == 0 else 0)  # rank 0 allocates all
         every = torch.frombuffer(memory, dtype=torch.uint8)
         first, second = every[head:].view(2, size, n_bytes)
         super().__init__(comm.rank, (first, second))
-        words = memoryview(memory).cast("B")[:head].cast("q")
-        self._words = [words[rank * WORDS : (rank + 1) * WORDS] for rank in range(size)]
-        self._own = self._words[comm.rank]
-        self._others = [(rank, words) for rank, words in enumerate(self._words) if rank != comm.rank]
-        places = (every.data_ptr() + 8 * (rank * WORDS + SEMAPHORE) for rank in range(size))
-        self._bells = [Bell(place, words[ASLEEP : ASLEEP + 1]) for place, words in zip(places, self._words)]
-        self._bells[comm.rank].create()
+        integers = memoryview(memory).cast("B")[:head].cast("q")
+        self._headers = [integers[rank * LENGTH : (rank + 1) * LENGTH] for rank in range(size)]
+        self._header = self._headers[comm.rank]
+        self._others = [(rank, header) for rank, header in enumerate(self._headers) if rank != comm.rank]
+        addresses = (every.data_ptr() + 8 * (rank * LENGTH + SEMAPHORE) for rank in range(size))
+        self._wake_ups = [
+            WakeUp(address, header[ASLEEP : ASLEEP + 1]) for address, header in zip(addresses, self._headers)
+        ]
+        self._wake_ups[comm.rank].create()
         self._comm, self._spins = comm, SPINS if _have_cores(comm) else 0
         self._lock, self._call = threading.Lock(), call
         comm.barrier()
 
     def synchronize(self, fingerprint: int, gathered: GatheredRows | None = None) -> bool:
-        own, others, at, leave = self._own, self._others, NOTES + (self.calls & 1), os.sched_yield
+        header, others, field, yield_core = self._header, self._others, FINGERPRINTS + (self.calls & 1), os.sched_yield
         self.calls = now = self.calls + 1
-        own[at] = fingerprint
+        header[field] = fingerprint
         if not ORDERED:
             self._order()
-        own[COUNT] = now
-        for rank, words in others:
-            if words[ASLEEP]:
-                self._bells[rank].wake()
+        header[COUNT] = now
+        for rank, other in others:
+            if other[ASLEEP]:
+                self._wake_ups[rank].wake()
         agree = True
-        for _, words in others:
+        for _, other in others:
             spins = self._spins
-            while words[COUNT] < now:
+            while other[COUNT] < now:
                 spins -= 1
                 if spins < 0:
-                    leave()
+                    yield_core()
                     if spins < -YIELDS:
                         self._wait(now)
                         break
-            if words[at] != fingerprint:
+            if other[field] != fingerprint:
                 agree = False
         if not ORDERED:
             self._order()
@@ -85,31 +87,31 @@ class NodeSlots(Slots):
 
     # --- waiting --------------------------------------------------------------------------------------------------
     def _wait(self, now: int) -> None:
-        """Wait until all ranks have come to this call."""
+        """Sleep until all ranks have made this call."""
         comm = self._comm
 
         def ready() -> bool:
-            return all(words[COUNT] >= now for _, words in self._others)
+            return all(header[COUNT] >= now for _, header in self._others)
 
-        if missing := [rank for rank, words in self._others if words[COUNT] < now]:
+        if missing := [rank for rank, header in self._others if header[COUNT] < now]:
             what = f"rank {', '.join(map(str, missing))} to come to the {self._call} on {comm.name}"
-            sleep = partial(self._bells[self.rank].sleep, ready)
-            comm.calls.await_until(ready, self._call, what, EVERYONE, sleep=sleep)
+            sleep = partial(self._wake_ups[self.rank].sleep, ready)
+            comm.calls.await_until(ready, self._call, what, ALL_RANKS, sleep=sleep)
 
     def _order(self) -> None:
-        """Make what was written before visible to whoever sees what is written after, and the same for reads."""
+        """Memory barrier: order reads and writes before it before those after it."""
         for _ in range(2):
             with self._lock:
                 pass
 
     def close(self) -> None:
         super().close()
-        for held in (self._words, self._others, self._bells):
+        for held in (self._headers, self._others, self._wake_ups):
             held.clear()
 
 
 def _have_cores(comm) -> bool:
-    """Collective. Tell whether all of the job's ranks on this node have a core of their own."""
-    cores = {core for _, found in comm.gather(local_cores_of_host()) for core in found}
+    """Collective. Return whether there are at least as many cores as ranks of the job on this node."""
+    cores = {core for _, usable in comm.gather(local_cores_of_host()) for core in usable}
     world = comm.process.world or comm
     return len(world.memory.local_ranks) <= len(cores)

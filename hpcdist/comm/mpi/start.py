@@ -1,8 +1,7 @@
-"""A time limit for the start of MPI: a rank that waits there for others that never come ends, with a message.
+"""A time limit for the start of MPI: a rank that waits there for others that never start ends with a message.
 
-MPI's start has no deadline of its own, the watchdog (`comm/mpi/watchdog.py`) needs MPI, and no thread of this process
-runs meanwhile, for mpi4py keeps the interpreter lock. So a process beside it watches, made before MPI starts and gone
-once all ranks have met.
+MPI's start has no deadline, the watchdog (`comm/mpi/watchdog.py`) needs MPI, and no other thread runs during the start,
+as mpi4py holds the interpreter lock. So a forked process watches until all ranks have started.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 
 from hpcdist.comm.launch import Task
-from hpcdist.faults.turns import claim
+from hpcdist.faults.reporter import claim
 
 LIMIT_S = 600.0
-ENDS = signal.SIGRTMAX  # nobody else uses it
-APART_S = 0.2  # a rank speaks so much later than the one before it: where the launcher ends all, one speaks
+ENDS = signal.SIGRTMAX  # used by no other library
+APART_S = 0.2  # delay between the reports of two ranks: if the launcher ends all of them, only one reports
 LATEST_S = 3.0
-SETTLE_S = 0.3  # for the launcher to pass on what has been said
-ITSELF_S = 1.0  # then for a process to end by itself
+FLUSH_S = 0.3  # for the launcher to forward the message
+GRACE_S = 1.0  # then for a process to end by itself
 VALUE = 800  # bytes: with its key less than 1024
-SPEAKS_S = 3.0  # how long the ranks of a node leave it to the one that has spoken
+REPORTED_S = 3.0  # after one rank of a node has reported, the others wait so long to be ended
 ADVICE = (
-    " Check the last lines of each rank, that their nodes run, and with `hpcdist doctor` the network; set a longer "
-    "deadline_s if so long is expected."
+    " Check the last output of each rank, that their nodes run, and the network with `hpcdist doctor`; set a longer "
+    "deadline_s if the start may take that long."
 )
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     os.write(2, f"hpcdist: {text} Ending the job.\n".encode())
 
 
@@ -45,26 +44,27 @@ def limited(
     limit_s: float,
     task: Task | None,
     *,
-    place: str = "hpcdist.init()",
+    where: str = "hpcdist.init()",
     advice: str = ADVICE,
-    tell: Callable[[str], None] = _tell,
+    report: Callable[[str], None] = _report,
     ends: Callable[[float], AbstractContextManager[None]] | None = None,
 ) -> Iterator[None]:
-    """End this process, with a message, if it takes longer than `limit_s` inside the context.
+    """Context that ends this process with a message if it takes longer than `limit_s`.
 
     Args:
-        task: which rank of how many this is, according to the launcher; None, or one rank alone: there is no limit.
-        place: names the context.
-        advice: what to do where others do not come.
-        tell: shows why, from a process of its own that began as a copy of this one.
-        ends: makes a context that ends this process after so many seconds; by default a signal does, its status ENDS.
+        task: rank and size according to the launcher; None or a single rank: no limit.
+        where: name of the context, for the message.
+        advice: what to do if ranks are missing, for the message.
+        report: prints the message; runs in a forked process.
+        ends: `ends(seconds)` returns a context that ends this process after that time; by default the signal ENDS ends
+            it, with that status.
     """
     if task is None or task.size == 1:
         yield
         return
 
-    def say_why() -> None:
-        tell(_sentence(watched, limit_s, task, place, advice))
+    def report_reason() -> None:
+        report(_reason(watched, limit_s, task, where, advice))
 
     late_s = min(1.0 + APART_S * task.rank, LATEST_S) if task.rank else 0.0
     closed, kept = os.pipe()
@@ -73,13 +73,13 @@ def limited(
     if watcher == 0:
         try:
             os.close(kept)
-            if not select.select([closed], [], [], limit_s + late_s)[0]:  # else it is over, or that process has ended
-                _end(closed, watched, launcher, SETTLE_S + ITSELF_S * bool(ends), say_why)
+            if not select.select([closed], [], [], limit_s + late_s)[0]:  # else the context or that process has ended
+                _end(closed, watched, launcher, FLUSH_S + GRACE_S * bool(ends), report_reason)
         finally:
             os._exit(0)
     os.close(closed)
     try:
-        with _ended_by(ENDS), ends(limit_s + late_s + 2 * SETTLE_S) if ends else nullcontext():
+        with _ended_by(ENDS), ends(limit_s + late_s + 2 * FLUSH_S) if ends else nullcontext():
             by_pmi2 = task.launcher == "srun --mpi=pmi2" and os.environ.get("PMI_FD")
             with _short_values(int(by_pmi2)) if by_pmi2 else nullcontext():
                 yield
@@ -90,15 +90,16 @@ def limited(
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, none of which the new process needs
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which the new process does not need
         return os.fork()
 
 
 @contextmanager
 def _ended_by(number: int) -> Iterator[None]:
-    """Let a signal end this process inside the context, even where another thread holds the interpreter lock.
+    """Context in which a signal ends this process, even while another thread holds the interpreter lock.
 
-    Open MPI's launcher has the status 0 where ranks may die, and all that are left were killed.
+    SIGKILL won't do: Open MPI's launcher exits with status 0 if deaths are tolerated and the remaining ranks are
+    killed.
     """
     libc = ctypes.CDLL(None)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
@@ -111,77 +112,77 @@ def _ended_by(number: int) -> Iterator[None]:
 
 @contextmanager
 def _short_values(connection: int) -> Iterator[None]:
-    """Let the launcher say inside the context that values it keeps for MPI have at most VALUE bytes.
+    """Context in which the launcher reports VALUE as the maximum length of PMI-2 values: works around a limit of Slurm.
 
-    Slurm's PMI-2 says 1024, which MPICH 5 believes; but the line with a value and its key must not be longer than that.
-    Slurm refuses others, and the ranks then wait for ever. (How long it gets depends on what lies in memory behind the
-    address that it tells, of which there are always 4096 bytes.) So a process between them changes that one number.
+    Slurm's PMI-2 reports 1024 bytes, which MPICH 5 uses; but Slurm refuses a line with key and value longer than that,
+    and the ranks then wait forever. (The length depends on memory behind the address that a rank publishes.) So a
+    process between MPI and the launcher changes that number.
 
     Args:
-        connection: MPI's one to the launcher.
+        connection: descriptor of MPI's connection to the launcher.
     """
     try:
         direct = os.dup(connection)
-    except OSError:  # it is closed, as in a child process of a rank's: MPI will say so
+    except OSError:  # closed, as in a child process of a rank: MPI will report it
         yield
         return
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
+    mpi_end, relay_end = socket.socketpair()
+    with mpi_end, relay_end:
         between = _fork()
         if between == 0:
             try:
-                ours.close()
+                mpi_end.close()
                 os.close(connection)
-                _pass_on(theirs.fileno(), direct)
+                _relay(relay_end.fileno(), direct)
             finally:
                 os._exit(0)
-        os.dup2(ours.fileno(), connection)
+        os.dup2(mpi_end.fileno(), connection)
     try:
         yield
     finally:
-        os.dup2(direct, connection)  # which closes that process's end: it goes
+        os.dup2(direct, connection)  # closes the relay's end, and so ends that process
         os.close(direct)
         os.waitpid(between, 0)
 
 
-def _pass_on(mpi: int, launcher: int) -> None:
-    """Send what comes from one of the two to the other one, until one has ended."""
+def _relay(mpi: int, launcher: int) -> None:
+    """Forward messages between MPI and the launcher until one of them ends."""
     other = {mpi: launcher, launcher: mpi}
     while True:
         for ready in select.select([mpi, launcher], [], [])[0]:
             if not (message := os.read(ready, 1 << 16)):
                 return
             if message.startswith(b"cmd=maxes"):
-                message = re.sub(rb"(?<=vallen_max=)\d+", lambda found: b"%d" % min(VALUE, int(found[0])), message)
+                message = re.sub(rb"(?<=vallen_max=)\d+", lambda match: b"%d" % min(VALUE, int(match[0])), message)
             while message:
                 message = message[os.write(other[ready], message) :]
 
 
-def _end(closed: int, watched: int, launcher: int, settle_s: float, say_why: Callable[[], None]) -> None:
-    """End the watched process; `closed` shows that it has ended. Of the ranks of a node one says why."""
+def _end(closed: int, watched: int, launcher: int, flush_s: float, report_reason: Callable[[], None]) -> None:
+    """End the watched process; only one rank per node reports the reason. `closed` is readable when it has ended."""
     try:
-        if claim(f"start-{launcher}"):  # else another rank of this node has spoken
+        if claim(f"start-{launcher}"):  # else another rank of this node has reported
             with suppress(OSError):
-                say_why()
+                report_reason()
     finally:
-        select.select([closed], [], [], settle_s)
-        if os.getppid() == watched:  # it lives
-            for number in (ENDS, signal.SIGCONT):  # a process that is stopped gets it as it continues
+        select.select([closed], [], [], flush_s)
+        if os.getppid() == watched:  # it is alive
+            for number in (ENDS, signal.SIGCONT):  # a stopped process receives ENDS when it continues
                 os.kill(watched, number)
-            if not select.select([closed], [], [], SPEAKS_S)[0]:
+            if not select.select([closed], [], [], REPORTED_S)[0]:
                 os.kill(watched, signal.SIGKILL)
-        time.sleep(SPEAKS_S)
+        time.sleep(REPORTED_S)
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether a process of this node is stopped, by SIGSTOP or a debugger; OSError: the kernel does not say."""
+    """Return whether a process of this node is stopped, by SIGSTOP or a debugger; OSError if unknown."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
 
 
-def _sentence(watched: int, limit_s: float, task: Task, place: str, advice: str) -> str:
+def _reason(watched: int, limit_s: float, task: Task, where: str, advice: str) -> str:
     if is_stopped(watched):
-        return f"rank {task.rank} is stopped, by SIGSTOP or a debugger, in {place}, and not all ranks have met."
+        return f"rank {task.rank} is stopped, by SIGSTOP or a debugger, in {where}, and not all ranks have arrived."
     return (
-        f"rank {task.rank} waited {limit_s:g} s in {place} for the others of {task.size} ranks. One has ended before "
-        f"it came there, has not come yet, or can't be reached.{advice}"
+        f"rank {task.rank} waited {limit_s:g} s in {where} for the other ranks of {task.size}. A rank ended before it "
+        f"arrived there, has not arrived yet, or can't be reached.{advice}"
     )

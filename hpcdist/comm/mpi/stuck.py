@@ -1,12 +1,12 @@
-"""Find ranks that wait for ever: for a rank whose script has ended, or for one that waits for them in another call.
+"""Detect deadlocks: ranks that wait forever for a rank whose script has ended, or that waits for them in another call.
 
-The ranks of a communicator count the calls that all of them make (allreduce, gather, barrier...). A rank that is
-blocked in call number c needs each rank that has begun fewer. Such a rank may just be slow. But if its script has ended
-it begins no call any more; and if it is blocked in a call of another communicator, which in turn needs the first rank,
-both wait for ever. So nothing here depends on time: a right program is never found, however slow its ranks are.
+The ranks of a communicator count their collective calls (allreduce, gather, barrier...). A rank blocked in call number
+c waits for every rank that has started fewer calls. Such a rank may just be slow. But if its script has ended it starts
+no further call; and if it is blocked in a call that in turn needs the first rank, both wait forever. Nothing here
+depends on time: a correct program is never reported, however slow its ranks are.
 
-A message from one rank to another is awaited for ever where that rank has ended or waits so, and has nothing under way.
-A change in memory is awaited for ever where this is so of all ranks that could make it.
+A receive waits forever if its source has ended or waits forever, and has no send in flight. A wait for a change in
+memory lasts forever if this holds for all ranks that could make the change.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Wait(NamedTuple):
         comm: the communicator's name, the same on all of its ranks.
         what: the call's name.
         number: its number among the communicator's calls of all ranks.
-        ranks: the ranks of the job that it waits for, one of which is enough; None: all ranks of the communicator.
-        text: whom it waits for and where, for messages.
-        since: when it began, by the rank's own clock.
-        waited_s: for how long.
+        ranks: ranks of the job, of which one must act; None: all ranks of the communicator must.
+        text: description of the awaited rank and the call, for messages.
+        since: start time, on the rank's clock.
+        waited_s: seconds waited so far.
     """
 
     comm: str
@@ -39,23 +39,23 @@ class Wait(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What tells it from all other waits of its rank."""
+        """Identifies this wait among all waits of the rank."""
         return f"{self.comm} {self.what} {self.number}" + ("" if self.ranks is None else f" {self.since}")
 
 
 class RankState(NamedTuple):
-    """What a rank says of itself.
+    """A rank's report of its state.
 
     Attributes:
-        place: where it is, for messages.
-        line: its line of the user's code.
+        location: description of where it is, for messages.
+        line: the current line of the user's code.
         ended: its script has ended.
-        counts: for each of its communicators the number of calls of all ranks that it has begun.
-        sending: messages that it has begun to send and not completed.
+        counts: for each of its communicators, the number of collective calls started.
+        sending: number of sends in flight.
         waits: the calls that it is blocked in.
     """
 
-    place: str
+    location: str
     line: str = ""
     ended: bool = False
     counts: Mapping[str, int] = {}
@@ -63,46 +63,48 @@ class RankState(NamedTuple):
     waits: Collection[Wait] = ()
 
     def since(self, earlier: RankState) -> RankState:
-        """Return it with those waits alone that it had earlier, too."""
+        """Return this state with only the waits that `earlier` has, too."""
         keys = {wait.key for wait in earlier.waits}
         return self._replace(waits=[wait for wait in self.waits if wait.key in keys])
 
     def encode(self) -> bytes:
-        """Return it as bytes, to be sent."""
         return json.dumps(self).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> RankState:
-        """Return what `encode` has made bytes of."""
         *others, waits = json.loads(data)
         return cls._make([*others, [Wait(*wait) for wait in waits]])
 
 
 def stuck(states: Mapping[int, RankState], *, tolerant: bool = False) -> dict[int, list[int]]:
-    """Return the ranks that wait for ever, each with the ranks that will never come to its call.
+    """Return the ranks that wait forever, each with the ranks that will never join its call.
 
     Args:
-        states: of all ranks that are known to be blocked or to have ended; the others may still come.
-        tolerant: ranks outlive others, so that those which wait for each other may be freed by a death: they are found
-            only where they wait for ranks whose scripts have ended.
+        states: states of all ranks known to be blocked or to have ended; other ranks may still join.
+        tolerant: the job tolerates deaths. A death may end a circular wait, so only ranks that wait for ended scripts
+            are returned.
     """
     ended = {rank for rank, state in states.items() if state.ended}
     never = ended if tolerant else ended | {rank for rank, state in states.items() if state.waits}
     while True:
         missing = {rank: _missing(rank, states, never) for rank in states if rank not in ended}
-        found = {rank: ranks for rank, ranks in missing.items() if ranks}
-        if tolerant or ended | found.keys() == never:
-            return found
-        never = ended | found.keys()
+        waiting = {rank: ranks for rank, ranks in missing.items() if ranks}
+        if tolerant or ended | waiting.keys() == never:
+            return waiting
+        never = ended | waiting.keys()
 
 
-def nearest(found: Mapping[int, Collection[int]]) -> int:
-    """Return, of ranks that wait for ever, the first that waits for one that waits for nobody; else the first."""
-    return min(found, key=lambda rank: (set(found[rank]) <= found.keys(), rank))
+def nearest_to_cause(waiting: Mapping[int, Collection[int]]) -> int:
+    """Return the lowest rank that waits for a rank that does not wait itself; else the lowest rank.
+
+    Args:
+        waiting: for each waiting rank the ranks that it waits for, from `stuck`.
+    """
+    return min(waiting, key=lambda rank: (set(waiting[rank]) <= waiting.keys(), rank))
 
 
-def behind(ranks: Collection[int], states: Mapping[int, RankState]) -> set[int]:
-    """Return these ranks, those that they wait for, and so on."""
+def transitively_awaited(ranks: Collection[int], states: Mapping[int, RankState]) -> set[int]:
+    """Return these ranks, the ranks that they wait for, the ranks that those wait for, and so on."""
     known = set(ranks)
     while more := {r for rank in known if rank in states for r in _missing(rank, states, states.keys())} - known:
         known |= more
@@ -110,7 +112,7 @@ def behind(ranks: Collection[int], states: Mapping[int, RankState]) -> set[int]:
 
 
 def _missing(rank: int, states: Mapping[int, RankState], never: Collection[int]) -> list[int]:
-    """Return those of the ranks that never come which one of a rank's calls waits for."""
+    """Return the ranks of `never`, which make no further calls, that `rank` waits for."""
     missing: set[int] = set()
     for wait in states[rank].waits:
         if wait.ranks is None:
@@ -121,14 +123,14 @@ def _missing(rank: int, states: Mapping[int, RankState], never: Collection[int])
 
 
 def _lacks(wait: Wait, other: RankState) -> bool:
-    """Tell whether a call of all ranks needs what another rank has not begun."""
-    started = other.counts.get(wait.comm)  # None: it is none of the communicator's ranks, or has closed it
+    """Return whether a collective call waits for `other`, which has not started it."""
+    started = other.counts.get(wait.comm)  # None: not a rank of the communicator, or it has closed it
     if started is None:
         return False
-    return started < wait.number or any(_differs(wait, theirs) for theirs in other.waits)
+    return started < wait.number or any(_differs(wait, other_wait) for other_wait in other.waits)
 
 
 def _differs(wait: Wait, other: Wait) -> bool:
-    """Tell whether two ranks are in different calls where they must be in the same one."""
+    """Return whether two ranks are in different calls of the same communicator and number."""
     same_number = (wait.comm, wait.number, None) == (other.comm, other.number, other.ranks)
     return same_number and wait.what != other.what

@@ -1,12 +1,13 @@
-"""Windows across nodes over TCP: threads of the owner answer requests while the owner computes.
+"""Windows across nodes over TCP: threads of the owner serve requests while the owner computes.
 
-All of them are blocked in the kernel until a request comes, so a window that nobody uses costs its owner nothing, and
-neither MPI's progress nor its polling decides how soon an answer comes. Accumulates and atomics always go this way,
-since only one rank's memory operations exclude each other on every network; `get` and `put` where it is the faster
-way (`comm/mpi/transports.py`). Where ranks may die, they go this way inside a node too (`comm/mpi/window.py`).
+The threads are blocked in the kernel until a request arrives, so an idle window costs its owner nothing, and the reply
+time does not depend on MPI's progress or polling. Accumulates and atomics across nodes always use TCP, as only
+operations of one rank's threads are mutually exclusive on every network; `get` and `put` use it if it is the faster
+transport (`comm/mpi/transports.py`). If the job tolerates deaths, they use it inside a node, too
+(`comm/mpi/window.py`).
 
 On the wire: a header of six int64, the values of a put or accumulate, and one reply: the values of a get, the old
-value of an atomic, or one byte for what is done.
+value of an atomic, or one byte as acknowledgement.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from hpcdist.errors import (
 )
 
 OPERATIONS = ("get", "put", "accumulate", "fetch_add", "compare_and_swap")
-HEADER, WORD = struct.Struct("<6q"), struct.Struct("<q")  # operation, window, offset, count, operands; an old value
+HEADER, VALUE = struct.Struct("<6q"), struct.Struct("<q")  # operation, window, offset, count, operands; an old value
 DONE = b"\1"
-PART_BYTES = 1 << 20  # what is accumulated at once: it stays in the core's cache between arriving and being added
+PART_BYTES = 1 << 20  # an accumulate's values are received and added in parts, which stay in the core's cache
 SWITCH_INTERVAL_S = 5e-4  # how long a computing thread may keep the interpreter lock from a request (default 5 ms)
 
 
 class Served(Protocol):
-    """A window, as the owner's threads use it; `target` is the owner's rank."""
+    """The operations of a window that the owner's threads use; `target` is the owner's rank."""
 
     local: Tensor
 
@@ -55,31 +56,31 @@ class Served(Protocol):
 
 
 class TcpServer:
-    """Collective. Serve this rank's windows of one communicator, by a thread for each requesting rank.
+    """Collective. Serves this rank's windows of one communicator, with a thread for each requesting rank.
 
     Args:
-        comm: the MpiCommunicator whose ranks the requests name.
-        interface: the only interface or network to use, see `network.addresses`; any if empty.
+        comm: the MpiCommunicator.
+        interface: use only this interface or network, see `network.addresses`; any if empty.
     """
 
     def __init__(self, comm, interface: str = ""):
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:  # accumulates and atomics are MPI's own on the owner
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:  # the owner's threads use MPI for accumulates and atomics
             raise CommunicationError(
                 "windows across nodes must have an MPI at MPI_THREAD_MULTIPLE; got level "
-                f"{MPI.Query_thread()}. Initialise MPI through mpi4py, or use an MPI built with threads."
+                f"{MPI.Query_thread()}. Initialize MPI by mpi4py, or use an MPI built with threads."
             )
         self._comm = comm
         self.windows: dict[int, Served] = {}
         self._exposed = 0
-        self._adding = threading.Lock()  # the others sleep; inside MPI they would spin
+        self._adding = threading.Lock()  # waiting threads sleep; inside MPI they would spin
         self._token = secrets.token_bytes(network.TOKEN_BYTES)
-        self._own = network.addresses(interface)
-        everyone = {stack for stack in comm.gather(network.stack_id()) if stack}  # None: of a rank that has died
-        only = str(self._own[0].ip.ip) if interface else network.LOOPBACK if len(everyone) == 1 else ""
+        self._addresses = network.addresses(interface)
+        everyone = {stack for stack in comm.gather(network.stack_id()) if stack}  # None for dead ranks
+        only = str(self._addresses[0].ip.ip) if interface else network.LOOPBACK if len(everyone) == 1 else ""
         self._listener = network.listen(only)
         self._peers = [_Peer(**(address or {})) for address in comm.gather(self._address(only))]
-        self._asking: dict[threading.Thread, socket.socket] = {}  # who serves which connection
-        self._unproven: dict[threading.Thread, float] = {}  # the last ones of those who have not proven themselves
+        self._serving: dict[threading.Thread, socket.socket] = {}  # the connection that each thread serves
+        self._unproven: dict[threading.Thread, float] = {}  # start times of recent connections without proof
         self._stopped = False
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._thread = threading.Thread(target=self._listen, name="hpcdist-window-listener", daemon=True)
@@ -87,39 +88,39 @@ class TcpServer:
         comm.process.threads.append(self)
 
     def _address(self, only: str) -> dict:
-        ips = [only] if only else [str(address.ip.ip) for address in self._own]
+        ips = [only] if only else [str(address.ip.ip) for address in self._addresses]
         here = "" if only else network.stack_id()
         return {"port": self._listener.getsockname()[1], "ips": ips, "here": here, "token": self._token.hex()}
 
     def expose(self, window: Served) -> TcpTransfers:
-        """Collective. Answer requests for `window` from now on."""
-        self._exposed += 1  # numbered alike on all ranks
+        """Collective. Serve requests for `window` from now on."""
+        self._exposed += 1  # the same number on all ranks
         self.windows[self._exposed] = window
         return TcpTransfers(self, self._exposed)
 
     def refuse(self) -> None:
-        """Refuse new connections; existing ones stay."""
+        """Refuse new connections; keep existing ones."""
         self._stopped = True
         network.close(self._listener)
         self._thread.join()
 
     def stop(self) -> None:
-        """End all threads and connections. No request may be under way."""
+        """End all threads and connections. No request may be in flight."""
         self.refuse()
         for peer in self._peers:
             peer.drop()
-        for thread, connection in list(self._asking.items()):
+        for thread, connection in list(self._serving.items()):
             network.close(connection)
             thread.join()
         self._comm.process.threads.remove(self)
 
     def close(self) -> None:
-        """Collective. End all threads and connections, once no rank needs them."""
+        """Collective. Wait for all ranks, then end all threads and connections."""
         self._comm.failures.retry_on_failure(self._comm.barrier)
         self.stop()
 
-    # --- asking ---------------------------------------------------------------------------------------------------
-    def ask(
+    # --- requests -------------------------------------------------------------------------------------------------
+    def request(
         self,
         what: str,
         window: int,
@@ -130,15 +131,15 @@ class TcpServer:
         data: memoryview | bytes = b"",
         operands: tuple[int, ...] = (),
     ) -> None:
-        """Send one request to `rank`, with `data`, and wait for the reply, which overwrites `reply`.
+        """Send a request with `data` to `rank` and wait for the reply, which overwrites `reply`.
 
         Raises:
-            DeadlineError: it has not come in time.
+            DeadlineError: the reply did not arrive in time.
             RankFailedError: the rank has died.
-            CommunicationError: the rank can't be reached, or no longer.
+            CommunicationError: the rank can't be reached.
         """
-        request = HEADER.pack(OPERATIONS.index(what), window, offset, count, *(*operands, 0, 0)[:2])
-        self._comm.calls.communicate(f"window {what}", rank, self._transfer, rank, what, request, data, reply)
+        header = HEADER.pack(OPERATIONS.index(what), window, offset, count, *(*operands, 0, 0)[:2])
+        self._comm.calls.communicate(f"window {what}", rank, self._transfer, rank, what, header, data, reply)
 
     def _transfer(self, rank: int, what: str, request: bytes, data: memoryview | bytes, reply: memoryview) -> None:
         with self._peers[rank].lock, self._connected(rank, what) as connection:
@@ -146,49 +147,49 @@ class TcpServer:
             network.receive(connection, reply)
 
     def put_all(self, puts: Iterable[tuple[int, int, int, Tensor]]) -> None:
-        """Send puts, each a rank, a window, an offset and values on the host, and then wait for all replies.
+        """Send puts (rank, window, offset, values on the host), then wait for all replies.
 
-        An owner deals with its own in their order. Raises as `ask` does; and what `puts` raises, once the puts before
-        it are complete.
+        Each owner handles its puts in order. Raises like `request`; an error of the iterator `puts` is raised after
+        the puts before it are complete.
         """
         owners: list[int] = []
-        refused: CommunicationError | None = None
+        invalid: CommunicationError | None = None
 
-        def accepted() -> Iterator[tuple[int, int, int, Tensor]]:
-            nonlocal refused
+        def valid() -> Iterator[tuple[int, int, int, Tensor]]:
+            nonlocal invalid
             try:
                 yield from puts
             except CommunicationError as error:
-                refused = error
+                invalid = error
 
         with ExitStack() as locks:
             try:
-                for rank, window, offset, values in accepted():
+                for rank, window, offset, values in valid():
                     if rank not in owners:
                         locks.enter_context(self._peers[rank].lock)
                     owners.append(rank)
                     request = HEADER.pack(OPERATIONS.index("put"), window, offset, values.numel(), 0, 0)
                     self._comm.calls.communicate("window put", rank, self._send, rank, request, _bytes(values))
                 for rank in owners:
-                    self._comm.calls.communicate("window put", rank, self._take_reply, rank)
+                    self._comm.calls.communicate("window put", rank, self._receive_reply, rank)
             except BaseException:
                 for rank in owners:
                     self._peers[rank].drop()
                 raise
-        if refused is not None:
-            raise refused
+        if invalid is not None:
+            raise invalid
 
     def _send(self, rank: int, request: bytes, data: memoryview) -> None:
         with self._connected(rank, "put") as connection:
             network.send(connection, request, data)
 
-    def _take_reply(self, rank: int) -> None:
+    def _receive_reply(self, rank: int) -> None:
         with self._connected(rank, "put") as connection:
             network.receive(connection, _done())
 
     @contextmanager
     def _connected(self, rank: int, what: str) -> Iterator[socket.socket]:
-        """Yield the connection to `rank`, made if necessary; this thread holds its lock, as requests take turns."""
+        """Yield the connection to `rank`, opened if necessary; the caller holds the peer's lock."""
         peer, comm = self._peers[rank], self._comm
         complete = False
         try:
@@ -197,11 +198,11 @@ class TcpServer:
             yield connection
             complete = True
         except (BlockingIOError, TimeoutError) as error:
-            with comm.calls.blocked(f"window {what}", rank, math.inf):  # the deadline has been minded
-                places = comm.failures.locate_ranks()
+            with comm.calls.blocked(f"window {what}", rank, math.inf):  # the deadline has passed already
+                locations = comm.failures.locate_ranks()
             raise DeadlineError(
-                f"rank {comm.rank}: the answer of rank {rank} to a window {what} on {comm.name} "
-                f"did not happen within {comm.failures.deadline_s:g} s.{places}"
+                f"rank {comm.rank}: the reply of rank {rank} to a window {what} on {comm.name} "
+                f"did not happen within {comm.failures.deadline_s:g} s.{locations}"
             ) from error
         except OSError as error:
             if comm.failures.has_died(rank):
@@ -211,56 +212,56 @@ class TcpServer:
                 ) from error
             raise CommunicationError(
                 f"rank {comm.rank} can't reach rank {rank} in a window {what} on {comm.name} ({error}). Either "
-                f"rank {rank} has gone away: see what it said last; or hosts share another network: name its "
+                f"rank {rank} has ended: see its last output; or the hosts share another network: name its "
                 "interface, as in internode='tcp:eth0'."
             ) from error
         finally:
             if not complete:
-                peer.drop()  # what is on its way there belongs to no later call
+                peer.drop()  # data in flight on it belong to no later call
 
     def _connect(self, peer: _Peer) -> socket.socket:
-        """Connect to one of a rank's addresses; try again until the deadline if one is slow: its host may be busy."""
-        own_host = peer.here and peer.here == network.stack_id()
-        ips = [network.LOOPBACK] * bool(own_host) + network.shared_first(peer.ips, self._own)
+        """Connect to one of a rank's addresses; retry slow ones until the deadline, as the host may be busy."""
+        same_host = peer.here and peer.here == network.stack_id()
+        ips = [network.LOOPBACK] * bool(same_host) + network.shared_first(peer.ips, self._addresses)
         until = time.perf_counter() + self._comm.failures.deadline_s
-        left = network.ATTEMPTS
+        attempts = network.ATTEMPTS
         while True:
             problems: list[OSError] = []
             for ip in ips:
                 try:
-                    left_s = max(0.1, until - time.perf_counter())
-                    peer.connection = network.connect(ip, peer.port, peer.token, left_s)
+                    remaining_s = max(0.1, until - time.perf_counter())
+                    peer.connection = network.connect(ip, peer.port, peer.token, remaining_s)
                     if peer.connection is not None:
                         return peer.connection
                 except OSError as error:
                     problems.append(error)
             late = [error for error in problems if isinstance(error, TimeoutError)]
-            left -= len(problems) < len(ips)  # who hung up is another job's listener, or had to make room for others
-            if not (late or (left and len(problems) < len(ips))) or time.perf_counter() > until:
-                strangers = ConnectionRefusedError(f"nobody of this job answers at {', '.join(ips) or 'any address'}")
-                raise (late or problems or [strangers])[0]
+            attempts -= len(problems) < len(ips)  # rejected by another job's listener, or by one that is overloaded
+            if not (late or (attempts and len(problems) < len(ips))) or time.perf_counter() > until:
+                no_rank = ConnectionRefusedError(f"no rank of this job replies at {', '.join(ips) or 'any address'}")
+                raise (late or problems or [no_rank])[0]
             time.sleep(network.PAUSE_S)
 
-    # --- answering ------------------------------------------------------------------------------------------------
+    # --- serving --------------------------------------------------------------------------------------------------
     def _listen(self) -> None:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # too many open files, such as a stranger's connections, of which some will end
+            except OSError:  # too many open files, such as connections of strangers, some of which will end
                 if self._stopped:
                     return
                 time.sleep(network.PAUSE_S)
                 continue
             thread = threading.Thread(target=self._serve, args=[connection], name="hpcdist-window", daemon=True)
-            self._asking[thread], self._unproven[thread] = connection, time.monotonic()
+            self._serving[thread], self._unproven[thread] = connection, time.monotonic()
             thread.start()
-            self._make_room()
+            self._limit_unproven()
 
-    def _make_room(self) -> None:
-        """Hang up on the oldest of too many that have proven nothing, each after a moment: so a flood costs little."""
+    def _limit_unproven(self) -> None:
+        """Close the oldest connections without proof if there are too many; the pauses make a flood cheap."""
         for thread, since in list(self._unproven.items())[: -network.UNPROVEN]:
             time.sleep(max(0.0, since + network.PAUSE_S - time.monotonic()))
-            connection = self._asking.get(thread)
+            connection = self._serving.get(thread)
             if self._unproven.pop(thread, None) is not None and connection is not None:
                 network.wake_and_end(connection)
 
@@ -269,16 +270,16 @@ class TcpServer:
             with connection:
                 if network.accept(connection, self._token):
                     self._unproven.pop(threading.current_thread(), None)
-                    self._answer_all(connection)
+                    self._serve_requests(connection)
         except Exception as error:
-            if isinstance(error, HpcdistError) or not isinstance(error, OSError):  # an OSError: who asked has gone
-                sys.excepthook(*sys.exc_info())  # without this others would wait for a thread that is no more
+            if isinstance(error, HpcdistError) or not isinstance(error, OSError):  # OSError: the other end closed
+                sys.excepthook(*sys.exc_info())  # otherwise other ranks would wait for a thread that has ended
         finally:
-            self._asking.pop(threading.current_thread(), None)
+            self._serving.pop(threading.current_thread(), None)
 
-    def _answer_all(self, connection: socket.socket) -> None:
+    def _serve_requests(self, connection: socket.socket) -> None:
         header = bytearray(HEADER.size)
-        part = torch.empty(0, dtype=torch.uint8)  # what arrives to be added
+        part = torch.empty(0, dtype=torch.uint8)  # buffer for values to accumulate
         while True:
             network.receive(connection, memoryview(header))
             operation, number, offset, count, *values = HEADER.unpack(header)
@@ -297,7 +298,7 @@ class TcpServer:
                 else:
                     values = values[: 1 if what == "fetch_add" else 2]
                     with self._adding:
-                        reply = WORD.pack(window.atomic(what, self._comm.rank, offset, *values))
+                        reply = VALUE.pack(window.atomic(what, self._comm.rank, offset, *values))
                 network.send(connection, reply)
 
     def _accumulate(self, connection: socket.socket, window: Served, offset: int, count: int, part: Tensor) -> None:
@@ -311,7 +312,7 @@ class TcpServer:
 class _Peer:
     """The address of another rank, and the connection for requests to it."""
 
-    def __init__(self, port: int = 0, ips: Sequence[str] = (), here: str = "", token: str = ""):  # by default nowhere
+    def __init__(self, port: int = 0, ips: Sequence[str] = (), here: str = "", token: str = ""):  # default: a dead rank
         self.port, self.ips, self.here, self.token = port, ips, here, bytes.fromhex(token)
         self.lock = threading.Lock()
         self.connection: socket.socket | None = None
@@ -323,27 +324,27 @@ class _Peer:
 
 
 class TcpTransfers:
-    """Carry one window's transfers to and from ranks of other nodes, over TCP."""
+    """One window's transfers to and from ranks of other nodes, over TCP."""
 
     def __init__(self, server: TcpServer, number: int):
         self._server, self.number = server, number
 
     def get(self, out: Tensor, rank: int, offset: int) -> None:
-        self._server.ask("get", self.number, rank, offset, out.numel(), _bytes(out))
+        self._server.request("get", self.number, rank, offset, out.numel(), _bytes(out))
 
     def put(self, values: Tensor, rank: int, offset: int) -> None:
-        self._server.ask("put", self.number, rank, offset, values.numel(), _done(), _bytes(values))
+        self._server.request("put", self.number, rank, offset, values.numel(), _done(), _bytes(values))
 
     def accumulate(self, values: Tensor, rank: int, offset: int) -> None:
-        self._server.ask("accumulate", self.number, rank, offset, values.numel(), _done(), _bytes(values))
+        self._server.request("accumulate", self.number, rank, offset, values.numel(), _done(), _bytes(values))
 
     def atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
-        before = bytearray(WORD.size)
-        self._server.ask(what, self.number, rank, offset, 1, memoryview(before), b"", values)
-        return WORD.unpack(before)[0]
+        before = bytearray(VALUE.size)
+        self._server.request(what, self.number, rank, offset, 1, memoryview(before), b"", values)
+        return VALUE.unpack(before)[0]
 
     def close(self) -> None:
-        """Stop serving this window. No request for it may be under way."""
+        """Stop serving this window. No request for it may be in flight."""
         del self._server.windows[self.number]
 
 

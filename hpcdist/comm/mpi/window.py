@@ -1,9 +1,9 @@
 """Windows of real ranks: shared memory inside a node; across nodes the faster transport by `comm/mpi/transports.py`.
 
-Inside a node every rank's memory is mapped by all: `get` and `put` are plain copies that need nobody's help. Atomic
-operations are carried out there under a lock that the ranks share (`comm/mpi/node_memory.py`), and across nodes by
-the owner's threads. Threads do so inside a node too where a rank's death is survived: a rank that died with the lock of
-another's memory would keep it. There the memory is not MPI's either (`comm/mpi/node_memory.py`).
+Inside a node all ranks map each other's memory: `get` and `put` are plain copies without the owner's help. Atomic
+operations hold a shared lock (`comm/mpi/node_memory.py`) inside a node, and are executed by the owner's threads across
+nodes. If the job tolerates deaths, the owner's threads execute them inside a node, too: a rank that died while holding
+a lock would never release it. The memory is then not MPI's either.
 """
 
 from __future__ import annotations
@@ -19,37 +19,39 @@ from torch import Tensor
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.mpi.calls import clock
 from hpcdist.comm.mpi.messages import Staging, memory_at
-from hpcdist.comm.mpi.node_memory import LockedMemory, NodeMemory, OwnedMemory
+from hpcdist.comm.mpi.node_memory import LockedMemory, MemfdMemory, NodeMemory
 from hpcdist.comm.mpi.tcp import TcpTransfers
 from hpcdist.comm.window import Predicate, Window, check_count
 
 
 class MpiWindow(Window):
-    """Collective. A window over `count` zeroed elements of `dtype` on this rank.
+    """Collective. A window of `count` elements of `dtype`, all 0, on this rank.
 
     Args:
         comm: the MpiCommunicator.
-        way: how other nodes are reached, instead of the communicator's own way.
+        count: number of elements on this rank.
+        dtype: of the elements.
+        transport: to other nodes, `tcp` or `rma`; by default the communicator's.
     """
 
-    def __init__(self, comm, count: int, dtype: torch.dtype, way: str | None = None):
+    def __init__(self, comm, count: int, dtype: torch.dtype, transport: str | None = None):
         check_count(count)
         self.comm, self._tolerant = comm, comm.failures.tolerant
         lengths = [n or 0 for n in comm.gather(int(count))]
         if self._tolerant:
-            self._shared: NodeMemory = OwnedMemory(comm, count * dtype.itemsize, dtype)
-            self._wakes: LockedMemory | None = None
+            self._shared: NodeMemory = MemfdMemory(comm, count * dtype.itemsize, dtype)
+            self._sleepers: LockedMemory | None = None
         else:
             node, limit_s = comm.memory.node_mpi(), comm.failures.deadline_s
-            self._shared = self._wakes = LockedMemory(node, count * dtype.itemsize, dtype, limit_s)
+            self._shared = self._sleepers = LockedMemory(node, count * dtype.itemsize, dtype, limit_s)
         self._node_rank = {rank: i for i, rank in enumerate(comm.memory.local_ranks)}
         self._memory = {rank: self._shared.parts[i] for rank, i in self._node_rank.items()}
         super().__init__(self._memory[comm.rank], lengths, comm.rank, comm.traffic)
         self.local.zero_()
-        self._staging = Staging()  # never device-aware: MPI may read what it adds with plain loads
+        self._staging = Staging()  # never device-aware: MPI may read addends with plain loads
         self._transfers: list[TcpTransfers | OneSided] = []
         self._remote: dict[int, TcpTransfers | OneSided] = {}  # gets and puts across nodes, by owner
-        self._served: dict[int, TcpTransfers] = {}  # what only the owner's threads may do
+        self._served: dict[int, TcpTransfers] = {}  # operations that only the owner's threads may execute, by owner
         away = [rank for rank in range(comm.size) if rank not in self._memory]
         if away or self._tolerant:
             served = comm.memory.server().expose(self)
@@ -57,12 +59,12 @@ class MpiWindow(Window):
             others = [rank for rank in range(comm.size) if rank != comm.rank]
             self._served = dict.fromkeys(others if self._tolerant else away, served)
             self._remote = dict.fromkeys(away, served)
-        if away and (way or comm.memory.choose()) == "rma":
+        if away and (transport or comm.memory.choose()) == "rma":
             one_sided = OneSided(comm, self.local)
             self._transfers.append(one_sided)
             self._remote = dict.fromkeys(away, one_sided)
-            # A rank can be woken where it is told of all changes, which it is not of those that MPI makes one-sidedly.
-            self._wakes = None
+            # A rank may sleep only if every change wakes it; changes by MPI's one-sided calls don't.
+            self._sleepers = None
         comm.barrier()
 
     # --- transfers ------------------------------------------------------------------------------------------------
@@ -96,9 +98,9 @@ class MpiWindow(Window):
             self._traffic.communicating_s += clock() - start
 
     def requests(self, values: Tensor, rank: int, offset: int) -> Iterator[tuple[int, int, int, Tensor]]:
-        """Put values; or yield, instead, the request to the owner's threads, where these make the put.
+        """Yield the request to the owner's threads if they execute the put; otherwise put the values directly.
 
-        Their copy on the host is freed afterwards.
+        The values' copy on the host is freed after the caller has used the request.
         """
         remote = self._remote.get(rank)
         if isinstance(remote, TcpTransfers):
@@ -122,18 +124,18 @@ class MpiWindow(Window):
             self._traffic.communicating_s += clock() - start
 
     def add(self, values: Tensor, rank: int, offset: int) -> None:
-        """Accumulate inside this node, from values on the host."""
+        """Add values on the host to memory of a rank of this node."""
         self._shared.add(values, self._node_rank[rank], offset)
         self.wake(rank)
 
-    def change(self, function: Callable[..., object], rank: int, *beside: Tensor) -> bool:
+    def change(self, function: Callable[..., object], rank: int, *operands: Tensor) -> bool:
         self._check(rank, 0)
-        if rank in self._served or not all(tensor.is_cpu for tensor in beside):
+        if rank in self._served or not all(tensor.is_cpu for tensor in operands):
             return False
         memory, target = self._memory[rank], self._node_rank[rank]
         start = clock()
-        for parts in alongside(memory, *beside):
-            with self._shared.locks[target]:  # for one piece at a time, so that nobody waits for long
+        for parts in alongside(memory, *operands):
+            with self._shared.locks[target]:  # per chunk, so that no other rank waits for long
                 function(*parts)
         self.wake(rank)
         self._traffic.communicating_s += clock() - start
@@ -153,7 +155,7 @@ class MpiWindow(Window):
         return before
 
     def atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
-        """Make a `fetch_add` or `compare_and_swap` inside this node."""
+        """Execute a `fetch_add` or `compare_and_swap` inside this node; return the old value."""
         before = self._shared.atomic(what, self._node_rank[rank], offset, *values)
         self.wake(rank)
         return before
@@ -173,17 +175,17 @@ class MpiWindow(Window):
                 self._shared.sync()
             return predicate(elements)
 
-        sleep = partial(self._wakes.sleep, ready) if self._wakes is not None and rank == self._rank else None
-        known = by if remote is None else ()  # another thread can't look there
+        sleep = partial(self._sleepers.sleep, ready) if self._sleepers is not None and rank == self._rank else None
+        known = by if remote is None else ()  # another thread can't read that memory
         self.comm.calls.await_until(ready, f"Window.wait for {what}", what, rank, limit_s, sleep, known)
 
     def wake(self, rank: int) -> None:
-        """Wake a rank of this node that sleeps until its memory changes, as it has just done."""
-        if self._wakes is not None:
-            self._wakes.wake(self._node_rank[rank])
+        """Wake a rank of this node that sleeps until its memory changes, after a change."""
+        if self._sleepers is not None:
+            self._sleepers.wake(self._node_rank[rank])
 
     def close(self) -> None:
-        self.comm.failures.retry_on_failure(self.comm.barrier)  # nobody may still be in a transfer
+        self.comm.failures.retry_on_failure(self.comm.barrier)  # no rank may still be in a transfer
         for transfers in self._transfers:
             transfers.close()
         self._memory.clear()
@@ -192,15 +194,14 @@ class MpiWindow(Window):
 
 
 class OneSided:
-    """Collective. Carry one window's `get` and `put` to and from ranks of other nodes by MPI's own one-sided calls.
+    """Collective. One window's `get` and `put` to and from ranks of other nodes, by MPI's one-sided calls.
 
-    On a network whose adapters read remote memory themselves they need nobody's help. Elsewhere they progress only
-    while the owner is inside MPI (MPI 4.1, 12.7.3), so a thread of the owner looks in now and then, which the owner
-    pays for.
+    With network adapters that access remote memory (RDMA) the owner takes no part. Otherwise transfers progress only
+    while the owner is inside MPI (MPI 4.1, 12.7.3), so a thread of the owner regularly calls MPI, at a small CPU cost.
 
-    The memory is that of a shared window already, and MPI (4.1, 12.2.1) leaves open what concurrent calls on two
-    windows over the same memory do. Reads and writes of disjoint elements, which is all that goes this way, work on
-    every library that is tested; accumulates and atomics stay with one window, the shared one.
+    The memory already belongs to a shared window, and MPI (4.1, 12.2.1) does not specify concurrent calls on two
+    windows over the same memory. Reads and writes of disjoint elements, which is all that is done here, work on every
+    tested library; accumulates and atomics use only the shared window.
     """
 
     def __init__(self, comm, local: Tensor):

@@ -1,9 +1,9 @@
-"""The communicator of all ranks of the job, the end of MPI, and the files that MPI leaves in shared memory.
+"""The communicator of all ranks of the job, the end of MPI, and the removal of MPI's files in shared memory.
 
-The ranks of a node exchange messages through files that MPI's library makes as it starts and unlinks as it ends; a job
-that is killed leaves them behind (16 MB per rank with Open MPI, even of one that ends well where there is no launcher).
-Once all ranks of a node have mapped a file nobody needs its name any more, and the kernel frees the memory when the
-last of them ends, however that happens: so the names are removed while the job runs.
+The ranks of a node exchange messages through files that the MPI library creates at its start and unlinks at its end; a
+job that is killed leaves them behind (16 MB per rank with Open MPI; without a launcher also a job that ends normally).
+After all ranks of a node have mapped a file its name is no longer needed: it is removed while the job runs, and the
+kernel frees the memory when the last rank ends, however it ends.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.mpi.process import Process
 from hpcdist.errors import RankFailedError
 
-SEGMENT = re.compile(r"(?:(?:sm|vader)_segment\.|mpich_shm_)\S+")  # Open MPI's, MPICH's; without a name no more
+SEGMENT = re.compile(r"(?:(?:sm|vader)_segment\.|mpich_shm_)\S+")  # Open MPI's and MPICH's files
 
 
-def _settle(node: MPI.Intracomm, bound: bool) -> None:
-    """Collective. Remove the names of the segments that all ranks of a node have mapped; give the ranks cores."""
+def _set_up_node(node: MPI.Intracomm, bound: bool) -> None:
+    """Collective. Remove the names of the segments that all ranks of a node have mapped; bind the ranks to cores."""
     share, threads = cores.find_share(node.Get_rank(), node.Get_size()) if bound else (set(), 0)
     segments, shares = zip(*node.allgather((library.loaded_here(SEGMENT), share)))
     for path in set.intersection(*map(set, segments)):
-        with suppress(OSError):  # another rank has been faster
+        with suppress(OSError):  # another rank has removed it
             path.unlink()
     if all(shares):
         cores.bind(share, threads)
@@ -53,7 +53,7 @@ def world(
 ) -> MpiCommunicator:
     """Collective at the first call. Return the communicator of all ranks; later calls return the same one.
 
-    Arguments count at the first call only. They are those of MpiCommunicator, Process, and `hpcdist.init` (`bind`).
+    Arguments apply at the first call only. They are those of MpiCommunicator, Process, and `hpcdist.init` (`bind`).
     """
     global _process
     if _process is None:
@@ -64,13 +64,13 @@ def world(
         _process.world = MpiCommunicator(
             all_ranks, _process, deadline_s=deadline_s, nodes=nodes, internode=internode, name="world"
         )
-        _settle(_process.world.memory.node_mpi(), bind)
+        _set_up_node(_process.world.memory.node_mpi(), bind)
         _process.close_at_exit(_process.world.calls)
     return _process.world
 
 
 def finalise() -> None:
-    """Collective. Do now what else happens at the end of the script: wait for the other ranks, then end MPI."""
+    """Collective. Wait for the other ranks, then finalize MPI: by default this happens at the end of the script."""
     if _process is not None:
         _process.close()
         MPI.Finalize()
@@ -78,14 +78,14 @@ def finalise() -> None:
 
 @contextmanager
 def all_needed(tolerant: bool) -> Iterator[None]:
-    """Collective. End every rank where one dies inside the context; one of them prints the reason.
+    """Collective. Context in which the death of a rank ends all ranks; one of them prints the reason.
 
     Args:
-        tolerant: the library survives a rank that dies, and tells; else the launcher ends all of them.
+        tolerant: the job tolerates deaths; otherwise the launcher ends all ranks anyway.
     """
     try:
         if tolerant:
-            barrier(MPI.COMM_WORLD)  # before collectives that complain of a death in words of their own
+            barrier(MPI.COMM_WORLD)  # before collectives whose errors would not explain the death
         if not tolerant or not failed_ranks(MPI.COMM_WORLD):
             yield
             return
@@ -100,10 +100,10 @@ def _end_where_all_are_needed(dead: Sequence[int]) -> None:
     if rank == min(set(range(MPI.COMM_WORLD.Get_size())) - set(dead)):
         who = f"rank {dead[0]} has" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))} have"
         log.before_end(
-            f"{who} died before all ranks had met in hpcdist.init(), where each of them is needed. See what it said "
-            "last, and start the job again. Ending the job.",
+            f"{who} died before all ranks had arrived in hpcdist.init(), which needs all of them. See its last "
+            "output, and start the job again. Ending the job.",
         )
     else:
-        time.sleep(GIVE_WAY_S)  # or that rank would count this one among the dead
+        time.sleep(GIVE_WAY_S)  # otherwise that rank would count this one among the dead
     sys.stdout.flush()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Parameters in blocks: the chunks of a matrix that have the largest sides up to a limit that divide its own."""
+"""Parameters in blocks: each side of a block is the largest divisor of the matrix's side up to a limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Blocks(NamedTuple):
 
     @staticmethod
     def of(span: Span, side: int) -> Blocks:
-        """Cut a parameter into blocks of at most `side` × `side`; its first axis are the rows."""
+        """Split a parameter into blocks of at most `side` × `side`; the first axis is the rows."""
         size = span.stop - span.start
         rows, columns = (span.shape[0], size // max(1, span.shape[0])) if len(span.shape) > 1 else (1, size)
         return Blocks(rows, columns, _side(rows, side), _side(columns, side))
@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
         return np.bincount(block, minlength=down * across).reshape(down, across)
 
 
-def _side(length: int, most: int) -> int:
-    """Find the largest divisor that is at most `most`."""
+def _side(length: int, limit: int) -> int:
+    """Return the largest divisor of `length` up to `limit`."""
     return max((d for low in range(1, math.isqrt(max(1, length)) + 1) if length % low == 0
-                for d in (low, length // low) if d <= most), default=1)  # fmt: skip
+                for d in (low, length // low) if d <= limit), default=1)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Elements of long tensors: messages of scales and bits, values that bits choose, means of magnitudes."""
+"""Arithmetic on the elements of long tensors: messages of scales and bits, values selected by bits, norms."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from hpcdist.comm.chunks import CACHED, slices
 
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # the bits of each byte, as numbers
-LEAST_SCALE = 1e-30  # smaller ones are sent as 0, because their inverse may be infinite, or fractions have fewer bits
-MOST_SCALE = float(np.finfo(np.float32).max)
+MIN_SCALE = 1e-30  # smaller scales are sent as 0: their inverse may be infinite, or fractions lose bits
+MAX_SCALE = float(np.finfo(np.float32).max)
 FLOATS: dict[str, type[np.floating]] = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
-_LEAST = {torch.float32: 1e-17, torch.float64: 1e-140}  # squares of smaller numbers lose bits
+_MIN_NORM = {torch.float32: 1e-17, torch.float64: 1e-140}  # squares of smaller numbers lose bits
 
 
 def views(message: np.ndarray, numbers: int) -> tuple[np.ndarray, np.ndarray]:
-    """View a message: so many float32 in front, and the bytes behind them."""
+    """View a message as its first `numbers` float32 values and the remaining bytes."""
     return message[: 4 * numbers].view(np.float32), message[4 * numbers :]
 
 
@@ -26,23 +26,23 @@ def add_signs(bits: np.ndarray, out: np.ndarray, step: float) -> None:
     """Add `step` to the elements whose bit is 1, and subtract it from the others.
 
     Args:
-        bits: as by NumPy's packbits, uint8, one bit for each element of `out`.
+        bits: packed as by NumPy's packbits, uint8, one bit per element of `out`.
         out: float32 or float64. Overwritten.
     """
     add_by_bit(bits, out, np.where(BITS, step, -step))
 
 
 def add_by_bit(bits: np.ndarray, out: np.ndarray, table: np.ndarray) -> None:
-    """Add the values that each byte stands for to the elements of `out`.
+    """Add the values that each byte represents to the elements of `out`.
 
     Args:
-        bits: uint8, of 8 elements each by NumPy's packbits, or of as many as a row of the table has.
-        table: the values of each byte's elements, shape (256, 8), or fewer in a row.
+        bits: uint8; each byte encodes as many elements as a row of the table has: 8 as by NumPy's packbits, or fewer.
+        table: the values of each byte's elements, shape (256, elements per byte).
     """
     table, of_byte = table.astype(out.dtype), table.shape[1]
-    # One array for all pieces: the pages of fresh memory would take as long as the sum.
+    # One array for all chunks: page faults of new memory would take as long as the sum.
     work = np.empty((-(-min(CACHED, len(out)) // of_byte), of_byte), out.dtype)
-    for chunk in slices(len(out)):  # pieces begin at whole bytes
+    for chunk in slices(len(out)):  # chunks start at whole bytes
         packed, part = bits[chunk.start // of_byte : -(-chunk.stop // of_byte)], out[chunk]
         values = work[: len(packed)]
         np.take(table, packed, axis=0, out=values, mode="clip")  # "raise" would go through a buffer
@@ -50,42 +50,42 @@ def add_by_bit(bits: np.ndarray, out: np.ndarray, table: np.ndarray) -> None:
 
 
 def largest(values: Tensor) -> float:
-    """Return the largest magnitude; 0 of no element."""
+    """Return the largest magnitude, or 0 for an empty tensor."""
     if not len(values):
         return 0.0
-    least, most = (value.item() for value in torch.aminmax(values))
-    return max(-least, most)
+    low, high = (value.item() for value in torch.aminmax(values))
+    return max(-low, high)
 
 
 def as_scale(magnitude: float) -> float:
-    """Return a magnitude as it is sent, as float32: at most the largest number of that; 0 where it is too small."""
-    return min(magnitude, MOST_SCALE) if magnitude >= LEAST_SCALE else 0.0
+    """Limit a magnitude to the range of scales, which are sent as float32; return 0 below `MIN_SCALE`."""
+    return min(magnitude, MAX_SCALE) if magnitude >= MIN_SCALE else 0.0
 
 
 def as_sent(values: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
-    """Round values to the type in which they are sent; those beyond its range become its largest number."""
-    most = np.finfo(dtype).max
-    return np.clip(values, -most, most).astype(dtype)
+    """Round values to the dtype of a message; values beyond its range become its largest number."""
+    limit = np.finfo(dtype).max
+    return np.clip(values, -limit, limit).astype(dtype)
 
 
 def mean(values: Tensor, order: int = 1) -> float:
     """Compute the power mean of magnitudes, (Σ|x|^order / n)^(1/order), even if powers overflow or vanish.
 
     Args:
-        values: float32 or float64, of any shape; the result is as exact as sums in that type.
+        values: float32 or float64, any shape; the result has the precision of sums in the same dtype.
         order: 1 (mean magnitude) or 2 (root mean square).
     """
     count = values.numel()
     if not count:
         return 0.0
     total = _norm(values, order)
-    if _LEAST[values.dtype] < total < math.inf:
+    if _MIN_NORM[values.dtype] < total < math.inf:
         return total / count ** (1 / order)
     scale = values.abs().max().item()
     return min(1.0, _norm(values.double() / scale, order) / count ** (1 / order)) * scale if scale else 0.0
 
 
 def _norm(values: Tensor, order: int) -> float:
-    """Compute a norm piece by piece, which is faster than in float64 and almost as exact."""
+    """Compute a norm by chunks, which is faster than in float64 and almost as exact."""
     parts = [torch.linalg.vector_norm(part, order).item() for part in values.split(CACHED)]
     return sum(parts) if order == 1 else math.sqrt(sum(part * part for part in parts))

@@ -1,4 +1,4 @@
-"""Choose a compressor, and feed the error of each message back: it is added to the next tensor, and so sent late."""
+"""Choose a compressor; error feedback adds the error of each message to the next tensor."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Used = Tensor | Sequence[bool] | None  # whether each parameter has a gradient, 
 
 
 class CompressionConfig(Named):
-    """A compressor by name, with its own options beside these."""
+    """A compressor by name, with common options and the compressor's options."""
 
     name: str = Field(NONE, description="compressor, see `hpcdist compressors`; none sends everything uncompressed")
     error_feedback: bool = Field(
-        True, description="add what a message leaves out to the next one; with signsgd and terngrad false"
+        True, description="add the error of each message to the next tensor; with signsgd and terngrad false"
     )
     warmup_steps: int = Field(0, ge=0, description="first steps in which messages are uncompressed")
     warmup_ranks: int | None = Field(
-        None, ge=1, description="so many ranks send in the warm-up steps, compressed; none: all ranks, uncompressed"
+        None, ge=1, description="number of ranks that send in warm-up steps, compressed; none: all ranks, uncompressed"
     )
 
-    _votes: ClassVar[bool] = False  # ranks can vote, because all messages are there at once
+    _votes: ClassVar[bool] = False  # ranks can vote, because all messages are available at the same time
 
     @model_validator(mode="before")
     @classmethod
@@ -55,7 +55,7 @@ class CompressionConfig(Named):
             if chosen.combines == "majority" and not self._votes:
                 raise ValueError(
                     "strategy.compression.name must be a compressor whose messages are averaged, unless strategy is "
-                    f"allreduce, where all ranks vote at once; got {self.name}. Take ef_signsgd or onebit."
+                    f"allreduce, where all ranks vote; got {self.name}. Use ef_signsgd or onebit."
                 )
             options = chosen.Config.from_mapping(self.options, "strategy.compression")
             if self.error_feedback:
@@ -64,8 +64,8 @@ class CompressionConfig(Named):
                 options.check_without_feedback()
             if self.warmup_ranks is not None and not self.warmup_steps:
                 raise ValueError(
-                    "strategy.compression.warmup_ranks must be omitted without warmup_steps, in which so many ranks "
-                    f"send; got {self.warmup_ranks}. Give both, or neither."
+                    "strategy.compression.warmup_ranks must be omitted without warmup_steps, where it applies; "
+                    f"got {self.warmup_ranks}. Set both, or neither."
                 )
         elif self.options:
             known = ", ".join(catalogue("compressors").available())
@@ -78,27 +78,29 @@ class CompressionConfig(Named):
         return self.name != NONE
 
     def create(self, count: int, spans: Sequence[Span] = (), stream: int = 0) -> Compressor:
-        """Make the compressor of a flat tensor of `count` elements; each tensor needs its own `stream`."""
+        """Create the compressor of a flat tensor of `count` elements; `stream` must differ between tensors."""
         cls = catalogue("compressors").load(self.name)
         compressor = cls(cls.Config.from_mapping(self.options, "strategy.compression"), count, spans)
         compressor.stream = stream
         return compressor
 
-    def feedbacks(self, comm: Communicator, like: Sequence[Tensor], spans: Sequence[Sequence[Span]]) -> list[Feedback]:
-        """Make a compressor with error feedback, as far as it is on, for each of this rank's flat tensors.
+    def feedbacks(
+        self, comm: Communicator, templates: Sequence[Tensor], spans: Sequence[Sequence[Span]]
+    ) -> list[Feedback]:
+        """Create a `Feedback` for each of this rank's flat tensors.
 
         Args:
-            like: tensors of the same lengths and dtypes.
-            spans: the parameters in each of them.
+            templates: tensors with the lengths and dtypes to encode.
+            spans: the parameters in each tensor.
         """
         return [
-            Feedback(self.create(flat.numel(), own, place * comm.size + comm.rank), flat, self.error_feedback)
-            for place, (flat, own) in enumerate(zip(like, spans, strict=True))
+            Feedback(self.create(flat.numel(), flat_spans, index * comm.size + comm.rank), flat, self.error_feedback)
+            for index, (flat, flat_spans) in enumerate(zip(templates, spans, strict=True))
         ]
 
 
 class JointCompression(CompressionConfig):
-    """A compressor for strategies in which the gradients of all ranks meet at each step, so that ranks can vote."""
+    """A compressor for strategies that sum all ranks' gradients in each step, so that ranks can vote."""
 
     _votes = True
 
@@ -106,32 +108,32 @@ class JointCompression(CompressionConfig):
 class Feedback:
     """A compressor with its residual, the sum of the errors so far: Σ tensors = Σ messages + residual.
 
-    Memory: one more tensor. Without feedback (`enabled` false) the error of a message is forgotten.
+    Memory: one more tensor. Without feedback (`enabled` false) the error of a message is dropped.
 
     Args:
-        like: a tensor of the same length and dtype. The residual of half precision is float32.
-        residual: the memory of the residual, zeros; None: of its own.
+        template: a tensor with the length and dtype to encode. The residual of half precision is float32.
+        residual: zeros to use as the residual's memory; None: allocate it.
 
     Reference: Frank Seide, Hao Fu, Jasha Droppo, Gang Li, Dong Yu, "1-bit stochastic gradient descent and its
     application to data-parallel distributed training of speech DNNs", 2014; Sai Praneeth Karimireddy, Quentin Rebjock,
     Sebastian Stich, Martin Jaggi, "Error feedback fixes SignSGD and other gradient compression schemes", 2019.
     """
 
-    def __init__(self, compressor: Compressor, like: Tensor, enabled: bool = True, residual: Tensor | None = None):
+    def __init__(self, compressor: Compressor, template: Tensor, enabled: bool = True, residual: Tensor | None = None):
         self.compressor, self._enabled = compressor, enabled
-        self._whole = Uncompressed(Uncompressed.Config(), like.numel())
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        self.residual = torch.zeros(like.numel(), dtype=dtype) if residual is None else residual
+        self._whole = Uncompressed(Uncompressed.Config(), template.numel())
+        dtype = torch.float64 if template.dtype == torch.float64 else torch.float32
+        self.residual = torch.zeros(template.numel(), dtype=dtype) if residual is None else residual
         self._all_sent = True  # the residual is zero
 
     def encode(self, tensor: Tensor, whole: bool = False) -> Tensor:
-        """Encode the sum of `tensor`, on any device, and the residual; uncompressed if `whole`."""
+        """Return the message of `tensor`, on any device, plus the residual; uncompressed if `whole`."""
         if whole:
             return self._whole.encode_residual_(self.to_send(tensor))
         return self.compressor.encode_sum_(self.residual, self._on_host(tensor))
 
     def encode_change_(self, new: Tensor, old: Tensor, share: float, whole: bool = False) -> Tensor:
-        """Encode `share` times the change from `old` to `new`, and set `new` back to `old`; flat, on any device."""
+        """Encode `share` · (`new` − `old`), and set `new` back to `old`; flat tensors on any device."""
         if self._adds and new.is_cpu and new.dtype == self.residual.dtype and not whole:
             self._start()
             for residual, changed, before in alongside(self.residual, new, old):
@@ -143,7 +145,7 @@ class Feedback:
         return message
 
     def add_residual_(self, tensor: Tensor) -> None:
-        """Add the residual to `tensor`, on any device; the rounding error in its dtype stays in the residual."""
+        """Add the residual to `tensor`, on any device; the residual keeps the rounding error of the tensor's dtype."""
         if self._all_sent and self._adds:
             return
         tensor.copy_(self.to_send(tensor))
@@ -160,31 +162,31 @@ class Feedback:
             out.add_(decoded.to(out.device, out.dtype), alpha=weight)
 
     def to_send(self, tensor: Tensor) -> Tensor:
-        """Add `tensor`, on any device, to the residual, and return the residual for the compressor to encode."""
+        """Add `tensor`, on any device, to the residual; return the residual, which the compressor encodes."""
         self.compressor.accumulate(self.residual, self._on_host(tensor))
         return self.residual
 
     def _on_host(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor that will be added to the residual to its device."""
+        """Prepare the residual, and copy a tensor to its device."""
         self._start()
         return tensor.to(self.residual.device)
 
     def _start(self) -> None:
-        """Prepare the residual for an addition; without feedback, forget it."""
+        """Prepare the residual for an addition: without feedback, clear it."""
         if not self._enabled:
             self.residual.zero_()
         self._all_sent = False
 
     @property
     def _adds(self) -> bool:
-        """Tell whether accumulating is plain addition for this compressor."""
+        """Whether this compressor accumulates by plain addition."""
         return type(self.compressor).accumulate is Compressor.accumulate
 
     def state_dict(self) -> dict[str, Any]:
         return {"residual": self.residual, "compressor": self.compressor.state_dict()}
 
     def set_residual(self, residual: Tensor) -> None:
-        """Begin with a saved residual."""
+        """Load a saved residual."""
         self.residual.copy_(residual)
         self._all_sent = not self.residual.any()
 
@@ -195,12 +197,13 @@ class Feedback:
 
 @contextmanager
 def only_used(feedbacks: Iterable[Feedback], used: Used) -> Iterator[None]:
-    """Let what is left of parameters without a gradient wait while others are sent; what messages leave out is added.
+    """Set the residuals of parameters without a gradient aside while messages are encoded; add them back afterwards.
 
-    `used` has a flag for each number of the compressors' spans.
+    Args:
+        used: a flag per parameter, by the numbers of the compressors' spans; None: all parameters have a gradient.
     """
     flags = None if used is None else torch.as_tensor(used).tolist()
     spans = ((feedback.residual, span) for feedback in feedbacks for span in feedback.compressor.spans)
-    left = [] if flags is None else [part[span.start : span.stop] for part, span in spans if not flags[span.number]]
-    with zeroed(left, adds=True):
+    unused = [] if flags is None else [part[span.start : span.stop] for part, span in spans if not flags[span.number]]
+    with zeroed(unused, adds=True):
         yield

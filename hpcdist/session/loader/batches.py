@@ -17,7 +17,7 @@ from hpcdist.records.digest import tensor_bytes
 from hpcdist.session import rules
 
 
-class _Contents(pickle.Pickler):
+class _BatchPickler(pickle.Pickler):
     """Pickles a batch to find its tensors, written as checksums, because their pickles contain addresses."""
 
     def __init__(self, file: io.BytesIO, sums: bool):
@@ -26,6 +26,7 @@ class _Contents(pickle.Pickler):
         self._sums = sums
 
     def reducer_override(self, value: Any) -> Any:
+        """Record a tensor's shape, and pickle its checksum instead."""
         if not isinstance(value, (Tensor, np.ndarray)):
             return NotImplemented
         self.shapes.append(tuple(value.shape))
@@ -38,7 +39,7 @@ class _Contents(pickle.Pickler):
 def _pickled(batch: Any, sums: bool) -> tuple[str, list[tuple[int, ...]]]:
     """Return a checksum of a batch's contents ("" if it can't be pickled), and the shapes of its tensors."""
     file = io.BytesIO()
-    pickler = _Contents(file, sums)
+    pickler = _BatchPickler(file, sums)
     try:
         pickler.dump(batch)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
@@ -54,7 +55,7 @@ def _digests(group: Communicator, batch: Any) -> list[str]:
     return digests
 
 
-def samples_in(batch: Any) -> tuple[int, int]:
+def count_samples(batch: Any) -> tuple[int, int]:
     """Return the number of samples in a batch, and a code that shows whether the number is certain.
 
     Batches of graphs, tensordicts and PackedSequences report their size. Otherwise it is the length of the first
@@ -75,7 +76,7 @@ def samples_in(batch: Any) -> tuple[int, int]:
     return shapes[0][0], -1 if any(s[0] != shapes[0][0] for s in shapes) else zlib.crc32(repr(shapes[0][1:]).encode())
 
 
-def same_everywhere(group: Communicator, batch: Any) -> bool:
+def same_on_all_ranks(group: Communicator, batch: Any) -> bool:
     """Collective. Return whether all ranks have the same batch; raise ConfigError if it can't be pickled."""
     return len(set(_digests(group, batch))) == 1
 
@@ -89,8 +90,8 @@ def require_same(inner: Communicator, batch: Any) -> None:
         raise rules.error("the ranks of a replica read different batches", first=ranks[0], rank=ranks[1])
 
 
-def counted_as(counts: Tensor, shapes: Tensor) -> tuple[int, str] | None:
-    """Return a log level and message on how samples were counted (see `samples_in`); None for equal counts."""
+def counting_message(counts: Tensor, shapes: Tensor) -> tuple[int, str] | None:
+    """Return a log level and message on how samples were counted (see `count_samples`); None for equal counts."""
     held, numbers = set(shapes[counts > 0].tolist()), sorted(set(counts[counts > 0].tolist()))
     doubtful = -1 in held or len(held) > 1
     if not doubtful and len(numbers) < 2:

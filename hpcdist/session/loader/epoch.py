@@ -20,7 +20,7 @@ class Epoch:
     def __init__(self, strategies: Sequence[Strategy]):
         self._strategies, self._ran = strategies, False
         self._before = [strategy.steps for strategy in strategies]
-        trained = _distributed()
+        trained = _distributed_parameters()
         named = {id(p): (name, p) for s in strategies for name, p in s.model.module.named_parameters()}
         others = [pair for key, pair in named.items() if key not in trained and pair[1].requires_grad]
         self._others = [(name, p, p.detach().sum().item()) for name, p in others if current().comm.size > 1]
@@ -66,7 +66,7 @@ class Epoch:
         evaluates = self._ran or not any(strategy.model.module.training for strategy in self._strategies)
         if evaluates and not self._trains():
             rules.refuse("a training loader is iterated for an evaluation", self._strategies[0])
-        trained = _distributed() if self._others else ()  # again, because layers may have been unfrozen
+        trained = _distributed_parameters() if self._others else ()  # again, because layers may have been unfrozen
         for name, parameter, before in self._others:
             if (
                 id(parameter) not in trained
@@ -76,6 +76,6 @@ class Epoch:
                 raise rules.error("a plain optimiser trains the rest of the model", name=name)
 
 
-def _distributed() -> set[int]:
+def _distributed_parameters() -> set[int]:
     """Return the ids of the parameters that DistributedOptimizers train."""
     return {id(slot.tensor) for optimizer in current().optimizers for slot in optimizer.strategy.model.slots}

@@ -29,15 +29,15 @@ class WeightedBatch(NamedTuple):
     counts: Callable[[], Sequence[float]] | None = None
 
 
-def counts_of(group: Communicator, *numbers: float) -> Tensor:
-    """Collective. Return each rank's `numbers`, such as its samples: shape (numbers, ranks), float64."""
+def gather_counts(group: Communicator, *numbers: float) -> Tensor:
+    """Collective. Return the `numbers` of all ranks, such as sample counts: shape (numbers, ranks), float64."""
     counts = torch.zeros(len(numbers), group.size, dtype=torch.float64)  # a sum of zeros and one number is exact
     counts[:, group.rank] = torch.tensor(numbers, dtype=torch.float64)
     group.allreduce(counts.view(-1))
     return counts
 
 
-def relative(counts: Tensor, rank: int) -> float:
+def relative_weight(counts: Tensor, rank: int) -> float:
     """Return a rank's count divided by the mean count: the weight of its batch. 1 if all counts are 0."""
     return float(counts[rank] * len(counts) / counts.sum()) if counts.any() else 1.0
 

@@ -105,7 +105,7 @@ class Order:
                     raise rules.error("a sampler has no end", kind=kind, drawn=n_indices, length=samples)
         return items
 
-    def require_joint(self, group: Communicator, first: int) -> None:
+    def require_unsplit_sampler(self, group: Communicator, first: int) -> None:
         """Collective in `group`. Raise ConfigError if the sampler itself splits samples among ranks.
 
         All ranks sample the next epoch with the random state of rank `first`, whose result is used. A sampler that
@@ -125,12 +125,12 @@ class Order:
 
         local = group.raise_on_all_ranks(sample)
         self._items, self._ahead = broadcast_in(group, local if is_first else None, first), True
-        mine, shared = ({*map(repr, self._singly(items))} for items in (local, self._items or ()))
-        disjoint = len(mine & shared) < max(2, min(len(mine), len(shared)) / 4) and mine != shared
+        indices, shared = ({*map(repr, self._single_items(items))} for items in (local, self._items or ()))
+        disjoint = len(indices & shared) < max(2, min(len(indices), len(shared)) / 4) and indices != shared
         if any(group.gather(disjoint)):
             raise rules.error("the sampler splits samples already", kind=type(self._sampler).__name__)
 
-    def _singly(self, items: Sequence[Any]) -> Iterable[Any]:
+    def _single_items(self, items: Sequence[Any]) -> Iterable[Any]:
         """Return the indices of single samples: batches are flattened."""
         return items if self.batch_size is not None or self.single else chain.from_iterable(items)
 
@@ -165,7 +165,7 @@ class Order:
         return counts[worker] * len(counts) / sum(counts)
 
 
-def order_of(loader: DataLoader[Any], seed: int) -> Order:
+def sample_order(loader: DataLoader[Any], seed: int) -> Order:
     """Return the order of the loader's samples; raise ConfigError if its class overrides how it iterates."""
     for name in _ITERATES:
         if name in vars(loader) or getattr(type(loader), name) is not getattr(DataLoader, name):
@@ -187,7 +187,7 @@ def order_of(loader: DataLoader[Any], seed: int) -> Order:
     return Order(lambda: len(sampler), sampler=sampler, **kind)
 
 
-def iter_apart(loader: Any, worker: int) -> Iterator[Any]:
+def iterate_with_worker_seed(loader: Any, worker: int) -> Iterator[Any]:
     """Start an epoch of a loader whose worker processes get a random seed that differs between the workers.
 
     The seed is derived from (torch's base seed of the epoch, worker), so that augmentations differ between ranks with

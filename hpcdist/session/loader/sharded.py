@@ -21,13 +21,13 @@ from hpcdist.model.gradients import Gradients
 from hpcdist.session import rules
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.consistency import changed_fingerprints, fingerprints, require_same_loader, start_epoch
-from hpcdist.session.loader.batches import counted_as, same_everywhere, samples_in
+from hpcdist.session.loader.batches import count_samples, counting_message, same_on_all_ranks
 from hpcdist.session.loader.epoch import Epoch
-from hpcdist.session.loader.period import WeightedBatch, counts_of, joint_batch, period, relative
-from hpcdist.session.loader.sampling import Order, identical_batches, iter_apart, order_of
+from hpcdist.session.loader.period import WeightedBatch, gather_counts, joint_batch, period, relative_weight
+from hpcdist.session.loader.sampling import Order, identical_batches, iterate_with_worker_seed, sample_order
 from hpcdist.session.run import LoopRun
 from hpcdist.session.values import broadcast_in
-from hpcdist.session.world import current, refuse_calls_of_servers, shared_calls
+from hpcdist.session.world import count_collective_calls, current, refuse_calls_of_servers
 from hpcdist.strategies import Strategy
 
 _log = logging.getLogger("hpcdist")
@@ -134,7 +134,7 @@ class ShardedLoader:
         self._compared = self._counted = self._shares = False
         self._workers: tuple[int, ...] = ()  # of the last epoch; `len` needs it after training has ended
         if split and not self._iterable:
-            self._order = order_of(loader, seed)
+            self._order = sample_order(loader, seed)
             self.batches: list[Any] = []  # the DataLoader keeps the list
             kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
             if self._order.single:
@@ -166,7 +166,7 @@ class ShardedLoader:
         return self._steps(self._order.plan(len(self._workers)))
 
     def __iter__(self) -> Iterator[Any]:
-        refreshed = _refreshed()
+        refreshed = _update_bn_model()
         if refreshed is not None and not self._split:
             _require_averaged(refreshed)
         if not self._training and refreshed is None:
@@ -217,13 +217,16 @@ class ShardedLoader:
 
     # --- an epoch of training -------------------------------------------------------------------------------------
     def _train(self) -> Iterator[Any]:
+        """Iterate over an epoch's training batches; on a server rank, serve."""
         session, optimizers, workers = current(), self._optimizers(), self._replicas()
         self._workers = workers
         self._start_epoch()
         if session.loader is None:  # else inside another loader's loop, which determines the steps
             for optimizer in optimizers:
                 start_epoch(optimizer)
-            self._compare(session.comm, session.ranks_of(workers)[0])  # by all ranks: there may be only one worker
+            self._compare_loaders(
+                session.comm, session.ranks_of(workers)[0]
+            )  # by all ranks: there may be only one worker
         if session.outer.rank not in workers:
             yield from period(optimizers, ())
             for optimizer in optimizers:
@@ -231,13 +234,13 @@ class ShardedLoader:
             return
         if session.loader is not None:
             self._ended = True  # whether it ends is up to the other loader
-            yield from (weighted.batch for weighted in self._weighted([], workers))
+            yield from (weighted.batch for weighted in self._weighted_batches([], workers))
             return
         strategies = [optimizer.strategy for optimizer in optimizers]
         session.loader = self
         if len(workers) < session.outer.size:
             session.group, session.peers = optimizers[0].attachment.workers, optimizers[0].attachment.peers
-            session.calls_before = None if session.comm.mpi is None else shared_calls()
+            session.calls_before = None if session.comm.mpi is None else count_collective_calls()
         epoch, run = Epoch(strategies), session.run
         if run is not None:
             strategies[0].records.start()  # without the time of an evaluation before this epoch
@@ -247,7 +250,7 @@ class ShardedLoader:
             if self._split:  # ranks have different samples
                 strategy.gradients.checksums = None
         try:
-            weighted = self._weighted(strategies, workers)
+            weighted = self._weighted_batches(strategies, workers)
             batches = epoch.watch(weighted if run is None else _with_counts(weighted, run, workers))
             yield from period(optimizers, batches, pauses_when_left=True)
             refuse_calls_of_servers(session)  # for calls that ended without a reply
@@ -265,19 +268,20 @@ class ShardedLoader:
         if self._split and not self._iterable:
             self._epoch = self._order.epoch(self._epoch)
 
-    def _weighted(self, strategies: Sequence[Strategy], workers: tuple[int, ...]) -> Iterator[WeightedBatch]:
+    def _weighted_batches(self, strategies: Sequence[Strategy], workers: tuple[int, ...]) -> Iterator[WeightedBatch]:
         """Yield this rank's batches of the epoch."""
         worker = workers.index(current().outer.rank)
         local = not self._split or self._iterable
         for strategy in strategies:
             if strategy.contract.batch == "portions":
-                yield from self._joint(strategy, worker, len(workers))
+                yield from self._joint_batches(strategy, worker, len(workers))
                 return
-        for weighted in self._local(strategies, worker, len(workers)) if local else self._dealt(worker, len(workers)):
+        n = len(workers)
+        for weighted in self._local_batches(strategies, worker, n) if local else self._split_batches(worker, n):
             self._weight = weighted.weight
             watched = [strategy.model.gradients for strategy in strategies if worker == 0 and weighted.weight != 1.0]
             for gradients in watched:
-                gradients.on_begin = partial(self._warn_of_calls, gradients, shared_calls())
+                gradients.on_begin = partial(self._warn_of_calls, gradients, count_collective_calls())
             yield weighted
             for gradients in watched:
                 gradients.on_begin = None
@@ -288,7 +292,7 @@ class ShardedLoader:
             gradients.weights_batches
             and not gradients.weighted_by_loop
             and not self._shares
-            and shared_calls() != before
+            and count_collective_calls() != before
         ):
             self._shares = True
             _log.warning(
@@ -298,7 +302,7 @@ class ShardedLoader:
                 "optimizer.set_batch_weight(count)."
             )
 
-    def _dealt(self, worker: int, workers: int) -> Iterator[WeightedBatch]:
+    def _split_batches(self, worker: int, workers: int) -> Iterator[WeightedBatch]:
         """Yield this worker's share of the samples of an epoch."""
         order, plan = self._plan_epoch(worker, workers)
         steps = self._steps(plan)
@@ -309,7 +313,7 @@ class ShardedLoader:
             yield WeightedBatch(batch, order.weight(plan, step, worker), step == steps - 1, partial(plan.sizes, step))
         self._done = len(order)
 
-    def _joint(self, strategy: Any, worker: int, workers: int) -> Iterator[WeightedBatch]:
+    def _joint_batches(self, strategy: Any, worker: int, workers: int) -> Iterator[WeightedBatch]:
         """Yield the joint batches of all workers, for a strategy that evaluates portions of them."""
         if not self._split or self._iterable or self._order.batch_size is None:
             raise rules.error("the loader yields whole batches, or reads its own samples")
@@ -340,7 +344,7 @@ class ShardedLoader:
             yield from identical_batches(loader, grid.inner, (self._seed, self._epoch, worker, start))
             return
         state = torch.get_rng_state()  # the epoch's base seed was taken when the epoch started
-        batches = iter(loader) if worker == 0 else iter_apart(loader, worker)
+        batches = iter(loader) if worker == 0 else iterate_with_worker_seed(loader, worker)
         if resumes:
             torch.set_rng_state(state)
         yield from batches
@@ -349,24 +353,24 @@ class ShardedLoader:
         """Return this epoch's order and plan. Collective among the workers if the loader has a sampler."""
         session, order = current(), self._order
         group = session.group or session.comm
-        self._compare(group, 0)
+        self._compare_loaders(group, 0)
         if not (self._start and self._sampled == self._epoch):  # else continue an epoch that this loader started
             order.take(group)
             self._sampled = self._epoch
         return order, order.plan(workers, self._epoch, self._start)
 
-    def _compare(self, group: Communicator, first: int) -> None:
+    def _compare_loaders(self, group: Communicator, first: int) -> None:
         """Collective, once. Check that all ranks of `group` would distribute the same samples; `first` samples them."""
         if not self._compared and self._split and not self._iterable:
             require_same_loader(group, self._order.settings(), self._loader.dataset)
-            self._order.require_joint(group, first)
+            self._order.require_unsplit_sampler(group, first)
             self._compared = True
 
     def _steps(self, plan: EpochPlan) -> int:
         return (plan.n_samples - plan.start) // plan.global_batch if self._order.drop_last else plan.steps
 
     # --- loaders whose ranks read different samples ---------------------------------------------------------------
-    def _local(self, strategies: Sequence[Strategy], worker: int, workers: int) -> Iterator[WeightedBatch]:
+    def _local_batches(self, strategies: Sequence[Strategy], worker: int, workers: int) -> Iterator[WeightedBatch]:
         """Yield the batches of this rank's loader, then padding batches of weight 0 while other ranks have batches."""
         session = current()
         group = session.peers or session.outer
@@ -374,7 +378,7 @@ class ShardedLoader:
         if self._split and workers > 1:
             first = next(batches, None)
             batches = iter(()) if first is None else chain([first], batches)
-            if same_everywhere(group, first):
+            if same_on_all_ranks(group, first):
                 batches = islice(batches, worker, None, workers)
         joined = workers > 1 and any(strategy.contract.synchronous for strategy in strategies)
         yield from self._padded(strategies, group, batches) if joined else map(WeightedBatch, batches)
@@ -390,23 +394,24 @@ class ShardedLoader:
                 self._counted = True
                 if group.rank == 0 and not any(strategy.model.gradients.weighted_by_loop for strategy in strategies):
                     _log.log(*counted)
-            counts, shapes = counts_of(group, *((0, 0) if batch is None else samples_in(batch)))
-            counted = counted or counted_as(counts, shapes)
+            counts, shapes = gather_counts(group, *((0, 0) if batch is None else count_samples(batch)))
+            counted = counted or counting_message(counts, shapes)
             if not counts.any():
                 return
             if step == 0 and not counts.all():  # a rank without any batch gets a copy of another rank's
                 last = broadcast_in(group, batch, int(counts.argmax()))
             last, step = last if batch is None else batch, step + 1
-            yield WeightedBatch(last, relative(counts, group.rank), counts=counts.tolist)
+            yield WeightedBatch(last, relative_weight(counts, group.rank), counts=counts.tolist)
 
     # --- an evaluation --------------------------------------------------------------------------------------------
     def _evaluate(self) -> Iterator[Any]:
+        """Iterate over the batches of an evaluation, with the models set to the consensus."""
         session = current()
         self._start_epoch()
         with consensus_of(session.optimizers):
             worker = session.outer.rank
             if not self._split or self._iterable:
-                yield from (weighted.batch for weighted in self._local([], worker, session.outer.size))
+                yield from (weighted.batch for weighted in self._local_batches([], worker, session.outer.size))
                 return
             order, plan = self._plan_epoch(worker, session.outer.size)
             counted = [step for step in range(self._steps(plan)) if plan.sizes(step)[worker]]
@@ -442,7 +447,7 @@ class ShardedLoader:
         self._epoch, self._start = (state["epoch"] - 1, state["consumed"]) if unfinished else (state["epoch"], 0)
 
 
-def _refreshed() -> nn.Module | None:
+def _update_bn_model() -> nn.Module | None:
     """Return the model if torch's `update_bn` is iterating the loader for its running statistics; else None."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not _UPDATE_BN:
@@ -462,7 +467,7 @@ def _with_counts(batches: Iterable[WeightedBatch], run: LoopRun, workers: tuple[
     """Count each batch's samples for the run; if other ranks' counts are unknown, they are assumed to be equal."""
     worker = workers.index(current().outer.rank)
     for weighted in batches:
-        counts = [samples_in(weighted.batch)[0]] * len(workers) if weighted.counts is None else weighted.counts()
+        counts = [count_samples(weighted.batch)[0]] * len(workers) if weighted.counts is None else weighted.counts()
         run.samples += int(counts[worker])
         run.of_all += int(sum(counts))
         yield weighted

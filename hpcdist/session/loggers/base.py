@@ -33,6 +33,12 @@ class Logger(abc.ABC):
 
     A thread of one rank creates it before the first step, calls it and closes it. It may be slow and may raise: the run
     does not wait for it, and continues without it.
+
+    Example:
+        >>> from hpcdist.session.loggers import Logger
+        >>> class Print(Logger):
+        ...     def __init__(self, run): self.name = run.name
+        ...     def write(self, step, values): print(self.name, step, values)
     """
 
     package: ClassVar[str] = ""  # to import; it must be installed

@@ -270,17 +270,17 @@ class State:
             )
         )  # fmt: skip
         compressors = [feedback.compressor for feedback in owned]
-        along = compressors[0].along
+        elementwise = compressors[0].elementwise
 
         def coders() -> list[dict[str, Any]]:
-            return [{k: v for k, v in c.state_dict().items() if k not in along} for c in compressors]
+            return [{k: v for k, v in c.state_dict().items() if k not in elementwise} for c in compressors]
 
         def load_coders(saved: Sequence[dict[str, Any]]) -> None:
             for compressor, state in zip(compressors, saved):
                 compressor.load_state_dict(compressor.state_dict() | state)
 
         self._declare(StateSpec(f"{name}.coders", coders, load_coders, lambda: None, RESHARD["first"], optional=True))
-        for key in along:  # None, before the first message, is saved as zeros
+        for key in elementwise:  # None, before the first message, is saved as zeros
 
             def save_tensor(key: str = key) -> list[Tensor]:
                 pairs = [(getattr(f.compressor, key), f.residual) for f in owned]
@@ -303,8 +303,8 @@ class State:
 
     def two_way(self, name: str, owned: TwoWayMean, *, resets: bool = False) -> None:
         """Declare the residuals of a mean that is compressed in both directions."""
-        self.sharded(f"{name}.left", tensors=owned.left, reshard="mean", resets=resets)
-        self.sharded(f"{name}.owed", tensors=owned.owed, reshard="first", resets=resets, ranges=owned.ranges)
+        self.sharded(f"{name}.left", tensors=owned.residuals, reshard="mean", resets=resets)
+        self.sharded(f"{name}.owed", tensors=owned.mean_residuals, reshard="first", resets=resets, ranges=owned.ranges)
         self._declare(StateSpec(f"{name}.coders", owned.coders, owned.load_coders, lambda: None, optional=True))
 
     # --- save, load, reshard, reset -------------------------------------------------------------------------------

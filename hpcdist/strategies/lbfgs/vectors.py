@@ -10,7 +10,7 @@ from torch import Tensor
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.common.state import State, copy_all
-from hpcdist.strategies.server.placement import Shard, cut
+from hpcdist.strategies.server.placement import Shard, create_shards
 
 # The numbers of the vectors. Pairs (s, y) of the history follow, see `CurvaturePairs`.
 POINT, X, GRADIENT, DIRECTION, SUM, HEAD, TAIL, KEPT, PAIRS = range(9)
@@ -116,7 +116,7 @@ class SharedPoint:
     """
 
     def __init__(self, comm: Communicator, ranks: Sequence[int], params: Sequence[Tensor]):
-        self.shards: dict[int, Shard] = dict(zip(ranks, cut(params, len(ranks)), strict=True))
+        self.shards: dict[int, Shard] = dict(zip(ranks, create_shards(params, len(ranks)), strict=True))
         held = self.shards[comm.rank].of(params) if comm.rank in self.shards else [flat[:0] for flat in params]
         self._windows = [comm.window(part.numel(), part.dtype) for part in held]
         self.own = [window.local for window in self._windows]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hpcdist.comm.transfer import WIDE
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
-from hpcdist.model.hyperparameters import unequal, unequal_steps
+from hpcdist.model.hyperparameters import unequal, unequal_steps_error
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import copy_all
 from hpcdist.strategies.server.channel import GRADIENT, NOBODY, SUM, Reply, ServerRequest
@@ -327,7 +327,7 @@ class GradientServer(Server):
         values = self.aggregate.values
         skipped = {rank: int(numbers[-1]) for rank, numbers in values.items()}
         found = unequal(self.strategy.hyperparameters, values, "every worker")
-        found = found or unequal_steps(skipped, "batches that were left out")
+        found = found or unequal_steps_error(skipped, "batches that were left out")
         if found is not None:
             raise found
 

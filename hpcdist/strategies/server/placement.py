@@ -172,7 +172,7 @@ def broadcast_shards(comm: Communicator, shards: Iterable[tuple[int, Shard]], te
                 comm.broadcast(part, rank)
 
 
-def cut(tensors: Sequence[Tensor], count: int, spans: Sequence[Sequence[Span]] | None = None) -> list[Shard]:
+def create_shards(tensors: Sequence[Tensor], count: int, spans: Sequence[Sequence[Span]] | None = None) -> list[Shard]:
     """Cut flat tensors laid end to end into `count` shards.
 
     Args:
@@ -243,7 +243,7 @@ class Placement:
     def __init__(self, rank: int, roles: Roles, model: FlatModel, *, split_parameters: bool):
         self.rank, self.roles = rank, roles
         self.everything = Shard(tuple((0, flat.numel()) for flat in model.params))
-        shards = cut(model.params, max(1, len(roles.servers)), None if split_parameters else spans(model))
+        shards = create_shards(model.params, max(1, len(roles.servers)), None if split_parameters else spans(model))
         self.shards = dict(zip(roles.servers, shards)) | dict.fromkeys(roles.aggregators, self.everything)
         self.shard = self.shards.get(rank, Shard(((0, 0),) * len(model.params)))
         self.parents, self.children = roles.parents.get(rank, ()), roles.children(rank)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.errors import MismatchError
-from hpcdist.model.hyperparameters import difference, sums_are_of_equals
+from hpcdist.model.hyperparameters import difference, digests_are_equal
 from hpcdist.strategies.base import Strategy, name_of
 from hpcdist.strategies.synchronous.buffers import ChangingBuffers
 
@@ -60,7 +60,7 @@ class StepAgreement:
         word = torch.tensor(mine, dtype=torch.int64)
         comm.allreduce(word)
         news, changing, *sums = word.tolist()
-        if not sums_are_of_equals(sums, comm.size):
+        if not digests_are_equal(sums, comm.size):
             for rank, each in enumerate(comm.gather(changed)):
                 if each != changed:
                     ranks = {"rank": max(rank, comm.rank), "first": min(rank, comm.rank)}

@@ -56,7 +56,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def cut(model: FlatModel, layers: int | None, order: Literal["strided", "sequential"]) -> list[Fragment]:
+def split_layers(model: FlatModel, layers: int | None, order: Literal["strided", "sequential"]) -> list[Fragment]:
     """Cut a model into fragments of so many layers each.
 
     Layers are the members of the model's longest list of modules, such as the blocks of a transformer; what stands

@@ -17,7 +17,7 @@ from hpcdist.compress import CompressionConfig, Reduction
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Reshard, first
-from hpcdist.strategies.synchronous.fragments import Fragment, cut
+from hpcdist.strategies.synchronous.fragments import Fragment, split_layers
 
 
 class Periodic(Strategy):
@@ -76,7 +76,7 @@ class Periodic(Strategy):
         self.records.count(self.calls.comm)
         self.calls.algorithm(config.algorithm)
         self.average = partial(self.calls.all_reduce, op="mean", algorithm=config.algorithm)
-        self.fragments = [] if self.alone else self.cut()
+        self.fragments = [] if self.alone else self.split_layers()
         channel, like = self.calls.comm, [] if self.alone else model.params
         self.in_flight: dict[int, int] = {}
         self._works: dict[int, Work] = {}  # of those whose mean may not be in `mean` yet
@@ -117,9 +117,9 @@ class Periodic(Strategy):
         """Whether an element's mean is over the ranks that have sent it, where that is compressed."""
         return False
 
-    def cut(self) -> list[Fragment]:
+    def split_layers(self) -> list[Fragment]:
         """Cut the model into fragments; into one as a rule."""
-        return cut(self.model, None, "sequential")
+        return split_layers(self.model, None, "sequential")
 
     @abc.abstractmethod
     def move(self, fragment: Fragment) -> None:

@@ -21,7 +21,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig, StrategyConfig, optimizers
 from hpcdist.data.loader import Batch, Loader
 from hpcdist.errors import ConfigError, HpcdistError
-from hpcdist.faults.turns import takes_turn
+from hpcdist.faults.reporter import is_reporter
 from hpcdist.records import StepRecord, Summary, digest
 from hpcdist.session.curves import Curves
 from hpcdist.tools import console
@@ -298,7 +298,7 @@ def main(library: type[Library]) -> None:
         try:
             summary = train(comm, library, job, config, overrides or [], output, sys.argv)
         except HpcdistError as error:
-            if comm.size == 1 or takes_turn(comm.rank):
+            if comm.size == 1 or is_reporter(comm.rank):
                 console.error(str(error))
             if comm.size > 1:
                 cast("MpiCommunicator", comm).abort(1)

@@ -22,7 +22,7 @@ import typer
 from hpcdist import __version__, log
 from hpcdist.comm.launch import LAUNCHERS
 from hpcdist.errors import INTERRUPTED, LEFT, NO_SPACE, ConfigError, HpcdistError, OutputError
-from hpcdist.faults.turns import SILENT_S, takes_turn
+from hpcdist.faults.reporter import SILENT_S, is_reporter
 from hpcdist.registry import catalogue
 from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import prepare_help
@@ -111,7 +111,7 @@ def _report(error: HpcdistError, first: bool) -> None:
     if comm is None and not first:  # without a communicator, all ranks raise the same error
         time.sleep(SILENT_S)
         return
-    if comm is None or comm.size == 1 or takes_turn(comm.rank):
+    if comm is None or comm.size == 1 or is_reporter(comm.rank):
         console.error(str(error))
 
 

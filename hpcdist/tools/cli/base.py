@@ -84,9 +84,9 @@ def writable(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
         ConfigError: the path is a folder, or its parent does not exist.
     """
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        what = "is a folder" if path.is_dir() else "is in no folder that exists"
+        problem = "is a folder" if path.is_dir() else "is in no folder that exists"
         name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar
-        raise ConfigError(f"{name} must be a file to write; got {path}, which {what}. Give another name.")
+        raise ConfigError(f"{name} must be a file to write; got {path}, which {problem}. Give another name.")
     return path
 
 

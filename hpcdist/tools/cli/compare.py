@@ -71,17 +71,17 @@ def _experiment(kind: type[Experiment], names: str, **defaults: Any) -> Callable
         defaults: defaults that differ from the fields'. An option for a list or a table has no other default.
     """
     hints: dict[str, Any] = {}
-    known: dict[str, Any] = {}
+    field_defaults: dict[str, Any] = {}
     for cls in (kind, Execution, _Sources):
         hints |= get_type_hints(cls, include_extras=True)
-        known |= {f.name: f.default for f in fields(cls)}
+        field_defaults |= {f.name: f.default for f in fields(cls)}
 
     def option(name: str, command: str) -> inspect.Parameter:
         value, *metadata = get_args(hints[name])
         info = copy(next(item for item in metadata if isinstance(item, typer.models.ParameterInfo)))
         info.help = str(info.help).replace("COMMAND", command)
         info.min = next((cast(int, item.ge) for item in metadata if isinstance(item, Interval)), info.min)
-        default = defaults.get(name, known[name])
+        default = defaults.get(name, field_defaults[name])
         if get_origin(value) in (tuple, Mapping):
             value, default = list[str] | None, defaults.get(name)
         return inspect.Parameter(

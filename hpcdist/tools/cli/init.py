@@ -26,7 +26,7 @@ def init(
     Example: hpcdist init my_job.py
     """
     if file.suffix != ".py" or file.exists():
-        what = "which exists" if file.exists() else "whose name does not end in .py"
-        raise ConfigError(f"FILE must be a new Python file; got {file}, {what}. Give another name.")
+        problem = "which exists" if file.exists() else "whose name does not end in .py"
+        raise ConfigError(f"FILE must be a new Python file; got {file}, {problem}. Give another name.")
     file.write_text(FIRST_JOB.read_text().replace("my_job.py", str(file)))
     console.note(f"{file} is written. Train it: hpcdist run -n 2 hpcdist train {file}")

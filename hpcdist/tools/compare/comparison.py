@@ -68,32 +68,32 @@ class ComparedRuns(ExperimentRuns):
     def __init__(self, experiment: Comparison, folder: Path):
         _check_options(experiment)
         super().__init__(experiment, folder)
-        kept, out = self._split_runnable(self.trained.groups)
+        runnable, out = self._split_runnable(self.trained.groups)
         self.skipped = [*out, *self.trained.unknown]
-        self.groups = self._share_runs(kept)
+        self.groups = self._share_runs(runnable)
         self._plan_runs(())
         require_same(folder, experiment)  # last: the error should name a wrong setting first
 
-    def _split_runnable(self, every: Sequence[ComparedGroup]) -> tuple[list[ComparedGroup], list[str]]:
-        """Split groups into those that can run, and one message for each of the others.
+    def _split_runnable(self, groups: Sequence[ComparedGroup]) -> tuple[list[ComparedGroup], list[str]]:
+        """Split groups by whether they can run; return the groups, and the reasons of the others.
 
         Raises:
             ConfigError: a setting is wrong, or a strategy can run on none of the numbers of ranks.
         """
-        firsts = [group.run(self.experiment, seed=0) for group in every]
-        reasons = [(group, self.trained.refusal(run)) for group, run in zip(every, firsts, strict=True)]
-        kept = [group for group, reason in reasons if reason is None]
+        firsts = [group.run(self.experiment, seed=0) for group in groups]
+        reasons = [(group, self.trained.refusal(run)) for group, run in zip(groups, firsts, strict=True)]
+        runnable = [group for group, reason in reasons if reason is None]
         for group, reason in reasons:
-            if group.kind == "strategy" and group.name not in {other.name for other in kept}:
+            if group.kind == "strategy" and group.name not in {other.name for other in runnable}:
                 raise ConfigError(f"{group.name} must be able to run on one of the numbers of ranks; got: {reason}")
         skipped = [(f"{group.name} is left out on {count(group.ranks, 'rank')}", why) for group, why in reasons if why]
-        return kept, [f"{group_text}: {why}" for group_text, why in skipped]
+        return runnable, [f"{group_text}: {why}" for group_text, why in skipped]
 
-    def _share_runs(self, kept: Sequence[ComparedGroup]) -> list[ComparedGroup]:
+    def _share_runs(self, runnable: Sequence[ComparedGroup]) -> list[ComparedGroup]:
         """Share runs on one rank: all strategies that equal the plain optimizer there use the runs of the first."""
         firsts: dict[float | None, ComparedGroup] = {}  # by the user's learning rate
         shared, identical = [], []
-        for group in kept:
+        for group in runnable:
             if group.kind == "strategy" and group.ranks == 1 and self.trained.is_plain(group):
                 first = firsts.setdefault(self.experiment.rates.get(group.rate_key), group)
                 identical += [group.name] * (group is not first)
@@ -108,7 +108,7 @@ class ComparedRuns(ExperimentRuns):
         """Plan all runs, at the rates that the user or a search has chosen."""
         self._chosen, experiment = chosen, self.experiment
         rates = {(key, ranks): rate for key, rate in experiment.rates.items() for ranks in experiment.ranks}
-        rates |= {(one.name, one.ranks): one.rate for one in chosen}
+        rates |= {(rate_.name, rate_.ranks): rate_.rate for rate_ in chosen}
         self.plan = plan(experiment, self.groups, rates)
 
     # --- runs ---------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class ComparedRuns(ExperimentRuns):
             return runner.run_all(remaining)
 
     def write(self) -> None:
-        tune, chosen = self.experiment.tune, [asdict(one) for one in self._chosen]
+        tune, chosen = self.experiment.tune, [asdict(rate) for rate in self._chosen]
         write(
             self.folder,
             self.experiment,
@@ -145,8 +145,8 @@ class ComparedRuns(ExperimentRuns):
         firsts = {(group.rate_key, group.ranks): group for group in reversed(self.groups)}
         with runner.display("learning rates", len(firsts) * self.experiment.tune):
             self._plan_runs([self._search(group, runner) for group in reversed(firsts.values())])
-        for one in self._chosen:
-            print(one)
+        for rate in self._chosen:
+            print(rate)
         self.write()
         return self._chosen
 
@@ -159,9 +159,11 @@ class ComparedRuns(ExperimentRuns):
             run = at_rate.run(self.experiment, FIRST_SEED + repeated, rate, "tuning")
             return None if runner.run_all([run]) else load_summary(self.folder / run.folder)
 
-        best, known = search_within(self.experiment.tune, measure, self._merit)
-        means = {first * 2.0**power: mean_metric(results, self.experiment.metric) for power, results in known.items()}
-        between = best - 1 in known and best + 1 in known
+        best, measured = search_within(self.experiment.tune, measure, self._merit)
+        means = {
+            first * 2.0**power: mean_metric(results, self.experiment.metric) for power, results in measured.items()
+        }
+        between = best - 1 in measured and best + 1 in measured
         return ChosenRate(group.rate_key, group.ranks, first * 2.0**best, means, between)
 
     def _merit(self, summaries: Sequence[Summary | None]) -> tuple[float, float]:
@@ -225,18 +227,18 @@ def search_within(
         >>> best, sorted(measured)
         (2, [-1, 0, 1, 2, 3])
     """
-    known: dict[int, list[T]] = {}
+    measured: dict[int, list[T]] = {}
 
     def best() -> int:
-        return min(known, key=lambda number: merit(known[number]))
+        return min(measured, key=lambda number: merit(measured[number]))
 
     for _ in range(runs):
-        around = best() if known else 0
-        near = (around, around - 1, around + 1)
-        unknown = [number for number in near if number not in known]
-        number = unknown[0] if unknown else min(near, key=lambda near: (len(known[near]), merit(known[near])))
-        known.setdefault(number, []).append(measure(number, len(known.get(number, ()))))
-    return best(), known
+        center = best() if measured else 0
+        candidates = (center, center - 1, center + 1)
+        new = [number for number in candidates if number not in measured]
+        number = new[0] if new else min(candidates, key=lambda n: (len(measured[n]), merit(measured[n])))
+        measured.setdefault(number, []).append(measure(number, len(measured.get(number, ()))))
+    return best(), measured
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -248,9 +250,9 @@ def _check_options(experiment: Comparison) -> None:
     for baseline in experiment.baselines:
         if baseline not in baselines.available():
             raise UnknownNameError("--baselines", baseline, baselines.available())
-    named = [*experiment.strategies, *experiment.baselines]
+    names = [*experiment.strategies, *experiment.baselines]
     for name in experiment.rates:
-        if name not in named:
-            raise UnknownNameError("--rate", name, named)
+        if name not in names:
+            raise UnknownNameError("--rate", name, names)
     if experiment.rates and experiment.tune:
         raise ConfigError("--rate must be omitted with --tune, which chooses all rates; got both. Take one of the two.")

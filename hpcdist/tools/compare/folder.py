@@ -97,7 +97,7 @@ def write(
 
     Args:
         groups: in the user's order; the reference is `allreduce`, or the first one.
-        skipped: one sentence for each group that can't run.
+        skipped: reasons why groups can't run, a sentence each.
         tuning: chosen learning rates, and how they were chosen.
     """
     names = [group.name for group in groups if group.kind == "strategy"]

@@ -167,15 +167,15 @@ def _signal(session: int, number: signal.Signals) -> None:
             process.send_signal(number)
 
 
-def share_cores(jobs: int | None, each: int) -> list[set[int]]:
+def share_cores(jobs: int | None, per_run: int) -> list[set[int]]:
     """Divide this process's cores among concurrent runs; return the cores of each.
 
     Args:
         jobs: number of runs; None: as many as fit. If there are more runs than cores, several share a core.
-        each: cores that one run can use.
+        per_run: cores that one run can use.
     """
     cores = sorted(os.sched_getaffinity(0))
-    count = jobs or max(1, len(cores) // each)
+    count = jobs or max(1, len(cores) // per_run)
     size = max(1, len(cores) // count)
     starts = (size * job % (len(cores) - size + 1) for job in range(count))
     return [set(cores[start : start + size]) for start in starts]

@@ -23,7 +23,7 @@ class PlannedRun:
     """One run of a plan.
 
     Attributes:
-        name: name of its group, as users read it; runs of one group differ in their seeds only.
+        name: display name of the group, whose runs differ in their seeds only.
         kind: strategy, serial or baseline.
         overrides: KEY=VALUE settings, as for `--set`: strategy, budget, seed and all other differences from the job.
         folder: path relative to the experiment's folder.
@@ -134,30 +134,30 @@ def groups(
     """
     if isinstance(experiment, Sweep):
         return [trial_group(experiment, number) for number in range(len(points(experiment)))]
-    listed, whole = [], WHOLE if stages > 1 else ()
+    result, unstaged = [], WHOLE if stages > 1 else ()
     for ranks in experiment.ranks:
         samples = batch_size * accumulation * max(1, ranks // stages)
         for strategy in experiment.strategies:
             name, options = read_strategy(strategy)
             settings = (f"strategy={name}", *(f"strategy.{option}" for option in options))
             stem = file_name("-".join([label(name), *options]))
-            listed.append(ComparedGroup(title(strategy), "strategy", ranks, samples, settings, stem, strategy))
+            result.append(ComparedGroup(title(strategy), "strategy", ranks, samples, settings, stem, strategy))
         for baseline in experiment.baselines:
-            listed.append(ComparedGroup(baseline, "baseline", ranks, samples, (), baseline, baseline))
+            result.append(ComparedGroup(baseline, "baseline", ranks, samples, (), baseline, baseline))
     if experiment.virtual is not None and experiment.controls and 1 not in experiment.ranks:  # reference for speedups
-        samples, settings = batch_size * accumulation, ("strategy=allreduce", *whole)
-        listed.append(ComparedGroup("one rank", "serial", 1, samples, settings, "serial", "serial"))
+        samples, settings = batch_size * accumulation, ("strategy=allreduce", *unstaged)
+        result.append(ComparedGroup("one rank", "serial", 1, samples, settings, "serial", "serial"))
     controlled = experiment.controls and experiment.arguments is None  # the batch of a script is unknown
     for replicas in sorted({max(1, ranks // stages) for ranks in experiment.ranks if ranks > 1 and controlled}):
         batch, samples = batch_size * replicas, batch_size * accumulation * replicas
-        settings, stem = ("strategy=allreduce", f"batch_size={batch}", *whole), f"serial-batch={batch}"
+        settings, stem = ("strategy=allreduce", f"batch_size={batch}", *unstaged), f"serial-batch={batch}"
         key = f"serial, batch {batch}"
-        listed.append(ComparedGroup(key, "serial", 1, samples, settings, stem, key))
+        result.append(ComparedGroup(key, "serial", 1, samples, settings, stem, key))
         averaged = (*settings, "average_iterates=true")
-        listed.append(
+        result.append(
             ComparedGroup(f"{key}, averaged iterates", "serial", 1, samples, averaged, f"{stem}-averaged", key)
         )
-    return listed
+    return result
 
 
 def trial_group(sweep: Sweep, number: int, settings: Sequence[str] = ()) -> ComparedGroup:
@@ -169,7 +169,7 @@ def trial_group(sweep: Sweep, number: int, settings: Sequence[str] = ()) -> Comp
 
 
 def plan(
-    experiment: Experiment, kept: Sequence[ComparedGroup], rates: Mapping[tuple[str, int], float] | None = None
+    experiment: Experiment, runnable: Sequence[ComparedGroup], rates: Mapping[tuple[str, int], float] | None = None
 ) -> tuple[PlannedRun, ...]:
     """List the runs in the order in which they run: a sweep trial by trial, a comparison seed by seed.
 
@@ -177,7 +177,7 @@ def plan(
     a comparison that is interrupted has complete seeds.
 
     Args:
-        kept: groups that can run.
+        runnable: groups that can run.
         rates: learning rates by (rate_key, ranks), where they differ from the job's.
 
     Raises:
@@ -185,16 +185,16 @@ def plan(
     """
     seeds = range(experiment.seeds)
     if isinstance(experiment, Sweep):
-        return tuple(group.run(experiment, seed) for group in kept for seed in seeds)
+        return tuple(group.run(experiment, seed) for group in runnable for seed in seeds)
     chosen, shuffled = rates or {}, random.Random(0)
     order: list[PlannedRun] = []
     for seed in seeds:
-        of_seed = [group.run(experiment, seed, chosen.get((group.rate_key, group.ranks))) for group in kept]
+        of_seed = [group.run(experiment, seed, chosen.get((group.rate_key, group.ranks))) for group in runnable]
         shuffled.shuffle(of_seed)
         order += of_seed
     names = [(run.folder, run.name) for run in order]  # on one rank strategies may share runs
-    if twice := next((folder for folder, name in names if names.count((folder, name)) > 1), None):
-        raise ConfigError(f"--strategies must differ from each other; got two for {twice}. Remove one of them.")
+    if duplicate := next((folder for folder, name in names if names.count((folder, name)) > 1), None):
+        raise ConfigError(f"--strategies must differ from each other; got two for {duplicate}. Remove one of them.")
     return tuple(order)
 
 

@@ -245,19 +245,21 @@ class RunsDisplay:
             text = _figures(summary.metrics) + (f" ({summary.stopped_early})" if summary.stopped_early else "")
         else:
             lines = [line for line in failure.splitlines() if line.strip()] or [""]
-            named = (line for line in reversed(lines) if "error" in line.lower() or line.startswith("hpcdist: rank"))
-            text = f"FAILED: {next(named, lines[-1])}"
+            candidates = (
+                line for line in reversed(lines) if "error" in line.lower() or line.startswith("hpcdist: rank")
+            )
+            text = f"FAILED: {next(candidates, lines[-1])}"
         with self._lock:
             del self._running[folder]
             self._done += 1
-            left, others = "", self._total - self._done
+            remaining, others = "", self._total - self._done
             if others > 0:  # estimated from the finished runs: their order is random
-                left = f"about {console.duration((time.monotonic() - self._started_s) / self._done * others)} left"
+                remaining = f"about {console.duration((time.monotonic() - self._started_s) / self._done * others)} left"
             line = f"{self._done} of {self._total}  {describe(run)}: {text}"
             if self._bar is None:
-                console.note(f"{line}; {left}" if left else line)
+                console.note(f"{line}; {remaining}" if remaining else line)
                 return
-        self._bar.update(self._task, completed=self._done, left=left)
+        self._bar.update(self._task, completed=self._done, left=remaining)
         self._bar.console.print(console.visible(line), markup=False)  # not under the lock: rich calls `lines` here
 
     def lines(self) -> list[str]:
@@ -280,13 +282,13 @@ def _state(run: PlannedRun, read: Run) -> str:
     """Describe a running run: the share that is done, its metrics, its training loss."""
     metrics: dict[str, float | None] = {}
     limits = [setting.partition("=")[2] for setting in run.overrides if setting.startswith("budget.samples=")]
-    part, whole = "", int(limits[-1]) if limits else None
+    progress, limit = "", int(limits[-1]) if limits else None
     if read.evaluations:
         last = read.evaluations[-1]
-        metrics, part = {**last.metrics}, f", {last.samples / whole:.0%}" if whole else ""
+        metrics, progress = {**last.metrics}, f", {last.samples / limit:.0%}" if limit else ""
     metrics["loss"] = read.loss  # training loss, in place of the test loss
     figures = _figures({name: value for name, value in metrics.items() if value is not None})
-    return f"{describe(run)}{part}{figures and f': {figures}'}"
+    return f"{describe(run)}{progress}{figures and f': {figures}'}"
 
 
 @contextmanager

@@ -41,8 +41,8 @@ def read_job(
     """
     text = _reference(job)
     if _is_script(text):
-        words = tuple(arguments or ())
-        return text, file_of(text), words, "seed" in placeholders(text, words)
+        script_arguments = tuple(arguments or ())
+        return text, file_of(text), script_arguments, "seed" in placeholders(text, script_arguments)
     if arguments:
         raise ConfigError(
             f"ARGS must be omitted with a file that defines a job; got {' '.join(arguments)}. A job's settings "
@@ -112,8 +112,8 @@ class ScriptCall:
         self._planned = PlannedLoop(str(self._file), str(folder), name, options)
         texts = dict(setting.split("=", 1) for setting in settings) | {"run": str(folder)}
         self._arguments = [PLACEHOLDER.sub(lambda match: texts[match[1]], argument) for argument in arguments]
-        known = {**values, "strategy": name, "run": str(folder)}
-        self._kwargs = {key: known[key] for key in placeholders(job, ()) & known.keys()}
+        available = {**values, "strategy": name, "run": str(folder)}
+        self._kwargs = {key: available[key] for key in placeholders(job, ()) & available.keys()}
 
     def __call__(self, comm: Communicator | None = None) -> None:
         """Run the script to its end, on the ranks of MPI or of `comm`."""

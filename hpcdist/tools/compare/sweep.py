@@ -81,7 +81,7 @@ class SweptRuns(ExperimentRuns):
     def run(self, runner: Runner) -> list[PlannedRun]:
         """Execute the runs that are missing, each with settings sampled when it starts."""
         self.write()
-        self.trained.make_data()
+        self.trained.create_data()
         remaining = missing(self.plan, self.folder)
         with runner.display("runs", len(remaining)):
             failed = runner.run_all(self._started(remaining))

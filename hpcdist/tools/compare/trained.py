@@ -65,7 +65,7 @@ class TrainedJob:
         """Return whether the group's strategy equals the plain optimizer on one rank."""
         return _is_plain(group)
 
-    def make_data(self) -> None:
+    def create_data(self) -> None:
         """Create the job's data file if it is missing, since concurrent runs can't."""
         with neighbours(self._path):
             prepare_data(self._job, self.config)
@@ -126,7 +126,7 @@ class TrainedScript:
         """See `TrainedJob.is_plain`; a script that is passed the strategy's name may depend on it."""
         return _is_plain(group) and "strategy" not in self._placeholders
 
-    def make_data(self) -> None:
+    def create_data(self) -> None:
         """Do nothing: the script creates its data."""
 
 

@@ -138,7 +138,7 @@ def allocated(environ: Mapping[str, str]) -> list[str]:
 
 # --- gathering --------------------------------------------------------------------------------------------------------
 class Unanswered(DeadlineError):
-    """Some ranks did not answer in time. `pairs`: those ranks that were waiting for each other."""
+    """Some ranks did not answer in time. `pairs`: ranks that were waiting for each other."""
 
     def __init__(self, ranks: Sequence[int], seconds: float, pairs: Sequence[tuple[int, int]] = ()):
         self.ranks, self.seconds, self.pairs = tuple(ranks), seconds, tuple(pairs)
@@ -195,10 +195,10 @@ def _receive(comm: Communicator, tag: int) -> tuple[int, Any]:
     return envelope.source, json.loads(data.numpy().tobytes())
 
 
-def attempt(seconds: float, what: str, call: Callable[[], Result]) -> Result | dict[str, str]:
+def attempt(seconds: float, description: str, call: Callable[[], Result]) -> Result | dict[str, str]:
     """Call a function that may hang, for example on a dead file system; stop waiting after `seconds`.
 
-    Returns its result, or {"error": ...} if it fails or takes longer. `what`: its name, for the message.
+    Returns its result, or {"error": ...} if it fails or takes longer. `description`: its name, for the message.
     """
     outcome: list[Result | dict[str, str]] = []
 
@@ -208,10 +208,12 @@ def attempt(seconds: float, what: str, call: Callable[[], Result]) -> Result | d
         except Exception as error:
             outcome.append({"error": str(error).partition("\n")[0]})
 
-    thread = threading.Thread(target=run, name=f"hpcdist-doctor: {what}", daemon=True)  # no pool: it may never end
+    thread = threading.Thread(
+        target=run, name=f"hpcdist-doctor: {description}", daemon=True
+    )  # no pool: it may never end
     thread.start()
     thread.join(seconds)
-    return outcome[0] if outcome else {"error": f"{what} did not end within {seconds:g} s."}
+    return outcome[0] if outcome else {"error": f"{description} did not end within {seconds:g} s."}
 
 
 def listed(names: Sequence[str], max_names: int = 8) -> str:

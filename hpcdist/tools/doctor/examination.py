@@ -74,9 +74,9 @@ def _start_mpi(required: Requirements, report: Report, limit: TimeLimit) -> Firs
     with start.limited(
         START_S if is_reported else round(limit.remaining_s(), 1),
         task(required.environ),
-        place="MPI's start",
-        advice=" Check the last lines of each rank, and that their nodes run",
-        tell=(lambda text: None) if is_reported else report_late,
+        where="MPI's start",
+        advice=" Check the last output of each rank, and that their nodes run",
+        report=(lambda text: None) if is_reported else report_late,
         ends=limit.hard_limit,
     ):
         from hpcdist.comm.mpi.first_messages import FirstMessages  # importing it starts MPI

@@ -51,12 +51,12 @@ class Result(NamedTuple):
 def check(
     transport: Tcp | FirstMessages, introduction: str, pairs: Callable[[Mapping[int, str]], Iterable[Pair]]
 ) -> Result:
-    """Collective. Find absent members, and pairs of the others that can't reach each other.
+    """Collective. Find absent members, and pairs of present members that can't reach each other.
 
     Args:
-        transport: connects members 0 to size − 1. Its `exchange` returns the texts of all members that reached member 0
-            in time (on an unreachable member only its own text); the other members wait twice as long for the reply.
-            Its `unreachable` returns the pairs that failed from this member.
+        transport: connects members 0 to size − 1. `exchange` returns the texts of all members that reached member 0 in
+            time (on an unreachable member only its text); the other members wait twice as long for the reply.
+            `unreachable` returns the pairs that failed from this member.
         introduction: this member's description for the others.
         pairs: returns the pairs to try, from the introductions.
     """
@@ -88,7 +88,7 @@ NOTHING = Result({})
 
 
 def takes_part(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is the one of its node that takes part."""
+    """Return whether this is the participating process of its node."""
     launched = task(environ)
     return launched is not None and launched.launcher.startswith("srun") and launched.local_rank == 0
 
@@ -204,8 +204,7 @@ def _write(stream: IO, value: object) -> None:
 def absent_nodes(names: Sequence[str], first: str, waited_s: float) -> Iterator[Finding]:
     """Report the nodes that did not reach the first one by TCP."""
     for name in names:
-        text = f"{name} must connect to {first} by TCP; it did not within {waited_s:g} s: it hangs, or can't reach "
-        f"{first}"
+        text = f"{name} must connect to {first} by TCP; it did not within {waited_s:g} s: it hangs, or can't reach it"
         yield Finding(WARNING, text, (name,))
 
 
@@ -228,7 +227,7 @@ def absent_ranks(
 
 
 def unreachable_pairs(pairs: Sequence[tuple[int, int]], nodes: Nodes, reason: str) -> list[Finding]:
-    """Report pairs of nodes without a connection; one finding for all pairs of the same node.
+    """Report pairs of nodes without a connection; pairs of the same node are one finding.
 
     Args:
         reason: how it was detected.
@@ -250,7 +249,7 @@ def unreachable_pairs(pairs: Sequence[tuple[int, int]], nodes: Nodes, reason: st
 
 
 def unanswered(error: Unanswered, nodes: Nodes, stage: str) -> list[Finding]:
-    """Report the ranks that stopped answering during a check, by node; for pairs that wait for each other, the link."""
+    """Report the ranks that stopped answering during a check, by node; report the link if two wait for each other."""
     stuck = {rank for pair in error.pairs for rank in pair}
     reason = f"its measurement did not end within {error.seconds:g} s"
     findings = unreachable_pairs([(nodes.of[a], nodes.of[b]) for a, b in error.pairs], nodes, reason)

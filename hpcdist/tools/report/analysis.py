@@ -171,10 +171,10 @@ class RunGroup:
         frames = [result.curves.times for result in self.ended if len(result.curves.times)]
         return concat(frames).groupby("rank").mean() if frames else DataFrame()
 
-    def spent_to_target(self, what: str) -> Interval | None:
-        """Return the mean `bytes` or `joules` until the target; None unless all runs reached it and recorded them."""
-        values = self[f"{what}_to_target"].values()
-        return self.mean(f"{what}_to_target") if 0 < len(values) == self.n_started else None
+    def spent_to_target(self, quantity: str) -> Interval | None:
+        """Return the mean `bytes` or `joules` until the target; None if a run did not reach it or has no record."""
+        values = self[f"{quantity}_to_target"].values()
+        return self.mean(f"{quantity}_to_target") if 0 < len(values) == self.n_started else None
 
     @property
     def total_batch(self) -> int | None:

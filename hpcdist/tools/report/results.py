@@ -115,8 +115,8 @@ class JobRuns:
 
     def bytes_to_target(self, result: RunResult) -> float | None:
         """Return the bytes sent and fetched by all ranks until the target was reached."""
-        reached, known = self.reached(result), result.curves.evaluations
-        return None if reached is None else float(known["bytes"][known["step"] == reached.step].iloc[0])
+        reached, evaluations = self.reached(result), result.curves.evaluations
+        return None if reached is None else float(evaluations["bytes"][evaluations["step"] == reached.step].iloc[0])
 
     def row(self, result: RunResult) -> dict[str, Any]:
         """Return all values of a run, without curves, by column."""
@@ -210,12 +210,12 @@ def _comparison(folder: Path, plan: Mapping[str, Any], only: Collection[Path] | 
         selected = [run for run in plan["runs"] if only is None or folder / run["folder"] in only]
         runs = [_run(folder / run["folder"], run, is_virtual) for run in progress(selected, READING)]
         metric = plan["metric"] or _first_metric(runs)  # empty for a script
-        known = is_higher_better(metric)
+        guessed = is_higher_better(metric)
         return JobRuns(
             name=Path(plan["job"]).stem,
             title=plan["job"],
             metric=metric,
-            higher_is_better=plan.get("higher_is_better", known) if plan["metric"] else known,
+            higher_is_better=plan.get("higher_is_better", guessed) if plan["metric"] else guessed,
             target=plan.get("target"),
             budget=plan.get("budget") or {},
             tuning=plan.get("tuning"),
@@ -249,8 +249,8 @@ def _by_job(runs: Sequence[RunResult]) -> dict[str | None, list[RunResult]]:
     stems = Counter(Path(path).stem for path in set(first.values()))
     groups: dict[str | None, list[RunResult]] = {}
     for result in runs:
-        known = None if result.run.record is None else first[result.run.record.job.path]
-        name = known if known is None or stems[Path(known).stem] > 1 else Path(known).stem
+        path_ = None if result.run.record is None else first[result.run.record.job.path]
+        name = path_ if path_ is None or stems[Path(path_).stem] > 1 else Path(path_).stem
         groups.setdefault(name, []).append(result)
     return dict(sorted(groups.items(), key=lambda group: (group[0] is None, group[0] or "")))
 
@@ -300,9 +300,9 @@ def _name(result: RunResult, settings: Mapping[str, Mapping[Path, str]]) -> str:
 def _run(folder: Path, planned: Mapping[str, Any] | None = None, is_virtual: bool = False) -> RunResult:
     run = Run(folder, follow=True)  # reports a damaged run without raising
     if planned is None:
-        known = run.summary or run.start
+        source = run.summary or run.start
         seed = run.settings.get("seed") if run.summary is None else run.summary.seed
-        ranks = known.ranks if known else 0
+        ranks = source.ranks if source else 0
         planned = {"name": run.strategy or "unknown", "kind": "strategy", "ranks": ranks, "seed": seed}
     virtual = is_virtual or bool(run.start and run.start.virtual)
     result = RunResult(run, **{key: planned[key] for key in ("name", "kind", "ranks", "seed")}, virtual=virtual)
@@ -346,9 +346,9 @@ def _losses(
         total: samples of all workers.
         last: last step of the workers.
     """
-    known = [(0, 0.0), *((result.samples, result.seconds) for result in run.evaluations)]
-    if run.summary is not None and total > known[-1][0]:
-        known.append((total, run.summary.wall_s))
+    times = [(0, 0.0), *((result.samples, result.seconds) for result in run.evaluations)]
+    if run.summary is not None and total > times[-1][0]:
+        times.append((total, run.summary.wall_s))
     step, samples, loss = (
         records[name][(records["samples"] > 0) & (records["losses"] > 0)] for name in ("step", "samples", "loss")
     )
@@ -359,9 +359,9 @@ def _losses(
     points = DataFrame(
         {
             "samples": trained,
-            "seconds": np.interp(trained, *np.transpose(known)),
+            "seconds": np.interp(trained, *np.transpose(times)),
             "bytes": bytes_at((filled + 1) * last // count),
             "loss": np.bincount(number, loss * samples, count)[filled] / sums[filled],
         }
     )
-    return points[trained <= known[-1][0]]
+    return points[trained <= times[-1][0]]

@@ -84,13 +84,13 @@ def show(tables_: Sequence[JobTable]) -> None:
     for table in tables_:
         heads = _heads(table)
         texts = {name: [row[name][1] for row in table.rows] for name in table.rows[0]}
-        left = [name for name, (value, _) in table.rows[0].items() if isinstance(value, (str, bool))]
-        for name in left:
+        text_columns = [name for name, (value, _) in table.rows[0].items() if isinstance(value, (str, bool))]
+        for name in text_columns:
             common, texts[name] = _cut_prefix(texts[name])
             heads[name] += f"\n{common}" if common else ""
         rows = [dict(zip(texts, row)) for row in zip(*texts.values())]
         title = f"{table.analysis.job.comparison}: " if table.analysis.job.comparison and len(tables_) > 1 else ""
-        console.rows(title + _title(table.analysis), rows, heads=heads, left_aligned=left, option="--columns")
+        console.rows(title + _title(table.analysis), rows, heads=heads, left_aligned=text_columns, option="--columns")
         if len(table.analysis.groups) > 1:
             console.line(answer(table.analysis).headline)
             console.line("")
@@ -145,7 +145,7 @@ def as_value(value: object, name: str = "") -> object:
 
 
 def write_csv(tables_: Sequence[JobTable], file: TextIO) -> None:
-    """Write the tables of all jobs as one CSV table; a mean has three columns: NAME, NAME.low and NAME.high."""
+    """Write one CSV table of all jobs; a mean has three columns: NAME, NAME.low and NAME.high."""
     rows: list[dict[str, Any]] = []
     for table in tables_:
         for row in table.rows:
@@ -234,9 +234,9 @@ def _number(group: RunGroup, key: str) -> Entry:
     if key == "staleness_max" and finite:
         return (largest := max(group[key].values())), wording.number(largest)
     if key.startswith("metric."):
-        known = sum(value is not None for value in group.values(key))
-        some = f" ({finite} of {known} finite)" if finite < known else ""
-        return mean, f"{mean:.4f}{some}" if finite else "not finite" if known else wording.NONE
+        n_values = sum(value is not None for value in group.values(key))
+        some = f" ({finite} of {n_values} finite)" if finite < n_values else ""
+        return mean, f"{mean:.4f}{some}" if finite else "not finite" if n_values else wording.NONE
     write = wording.amount if key.startswith("bytes") else wording.number
     return mean, wording.NONE if mean is None else write(mean.mean)
 

@@ -181,20 +181,22 @@ def _headline(analysis: Analysis) -> str:
 def _who_reached(analysis: Analysis, is_first_named: bool) -> Iterator[str]:
     """Name the groups that reached the target and those that did not, if groups differ in that."""
     groups = [group for group in analysis.groups if group.n_started]
-    every, others = ([group for group in groups if group.all_reached is reached] for reached in (True, False))
+    reached_all, others = ([group for group in groups if group.all_reached is reached] for reached in (True, False))
     if analysis.job.target is None or not others or (is_first_named and len(groups) == 2):
         return
     if not any(group.seconds_to_target for group in groups):
         yield f"No run {_done(analysis.job)}."
         return
-    names = joined(list(map(_on, every))) if 0 < len(every) <= NAMED else f"{len(every)} groups of runs"
-    so_far = any(group.n_started < len(group.runs) for group in every)
-    clauses = [f"{names} {_done(analysis.job)} in all {'runs so far' if so_far else 'seeds'}"] * bool(every)
+    names = (
+        joined(list(map(_on, reached_all))) if 0 < len(reached_all) <= NAMED else f"{len(reached_all)} groups of runs"
+    )
+    so_far = any(group.n_started < len(group.runs) for group in reached_all)
+    clauses = [f"{names} {_done(analysis.job)} in all {'runs so far' if so_far else 'seeds'}"] * bool(reached_all)
     for group in others if len(others) <= NAMED else ():
         verb = "" if clauses else f" {_done(analysis.job)}"
         clauses.append(f"{_on(group)}{verb} in {_reached(group)}" + f" ({_ends(group)})" * bool(group.ended))
     if len(others) > NAMED:
-        clauses.append(f"{len(others)} groups of runs did not{' in all seeds' * (not every)}")
+        clauses.append(f"{len(others)} groups of runs did not{' in all seeds' * (not reached_all)}")
     yield f"{capital('; '.join(clauses))}."
 
 
@@ -305,10 +307,10 @@ def _machine(job: JobRuns) -> Iterator[str]:
     """Warn, for each host, if ranks shared cores or the machine was busy."""
     starts = [r.run.start for r in job.runs if r.run.start and r.run.start.cores and not r.virtual]
     for host in dict.fromkeys(host for start in starts for host in start.cores):
-        here = [start for start in starts if host in start.cores]
-        max_ranks = max(start.hosts.count(host) for start in here)
-        cores = min(start.cores[host] for start in here if start.hosts.count(host) == max_ranks)
-        first = [start for start in here if start.hosts[0] == host]
+        host_starts = [start for start in starts if host in start.cores]
+        max_ranks = max(start.hosts.count(host) for start in host_starts)
+        cores = min(start.cores[host] for start in host_starts if start.hosts.count(host) == max_ranks)
+        first = [start for start in host_starts if start.hosts[0] == host]
         load = max((load for start in first for load in start.load), default=0.0)
         processors = max((start.processors or 0 for start in first), default=0)
         yield from (f"{host}: {text}" for text in timing_warnings(max_ranks, cores, processors, load))

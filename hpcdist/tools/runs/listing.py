@@ -22,7 +22,7 @@ class ListedRun:
 
     Attributes:
         age_s: seconds since its first start; None: unknown.
-        time_s: seconds that it has run, over all starts; a killed start counts 0.
+        time_s: running time, the sum over all starts; a killed start counts 0.
         metrics: final, or of the last evaluation.
         comparison: folder of the comparison or sweep that it belongs to.
         settings: of its newest start.
@@ -52,13 +52,13 @@ def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
         return ListedRun(str(folder), "damaged", "", "", 0, None, None, {}, [], comparison_path, {}, str(error))
     record, summary = run.record, run.summary
     state: ListedState = run.outcome or "running"
-    known, last = run.start or summary, summary or (run.evaluations[-1] if run.evaluations else None)
+    newest, last = run.start or summary, summary or (run.evaluations[-1] if run.evaluations else None)
     return ListedRun(
         folder=str(folder),
         state=state,
         job="" if record is None else Path(record.job.path).stem,
         strategy=run.strategy,
-        ranks=0 if known is None else known.ranks,
+        ranks=0 if newest is None else newest.ranks,
         age_s=None if record is None else seconds_since(record.started),
         time_s=None if record is None else sum(_seconds_of(start, state) for start in (record, *record.resumed)),
         metrics={} if last is None else last.metrics,

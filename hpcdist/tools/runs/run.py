@@ -96,10 +96,10 @@ class Run:
             self.damage = str(error)
         self.abandoned = abandoned and self.summary is None
 
-    def _read(self, name: str, load: Callable[[Path], T], known: T) -> T:
+    def _read(self, name: str, load: Callable[[Path], T], current: T) -> T:
         stamp = self._stamp(name)
         if stamp is None or self._stamps.get(name) == stamp:
-            return known
+            return current
         content = load(self.folder)
         self._stamps[name] = stamp
         return content

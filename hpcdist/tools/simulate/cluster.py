@@ -73,11 +73,11 @@ def read_cluster(path: Path | None, network: str | None, compute: str | None) ->
     return cluster
 
 
-def _link(text: str, what: str) -> tuple[float, float]:
+def _link(text: str, name: str) -> tuple[float, float]:
     latency, comma, bandwidth = text.partition(",")
     if not comma:
-        raise ConfigError(f"{what} must be LATENCY,BANDWIDTH; got {text!r}. Write it as 50us,10Gbit/s.")
-    return seconds(latency, f"latency of {what}"), bytes_per_second(bandwidth, f"bandwidth of {what}")
+        raise ConfigError(f"{name} must be LATENCY,BANDWIDTH; got {text!r}. Write it as 50us,10Gbit/s.")
+    return seconds(latency, f"latency of {name}"), bytes_per_second(bandwidth, f"bandwidth of {name}")
 
 
 def _model(text: str, step_s: StepSeconds) -> ComputeModel:
@@ -100,8 +100,8 @@ def _model(text: str, step_s: StepSeconds) -> ComputeModel:
         return Straggler(_model(base, step_s), int(rank), number(factor, "the factor of compute"))
     if name == "slow" and len(parts) >= 3:
         part, factor, base = rest.split(",", 2)
-        names = "the part of slow steps", "the factor of compute"
-        return SlowSteps(_model(base, step_s), number(part, names[0]), number(factor, names[1]))
+        names_ = "the part of slow steps", "the factor of compute"
+        return SlowSteps(_model(base, step_s), number(part, names_[0]), number(factor, names_[1]))
     if name == "replay":
         if not Path(rest).is_dir():
             raise ConfigError(f"compute must be replay:RUN with a run's folder; got {text!r}, which does not exist.")
@@ -111,11 +111,11 @@ def _model(text: str, step_s: StepSeconds) -> ComputeModel:
 
 
 # --- units ------------------------------------------------------------------------------------------------------------
-def seconds(text: str, what: str) -> float:
+def seconds(text: str, name: str) -> float:
     """Parse a time: `50us`, `20 ms`, `1.5s`, or a number of seconds.
 
     Args:
-        what: name of the setting, for the message.
+        name: name of the setting, for the message.
 
     Example:
         >>> from hpcdist.tools.simulate.cluster import bytes_per_second, seconds
@@ -124,26 +124,26 @@ def seconds(text: str, what: str) -> float:
     """
     match = re.fullmatch(rf"{_NUMBER} ?(ns|us|µs|ms|s|)", text.strip())
     if match is None:
-        raise ConfigError(f"{what} must be a time in ns, us, ms or s; got {text.strip()!r}. Write it as 50us or 20ms.")
+        raise ConfigError(f"{name} must be a time in ns, us, ms or s; got {text.strip()!r}. Write it as 50us or 20ms.")
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def bytes_per_second(text: str, what: str) -> float:
-    """Parse a bandwidth: `10Gbit/s`, `1.25 GB/s`, `100MiB/s`, or `inf`; `what` as for `seconds`."""
+def bytes_per_second(text: str, name: str) -> float:
+    """Parse a bandwidth: `10Gbit/s`, `1.25 GB/s`, `100MiB/s`, or `inf`; `name` as for `seconds`."""
     if text.strip() == "inf":
         return math.inf
     match = re.fullmatch(rf"{_NUMBER} ?(|k|M|G|T|Ki|Mi|Gi)(bit|B)/s", text.strip())
     if match is None:
         raise ConfigError(
-            f"{what} must be a bandwidth in bit/s or B/s, with k, M or G before it; got {text.strip()!r}. Write it as "
+            f"{name} must be a bandwidth in bit/s or B/s, with k, M or G before it; got {text.strip()!r}. Write it as "
             "10Gbit/s or 1.25GB/s; inf is no limit."
         )
     return float(match[1]) * _PREFIXES[match[2]] * _BYTES[match[3]]
 
 
-def number(text: str, what: str) -> float:
-    """Parse a plain number; `what` as for `seconds`."""
+def number(text: str, name: str) -> float:
+    """Parse a plain number; `name` as for `seconds`."""
     try:
         return float(text)
     except ValueError:
-        raise ConfigError(f"{what} must be a number; got {text.strip()!r}.") from None
+        raise ConfigError(f"{name} must be a number; got {text.strip()!r}.") from None

@@ -30,7 +30,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Simulation:
-    """What all runs on one virtual cluster share.
+    """The virtual cluster and the job of several runs.
 
     Args:
         job: the job's file.
@@ -97,7 +97,7 @@ class Simulation:
         """Return the seconds of a step with this number of samples."""
         if given_s is not None:
             return given_s * samples / self.samples if self.samples else given_s
-        nearest = min(self.step_s, key=lambda known: abs(known - samples))
+        nearest = min(self.step_s, key=lambda size: abs(size - samples))
         return self.step_s[nearest] * samples / nearest
 
 
@@ -136,8 +136,7 @@ class VirtualLauncher:
             except BrokenProcessPool:
                 if self._ended:
                     raise KeyboardInterrupt from None
-                failure = "its process was killed: is there enough memory for {run.ranks} virtual ranks? Try "
-                "--workers 1"
+                failure = f"its process was killed: is there enough memory for {run.ranks} ranks? Try --workers 1"
         if failure is not None:
             raise RunError(f"run {run.folder} on virtual ranks failed: {failure}")
 

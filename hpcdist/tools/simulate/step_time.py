@@ -88,9 +88,9 @@ def on_cluster(experiment: E, cluster: ClusterConfig, output: Path) -> E:
         cluster.steps(lambda given_s: given_s or 1.0).check(experiment.max_ranks)
         described = {**cluster.model_dump(), "samples": step_samples}
         step_s: dict[str, float] = {}
-        known = (read(output) or {}).get("virtual") or {}
-        if MEASURED in cluster.compute and described.items() <= known.items():
-            step_s = known["step_s"]
+        stored = (read(output) or {}).get("virtual") or {}
+        if MEASURED in cluster.compute and described.items() <= stored.items():
+            step_s = stored["step_s"]
         elif MEASURED in cluster.compute:
             stages = config.parallel.stages
             sizes = {step_samples}

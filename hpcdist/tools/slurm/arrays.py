@@ -107,7 +107,7 @@ def submit_missing(
         return True
     with claimed(output):
         experiment_runs.write()
-        experiment_runs.trained.make_data()
+        experiment_runs.trained.create_data()
         for run in remaining:
             prepare(run, output)
         for spec in specs:
@@ -164,7 +164,7 @@ def pending(output: Path) -> dict[Path, State]:
 
 
 def _state_of(task: str, states: Sequence[State]) -> State:
-    """Return the state of a task; waiting tasks share one entry, such as 7_[2-3]."""
+    """Return a task's state; Slurm lists waiting tasks in one entry, such as 7_[2-3]."""
     waiting = (state for state in states if "[" in state.job and not state.ended)
     return next((state for state in states if state.job == task), next(waiting, State(task, FORGOTTEN)))
 

@@ -62,9 +62,9 @@ def run_call(folder: Path) -> Any:
     with open(folder / "call.pickle", "rb") as file:
         python, module_paths = pickle.load(file)
         if python != PYTHON:
-            submitted, here = (".".join(map(str, version)) for version in (python, PYTHON))
+            submitted, running = (".".join(map(str, version)) for version in (python, PYTHON))
             raise MismatchError(
-                f"Python must be {submitted} on the nodes, as in the submitting process; got {here}, "
+                f"Python must be {submitted} on the nodes, as in the submitting process; got {running}, "
                 f"{sys.executable}. Name that environment in the site's profile, as venv or conda."
             )
         sys.path += [path for path in module_paths if path not in sys.path]

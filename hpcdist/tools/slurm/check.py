@@ -109,10 +109,10 @@ def _command(spec: JobSpec, site: Site) -> Problems:
     has_site_software = bool(site.modules or site.source or site.conda)  # the site's software may provide it
     if path is None:
         is_file = Path(program).is_file()
-        what = "a file that is not executable" if is_file else "no such file" if "/" in program else "not on PATH"
+        problem = "a file that is not executable" if is_file else "no such file" if "/" in program else "not on PATH"
         advice = f"Write python {program}" if program.endswith(".py") else "Name one, or load it by the site's modules"
         finding = warning if has_site_software and "/" not in program else error
-        yield finding(f"command must start with a program; got {program}, {what}. {advice}.")
+        yield finding(f"command must start with a program; got {program}, {problem}. {advice}.")
         return
     is_python = re.fullmatch(r"python[\d.]*", Path(program).name) is not None
     script = _script(arguments) if is_python or Path(program).name in ("bash", "sh") else None

@@ -102,8 +102,8 @@ def states(job: str) -> list[State]:
     if not tasks:
         return _forgotten(job)
     if "_" in tasks[0].job and "_" not in job:  # an array: the controller forgets finished tasks one by one
-        known = {state.job for state in tasks}
-        tasks += [state for state in _from_accounting(job) if state.ended and state.job not in known]
+        listed_jobs = {state.job for state in tasks}
+        tasks += [state for state in _from_accounting(job) if state.ended and state.job not in listed_jobs]
     return tasks
 
 

@@ -72,10 +72,12 @@ def _setting(text: str) -> str:
     return text
 
 
-def _command(words: list[str]) -> list[str]:
-    if words and (not words[0] or words[0].startswith("-")):
-        raise ValueError(f"must start with a program's name; got {words[0]!r}. Launchers would take -x for an option.")
-    return words
+def _command(command: list[str]) -> list[str]:
+    if command and (not command[0] or command[0].startswith("-")):
+        raise ValueError(
+            f"must start with a program's name; got {command[0]!r}. Launchers would take -x for an option."
+        )
+    return command
 
 
 Line = Annotated[str, AfterValidator(_one_line)]  # of a directive

@@ -223,14 +223,14 @@ def _rising(values: Sequence[float], highest: float) -> str:
     return "".join(RISING[round(mean / max(highest, 1e-9) * (len(RISING) - 1))] for mean in means)
 
 
-def _aligned(rows: Sequence[Sequence[str]], columns: int, left: int = 0) -> list[str]:
-    """Align a table's first `left` columns to the left, others to the right; drop the last columns that don't fit."""
+def _aligned(rows: Sequence[Sequence[str]], columns: int, n_left: int = 0) -> list[str]:
+    """Align a table's first `n_left` columns to the left, others to the right; drop the last columns that don't fit."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     while len(widths) > 1 and sum(widths) + 2 * (len(widths) - 1) > columns:
         widths.pop()
     return [
         "  ".join(
-            f"{group:<{width}}" if index < left else f"{group:>{width}}"
+            f"{group:<{width}}" if index < n_left else f"{group:>{width}}"
             for index, (group, width) in enumerate(zip(row, widths))
         )
         for row in rows
@@ -259,7 +259,7 @@ def table(
         "slow ranks": [", ".join(_slow(view)) for view in views],
     }
     filled = [[name, *column] for name, column in groups.items() if any(column)]
-    head, *lines = _aligned(list(zip(*filled)), columns, left=2)
+    head, *lines = _aligned(list(zip(*filled)), columns, n_left=2)
     return Text("\n").join([Text(title, "bold"), Text(head, "bright_black"), *map(Text, lines)])
 
 

@@ -25,7 +25,7 @@ from hpcdist.tools.compare.trained import higher_is_better
 from hpcdist.tools.runs import FAILURE
 from hpcdist.tools.simulate.cluster import ClusterConfig
 from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
-from hpcdist.train.job import make_data
+from hpcdist.train.job import create_data
 from hpcdist.train.runs import specify
 
 Key = TypeVar("Key")
@@ -142,7 +142,7 @@ class GroupRuns:
             RunError: some have failed; all others have been made.
         """
         if any(not group.loop for group in groups.values()):  # a loop sees to its data itself
-            self.make_data()
+            self.create_data()
         of_group = {key: [self._plan(group, seed, parent) for seed in seeds] for key, group in groups.items()}
         planned = list(dict.fromkeys(run for runs in of_group.values() for run in runs))
         if self._experiment.virtual is None:  # changes on the machine are to strike all groups alike
@@ -165,9 +165,9 @@ class GroupRuns:
             )
         return {key: [EndedRun.read(run, self._output) for run in runs] for key, runs in of_group.items()}
 
-    def make_data(self) -> None:
+    def create_data(self) -> None:
         """Make the job's data file if it isn't there, which runs side by side can't share."""
-        make_data(self._job, Path(self._config.data.path))
+        create_data(self._job, Path(self._config.data.path))
 
     def measure(self, group: ComparedGroup, seeds: Iterable[int]) -> list[EndedRun]:
         """Make the runs of a group by which its rate is chosen. Threads may do so at the same time: see `each`."""

@@ -29,16 +29,16 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
     If all nodes differ from rank 0, rank 0's clock is off.
     """
     clocks, first = measured["clocks"], nodes.names[0]
-    off = {name: row for name, row in clocks.items() if abs(row["ahead_s"]) - row["error_s"] > MAX_OFFSET_S}
-    if len(clocks) > 1 and len(off) == len(clocks):
-        worst = max((row["ahead_s"] for row in off.values()), key=abs)
+    deviating = {name: row for name, row in clocks.items() if abs(row["ahead_s"]) - row["error_s"] > MAX_OFFSET_S}
+    if len(clocks) > 1 and len(deviating) == len(clocks):
+        worst = max((row["ahead_s"] for row in deviating.values()), key=abs)
         text = f"{first}'s clock is {_distance(-worst)} all others. Tell the site: no time service seems to run there"
         yield Finding(WARNING, text, (first,))
         return
-    for name, row in off.items():
+    for name, row in deviating.items():
         text = f"{name}'s clock is {_distance(row['ahead_s'])} {first}'s, it must be within {1e3 * MAX_OFFSET_S:g} ms. "
         yield Finding(WARNING, f"{text}Tell the site: no time service seems to run there", (name,))
-    if not off:
+    if not deviating:
         max_s = max((abs(row["ahead_s"]) + row["error_s"] for row in clocks.values()), default=0.0)
         summary = f", all within {1e3 * max_s:.2g} ms of {first}'s" if clocks else ""
         yield Finding(OK, f"{len(nodes.names)} clock{'s' * (len(nodes.names) > 1)}{summary}")

@@ -74,9 +74,9 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     links = _table(comm, nodes, parts)
     slow = compare(links.values(), len(nodes.names)) if links else Slow({}, [], 0.0, 0.0)
     suspects = {pair for pair, link in links.items() if link in slow.links or set(pair) & set(slow.nodes)}
-    for pair, again in _table(comm, nodes, [[p for p in part if p in suspects] for part in parts]).items():
-        latency_s = min(links[pair].latency_s, again.latency_s)
-        links[pair] = Link(*pair, latency_s, max(links[pair].bandwidth_bytes_s, again.bandwidth_bytes_s))
+    for pair, repeated in _table(comm, nodes, [[p for p in part if p in suspects] for part in parts]).items():
+        latency_s = min(links[pair].latency_s, repeated.latency_s)
+        links[pair] = Link(*pair, latency_s, max(links[pair].bandwidth_bytes_s, repeated.bandwidth_bytes_s))
     return {"networks": by_node, "links": list(links.values())}
 
 

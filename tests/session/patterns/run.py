@@ -1,4 +1,4 @@
-"""What a habit is given: the same few calls for one process and for ranks, and one comparison of the two."""
+"""What a pattern is given: the same few calls for one process and for ranks, and one comparison of the two."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hpcdist.session import rules
 from hpcdist.strategies import Contract
 
 N, BATCH, EPOCHS = 28, 4, 2
-HABITS: dict[str, Habit] = {}
+PATTERNS: dict[str, Pattern] = {}
 
 
 @dataclass
-class Habit:
+class Pattern:
     """A loop, and what becomes of it.
 
     Attributes:
@@ -31,7 +31,7 @@ class Habit:
         breaks: rows of the table of rules: where one of them refuses a strategy's contract, the loop is refused so.
         refused: the message of a refusal that is no row of that table, by the names of strategies; "*" for all.
         where: strategies that it is for; all, if empty.
-        ways: ways in which its samples can be dealt out, see `test_habits`.
+        ways: ways in which its samples can be dealt out, see `test_patterns`.
         inexact: strategies with which it works, and equals nothing in one process.
         tolerance: of the comparison, absolute.
         needs: the package that it is for, if any.
@@ -48,11 +48,11 @@ class Habit:
     needs: str = ""
 
     def refusal(self, name: str, contract: Contract, size: int) -> str | None:
-        """A pattern of the message with which a strategy refuses the loop; None where it does not."""
+        """A regex of the message with which a strategy refuses the loop; None where it does not."""
         rows = [self.breaks] if isinstance(self.breaks, str) else self.breaks
-        patterns = [message(row) for row in rows if refuses(row, contract, size)]
-        patterns += [self.refused[key] for key in (name, "*") if key in self.refused][:1]
-        return "|".join(patterns) or None
+        regexes = [message(row) for row in rows if refuses(row, contract, size)]
+        regexes += [self.refused[key] for key in (name, "*") if key in self.refused][:1]
+        return "|".join(regexes) or None
 
 
 def refuses(row: str, contract: Contract, size: int) -> bool:
@@ -61,16 +61,16 @@ def refuses(row: str, contract: Contract, size: int) -> bool:
 
 
 def message(row: str, **facts: object) -> str:
-    """A pattern of a rule's message, whatever is filled in but for these facts."""
+    """A regex of a rule's message, whatever is filled in but for these facts."""
     chunks = re.split(r"{(\w+)(?:!r)?}", rules.RULES[row].message)
     return "".join(re.escape(str(facts.get(p, ""))) or ".*" if i % 2 else re.escape(p) for i, p in enumerate(chunks))
 
 
-def habit(**given):
+def pattern(**given):
     """Puts a loop into the table."""
 
     def enter(loop):
-        HABITS[loop.__name__] = Habit(loop, **given)
+        PATTERNS[loop.__name__] = Pattern(loop, **given)
         return loop
 
     return enter
@@ -83,9 +83,9 @@ def training(lr: float = 0.1, *, model=None, make=None, distributed=None, **give
         model: () -> the model; `net`, if None.
         make: (model) -> its optimiser; SGD, if None.
         distributed: options of DistributedOptimizer.
-        given: fields of `Habit`; others are options of SGD.
+        given: fields of `Pattern`; others are options of SGD.
     """
-    fields = {key: given.pop(key) for key in [*given] if key in Habit.__dataclass_fields__}
+    fields = {key: given.pop(key) for key in [*given] if key in Pattern.__dataclass_fields__}
     make = make or using(SGD, lr=lr, **given)
 
     def put(loop):
@@ -95,7 +95,7 @@ def training(lr: float = 0.1, *, model=None, make=None, distributed=None, **give
             result = loop(run, own, run.optimizer(make(own), own, **(distributed or {})))
             return run.finish(own) if result is None else result
 
-        return habit(**fields)(whole)
+        return pattern(**fields)(whole)
 
     return put
 
@@ -271,7 +271,7 @@ def train(
     step: Callable | None = None,
     after: Callable | None = None,
 ) -> None:
-    """The plain loop, and places in it where habits may stand.
+    """The plain loop, and places in it where patterns may stand.
 
     Args:
         loader: or a function that makes the batches of an epoch.

@@ -7,14 +7,14 @@ from torch import nn
 from torch.optim import SGD
 
 import hpcdist as hd
-from habits import groups
-from habits.run import BATCH, EPOCHS, data, habit, mse, net, sgd, train
 from harness import loops
+from patterns import groups
+from patterns.run import BATCH, EPOCHS, data, mse, net, pattern, sgd, train
 
 WITHOUT_SERVERS = [name for name in groups.CONTRACTS if name not in groups.SERVED]
 
 
-@habit(needs="ignite", where=WITHOUT_SERVERS)
+@pattern(needs="ignite", where=WITHOUT_SERVERS)
 def an_engine_of_ignite(run):
     """Goes on with the next epoch at each call; it asks a loader without batches twice, as a server's is."""
     from ignite.engine import create_supervised_trainer
@@ -26,7 +26,7 @@ def an_engine_of_ignite(run):
     return run.finish(model)
 
 
-@habit(needs="peft")
+@pattern(needs="peft")
 def adapters_of_peft(run):
     """Only they are trained."""
     from peft import LoraConfig, get_peft_model
@@ -39,7 +39,7 @@ def adapters_of_peft(run):
     return run.finish(model)
 
 
-@habit(needs="torch_geometric", ways=("joint", "one", "many"))
+@pattern(needs="torch_geometric", ways=("joint", "one", "many"))
 def graphs_of_torch_geometric(run):
     """In batches by its own loader."""
     from torch_geometric.data import Data

@@ -17,8 +17,8 @@ from torch.utils.data import (
 )
 
 import hpcdist as hd
-from habits.run import BATCH, N, data, train, training
-from habits.samples import RANKS, Numbered, all_of, numbered, worker
+from patterns.run import BATCH, N, data, train, training
+from patterns.samples import RANKS, Numbered, all_of, numbered, worker
 
 
 # --- samplers that split by themselves --------------------------------------------------------------------------------
@@ -140,10 +140,10 @@ class Masked(IterableDataset):
     """Single samples behind a mask of ones, of every size-th one; or dataclasses."""
 
     def __init__(self, n, first, step, plain):
-        self.dataset, self.places, self.plain = Numbered(n), range(first, n, step), plain
+        self.dataset, self.positions, self.plain = Numbered(n), range(first, n, step), plain
 
     def __iter__(self):
-        for i in self.places:
+        for i in self.positions:
             x, y, _ = self.dataset[i]
             yield {"mask": torch.ones(4), "pair": (x, y), "number": i} if self.plain else Labelled((x, y), i)
 
@@ -152,8 +152,8 @@ def _masked(name, plain, split_by_rank):
     """All samples count once, whether the stream or hpcdist splits them."""
 
     def loop(run, model, optimizer):
-        place = (worker(run), run.workers) if split_by_rank else (0, 1)
-        loader = DataLoader(Masked(24, *place, plain), batch_size=None)
+        position = (worker(run), run.workers) if split_by_rank else (0, 1)
+        loader = DataLoader(Masked(24, *position, plain), batch_size=None)
         found = []
 
         def batches():

@@ -232,7 +232,7 @@ def refused(strategy, folder):
     }
 
 
-def habit(make=Net, **settings):
+def pattern(make=Net, **settings):
     return lambda strategy, folder: fit(strategy(), make, **settings)
 
 
@@ -246,12 +246,12 @@ def _made(folder):
 
 
 CASES.update(
-    by_value=habit(gradient_clip_val=0.05, gradient_clip_algorithm="value"),
+    by_value=pattern(gradient_clip_val=0.05, gradient_clip_algorithm="value"),
     scheduler=lambda strategy, folder: fit(strategy(), callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})]),
-    limit=habit(limit_train_batches=3),
-    overfit=habit(overfit_batches=2),
-    across=habit(val_check_interval=5, check_val_every_n_epoch=None),
-    max_time=habit(max_time="00:00:10:00"),
+    limit=pattern(limit_train_batches=3),
+    overfit=pattern(overfit_batches=2),
+    across=pattern(val_check_interval=5, check_val_every_n_epoch=None),
+    max_time=pattern(max_time="00:00:10:00"),
     stopped=lambda strategy, folder: fit(
         strategy(), callbacks=[EarlyStopping("loss", min_delta=0.05, patience=1)], max_epochs=20
     ),
@@ -260,25 +260,25 @@ CASES.update(
         strategy(), Plain, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=2)], max_epochs=5
     ),
     monitored=lambda strategy, folder: monitored(strategy(), folder),
-    plateau=habit(Plateau, max_epochs=6),
-    lbfgs=habit(Lbfgs, max_epochs=1),  # its steps enlarge differences of rounding
+    plateau=pattern(Plateau, max_epochs=6),
+    lbfgs=pattern(Lbfgs, max_epochs=1),  # its steps enlarge differences of rounding
     synced=lambda strategy, folder: fit(made := strategy(), Normed, sync_batchnorm=made is not None),
-    min_size=habit(Two, data=partial(two, mode="min_size")),
-    max_size=habit(Two, data=partial(two, mode="max_size")),
-    cycled=habit(Two, data=two),
-    longest=habit(Two, data=partial(two, counts=(52, 32)), val_check_interval=2),
-    validations=habit(TwoValidations, data=lambda size: (loaders(size)[0], [loaders(size)[1], first(20, size)])),
+    min_size=pattern(Two, data=partial(two, mode="min_size")),
+    max_size=pattern(Two, data=partial(two, mode="max_size")),
+    cycled=pattern(Two, data=two),
+    longest=pattern(Two, data=partial(two, counts=(52, 32)), val_check_interval=2),
+    validations=pattern(TwoValidations, data=lambda size: (loaders(size)[0], [loaders(size)[1], first(20, size)])),
     tested=lambda strategy, folder: evaluates(strategy(), folder),
     predicted=lambda strategy, folder: predicts(strategy(), folder),
-    measured=habit(Measured),
-    sampler=habit(data=lambda size: drawn(size, batch_size=size, sampler=Backwards(TRAIN), drop_last=True)),
-    batch_sampler=habit(data=lambda size: (batched(size), loaders(size)[1])),
-    processes=habit(data=lambda size: drawn(size, batch_size=size, num_workers=1), max_epochs=1),
-    module=habit(data=lambda size: (Data(size),)),
-    reloaded=habit(reload_dataloaders_every_n_epochs=1),
-    twice=habit(then=twice),
+    measured=pattern(Measured),
+    sampler=pattern(data=lambda size: drawn(size, batch_size=size, sampler=Backwards(TRAIN), drop_last=True)),
+    batch_sampler=pattern(data=lambda size: (batched(size), loaders(size)[1])),
+    processes=pattern(data=lambda size: drawn(size, batch_size=size, num_workers=1), max_epochs=1),
+    module=pattern(data=lambda size: (Data(size),)),
+    reloaded=pattern(reload_dataloaders_every_n_epochs=1),
+    twice=pattern(then=twice),
     unfrozen=lambda strategy, folder: fit(strategy(), Fine, callbacks=[BackboneFinetuning(2)], max_epochs=4),
-    streamed=habit(data=lambda size: (loaders(size)[0], DataLoader(Stream(VALIDATION), size))),
+    streamed=pattern(data=lambda size: (loaders(size)[0], DataLoader(Stream(VALIDATION), size))),
     fabric_drops=on_fabric(partial(first, 52, drop_last=True)),
     fabric_batches=on_fabric(batched),
     fabric_streams=on_fabric(lambda size: DataLoader(Stream(TRAIN), size)),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from habits.groups import GOSSIPS, SERVED, SERVERLESS, SYNCHRONOUS
-from habits.optimizers import Averaging
-from habits.run import copied, data, difference, mse, net, train
+from patterns.groups import GOSSIPS, SERVED, SERVERLESS, SYNCHRONOUS
+from patterns.optimizers import Averaging
+from patterns.run import copied, data, difference, mse, net, train
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import Adam, lr_scheduler

@@ -7,9 +7,9 @@ import sys
 
 FAILS = """
 import sys
-from hpcdist.faults import turns
-turns.FIRST_S, turns.SILENT_S = 0.0, 0.0
-print(turns.takes_turn(int(sys.argv[1])), flush=True)
+from hpcdist.faults import reporter
+reporter.FIRST_S, reporter.SILENT_S = 0.0, 0.0
+print(reporter.is_reporter(int(sys.argv[1])), flush=True)
 sys.stdin.read()
 """
 

@@ -1,4 +1,4 @@
-"""The table of habits and strategies: a loop of one's own trains as in one process, works, or is refused by name."""
+"""The table of patterns and strategies: a loop of one's own trains as in one process, works, or is refused by name."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from habits import gradients, groups, libraries, losses, models, optimizers, samples, schedules, splits  # noqa: F401 (they enter themselves)
-from habits.run import HABITS, Alone, Together, copied, difference
+from patterns import gradients, groups, libraries, losses, models, optimizers, samples, schedules, splits  # noqa: F401 (they enter themselves)
+from patterns.run import PATTERNS, Alone, Together, copied, difference
 
 from harness.cases import each
 from harness.ranks import VirtualRanks
@@ -48,7 +48,7 @@ quiet = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarn
 pytestmark = [pytest.mark.computes, pytest.mark.filterwarnings("ignore:The optimiser's state is divided")]
 SIZES = {"joint": 3, "one": 2, "same": 3, "many": 3}
 TABLE = {"joint": JOINT, "one": ONE, "same": SAME, "many": MANY}
-EVERYWHERE = {way: [*options] for way, options in TABLE.items()}  # not what is added for some habits below
+EVERYWHERE = {way: [*options] for way, options in TABLE.items()}  # not what is added for some patterns below
 
 
 def family(strategy):
@@ -60,16 +60,16 @@ def family(strategy):
 
 
 def cells(name, count):
-    """The ways and strategies with which a habit is tried: of each family's outcome, so many.
+    """The ways and strategies with which a pattern is tried: of each family's outcome, so many.
 
     And all with the plain loop, and those of allreduce.
     """
-    habit, of_family = HABITS[name], {}
-    for way in habit.ways:
+    pattern, of_family = PATTERNS[name], {}
+    for way in pattern.ways:
         for strategy in EVERYWHERE[way]:
             plain = strategy.split()[0]
-            if not habit.where or plain in habit.where:
-                refused = habit.refusal(plain, contract(way, strategy, SIZES[way]), SIZES[way])
+            if not pattern.where or plain in pattern.where:
+                refused = pattern.refusal(plain, contract(way, strategy, SIZES[way]), SIZES[way])
                 of_family.setdefault((family(plain), refused), []).append((way, strategy))
     for key, found in of_family.items():
         first = zlib.crc32(f"{name} {key}".encode())
@@ -85,15 +85,15 @@ def options_of(way, strategy, size):
 
 
 def trained(ranks, way, name, strategy):
-    """What the habit came to on each rank: its models, what they were before `finish`, and rates of updates."""
-    habit, options = HABITS[name], options_of(way, strategy, ranks.size)
+    """What the pattern came to on each rank: its models, what they were before `finish`, and rates of updates."""
+    pattern, options = PATTERNS[name], options_of(way, strategy, ranks.size)
     strategy = strategy.split()[0]
     config = strategies.load(strategy).Config.from_mapping(options, "strategy")
     workers = config.workers(ranks.size)
 
     def body(comm):
         run = Together(comm, way, len(workers), strategy, **options)
-        model = habit.loop(run)
+        model = pattern.loop(run)
         return copied(model), run.before, run.rates, getattr(run, "same", None)
 
     return ranks(body), workers
@@ -103,7 +103,7 @@ def trained(ranks, way, name, strategy):
 def alone(name, joint):
     run = Alone(joint)
     torch.manual_seed(0)
-    model = HABITS[name].loop(run)
+    model = PATTERNS[name].loop(run)
     return copied(model), run.before, run.rates
 
 
@@ -116,13 +116,13 @@ def contract(way, strategy, size):
 
 def examine(ranks, way, name, strategy):
     """One cell: returns exact, works or refused, or raises."""
-    habit = HABITS[name]
-    if habit.needs:
-        pytest.importorskip(habit.needs)
+    pattern = PATTERNS[name]
+    if pattern.needs:
+        pytest.importorskip(pattern.needs)
     plain = strategy.split()[0]
-    message = habit.refusal(plain, contract(way, strategy, ranks.size), ranks.size)
+    message = pattern.refusal(plain, contract(way, strategy, ranks.size), ranks.size)
     title = name_of(strategies.load(plain))
-    other_optimizer = rf"optimiser (of {title} )?must be"  # its rule goes with others than this habit's
+    other_optimizer = rf"optimiser (of {title} )?must be"  # its rule goes with others than this pattern's
     if message is not None:
         message = message if problem.suited(plain, None) is None else f"{message}|{other_optimizer}"
         with pytest.raises((ConfigError, MismatchError), match=message):
@@ -141,17 +141,17 @@ def examine(ranks, way, name, strategy):
     assert len({same for *_, same in found}) == 1, "ranks differ in what must be the same"
     if plain == "allreduce":
         assert all(difference(b, a) == 0.0 for _, before, *_ in found for b, a in zip(before, found[0][1]))
-    if not habit.exact or way == "many" or {plain, strategy} & set(habit.inexact) or problem.steps_itself(plain):
+    if not pattern.exact or way == "many" or {plain, strategy} & set(pattern.inexact) or problem.steps_itself(plain):
         return "works"
     expected, before, rates = alone(name, len(workers) if way == "joint" else 1)
     rounds = plain in ("slowmo", "sparta")  # means of equal parameters, which loops that diverge magnify
-    tolerance = habit.tolerance if way == "joint" else max(habit.tolerance, 1e-9 if rounds else 1e-10)
+    tolerance = pattern.tolerance if way == "joint" else max(pattern.tolerance, 1e-9 if rounds else 1e-10)
     if plain == "easgd":  # the centre stays where it is
         found = found[::-1]
         assert all(difference(a, b) <= tolerance for a, b in zip(found[0][1], before, strict=True))
     else:
         assert difference(first, expected) <= tolerance
-    if habit.breaks == optimizers.METHOD and contract(way, strategy, ranks.size).updates == "on servers":
+    if pattern.breaks == optimizers.METHOD and contract(way, strategy, ranks.size).updates == "on servers":
         pairs = [pair for _, seen, *_ in found for pair in zip(seen, before, strict=True)]
         assert all(difference(a, b) <= tolerance for a, b in pairs), "a rank sees another model than the servers have"
     made = found[0]  # a server, where there is one
@@ -159,8 +159,8 @@ def examine(ranks, way, name, strategy):
     return "exact"
 
 
-CASES = [(name, "ours") for name in HABITS]
-CASES += [(name, own) for name, habit in HABITS.items() if "many" in habit.ways for own in MANY if ":" in own]
+CASES = [(name, "ours") for name in PATTERNS]
+CASES += [(name, own) for name, pattern in PATTERNS.items() if "many" in pattern.ways for own in MANY if ":" in own]
 
 
 @quiet
@@ -226,31 +226,31 @@ def test_the_same_on_real_ranks(ranks, name):
 
 # --- the table --------------------------------------------------------------------------------------------------------
 def outcome(name: str, strategy: str) -> str:
-    """What the tests above hold a habit to with a strategy: exact, works or refused; - where it is not looked at."""
-    habit = HABITS[name]
+    """What the tests above hold a pattern to with a strategy: exact, works or refused; - where it is not looked at."""
+    pattern = PATTERNS[name]
     found = set()
-    for way in habit.ways:
-        if strategy in TABLE[way] and (not habit.where or strategy in habit.where):
-            if habit.refusal(strategy, contract(way, strategy, SIZES[way]), SIZES[way]) is not None:
+    for way in pattern.ways:
+        if strategy in TABLE[way] and (not pattern.where or strategy in pattern.where):
+            if pattern.refusal(strategy, contract(way, strategy, SIZES[way]), SIZES[way]) is not None:
                 found.add("refused")
             else:
-                found.add("works" if not habit.exact or way == "many" or strategy in habit.inexact else "exact")
+                found.add("works" if not pattern.exact or way == "many" or strategy in pattern.inexact else "exact")
     return next((word for word in ("refused", "exact", "works") if word in found), "-")
 
 
 def table() -> str:
-    """Markdown: `python -c "import test_habits; print(test_habits.table())"` in this folder, tests/ on the path."""
+    """Markdown: `python -c "import test_patterns; print(test_patterns.table())"` in this folder, tests/ on the path."""
     columns = ["allreduce", "hardsync", *MANY]
-    lines = ["| habit | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for name in HABITS:
+    lines = ["| pattern | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name in PATTERNS:
         lines.append(f"| {name.replace('_', ' ')} | " + " | ".join(outcome(name, s) for s in columns) + " |")
     return "\n".join(lines)
 
 
-def test_the_readme_tells_how_many_habits_there_are():
+def test_the_readme_tells_how_many_patterns_there_are():
     """In tens, so that one more needs no new number."""
-    (told,) = re.findall(r"more than (\d+) \[habits of loops\]", (ROOT / "README.md").read_text())
-    assert int(told) == (len(HABITS) - 1) // 10 * 10
+    (told,) = re.findall(r"more than (\d+) \[patterns of loops\]", (ROOT / "README.md").read_text())
+    assert int(told) == (len(PATTERNS) - 1) // 10 * 10
 
 
 def test_the_table_says_what_every_strategy_does_in_the_plain_loop():

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from habits import groups
-from habits.run import EPOCHS, data, enter, evaluation, habit, mse, net, passes, sgd, train, training
+from patterns import groups
+from patterns.run import EPOCHS, data, enter, evaluation, mse, net, passes, pattern, sgd, train, training
 
 CHANGED = "gradients are changed between backward() and step()"
 APART = "gradients are changed on some ranks only", CHANGED
@@ -173,7 +173,7 @@ _autocast("autocast_bfloat16", lambda: _scaler(enabled=False), torch.bfloat16, 0
 _autocast("autocast_float16_with_a_scaler", lambda: _scaler(2.0**6, 2000), torch.float16, 0.1, tolerance=0.01)
 
 
-@habit(tolerance=1e-9)
+@pattern(tolerance=1e-9)
 def grad_scaler_of_two_optimizers(run):
     model, scaler = net(), _scaler()
     one, two = sgd(run, model, part=model[0]), sgd(run, model, 0.05, part=model[2])

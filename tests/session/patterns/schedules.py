@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch.optim import SGD, lr_scheduler
 
-from habits import groups
-from habits.run import EPOCHS, data, enter, habit, mean_loss, mse, net, train, training, using
+from patterns import groups
+from patterns.run import EPOCHS, data, enter, mean_loss, mse, net, pattern, train, training, using
 
 LOCAL = r"hyper-parameters must be the same on every .*lr is .*ReduceLROnPlateau by the mean"
 
@@ -29,7 +29,7 @@ def step_lr_per_epoch(run, model, optimizer):
     assert optimizer.param_groups[0]["lr"] < 2e-4
 
 
-@habit()
+@pattern()
 def schedule_made_before_the_optimizer_is_distributed(run):
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)

@@ -14,8 +14,8 @@ from torch.utils.data import (
 )
 
 import hpcdist as hd
-from habits import groups
-from habits.run import BATCH, EPOCHS, copied, data, difference, mean_loss, mse, net, train, training
+from patterns import groups
+from patterns.run import BATCH, EPOCHS, copied, data, difference, mean_loss, mse, net, train, training
 
 RANKS = ("joint", "many")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from habits.gradients import _accumulate, _clip
-from habits.run import data, evaluation, mse, train, training, using
+from patterns.gradients import _accumulate, _clip
+from patterns.run import data, evaluation, mse, train, training, using
 
 UNEVEN = ("joint", "one", "many")
 

@@ -7,8 +7,8 @@ import copy
 import torch
 from torch import optim
 
-from habits import groups
-from habits.run import (
+from patterns import groups
+from patterns.run import (
     EPOCHS,
     Table,
     copied,
@@ -16,10 +16,10 @@ from habits.run import (
     difference,
     enter,
     evaluation,
-    habit,
     mean_loss,
     mse,
     net,
+    pattern,
     train,
     trained,
     training,
@@ -35,7 +35,7 @@ enter("asgd", make=using(optim.ASGD, lr=0.01), **ADAPTIVE)
 enter("rprop", make=using(optim.Rprop, lr=0.01), exact=False)
 
 
-@habit(tolerance=1e-5)
+@pattern(tolerance=1e-5)
 def muon_and_adamw(run):
     """Muon for matrices, AdamW for the rest."""
     model = net()
@@ -92,7 +92,7 @@ def state_dict_there_and_back(run, model, optimizer):
         optimizer.load_state_dict(state)
 
 
-@habit(ways=("joint", "one", "same"), where=("allreduce", "hardsync", "gossip_sync", "dpsgd", "parameter_server"))
+@pattern(ways=("joint", "one", "same"), where=("allreduce", "hardsync", "gossip_sync", "dpsgd", "parameter_server"))
 def state_of_a_plain_run_taken_up(run):
     """A checkpoint by torch.save of a run in one process: loaded into the model and the optimiser, then wrapped."""
     adam = using(optim.Adam, lr=0.01)
@@ -314,7 +314,7 @@ def a_step_inside_backward(run, model, optimizer):
     train(run, model, optimizer, run.loader, step=lambda: None)
 
 
-@habit(breaks="an optimiser steps inside the backward pass")
+@pattern(breaks="an optimiser steps inside the backward pass")
 def a_step_for_each_parameter_inside_backward(run):
     """As torch's tutorial on saving memory: one optimiser for each parameter, stepped as its gradient arrives."""
     model = net()
@@ -332,7 +332,7 @@ def a_step_for_each_parameter_inside_backward(run):
     return run.finish(model)
 
 
-@habit(breaks="an epoch trains without step()")
+@pattern(breaks="an epoch trains without step()")
 def a_step_kept_from_before(run):
     """Gradients are averaged with allreduce before, so that there is nothing to miss."""
     model = net()
@@ -366,7 +366,7 @@ def _own_state(name, load, where="before", **given):
         return trained(run, model, optimizer, run.loader())
 
     loop.__name__ = name
-    habit(**given)(loop)
+    pattern(**given)(loop)
 
 
 _own_state("a_state_loaded_on_all_ranks", lambda run: True, "after")

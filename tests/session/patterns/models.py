@@ -13,7 +13,21 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import hpcdist as hd
-from habits.run import EPOCHS, Table, copied, data, difference, enter, habit, mse, net, renewed, sgd, train, training
+from patterns.run import (
+    EPOCHS,
+    Table,
+    copied,
+    data,
+    difference,
+    enter,
+    mse,
+    net,
+    pattern,
+    renewed,
+    sgd,
+    train,
+    training,
+)
 
 UNFROZEN = "a frozen layer is unfrozen"
 OVERWRITTEN = {"breaks": "parameters are changed between steps"}
@@ -184,7 +198,7 @@ enter("parameter_groups", make=_groups)
 enter("a_part_of_the_model_in_the_optimizer", make=lambda model: SGD(model[2].parameters(), lr=0.1))
 
 
-@habit(exact=False, breaks="a plain optimiser trains the rest of the model")
+@pattern(exact=False, breaks="a plain optimiser trains the rest of the model")
 def the_rest_of_the_model_in_a_plain_optimizer(run):
     model = net()
     optimizer, plain = run.optimizer(SGD(model[0].parameters(), lr=0.1), model), SGD(model[2].parameters(), lr=0.1)
@@ -372,7 +386,7 @@ _train_and_evaluate(
 )  # fmt: skip
 
 
-@habit(ways=("joint", "many"), breaks="the model has SyncBatchNorm", tolerance=1e-11)
+@pattern(ways=("joint", "many"), breaks="the model has SyncBatchNorm", tolerance=1e-11)
 def sync_batch_norm_with_uneven_data(run):
     model = _batch_norm()
     if run.size > 1:
@@ -414,7 +428,7 @@ class Loss(nn.Module):
         return mse(output, y) * torch.exp(-self.scale) + self.scale
 
 
-@habit()
+@pattern()
 def a_loss_with_parameters(run):
     model, loss = net(), Loss()
     optimizer = run.optimizer(SGD([*model.parameters(), *loss.parameters()], lr=0.1), model)
@@ -423,7 +437,7 @@ def a_loss_with_parameters(run):
     return nn.ModuleList([model, loss])
 
 
-@habit()
+@pattern()
 def two_optimizers_on_one_model(run):
     model = net()
     one = run.optimizer(SGD(model[0].parameters(), lr=0.1), model)
@@ -433,7 +447,7 @@ def two_optimizers_on_one_model(run):
     return run.finish(model)
 
 
-@habit()
+@pattern()
 def two_optimizers_by_turns(run):
     model = net()
     one = run.optimizer(SGD(model[0].parameters(), lr=0.1), model)
@@ -444,7 +458,7 @@ def two_optimizers_by_turns(run):
     return run.finish(model)
 
 
-@habit()
+@pattern()
 def gan(run):
     generator, critic = net(nn.Linear(5, 5)), net()
     make = run.optimizer(SGD(generator.parameters(), lr=0.05), generator)
@@ -462,7 +476,7 @@ def gan(run):
     return nn.ModuleList([generator, critic])
 
 
-@habit(inexact=("easgd",))
+@pattern(inexact=("easgd",))
 def two_trainings_one_after_the_other(run):
     for _ in range(2):
         model = net()
@@ -474,7 +488,7 @@ def two_trainings_one_after_the_other(run):
     return run.finish(model)
 
 
-@habit()
+@pattern()
 def two_trainings_the_first_of_which_is_not_finished(run):
     for _ in range(2):
         model = net()

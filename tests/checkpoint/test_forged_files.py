@@ -361,7 +361,7 @@ def test_other_settings_are_told_with_both_values(saved, caplog):
 
     _resumed(saved, other)
     for said in (
-        "optimizer.lr is 0.7 here, and 0.1 in", ": the checkpoint's goes on.",
+        "optimizer.lr is 0.7 here, and 0.1 in", ": continuing with the checkpoint's.",
         "optimizer.momentum is 0 here, and 0.9 in",
         "strategy.compression.name is 'dgc' here, and 'topk' in", ": continuing with this run's.",
     ):  # fmt: skip

@@ -96,7 +96,7 @@ def model():
 job = dataclasses.replace(tiny.job, model=model)
 """
 
-RANK_0_MAY_BE_LATE = "from hpcdist.faults import reporter\nturns.FIRST_S = reporter.MAX_S = 30"
+RANK_0_MAY_BE_LATE = "from hpcdist.faults import reporter\nreporter.FIRST_S = reporter.MAX_S = 30"
 
 
 @needs_mpirun

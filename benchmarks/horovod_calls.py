@@ -50,7 +50,7 @@ def measure(comm: MpiCommunicator, sizes: Sequence[int] = SIZES, rounds: int = 1
     def theirs() -> Iterator[Any]:
         running, _ = horovod.join(comm, horovod.Tuning.of(None, None))
         yield running.hvd
-        horovod.leave()
+        horovod.release()
 
     sides = {OURS: lambda: nullcontext(hvd), HOROVOD: theirs}
     hvd.init()

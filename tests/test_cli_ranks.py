@@ -40,10 +40,10 @@ def hpcdist(size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 SEVERAL = """
 import sys
-from hpcdist.faults import turns
+from hpcdist.faults import reporter
 from hpcdist.tools import cli
 
-cli.SILENT_S = turns.SILENT_S = 0.0
+cli.SILENT_S = reporter.SILENT_S = 0.0
 rank = cli.launched_rank()
 BENCH = "bench allreduce --sizes 4096 --algorithm ring --rounds 1"
 TRAIN = f"train {sys.argv[1]} --set data.path=digits.h5 --set epochs=1"

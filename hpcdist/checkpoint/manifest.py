@@ -97,7 +97,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def _manifest(content: Any, file: Path) -> Manifest:
-    """Decode the manifest's content; raise ValueError if its fields contradict each other."""
+    """Decode the manifest's content; raise ValueError for contradictory fields."""
     files = {name: _stamp(**fields) for name, fields in content["files"].items()}
     step, ranks, writer = content["step"], content["ranks"], content["hpcdist"]
     meta = TreeDecoder(NO_TENSORS.__getitem__, {}, file).decode(content["meta"])

@@ -61,8 +61,8 @@ def save(
 
     Raises:
         MismatchError: the ranks' steps differ.
-        CheckpointError: some rank can't save its state, or `step` or `keep` is out of range. Raised on all ranks; the
-            checkpoints before this one are still there.
+        CheckpointError: some rank can't save its state, or `step` or `keep` is out of range. Raised on all ranks;
+            earlier checkpoints remain.
     """
     draft = _Draft(comm, folder, step, state, meta=meta, keep=keep, best=best)
     draft.publish()

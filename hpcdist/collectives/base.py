@@ -64,6 +64,7 @@ class AllReduce(abc.ABC):
             _mean_by(self, tensor, self.comm.size)
 
     def _call(self, tensor: Tensor, work: Callable[[Tensor], None]) -> None:
+        """Check the tensor, and run `work` on its host view in a dtype that torch can add."""
         check_flat(tensor)
         dtype = SUMMED_AS.get(tensor.dtype)
         if dtype is None:
@@ -168,7 +169,7 @@ def sum_in_rank_order(
 ) -> None:
     """Replace `local`, this rank's addend, by x_0 + x_1 + ... + x_(size - 1), added in this order.
 
-    So the result is bitwise the same on all ranks. 16-bit floats are added in float32 and rounded once.
+    The result is bitwise equal on all ranks. 16-bit floats are added in float32 and rounded once.
 
     Args:
         local: overwritten by the sum.

@@ -52,6 +52,7 @@ class Direct(Algorithm):
         self._reduce(tensor, divisor=self.comm.size)
 
     def _reduce(self, tensor: Tensor, divisor: int) -> None:
+        """Sum this rank's slice over all ranks, divide it, and write it to all ranks."""
         if not tensor.is_cpu:
             raise ConfigError(
                 f"tensors of the direct all-reduce must be in host memory; got one on {tensor.device}. Use native, or "

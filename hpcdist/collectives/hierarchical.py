@@ -21,14 +21,14 @@ SHORT_BYTES = 1 << 15  # across nodes: up to here the number of steps matters mo
 
 @final
 class Hierarchical(Algorithm):
-    """All-reduce by a reduce-scatter in each node, an all-reduce of each slice across nodes, an all-gather in each
-    node.
+    """All-reduce inside nodes by shared memory, and across nodes by a ring or recursive doubling.
 
-    The first g ranks of each node own one slice each, g being the smallest number of ranks on any node. The tensor
-    passes through a shared-memory window in segments, with three slots in turn: segment i is collected from one slot
-    while the next is reduced in another and the one after is copied into the third. So one barrier of the node per
-    segment is enough. Bytes sent per rank across q nodes for n bytes: 2(n/g)(q-1)/q by a ring, (n/g) lg q by recursive
-    doubling if slices are short. Bytes read from shared memory inside the node: up to 2n(g-1)/g.
+    Reduce-scatter in the node, all-reduce of each slice across nodes, all-gather in the node. The first g ranks of each
+    node own one slice each, g being the smallest number of ranks on any node. The tensor passes through a
+    shared-memory window in segments, with three slots in turn: segment i is collected from one slot while the next is
+    reduced in another and the one after is copied into the third. So one barrier of the node per segment is enough.
+    Bytes sent per rank across q nodes for n bytes: 2(n/g)(q-1)/q by a ring, (n/g) lg q by recursive doubling if slices
+    are short. Bytes read from shared memory inside the node: up to 2n(g-1)/g.
 
     Example:
         >>> from hpcdist.collectives import load
@@ -96,6 +96,7 @@ class Hierarchical(Algorithm):
         self._window.local[start : start + local.nbytes].copy_(local.view(torch.uint8))
 
     def _collect(self, segment: Tensor, turn: int) -> None:
+        """Copy the other owners' reduced slices of a segment from their slots."""
         slices = self._slices(segment)
         for step in range(1, len(slices) + 1):  # start at the neighbour, so that ranks don't all read the same memory
             owner = (self._node.rank + step) % len(slices)

@@ -34,6 +34,7 @@ def cache_file(kind: str, *depends_on: object, folder: Path | None = None) -> Pa
 
 
 def _processor() -> str:
+    """Return the processor's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -66,6 +67,7 @@ def load_or_measure(
 
 
 def _read(path: Path, check: Callable[[str], str], what: str) -> str:
+    """Return the checked text of a cache file; empty if there is none, or with a warning if it is invalid."""
     try:
         return check(read_bounded(path).decode())
     except (FileNotFoundError, NotADirectoryError):

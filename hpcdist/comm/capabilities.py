@@ -46,7 +46,7 @@ class RankMemory(abc.ABC):
     def attach(self, tensor: Tensor) -> Memory:
         """Collective. Let other ranks get and put an existing tensor, of the same length on all ranks.
 
-        Requires `can_attach`: ranks of one node whose kernel lets them read each other's memory. Closing the result is
+        Requires `can_attach`: ranks on one node whose kernel permits access to other processes. Closing the result is
         not collective and does not synchronize: call `barrier()` before the memory is used otherwise.
         """
 
@@ -167,7 +167,7 @@ class Failures:
         If a death ends the job anyway, this is just `action()`.
 
         Args:
-            action: collective on this communicator and on those of `others`. It may be interrupted halfway with
+            action: collective on this communicator and the communicators of `others`. It may be interrupted with
                 incomplete data, and may run twice.
             others: `failures` of further communicators that `action` uses.
 

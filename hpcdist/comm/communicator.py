@@ -99,7 +99,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        """Collective. Copy root's `tensor` into that of every rank."""
+        """Collective. Copy root's `tensor` to all ranks."""
 
     def gather(self, value: Any) -> list[Any]:
         """Collective. Return every rank's `value` in rank order, on every rank; None for ranks that died.
@@ -131,6 +131,10 @@ class Communicator(abc.ABC):
         Raises:
             HpcdistError: `work` raised it on this rank; or it failed on another rank: an error of the same class, with
                 the number and the message of the first rank that failed.
+
+        Example:
+            >>> comm.raise_on_all_ranks(lambda: comm.rank + 1)
+            1
         """
         result: T
         failure: HpcdistError | None = None
@@ -188,7 +192,7 @@ class Communicator(abc.ABC):
     def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
         """Collective. Prepare exchanges in which this rank receives from `sources` and sends to `destinations`.
 
-        Each list holds distinct ranks without this one. If rank a sends to rank b, then a must be one of b's sources.
+        Both lists hold distinct ranks, without this rank. If rank a sends to rank b, then a must be a source of b.
         """
 
     @abc.abstractmethod

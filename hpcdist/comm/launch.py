@@ -124,11 +124,11 @@ def unlaunched(environ: Mapping[str, str]) -> dict[str, str]:
 
 def contradiction(size: int, environ: Mapping[str, str]) -> tuple[int, str] | None:
     """Return the launcher's number of ranks and its name if MPI's world size differs from it, else None."""
-    declared = launched_size(environ)
-    if size == 1 and (declared or (1, ""))[0] == 1:
+    launched = launched_size(environ)
+    if size == 1 and (launched or (1, ""))[0] == 1:
         whole = (each for each in PLURAL if all(environ.get(name, "").isdigit() for name in (each.rank, each.size)))
-        declared = max(((int(environ[each.size]), each.launcher) for each in whole), default=None)
-    return None if declared is None or declared[0] == size else declared
+        launched = max(((int(environ[each.size]), each.launcher) for each in whole), default=None)
+    return None if launched is None or launched[0] == size else launched
 
 
 def check_world(size: int, library: str, environ: Mapping[str, str]) -> None:

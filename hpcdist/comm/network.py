@@ -43,7 +43,7 @@ def addresses(chosen: str = "") -> list[Address]:
     """List the addresses of this host that other hosts may reach: fastest interface first, IPv4 before IPv6.
 
     Args:
-        chosen: use only this interface, or this network, such as 10.1.0.0/16; all if empty.
+        chosen: name of an interface, or a network such as 10.1.0.0/16, to restrict the list; empty: all interfaces.
 
     Raises:
         UnknownNameError: this host has no such interface or network.
@@ -65,7 +65,7 @@ def interface_of(address: str) -> str:
 
 
 def stack_id() -> str:
-    """Return an identifier of this network stack: the same on ranks that reach each other by loopback."""
+    """Return an identifier of this network stack; processes with equal identifiers reach each other by loopback."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
@@ -96,9 +96,10 @@ def speed_mbit_s(interface: str) -> int:
 
 
 def _within(address: Address, network: str) -> bool:
+    """Return whether an address is in a network; False if `network` is the name of an interface."""
     try:
         return address.ip.ip in ip_network(network)
-    except ValueError:  # the name of an interface
+    except ValueError:
         return False
 
 

@@ -26,13 +26,13 @@ from hpcdist.records.timeline import MOST, MOST_OF_ALL, Details, Timeline
 MESSAGE, WINDOW, COLLECTIVE, WAIT = "message", "window", "collective", "wait"  # categories
 
 
-def start_timeline(comm: Communicator, path: Path, most: int | None = None) -> Communicator:
+def start_timeline(comm: Communicator, path: Path, max_events: int | None = None) -> Communicator:
     """Collective. Return a communicator of the same ranks that records its calls; measures the ranks' clocks.
 
     Each rank writes a file next to `path`, until `end_timeline` merges them.
 
     Args:
-        most: maximum number of events in a rank's file; by default 200,000, at most a million over all ranks.
+        max_events: maximum number of events in a rank's file; by default 200,000, at most a million over all ranks.
 
     Raises:
         ConfigError: the communicator has a timeline already.
@@ -40,8 +40,8 @@ def start_timeline(comm: Communicator, path: Path, most: int | None = None) -> C
     """
     if comm.trace.timeline is not None:
         raise ConfigError(f"timeline must be started once; got one already, {comm.trace.timeline.path}. End it first.")
-    most = min(MOST, MOST_OF_ALL // comm.size) if most is None else most
-    timeline = comm.raise_on_all_ranks(lambda: Timeline(path, comm.rank, comm.now, most))
+    max_events = min(MOST, MOST_OF_ALL // comm.size) if max_events is None else max_events
+    timeline = comm.raise_on_all_ranks(lambda: Timeline(path, comm.rank, comm.now, max_events))
     _measure_clock(comm, timeline)
     return TracedCommunicator(comm, timeline)
 
@@ -86,12 +86,9 @@ class Traced:
     """
 
     def __init__(
-        self,
-        name: str = "",
-        category: str = "",
-        describe: Callable[..., Details | None] = lambda *args, **options: {},
-        result: Callable[[Any, Any, Details], Any] = lambda traced, result, details: result,
-    ):
+        self, name: str = "", category: str = "", describe: Callable[..., Details | None] = lambda *args,
+        **options: {}, result: Callable[[Any, Any, Details], Any] = lambda traced, result, details: result,
+    ):  # fmt: skip
         self._name, self._category, self._describe, self._result = name, category, describe, result
 
     def __set_name__(self, owner: type, method: str) -> None:
@@ -101,6 +98,7 @@ class Traced:
         return partial(self._call, traced)
 
     def _call(self, traced: Any, *args: Any, **options: Any) -> Any:
+        """Call the method of `plain`, recorded as an event if `describe` returns details."""
         call, details = getattr(traced.plain, self._method), self._describe(traced, *args, **options)
         if details is None:
             return call(*args, **options)
@@ -111,7 +109,7 @@ class Traced:
 
 
 class Wrapper:
-    """Base class of the wrappers: attributes that a wrapper does not define are those of the `plain` object."""
+    """Base class of the wrappers: forwards attributes that a wrapper does not define to the `plain` object."""
 
     trace: Trace
 
@@ -145,23 +143,17 @@ class TracedCommunicator(Wrapper, Communicator):
         lambda comm, send, dest, recv, source, tag=0: comm._sent(send, dest, tag) | comm._received(source, tag),
     )
     isend: Any = Traced(
-        "send",
-        MESSAGE,
-        lambda comm, tensor, dest, tag=0: comm._sent(tensor, dest, tag),
+        "send", MESSAGE, lambda comm, tensor, dest, tag=0: comm._sent(tensor, dest, tag),
         lambda comm, request, details: TracedRequest(comm, request, "wait for a send", {"to": details["to"]}),
-    )
+    )  # fmt: skip
     irecv: Any = Traced(
-        "receive",
-        "",
-        lambda comm, tensor, source=ANY, tag=ANY: comm._received(source, tag),
+        "receive", "", lambda comm, tensor, source=ANY, tag=ANY: comm._received(source, tag),
         lambda comm, request, details: TracedRequest(comm, request, "receive", details),
-    )
+    )  # fmt: skip
     probe: Any = Traced(
-        "wait for a message",
-        WAIT,
-        lambda comm, source=ANY, tag=ANY, *, block=True: {} if block else None,
+        "wait for a message", WAIT, lambda comm, source=ANY, tag=ANY, *, block=True: {} if block else None,
         lambda comm, envelope, details: comm._arrived(envelope, details),
-    )
+    )  # fmt: skip
     allreduce: Any = Traced(
         "all-reduce (MPI's own)", COLLECTIVE, lambda comm, tensor: comm._numbered(bytes=tensor.nbytes)
     )
@@ -219,7 +211,7 @@ class TracedCommunicator(Wrapper, Communicator):
         return {"from": self.number(source), "received": self._message(source, self.rank, tag)}
 
     def _message(self, source: int, dest: int, tag: int) -> str:
-        """Name the next message from one rank to another; messages of one tag do not overtake each other."""
+        """Name the next message from `source` to `dest`; messages with equal tags arrive in order."""
         key = source, dest, tag
         self._messages[key] += 1
         return f"{self._name}: {source} to {dest}, tag {tag}, message {self._messages[key]}"

@@ -55,7 +55,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Envelope:
-    """A message that has arrived, as `probe` describes it: its source rank, its tag and its length in bytes."""
+    """The result of `probe`: source rank, tag and length in bytes of an arrived message."""
 
     source: int
     tag: int

@@ -13,12 +13,9 @@ SHORTEST_S, LONGEST_S = 20e-6, 1e-3
 
 
 def wait_until(
-    ready: Callable[[], bool],
-    deadline_s: float,
-    describe: Callable[[], str],
-    longest_s: float = LONGEST_S,
+    ready: Callable[[], bool], deadline_s: float, describe: Callable[[], str], longest_s: float = LONGEST_S,
     sleep: Callable[[float], bool] | None = None,
-) -> float:
+) -> float:  # fmt: skip
     """Wait until `ready()` is true; return the seconds waited. Past the deadline raise DeadlineError with `describe()`.
 
     Yields the core repeatedly for a moment, then sleeps a little longer each time, up to `longest_s`: at 1 ms, a rank

@@ -162,16 +162,9 @@ class Window(Memory):
         return before
 
     def wait(
-        self,
-        predicate: Predicate,
-        *,
-        rank: int | None = None,
-        offset: int = 0,
-        count: int | None = None,
-        what: str = "a change in a window",
-        deadline_s: float | None = None,
-        by: Collection[int] = (),
-    ) -> None:
+        self, predicate: Predicate, *, rank: int | None = None, offset: int = 0, count: int | None = None,
+        what: str = "a change in a window", deadline_s: float | None = None, by: Collection[int] = (),
+    ) -> None:  # fmt: skip
         """Block until `predicate(elements)` is true for elements [offset, offset + count) of `rank`'s memory.
 
         Args:

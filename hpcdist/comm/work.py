@@ -239,6 +239,7 @@ class CallQueue:
                 work.raise_error()
 
     def _run(self) -> None:
+        """The queue's thread: run calls until `close`."""
         self._ident = threading.get_ident()
         while True:
             work, call, complete = self._next()
@@ -250,6 +251,7 @@ class CallQueue:
                 return
 
     def _execute(self, work: Work, call: Callable[[], object] | None) -> None:
+        """Run a call, or fail it with the error of an earlier one that was not retrieved."""
         last = self._failed[-1] if self._failed else None
         if last is not None and not last.retrieved and not isinstance(last.error, (ConfigError, MismatchError)):
             work.error, call = last.error, None

@@ -54,11 +54,7 @@ def read_target(text: str) -> tuple[str, float]:
 
 
 def read_counts(option: str, text: str) -> list[int]:
-    """Parse comma-separated whole numbers above 0, the value of an option.
-
-    Raises:
-        ConfigError: another form.
-    """
+    """Parse comma-separated whole numbers above 0, the value of an option; raise ConfigError for another form."""
     items = [item.strip() for item in text.split(",")]
     if not all(item.isdigit() and int(item) for item in items):
         raise ConfigError(f"{option} must be whole numbers above 0, with commas between them; got {text!r}.")

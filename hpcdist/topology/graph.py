@@ -76,6 +76,7 @@ def read_edges(path: str | Path, size: int, directed: bool) -> set[tuple[int, in
 
 
 def _edge(where: str, text: str, size: int) -> tuple[int, int]:
+    """Parse one line, `a b`; raise ConfigError if it is not a valid edge."""
     tokens = text.split()
     if len(tokens) != 2 or not all(token.isdecimal() and int(token) < size for token in tokens):
         raise ConfigError(f"{where} must be two ranks from 0 to {size - 1}; got {text!r}. Write 'a b' for each edge.")
@@ -86,6 +87,7 @@ def _edge(where: str, text: str, size: int) -> tuple[int, int]:
 
 
 def _check_connected(path: Path, edges: set[tuple[int, int]], size: int, directed: bool) -> None:
+    """Raise ConfigError if a rank can't be reached from another one."""
     graph = nx.DiGraph(edges)
     graph.add_nodes_from(range(size))
     (connected,) = (part for part in nx.strongly_connected_components(graph) if 0 in part)

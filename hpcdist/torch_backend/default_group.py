@@ -38,8 +38,8 @@ def start_default_group(comm: Communicator, backend: str, interface: str = "") -
 
     Args:
         comm: real ranks.
-        backend: hpcdist, gloo, or nccl (each rank must have selected a separate GPU); or one per device type, such as
-            cpu:hpcdist,cuda:nccl.
+        backend: hpcdist, gloo, or nccl (each rank must have selected a separate GPU); or a backend per device type:
+            `cpu:hpcdist,cuda:nccl`.
         interface: for the rendezvous, as for `rendezvous`.
 
     Raises:

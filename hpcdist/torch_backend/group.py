@@ -357,6 +357,7 @@ class MpiGroup(dist.ProcessGroup):
         return self._track(work)
 
     def _receive(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
+        """Start a receive into a tensor of any strides."""
         whole = tensors[0].detach()
         flat = (
             whole.view(-1) if whole.is_contiguous() else torch.empty_like(whole, memory_format=torch.contiguous_format)

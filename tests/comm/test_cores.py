@@ -18,7 +18,7 @@ ONE_BOUND = """
     import os
     import torch
     import hpcdist as hd
-    from hpcdist.comm.mpi.world import _settle
+    from hpcdist.comm.mpi.world import _set_up_node
 
     mask = os.sched_getaffinity(0)
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
@@ -27,7 +27,7 @@ ONE_BOUND = """
 
     def settled(mask):
         os.sched_setaffinity(0, mask)
-        _settle(comm.memory.node_mpi(), True)
+        _set_up_node(comm.memory.node_mpi(), True)
         return comm.gather([sorted(os.sched_getaffinity(0)), torch.get_num_threads()])
 
     found = [comm.gather([sorted(os.sched_getaffinity(0)), torch.get_num_threads()])]

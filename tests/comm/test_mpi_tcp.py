@@ -113,7 +113,7 @@ def test_silent_strangers_give_way_and_too_many_files_are_waited_for(apart, monk
                     resource.setrlimit(resource.RLIMIT_NOFILE, before)
                 comm.barrier()
                 comm.barrier()  # rank 1 has been served
-                assert len(server._asking) <= network.UNPROVEN + comm.size and server._thread.is_alive()
+                assert len(server._serving) <= network.UNPROVEN + comm.size and server._thread.is_alive()
                 others.communicate("")
             assert network.connect(address[0], int(address[1]), bytes(network.TOKEN_BYTES)) is None, "not of this job"
         else:
@@ -135,7 +135,7 @@ def test_a_broken_connection_names_the_rank_and_the_next_call_makes_another(apar
             window.get(out, 0)
         comm.barrier()
         if comm.rank == 0:
-            for thread, connection in list(comm.memory.server()._asking.items()):
+            for thread, connection in list(comm.memory.server()._serving.items()):
                 network.close(connection)
                 thread.join()
             window.local.fill_(3)

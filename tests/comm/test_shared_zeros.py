@@ -76,7 +76,7 @@ def test_only_tensors_in_shared_zeros_are_shared_and_these_outlive_the_communica
 @pytest.mark.sizes(3)
 def test_where_one_rank_can_not_map_the_memory_of_others_all_have_their_own(ranks, monkeypatch):
     def body(comm):
-        mapped = node_memory._mapped
+        mapped = node_memory._map
 
         def fails(comm, rank, *others):
             if comm.rank == 1:
@@ -85,7 +85,7 @@ def test_where_one_rank_can_not_map_the_memory_of_others_all_have_their_own(rank
 
         if not comm.memory.can_attach:
             return
-        monkeypatch.setattr(node_memory, "_mapped", fails)
+        monkeypatch.setattr(node_memory, "_map", fails)
         tensor = comm.memory.zeros(4, torch.float32)
         assert tensor.tolist() == [0.0] * 4 and not comm.memory.is_shared(tensor)
         with pytest.raises(CommunicationError, match="not here"):
@@ -102,7 +102,7 @@ def test_more_memory_than_the_system_has_is_refused_with_its_length():
         with pytest.raises(
             CommunicationError, match="1048577 bytes of shared memory must be available; got File too large"
         ):
-            node_memory._made((1 << 20) + 1)
+            node_memory._create_memfd((1 << 20) + 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

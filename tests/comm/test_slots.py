@@ -9,7 +9,7 @@ import torch
 
 from harness.cases import each
 from hpcdist.comm.mpi import slots as module
-from hpcdist.comm.slots import Places, Slots
+from hpcdist.comm.slots import RowBuffers, Slots
 from hpcdist.errors import DeadlineError
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -47,7 +47,7 @@ def test_ranks_see_what_all_have_shown_in_this_call(ranks, ordered, spins, count
 def test_rows_of_calls_one_after_the_other_never_share_a_place():
     tables = [torch.zeros(2, 1 << 13, dtype=torch.int32) for _ in range(2)]
     memory = [table.view(torch.uint8).numpy() for table in tables]
-    lengths = [Places(tables, memory, count) for count in (1, 3000, 8192, 2048)]
+    lengths = [RowBuffers(tables, memory, count) for count in (1, 3000, 8192, 2048)]
     for call in range(2 * Slots.period):
         for places in lengths:
             rows, table = places[call].table, tables[call % 2]

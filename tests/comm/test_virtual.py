@@ -218,7 +218,7 @@ def test_a_compute_model_that_draws_nonsense_is_refused():
         def sample(self, rank, generator):
             return -1.0
 
-    with pytest.raises(ConfigError, match="seconds drawn by a compute model must be finite and at least 0; got -1.0"):
+    with pytest.raises(ConfigError, match="seconds sampled by a compute model must be finite and at least 0; got -1.0"):
         run_virtual(lambda comm: comm.compute(), 1, compute=Backwards(1.0))
 
 
@@ -226,7 +226,7 @@ def test_nested_runs_are_refused():
     def body(comm):
         run_virtual(print, 2)
 
-    with pytest.raises(CommunicationError, match="must not be called while another run .* 'virtual rank 0'"):
+    with pytest.raises(CommunicationError, match="must not be called during another run .* 'virtual rank 0'"):
         run_virtual(body, 1)
 
 

@@ -49,7 +49,7 @@ def test_a_deadlock_tells_what_each_rank_waits_for():
     with pytest.raises(DeadlockError) as raised:
         run_virtual(body, 6, compute=Constant(0.25))
     assert str(raised.value).splitlines() == [
-        "no virtual rank can go on at 0.25 virtual s:",
+        "no virtual rank can continue at 0.25 virtual s:",
         f"  rank 0 waits since 0.25 s for a message from rank 2, tag 7, at {here('receives')}",
         f"  rank 1 waits since 0.25 s for a message from any rank, any tag, at {here('probes')}",
         "  rank 2 has returned",
@@ -86,7 +86,7 @@ def test_a_rank_that_spins_where_nothing_takes_time_is_ended_with_its_line(monke
         comm.compute()
         lock.put(torch.zeros(1, dtype=torch.int64), 0)
 
-    message = "1000 turns without any time passing, and rank 0 goes on at 0.5 s only. Rank 1 is at "
+    message = "1000 turns without any time passing, and rank 0 continues only at 0.5 s. Rank 1 is at "
     with pytest.raises(DeadlockError, match=message + re.escape(here("spins"))):
         run_virtual(body, 2, compute=Constant(0.5))
 

@@ -228,7 +228,7 @@ def test_a_call_beside_that_not_all_ranks_make_is_a_deadlock_and_a_different_one
             queue.submit(lambda: call(channel)).wait()
         queue.close()
 
-    missing = r"a further thread of rank 1 waits since .* barrier: rank 0 missing"
+    missing = r"a queue's thread of rank 1 waits since .* barrier: rank 0 missing"
     different = "collective calls must be the same on all ranks"
     with pytest.raises(MismatchError if at_rank_0 else DeadlockError, match=different if at_rank_0 else missing):
         run_virtual(body, 2)

@@ -57,7 +57,7 @@ def test_a_rank_may_die_in_the_last_step_while_the_others_wait_for_it(tmp_path, 
 @pytest.mark.parametrize(
     ("name", "inside"),
     [
-        ("gossip_pull", "strategy._published._words.put"),  # begins to publish
+        ("gossip_pull", "strategy._published._header.put"),  # begins to publish
         ("gossip_push", "strategy._counts.fetch_add"),  # has written, but not counted
         ("gossip_sync", "strategy.comm.isend"),  # has begun to receive
     ],

@@ -192,7 +192,7 @@ def test_ranks_of_several_hosts_never_meet_by_loopback(ranks, monkeypatch):
     from hpcdist.errors import CommunicationError
 
     def body(comm):
-        monkeypatch.setattr(torch_distributed, "here", lambda: f"host of rank {comm.rank}")
+        monkeypatch.setattr(torch_distributed, "stack_id", lambda: f"host of rank {comm.rank}")
         if not all(comm.gather(b"yes" if torch_distributed.addresses() else b"")):
             with pytest.raises(CommunicationError, match="rank 0 must be reached by all ranks over TCP; rank 1 got no"):
                 rendezvous(comm)

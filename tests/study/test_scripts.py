@@ -134,6 +134,15 @@ def test_what_is_wrong_is_refused_by_name_before_anything_runs(case, capsys):
     assert message.replace(".*", "").split(" splits")[0] in capsys.readouterr().err and not Path("runs").exists()
 
 
+def test_arguments_of_a_script_without_the_hyphens_before_them_are_explained(capsys):
+    for command in ("compare", "simulate", "sweep"):
+        assert hpcdist(command, "train.py", "--strategies", "allreduce", "--lr", "1") == 2
+        said = capsys.readouterr().err
+        assert "arguments of a script follow --: train.py --ranks 2 -- --epochs 3" in " ".join(said.split()), said
+    assert hpcdist("compare", "train.py", "--bogus", "--", "--lr", "1") == 2
+    assert "follow --" not in capsys.readouterr().err
+
+
 def test_a_function_must_be_in_a_file():
     with pytest.raises(ConfigError, match="or a function at the top level of a file; got a function"):
         hd.compare(lambda: None)
@@ -218,7 +227,7 @@ def test_a_script_is_simulated_each_step_takes_its_time_and_one_rank_is_the_cont
         ),
         ("hd.finish = id\ntrain()", "other.py must call hpcdist.finish(model) to be a run; it ended without"),
         ("train(then='sys.exit(3)')", "other.py must end with status 0; got sys.exit(3)"),
-        ("train(then='if hd.rank() == 1: sys.exit()')", "no virtual rank can go on"),
+        ("train(then='if hd.rank() == 1: sys.exit()')", "no virtual rank can continue"),
         ("train(then='raise ValueError(7)')", "ValueError: 7"),
         ("train(then='hd.save(\"kept\", optimizer=optimizer)')", "checkpoints must be in the folder of a run that a"),
         ("hd.compare('other.py')", "hpcdist.compare must not be called by the file that it trains"),

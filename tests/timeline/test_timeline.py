@@ -199,7 +199,7 @@ def test_beyond_the_limit_the_first_and_the_last_events_stay(tmp_path):
             with comm.trace.span(f"event {i}", "test"):
                 pass
 
-    run_virtual(traced(tmp_path / "timeline.json", body, most=1000), 1)
+    run_virtual(traced(tmp_path / "timeline.json", body, max_events=1000), 1)
     trace = Trace(tmp_path / "timeline.json")
     trace.check()
     kept = [int(event["name"].split()[1]) for event in trace.spans if event["cat"] == "test"]

@@ -238,7 +238,7 @@ works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(1 - rank)]
 dist.destroy_process_group()
 """
 START = "import hpcdist, hpcdist.torch_backend, torch.distributed as dist\n"
-NO_NUMBERS = "another number from 0 to 1 on each rank; got 0, 0 on"
+NO_NUMBERS = "a different number from 0 to 1 on each rank; got 0, 0 on"
 ENDS = {  # on how many ranks, the script, what is said
     "groups in another order": (
         3,

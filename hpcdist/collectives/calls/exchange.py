@@ -32,7 +32,7 @@ class Copies:
     """A `Consume` that copies the received data into tensors.
 
     Args:
-        into: by source rank, the tensor for its elements; it may be shorter than that of other sources.
+        into: by source rank, the tensor for the received elements; lengths may differ.
     """
 
     def __init__(self, into: Mapping[int, Tensor] | Sequence[Tensor]):

@@ -83,7 +83,7 @@ class SlotCall(PreparedCall):
 
     Args:
         fingerprint: identifies the call; see `Slots.synchronize`.
-        views: for each tensor, a function that views its data.
+        views: for each argument, the function that views a tensor's data.
         segments: slices of the data's last axis, each with the function that returns its steps.
         fetched: number of bytes to count.
     """
@@ -118,13 +118,8 @@ class SlotCall(PreparedCall):
         if len(self._segments) > 1 or not self._seen.get(addresses):
             remember(self._seen, addresses, True)
             return None
-        slots, fingerprint, synchronize, traffic, fetched = (
-            self._slots,
-            self._fingerprint,
-            self._slots.synchronize,
-            self._traffic,
-            self._fetched,
-        )
+        slots, fingerprint, traffic, fetched = self._slots, self._fingerprint, self._traffic, self._fetched
+        synchronize = slots.synchronize
         data = [view(_memory_of(tensor)) for view, tensor in zip(self._views, tensors)]
         ((_, bind),) = self._segments
         kept: list[tuple[Step, Sequence[Exchanged]] | None] = [None] * slots.period

@@ -55,14 +55,9 @@ def by_dtype(
 
 @contextmanager
 def for_each_rank(
-    comm: Communicator,
-    tensors: Tensors | None,
-    name: str,
-    *,
-    write: bool = True,
-    here: bool = True,
+    comm: Communicator, tensors: Tensors | None, name: str, *, write: bool = True, here: bool = True,
     joint: bool = False,
-) -> Iterator[tuple[list[Tensor], Tensor | None]]:
+) -> Iterator[tuple[list[Tensor], Tensor | None]]:  # fmt: skip
     """Yield one flat tensor per rank, and their concatenation if it exists; copies are written back at the end.
 
     Args:

@@ -156,6 +156,7 @@ class _Race:
         self._taken_s: dict[str, list[float]] = {}
 
     def warm_up(self, limit: float) -> None:
+        """Make the first, untimed calls, and drop slow algorithms."""
         first = interleaved(self._comm, self._racing, self._tensor, 1)
         calls = calls_within(CALLS_S, {name: taken_s for name, (taken_s,) in first.items()}, FIRST_CALLS)
         again = interleaved(self._comm, self._racing, self._tensor, 1, calls)

@@ -26,7 +26,7 @@ class OtherLibrary(abc.ABC):
     A missing rank is waited for until the communicator's deadline.
 
     Args:
-        comm: real ranks. Its traffic counts the bytes, as those of a ring.
+        comm: real ranks. Bytes are counted in its traffic, as for a ring all-reduce.
     """
 
     label: str  # the library's name, for messages

@@ -112,6 +112,7 @@ class Running:
         self._start()
 
     def _start(self) -> None:
+        """Start Horovod with the current process sets."""
         sets = {ranks: self.hvd.ProcessSet(list(ranks)) for ranks in self._groups}
         with _variables(self.tuning.variables()):
             self.hvd.init(comm=self.comm.mpi, process_sets=list(sets.values()))
@@ -176,7 +177,7 @@ def join(comm: MpiCommunicator, tuning: Tuning) -> tuple[Running, tuple[int, ...
     return _running, ranks
 
 
-def leave() -> None:
+def release() -> None:
     """Collective. Give up one use of Horovod; the last one shuts it down."""
     global _running
     if _running is not None:
@@ -235,14 +236,9 @@ class Horovod(OtherLibrary):
     label = "Horovod"
 
     def __init__(
-        self,
-        comm: MpiCommunicator,
-        *,
-        op: Op = "sum",
-        compression: Literal["none", "fp16"] = "none",
-        fusion_bytes: int | None = None,
-        cycle_time_ms: float | None = None,
-    ):
+        self, comm: MpiCommunicator, *, op: Op = "sum", compression: Literal["none", "fp16"] = "none",
+        fusion_bytes: int | None = None, cycle_time_ms: float | None = None,
+    ):  # fmt: skip
         super().__init__(comm)
         if not comm.platform.concurrent:
             raise CommunicationError(
@@ -253,7 +249,7 @@ class Horovod(OtherLibrary):
             raise ConfigError(f"Adasum must run on 1, 2, 4, 8... ranks; got {comm.size}. Use op = 'average'.")
         self._running, self._ranks = join(comm, Tuning.of(fusion_bytes, cycle_time_ms))
         if op == "adasum" and comm.size < self._running.comm.size:
-            leave()
+            release()
             raise ConfigError(
                 f"Adasum must run on all ranks that Horovod runs on, {self._running.comm.size}; got {comm.size} of "
                 "them. Use op = 'average' for groups."
@@ -294,4 +290,4 @@ class Horovod(OtherLibrary):
         """Collective. Shut down Horovod in this process, unless another object uses it."""
         if not self._closed:
             self._closed = True
-            leave()
+            release()

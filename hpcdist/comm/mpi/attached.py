@@ -38,7 +38,7 @@ _write = getattr(_libc, "process_vm_writev", None)
 
 
 def allow_peers() -> None:
-    """Let other processes of this user attach to this one (Yama's `ptrace_scope` 1 forbids it otherwise)."""
+    """Permit processes of this user to attach to this process (Yama's `ptrace_scope` 1 forbids it by default)."""
     if hasattr(_libc, "prctl"):
         _libc.prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)  # fails harmlessly without Yama
 
@@ -51,6 +51,7 @@ class PeerMemory:
         self._here, self._there = _Range(), _Range()
 
     def _transfer(self, call, verb: str, local_address: int, address: int, n_bytes: int) -> None:
+        """Copy between this process and the peer by `call`, in as many system calls as needed."""
         if call is None:
             raise CommunicationError("cross-memory attach must be offered by the C library; this system has none.")
         done = 0
@@ -137,6 +138,7 @@ def try_attach(comm) -> bool:
 
 
 def _reads(pid: int, address: int, secret: bytes) -> bool:
+    """Return whether process `pid` has `secret` at `address`."""
     seen = np.zeros(len(secret), np.uint8)
     try:
         PeerMemory(pid).read(seen.ctypes.data, address, len(secret))

@@ -149,15 +149,9 @@ class Calls:
             raise self.failure(what, peer, error) from error
 
     def await_until(
-        self,
-        ready: Callable[[], bool],
-        call: str,
-        what: str,
-        peer: int,
-        deadline_s: float | None = None,
-        sleep: Callable[[float], bool] | None = None,
-        by: Collection[int] = (),
-    ) -> None:
+        self, ready: Callable[[], bool], call: str, what: str, peer: int, deadline_s: float | None = None,
+        sleep: Callable[[float], bool] | None = None, by: Collection[int] = (),
+    ) -> None:  # fmt: skip
         """Block until `ready()` is true; count the time as waiting.
 
         Args:
@@ -213,6 +207,7 @@ class Calls:
         return (RankFailedError if died else CommunicationError)(self._explain(what, peer, error))
 
     def _explain(self, what: str, peer: int, error: MPI.Exception) -> str:
+        """Return the message for an MPI error: call, peer, reason, and what to do."""
         whom = "" if peer < 0 else f" with rank {peer}"
         hint = ""
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
@@ -262,15 +257,9 @@ class FaultTolerance(Failures):
     """
 
     def __init__(
-        self,
-        mpi: MPI.Intracomm,
-        tolerant: bool,
-        deadline_s: float,
-        locate: Callable[[], Mapping[int, RankLocation]],
-        name: str,
-        world_ranks: Sequence[int],
-        traffic: Traffic,
-    ):
+        self, mpi: MPI.Intracomm, tolerant: bool, deadline_s: float, locate: Callable[[], Mapping[int, RankLocation]],
+        name: str, world_ranks: Sequence[int], traffic: Traffic,
+    ):  # fmt: skip
         super().__init__(mpi.Get_size(), deadline_s)
         self.all, self.tolerant = mpi, tolerant
         # For collectives; messages outlive its revocation.
@@ -341,8 +330,7 @@ class FaultTolerance(Failures):
         return result
 
     def end_alone(self, status: int) -> None:
-        """End only this process if another rank has died; ranks that failed for the same reason do so too, others
-        continue.
+        """End only this process if another rank has died: the surviving ranks continue.
 
         Otherwise give lower ranks time to end the job, and MPI time to detect a death: Open MPI's mpirun hangs, or
         returns the exit status 0, if several ranks abort a job, or if a rank aborts after another has died.

@@ -77,17 +77,10 @@ class MpiCommunicator(Communicator):
     failures: FaultTolerance
 
     def __init__(
-        self,
-        mpi: MPI.Intracomm,
-        process: Process,
-        *,
-        deadline_s: float = DEADLINE_S,
-        nodes: tuple[int, ...] | None = None,
-        device_aware: bool = False,
-        internode: str = "auto",
-        name: str = "communicator",
-        traffic: Traffic | None = None,
-    ):
+        self, mpi: MPI.Intracomm, process: Process, *, deadline_s: float = DEADLINE_S,
+        nodes: tuple[int, ...] | None = None, device_aware: bool = False, internode: str = "auto",
+        name: str = "communicator", traffic: Traffic | None = None,
+    ):  # fmt: skip
         self.mpi, self.process, self.name = mpi, process, name
         self._n_derived = 0  # communicators created from this one
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
@@ -193,6 +186,7 @@ class MpiCommunicator(Communicator):
         traffic.messages_sent += hops
 
     def _allreduce_converted(self, tensor: Tensor) -> None:
+        """Sum a tensor that MPI can't sum directly: long, on a device, or of a dtype without an MPI sum."""
         check_flat(tensor)
         if tensor.dtype in SUMMED:
             with self.staging.host(tensor) as host:
@@ -214,12 +208,9 @@ class MpiCommunicator(Communicator):
         self.calls.count += 1
         with self.staging.host(tensor, read=self.rank == root, write=self.rank != root) as host:
             self.calls.communicate(
-                BROADCAST,
-                root,
-                self.failures.surviving.Bcast,
-                self.staging.message(host),
+                BROADCAST, root, self.failures.surviving.Bcast, self.staging.message(host),
                 self.failures.alive.index(root),
-            )
+            )  # fmt: skip
         if self.rank == root and self.size > 1:
             self.traffic.sent(tensor.nbytes)
 
@@ -264,7 +255,7 @@ class MpiCommunicator(Communicator):
         Args:
             ranks: ranks of this communicator.
             name: name in messages; unique among the communicators of these ranks.
-            deadline_s: limit for all of them to make this call; by default this communicator's.
+            deadline_s: time limit of the call; by default this communicator's.
         """
         limit_s = self.failures.deadline_s if deadline_s is None else deadline_s
         everyone = self.mpi.Get_group()
@@ -301,6 +292,7 @@ class MpiCommunicator(Communicator):
     def _derive(
         self, mpi: MPI.Intracomm, nodes: tuple[int, ...], internode: str, name: str, traffic: Traffic | None = None
     ) -> MpiCommunicator:
+        """Create a communicator over `mpi` with this one's settings."""
         return MpiCommunicator(
             mpi,
             self.process,

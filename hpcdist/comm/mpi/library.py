@@ -82,8 +82,8 @@ def supports_cuda() -> bool | None:
 def end(status: int) -> None:
     """End all ranks of the job, after the launcher has had time to forward this rank's output.
 
-    MPI_Abort prints additional lines. So under Open MPI this uses PMIx, which prints none; elsewhere standard error is
-    closed first. The exit status is never 0.
+    MPI_Abort prints additional lines. So this uses PMIx under Open MPI, and elsewhere closes standard error first. The
+    exit status is never 0.
     """
     from mpi4py import MPI
 

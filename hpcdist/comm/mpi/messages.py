@@ -130,15 +130,9 @@ class MpiRequest(Request):
     """
 
     def __init__(
-        self,
-        calls: Calls,
-        request: MPI.Request,
-        what: str,
-        peer: int,
-        host: Tensor,
-        device: Tensor | None = None,
+        self, calls: Calls, request: MPI.Request, what: str, peer: int, host: Tensor, device: Tensor | None = None,
         kept: Tensor | None = None,
-    ):
+    ):  # fmt: skip
         self._calls, self._request, self._what, self._peer = calls, request, what, peer
         self._host, self._device, self._kept = host, device, kept
         self._sends = what == SENDING
@@ -155,6 +149,7 @@ class MpiRequest(Request):
         self._finish()
 
     def _finish(self) -> None:
+        """Copy a staged message to the device, and count a send as complete."""
         if self._sends:
             self._sends = False
             self._calls.sending -= 1

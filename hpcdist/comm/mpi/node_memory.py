@@ -40,8 +40,8 @@ class NodeMemory(abc.ABC):
 
     Args:
         parts: each rank's memory.
-        locks: each rank's lock, held during a change of its memory; it excludes other threads, and other ranks if these
-            change the memory directly.
+        locks: each rank's lock, held during a change of the rank's memory. It excludes threads of this process, and
+            for `LockedMemory` also other ranks.
         dtype: of the elements.
     """
 

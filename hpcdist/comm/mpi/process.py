@@ -24,7 +24,7 @@ PROGRESS_S = 1e-3  # pause between two MPI calls, which use 1 to 2 % of a core
 
 
 class ProgressThread:
-    """One thread that makes MPI progress while at least one communicator needs it."""
+    """A background thread that makes MPI progress while at least one communicator requests it."""
 
     def __init__(self) -> None:
         self._users = 0

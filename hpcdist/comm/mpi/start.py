@@ -41,14 +41,9 @@ def _report(text: str) -> None:
 
 @contextmanager
 def limited(
-    limit_s: float,
-    task: Task | None,
-    *,
-    where: str = "hpcdist.init()",
-    advice: str = ADVICE,
-    report: Callable[[str], None] = _report,
-    ends: Callable[[float], AbstractContextManager[None]] | None = None,
-) -> Iterator[None]:
+    limit_s: float, task: Task | None, *, where: str = "hpcdist.init()", advice: str = ADVICE,
+    report: Callable[[str], None] = _report, ends: Callable[[float], AbstractContextManager[None]] | None = None,
+) -> Iterator[None]:  # fmt: skip
     """Context that ends this process with a message if it takes longer than `limit_s`.
 
     Args:

@@ -104,7 +104,7 @@ def nearest_to_cause(waiting: Mapping[int, Collection[int]]) -> int:
 
 
 def transitively_awaited(ranks: Collection[int], states: Mapping[int, RankState]) -> set[int]:
-    """Return these ranks, the ranks that they wait for, the ranks that those wait for, and so on."""
+    """Return `ranks` and all ranks that they wait for, directly or indirectly."""
     known = set(ranks)
     while more := {r for rank in known if rank in states for r in _missing(rank, states, states.keys())} - known:
         known |= more

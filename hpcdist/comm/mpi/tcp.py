@@ -121,16 +121,9 @@ class TcpServer:
 
     # --- requests -------------------------------------------------------------------------------------------------
     def request(
-        self,
-        what: str,
-        window: int,
-        rank: int,
-        offset: int,
-        count: int,
-        reply: memoryview,
-        data: memoryview | bytes = b"",
-        operands: tuple[int, ...] = (),
-    ) -> None:
+        self, what: str, window: int, rank: int, offset: int, count: int, reply: memoryview,
+        data: memoryview | bytes = b"", operands: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         """Send a request with `data` to `rank` and wait for the reply, which overwrites `reply`.
 
         Raises:
@@ -244,6 +237,7 @@ class TcpServer:
 
     # --- serving --------------------------------------------------------------------------------------------------
     def _listen(self) -> None:
+        """Accept connections, with a thread for each."""
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -266,6 +260,7 @@ class TcpServer:
                 network.wake_and_end(connection)
 
     def _serve(self, connection: socket.socket) -> None:
+        """Serve one connection until the other end closes it."""
         try:
             with connection:
                 if network.accept(connection, self._token):
@@ -278,6 +273,7 @@ class TcpServer:
             self._serving.pop(threading.current_thread(), None)
 
     def _serve_requests(self, connection: socket.socket) -> None:
+        """Receive requests, execute them on the windows, and reply."""
         header = bytearray(HEADER.size)
         part = torch.empty(0, dtype=torch.uint8)  # buffer for values to accumulate
         while True:

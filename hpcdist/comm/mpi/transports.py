@@ -164,7 +164,7 @@ class Transports(RankMemory):
     def put_all(self, puts: Iterable[Put]) -> None:
         """Start puts across several nodes and wait for all; see `Communicator.put_all`.
 
-        Puts that do not use TCP complete one by one.
+        Puts without TCP complete one by one.
         """
 
         def requests() -> Iterator[tuple[int, int, int, Tensor]]:

@@ -48,14 +48,9 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        mpi: MPI.Intracomm,
-        pids: Mapping[int, int],
-        in_use: Callable[[], Sequence[Calls]],
-        role: Callable[[], str],
-        *,
-        tolerant: bool,
-    ):
+        self, mpi: MPI.Intracomm, pids: Mapping[int, int], in_use: Callable[[], Sequence[Calls]],
+        role: Callable[[], str], *, tolerant: bool,
+    ):  # fmt: skip
         self._mpi, self._pids, self._in_use, self._tolerant = mpi, pids, in_use, tolerant
         self._role = role
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
@@ -91,6 +86,7 @@ class Watchdog:
                 self._collect()
 
     def _run(self) -> None:
+        """The watchdog's thread: reply to queries, report this rank's state, and check deadlines."""
         while not self._stopped.wait(BLOCKED_S if self._oldest_s() > PATIENCE_S else POLL_S):
             try:
                 self._role()
@@ -148,6 +144,7 @@ class Watchdog:
         self._sent.append((self._mpi.Isend(data, rank, tag), data))
 
     def _state(self) -> RankState:
+        """Return this rank's state, as rank 0 and other watchdogs get it."""
         in_use = self._in_use()
         waits = [wait for calls in in_use if (wait := calls.waits(PATIENCE_S))]
         busy = sum(queue.busy for queue in tuple(CallQueue.running))
@@ -162,6 +159,7 @@ class Watchdog:
         return line_of(self._watched) + (f" ({role})" if role else "")
 
     def _location(self) -> str:
+        """Describe the call that this rank is blocked in, and the current line of the user's code."""
         line = self._line()
         for calls in self._in_use():
             call = calls.current
@@ -208,7 +206,7 @@ class Watchdog:
             return
         start = time.perf_counter()
         locations = self._query({*waiting, *(rank for missing in waiting.values() for rank in missing)} - {self.rank})
-        states = {rank: place.state for rank, place in locations.items() if place.state} | {self.rank: self._state()}
+        states = {rank: reply.state for rank, reply in locations.items() if reply.state} | {self.rank: self._state()}
         # Waits that existed before all replies and still exist after have all existed at the same time.
         states = {rank: state.since(self._states[rank]) for rank, state in states.items() if rank in self._states}
         waiting = stuck(states, tolerant=self._tolerant)
@@ -232,6 +230,7 @@ class Watchdog:
 
     # --- ending the job -------------------------------------------------------------------------------------------
     def _end(self, calls: Calls, call: Call) -> None:
+        """Report a call past its deadline with the missing ranks, and end the job."""
         replies = self._query()
         if call.peer >= 0:
             missing = {calls.world_ranks[call.peer]}
@@ -254,7 +253,7 @@ class Watchdog:
         end(STATUS)
 
     def _query(self, others: Collection[int] | None = None) -> dict[int, RankLocation]:
-        """Query other ranks, by default all, for their locations; return their replies by rank."""
+        """Query ranks (default: all except this one) for their locations; return the replies by rank."""
         others = [r for r in range(self.size) if r != self.rank] if others is None else others
         with suppress(MPI.Exception):
             while self._received(REPLY) is not None:

@@ -44,13 +44,9 @@ _process: Process | None = None
 
 
 def world(
-    *,
-    deadline_s: float = DEADLINE_S,
-    nodes: tuple[int, ...] | None = None,
-    internode: str = "auto",
-    tolerant: bool = False,
-    bind: bool = True,
-) -> MpiCommunicator:
+    *, deadline_s: float = DEADLINE_S, nodes: tuple[int, ...] | None = None, internode: str = "auto",
+    tolerant: bool = False, bind: bool = True,
+) -> MpiCommunicator:  # fmt: skip
     """Collective at the first call. Return the communicator of all ranks; later calls return the same one.
 
     Arguments apply at the first call only. They are those of MpiCommunicator, Process, and `hpcdist.init` (`bind`).
@@ -96,6 +92,7 @@ def all_needed(tolerant: bool) -> Iterator[None]:
 
 
 def _end_where_all_are_needed(dead: Sequence[int]) -> None:
+    """End this rank after a death; the lowest surviving rank reports it."""
     rank = MPI.COMM_WORLD.Get_rank()
     if rank == min(set(range(MPI.COMM_WORLD.Get_size())) - set(dead)):
         who = f"rank {dead[0]} has" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))} have"

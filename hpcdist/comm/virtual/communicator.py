@@ -1,4 +1,4 @@
-"""The seam of virtual ranks: a communicator on the virtual clock."""
+"""The communicator of virtual ranks, on the virtual clock."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ from hpcdist.errors import CommunicationError
 
 
 class VirtualCommunicator(Communicator):
-    """The seam on virtual ranks. `deadline_s` counts virtual seconds, and is infinite unless the body sets it.
+    """A communicator of virtual ranks. `deadline_s` counts virtual seconds, and is infinite unless the body sets it.
 
-    No deadline is needed against hanging, as a deadlock is seen at once; and no wait is too long in principle, as
-    virtual seconds cost nothing.
+    Deadlocks are detected immediately, without a deadline, and long waits cost no real time.
     """
 
     memory: VirtualRankMemory
@@ -88,37 +87,37 @@ class VirtualCommunicator(Communicator):
 
     # --- collective -----------------------------------------------------------------------------------------------
     def allreduce(self, tensor: Tensor) -> None:
-        """Collective. Sum `tensor` over all ranks in place, in rank order, rounding to its dtype after each addition.
+        """Collective. Sum `tensor` over all ranks in place, in rank order.
 
-        Takes the time of a ring, and sends its 2n(p-1)/p bytes in 2(p-1) messages.
+        Takes the time of a ring, and counts its 2n(p-1)/p bytes in 2(p-1) messages.
         """
         check_flat(tensor)
-        own, hops = addable(tensor), 2 * (self.size - 1)
+        local, hops = addable(tensor), 2 * (self.size - 1)
 
         def conclude(tensors: list[Tensor]) -> tuple[list, float]:
             group = self._group
-            seconds = hops * group.latency_s + hops * own.nbytes / self.size / group.bandwidth_bytes_s
+            seconds = hops * group.latency_s + hops * local.nbytes / self.size / group.bandwidth_bytes_s
             return [sum_in_rank_order(tensors)] * self.size, seconds
 
-        own.copy_(self._member.synchronize(f"allreduce of {_shape(tensor)}", own, conclude, "communicating_s"))
-        self._traffic.sent(hops * own.nbytes // self.size, hops)
+        local.copy_(self._member.synchronize(f"allreduce of {_shape(tensor)}", local, conclude, "communicating_s"))
+        self._traffic.sent(hops * local.nbytes // self.size, hops)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        """Collective. Copy root's `tensor` into everyone's, through a binomial tree."""
+        """Collective. Copy root's `tensor` to all ranks, with the time of a binomial tree."""
         check_flat(tensor)
         check_rank(root, self.size, "root")
-        own = tensor.detach()
+        local = tensor.detach()
 
         def conclude(tensors: list[Tensor]) -> tuple[list, float]:
-            return [tensors[root].clone()] * self.size, self._group.rounds_s(own.nbytes)
+            return [tensors[root].clone()] * self.size, self._group.rounds_s(local.nbytes)
 
         call = f"broadcast of {_shape(tensor)} from root {root}"
-        own.copy_(self._member.synchronize(call, own, conclude, "communicating_s"))
+        local.copy_(self._member.synchronize(call, local, conclude, "communicating_s"))
         messages = children(self.rank, root, self.size)
-        self._traffic.sent(messages * own.nbytes, messages)
+        self._traffic.sent(messages * local.nbytes, messages)
 
     def _gather(self, data: bytes) -> list[bytes]:
-        """Collective. Pass every rank's `data` on around a ring."""
+        """Collective. Gather every rank's `data`, with the time of a ring."""
 
         def conclude(everything: list[bytes]) -> tuple[list, float]:
             longest_s = max(map(len, everything)) / self._group.bandwidth_bytes_s
@@ -134,23 +133,23 @@ class VirtualCommunicator(Communicator):
     def _split(self, color: int | None, key: int, traffic: Traffic | None) -> VirtualCommunicator | None:
 
         def conclude(choices: list[tuple[int | None, int]]) -> tuple[list, float]:
-            taken: list[tuple[Group, int] | None] = [None] * self.size
+            results: list[tuple[Group, int] | None] = [None] * self.size
             for chosen in {c for c, _ in choices if c is not None}:
                 ranks = sorted((k, r) for r, (c, k) in enumerate(choices) if c == chosen)
                 group = Group(self._cluster, [self._group.members[r] for _, r in ranks])
                 for new, (_, old) in enumerate(ranks):
-                    taken[old] = (group, new)
-            return taken, self._group.rounds_s()
+                    results[old] = (group, new)
+            return results, self._group.rounds_s()
 
-        taken = self._member.synchronize("split", (color, key), conclude)
-        if taken is None:
+        result = self._member.synchronize("split", (color, key), conclude)
+        if result is None:
             return None
-        group, rank = taken
+        group, rank = result
         return VirtualCommunicator(group, rank, self.failures.deadline_s, traffic)
 
     def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
         check_graph(self, sources, destinations)
-        channel = self.split(0, traffic=self._traffic)  # where nobody else sends
+        channel = self.split(0, traffic=self._traffic)  # no other messages are sent on it
         return Messages(channel, sources, destinations, owned=True)
 
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
@@ -174,7 +173,7 @@ class VirtualCommunicator(Communicator):
         self._member.enter()
         world_rank = self._member.me.rank
         seconds = share * self._cluster.compute.sample(world_rank, self._cluster.generators[world_rank])
-        require(at_least_0(seconds), "seconds drawn by a compute model", "finite and at least 0", seconds)
+        require(at_least_0(seconds), "seconds sampled by a compute model", "finite and at least 0", seconds)
         self.clock.advance(self._member.me, self.clock.now_s + seconds)
         return seconds
 
@@ -191,7 +190,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 class SendRequest(Request):
-    """A send: complete when the message has left the sender's link, received or not."""
+    """A send: complete when the message has left the sender's link, whether or not it has been received."""
 
     def __init__(self, member: Member, end_s: float):
         self._member, self._end_s = member, end_s
@@ -211,7 +210,7 @@ class SendRequest(Request):
 
 
 class ReceiveRequest(Request):
-    """A receive. `done` or `wait` writes the tensor, which must not be read before."""
+    """A receive: `done` or `wait` writes the tensor."""
 
     def __init__(self, member: Member, tensor: Tensor, source: int, tag: int):
         self._member, self._arrivals = member, member.arrivals
@@ -226,19 +225,19 @@ class ReceiveRequest(Request):
                 self._member.clock.poll(self._member.me, self, self._awaits())
         if self._posted.message is None:
             return False
-        self._take()
+        self._copy()
         return True
 
     def wait(self) -> None:
         self._member.enter()
         with self._member.counted("communicating_s"):
             self._arrivals.await_receive(self._posted, self._awaits(), self._member.failures.deadline_s)
-        self._take()
+        self._copy()
 
     def _awaits(self) -> str:
         return self._member.describe(self._posted.source, self._posted.tag)
 
-    def _take(self) -> None:
+    def _copy(self) -> None:
         message, tensor, self._tensor = self._posted.message, self._tensor, None
         if message is None or tensor is None:
             return

@@ -16,14 +16,14 @@ from hpcdist.errors import ConfigError
 
 
 class ComputeModel(abc.ABC):
-    """A distribution of step times. Immutable: random numbers are drawn from the rank's own generator."""
+    """A distribution of step times. Immutable: the rank's generator is passed in."""
 
     @abc.abstractmethod
     def sample(self, rank: int, generator: np.random.Generator) -> float:
-        """Draw the seconds of `rank`'s next step, at least 0."""
+        """Sample the seconds of `rank`'s next step, at least 0."""
 
     def check(self, size: int) -> None:
-        """Check that a run of `size` ranks has all ranks of this model; raise ConfigError otherwise."""
+        """Check that the model suits a run of `size` ranks; raise ConfigError otherwise."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Jitter(ComputeModel):
 
 @dataclass(frozen=True)
 class Exponential(ComputeModel):
-    """Exponentially distributed step times of mean `mean_s`: far more uneven than most clusters are."""
+    """Exponentially distributed step times of mean `mean_s`: far more variable than on most clusters."""
 
     mean_s: float
 
@@ -70,7 +70,7 @@ class Exponential(ComputeModel):
 
 @dataclass(frozen=True)
 class Straggler(ComputeModel):
-    """Step times of `base` on all ranks, `factor` times as long on `rank`."""
+    """Step times of `base`, `factor` times as long on `rank`."""
 
     base: ComputeModel
     rank: int
@@ -91,7 +91,7 @@ class Straggler(ComputeModel):
 
 @dataclass(frozen=True)
 class SlowSteps(ComputeModel):
-    """Step times of `base`, of which any, on any rank, is `factor` times as long with a probability."""
+    """Step times of `base`; each step of each rank is `factor` times as long with probability `probability`."""
 
     base: ComputeModel
     probability: float
@@ -112,28 +112,28 @@ class SlowSteps(ComputeModel):
 
 
 class Replay(ComputeModel):
-    """Step times of some run, rank by rank, over and over. For one run: steps that were drawn are gone.
+    """Measured step times of a run, repeated cyclically. Create a new object for each run.
 
     Args:
-        source: the run, for `run.json`.
-        seconds: of each step of each rank.
+        source: name of the run, for `run.json`.
+        seconds: by rank, the seconds of each step.
     """
 
     def __init__(self, source: str, seconds: Sequence[Sequence[float]]):
-        self.source, self._left = source, [itertools.cycle(of_rank) for of_rank in seconds]
+        self.source, self._steps = source, [itertools.cycle(of_rank) for of_rank in seconds]
 
     def sample(self, rank: int, generator: np.random.Generator) -> float:
-        return next(self._left[rank])
+        return next(self._steps[rank])
 
     def check(self, size: int) -> None:
-        known = len(self._left)
+        known = len(self._steps)
         require(size <= known, "ranks of Replay", f"at most the {known} of {self.source}", size)
 
 
 def describe(model: ComputeModel) -> dict[str, Any]:
-    """Return the name of a compute model's class, as `model`, and its numbers."""
-    shown = {key: value for key, value in vars(model).items() if not key.startswith("_")}
-    values = {key: describe(value) if isinstance(value, ComputeModel) else value for key, value in shown.items()}
+    """Return a compute model's class name, as `model`, and its parameters."""
+    public = {key: value for key, value in vars(model).items() if not key.startswith("_")}
+    values = {key: describe(value) if isinstance(value, ComputeModel) else value for key, value in public.items()}
     return {"model": type(model).__name__, **values}
 
 

@@ -1,8 +1,8 @@
-"""The shared parts of a virtual run: the cluster, the groups of ranks of communicators, and one rank in its group.
+"""The shared state of a virtual run: the cluster, the group of ranks of each communicator, and one rank's membership.
 
-Sending is buffered: the message is copied when it is posted. Matching is MPI's: by (source, tag), in the order in which
-receives were posted, and messages of one source never overtake each other. Receiving from ANY takes the earliest
-arrival.
+Sends are buffered: the message is copied when it is sent. Matching follows MPI: by (source, tag), in the order in which
+receives were posted; messages of one source do not overtake each other. A receive from ANY gets the message that
+arrives first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpcdist.errors import CommunicationError
 
 
 class Cluster:
-    """The clock, the network and the compute model, which all communicators of one run share."""
+    """The clock, network and compute model of a run, shared by all communicators."""
 
     def __init__(self, size: int, seed: int, network: Network, compute: ComputeModel):
         self.clock, self.wiring, self.compute = VirtualClock(size, seed), Wiring(network, size), compute
@@ -35,28 +35,30 @@ class Cluster:
 
 
 class Group:
-    """The objects that the ranks of one communicator share. `members` are their ranks in the whole run."""
+    """The state that the ranks of one communicator share. `members` are their world ranks."""
 
     def __init__(self, cluster: Cluster, members: list[int]):
         self.cluster, self.members = cluster, members
         ranks = [cluster.clock.ranks[member] for member in members]
         self.gathering = Gathering(cluster.clock, ranks)
         self.arrivals = [Arrivals(rank.rank, cluster.clock) for rank in ranks]
-        wiring = cluster.wiring  # collectives are bounded by the links inside a node if all ranks are on one
+        wiring = cluster.wiring  # collectives use the links inside the node if all ranks are on one node
         self.nodes = number_nodes(wiring.nodes[member] for member in members)
         self.latency_s, self.bandwidth_bytes_s = wiring.network.slowest(self.nodes)
 
     def rounds_s(self, n_bytes: int = 0) -> float:
-        """Compute the seconds of log2 p rounds, each of one message of n bytes."""
+        """Return the seconds of log2 p rounds with one message of n bytes each."""
         return rounds(len(self.members)) * (self.latency_s + n_bytes / self.bandwidth_bytes_s)
 
 
 class Member:
-    """Begin, time and count the calls of one rank of a group.
+    """One rank of a group: enters, times and counts its calls.
 
     Args:
-        failures: with the virtual seconds that a blocking call may take.
-        traffic: the account of its calls.
+        group: the group.
+        rank: number in the group.
+        failures: holds the deadline of blocking calls, in virtual seconds.
+        traffic: counts the transfers.
     """
 
     def __init__(self, group: Group, rank: int, failures: Failures, traffic: Traffic):
@@ -67,18 +69,18 @@ class Member:
 
     @property
     def me(self) -> VirtualRank:
-        """The thread of the rank that makes a call."""
+        """The rank's thread that makes the current call."""
         return self.clock.running(self.group.members[self.rank])
 
     def enter(self, *, polling: bool = False) -> None:
-        """Begin a call of the seam; each of them calls this first."""
+        """Enter a call of the communicator; each call starts with this."""
         self.clock.enter(self.me, polling=polling)
         if self.closed:
             raise CommunicationError("a communicator must not be used once it is closed. Close it after its last use.")
 
     @contextmanager
     def counted(self, what: str) -> Iterator[None]:
-        """Add the virtual time that passes to `communicating_s` or `waiting_s` of the traffic."""
+        """Context: add its virtual seconds to `communicating_s` or `waiting_s` of the traffic."""
         start_s = self.clock.now_s
         try:
             yield
@@ -92,34 +94,31 @@ class Member:
         return self.group.cluster.wiring.path(self.group.members[rank], self.group.members[self.rank])
 
     def synchronize(
-        self,
-        call: str,
-        given: Any = None,
-        conclude: Callable[[list], tuple[list, float]] | None = None,
+        self, call: str, value: Any = None, conclude: Callable[[list], tuple[list, float]] | None = None,
         counted: str = "waiting_s",
-    ) -> Any:
-        """Collective. Wait for the other ranks, see Gathering.synchronize; by default a barrier, without a result."""
+    ) -> Any:  # fmt: skip
+        """Collective. Synchronize with the other ranks, see `Gathering.synchronize`; by default a barrier."""
         self.enter()
         if conclude is None:
             conclude = self._barrier
         with self.counted(counted):
-            result = self.group.gathering.synchronize(self.rank, call, given, conclude, self.failures.deadline_s)
+            result = self.group.gathering.synchronize(self.rank, call, value, conclude, self.failures.deadline_s)
         if counted == "waiting_s":
             self.traffic.sent(0, rounds(self.size))
         return result
 
-    def _barrier(self, given: list) -> tuple[list, float]:
+    def _barrier(self, values: list) -> tuple[list, float]:
         return [None] * self.size, self.group.rounds_s()
 
     def describe(self, source: int, tag: int) -> str:
-        """Describe the messages that a receive or a probe matches; ranks by their numbers in the whole run."""
+        """Describe the messages that a receive or a probe matches, by world rank."""
         whom = "any rank" if source == ANY else f"rank {self.group.members[source]}"
         return f"a message from {whom}, {'any tag' if tag == ANY else f'tag {tag}'}"
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """A message that is under way, or has arrived."""
+    """A message in flight, or one that has arrived."""
 
     source: int
     tag: int
@@ -131,7 +130,7 @@ class Message:
 
 
 class Receive:
-    """A posted receive, and its message once that has arrived."""
+    """A posted receive, and its message after arrival."""
 
     def __init__(self, source: int, tag: int):
         self.source, self.tag = source, tag
@@ -139,17 +138,17 @@ class Receive:
 
 
 class Arrivals:
-    """The messages that have arrived at one rank of one communicator, and the receives that wait for more."""
+    """The messages that have arrived at one rank of a communicator, and its posted receives."""
 
     def __init__(self, owner: int, clock: VirtualClock):
         self._owner, self._clock = owner, clock
         self._waiting: VirtualRank | None = None  # the thread that is blocked
         self._arrived: list[Message] = []
         self._posted: list[Receive] = []
-        self._awaited: Receive | tuple[int, int] | None = None  # what it is blocked on
+        self._awaited: Receive | tuple[int, int] | None = None  # the receive, or (source, tag), that it waits for
 
     def carry(self, message: Message, path: Path, start_s: float, duration_s: float) -> Iterator[float]:
-        """Transfer a message that leaves at `start_s`, as an effect on the clock."""
+        """Effect: transfer a message that leaves at `start_s`."""
         yield start_s
         yield path.into.reserve(start_s + path.latency_s, duration_s)[1]
         for receive in self._posted:
@@ -167,7 +166,7 @@ class Arrivals:
         return next((message for message in self._arrived if message.fits(source, tag)), None)
 
     def await_message(self, source: int, tag: int, awaits: str, deadline_s: float) -> None:
-        """Block until a message has arrived, without receiving it."""
+        """Block until a matching message has arrived, without receiving it."""
         if self.find(source, tag) is None:
             self._block((source, tag), awaits, deadline_s)
 

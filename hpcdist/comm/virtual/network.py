@@ -1,15 +1,15 @@
-"""The network of the virtual cluster: links of one transfer at a time, and the latency between them.
+"""The network of the virtual cluster: links with a bandwidth, each for one transfer at a time, and a latency.
 
 A transfer of n bytes from one rank to another at time t::
 
-    start   = max(t, outgoing link free)                        n / bandwidth on the sender's outgoing link
-    begin   = max(start + latency, incoming link free)          n / bandwidth on the receiver's incoming link
-    arrival = begin + n / bandwidth
+    depart  = max(t, outgoing link free)                        n / bandwidth on the sender's outgoing link
+    enter   = max(depart + latency, incoming link free)         n / bandwidth on the receiver's incoming link
+    arrival = enter + n / bandwidth
 
-Cut-through: the first byte goes on at once, so that an uncontended transfer takes exactly latency + n / bandwidth.
-Transfers queue at a link in the order in which they reach it. A node's ranks share its two links to other nodes (one
-rank per node unless `ranks_per_node` says otherwise); between the ranks of one node each rank has two links of its
-own. A message of a rank to itself takes no time.
+Cut-through: the first byte is forwarded immediately, so an uncontended transfer takes exactly latency + n / bandwidth.
+Transfers queue at a link in the order of arrival. The ranks of a node share its outgoing and its incoming link to other
+nodes (one rank per node unless `ranks_per_node` is set); inside a node each rank has its own pair of links. A message
+of a rank to itself takes no time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,14 @@ class Network:
     Args:
         latency_s: seconds from the first byte's departure to its arrival.
         bandwidth_bytes_s: bytes per second of a link; `math.inf` for a network of latency only.
-        ranks_per_node: ranks 0..k-1 are on node 0, the next k on node 1...; None puts every rank on a node of its own.
-        intra_latency_s, intra_bandwidth_bytes_s: the same between ranks of one node; None takes the network's.
+        ranks_per_node: ranks 0..k-1 are on node 0, the next k on node 1...; None: one rank per node.
+        intra_latency_s, intra_bandwidth_bytes_s: the same between ranks of one node; None: as between nodes.
+
+    Example:
+        >>> from hpcdist.comm.virtual import Network, run_virtual
+        >>> network = Network(latency_s=1e-6, bandwidth_bytes_s=1e9, ranks_per_node=4)
+        >>> network.slowest(network.nodes(size=8))
+        (1e-06, 1000000000.0)
     """
 
     latency_s: float
@@ -54,7 +60,7 @@ class Network:
         )
 
     def slowest(self, nodes: Collection[int]) -> tuple[float, float]:
-        """Return latency and bandwidth of the slowest link among ranks on these nodes."""
+        """Return the latency and bandwidth of the slowest link among ranks on these nodes."""
         latency_s, bandwidth_bytes_s = self.latency_s, self.bandwidth_bytes_s
         if len(set(nodes)) == 1:
             latency_s = latency_s if self.intra_latency_s is None else self.intra_latency_s
@@ -72,20 +78,20 @@ def _absent(name: str, value: object) -> bool:
 
 
 class OneWayLink:
-    """One direction of a link, which carries one transfer after the other."""
+    """One direction of a link, for one transfer at a time."""
 
     def __init__(self):
         self.free_s = 0.0
 
     def reserve(self, at_s: float, duration_s: float) -> tuple[float, float]:
-        """Reserve the link for a transfer that reaches it at `at_s`; return the times of its begin and end."""
+        """Reserve the link for a transfer that reaches it at `at_s`; return its start and end times."""
         start_s = max(at_s, self.free_s)
         self.free_s = start_s + duration_s
         return start_s, self.free_s
 
 
 class Path(NamedTuple):
-    """The links from one rank to another, and their latency."""
+    """The latency and links from one rank to another."""
 
     latency_s: float
     bandwidth_bytes_s: float
@@ -97,7 +103,7 @@ class Path(NamedTuple):
 
 
 class Wiring:
-    """The links between the ranks of one run, which are numbered as in the whole run."""
+    """The links between all ranks of a run, by world rank."""
 
     def __init__(self, network: Network, size: int):
         self.network = network
@@ -110,7 +116,7 @@ class Wiring:
     def path(self, source: int, dest: int) -> Path:
         if source == dest:
             return self._to_self
-        ours, theirs = self.nodes[source], self.nodes[dest]
-        if ours == theirs:
+        source_node, dest_node = self.nodes[source], self.nodes[dest]
+        if source_node == dest_node:
             return Path(*self._intra, self._intra_links[source][0], self._intra_links[dest][1])
-        return Path(*self._inter, self._inter_links[ours][0], self._inter_links[theirs][1])
+        return Path(*self._inter, self._inter_links[source_node][0], self._inter_links[dest_node][1])

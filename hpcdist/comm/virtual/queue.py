@@ -1,4 +1,4 @@
-"""The queue of a virtual rank: a further thread makes calls while the rank computes, both on the virtual clock."""
+"""The call queue of a virtual rank: its thread makes calls while the rank computes, both on the virtual clock."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hpcdist.comm.work import CallQueue, Task
 
 
 class VirtualQueue(CallQueue):
-    """Makes the calls of one communicator in their order; see `CallQueue`.
+    """Runs the calls of one communicator in order; see `CallQueue`.
 
     Args:
-        member: of the communicator.
+        member: the rank in the communicator's group.
     """
 
     def __init__(self, member: Member):
@@ -41,7 +41,7 @@ class VirtualQueue(CallQueue):
 
 
 class VirtualEvent(threading.Event):
-    """An event for which one thread of a virtual rank waits, on the virtual clock."""
+    """An event for which one thread of a virtual rank waits on the virtual clock."""
 
     def __init__(self, member: Member):
         super().__init__()

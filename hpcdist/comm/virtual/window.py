@@ -1,17 +1,17 @@
-"""Windows of virtual ranks: memory that others read and change at the virtual time of arrival.
+"""Windows of virtual ranks: other ranks read and change memory at the virtual time of arrival.
 
-With latency a, bandwidth b and n bytes, on free links (`virtual_network` says how transfers queue):
+With latency a, bandwidth b and n bytes, on free links (`network` says how transfers queue):
 
 - get: the request takes a, then the data a + n/b on the owner's outgoing and the caller's incoming link;
 - put, accumulate: the data takes a + n/b, the acknowledgement a;
-- fetch_add, compare_and_swap: 2a, the element rides with the headers;
-- wait on another rank's memory: a for the request, and a from the change that fulfils it to the return.
+- fetch_add, compare_and_swap: 2a, as the element is part of the header;
+- wait on another rank's memory: a for the request, and a from the change that satisfies it to the return.
 
 A transfer that takes time can be torn, like a real one. Put and accumulate change the first half of the elements when
 the first byte arrives and the second half with the last byte. A get reads the second half when the first byte leaves
-the owner and the first half with the last: MPI promises no order, and in this one every get that overlaps a put of
-equal length is torn, whereas two sweeps of one speed and direction never would be. So what must not rely on whole reads
-is put to the test, at times that the network model fixes. A transfer that takes no time is not torn.
+the owner and the first half with the last byte. MPI guarantees no order; with this one every get that overlaps a put of
+equal length is torn, which never happened if both ran in the same direction. So code that must not rely on consistent
+reads is tested for it. A transfer that takes no time is not torn.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from hpcdist.comm.window import Memory, Predicate, Window, atomic, check_count, 
 
 
 class Exposed:
-    """One rank's part of a window, which wakes the ranks that wait for a change."""
+    """One rank's memory in a window; wakes ranks that wait for a change of it."""
 
     def __init__(self, tensor: Tensor, owner: VirtualRank):
         self.tensor, self.owner = tensor.detach(), owner
         self._waiters: list[Waiter] = []
 
     def changed(self, first: int, stop: int) -> None:
-        """Look for waiters to wake: elements [first, stop) may have changed."""
+        """Wake waiters whose predicate is now true; elements [first, stop) may have changed."""
         for waiter in tuple(self._waiters):
             if waiter.first < stop and first < waiter.stop:
-                waiter.notice()
+                waiter.check()
 
-    def look(self) -> None:
-        """Look for waiters to wake: any element may have changed."""
+    def check_all(self) -> None:
+        """Wake waiters whose predicate is now true; any element may have changed."""
         for waiter in tuple(self._waiters):
-            waiter.notice()
+            waiter.check()
 
     def watch(self, waiter: Waiter) -> None:
         self._waiters.append(waiter)
         if self not in self.owner.watched:
             self.owner.watched.append(self)
-        waiter.notice()
+        waiter.check()
 
     def unwatch(self, waiter: Waiter) -> None:
         if waiter in self._waiters:
@@ -61,16 +61,16 @@ class Exposed:
 
 
 class Waiter:
-    """A rank that waits for a predicate to hold on elements [first, stop) of some memory."""
+    """A rank that waits until a predicate is true for elements [first, stop) of a rank's memory."""
 
     def __init__(self, rank: VirtualRank, predicate: Predicate, memory: Exposed, first: int, stop: int):
         self._rank, self._predicate = rank, predicate
         self.first, self.stop = first, stop
         self._elements = memory.tensor[first:stop]
-        self.wake: Callable[[], None] | None = None  # None: nobody waits (any more)
+        self.wake: Callable[[], None] | None = None  # None: not waiting (any more)
 
-    def notice(self) -> None:
-        """Wake the rank if the predicate holds. Runs in the thread of whichever rank changed the memory."""
+    def check(self) -> None:
+        """Wake the rank if the predicate is true. Runs in the thread of the rank that changed the memory."""
         if self.wake is None:
             return
         try:
@@ -83,7 +83,7 @@ class Waiter:
 
 
 class VirtualMemory(Memory):
-    """One memory per rank of a group, to get and put."""
+    """One memory per rank of a group, with get and put."""
 
     def __init__(self, member: Member, local: Tensor, memories: list[Exposed]):
         super().__init__(local, [memory.tensor.numel() for memory in memories], member.rank, member.traffic)
@@ -102,6 +102,7 @@ class VirtualMemory(Memory):
             self._clock.perform(self._member.me, f"a get from rank {memory.owner.rank}", effect)
 
     def _read(self, out: Tensor, part: Tensor, path: Path) -> Iterator[float]:
+        """Effect of a get: reserve the links, and copy both halves at their times."""
         half, duration_s = out.numel() // 2, path.duration_s(out.nbytes)
         yield self._clock.now_s + path.latency_s
         start_s, end_s = path.out.reserve(self._clock.now_s, duration_s)
@@ -116,7 +117,7 @@ class VirtualMemory(Memory):
         self._change("put", values, rank, offset, _copy)
 
     def writing(self, values: Tensor, rank: int, offset: int) -> Iterator[float]:
-        """Write values at their time of arrival, as an effect on the clock."""
+        """Return the effect that writes values at their time of arrival."""
         self._check(rank, offset, values)
         return self._write(values.detach(), self._memories[rank], offset, self._member.path_to(rank), _copy)
 
@@ -127,11 +128,12 @@ class VirtualMemory(Memory):
             self._clock.perform(self._member.me, f"a {what} to rank {memory.owner.rank}", effect)
 
     def _write(self, values: Tensor, memory: Exposed, offset: int, path: Path, apply: Callable) -> Iterator[float]:
+        """Effect of a put or accumulate: reserve the links, and apply both halves at their times."""
         n, half, duration_s = values.numel(), values.numel() // 2, path.duration_s(values.nbytes)
         start_s, _ = path.out.reserve(self._clock.now_s, duration_s)
         yield start_s
-        begin_s, arrival_s = path.into.reserve(start_s + path.latency_s, duration_s)
-        for at_s, first, stop in ((begin_s, 0, half), (arrival_s, half, n)):
+        enter_s, arrival_s = path.into.reserve(start_s + path.latency_s, duration_s)
+        for at_s, first, stop in ((enter_s, 0, half), (arrival_s, half, n)):
             yield at_s
             if first < stop:
                 apply(memory.tensor[offset + first : offset + stop], values[first:stop])
@@ -144,7 +146,7 @@ class VirtualMemory(Memory):
 
 
 class VirtualWindow(VirtualMemory, Window):
-    """A window over one memory per rank."""
+    """A window of virtual ranks: one memory per rank."""
 
     def _accumulate(self, values: Tensor, rank: int, offset: int) -> None:
         self._change("accumulate", values, rank, offset, _add)
@@ -191,7 +193,7 @@ class VirtualWindow(VirtualMemory, Window):
 
 
 class VirtualAttached(VirtualMemory):
-    """Memory that the callers already had, to get and put."""
+    """Existing tensors of virtual ranks, attached for get and put."""
 
     accumulate = fetch_add = compare_and_swap = wait = refuse_attached
 
@@ -201,7 +203,7 @@ class VirtualAttached(VirtualMemory):
 
 
 class VirtualRankMemory(RankMemory):
-    """The memory of virtual ranks, and their windows."""
+    """The `RankMemory` of virtual ranks, which also creates their windows."""
 
     can_attach = True
 
@@ -211,7 +213,7 @@ class VirtualRankMemory(RankMemory):
 
     def window(self, count: int, dtype: torch.dtype) -> Window:
         check_count(count)
-        with torch.inference_mode(False):  # others, in other modes, may write it
+        with torch.inference_mode(False):  # ranks in other modes may write it
             local = torch.zeros(count, dtype=dtype)
         return VirtualWindow(self._member, local, self._expose(f"window of {dtype}", local))
 
@@ -229,8 +231,8 @@ class VirtualRankMemory(RankMemory):
         return self._member.synchronize(call, Exposed(local, self._member.me), conclude)
 
 
-# An effect runs in whichever rank's thread is at hand, and only a thread in inference mode may write a tensor that was
-# made in inference mode (nor does it mind other tensors).
+# An effect may run in any rank's thread, and only a thread in inference mode may write a tensor that was created in
+# inference mode (it may write other tensors, too).
 @torch.inference_mode()
 def _copy(into: Tensor, values: Tensor) -> None:
     into.copy_(values)

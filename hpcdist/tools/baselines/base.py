@@ -186,6 +186,7 @@ class BaselineTrainer:
             self.comm.barrier()
 
     def _step(self, x: Tensor, y: Tensor, weight: float) -> None:
+        """Take one optimizer step on a batch, and record it; `weight` 0: a padding batch, whose gradient is ignored."""
         start, scaler = self.comm.now(), self._precision.scaler
         self._optimizer.zero_grad()
         loss = self._backward(x, y, weight)

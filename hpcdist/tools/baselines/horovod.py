@@ -39,7 +39,7 @@ class HorovodOptimizer(Library):
     def __init__(self, comm: Communicator, device: torch.device):
         from hpcdist.comm.external import horovod  # starts MPI: not at import
 
-        self._leave = horovod.leave
+        self._release = horovod.release
         running, _ = horovod.join(cast("MpiCommunicator", comm), horovod.Tuning.of(None, None))
         self._hvd = running.hvd
 
@@ -59,7 +59,7 @@ class HorovodOptimizer(Library):
         return self._optimizer.skip_synchronize()
 
     def close(self) -> None:
-        self._leave()
+        self._release()
 
 
 if __name__ == "__main__":

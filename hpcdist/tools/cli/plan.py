@@ -75,7 +75,7 @@ def plan(
         "recompute": recompute or None,
     }
     flags = as_flags({key: value for key, value in options.items() if value is not None}, "parallel.")
-    job_, settings = specify(job, config, [*(overrides or []), *flags])
+    loaded, settings = specify(job, config, [*(overrides or []), *flags])
     chosen = settings.parallel
     shared: dict[str, Any] = {
         "micro_batches": chosen.micro_batches * settings.accumulation,
@@ -87,7 +87,7 @@ def plan(
         link = read_cluster(None, network, None).links()
         shared["transfer_s"] = lambda n_bytes: link.latency_s + n_bytes / link.bandwidth_bytes_s
     with neighbours(job):
-        costs = measure_layers(job_, settings, local_device(0))
+        costs = measure_layers(loaded, settings, local_device(0))
     by_user = None if chosen.sizes is None else by_hand(chosen.sizes, len(costs))
     plan = predict(costs, chosen.stages, schedule=chosen.schedule, chunks=chosen.chunks, cut=by_user, **shared)
     one_rank_s = shared["micro_batches"] * sum(cost.forward_s + cost.backward_s for cost in costs)
@@ -114,6 +114,7 @@ def _show(chosen: Plan, others: Sequence[Plan], one_rank_s: float) -> None:
 
 
 def stage_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return the table of stages, with times in ms and sizes in MB or kB."""
     return [
         {
             "stage": stage.stage,
@@ -137,6 +138,7 @@ def rank_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def plan_rows(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Return the table that compares schedules by step time, idle time and memory."""
     return [
         {
             "schedule": plan.schedule,

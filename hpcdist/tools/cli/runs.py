@@ -166,11 +166,7 @@ def _find(name: str) -> Path:
 
 
 def select_runs(folders: Sequence[Path], where: Iterable[str] | None, tags: Iterable[str] | None) -> list[ListedRun]:
-    """Return the runs in folders that match --where and --tag.
-
-    Raises:
-        ConfigError: a condition is not KEY=VALUE.
-    """
+    """Return the runs in folders that match --where and --tag; raise ConfigError if a condition is not KEY=VALUE."""
     from hpcdist.tools.runs import find_runs
     from hpcdist.tools.runs.listing import read_listed
 

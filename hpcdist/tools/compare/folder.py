@@ -21,11 +21,7 @@ E = TypeVar("E", bound=Experiment)
 
 
 def read(output: Path) -> dict[str, Any] | None:
-    """Read `comparison.json`; None if it is missing.
-
-    Raises:
-        DataError: it is damaged, or of another version.
-    """
+    """Read `comparison.json`; None if it is missing. Raises DataError if it is damaged, or of another version."""
     content = read_comparison(output)
     if content is not None and (content.get("version") != VERSION or not isinstance(content.get("declared"), dict)):
         raise DataError(
@@ -38,11 +34,7 @@ def read(output: Path) -> dict[str, Any] | None:
 
 
 def read_experiment(output: Path, kind: type[E]) -> E:
-    """Read the comparison or sweep that a folder holds.
-
-    Raises:
-        ConfigError: the folder holds none of that kind.
-    """
+    """Read the comparison or sweep that a folder holds; raise ConfigError if it holds none of that kind."""
     names, declared = [f.name for f in fields(kind)], (read(output) or {}).get("declared", {})
     if not set(names) <= declared.keys():
         noun, other = ("sweep", "compare") if kind is Sweep else ("comparison", "sweep")
@@ -55,8 +47,7 @@ def read_experiment(output: Path, kind: type[E]) -> E:
 
 
 def default(base: Path, experiment: Experiment) -> Path:
-    """Choose a folder if the user named none: the one with this experiment, or the first free one of `base`,
-    `base-2`...
+    """Choose a folder if none is given: the one with this experiment, or the first free of `base`, `base-2`...
 
     Only the settings of a virtual cluster are compared, not the step times that a simulation has measured for the
     folder.

@@ -56,8 +56,7 @@ class Axis:
 
 
 def read_axis(text: str) -> Axis:
-    """Parse `KEY=A,B,C`, `KEY=LOW..HIGH` or `KEY=LOW..HIGH:log`; a number of points behind a range (`:5`) makes it a
-    list.
+    """Parse `KEY=A,B,C`, `KEY=LOW..HIGH` or `KEY=LOW..HIGH:log`; a number of points (`:5`) turns a range into a list.
 
     Raises:
         ConfigError: the text has none of these forms.
@@ -94,11 +93,7 @@ def _value(axis: Axis, part: float) -> str:
 
 
 def grid(axes: Sequence[Axis]) -> list[dict[str, str]]:
-    """List all combinations of values.
-
-    Raises:
-        ConfigError: an axis is a range without a number of points.
-    """
+    """List all combinations of values; raise ConfigError if an axis is a range without a number of points."""
     for axis in axes:
         if not axis.values:
             raise ConfigError(
@@ -109,10 +104,6 @@ def grid(axes: Sequence[Axis]) -> list[dict[str, str]]:
 
 
 def points(sweep: Sweep) -> list[dict[str, str]]:
-    """List the trials of a sweep: all combinations of a grid, or `trials` empty dicts, filled in by the sampler later.
-
-    Raises:
-        ConfigError: see `read_axis` and `grid`.
-    """
+    """List the trials of a sweep: all combinations of a grid, or `trials` empty dicts, which the sampler fills in."""
     axes = list(map(read_axis, sweep.over))
     return grid(axes) if sweep.sampler == "grid" else [{}] * sweep.trials

@@ -55,11 +55,7 @@ def journal_errors(folder: Path) -> Iterator[None]:
 
 
 def open_journal(folder: Path) -> optuna.storages.JournalStorage:
-    """Open or create the journal of a sweep, and silence Optuna's log lines.
-
-    Raises:
-        DataError: the file is damaged, or no journal.
-    """
+    """Open or create the journal of a sweep, and silence Optuna's log lines; raise DataError if it is damaged."""
     import optuna
     from optuna.storages.journal import JournalFileBackend
 

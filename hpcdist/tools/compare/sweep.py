@@ -53,6 +53,7 @@ class SweptRuns(ExperimentRuns):
         require_same(folder, experiment)  # last: the error should name a wrong setting first
 
     def _require_prunable(self) -> None:
+        """Raise ConfigError if the pruner is given several seeds, or too few evaluations."""
         experiment = self.experiment
         if experiment.pruner == "none":
             return
@@ -127,6 +128,7 @@ class SweptRuns(ExperimentRuns):
         replace_durably(self.folder / SWEEP, text.encode())
 
     def _entry(self, trial: SweepTrial) -> dict[str, Any]:
+        """Return a trial's entry in `sweep.json`."""
         settings = dict(setting.split("=", 1) for setting in trial.settings or ())
         folders = [run.folder for run in self._trials.planned_runs(trial.number)] if settings else []
         value = trial.value if trial.value is not None and math.isfinite(trial.value) else None

@@ -205,6 +205,7 @@ def is_higher_better(metric: str) -> bool:
 
 
 def _comparison(folder: Path, plan: Mapping[str, Any], only: Collection[Path] | None, progress: Progress) -> JobRuns:
+    """Read the runs of a comparison or sweep, with its metric, target and reference."""
     try:
         is_virtual = bool(plan.get("virtual"))
         selected = [run for run in plan["runs"] if only is None or folder / run["folder"] in only]
@@ -249,8 +250,8 @@ def _by_job(runs: Sequence[RunResult]) -> dict[str | None, list[RunResult]]:
     stems = Counter(Path(path).stem for path in set(first.values()))
     groups: dict[str | None, list[RunResult]] = {}
     for result in runs:
-        path_ = None if result.run.record is None else first[result.run.record.job.path]
-        name = path_ if path_ is None or stems[Path(path_).stem] > 1 else Path(path_).stem
+        first_path = None if result.run.record is None else first[result.run.record.job.path]
+        name = first_path if first_path is None or stems[Path(first_path).stem] > 1 else Path(first_path).stem
         groups.setdefault(name, []).append(result)
     return dict(sorted(groups.items(), key=lambda group: (group[0] is None, group[0] or "")))
 
@@ -298,6 +299,7 @@ def _name(result: RunResult, settings: Mapping[str, Mapping[Path, str]]) -> str:
 
 # --- one run ----------------------------------------------------------------------------------------------------------
 def _run(folder: Path, planned: Mapping[str, Any] | None = None, is_virtual: bool = False) -> RunResult:
+    """Read one run; `planned` is its entry in `comparison.json`, None for a single run."""
     run = Run(folder, follow=True)  # reports a damaged run without raising
     if planned is None:
         source = run.summary or run.start
@@ -311,6 +313,7 @@ def _run(folder: Path, planned: Mapping[str, Any] | None = None, is_virtual: boo
 
 
 def _curves(run: Run) -> RunCurves:
+    """Compute the curves and times of a run from the records of its steps."""
     steps = Steps(run.folder)
     steps.read()
     records = {name: column.to_numpy() for name, column in steps.frame.items()}  # pandas' sums are far slower

@@ -52,6 +52,7 @@ def find_runs(folders: Sequence[Path]) -> dict[Path, Path | None]:
 
 
 def _walk(folder: Path, comparison: Path | None) -> Iterator[tuple[Path, Path | None]]:
+    """Yield the runs below a folder, each with its comparison's folder or None."""
     try:
         with os.scandir(folder) as entries:
             below = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
@@ -68,10 +69,6 @@ def _walk(folder: Path, comparison: Path | None) -> Iterator[tuple[Path, Path | 
 
 
 def read_comparison(folder: Path) -> dict[str, Any] | None:
-    """Read `comparison.json` in a folder; None if it is missing.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """Read `comparison.json` in a folder; None if it is missing. Raises DataError if the file is damaged."""
     content = read_checked(folder / COMPARISON, _Comparison, "be written by `hpcdist compare`", "Run it again.")
     return None if content is None else content.model_dump(exclude_unset=True)

@@ -75,13 +75,9 @@ def _seconds_of(start: Start, state: ListedState) -> float:
 
 # --- tags -------------------------------------------------------------------------------------------------------------
 def read_tags(folder: Path) -> list[str]:
-    """Read the tags of a run, sorted.
-
-    Raises:
-        DataError: the file is damaged.
-    """
-    tags_ = read_checked(folder / TAGS, list[str], "be a list of words", "Remove it, and tag the run again.")
-    return sorted(tags_ or ())
+    """Read the tags of a run, sorted; raise DataError if the file is damaged."""
+    stored = read_checked(folder / TAGS, list[str], "be a list of words", "Remove it, and tag the run again.")
+    return sorted(stored or ())
 
 
 def write_tags(folder: Path, tags: set[str]) -> None:

@@ -36,11 +36,7 @@ class ClusterConfig(Settings):
     compute: str = Field(MEASURED, description=f"{MEASURED}, or {MODELS}; SECONDS may be `{MEASURED}`")
 
     def links(self) -> Network:
-        """Return the network.
-
-        Raises:
-            ConfigError: a link can't be parsed.
-        """
+        """Return the network; raise ConfigError if a link can't be parsed."""
         intra_node = (None, None) if self.intra_network is None else _link(self.intra_network, "intra_network")
         return Network(*_link(self.network, "network"), self.ranks_per_node, *intra_node)
 
@@ -51,11 +47,7 @@ class ClusterConfig(Settings):
         return f"{self.compute} ({times[0]:g} s)" if times and times[0] else self.compute
 
     def steps(self, step_s: StepSeconds) -> ComputeModel:
-        """Return the model of step times.
-
-        Raises:
-            ConfigError: it can't be parsed, or a number is out of range.
-        """
+        """Return the model of step times; raise ConfigError if it can't be parsed, or a number is out of range."""
         return _model(self.compute, step_s)
 
 
@@ -81,6 +73,7 @@ def _link(text: str, name: str) -> tuple[float, float]:
 
 
 def _model(text: str, step_s: StepSeconds) -> ComputeModel:
+    """Parse a compute model such as `jitter:20ms,0.2`; `straggler` and `slow` wrap another model."""
     name, colon, rest = text.strip().partition(":")
     if not colon:
         name, rest = "constant", name
@@ -100,8 +93,8 @@ def _model(text: str, step_s: StepSeconds) -> ComputeModel:
         return Straggler(_model(base, step_s), int(rank), number(factor, "the factor of compute"))
     if name == "slow" and len(parts) >= 3:
         part, factor, base = rest.split(",", 2)
-        names_ = "the part of slow steps", "the factor of compute"
-        return SlowSteps(_model(base, step_s), number(part, names_[0]), number(factor, names_[1]))
+        labels = "the part of slow steps", "the factor of compute"
+        return SlowSteps(_model(base, step_s), number(part, labels[0]), number(factor, labels[1]))
     if name == "replay":
         if not Path(rest).is_dir():
             raise ConfigError(f"compute must be replay:RUN with a run's folder; got {text!r}, which does not exist.")

@@ -102,8 +102,7 @@ class Simulation:
 
 
 class VirtualLauncher:
-    """Execute runs on virtual ranks: in this process with one worker, otherwise in `workers` processes, each with one
-    thread.
+    """Execute runs on virtual ranks, in this process or in `workers` processes, each with one thread.
 
     `run` may be called by as many threads. Only this process handles signals that end a program, and then ends the
     workers: a terminal sends Ctrl-C to all processes, and each would print a traceback. Workers also end if this
@@ -118,11 +117,7 @@ class VirtualLauncher:
             self._pool = ProcessPoolExecutor(workers, context, initializer=_start)
 
     def run(self, run: PlannedRun, folder: Path) -> None:
-        """Execute a run.
-
-        Raises:
-            RunError: it failed.
-        """
+        """Execute a run; raise RunError if it fails."""
         if self._pool is None:
             failure = _train(self._simulation, run, folder)
         else:

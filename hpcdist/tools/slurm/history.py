@@ -47,11 +47,7 @@ def append(entry: Submission, folder: Path = FOLDER) -> None:
 
 
 def read(folder: Path = FOLDER) -> list[Submission]:
-    """Read all entries, the oldest first; empty if nothing was submitted.
-
-    Raises:
-        DataError: a line is damaged.
-    """
+    """Read all entries, the oldest first; empty if nothing was submitted. Raises DataError if a line is damaged."""
     return read_lines(folder / "jobs.jsonl", _ENTRY, "a submitted job", "Delete this line to use the others.")
 
 

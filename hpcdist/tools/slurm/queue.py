@@ -88,11 +88,7 @@ def ask(*command: str, **variables: str) -> str:
 
 
 def states(job: str) -> list[State]:
-    """Return the state of a job, or of all tasks of an array.
-
-    Raises:
-        QueueError: Slurm is not available, or does not know the job.
-    """
+    """Return the state of a job, or of an array's tasks; raise QueueError if Slurm is missing or the job unknown."""
     try:
         tasks = read(ask("scontrol", "--oneliner", "show", "job", job))
     except QueueError as error:
@@ -108,7 +104,7 @@ def states(job: str) -> list[State]:
 
 
 def _forgotten(job: str) -> list[State]:
-    """Return the states of a job that the controller has forgotten, from the accounting (not on every site) or the
+    """Return the states of a job that the controller has forgotten, from the accounting if there is one, or the
     history."""
     tasks = _from_accounting(job)
     if not tasks and "_" in job:  # tasks that never started share one line
@@ -155,11 +151,7 @@ def consumed_joules(job: str) -> float | None:
 
 
 def newest(job: str | None) -> str:
-    """Return the id of a job; None: of the newest job submitted from this folder.
-
-    Raises:
-        QueueError: none was submitted from this folder.
-    """
+    """Return `job`, or the id of the newest job submitted from this folder; raise QueueError if there is none."""
     if job is not None:
         return job
     entry = history.find(None)

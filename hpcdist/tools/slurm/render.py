@@ -63,11 +63,7 @@ class _Code(str):
 
 
 def render(spec: JobSpec, site: Site) -> Script:
-    """Render the script of a job on a site.
-
-    Raises:
-        ConfigError: a template is missing, invalid, or accesses more than the settings' values.
-    """
+    """Render the script of a job on a site; raise ConfigError if a template is missing, invalid, or not permitted."""
     environment = _environment(folder("templates"))
     try:
         if spec.template is None:
@@ -106,6 +102,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 @lru_cache
 def _environment(templates: Path) -> jinja2.Environment:
+    """Return the Jinja environment that renders templates, with the filters that quote values."""
     environment = _Sandbox(
         loader=_Templates(templates),
         undefined=jinja2.StrictUndefined,
@@ -144,6 +141,7 @@ def _mark_reasons(source: str) -> str:
 
 
 def _lines(text: str) -> Iterable[Line]:
+    """Split a rendered template into lines with their reasons."""
     reason, in_reason = "", False
     for line in text.removesuffix("\n").split("\n"):
         if line.lstrip(" ").startswith(MARK):

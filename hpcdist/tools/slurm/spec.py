@@ -198,11 +198,7 @@ class Site(Settings):
 
 
 def load_site(name: str) -> Site:
-    """Load a profile by its name in `sites`, or from a TOML file.
-
-    Raises:
-        ConfigError: there is no such profile, or a setting in it is wrong.
-    """
+    """Load a profile by its name in `sites`, or from a TOML file; raise ConfigError if it is missing or wrong."""
     if "/" in name or name.endswith(".toml"):
         return Site.from_mapping(load({}, Path(name)))
     if name not in sites():

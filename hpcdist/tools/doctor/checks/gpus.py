@@ -49,11 +49,7 @@ def visible(number: int) -> dict:
 
 
 def driver() -> dict | None:
-    """Query the driver for this node's GPUs and the processes on them; None if no driver is installed.
-
-    Raises:
-        OSError: the driver does not work.
-    """
+    """Query this node's GPUs and their processes; None without a driver. Raises OSError if the driver does not work."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError_LibraryNotFound:

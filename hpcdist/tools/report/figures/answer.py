@@ -16,6 +16,7 @@ OUTCOMES = {"wins": "better", "loses": "worse", "mixed": "mixed", "tied": "withi
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
+    """Yield the final metric and the time to the target, as figures and tables."""
     job, metric = analysis.job, analysis.job.metric
     heads = ["group", f"{metric} at the end"]
     if job.target is None:

@@ -19,6 +19,7 @@ GRID = 80  # points of a mean curve
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
+    """Yield the curves for each number of ranks, the largest first, and notes about missing ones."""
     for ranks, groups, text in reversed(list(by_ranks(analysis))):
         for value in (analysis.job.metric, None):
             for axis in AXES:

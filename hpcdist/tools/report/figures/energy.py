@@ -12,6 +12,7 @@ TITLE, ORDER = "Energy", 7
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
+    """Yield the energy per run and per sample, or the reason why it was not measured."""
     groups = [group for group in analysis.groups if group["joules"]]
     rows = [(group, group["joules"].values(), group.mean("joules"), "") for group in groups]
     yield from dots(analysis, "energy", "Energy of a run", "joules", rows, lambda v: f"{wording.number(v)} J")

@@ -13,6 +13,7 @@ TITLE, ORDER = "Runs and settings", 8
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
+    """Yield tables of failed runs, of settings that differ, and of hosts and versions."""
     if analysis.failures:
         heads = ["run", "ranks", "seed", "folder", "outcome"]
         rows = [[result.name, *map(str, (result.ranks, result.seed, result.run.folder)), result.run.failure or ""]

@@ -15,6 +15,7 @@ KINDS = {"strong": "the same total batch", "weak": "the same batch of each worke
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
+    """Yield figures and tables of weak and strong scaling."""
     if not analysis.scaling:
         yield (
             "Scaling: not measured. It needs runs on one rank and on more, with the same batch of a worker (weak) or "

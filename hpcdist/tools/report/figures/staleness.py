@@ -14,6 +14,7 @@ TITLE, ORDER = "Staleness", 3
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
+    """Yield histograms of staleness, one figure per number of ranks."""
     fresh = []
     for ranks, groups, text in by_ranks(analysis):
         stale = [group for group in groups if max(group.staleness, default=0) > 0]

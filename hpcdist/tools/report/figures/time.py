@@ -18,6 +18,7 @@ MANY_RANKS = 16  # above, one bar shows the mean over ranks
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
+    """Yield bars of each rank's seconds by activity, and a table of means."""
     for ranks, groups, text in by_ranks(analysis):
         heads: list[tuple[int, str]] = []  # a line per group, followed by one per rank
         bars: list[tuple[int, str, np.ndarray]] = []

@@ -12,6 +12,7 @@ TITLE, ORDER = "Bytes and messages", 6
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
+    """Yield bytes and messages per step, as figures and a table."""
     groups = [group for group in analysis.groups if group.ended and group.ranks > 1]
     if not groups:
         yield "One rank sends nothing."

@@ -18,7 +18,7 @@ from hpcdist import topology
 from hpcdist.comm.virtual import Network, run_virtual
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError, UnknownNameError
-from hpcdist.strategies.adpsgd import two_sides
+from hpcdist.strategies.adpsgd import bipartition
 from hpcdist.tools.topology import adjacency, describe, draw, spectral_gap, steps
 from hpcdist.topology import make_topology
 
@@ -198,8 +198,8 @@ def test_a_hierarchy_of_unequal_nodes():
     [
         ("torus", {"rows": 4}, "rows must be a divisor of the number of ranks, 6; got 4. Leave it out."),
         ("torus", {"rows": 0}, "rows must be a divisor of the number of ranks, 6; got 0."),
-        ("random_permutation", {"seed": -1}, "seed must be at least 0; got -1. Numpy takes"),
-        ("random_groups", {"seed": -1}, "seed must be at least 0; got -1. Numpy takes"),
+        ("random_permutation", {"seed": -1}, "seed must be at least 0; got -1. NumPy refuses"),
+        ("random_groups", {"seed": -1}, "seed must be at least 0; got -1. NumPy refuses"),
         ("random_groups", {"group": 4}, "group must divide the number of ranks, 6; got 4. Change group"),
         ("hierarchical", {"nodes": (0, 1)}, "nodes must have 6 entries, one per rank; got 2. Pass comm.nodes."),
     ],
@@ -327,7 +327,7 @@ def test_bipartite_has_edges_between_even_and_odd_ranks_only(size):
     found = make("bipartite", size)
     for rank, peer in itertools.product(range(size), repeat=2):
         assert (peer in found.in_neighbours(rank, 0)) == (rank == peer or (rank - peer) % 2 == 1)
-    assert two_sides(found) == (frozenset(range(0, size, 2)), frozenset(range(1, size, 2)))
+    assert bipartition(found) == (frozenset(range(0, size, 2)), frozenset(range(1, size, 2)))
     if size > 1:
         gap = 4 / (size + 2) if size % 2 == 0 else 6 / (size + 3)
         assert spectral_gap(found) == pytest.approx(gap, abs=1e-9)
@@ -337,7 +337,7 @@ def test_bipartite_has_edges_between_even_and_odd_ranks_only(size):
 def test_two_sides_have_no_edge_inside(case):
     name, size = case
     found = make(name, size)
-    sides = two_sides(found)
+    sides = bipartition(found)
     assert sides[0] | sides[1] == set(range(size)) and not sides[0] & sides[1] and 0 in sides[0]
     for side in sides:
         assert all(side & set(found.in_neighbours(rank, 0)) == {rank} for rank in side)
@@ -349,7 +349,7 @@ def test_an_odd_cycle_is_named(case, tmp_path):
     path = written(tmp_path, "0 1\n1 2\n2 3\n3 4\n4 5\n5 6\n6 7\n7 3\n")  # far from rank 0
     found = make(name, size, **({"path": path} if name == "graph" else {}))
     with pytest.raises(ConfigError, match="the topology must have no odd cycle; got .* ranks. Take one whose") as error:
-        two_sides(found)
+        bipartition(found)
     cycle = [int(rank) for rank in str(error.value).split("got ")[1].split(",")[0].split("-")]
     assert cycle[0] == cycle[-1] and len(set(cycle)) == len(cycle) - 1 and len(set(cycle)) % 2 == 1
     assert f"of {len(set(cycle))} ranks" in str(error.value)

@@ -16,6 +16,9 @@ class Bf16(Cast):
     Bytes for n elements: 2n. Error: at most 2⁻⁸ of each element of at least 1.2e-38 in magnitude.
     All-reduced sums have the same error: they are added in full precision and rounded once.
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "allreduce", compression="bf16")
+
     Reference: Dhiraj Kalamkar and others, "A study of BFLOAT16 for deep learning training", 2019.
     """
 

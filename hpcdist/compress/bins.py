@@ -24,6 +24,9 @@ class Bins(Compressor):
     about 1.5 of 2 bits where elements are normally distributed. Error: at most half a bin's width, 3σ/B, or as far as
     an element lies beyond the outer bins.
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "allreduce", compression={"name": "bins", "bits": 2})
+
     Reference: Amir Sarfi, Benjamin Thérien, Joel Lidin, Eugene Belilovsky, "Communication efficient LLM pre-training
     with SparseLoCo", 2025: the quantiser of its published code. Entropy coding of the bins is our addition.
     """

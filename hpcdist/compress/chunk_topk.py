@@ -35,6 +35,10 @@ class ChunkTopk(Compressor):
     entropy of a gap in bits, about log₂(n/k) + 1.44; with 2bit v is at most 1/4, and 16(t + 1) + 4 bytes are added.
     Error: ‖x − message‖² ≤ (1 − `ratio`)‖x‖² up to the rounding of values.
 
+    Example:
+        >>> options = {"name": "chunk_topk", "ratio": 1 / 64, "decay": 0.95}
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "allreduce", compression=options)
+
     Reference: Amir Sarfi, Benjamin Thérien, Joel Lidin, Eugene Belilovsky, "Communication efficient LLM pre-training
     with SparseLoCo", 2025; chunks and quantiser as in its published code; entropy coding is our addition.
     """

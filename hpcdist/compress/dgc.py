@@ -31,6 +31,10 @@ class Dgc(Largest):
     Bytes: 4 + k(v + H/8), as in top-k; in the first `ramp_steps` compressed steps k falls exponentially from a quarter
     of the elements. Memory: one more tensor than top-k. Error: as top-k of v; Σ messages + v = Σ u.
 
+    Example:
+        >>> options = {"name": "dgc", "ratio": 0.001, "ramp_steps": 100}
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "allreduce", compression=options)
+
     Reference: Yujun Lin, Song Han, Huizi Mao, Yu Wang, William Dally, "Deep gradient compression: reducing the
     communication bandwidth for distributed training", 2018, algorithm 4 and section 3; Nesterov's form is from the
     authors' code.

@@ -25,6 +25,10 @@ class E3m0(Compressor):
     Bytes for n elements: ⌈n/2⌉ + 4. Error: none for the largest element; at most a third of an element of s/64 or more;
     elements below s/128 become 0: use error feedback, or send tensors of similar magnitude separately.
 
+    Example:
+        >>> options = {"name": "e3m0", "error_feedback": True}
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "allreduce", compression=options)
+
     Reference: Arthur Douillard et al., "Streaming DiLoCo with overlapping communication: towards a distributed free
     lunch", 2025, which sends four bits per element; the common scale of a tensor is our choice.
     """

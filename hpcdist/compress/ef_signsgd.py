@@ -23,6 +23,9 @@ class EfSignSgd(Compressor):
     Bytes for n elements: n/8, and 4 for each parameter. Error: (1 − ‖x‖₁²/(d‖x‖²))‖x‖², so that training converges with
     error feedback; with signs alone it need not.
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "allreduce", compression="ef_signsgd")
+
     Reference: Sai Praneeth Karimireddy, Quentin Rebjock, Sebastian Stich, Martin Jaggi, "Error feedback fixes SignSGD
     and other gradient compression schemes", 2019, algorithm 1, by layers as in its section 6.
     """

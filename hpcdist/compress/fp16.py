@@ -82,6 +82,9 @@ class Fp16(Cast):
     Bytes for n elements: 2n. Error: at most 2⁻¹¹ of each element between 6.1e-5 and 65,504 in magnitude, 3e-8 below.
     All-reduced sums have the same error: they are added in full precision and rounded once.
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "allreduce", compression="fp16")
+
     Reference: Paulius Micikevicius, Sharan Narang, Jonah Alben, Gregory Diamos, Erich Elsen, David Garcia, Boris
     Ginsburg, Michael Houston, Oleksii Kuchaiev, Ganesh Venkatesh, Hao Wu, "Mixed precision training", 2018.
     """

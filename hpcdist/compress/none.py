@@ -14,6 +14,9 @@ from hpcdist.compress.base import Compressor
 class Uncompressed(Compressor):
     """Send every element unchanged. Bytes for n elements: 4n, or 8n in float64. Error: 0.
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "allreduce", compression="none")
+
     Reference: IEEE, "Standard for floating-point arithmetic", 754-2019, for float32 and float64.
     """
 

@@ -40,6 +40,9 @@ class OneBit(Compressor):
     (a column in the paper). Error: ‖x‖² − (‖x₊‖₁²/n₊ + ‖x₋‖₁²/n₋) for n₊ positive and n₋ other elements, the smallest
     error of any two values; at most (1 − ‖x‖₁²/(n‖x‖²))‖x‖², so that training converges with error feedback.
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "allreduce", compression="onebit")
+
     Reference: Frank Seide, Hao Fu, Jasha Droppo, Gang Li, Dong Yu, "1-bit stochastic gradient descent and its
     application to data-parallel distributed training of speech DNNs", 2014.
     """

@@ -39,6 +39,9 @@ class PowerSgd(Linear):
     8.5e37/(ranks · max(rows, columns)) in float32 are clipped, so that products can't overflow; the excess stays in the
     residual.
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "allreduce", compression={"name": "powersgd", "rank": 2})
+
     Reference: Thijs Vogels, Sai Praneeth Karimireddy, Martin Jaggi, "PowerSGD: practical low-rank gradient compression
     for distributed optimization", 2019; algorithm 1.
     """

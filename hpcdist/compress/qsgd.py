@@ -30,6 +30,9 @@ class Qsgd(Compressor):
     is at most min(d/(4s²), √d/s)‖v‖², with either norm. (The paper's bound has d/s²; but the variance of random
     rounding is at most a quarter of the squared distance of neighbours.) Error feedback needs a variance below ‖v‖².
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "allreduce", compression={"name": "qsgd", "levels": 7})
+
     Reference: Dan Alistarh, Demjan Grubic, Jerry Li, Ryota Tomioka, Milan Vojnovic, "QSGD: communication-efficient SGD
     via gradient quantization and encoding", 2017; lemma 3.1, and the largest magnitude as norm in its section 4.
     """

@@ -27,6 +27,9 @@ class SignSgd(Recoded):
     and sends the outcome, n/(8p) bytes, to all ranks. Error: all magnitudes are lost; training converges if the noise
     of gradients is symmetric and unimodal.
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "allreduce", compression="signsgd")
+
     Reference: Jeremy Bernstein, Yu-Xiang Wang, Kamyar Azizzadenesheli, Anima Anandkumar, "signSGD: compressed
     optimisation for non-convex problems", 2018, algorithm 1 with majority vote.
     """

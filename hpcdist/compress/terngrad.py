@@ -30,6 +30,9 @@ class TernGrad(Compressor):
     Error: unbiased up to clipping and 2⁻¹⁷ of s, as each element uses 16 random bits. Its variance in a parameter v is
     s‖v‖₁ − ‖v‖², at most (√d − 1)/2 · ‖v‖² for d elements.
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "allreduce", compression={"name": "terngrad", "clip": 2.5})
+
     Reference: Wei Wen, Cong Xu, Feng Yan, Chunpeng Wu, Yandan Wang, Yiran Chen, Hai Li, "TernGrad: ternary gradients to
     reduce communication in distributed deep learning", 2017; clipping in its section 3.3, s by layers.
     """

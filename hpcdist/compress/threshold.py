@@ -34,6 +34,10 @@ class Threshold(Compressor):
     k = 0. Error: x if |x| ≤ τ, else |x| − τ. With error feedback, the error stays at most τ if inputs do; an input
     that stays above τ is sent too slowly, and its error grows.
 
+    Example:
+        >>> options = {"name": "threshold", "density": 0.01}
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "allreduce", compression=options)
+
     Reference: Nikko Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015; for τ from a
     density, Nikoli Dryden, Tim Moon, Sam Ade Jacobs, Brian Van Essen, "Communication quantization for data-parallel
     training of deep neural networks", 2016.

@@ -70,6 +70,9 @@ class Topk(Largest):
     Bytes: 4 + k(v + H/8), where v is 2, 4 or 8 by `values` and H the entropy of a gap in bits, about log₂(d/k) + 1.44;
     none if all elements are zero. Error: ‖x − message‖² ≤ (1 − k/d)‖x‖², a contraction, up to the rounding of values.
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "allreduce", compression={"name": "topk", "ratio": 0.01})
+
     Reference: Alham Fikri Aji, Kenneth Heafield, "Sparse communication for distributed gradient descent", 2017;
     Sebastian Stich, Jean-Baptiste Cordonnier, Martin Jaggi, "Sparsified SGD with memory", 2018, definition 2.1; Dan
     Alistarh and others, "The convergence of sparsified gradient methods", 2018.

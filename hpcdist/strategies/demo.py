@@ -40,6 +40,9 @@ class DeMo(OwnStep):
     bits of a transform are a processor's own, and where Q is nearly 0 they decide its sign; replicas that part are
     found out and refused.
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "demo", side=2, keep=1)
+
     Reference: Bowen Peng, Jeffrey Quesnelle, Diederik P. Kingma, "DeMo: decoupled momentum optimization", 2024; the
     rate inside the momentum and the mean over senders are as in its published code.
     """

@@ -1,4 +1,4 @@
-"""Take many local steps, then one step of an outer optimiser along their mean over the ranks: DiLoCo."""
+"""Take many local steps, then one step of an outer optimiser with the mean change over the ranks: DiLoCo."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ class DiLoCo(Periodic):
     """Run the local, inner optimiser; every H = `period` steps update the common parameters by the outer optimiser.
 
     The outer optimiser is SGD with Nesterov momentum. Its gradient is the mean over the ranks of x − θᵢ, where x are
-    the common parameters of H steps ago and θᵢ those of rank i now; all ranks go on from the new x. Each rank keeps the
-    state of its inner optimiser, which is never reset; the paper uses AdamW. With outer_lr = 1 and outer_momentum = 0
-    this is `local_sgd`, to the bit. Every rank has the same weight, also one that had no samples in some step. On one
-    rank there is no outer step: the inner optimiser runs alone.
+    the common parameters after the last outer step and θᵢ rank i's parameters now; all ranks continue from the new x.
+    Each rank keeps the state of its inner optimiser, which is never reset; the paper uses AdamW. With outer_lr = 1 and
+    outer_momentum = 0 this is `local_sgd`, to the bit. All ranks have the same weight, even without samples in some
+    step. On one rank only the inner optimiser runs.
 
-    Replicas are bitwise equal after each outer step, and differ between two outer steps; evaluations use their mean. A
-    run of fewer than H steps never communicates: evaluate, and end, at multiples of H.
+    Replicas are bitwise equal after each outer step, and differ between outer steps; evaluations use their mean. A run
+    of fewer than H steps never communicates: evaluate, and end, at multiples of H.
 
-    Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, and 8/H for each parameter: one that no rank has
-    had a gradient of since the last outer step is not moved by its momentum. At synchronizations 1, 2, 4, 8... and each
-    64th an all-reduce of 16 bytes compares settings. Memory per rank: three parameter vectors (x, its momentum, the
-    mean), with `overlap` four.
+    Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, and 8/H for each parameter, as outer momentum
+    does not move a parameter without a gradient on any rank since the last outer step. At synchronizations 1, 2, 4,
+    8... and each 64th an all-reduce of 16 bytes compares settings. Memory per rank: two parameter vectors (x and its
+    momentum), with `overlap` four.
+
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "diloco", period=4, outer_lr=0.7)
 
     Reference: Arthur Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023,
     algorithm 1; Qinggang Zhou et al., "DaSGD: squeezing SGD parallelization performance in distributed training using

@@ -38,6 +38,9 @@ class Dion(OwnStep):
     others their gradients; and 40 of agreement. Memory: M, and Q. Each basis is computed by one rank, in float64, so
     that the ranks share the work and all have the same bits.
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "dion", fraction=0.5)
+
     Reference: Kwangjun Ahn, Byron Xu et al., "Dion: distributed orthonormalized updates", 2025.
     """
 

@@ -90,6 +90,9 @@ class Downpour(ServerStrategy):
 
     For a model in half precision the servers keep parameters and Σg² in float32, and reply with rounded parameters.
 
+    Example on 3 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "downpour", n_push=2, n_fetch=2)
+
     Reference: Jeffrey Dean et al., "Large scale distributed deep networks", 2012, section 4.1; the worker's loop is
     algorithm 7.1 of its appendix. Adagrad: John Duchi, Elad Hazan, Yoram Singer, 2011.
     """

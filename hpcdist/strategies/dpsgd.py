@@ -1,4 +1,4 @@
-"""Average with the neighbours, then step along the gradient at this rank's parameters before that average: D-PSGD."""
+"""Average with neighbours in a graph, then step along the local gradient: decentralised parallel SGD, D-PSGD."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ from hpcdist.topology import Topology, make_topology
 
 @final
 class DPSGD(Strategy):
-    """Train by decentralised parallel SGD, all ranks together: xᵢ ← Σⱼ Wᵢⱼ xⱼ − η g(xᵢ), j the neighbours.
+    """Train by decentralised parallel SGD, synchronously: xᵢ ← Σⱼ Wᵢⱼ xⱼ − η g(xᵢ), with the neighbours j of rank i.
 
-    The gradient is computed at the rank's own x, before averaging. So x can be sent at once, and the neighbours'
-    parameters arrive while the rank computes: a step takes as long as the slower of the two. The optimiser then steps
-    from Wx, which its weight decay reads, too. W is symmetric and doubly stochastic, so the mean of all x follows the
-    mean of the updates, to rounding; the distance from the mean shrinks at a rate that the topology's spectral gap
-    gives.
+    The gradient is computed at the rank's own x, before averaging. So x is sent before the backward pass, and the
+    neighbours' parameters arrive while the rank computes: a step takes the longer of the two times. The optimiser then
+    steps from Wx, also with its weight decay. W is symmetric and doubly stochastic, so the mean of all x follows the
+    mean of the updates, to rounding; the distance from the mean shrinks at a rate given by the topology's spectral gap.
 
-    With `overlap`, a change of parameters between steps (a clamp, say) must be part of the optimiser's step, because at
-    other times the parameters are being sent. Bytes per rank and step: one parameter vector to each neighbour; after
+    With `overlap`, a change of parameters between steps (a clamp, say) must be part of the optimiser's step, because
+    between steps the parameters are being sent. Bytes per rank and step: one parameter vector to each neighbour; after
     the last step of a run one more, unused. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes
     compares settings. Memory: one parameter vector per neighbour.
 
-    With `compression` a rank sends differences, from which its neighbours keep a copy x̂ of its x, and x ← x + γ(Wx̂ −
-    x̂) takes the place of Wx (CHOCO-SGD). The topology must then be the same in every step. Bytes: a message to each
-    neighbour; memory: four parameter vectors. γ is `consensus_rate`: 1 if a message holds nearly everything (fp16,
-    bf16, qsgd), 0.2 with the largest 10 % of the elements, 0.05 or less with 1 %.
+    With `compression` a rank sends compressed differences; its neighbours add them to a copy x̂ of its x, and
+    x ← x + γ(Wx̂ − x̂) replaces Wx (CHOCO-SGD). The topology must then be static. Bytes: a message to each neighbour;
+    memory: four parameter vectors. γ is `consensus_rate`: 1 if a message contains nearly everything (fp16, bf16, qsgd),
+    0.2 with the largest 10 % of the elements, at most 0.05 with 1 %.
+
+    Example on 4 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "dpsgd", topology="ring", overlap=False)
 
     Reference: Xiangru Lian, Ce Zhang, Huan Zhang, Cho-Jui Hsieh, Wei Zhang, Ji Liu, "Can decentralized algorithms
     outperform centralized algorithms? A case study for decentralized parallel stochastic gradient descent", 2017,
@@ -58,7 +60,7 @@ class DPSGD(Strategy):
         overlap: bool = Field(True, description="exchange parameters while the next gradient is computed")
         compression: CompressionConfig = Field(CompressionConfig(), description="how differences are compressed")
         consensus_rate: float | None = Field(
-            None, gt=0, le=1, description="γ, part of the way to the mean; none: 1 with fp16, bf16 and qsgd, else 0.05"
+            None, gt=0, le=1, description="γ, weight of the mean; none: 1 with fp16, bf16 and qsgd, else 0.05"
         )
 
         @model_validator(mode="after")
@@ -73,12 +75,12 @@ class DPSGD(Strategy):
 
         @property
         def rate(self) -> float:
-            """Return the consensus rate γ: as set, or the compressor's default."""
+            """The consensus rate γ: `consensus_rate`, or the compressor's default."""
             faithful = compress.load(self.compression.name).faithful
             return self.consensus_rate or (1.0 if faithful else 0.05)
 
         def narrow(self, contract: Contract, size: int) -> Contract:
-            alters = self.overlap and not self.compression  # a change then gets into what is being sent
+            alters = self.overlap and not self.compression  # the loop could change parameters while they are sent
             return replace(contract, sends="between steps" if alters else "within steps")
 
     config: Config
@@ -97,7 +99,7 @@ class DPSGD(Strategy):
             self._mixing = CompressedMixing(comm, topology, model, config.compression, config.rate, self.state)
         else:
             self._mixing = Mixing(comm, topology, overlap=config.overlap)
-        self.state.before_load(self._mixing.drop)  # what was sent is not what is loaded
+        self.state.before_load(self._mixing.drop)  # messages in flight have old parameters
 
     def advance(self, update: Update) -> Outcome:
         if not self._mixing.in_flight:  # at the first step of an epoch, or without overlap
@@ -109,7 +111,7 @@ class DPSGD(Strategy):
         return outcome
 
     def pause(self) -> None:
-        """Collective. Drop the exchange under way: changes before the next epoch are averaged then."""
+        """Collective. Drop the exchange in flight; the next epoch starts it again with the parameters of then."""
         if isinstance(self._mixing, Mixing):
             self._mixing.drop()
 
@@ -118,21 +120,20 @@ class DPSGD(Strategy):
 
 
 class CompressedMixing:
-    """Collective. Mix parameters by the neighbours' public copies x̂ alone: x ← x + γ(Wx̂ − x̂).
+    """Collective. Average with neighbours by compressed differences to public copies x̂: x ← x + γ(Wx̂ − x̂).
 
-    Each rank sends the difference of its x to its own public copy x̂, compressed; it and its neighbours add the decoded
-    message to that copy. The error of the message is in the next difference by itself. Kept are x̂ and Wx̂, two
-    parameter vectors however many neighbours there are. The mean of all x stays the same, to rounding.
+    Each rank sends the compressed difference of its x to its public copy x̂; the rank and its neighbours add the decoded
+    message to x̂. So the next difference contains the error of this message. Memory: x̂ and Wx̂, two parameter vectors
+    for any number of neighbours. The mean of all x is conserved, to rounding.
 
-    Checkpoints have the public copies of before the exchange under way, which is started again from there. On another
-    number of ranks each rank's copy is what it has, which it sends to its neighbours whole.
+    Checkpoints contain the public copies from before the exchange in flight, which is started again on resuming. On
+    another number of ranks the public copies start from each rank's parameters, sent uncompressed.
 
     Args:
-        rate: γ, at most 1. The larger the error of a message the smaller it must be, or x follows copies that are far
-            behind, and diverges.
+        rate: γ, at most 1. Must be smaller for a larger error of messages, or x diverges.
 
     Raises:
-        ConfigError: the topology changes from step to step.
+        ConfigError: the topology is not static.
 
     Reference: Anastasia Koloskova, Sebastian Stich, Martin Jaggi, "Decentralized stochastic optimization and gossip
     algorithms with compressed communication", 2019, CHOCO-SGD in its form with two vectors.
@@ -150,24 +151,24 @@ class CompressedMixing:
         self._comm, self._topology, self._state, self._rate = comm, topology, state, rate
         self._warmup_steps = config.warmup_steps
         self._weights = topology.in_neighbours(comm.rank, 0)
-        self._own_weight = self._weights.pop(comm.rank)
+        self._self_weight = self._weights.pop(comm.rank)
         self._dests = [peer for peer in topology.out_neighbours(comm.rank, 0) if peer != comm.rank]
         self._feedbacks = config.feedbacks(comm, model.params, spans(model))
         copies, mixed = ([_on_host(flat) for flat in model.params] for _ in range(2))
         self._public = state.sharded("copies", tensors=copies, start="parameters")  # x̂
-        # Wx̂: all ranks begin with the same parameters
+        # Wx̂: all ranks start with the same parameters
         self._public_mixed = state.sharded("mixed", tensors=mixed, start="parameters")
         state.value("coders", [], self)
         state.scratch([feedback.residual for feedback in self._feedbacks])  # of one message
         state.after_load(self._mix_copies)
         self._sends: list[Request] = []
-        self._sent: list[Tensor] = []  # the messages under way
-        self._whole = False  # whether they are not compressed
-        self._before: list[dict] = []  # the compressors' states before it
+        self._sent: list[Tensor] = []  # the messages in flight
+        self._whole = False  # messages in flight are uncompressed
+        self._before: list[dict] = []  # the compressors' states before the exchange in flight
 
     @property
     def in_flight(self) -> bool:
-        """Tell whether an exchange has been started and not finished."""
+        """Whether an exchange has been started and not finished."""
         return bool(self._sent)
 
     def start(self, tensors: Sequence[Tensor], step: int) -> None:
@@ -175,7 +176,7 @@ class CompressedMixing:
         self._whole = step < self._warmup_steps
         self._before = self.coders
         for tensor, copy, feedback in zip(tensors, self._public, self._feedbacks, strict=True):
-            feedback.residual.zero_()  # nothing but the difference is to be sent
+            feedback.residual.zero_()  # the difference contains the error
             self._sent.append(feedback.encode(_on_host(tensor).sub_(copy), self._whole))
         message = join_messages(self._sent)
         self._sends = [self._comm.isend(message, peer, TAG) for peer in self._dests]
@@ -186,14 +187,14 @@ class CompressedMixing:
         for i, feedback in enumerate(self._feedbacks):
             copy, mixed = self._public[i], self._public_mixed[i]
             feedback.add(sent[i], copy, self._whole)
-            feedback.add(sent[i], mixed, self._whole, self._own_weight)
+            feedback.add(sent[i], mixed, self._whole, self._self_weight)
             for peer, weight in self._weights.items():
                 feedback.add(messages[peer][i], mixed, self._whole, weight)
             with torch.no_grad():
                 tensors[i].add_(torch.sub(mixed, copy).to(tensors[i].device, tensors[i].dtype), alpha=rate)
 
     def drop(self) -> None:
-        """Collective. Wait for the exchange under way, if there is one, and drop its result."""
+        """Collective. Wait for the exchange in flight, if any, and drop its result."""
         if self.in_flight:
             self._receive()
 
@@ -220,7 +221,7 @@ class CompressedMixing:
             feedback.compressor.load_state_dict(deepcopy(state))
 
     def _mix_copies(self) -> None:
-        """Collective. Mix the public copies, where the checkpoint does not have their mean."""
+        """Collective. Compute Wx̂ from the public copies if the checkpoint lacks it."""
         if "mixed" not in self._state.loaded:
             mixing = Mixing(self._comm, self._topology, overlap=False)
             mixing.mix(self._public_mixed, 0)

@@ -1,4 +1,4 @@
-"""Add to elastic averaging SGD Nesterov's momentum on each worker, which is never exchanged."""
+"""Elastic averaging SGD with Nesterov momentum on each worker; momentum is not exchanged: EAMSGD."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hpcdist.strategies.server.strategy import ServerStrategy
 
 
 class Nesterov(Motion):
-    """Move by the local optimiser's step and δ times the last velocity; the model holds x + δv."""
+    """Motion by the local optimiser's step and δ times the last velocity; the model holds x + δv."""
 
     def __init__(self, model: FlatModel, momentum: float, state: State):
         self._model, self._momentum = model, momentum
-        self._velocity = state.sharded("velocity", model.params)  # other numbers of ranks begin at rest
+        self._velocity = state.sharded("velocity", model.params)  # 0 with another number of ranks
 
     def position(self) -> Sequence[Tensor]:
         ahead = zip(self._model.params, self._velocity, strict=True)
@@ -44,12 +44,16 @@ class Nesterov(Motion):
 class EAMSGD(ServerStrategy):
     """Add Nesterov's momentum to `easgd`: v ← δv − η g(x + δv), x ← x + v; the centre pulls at x.
 
-    A worker's model holds the point ahead, x + δv, where gradients are computed. −ηg is the step of the worker's
-    optimiser from there, weight decay included; use an optimiser without momentum of its own. Every `period` steps, as
-    in `easgd`, worker and centre move by e = a(x − c), with x as it was before the step. On one rank there is no centre
-    and no momentum is added: the optimiser runs alone.
+    A worker's model holds the look-ahead point x + δv, where gradients are computed. −ηg is the step of the worker's
+    optimiser from there, weight decay included; use an optimiser without momentum. Every `period` steps, as in `easgd`,
+    worker and centre move by e = a(x − c), with x from before the step. On one rank only the optimiser runs, without
+    momentum.
 
-    Bytes per worker and exchange: one parameter vector each way. Memory: one parameter vector more on each worker.
+    Bytes per worker and exchange: one parameter vector in each direction. Memory: one more parameter vector on each
+    worker.
+
+    Example on 3 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "eamsgd", period=4, momentum=0.9)
 
     Reference: Sixin Zhang, Anna Choromanska, Yann LeCun, "Deep learning with elastic averaging SGD", 2015, algorithm 2.
     """

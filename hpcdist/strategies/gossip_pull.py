@@ -1,4 +1,4 @@
-"""Average, beside local steps, with the parameters of random ranks, read one-sidedly: pull gossip."""
+"""Average in each step with parameters read one-sidedly from random ranks: pull gossip."""
 
 from __future__ import annotations
 
@@ -24,21 +24,24 @@ from hpcdist.strategies.decentralised.peers import (
 
 @final
 class GossipPull(Strategy):
-    """Train by asynchronous gossip SGD, pull variant.
+    """Train by asynchronous gossip SGD, pull variant: in each step average with a random rank's parameters.
 
-    Every step of rank i: run the local optimiser, publish θᵢ (its parameters), draw a rank j uniformly over all ranks,
-    i included, fetch θⱼ and set θᵢ ← (θᵢ + θⱼ)/2. No rank waits for another. The mean of all θ is conserved in
-    expectation only. Dead ranks are not drawn; if rank j dies while it is read, rank i does not average, or averages
-    with the parameters that rank j published last.
+    Every step of rank i: run the local optimiser, publish the parameters θᵢ, sample a rank j uniformly over all ranks,
+    i included, fetch θⱼ and set θᵢ ← (θᵢ + θⱼ)/2. No rank waits for another. The mean of all θ is conserved only in
+    expectation. Failed ranks are not sampled; if rank j fails while it is read, rank i does not average, or averages
+    with the last published parameters of rank j.
 
-    With `pulls` = m, m different ranks are drawn, and θᵢ becomes the mean of itself and the fetched parameters; θᵢ
-    counts twice if rank i was drawn. With `interval` a rank fetches only in every `interval`-th step, but publishes in
-    every step. With `order = "before"` it first fetches and averages, then runs the local optimiser and publishes; the
+    With `pulls` = m, m different ranks are sampled, and θᵢ becomes the mean of θᵢ and the fetched parameters; θᵢ counts
+    twice if rank i was sampled. With `interval` a rank fetches only in every `interval`-th step, but publishes in every
+    step. With `order = "before"` it first fetches and averages, then runs the local optimiser and publishes; the
     gradient is computed at θᵢ before the average.
 
     Bytes per rank and step: m(p − 1)/p parameter vectors fetched on average, m without `include_self`; half with fp16
-    or bf16; none in the steps between. Memory: two parameter vectors, and one more where the fetched one is copied:
-    from another node, with m > 1, half precision or `order = "before"`.
+    or bf16; none in steps without a fetch. Memory: two parameter vectors, and one more where fetched parameters are
+    copied: from another node, with m > 1, half precision or `order = "before"`.
+
+    Example on 4 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "gossip_pull", pulls=2, interval=2)
 
     Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
     2016, algorithm 3.
@@ -58,13 +61,13 @@ class GossipPull(Strategy):
         self.peers = Peers(comm, self.records)
         self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)
         check_count(comm, "pulls", config.pulls, include_self=config.include_self)
-        self._publishes_own = config.order == "after" and not config.compression  # what is averaged then
+        self._mixes_published = config.order == "after" and not config.compression  # averages what was just published
         self._wire = Wire(config.compression, model.params, self.state)
         self._fetched = self.state.scratch(self._wire.empty())
         self._published = Publication(comm, self._fetched, publishes=comm.size > 1)
         self.state.after_load(self.reset_from_model)
         self._publish(self.steps)
-        comm.barrier()  # nobody may wait for what was never published
+        comm.barrier()  # no rank may read before the first publication
 
     def advance(self, update: Update) -> Outcome:
         step = self.steps + 1
@@ -81,37 +84,37 @@ class GossipPull(Strategy):
             self._published.publish(self._wire.pack(self.model.params), clock)
 
     def _mix(self) -> None:
-        """Average with the ranks that are drawn, all with equal weights."""
+        """Average with sampled ranks, with equal weights."""
         peers = self.sampler.sample(self.config.pulls, include_self=self.config.include_self)
-        weight = 1 + (self.comm.rank in peers)  # of the own parameters: a mean of that many
-        published = self._publishes_own
+        weight = 1 + (self.comm.rank in peers)  # of the local parameters, a mean of this many
+        published = self._mixes_published
         for peer in peers:
             if peer != self.comm.rank and self._average_with(peer, weight, published):
                 weight, published = weight + 1, False
 
     def _average_with(self, peer: int, weight: int, published: bool) -> bool:
-        """Average the own parameters, weighted `weight` times, with a peer's; return False if that one has died.
+        """Average the local parameters, with weight `weight`, with a peer's; return False if the peer has failed.
 
         Args:
-            published: the own ones are what was published last, from where they come back if they must.
+            published: the local parameters equal the last publication, from which they can be restored.
         """
         average = partial(average_in, self.model.params, count=1, weight=weight)
         if self.config.torn:
             return self.peers.survives(self._published.use_torn, average, self._fetched, peer)
-        if published:  # reads memory once less than a copy does
-            return self.peers.survives(self._published.use, average, self._fetched, peer, self._take_back)
+        if published:  # averages in place, without a copy of the peer's parameters
+            return self.peers.survives(self._published.use, average, self._fetched, peer, self._restore_published)
         if not self.peers.survives(self._published.read, self._fetched, peer):
             return False
         average(self._fetched)
         return True
 
-    def _take_back(self) -> None:
-        """Set the own parameters to what was published last."""
+    def _restore_published(self) -> None:
+        """Set the local parameters to the last published ones."""
         copy_all(self.model.params, self._published.local())
 
     def reset_from_model(self) -> None:
         self._publish(self.steps)
-        self.comm.barrier()  # nobody may fetch what was published before
+        self.comm.barrier()  # no rank may fetch old parameters
 
     def close(self) -> None:
         self._published.close()

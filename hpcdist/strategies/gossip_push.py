@@ -1,10 +1,10 @@
-"""Send, beside local steps, the parameters to random ranks, one-sidedly, and average the messages: push gossip.
+"""Put the parameters into random ranks' memory in each step, and average received messages: push gossip.
 
-Each rank has a slot for every other one, which holds the sum of the messages that it has not taken yet (in float16
-their mean, which the sender reads and writes), and a word that counts them; ranks that step change it by atomics only.
-The sender marks the slot as being written, writes or adds, and counts one more. The receiver copies a slot and then
-swaps the count that it saw before for 0: that fails if the sender has begun to write meanwhile, and the slot is then
-left for the receiver's next step. So no message is lost, counted twice or read torn, and nobody waits.
+A rank has a slot for every other rank, with the sum of the messages that it has not received yet (in float16 their
+mean), and their count, which changes by atomic operations only. The sender marks the slot as being written, writes or
+adds, and increments the count. The receiver copies a slot, then swaps the count that it has read for 0. The swap fails
+if the sender has started to write since then; the slot then remains for the receiver's next step. So no message is
+lost, counted twice or torn, and no rank waits.
 """
 
 from __future__ import annotations
@@ -28,29 +28,32 @@ from hpcdist.strategies.decentralised.peers import (
     check_count,
 )
 
-_WRITING = -1  # in place of a count
+_WRITING = -1  # the count of a slot that is being written
 
 
 @final
 class GossipPush(Strategy):
-    """Train by asynchronous gossip SGD, push variant.
+    """Train by asynchronous gossip SGD, push variant: in each step send the parameters to a random rank.
 
-    Every step of rank i: run the local optimiser, draw a rank j uniformly over all ranks, i included, put θᵢ (its
-    parameters) into the memory of rank j, then set θᵢ ← (wθᵢ + Σ received)/(m + w) for the m messages that have arrived
-    since the last step; w is 2 if j = i (the rank's message to itself has arrived), else 1. Every message counts: a
-    second one from the same sender is added to the first, and m is greater by one. No rank waits for another; a rank
-    that pauses still receives. The mean of all θ is conserved in expectation only. Dead ranks are not drawn; messages
-    to a rank that dies are lost, and a message that a dying rank has not finished is never averaged.
+    Every step of rank i: run the local optimiser, sample a rank j uniformly over all ranks, i included, put the
+    parameters θᵢ into the memory of rank j, then set θᵢ ← (wθᵢ + Σ received)/(m + w) for the m messages received since
+    the last step; w is 2 if j = i (the rank's message to itself), else 1. Several messages of one sender are added, and
+    all count in m. No rank waits for another; a rank that pauses still receives. The mean of all θ is conserved only in
+    expectation. Failed ranks are not sampled; messages to a rank that fails are lost, and a message that a failing rank
+    has not completed is never averaged.
 
-    With `pushes` = n, n different ranks are drawn, and each gets θᵢ. With `interval` a rank pushes only in every
-    `interval`-th step, but averages the messages that have arrived in every step, so that no message grows old. With
+    With `pushes` = n, n different ranks are sampled, and each gets θᵢ. With `interval` a rank pushes only in every
+    `interval`-th step, but averages received messages in every step, so that they are not delayed. With
     `order = "before"` it first pushes and averages, then runs the local optimiser; the gradient is computed at θᵢ
     before the average.
 
-    Bytes per rank and step that pushes: n(p − 1)/p parameter vectors put on average, n without `include_self`; half
-    with fp16 or bf16; and two to four words for each. Memory per rank: p parameter vectors, p − 1 slots and a copy. A
+    Bytes per rank and step with a push: n(p − 1)/p parameter vectors put on average, n without `include_self`; half
+    with fp16 or bf16; and two to four int64 for each. Memory per rank: p parameter vectors, p − 1 slots and a copy. A
     checkpoint includes messages that are not averaged yet; on another number of ranks they are dropped, because all
     ranks start from the mean.
+
+    Example on 4 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "gossip_push", pushes=1, interval=2)
 
     Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
     2016, asynchronous push-gossiping SGD; for an interval Michael Blot, David Picard, Matthieu Cord, Nicolas Thome,
@@ -75,7 +78,7 @@ class GossipPush(Strategy):
         self._slots = [comm.window((comm.size - 1) * t.numel(), t.dtype) for t in self._taken]
         self._counts = comm.window(comm.size - 1, torch.int64)
         self.state.custom("held", self._copy_slots, self._fill_slots, lambda: self._fill_slots([]))
-        self.state.before_load(comm.barrier)  # nobody still pushes what was before
+        self.state.before_load(comm.barrier)  # no rank still pushes old parameters
 
     def advance(self, update: Update) -> Outcome:
         if self.config.order == "before":
@@ -86,7 +89,7 @@ class GossipPush(Strategy):
         return outcome
 
     def _mix(self) -> None:
-        """Push where this step does, and average all messages that have arrived."""
+        """Push if it is due in this step, and average all received messages."""
         weight = 1
         if (self.steps + 1) % self.config.interval == 0:
             for peer in self.sampler.sample(self.config.pushes, include_self=self.config.include_self):
@@ -100,33 +103,33 @@ class GossipPush(Strategy):
     def _push(self, peer: int) -> None:
         slot, count = (self.comm.rank - peer) % self.comm.size - 1, 0
         while (current := self._counts.compare_and_swap(count, _WRITING, peer, slot)) != count:
-            count = current  # only the receiver changes it meanwhile, and only to 0: the third attempt succeeds
-        for window, own, held in zip(self._slots, self._wire.pack(self.model.params), self._taken, strict=True):
-            write, at = window.accumulate if count else window.put, slot * own.numel()
-            if count and own.dtype is torch.float16:  # a sum may be beyond its range: such a slot holds the mean
-                window.get(held, peer, at)
-                average_in([held], [own], 1, count)
-                write, own = window.put, held
-            write(own, peer, at)
+            count = current  # only the receiver changes it, and only to 0: the third attempt succeeds
+        for window, values, merged in zip(self._slots, self._wire.pack(self.model.params), self._taken, strict=True):
+            write, offset = window.accumulate if count else window.put, slot * values.numel()
+            if count and values.dtype is torch.float16:  # a sum may be beyond its range: the slot holds the mean
+                window.get(merged, peer, offset)
+                average_in([merged], [values], 1, count)
+                write, values = window.put, merged
+            write(values, peer, offset)
         self._counts.fetch_add(count + 1 - _WRITING, peer, slot)
 
     # --- the receiver ---------------------------------------------------------------------------------------------
     def _average(self, weight: int) -> None:
-        """Average the own parameters, weighted `weight` times, with all messages that have arrived."""
+        """Average the local parameters, with weight `weight`, with all received messages."""
         for slot, count in enumerate(self._arrived()):
             if count > 0 and self._take(slot, count):
                 sums = [t.float() * count if t.dtype is torch.float16 else t for t in self._taken]
                 average_in(self.model.params, sums, count, weight)
-                weight += count  # a mean of that many from here on
+                weight += count  # the local parameters are now a mean of this many
 
     def _arrived(self) -> list[int]:
-        """Count the messages in each slot; _WRITING where its sender is writing, or died while it was."""
+        """Return the number of messages in each slot; _WRITING if its sender is writing, or failed while writing."""
         counts = torch.empty(self.comm.size - 1, dtype=torch.int64)
         self._counts.get(counts, self.comm.rank)
         return counts.tolist()
 
     def _take(self, slot: int, count: int) -> bool:
-        """Copy a slot's sum of `count` messages and empty it; return False if its sender is writing meanwhile."""
+        """Copy a slot's sum of `count` messages and empty the slot; return False if its sender is writing."""
         self._copy(slot)
         return self._counts.compare_and_swap(count, 0, self.comm.rank, slot) == count
 
@@ -136,19 +139,21 @@ class GossipPush(Strategy):
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def _copy_slots(self) -> list[tuple[int, int, list[Tensor]]]:
-        """Copy the messages that have arrived: slot, their number, their sums."""
-        held = []
-        whole = len(self.comm.failures.alive) == self.comm.size  # else those who go on from here have other slots
-        for slot, count in enumerate(self._arrived() if whole else ()):
+        """Return a copy of the received messages: slot, number and sums."""
+        messages_of_slots = []
+        all_alive = (
+            len(self.comm.failures.alive) == self.comm.size
+        )  # else the surviving ranks have other slots on resuming
+        for slot, count in enumerate(self._arrived() if all_alive else ()):
             if count > 0:
                 self._copy(slot)
-                held.append((slot, count, [messages.clone() for messages in self._taken]))
-        return held
+                messages_of_slots.append((slot, count, [messages.clone() for messages in self._taken]))
+        return messages_of_slots
 
-    def _fill_slots(self, held: Sequence[tuple[int, int, Sequence[Tensor]]]) -> None:
-        """Put these messages, and no others, into the slots."""
+    def _fill_slots(self, messages_of_slots: Sequence[tuple[int, int, Sequence[Tensor]]]) -> None:
+        """Replace the contents of all slots by these messages."""
         counts = torch.zeros(self.comm.size - 1, dtype=torch.int64)
-        for slot, count, sums in held:
+        for slot, count, sums in messages_of_slots:
             counts[slot] = count
             for window, messages in zip(self._slots, sums, strict=True):
                 window.put(messages, self.comm.rank, slot * messages.numel())
@@ -157,7 +162,7 @@ class GossipPush(Strategy):
     def reset_from_model(self) -> None:
         self.comm.barrier()
         self._fill_slots([])
-        self.comm.barrier()  # nobody may push into slots that are yet to be filled
+        self.comm.barrier()  # no rank may push before the slots are filled
 
     def close(self) -> None:
         for window in (*self._slots, self._counts):

@@ -1,4 +1,4 @@
-"""Average, beside local steps, with one other rank, by a random permutation or matching: synchronous gossip."""
+"""Average in each step with one other rank, by a random permutation or matching: synchronous gossip."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from hpcdist.strategies.decentralised.peers import MixingConfig, Peers, Wire
 
 @final
 class GossipSync(Strategy):
-    """Train by synchronous gossip SGD.
+    """Train by synchronous gossip SGD: in each step average with one random rank.
 
-    Every step, on all ranks together: run the local optimiser, draw one permutation π of the ranks (the same on all
-    ranks, without communication), send θᵢ to π(i) and set θᵢ ← (θᵢ + θⱼ)/2 with j = π⁻¹(i). The mean of all θ changes
-    by the mean of the local updates and by nothing else, to rounding; in expectation over π the squared distance to the
-    mean is halved. If a rank dies, the rank that would receive from it does not average, until all ranks meet and go on
-    with permutations of the surviving ranks.
+    Every step, synchronously on all ranks: run the local optimiser, sample a permutation π of the ranks (from the same
+    seed on all ranks, without communication), send the parameters θᵢ to rank π(i), and set θᵢ ← (θᵢ + θⱼ)/2 with
+    j = π⁻¹(i). Averaging conserves the mean of all θ, to rounding; in expectation over π it halves the squared distance
+    to the mean. If a rank fails, the rank that would receive from it does not average; at the next synchronization the
+    surviving ranks form a new group, and permute among themselves.
 
-    With `pairing = "matching"` the ranks are drawn into disjoint pairs instead, and both ranks of a pair get the mean
-    of the two, equal to the bit unless parameters are sent in half precision. With an odd number of ranks one rank, a
-    different one each time, is left out. The mean of all θ is conserved, too.
+    With `pairing = "matching"` the ranks are paired at random, and both ranks of a pair get their mean, bitwise equal
+    unless parameters are sent in half precision. With an odd number of ranks one rank, a different one each time, does
+    not average. The mean of all θ is conserved, too.
 
     With `interval` ranks average only in every `interval`-th step. With `order = "before"` they average first, then run
     the local optimiser; the gradient is computed at θᵢ before the average.
 
     Bytes per rank and step with an average: one parameter vector sent, half with fp16 or bf16; none if π(i) = i, which
     has probability 1/p. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings.
-    Without `include_self` permutations with π(i) = i are drawn again.
+    Without `include_self` permutations with π(i) = i are sampled again.
+
+    Example on 4 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "gossip_sync", pairing="matching")
 
     Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
     2016, synchronous gossiping SGD. Matchings: Stephen Boyd, Arpita Ghosh, Balaji Prabhakar, Devavrat Shah,
@@ -42,7 +45,7 @@ class GossipSync(Strategy):
     class Config(MixingConfig):
         """Options of gossip_sync."""
 
-        seed: int = Field(0, ge=0, description="seed of the permutations; all ranks draw from (seed, step)")
+        seed: int = Field(0, ge=0, description="seed of the permutations, sampled from (seed, step)")
         pairing: Literal["permutation", "matching"] = Field(
             "permutation", description="receive along a random permutation, or average in random disjoint pairs"
         )
@@ -78,28 +81,28 @@ class GossipSync(Strategy):
         return outcome
 
     def _average(self) -> None:
-        """Collective. Average with the rank that this step's draw pairs with this one."""
+        """Collective. Average with this step's random partner."""
         ranks, rank = self.comm.failures.alive, self.comm.rank
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.steps)
-        order = _random_order(len(ranks), generator, self.config)  # the same on all ranks, whoever is known to be dead
-        place = ranks.index(rank)
-        dest, source = ranks[order[place]], ranks[order.index(place)]
+        order = _random_order(len(ranks), generator, self.config)  # the same on all ranks
+        index = ranks.index(rank)
+        dest, source = ranks[order[index]], ranks[order.index(index)]
         if dest == rank:
             return
         sent = self._wire.pack(self.model.params)
         if not self.peers.exchange(sent, dest, self._received, source):
             return
         with torch.no_grad():
-            for own, rounded, other in zip(self.model.params, sent, self._received, strict=True):
-                for mine, sent_part, theirs in alongside(own, rounded, other):
-                    if rounded is own:
-                        mine.mul_(0.5).add_(theirs, alpha=0.5)  # a sum may be beyond the range of float16
-                    else:  # its rounding error stays here
-                        mine.sub_(sent_part, alpha=0.5).add_(theirs, alpha=0.5)
+            for flat, rounded, received in zip(self.model.params, sent, self._received, strict=True):
+                for local, sent_part, remote in alongside(flat, rounded, received):
+                    if rounded is flat:
+                        local.mul_(0.5).add_(remote, alpha=0.5)  # a sum may be beyond the range of float16
+                    else:  # the rounding error of the message stays here
+                        local.sub_(sent_part, alpha=0.5).add_(remote, alpha=0.5)
 
 
 def _random_order(count: int, generator: torch.Generator, config: GossipSync.Config) -> list[int]:
-    """Draw each rank's destination: a permutation of `count` ranks, or one that swaps the two of every pair."""
+    """Sample each rank's destination: a permutation of `count` ranks; for a matching, one that swaps random pairs."""
     order = torch.randperm(count, generator=generator).tolist()
     if config.pairing == "matching":
         swapped = list(range(count))

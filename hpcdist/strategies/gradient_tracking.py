@@ -35,6 +35,9 @@ class GradientTracking(Strategy):
     and each 64th an all-reduce of 16 bytes compares settings. Memory: y, the gradient before, and two vectors per
     neighbour.
 
+    Example on 4 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "gradient_tracking", topology="ring")
+
     Reference: Angelia Nedić, Alex Olshevsky, Wei Shi, "Achieving geometric convergence for distributed optimization
     over time-varying graphs", 2017 (DIGing); Shi Pu, Angelia Nedić, "Distributed stochastic gradient tracking methods",
     2018.

@@ -1,4 +1,4 @@
-"""Wait for one gradient of every worker, then update, and let all workers go on together: hardsync."""
+"""Wait for one gradient of every worker, then update and reply to all workers: hardsync."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hpcdist.strategies.server.strategy import ServerStrategy
 
 
 class HardsyncPolicy(Policy):
-    """Update with one gradient of every worker that still takes steps; drop gradients of older parameters."""
+    """Update with one gradient of every active worker; drop gradients that were computed from older parameters."""
 
-    def complete(self, held: Sequence[ServerRequest], summed: int, active: Sequence[int]) -> bool:
-        return bool(held) and {gradient.source for gradient in held} >= set(active)
+    def complete(self, gradients: Sequence[ServerRequest], summed: int, active: Sequence[int]) -> bool:
+        return bool(gradients) and {gradient.source for gradient in gradients} >= set(active)
 
     def may_go(self, gradient: ServerRequest, active: Sequence[int]) -> bool:
         return gradient.applied
@@ -29,16 +29,18 @@ class HardsyncPolicy(Policy):
 class Hardsync(ServerStrategy):
     """Update with the mean of one gradient of each worker: synchronous SGD through servers.
 
-    Equals `allreduce`, and one process with the batches of all workers together; the sum is taken in rank order. No
-    gradient is stale. The servers do not wait for an evicted worker (`learner_deadline_s`) or a dead one: updates are
-    made of the remaining workers' gradients, weighted by their samples. The next gradient of an evicted worker, which
-    was computed from old parameters, is dropped; then the worker takes part again. Workers that have no sample left in
-    an epoch's last step take part with weight 0. `clip_norm` clips the mean gradient, by the norm of the whole gradient
-    on several servers too. The servers update with the learning rates and all other numbers of the workers'
-    param_groups, which must be the same on all workers.
+    Equals `allreduce`, and one process with the joint batch of all workers; the sum is taken in rank order. No gradient
+    is stale. The servers do not wait for an evicted worker (`learner_deadline_s`) or a failed one: updates use the
+    remaining workers' gradients, weighted by their samples. The next gradient of an evicted worker is stale and is
+    dropped; then the worker takes part again. Workers without samples in an epoch's last step take part with weight 0.
+    `clip_norm` clips the whole mean gradient, also on several servers. The servers use the learning rates and all other
+    hyper-parameters of the workers' param_groups, which must be equal on all workers.
 
     Bytes per worker and step: one gradient vector put by the worker, one parameter vector put by the servers. With
     `servers = "colocated"`, p ranks and shards of equal bytes each rank moves 2n(p − 1)/p, as a ring all-reduce does.
+
+    Example on 3 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "hardsync", servers=1)
 
     Reference: Suyog Gupta, Wei Zhang, Fei Wang, "Model accuracy and runtime tradeoff in distributed deep learning: a
     systematic study", 2016, section 3.

@@ -18,22 +18,21 @@ from hpcdist.strategies.synchronous.periodic import OverlapConfig, Periodic
 class LocalSGD(Periodic):
     """Run the local optimiser; every H = `period` steps replace the parameters by their mean over all ranks.
 
-    Every rank has the same weight in the mean, also one that had no samples in some step. H = 1 with SGD, heavy-ball or
+    All ranks have the same weight in the mean, even without samples in some step. H = 1 with SGD, heavy-ball or
     Nesterov momentum is synchronous SGD; with Adam it is not, because the mean of Adam's updates is not the update of
     the mean gradient. Usual choices of H are 10 to 20. Replicas are bitwise equal after each average, and differ
-    between two averages; evaluations use their mean.
+    between averages; evaluations use their mean.
 
     Post-local SGD: H = 1 in the first `warmup_steps`, then larger. Hierarchical: the ranks of each node average every
     `node_period` steps, all ranks every `period`. With `average_optimizer_state` the optimiser's momentum (and Adam's
-    mean squares, but not its count of steps) is averaged together with the parameters; otherwise each rank keeps its
-    own.
+    mean squares, but not its step count) is averaged with the parameters; otherwise each rank keeps its own state.
 
     Example:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "local_sgd", period=16)
 
     Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters; averaging SGD's momentum doubles
     these bytes, and Adam's state triples them. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16
-    bytes compares settings. Memory per rank: two parameter vectors, with `overlap` three.
+    bytes compares settings. Memory per rank: one parameter vector, with `overlap` three.
 
     Reference: Sebastian U. Stich, "Local SGD converges fast and communicates little", 2019; Jian Zhang, Christopher
     De Sa, Ioannis Mitliagkas, Christopher Ré, "Parallel SGD: when does averaging help?", 2016; Tao Lin, Sebastian U.
@@ -61,8 +60,8 @@ class LocalSGD(Periodic):
             return self
 
         @model_validator(mode="after")
-        def _state_is_averaged_at_once(self):
-            # A mean taken up a step late, v + (mean − v a step ago), may make a mean square negative.
+        def _no_overlapped_state(self):
+            # A mean merged one step late, v + (mean − v one step ago), may make a mean square negative.
             if self.overlap and self.average_optimizer_state:
                 raise ValueError(
                     "strategy.average_optimizer_state must be false where strategy.overlap is true, which takes a mean "
@@ -78,11 +77,11 @@ class LocalSGD(Periodic):
 
     def __init__(self, config: Config, comm, model, **kwargs):
         super().__init__(config, comm, model, **kwargs)
-        self._inside: collectives.AllReduce | None = None  # this rank's node
+        self._node_mean: collectives.AllReduce | None = None  # this rank's node
         if config.node_period is not None:
             node = comm.split(comm.nodes[comm.rank])
             self.records.count(node)
-            self._inside = collectives.load(config.algorithm)(node)
+            self._node_mean = collectives.load(config.algorithm)(node)
         self._moments = Moments(comm, model)
         self.state.after_load(self._moments.reset)
 
@@ -93,10 +92,10 @@ class LocalSGD(Periodic):
             return outcome
         if self.config.synchronizes(step):
             self._average_state(self.calls.algorithm(self.config.algorithm))
-        elif self._inside and node_period and (step - self.config.warmup_steps) % node_period == 0:
+        elif self._node_mean and node_period and (step - self.config.warmup_steps) % node_period == 0:
             for flat in self.model.params:
-                self._inside.mean(flat)
-            self._average_state(self._inside)
+                self._node_mean.mean(flat)
+            self._average_state(self._node_mean)
         return outcome
 
     def move(self, fragment: Fragment) -> None:
@@ -104,7 +103,7 @@ class LocalSGD(Periodic):
             x.sub_(mean)
 
     def _average_state(self, reduce: collectives.AllReduce) -> None:
-        """Collective. Average the optimiser's state over the ranks of `reduce`, where that is wanted."""
+        """Collective. Average the optimiser's state over the ranks of `reduce`, if `average_optimizer_state` is set."""
         if self.config.average_optimizer_state:
             optimizer = required(self.optimizer, "strategy.average_optimizer_state is true")
 
@@ -115,7 +114,7 @@ class LocalSGD(Periodic):
             self._moments.average(optimizer, average)
 
     def close(self) -> None:
-        if self._inside is not None:
-            self._inside.close()
-            self._inside.comm.close()
+        if self._node_mean is not None:
+            self._node_mean.close()
+            self._node_mean.comm.close()
         super().close()

@@ -1,4 +1,4 @@
-"""NoLoCo: DiLoCo without an all-reduce: at a period's end random groups average, and nobody waits for all."""
+"""NoLoCo: DiLoCo without an all-reduce: at the end of a period ranks average in random groups."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from hpcdist.topology import make_topology
 
 @final
 class NoLoCo(Strategy):
-    """Run the local, inner optimiser; every H = `period` steps average with the others of a random group.
+    """Run the local, inner optimiser; every H = `period` steps average within a random group of ranks.
 
-    Each rank has outer parameters xᵢ and a momentum vᵢ of its own. The groups are drawn from (seed, exchange), the same
-    on all ranks; in each of them vᵢ ← a·vᵢ + ν·mean(θⱼ − xⱼ) + γ·(mean(xⱼ) − xᵢ), xᵢ ← xᵢ + vᵢ, and rank i goes on from
-    θᵢ = xᵢ; a is `outer_momentum`, ν `outer_lr` and γ `pull`, which draws the ranks together. The means over all ranks
-    follow the rule of `diloco` with heavy-ball momentum, whatever the groups. With one group of all ranks all x are
-    equal, to rounding, and this is that `diloco`.
+    Each rank has its own outer parameters xᵢ and momentum vᵢ. The groups are sampled from (seed, exchange), equally on
+    all ranks; in each group vᵢ ← a·vᵢ + ν·mean(θⱼ − xⱼ) + γ·(mean(xⱼ) − xᵢ), xᵢ ← xᵢ + vᵢ, and rank i continues from
+    θᵢ = xᵢ; a is `outer_momentum`, ν `outer_lr`, and γ is `pull`, which reduces the distance between ranks. The means
+    over all ranks follow the rule of `diloco` with heavy-ball momentum, whatever the groups. With a single group all x
+    are equal, to rounding, and the strategy is `diloco` with heavy-ball momentum.
 
-    A slow rank holds up the others of its group, and all at synchronizations 1, 2, 4, 8... and each 64th, where an
-    all-reduce of 16 bytes compares settings. Replicas are never all equal unless all are one group; evaluations use
-    their mean. Each rank keeps the state of its inner optimiser. On one rank it runs alone.
+    A slow rank delays its group, and all ranks at synchronizations 1, 2, 4, 8... and each 64th, where an all-reduce of
+    16 bytes compares settings. Replicas always differ, unless there is a single group; evaluations use their mean. Each
+    rank keeps the state of its inner optimiser. On one rank only the inner optimiser runs.
 
     Bytes per rank and exchange: two parameter vectors to each other rank of the group, and 4 for each parameter, as
-    momentum moves none of which the group has had no gradient. Memory per rank: four parameter vectors (x, v, the way
-    and x as they are sent), and two for each other rank of the group.
+    momentum does not move a parameter without a gradient in the group. Memory per rank: four parameter vectors (x, v,
+    θ − x and x as sent), and two for each other rank of the group.
+
+    Example on 4 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "noloco", period=2, group=2)
 
     Reference: Jari Kolehmainen, Nikolay Blagoev, John Donaghy, Oğuzhan Ersoy, Christopher Nies, "NoLoCo: no-all-reduce
     low communication training method for large models", 2025; signs and defaults as in its published code.
@@ -39,10 +42,10 @@ class NoLoCo(Strategy):
         """Options of noloco."""
 
         period: int = Field(50, ge=1, description="H: inner steps to one exchange")
-        group: int = Field(2, ge=2, description="ranks that average together; must divide their number")
-        outer_lr: float = Field(0.7, gt=0, description="ν: weight of the way of a group in an outer step")
+        group: int = Field(2, ge=2, description="ranks in a group; must divide the number of ranks")
+        outer_lr: float = Field(0.7, gt=0, description="ν: weight of a group's mean change in an outer step")
         outer_momentum: float = Field(0.5, ge=0, lt=1, description="a: momentum of the outer step")
-        pull: float = Field(0.7, ge=0, le=2, description="γ: part of the way to the mean of the group's x")
+        pull: float = Field(0.7, ge=0, le=2, description="γ: weight of the distance to the mean of the group's x")
         seed: int = Field(0, ge=0, description="seed of the groups")
 
         def synchronizes(self, step: int) -> bool:
@@ -57,9 +60,9 @@ class NoLoCo(Strategy):
         )
         super().__init__(config, comm, model, **kwargs)
         self._mixing = Mixing(comm, groups, overlap=False)
-        like = model.params if comm.size > 1 else []
-        self.outer = self.state.sharded("outer", like, start="parameters", reshard="mean", resets=True)  # x
-        self._momentum = self.state.sharded("momentum", like, reshard="mean")  # v
+        templates = model.params if comm.size > 1 else []
+        self.outer = self.state.sharded("outer", templates, start="parameters", reshard="mean", resets=True)  # x
+        self._momentum = self.state.sharded("momentum", templates, reshard="mean")  # v
         self.state.flags("used", self.gradients.used)
 
     def advance(self, update: Update) -> Outcome:
@@ -69,17 +72,17 @@ class NoLoCo(Strategy):
         return outcome
 
     def _synchronize(self) -> None:
-        """Collective in each group. Take an outer step."""
+        """Collective in each group. Take an outer step, and continue from x."""
         config, params = self.config, self.model.params
-        ways = [own - x for own, x in zip(params, self.outer, strict=True)]
+        moves = [local - x for local, x in zip(params, self.outer, strict=True)]
         means = [x.clone() for x in self.outer]
         used = self.gradients.take_used()
-        self._mixing.mix((*ways, *means, used), (self.steps + 1) // config.period)
+        self._mixing.mix((*moves, *means, used), (self.steps + 1) // config.period)
         with self.model.skip_unused(used > 0, self._momentum):
-            for own, x, v, way, mean in zip(params, self.outer, self._momentum, ways, means, strict=True):
-                v.mul_(config.outer_momentum).add_(way, alpha=config.outer_lr).add_(mean.sub_(x), alpha=config.pull)
+            for local, x, v, move, mean in zip(params, self.outer, self._momentum, moves, means, strict=True):
+                v.mul_(config.outer_momentum).add_(move, alpha=config.outer_lr).add_(mean.sub_(x), alpha=config.pull)
                 x.add_(v)
-                own.copy_(x)
+                local.copy_(x)
 
     def close(self) -> None:
         self._mixing.close()

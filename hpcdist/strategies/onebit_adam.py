@@ -33,6 +33,10 @@ class OneBitAdam(AdamStep):
     for each parameter and rank; and 32 of agreement. Memory: m, v, what is sent, what was not sent, and a second part
     of that for a pᵗʰ.
 
+    Example:
+        >>> adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+        >>> optimizer = hd.DistributedOptimizer(adam, model, "onebit_adam", warmup_steps=2)
+
     Reference: Hanlin Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence
     speed", 2021.
     """

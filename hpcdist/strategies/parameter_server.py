@@ -1,4 +1,4 @@
-"""Apply each gradient as it arrives, whatever parameters it was computed from: the asynchronous parameter server."""
+"""Apply each gradient as it arrives, however stale it is: the asynchronous parameter server."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hpcdist.strategies.server.strategy import ServerStrategy
 
 
 class AsynchronousPolicy(StalePolicy):
-    """Update with each gradient as it arrives; nobody waits."""
+    """Update with each gradient as it arrives; no worker waits for others."""
 
-    def complete(self, held: Sequence[ServerRequest], summed: int, active: Sequence[int]) -> bool:
-        return any(not gradient.added for gradient in held)
+    def complete(self, gradients: Sequence[ServerRequest], summed: int, active: Sequence[int]) -> bool:
+        return any(not gradient.added for gradient in gradients)
 
 
 @final
@@ -23,15 +23,18 @@ class ParameterServer(ServerStrategy):
     """Apply each worker's gradient as it arrives: asynchronous SGD with servers; all other ranks are workers.
 
     Every step of a worker: put the gradient, with the clock of the parameters it was computed from, into the worker's
-    slot on the server, and wait for the reply. The server applies gradients one by one in order of arrival with the
-    optimiser that lives there (any of torch's, with its state), adds 1 to its clock, and replies by putting the new
-    parameters and clock into the worker's memory. A gradient's staleness is the server's clock at application minus
-    the gradient's; its mean is λ − 1 for λ workers. On one rank the optimiser runs locally.
+    slot on the server, and wait for the reply. The server applies gradients one by one in order of arrival with its
+    optimiser (any of torch's), adds 1 to its clock, and replies by putting the new parameters and clock into the
+    worker's memory. A gradient's staleness is the server's clock at application minus the gradient's clock; its mean is
+    λ − 1 for λ workers. On one rank the optimiser runs locally.
 
-    With several servers each has a shard of the parameters, with a clock of its own. With `overlap`, as in Rudra-adv*,
-    the worker computes its next gradient while the last one is being sent; the mean staleness is then 2λ − 1.
+    With several servers each has a shard of the parameters and its own clock. With `overlap`, as in Rudra-adv*, the
+    worker computes its next gradient while the last one is being sent; the mean staleness is then 2λ − 1.
 
     Bytes per worker and step: one gradient vector put by the worker, one parameter vector put by the servers.
+
+    Example on 3 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "parameter_server", max_staleness=4)
 
     Reference: Suyog Gupta, Wei Zhang, Fei Wang, "Model accuracy and runtime tradeoff in distributed deep learning: a
     systematic study", 2016 (n-softsync with n = λ); Jeffrey Dean et al., "Large scale distributed deep networks",

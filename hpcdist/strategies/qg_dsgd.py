@@ -31,6 +31,9 @@ class QGDSGD(Strategy):
     Bytes per rank and step: one parameter vector to each neighbour. At synchronizations 1, 2, 4, 8... and each 64th an
     all-reduce of 16 bytes compares settings. Memory: m̂, x before the step, and one vector per neighbour.
 
+    Example on 4 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "qg_dsgd", topology="ring")
+
     Reference: Tao Lin, Sai Praneeth Karimireddy, Sebastian U. Stich, Martin Jaggi, "Quasi-global momentum: accelerating
     decentralized deep learning on heterogeneous data", 2021.
     """

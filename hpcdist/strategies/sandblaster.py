@@ -72,6 +72,9 @@ class Sandblaster(Strategy):
     coordinator to each shard, and as many back. Bytes per worker: n of parameters for each evaluation, and n of
     gradients for each portion. Memory of a shard: 2m + 6 times its range, and once more for each worker.
 
+    Example on 3 ranks:
+        >>> lbfgs = hd.DistributedOptimizer(sgd, model, "sandblaster")
+
     Reference: Jeffrey Dean et al., "Large scale distributed deep networks", 2012, section 4.2; Dong Liu, Jorge Nocedal,
     "On the limited memory BFGS method for large scale optimization", 1989; for `overlap`, Albert Berahas, Jorge
     Nocedal, Martin Takáč, "A multi-batch L-BFGS method for machine learning", 2016.

@@ -1,4 +1,4 @@
-"""Average over directed graphs by push-sum, which keeps a weight beside the parameters: stochastic gradient push."""
+"""Average over directed graphs by push-sum, with a weight per rank: stochastic gradient push."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from hpcdist.topology import load, make_topology
 
 @final
 class SGP(Strategy):
-    """Train by stochastic gradient push: x ← P(x − η g(z)), w ← Pw, z = x/w, over any topology, all ranks together.
+    """Train by stochastic gradient push, synchronously: x ← P(x − η g(z)), w ← Pw, z = x/w, over any topology.
 
-    P is column-stochastic: every rank gives away all of its x and w, so Σx and Σw are conserved on every graph. The
-    model holds z, which converges to the true mean even where x does not. The local optimiser steps on z, and the same
-    change is made to x; gradient and weight decay are computed at z. If P is doubly stochastic, w stays 1 and x equals
-    z, so that x and w are neither kept nor sent. The consensus is Σx/p.
+    P is column-stochastic: a rank distributes its whole x and w, so Σx and Σw are conserved on every graph. The model
+    holds z, which converges to the true mean even where x does not. The local optimiser steps on z, and x changes by
+    the same step; gradient and weight decay are computed at z. If P is doubly stochastic, w stays 1 and x equals z, so
+    that x and w are neither stored nor sent. The consensus is Σx/p.
 
     With `overlap` messages are sent while the next gradient is computed, and added one step later: x ← Px − η g(z),
-    with the z before that step. A change of parameters between steps must then be part of the optimiser's step.
+    with z from before the step. A change of parameters between steps must then be part of the optimiser's step.
 
-    Bytes per rank and step: one parameter vector to each rank sent to, half with fp16 or bf16, and 8 bytes for w. At
+    Bytes per rank and step: one parameter vector to each destination, half with fp16 or bf16, and 8 bytes for w. At
     synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings. Memory: one parameter
-    vector per rank received from, and x. With `overlap` one more exchange after the last step of a run, unused.
+    vector per source, and x. With `overlap` one more exchange after the last step of a run, unused.
+
+    Example on 4 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "sgp", topology="one_peer_exponential", overlap=True)
 
     Reference: Mahmoud Assran, Nicolas Loizou, Nicolas Ballas, Mike Rabbat, "Stochastic gradient push for distributed
     deep learning", 2019, algorithm 1; with `overlap` algorithm 2 for τ = 1.
@@ -42,15 +45,15 @@ class SGP(Strategy):
         """Options of sgp."""
 
         topology: Named = Field(
-            Named(name="one_peer_exponential"), description="graph that messages follow, see `hpcdist topology`"
+            Named(name="one_peer_exponential"), description="directed graph of messages, see `hpcdist topology`"
         )
         overlap: bool = Field(False, description="receive messages one step later, while the next gradient is computed")
 
         def narrow(self, contract: Contract, size: int) -> Contract:
-            kept = load(self.topology.name).doubly_stochastic  # else parameters are made of x in each step
+            unbiased = load(self.topology.name).doubly_stochastic  # else each step recomputes parameters from x
             return replace(
                 contract,
-                parameters="kept" if kept else "replaced",
+                parameters="kept" if unbiased else "replaced",
                 sends="between steps" if self.overlap else "within steps",
             )
 
@@ -62,15 +65,15 @@ class SGP(Strategy):
         super().__init__(config, comm, model, **kwargs)
         self._mixing = Mixing(comm, topology, overlap=config.overlap)
         self._biased = not topology.doubly_stochastic
-        like = model.params if self._biased else ()
-        self._x = self.state.sharded("x", like, start="parameters", resets=True)
+        templates = model.params if self._biased else ()
+        self._x = self.state.sharded("x", templates, start="parameters", resets=True)
         self._weight = self.state.value("weight", 1.0, self, "_weight", resets=True)
         self._wire = Wire(config.compression, model.params, self.state)
         self.state.parameters = lambda: Flats(self._x or model.params)
-        self.state.before_load(self._mixing.drop)  # what was sent is not what is loaded
+        self.state.before_load(self._mixing.drop)  # messages in flight have old parameters
 
     def _rounded(self) -> tuple[Tensor, ...]:
-        """Return the same tensors as they are sent, rounded with half precision."""
+        """Return x and w as they are sent, rounded with half precision."""
         flats = self._wire.pack(self._x or self.model.params)
         return (*flats, torch.tensor([self._weight], dtype=torch.float64)) if self._biased else tuple(flats)
 
@@ -99,7 +102,7 @@ class SGP(Strategy):
                 torch.div(x, self._weight, out=z)
 
     def _descend(self, update: Update) -> Outcome:
-        """Take the local optimiser's step on z, and make the same change to x."""
+        """Run the local optimiser on z, and apply the same change to x."""
         if not self._biased:
             return self.gradients.step_alone(update)
         for x, z in zip(self._x, self.model.params, strict=True):
@@ -111,7 +114,7 @@ class SGP(Strategy):
         return outcome
 
     def pause(self) -> None:
-        """Collective. Drop the exchange under way; the next epoch begins with it."""
+        """Collective. Drop the exchange in flight; the next epoch starts with it."""
         self._mixing.drop()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""SlowMo: a slow momentum over local steps or gossip: once in a period it moves all along the way of that period."""
+"""SlowMo: local steps or gossip, and once in a period an averaging step with slow momentum."""
 
 from __future__ import annotations
 
@@ -26,24 +26,26 @@ BASES: dict[str, type[Strategy]] = {"dpsgd": DPSGD, "sgp": SGP, "sparta": SPARTA
 
 @final
 class SlowMo(Periodic):
-    """Train by a base; every H = `period` steps move all along a momentum of the ways of whole periods.
+    """Run a base strategy; every H = `period` steps average all ranks, and apply momentum to the period's change.
 
-    The base is `local`, steps of each rank alone, or `dpsgd`, `sgp` or `sparta`, whose ranks also average in every
-    step, with their neighbours or a part of the parameters. At a period's end u ← βu + δ/η and x ← x − αηu, with β =
-    `slow_momentum` and α = `slow_lr`; δ is the way from the common parameters x to the exact mean over all ranks, and η
-    the learning rate of the moment, of each parameter. All ranks go on from x, and are bitwise equal there; between
-    they differ, and evaluations use their mean.
+    The base is `local`, independent local steps, or `dpsgd`, `sgp` or `sparta`, whose ranks also average in every step,
+    with their neighbours or a part of the parameters. At the end of a period u ← βu + δ/η and x ← x − αηu, with β =
+    `slow_momentum` and α = `slow_lr`; δ is the common parameters x minus the exact mean over all ranks, and η the
+    current learning rate of each parameter. All ranks continue from x, bitwise equal; between slow steps they differ,
+    and evaluations use their mean.
 
-    u is in units of gradients, so that the slow step falls with the learning rate at once; the outer momentum of
-    `diloco` does not. Where a rate is 0 the last one above it counts, with which the parameter has moved. While η stays
-    the same SlowMo with the base `local` is `diloco` with nesterov = false, outer_lr = α, outer_momentum = β, and
-    blockwise model-update filtering (BMUF) in its classical form, with block learning rate α and block momentum β; BMUF
-    in its Nesterov form is `diloco` with Nesterov. With β = 0, α = 1 it is `local_sgd`.
+    u is in units of gradients, so that the slow step falls with the learning rate immediately, unlike the outer
+    momentum of `diloco`. For a learning rate of 0 the last positive one is used. With constant η and the base `local`,
+    SlowMo is `diloco` with nesterov = false, outer_lr = α, outer_momentum = β, and blockwise model-update filtering
+    (BMUF) in its classical form, with block learning rate α and block momentum β; BMUF in its Nesterov form is `diloco`
+    with Nesterov. With β = 0, α = 1 it is `local_sgd`.
 
-    On one rank the optimiser runs alone, without a slow step. Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of
-    parameters, and the base's; and 8/H for each parameter, as with `diloco`. At synchronizations 1, 2, 4, 8... and each
-    64th an all-reduce of 16 bytes compares settings. Memory per rank: three parameter vectors (x, u, the mean), and the
-    base's.
+    On one rank only the optimiser runs. Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, plus the
+    base's; and 8/H for each parameter, as with `diloco`. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce
+    of 16 bytes compares settings. Memory per rank: two parameter vectors (x and u), plus the base's.
+
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "slowmo", period=4, slow_momentum=0.5)
 
     Reference: Jianyu Wang, Vinayak Tantia, Nicolas Ballas, Michael Rabbat, "SlowMo: improving communication-efficient
     distributed SGD with slow momentum", 2020; Kai Chen, Qiang Huo, "Scalable training of deep learning machines by
@@ -55,12 +57,12 @@ class SlowMo(Periodic):
 
         period: int = Field(48, ge=1, description="H: steps to one slow step")
         base: Named = Field(
-            Named(name="local"), description="what ranks do in a period: local, dpsgd, sgp or sparta, with its options"
+            Named(name="local"), description="base strategy in a period: local, dpsgd, sgp or sparta, with its options"
         )
         slow_lr: float = Field(1.0, gt=0, description="α: learning rate of the slow step, in units of the optimiser's")
         slow_momentum: float = Field(0.5, ge=0, lt=1, description="β: momentum of the slow step")
         inner_state: Literal["keep", "reset", "average"] = Field(
-            "keep", description="what becomes of the local optimiser's momentum and mean squares at a slow step"
+            "keep", description="keep, reset or average the local optimiser's momentum and mean squares at a slow step"
         )
 
         @model_validator(mode="after")
@@ -88,7 +90,7 @@ class SlowMo(Periodic):
             return self
 
         def base_options(self) -> Strategy.Config:
-            """Return the options of the base, which is not local."""
+            """Return the options of a base other than local."""
             return BASES[self.base.name].Config.from_mapping(self.base.options, "strategy.base")
 
         def synchronizes(self, step: int) -> bool:
@@ -97,38 +99,38 @@ class SlowMo(Periodic):
         def narrow(self, contract: Contract, size: int) -> Contract:
             if self.base.name == "local":
                 return contract
-            own = self.base_options().narrow(BASES[self.base.name].contract, size)
+            base_contract = self.base_options().narrow(BASES[self.base.name].contract, size)
             return replace(
                 contract,
-                synchronizes=own.synchronizes,
-                parameters=own.parameters,
-                sends=own.sends,
-                consensus=own.consensus,
+                synchronizes=base_contract.synchronizes,
+                parameters=base_contract.parameters,
+                sends=base_contract.sends,
+                consensus=base_contract.consensus,
             )
 
     config: Config
 
     def __init__(self, config: Config, comm, model, **kwargs):
         super().__init__(config, comm, model, **kwargs)
-        slow = [torch.zeros_like(x, dtype=WIDE.get(x.dtype)) for x in self.common]  # u, of gradients' size
+        slow = [torch.zeros_like(x, dtype=WIDE.get(x.dtype)) for x in self.common]  # u
         self.momentum = self.state.sharded("slow", tensors=slow, reshard="first")
-        self.rates = self.state.by_parameter("rates", self, optional=True)  # the last one above 0, of its own moves
+        self.rates = self.state.by_parameter("rates", self, optional=True)  # last positive learning rates
         self._moments = Moments(comm, model)
         self._base: Strategy | None = None
         if config.base.name != "local" and not self.alone:
             self._base = BASES[config.base.name](config.base_options(), comm.split(0), model)
             for channel in self._base.records.channels:
                 self.records.count(channel)
-            self._base.gradients = self.gradients  # clipped, and left out, as this strategy says
+            self._base.gradients = self.gradients  # clips and skips by this strategy's options
             self.state.include("base", self._base.state)
             self.state.parameters = self._base.state.parameters
-        self.state.before_load(self.pause)  # what was sent is not what is loaded
+        self.state.before_load(self.pause)  # messages in flight have old parameters
         self.state.after_load(self._moments.reset)
 
     # --- steps ----------------------------------------------------------------------------------------------------
     @property
     def _at_end(self) -> bool:
-        """Whether the step that is being made is the last one of a period."""
+        """Whether the current step is the last of a period."""
         return bool(self.sends(self.steps + 1))
 
     def inner_step(self, update: Update) -> Outcome:
@@ -140,7 +142,7 @@ class SlowMo(Periodic):
         self._base.steps = self.steps
         outcome = self._base.advance(update)
         if self._at_end:
-            self._base.pause()  # what is under way is of before the slow step
+            self._base.pause()  # messages in flight have parameters from before the slow step
         return outcome
 
     def advance(self, update: Update) -> Outcome:
@@ -148,7 +150,7 @@ class SlowMo(Periodic):
         if self._at_end and not self.alone:
             if self._base is not None:
                 self._base.reset_from_model()
-            self._settle_state()
+            self._treat_inner_state()
         return outcome
 
     def sends(self, step: int) -> list[int]:
@@ -157,12 +159,12 @@ class SlowMo(Periodic):
     def move(self, fragment: Fragment) -> None:
         alpha, beta = self.config.slow_lr, self.config.slow_momentum
         for slot in self.model.slots:
-            if rate := self.rates[slot.name]:  # else it has never moved
+            if rate := self.rates[slot.name]:  # else the parameter has never changed
                 slow = slot.view(self.momentum).mul_(beta).add_(slot.view(self.mean), alpha=1 / rate)
                 slot.view(self.common).add_(slow, alpha=-alpha * rate)
 
-    def _settle_state(self) -> None:
-        """Collective where it averages. Keep, forget or average the local optimiser's state."""
+    def _treat_inner_state(self) -> None:
+        """Collective where it averages. Keep, reset or average the local optimiser's state."""
         if self.config.inner_state == "keep":
             return
         optimizer = required(self.optimizer, "strategy.inner_state is not keep")
@@ -171,7 +173,7 @@ class SlowMo(Periodic):
         else:
             self._moments.average(optimizer, self.average)
 
-    # --- what the loop asks for -----------------------------------------------------------------------------------
+    # --- methods that the loop calls ------------------------------------------------------------------------------
     def pause(self) -> None:
         if self._base is not None:
             self._base.pause()

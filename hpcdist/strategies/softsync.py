@@ -17,32 +17,35 @@ from hpcdist.strategies.server.strategy import ServerStrategy
 
 
 class SoftsyncPolicy(StalePolicy):
-    """Update with every c = ⌊λ/n⌋ gradients; nobody waits. The expected staleness is n."""
+    """Update with every c = ⌊λ/n⌋ gradients; no worker waits for others. The expected staleness is n."""
 
     def __init__(self, config: Softsync.Config, quota: int):
         super().__init__(config, expected=config.splits)
         self._quota = quota  # c
 
-    def complete(self, held: Sequence[ServerRequest], summed: int, active: Sequence[int]) -> bool:
-        return summed + sum(len(gradient.clocks) for gradient in held if not gradient.added) >= self._quota
+    def complete(self, gradients: Sequence[ServerRequest], summed: int, active: Sequence[int]) -> bool:
+        return summed + sum(len(gradient.clocks) for gradient in gradients if not gradient.added) >= self._quota
 
 
 @final
 class Softsync(ServerStrategy):
     """Update after every c = ⌊λ/n⌋ gradients, for λ workers and `splits` = n, whichever workers sent them.
 
-    A fast worker may contribute twice to an update. A worker pushes its gradient and goes on at once with the
-    parameters as they are. With n = 1 an update uses λ gradients, but differs from hardsync, because no worker waits:
-    the staleness is 0, 1 or 2. n = λ is the asynchronous `parameter_server`. The mean staleness is (λ − 1)/c where each
-    worker pulls right after its gradient is taken: about n. Nothing guarantees it, but while workers are about equally
-    fast no gradient is staler than 2n. `max_staleness` guarantees a bound. `modulation = "average"` divides the
-    learning rate by n; `"measured"` by the mean staleness of the last `modulation_window` gradients that the server has
-    applied, where that is above 1. Aggregators (`fan_in`) reply with the parameters that they got last, which adds less
-    than n updates of staleness for each level of the tree; `overlap` adds n.
+    A fast worker may contribute twice to an update. A worker pushes its gradient and continues immediately with the
+    current parameters. With n = 1 an update uses λ gradients, but differs from hardsync, because no worker waits: the
+    staleness is 0, 1 or 2. n = λ is the asynchronous `parameter_server`. The mean staleness is about n, or (λ − 1)/c if
+    each worker pulls right after the server receives its gradient. While workers are about equally fast no gradient is
+    staler than 2n; `max_staleness` guarantees a bound. `modulation = "average"` divides the learning rate by n;
+    `"measured"` divides it by the mean staleness of the server's last `modulation_window` gradients, if above 1.
+    Aggregators (`fan_in`) reply with their latest parameters, which adds less than n updates of staleness for each
+    level of the tree; `overlap` adds n.
 
-    Gradients that are left at the end of an epoch become part of the first update of the next epoch.
+    Gradients that remain at the end of an epoch are part of the first update of the next epoch.
 
     Bytes per worker and step: one gradient vector put by the worker, one parameter vector put by the servers.
+
+    Example on 3 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "softsync", splits=2, max_staleness=4)
 
     Reference: Suyog Gupta, Wei Zhang, Fei Wang, "Model accuracy and runtime tradeoff in distributed deep learning: a
     systematic study", 2016, section 3, equations 4 to 6.
@@ -81,7 +84,7 @@ def _quota(config: Softsync.Config, workers: int) -> int:
 
 
 def _check_tree(config: Softsync.Config) -> None:
-    """Raise ConfigError where an option looks at the staleness of each gradient, which a sum of them hides."""
+    """Raise ConfigError where an option needs the staleness of each gradient, which aggregators' sums hide."""
     if config.modulation in OF_EACH_GRADIENT or config.max_staleness is not None:
         raise ConfigError(
             "strategy.fan_in must go with modulation none, average or measured and without max_staleness, since "
@@ -91,7 +94,7 @@ def _check_tree(config: Softsync.Config) -> None:
 
 
 def _group(quota: int, fan_in: int, height: int) -> int:
-    """Compute the number of gradients that an aggregator sums: the largest of which whole sums make up a quota."""
+    """Compute the number of gradients that an aggregator sums: the largest that divides the quota, level by level."""
     size = 1
     for _ in range(height):
         size = max(n for n in range(size, min(quota, size * fan_in) + 1) if quota % n == 0 and n % size == 0)

@@ -1,4 +1,4 @@
-"""SparseLoCo: many local steps, then the largest differences are sent in two bits each; the others wait and fade."""
+"""SparseLoCo: many local steps, then exchange the largest differences, two bits each, with decaying error feedback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpcdist.strategies.synchronous.periodic import OverlapConfig, Periodic
 
 
 class SparseCompression(CompressionConfig):
-    """A compressor by name; chunk_topk has values = 2bit and decay = 0.95 here, unless others are given."""
+    """A compressor by name; the defaults of chunk_topk are values = 2bit and decay = 0.95 here."""
 
     name: str = Field("chunk_topk", description="compressor; chunk_topk with values = 2bit and decay = 0.95")
 
@@ -23,8 +23,8 @@ class SparseCompression(CompressionConfig):
     def _as_in_the_paper(cls, value: Any) -> Any:
         options = {"name": value} if isinstance(value, str) else value
         if isinstance(options, Mapping) and options.get("name", "chunk_topk") == "chunk_topk":
-            fades = {} if options.get("error_feedback") is False else {"decay": 0.95}  # else nothing is kept to fade
-            return {"values": "2bit", **fades, **options}
+            decay = {} if options.get("error_feedback") is False else {"decay": 0.95}
+            return {"values": "2bit", **decay, **options}
         return options
 
 
@@ -32,20 +32,22 @@ class SparseCompression(CompressionConfig):
 class SparseLoCo(Periodic):
     """Run the local optimiser; every H = `period` steps move the common parameters by sparse messages of all ranks.
 
-    Rank i adds δᵢ = x − θᵢ, the way from the common parameters x to its own, to what it has not sent, which fades by
-    the compressor's `decay` at each exchange; it sends the largest elements of each chunk, as `chunk_topk` says, and
-    keeps the rest. x moves by `outer_lr` times the mean of the messages, and all ranks go on from there. What waits
-    takes the place of the outer momentum of `diloco`, which is what this is where everything is sent. With `combine` =
-    senders an element's mean is that over the ranks that have sent it, 0 or not; over all `ranks` nothing is counted
-    twice.
+    Rank i adds δᵢ = x − θᵢ, the difference of the common parameters x and its own, to its residual, which decays by the
+    compressor's `decay` at each exchange; it sends the largest elements of each chunk, see `chunk_topk`, and keeps the
+    rest in the residual. x moves by −`outer_lr` times the mean of the messages, and all ranks continue from x. The
+    residual replaces the outer momentum of `diloco`. With `combine` = senders an element's mean is over the ranks that
+    have sent it; with `ranks` it is over all ranks.
 
-    Replicas are bitwise equal after each exchange, and differ between two; evaluations use their mean. Each rank keeps
-    the state of its local optimiser. On one rank the optimiser runs alone.
+    Replicas are bitwise equal after each exchange, and differ between exchanges; evaluations use their mean. Each rank
+    keeps the state of its local optimiser. On one rank only the local optimiser runs.
 
     Bytes per rank and exchange: (p − 1)·m for a message of m bytes, about n/200 for n bytes of float32 parameters with
     the defaults. That is less than an all-reduce of all parameters up to about 400 ranks. At synchronizations 1, 2, 4,
-    8... and each 64th an all-reduce of 16 bytes compares settings. Memory per rank: three parameter vectors (x, the
-    means, what was not sent).
+    8... and each 64th an all-reduce of 16 bytes compares settings. Memory per rank: two parameter vectors (x and
+    the residual), with `overlap` four.
+
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "sparse_loco", period=4, compression="chunk_topk")
 
     Reference: Amir Sarfi, Benjamin Thérien, Joel Lidin, Eugene Belilovsky, "Communication efficient LLM pre-training
     with SparseLoCo", 2025. Its published code applies the outer rate twice; here it applies once.
@@ -57,7 +59,7 @@ class SparseLoCo(Periodic):
         period: int = Field(30, ge=1, description="H: local steps to one exchange")
         outer_lr: float = Field(1.0, gt=0, description="step of the common parameters along the mean of the messages")
         combine: Literal["ranks", "senders"] = Field(
-            "ranks", description="an element's mean is over all ranks, or over those that have sent it"
+            "ranks", description="compute an element's mean over all ranks, or over its senders"
         )
         compression: SparseCompression = Field(
             SparseCompression.from_mapping({}), description="how differences are compressed; none would be diloco"

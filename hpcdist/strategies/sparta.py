@@ -1,4 +1,4 @@
-"""SPARTA: in every step the ranks average a small part of their parameters, another one each time."""
+"""SPARTA: in every step the ranks average a small, changing part of their parameters."""
 
 from __future__ import annotations
 
@@ -17,36 +17,39 @@ from hpcdist.strategies.common.contract import Contract
 
 
 class Part(NamedTuple):
-    """A part of the parameters that is being averaged."""
+    """A part of the parameters whose all-reduce is in flight."""
 
     indices: list[Tensor]  # in each of `model.params`
-    sent: list[Tensor]  # and by how much means of other parts have moved these elements since
-    values: list[Tensor]  # sent, and then their mean
-    work: Work  # which makes it
+    sent: list[Tensor]  # the values sent, plus changes by means of other parts since then
+    values: list[Tensor]  # the values sent, replaced by their mean
+    work: Work  # the all-reduce
 
 
 @final
 class SPARTA(Strategy):
-    """Run the local optimiser; after each step replace a part S of the parameters by its mean over all ranks.
+    """Run the local optimiser; after each step replace a part of the parameters by its mean over all ranks.
 
-    The part has the share `share` of the elements, and all ranks draw the same one from (seed, step), so that no
-    indices are sent. `selection` = random: each element with that probability; shuffled: slices of one random order in
-    turn; partition: the same, with a new order once all have had their turn, so that each element is averaged once in
-    1/`share` steps. The optimiser's state and all other parameters stay each rank's own. With `delay` = τ the mean is
-    merged τ steps later, while these compute: `merge` = shift keeps what the rank has done meanwhile by its own
-    steps, plain does not. An element that is in several parts under way is corrected once.
+    The part is the fraction `share` of the elements, sampled from (seed, step) equally on all ranks, so that no indices
+    are sent. `selection` = random: each element with probability `share`; shuffled: consecutive slices of one random
+    order; partition: the same, with a new order after each round, so that each element is averaged once in 1/`share`
+    steps. The optimiser's state and all other parameters are local. With `delay` = τ the mean is merged τ steps later,
+    while these compute: `merge` = shift keeps the rank's own steps since then, plain does not. An element in several
+    parts in flight is corrected once.
 
-    The mean of all ranks' parameters is not changed by averaging. Replicas differ, by what an element moves in
-    1/`share` steps; evaluations use their mean. With `share` = 1 this is `local_sgd` with a period of 1, to rounding.
-    As the base of `slowmo` it is joined with a slow outer step. On one rank the optimiser runs alone.
+    Averaging does not change the mean of all ranks' parameters. Replicas differ by the change of an element in
+    1/`share` steps; evaluations use their mean. With `share` = 1 this is `local_sgd` with period 1, to rounding.
+    `slowmo` with this base adds a slow outer step. On one rank only the optimiser runs.
 
     Bytes per rank and step: 2·share·n(p − 1)/p for n bytes of parameters. At synchronizations 1, 2, 4, 8... and each
     64th an all-reduce of 16 bytes compares settings. Memory: a part, twice, for each step of the delay; with shuffled
     and partition an index of 8 bytes for each element.
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "sparta", share=0.1)
+
     Reference: Matt Beton, Mohamed Baioumy, Tycho van der Ouderaa, Matthew Reed, Seth Howes, Alex Cheema, Gelu Vrabie,
-    "Improving the efficiency of distributed training using sparse parameter averaging", 2025. What becomes of the steps
-    of a delay is our choice.
+    "Improving the efficiency of distributed training using sparse parameter averaging", 2025. The rules for a delay are
+    our choice.
     """
 
     class Config(Strategy.Config):
@@ -55,11 +58,11 @@ class SPARTA(Strategy):
         _former: ClassVar = {"take_up": "merge"}
         share: float = Field(0.005, ge=0, le=1, description="part of the parameters that a step averages")
         selection: Literal["random", "shuffled", "partition"] = Field(
-            "random", description="draw elements anew in each step, or in turn of one order, or of a new one each round"
+            "random", description="sample elements in each step, or slices of one random order, or of one per round"
         )
         delay: int = Field(0, ge=0, description="τ: steps from sending a part to merging its mean")
         merge: Literal["shift", "plain"] = Field(
-            "shift", description="after a delay keep what this rank has done since, or go back to the mean"
+            "shift", description="after a delay keep this rank's own steps since then, or replace them by the mean"
         )
         seed: int = Field(0, ge=0, description="seed of the parts")
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
@@ -73,7 +76,7 @@ class SPARTA(Strategy):
         self.calls = Collectives(comm, Traffic())
         self.records.count(self.calls.comm)
         self.calls.algorithm(config.algorithm)
-        self._parts: dict[int, Part] = {}  # in flight, by the step at whose end they were sent
+        self._parts: dict[int, Part] = {}  # parts in flight, by the step that sent them
         self.state.custom("under_way", self._save_parts, self._load_parts, self._parts.clear)
         self.state.before_save(self._complete)
         self.state.before_load(self._complete)
@@ -89,13 +92,13 @@ class SPARTA(Strategy):
 
     def _send(self, step: int) -> None:
         indices = self._indices(step)
-        sent = [flat.index_select(0, at) for flat, at in zip(self.model.params, indices, strict=True)]
-        values = [one.clone() for one in sent]
+        sent = [flat.index_select(0, index) for flat, index in zip(self.model.params, indices, strict=True)]
+        values = [tensor.clone() for tensor in sent]
         work = self.calls.all_reduce(values, "mean", algorithm=self.config.algorithm, async_op=self.config.delay > 0)
         self._parts[step] = Part(indices, sent, values, work or Work(values))
 
     def _complete(self, last: int | None = None) -> None:
-        """Wait for the means of the parts up to that of a step, or of all."""
+        """Wait for the means of the parts sent up to step `last`; None: of all parts."""
         start = self.comm.now()
         for step, part in self._parts.items():
             if last is None or step <= last:
@@ -104,38 +107,46 @@ class SPARTA(Strategy):
 
     def _merge(self, step: int) -> None:
         self._complete(step)
-        part, others = self._parts.pop(step), self._parts.values()
+        part, in_flight = self._parts.pop(step), self._parts.values()
         keeps = self.config.delay > 0 and self.config.merge == "shift"
-        for number, (flat, at, mean) in enumerate(zip(self.model.params, part.indices, part.values, strict=True)):
+        for number, (flat, index, mean) in enumerate(zip(self.model.params, part.indices, part.values, strict=True)):
             if not keeps:
-                flat[at] = mean
+                flat[index] = mean
                 continue
-            # What this rank has done since is its own steps. The jump to this mean is none of them: a part in flight
-            # moves with it, else it would correct the same deviation again, and replicas would swing apart.
-            before = [flat.index_select(0, other.indices[number]) for other in others]
-            flat[at] = mean + flat.index_select(0, at).sub_(part.sent[number])
-            for other, was in zip(others, before, strict=True):
-                other.sent[number] = flat.index_select(0, other.indices[number]).sub_(was).add_(other.sent[number])
+            # Keep this rank's own steps since then. Parts in flight move with the change to this mean, or they would
+            # correct the same deviation again, and replicas would oscillate.
+            before = [flat.index_select(0, other_part.indices[number]) for other_part in in_flight]
+            flat[index] = mean + flat.index_select(0, index).sub_(part.sent[number])
+            for other_part, old in zip(in_flight, before, strict=True):
+                other_part.sent[number] = (
+                    flat.index_select(0, other_part.indices[number]).sub_(old).add_(other_part.sent[number])
+                )
 
-    # --- which elements -------------------------------------------------------------------------------------------
+    # --- selection of elements ------------------------------------------------------------------------------------
     def _indices(self, step: int) -> list[Tensor]:
-        return [at.to(flat.device) for at, flat in zip(self._select(step), self.model.params, strict=True)]
+        return [index.to(flat.device) for index, flat in zip(self._select(step), self.model.params, strict=True)]
 
     def _select(self, step: int) -> list[Tensor]:
-        """Return the elements that are averaged at a step, in each of `model.params`; the same on all ranks."""
+        """Return the indices to average in a step, in each of `model.params`; equal on all ranks."""
         share, lengths = self.config.share, [len(flat) for flat in self.model.params]
         if share == 1:
             return [torch.arange(length) for length in lengths]
         if self.config.selection == "random":
             generator = np.random.default_rng([self.config.seed, 0, step])
             return [_bernoulli(generator, length, share) for length in lengths]
-        slices = math.ceil(1 / share - 1e-9)  # a third, as it is in binary, makes three
-        turn = step // slices if self.config.selection == "partition" else 0
-        if turn != self._round:
-            generator = np.random.default_rng([self.config.seed, 1, turn])
-            self._round, self._orders = turn, [torch.from_numpy(generator.permutation(length)) for length in lengths]
-        place = step % slices
-        return [order[len(order) * place // slices : len(order) * (place + 1) // slices] for order in self._orders]
+        slices = math.ceil(1 / share - 1e-9)  # 1/3 in binary gives 3
+        round_number = step // slices if self.config.selection == "partition" else 0
+        if round_number != self._round:
+            generator = np.random.default_rng([self.config.seed, 1, round_number])
+            self._round, self._orders = (
+                round_number,
+                [torch.from_numpy(generator.permutation(length)) for length in lengths],
+            )
+        slice_number = step % slices
+        return [
+            order[len(order) * slice_number // slices : len(order) * (slice_number + 1) // slices]
+            for order in self._orders
+        ]
 
     # --- state ----------------------------------------------------------------------------------------------------
     def _save_parts(self) -> list[list[Any]]:
@@ -155,11 +166,11 @@ class SPARTA(Strategy):
 
 
 def _bernoulli(generator: np.random.Generator, length: int, share: float) -> Tensor:
-    """Draw each of `length` elements with probability `share`, by the gaps between them; ascending indices."""
-    found, last = [], -1
+    """Sample each of `length` elements with probability `share`, by geometric gaps; return ascending indices."""
+    positions, last = [], -1
     while last < length:
         gaps = generator.geometric(share, size=int(length * share + 4 * (length * share) ** 0.5) + 8)
-        found.append(last + np.cumsum(gaps))
-        last = int(found[-1][-1])
-    indices = np.concatenate(found)
+        positions.append(last + np.cumsum(gaps))
+        last = int(positions[-1][-1])
+    indices = np.concatenate(positions)
     return torch.from_numpy(indices[indices < length])

@@ -1,4 +1,4 @@
-"""Let fast workers run ahead of slow ones by a bounded number of steps, then wait: stale synchronous parallel."""
+"""Fast workers may be ahead of slow workers by a bounded number of steps: stale synchronous parallel."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hpcdist.strategies.server.strategy import ServerStrategy
 
 
 class SSPPolicy(Policy):
-    """Let a worker of clock c, its completed steps, read once all clocks are c − s or more; update when one may read.
+    """A worker with c completed steps may read once all workers have completed c − s steps, for the bound s.
 
-    An update is of all gradients that have arrived.
+    When a worker may read, the server updates with all gradients that have arrived.
     """
 
     remembers = ("completed",)
     divides_by_workers = True
 
     def __init__(self, bound: int, workers: Iterable[int]):
-        self._bound, self._completed = bound, dict.fromkeys(workers, 0)  # s; each worker's clock
+        self._bound, self._completed = bound, dict.fromkeys(workers, 0)  # s; each worker's completed steps
 
     @property
     def completed(self) -> list[list[int]]:
-        """Pairs of a worker and its clock, the form in checkpoints."""
+        """Pairs (worker, clock), as in checkpoints."""
         return list(map(list, self._completed.items()))
 
     @completed.setter
@@ -39,40 +39,43 @@ class SSPPolicy(Policy):
         self._completed[source] += 1
         return None
 
-    def complete(self, held: Sequence[ServerRequest], summed: int, active: Sequence[int]) -> bool:
-        return any(self._within_bound(gradient, active) for gradient in held)
+    def complete(self, gradients: Sequence[ServerRequest], summed: int, active: Sequence[int]) -> bool:
+        return any(self._within_bound(gradient, active) for gradient in gradients)
 
     def may_go(self, gradient: ServerRequest, active: Sequence[int]) -> bool:
         return gradient.applied and self._within_bound(gradient, active)
 
     def _within_bound(self, gradient: ServerRequest, active: Sequence[int]) -> bool:
-        """Tell whether c − min(clock) <= s for the clock c of the gradient's worker."""
-        least = min((self._completed[worker] for worker in active), default=math.inf)
-        return self._completed[gradient.source] - least <= self._bound
+        """Return whether c − min(clock) <= s for the clock c of the gradient's worker."""
+        slowest = min((self._completed[worker] for worker in active), default=math.inf)
+        return self._completed[gradient.source] - slowest <= self._bound
 
     def blocker(self, active: Sequence[int]) -> int:
         return min(active, key=self._completed.__getitem__, default=NOBODY)
 
     def returned(self, worker: int, active: Sequence[int]) -> None:
-        # Nobody waited for its steps while it was evicted: it goes on from the clock of the slowest.
-        others = [self._completed[other] for other in active if other != worker]
-        self._completed[worker] = max(self._completed[worker], min(others, default=0))
+        # An evicted worker was not waited for: it continues from the slowest worker's clock.
+        other_clocks = [self._completed[other] for other in active if other != worker]
+        self._completed[worker] = max(self._completed[worker], min(other_clocks, default=0))
 
 
 @final
 class SSP(ServerStrategy):
-    """Bound the number of steps that a worker is ahead of any other when it reads parameters, by `bound`.
+    """Limit how many steps a worker may be ahead of the slowest worker when it reads parameters, by `bound`.
 
-    A worker that has completed c steps gets its reply when every other worker has completed c − bound steps. The
-    parameters it reads then include all gradients of all workers up to that step, and always its own. So c − min(clock)
-    <= bound at every read, whatever the straggler; right after a step it may be one more. The step's record says how
-    long the worker waited, and for whom. `bound = 0` is hardsync, bitwise; a large bound never waits.
+    A worker that has completed c steps gets its reply when every other worker has completed c − bound steps. Its new
+    parameters then include all gradients of all workers up to that step, and all its own. So c − min(clock) <= bound
+    at every read, whatever the straggler; right after a step it may be one more. A step's record contains how long the
+    worker waited for each other worker. `bound = 0` is hardsync, bitwise; with a large bound no worker waits.
 
-    Each gradient counts 1/λ for λ workers, so that a step of all of them is one averaged update, for every bound.
-    When a worker may read, the server makes an update of all gradients that have arrived. Records have the staleness in
-    updates, as with `parameter_server`. Nobody waits for a worker that has ended its epoch.
+    Each gradient has weight 1/λ for λ workers, so that one step of all workers is one averaged update, for every bound.
+    When a worker may read, the server updates with all gradients that have arrived. Records have the staleness in
+    updates, as with `parameter_server`. No worker waits for one that has ended its epoch.
 
     Bytes per worker and step: one gradient vector put by the worker, one parameter vector put by the servers.
+
+    Example on 3 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "ssp", bound=3)
 
     Reference: Qirong Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server",
     2013.
@@ -81,7 +84,7 @@ class SSP(ServerStrategy):
     class Config(ServerStrategy.Config):
         """Options of ssp."""
 
-        bound: int = Field(3, ge=0, description="s: number of steps that a worker may be ahead of the slowest one")
+        bound: int = Field(3, ge=0, description="s: number of steps that a worker may be ahead of the slowest worker")
 
     contract = replace(ServerStrategy.contract, averages="gradients")
 

@@ -1,4 +1,4 @@
-"""DiLoCo that exchanges one fragment of the parameters at a time, while the next steps compute."""
+"""DiLoCo that exchanges one fragment of the parameters at a time, overlapped with the next steps."""
 
 from __future__ import annotations
 
@@ -22,32 +22,34 @@ from hpcdist.strategies.synchronous.periodic import Periodic, outer_step
 class StreamingDiLoCo(Periodic):
     """Run the local, inner optimiser; exchange each fragment of the parameters once in H = `period` steps, in turn.
 
-    The parameters are cut into F fragments by layers, `fragment_layers` each: strided, so that a fragment has layers
-    from all over the model, or sequential. Fragment f is sent at the end of step ⌊(f + 1)H/F⌋ of each period: ranks
-    begin to average δᵢ = x − θᵢ, where x are the fragment's common parameters and θᵢ those of rank i. `delay` = τ steps
-    later the mean is merged: the outer optimiser, SGD with Nesterov momentum, moves x by it, and rank i goes on from
-    αθᵢ + (1 − α)x, with α = `blend`; or, with `merge` = shift, from x and what it has done since the fragment was
-    sent. With one fragment and τ = 0, α = 0 this is `diloco`, and with τ = 1 and shift its `overlap`, to the bit.
+    The parameters are split into F fragments of `fragment_layers` layers: strided, so that a fragment has layers from
+    the whole model, or sequential. Fragment f is sent at the end of step ⌊(f + 1)H/F⌋ of each period: ranks start to
+    average δᵢ = x − θᵢ, where x are the fragment's common parameters and θᵢ rank i's. `delay` = τ steps later the mean
+    is merged: the outer optimiser, SGD with Nesterov momentum, updates x with it, and rank i continues from
+    αθᵢ + (1 − α)x, with α = `blend`; or, with `merge` = shift, from x plus its own steps since the fragment was sent.
+    With one fragment and τ = 0, α = 0 this is `diloco`, and with τ = 1 and shift its `overlap`, to the bit.
 
-    With `merge` = delayed or eager the exchange of a fragment has the whole next period: the mean is merged when the
-    fragment is sent again. Delayed: x moves by the mean of the period before, and all ranks go on from it. Eager:
-    each rank has x and a momentum of its own, and replaces its own part of that mean, δᵢ of the period before, by δᵢ of
-    this one: it moves x by mean + (δᵢ − δᵢ before)/p.
+    With `merge` = delayed or eager a fragment's exchange lasts the whole next period: the mean is merged when the
+    fragment is sent again. Delayed: x moves by the mean of the last period, and all ranks continue from x. Eager: each
+    rank has its own x and momentum, and replaces its part of the old mean, the last period's δᵢ, by this period's δᵢ:
+    x moves by mean + (δᵢ − last δᵢ)/p.
 
     Unless eager, x and the outer momentum are bitwise equal on all ranks; replicas differ, and evaluations use their
-    mean. Each rank keeps the state of its inner optimiser. Every rank has the same weight, also one that had no samples
-    in some step. On one rank there is no outer step: the inner optimiser runs alone. Steps that a blend with α < 1
-    discards are lost.
+    mean. Each rank keeps the state of its inner optimiser. All ranks have the same weight, even without samples in some
+    step. On one rank only the inner optimiser runs. A blend with α < 1 discards a part of the last steps.
 
-    Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, as with `diloco`; but at most those of a fragment
-    in one step. With `compression` = e3m0, (p − 1)(n/8 + 4F)/H: each rank sends its codes to every other one; and 8/H
+    Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, as with `diloco`, and at most one fragment's in
+    one step. With `compression` = e3m0, (p − 1)(n/8 + 4F)/H: each rank sends its codes to every other rank; and 8/H
     for each parameter, as with `diloco`. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes
     compares settings. Memory per rank: four parameter vectors (x, its momentum, the means, δᵢ; three with blend and
     delayed).
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "streaming_diloco", period=4, fragment_layers=None, delay=1)
+
     Reference: Arthur Douillard et al., "Streaming DiLoCo with overlapping communication: towards a distributed free
-    lunch", 2025. There δᵢ is the distance from the rank's own parameters of a period ago; here it is that from x, the
-    same where τ = 0 and α = 0. Satyen Kale et al., "Eager updates for overlapped communication and computation in
+    lunch", 2025, where δᵢ is the change of the rank's own parameters in a period; here it is the distance from x, the
+    same if τ = 0 and α = 0. Satyen Kale et al., "Eager updates for overlapped communication and computation in
     DiLoCo", 2025, for delayed and eager.
     """
 
@@ -60,15 +62,15 @@ class StreamingDiLoCo(Periodic):
             3, ge=1, description="layers in a fragment; none: all parameters are one fragment"
         )
         order: Literal["strided", "sequential"] = Field(
-            "strided", description="with F fragments one has every F-th layer, or layers that follow each other"
+            "strided", description="a fragment has every F-th layer, for F fragments, or consecutive layers"
         )
         delay: int = Field(
             1, ge=0, description="τ: steps from sending a fragment to merging its mean, with blend and shift"
         )
         merge: Literal["blend", "shift", "delayed", "eager"] = Field(
             "blend",
-            description="blend the rank's parameters with the common ones; shift: add what it has done since; "
-            "delayed: apply the mean a period later; eager: with this rank's own part of this period",
+            description="blend the rank's parameters with the common ones; shift: keep its own steps since then; "
+            "delayed: apply the mean a period later; eager: the same, with this rank's part of this period",
         )
         blend: float = Field(0.5, ge=0, le=1, description="α: weight of the rank's own parameters in a blend")
         outer_lr: float = Field(0.4, gt=0, description="learning rate of the outer optimiser")
@@ -98,7 +100,7 @@ class StreamingDiLoCo(Periodic):
 
         @property
         def lasts_a_period(self) -> bool:
-            """Whether an exchange has a whole period."""
+            """Whether an exchange lasts a whole period."""
             return self.merge in ("delayed", "eager")
 
         @property
@@ -108,7 +110,7 @@ class StreamingDiLoCo(Periodic):
     config: Config
 
     def __init__(self, config: Config, comm, model, **kwargs):
-        self.eager = config.merge == "eager"  # then each rank has x and momentum of its own
+        self.eager = config.merge == "eager"  # each rank has its own x and momentum
         self.of_ranks = "mean" if self.eager else "first"
         self.blend = None if self.eager or config.merge == "shift" else config.blend
         super().__init__(config, comm, model, **kwargs)
@@ -126,8 +128,8 @@ class StreamingDiLoCo(Periodic):
 
     def sends(self, step: int) -> list[int]:
         period, count = self.config.period, len(self.fragments)
-        place = (step - 1) % period + 1
-        return [fragment for fragment in range(count) if (fragment + 1) * period // count == place]
+        position = (step - 1) % period + 1
+        return [fragment for fragment in range(count) if (fragment + 1) * period // count == position]
 
     def move(self, fragment: Fragment) -> None:
         for views in fragment.views(self.common, self.momentum, self.mean):
@@ -141,28 +143,28 @@ class StreamingDiLoCo(Periodic):
             super().send(number, step)
 
     def _move_late(self, number: int) -> None:
-        """Move a fragment by the mean of the period before, go on from there, and write δᵢ of this one as to be sent.
+        """Move a fragment by the mean of the last period, continue from there, and write this period's δᵢ to send.
 
-        Before the first mean there is none: it counts as 0, and so does the rank's own part of it.
+        Before the first mean, the mean and the rank's part of it count as 0.
         """
         fragment = self.fragments[number]
         self.complete(number)
         before = self.sent if self.eager else self.mean
         if self.in_flight.pop(number, None) is None:
-            for mean, own in fragment.views(self.mean, before):
+            for mean, local in fragment.views(self.mean, before):
                 mean.zero_()
-                own.zero_()
-        for own, x in fragment.views(self.model.params, self.common):
-            torch.sub(x, own, out=own)  # δᵢ of this period
+                local.zero_()
+        for local, x in fragment.views(self.model.params, self.common):
+            torch.sub(x, local, out=local)  # δᵢ of this period
         if self.eager:
-            for own, mean, last in fragment.views(self.model.params, self.mean, before):
-                mean.add_(own - last, alpha=1 / self.comm.size)
-                last.copy_(own)
+            for local, mean, last in fragment.views(self.model.params, self.mean, before):
+                mean.add_(local - last, alpha=1 / self.comm.size)
+                last.copy_(local)
         with self.model.skip_unused(self.used | self.gradients.used if self.eager else self.used, self.momentum):
             self.move(fragment)
-        for own, x, mean in fragment.views(self.model.params, self.common, self.mean):
-            mean.copy_(own)
-            own.copy_(x)
+        for local, x, mean in fragment.views(self.model.params, self.common, self.mean):
+            mean.copy_(local)
+            local.copy_(x)
 
     # --- state ----------------------------------------------------------------------------------------------------
     def declare_compressed(self, of_fragments: Sequence[Reduction]) -> None:
@@ -171,11 +173,11 @@ class StreamingDiLoCo(Periodic):
             self.state.scratch([*reduction.working, *(feedback.residual for feedback in reduction.feedbacks)])
 
         def residuals() -> list[Tensor]:
-            wide = [torch.float64 if x.dtype == torch.float64 else torch.float32 for x in self.common]
-            whole = [torch.zeros(len(x), dtype=dtype) for x, dtype in zip(self.common, wide, strict=True)]
+            dtypes = [torch.float64 if x.dtype == torch.float64 else torch.float32 for x in self.common]
+            flats = [torch.zeros(len(x), dtype=dtype) for x, dtype in zip(self.common, dtypes, strict=True)]
             for fragment, reduction in zip(self.fragments, of_fragments, strict=True):
-                fragment.put([feedback.residual for feedback in reduction.feedbacks], whole)
-            return whole
+                fragment.put([feedback.residual for feedback in reduction.feedbacks], flats)
+            return flats
 
         def load_residuals(saved: Sequence[Tensor]) -> None:
             for fragment, reduction in zip(self.fragments, of_fragments, strict=True):
@@ -183,9 +185,9 @@ class StreamingDiLoCo(Periodic):
                     feedback.set_residual(residual)
 
         def load_coders(saved: Sequence[Any]) -> None:
-            for reduction, own, (calls, states) in zip(of_fragments, compressors, saved):
+            for reduction, of_fragment, (calls, states) in zip(of_fragments, compressors, saved):
                 reduction.calls = calls
-                for compressor, state in zip(own, states, strict=True):
+                for compressor, state in zip(of_fragment, states, strict=True):
                     compressor.load_state_dict(state)
 
         self.state.custom(

@@ -73,6 +73,9 @@ class Strom(Strategy):
     Bytes per rank and step: p − 1 messages, or one per neighbour in the tree; see `hpcdist compressors`. Memory: four
     parameter vectors, and one more per neighbour in a tree.
 
+    Example:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "strom", compression={"name": "threshold", "density": 0.01})
+
     Reference: Nikko Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015.
     """
 

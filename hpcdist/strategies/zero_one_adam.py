@@ -39,6 +39,10 @@ class ZeroOneAdam(AdamStep):
     settings.
     Memory: m, v, u, x, what was not sent, and a second part of that for a pᵗʰ.
 
+    Example:
+        >>> adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+        >>> optimizer = hd.DistributedOptimizer(adam, model, "zero_one_adam")
+
     Reference: Yucheng Lu, Conglong Li, Minjia Zhang, Christopher De Sa, Yuxiong He, "Maximizing communication
     efficiency for large-scale training via 0/1 Adam", 2022.
     """

@@ -45,7 +45,7 @@ def different(saved: Any, again: Any, key: str = "") -> list[str]:
     if isinstance(saved, (list, tuple)) and len(saved) == len(again):
         return [each for i, value in enumerate(saved) for each in different(value, again[i], f"{key}.{i}")]
     if isinstance(saved, Slice):
-        return [] if saved.place == again.place and torch.equal(saved.tensor, again.tensor) else [key]
+        return [] if saved.position == again.position and torch.equal(saved.tensor, again.tensor) else [key]
     if isinstance(saved, torch.Tensor):
         return [] if torch.equal(saved, again) else [key]
     return [] if (type(saved), saved) == (type(again), again) else [key]

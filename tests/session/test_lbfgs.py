@@ -123,7 +123,7 @@ def test_what_does_not_suit_it_is_refused(ranks):
         for name in strategies.available()
         if name != "allreduce"
     } | {
-        "clip_norm must be None with LBFGS, .*; got 1.0. Leave it out": {"clip_norm": 1.0},
+        "clip_norm must be None with LBFGS, .*; got 1.0. Remove it": {"clip_norm": 1.0},
         "strategy.on_nonfinite must be stop or ignore with LBFGS, .*; got skip": {"on_nonfinite": "skip"},
         "strategy.compression must be none with LBFGS, .*; got fp16. Leave it": {"compression": "fp16"},
     }
@@ -135,7 +135,7 @@ def test_what_does_not_suit_it_is_refused(ranks):
             with pytest.raises(ConfigError, match=message):
                 hd.DistributedOptimizer(_lbfgs(module, None), module, **options)
         optimizer = hd.DistributedOptimizer(_lbfgs(module, None), module)
-        with pytest.raises(ConfigError, match="closure must be given to each step of LBFGS, which .*; got none. Pass"):
+        with pytest.raises(ConfigError, match="closure must be passed to each step of LBFGS, which .*; got none. Pass"):
             optimizer.step()
         optimizer.strategy.close()
         return True

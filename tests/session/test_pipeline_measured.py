@@ -59,7 +59,7 @@ def test_stages_take_equal_times_and_train_as_one_process(ranks):
 
 EXAMPLES = {
     r"cut must be None with an example, by .*; got \[1, 5\]. Pass only one": {"cut": [1, 5], "example": (1, 2)},
-    "example must be a batch, a tuple of inputs and targets; got Tensor. Give what": {"example": torch.zeros(3)},
+    "example must be a batch, a tuple of inputs and targets; got Tensor. Pass what": {"example": torch.zeros(3)},
 }
 
 

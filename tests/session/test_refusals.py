@@ -116,10 +116,10 @@ REFUSED = {
         )
         for n in (-1.0, float("nan"))
     },
-    "the loss must be a mean over samples with hpcdist.pipeline, .*; got loss='sum'. Leave that out": (
+    "the loss must be a mean over samples with hpcdist.pipeline, .*; got loss='sum'. Remove that": (
         lambda model, optimizer: piped(loss="sum")
     ),
-    r"the loss must be a mean over samples with hpcdist.pipeline, .*; got .*.set_batch_weight\(\). Leave that out": (
+    r"the loss must be a mean over samples with hpcdist.pipeline, .*; got .*.set_batch_weight\(\). Remove that": (
         lambda model, optimizer: piped().set_batch_weight(2)
     ),
     r"optimizer.weigh must be called by its name now; .* Write optimizer.set_batch_weight\(n\)": (
@@ -138,7 +138,7 @@ REFUSED = {
     "clip_norm must be None with Insisting, which needs the exact gradient of the loss at each evaluation; got 1.0": (
         lambda model, optimizer: made(Insisting(model.parameters()), model, clip_norm=1.0)
     ),
-    "closure must be given to each step of Insisting": (
+    "closure must be passed to each step of Insisting": (
         lambda model, optimizer: made(Insisting(model.parameters()), model).step()
     ),
     "optimizer must take dense gradients, .*; got SparseAdam. Use Adam or Adagrad": (

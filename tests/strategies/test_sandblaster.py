@@ -489,7 +489,7 @@ def _start():
 
 def test_steps_without_a_closure_or_a_joint_batch_are_refused():
     loop = run_virtual(Loop, 1)[0]
-    with pytest.raises(ConfigError, match=r"closure must be given to each step with sandblaster, .*; got none"):
+    with pytest.raises(ConfigError, match=r"closure must be passed to each step with sandblaster, .*; got none"):
         loop.strategy.step(lambda: None)
     with pytest.raises(ConfigError, match=r"a step with sandblaster must be of a batch that is known .*hpcdist.shard"):
         loop.strategy.minimise(None, lambda portion: 0.0)
@@ -500,7 +500,7 @@ def test_loops_that_do_not_suit_it_are_refused(tmp_path):
         hd.init(comm=comm)
         module, other = problem.model(), problem.model()
         optimizer = hd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module, "sandblaster")
-        with pytest.raises(ConfigError, match="closure must be given to each step of SGD, which evaluates"):
+        with pytest.raises(ConfigError, match="closure must be passed to each step of SGD, which evaluates"):
             optimizer.step()
         batches = DataLoader(TensorDataset(problem.X), batch_size=None)
         with pytest.raises(ConfigError, match="loader must read single samples of a map-style data set with a"):

@@ -28,6 +28,11 @@ from train import tiny
         ("ends.py", "import sys\nsys.exit()\n", "ends.py must not end the process while it is imported; got .*None"),
         ("ends.py", "import sys\nsys.exit('no data')\n", "ends.py must not end the process .*; got .*'no data'"),
         ("job", "job = 3\n", r"a Python file must have a name that ends in .py; got .*job. Rename it"),
+        (
+            "train.py",
+            "import hpcdist as hd\nhd.init()\n1 / 0",
+            r"got .*train.py, a script with its own training loop\. Run",
+        ),
         ("empty.py", "job = 3\n", r"job file must define `job = hpcdist.train.Job\(...\)`; got .*empty.py"),
     ],
 )

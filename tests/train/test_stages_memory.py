@@ -39,7 +39,7 @@ def test_looks_at_all_parameters_make_no_copy_of_them():
         cls = strategies.load("allreduce")
         strategy, agreement = cls(cls.Config(), comm, model), Agreement(comm.split(0))
         looks = {
-            "compare": model.mark,
+            "compare": model.take_snapshot,
             "check": lambda: require_finite(strategy, comm, 1),
             "clip": lambda: agreement.norm(slot.tensor for slot in model.slots),
         }
@@ -61,7 +61,7 @@ def test_where_others_would_go_on_without_a_rank_a_replica_does_not(tmp_path):
     def body(comm):
         made = tiny.trainer(comm, tmp_path, "parallel.stages=2", "strategy=gossip_pull", of=staged.job)
         comm.failures.lost = (2,)  # as fault tolerance finds it where all ranks meet
-        message = "rank 2, stage 0 of replica 1, has died, and the model's other stages"
+        message = "rank 2, stage 0 of replica 1, has failed, and the model's other stages"
         with pytest.raises(RankFailedError, match=message):
             made.run()
 

@@ -27,7 +27,7 @@ _PYTHON_BYTES = _random.Random.__basicsize__ - object.__basicsize__
 
 
 class RandomState:
-    """The random state of one virtual rank, in place of a process's. At first it depends on (seed, rank) alone."""
+    """The random state of one virtual rank, used while the rank runs; seeded by (seed, rank)."""
 
     def __init__(self, seed: int, rank: int):
         sequence = np.random.SeedSequence(seed, spawn_key=(rank, 0))
@@ -42,22 +42,22 @@ class RandomState:
         self._gauss: dict | None = None  # numpy's whole state where it keeps a second normal number for later
 
     def load(self) -> None:
-        """Make this the state of the process."""
+        """Set the process's random state to this one."""
         torch.default_generator.set_state(self._torch)
         random.setstate(self._python)
-        _set_bit_generator(self._numpy)  # forgets a normal number kept for later
+        _set_bit_generator(self._numpy)  # drops a normal number that numpy kept for later
         if self._gauss is not None:
             np.random.set_state(self._gauss)
 
     def save(self) -> None:
-        """Copy the state of the process to this one."""
+        """Save the process's random state in this object."""
         self._torch = torch.default_generator.get_state()
         python_seen = ctypes.string_at(_PYTHON_ADDRESS, _PYTHON_BYTES), _python.gauss_next
         if python_seen != self._python_seen:
             self._python, self._python_seen = random.getstate(), python_seen
         self._numpy, numpy_memory = _get_bit_generator(), ctypes.string_at(self._address, _NUMPY_BYTES)
-        # numpy's generator has been taken along as it is, but numpy may keep a normal number beside it: one that it
-        # had kept before, or of a draw since, or of a generator that the rank has put in the place of ours.
+        # numpy's generator object itself is kept, but numpy may hold a spare normal number outside of it: an earlier
+        # one, one sampled since, or one of another generator that the rank has installed.
         if self._gauss is not None or self._numpy is not self._own or numpy_memory != self._numpy_seen:
             state = np.random.get_state(legacy=False)
             self._gauss = state if state["has_gauss"] else None
@@ -66,7 +66,7 @@ class RandomState:
 
 @contextmanager
 def callers_state_kept() -> Iterator[None]:
-    """Restore the process's random state at the end of the context."""
+    """Context at whose end the process's random state is restored."""
     torch_state, python_state = torch.default_generator.get_state(), random.getstate()
     bit_generator, numpy_state = _get_bit_generator(), np.random.get_state(legacy=False)
     try:

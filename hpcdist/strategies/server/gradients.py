@@ -38,7 +38,7 @@ class Policy(abc.ABC):
     divides_by_workers = False  # an update is Σg/λ, whichever gradients are in it; else Σwg/Σw, for weights by samples
 
     @abc.abstractmethod
-    def complete(self, held: Sequence[ServerRequest], summed: int, active: Sequence[int]) -> bool:
+    def complete(self, gradients: Sequence[ServerRequest], summed: int, active: Sequence[int]) -> bool:
         """Tell whether the server makes an update now: of the gradients held, and of those `summed` already."""
 
     @abc.abstractmethod

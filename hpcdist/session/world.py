@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from hpcdist import registry
+from hpcdist import checkpoint, registry
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch import ASYNC_FINALIZE, check_world, contradiction, task_or_none, tolerates_deaths
 from hpcdist.comm.mpi import library, start
@@ -61,6 +61,7 @@ class Session:
         self.workers: tuple[int, ...] | None = None  # ranks that train, of the last DistributedOptimizer
         self.run: LoopRun | None = None  # writes the files of this loop's run
         self.planned: PlannedLoop | None = None  # set by a comparison or a sweep that runs this script
+        self.saver = checkpoint.Saver()
         self.called_is_main = False  # `is_main` was called before the first DistributedOptimizer, and took rank 0
 
     @property

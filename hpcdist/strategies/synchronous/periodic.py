@@ -38,7 +38,7 @@ class Periodic(Strategy):
         average: Collective. Replaces flat tensors by their means over all ranks, bitwise the same on all of them.
         in_flight: the fragments that have been sent and not merged, each with the step in which it was sent.
         common: x, flat tensors like `model.params`; empty on one rank alone.
-        mean: the mean δ by which a fragment of x moves; flat tensors like `model.params`.
+        mean: the mean δ by which a fragment of x moves; flat tensors like `model.params`, or these themselves.
         sent: δᵢ of the fragments in flight, likewise.
         used: flags of the parameters that some rank has used in the period of `mean`.
         momentum: flat tensors with which x moves; none unless a subclass sets them.
@@ -84,9 +84,14 @@ class Periodic(Strategy):
         self.common = self.state.sharded("common", like, start="parameters", reshard=self.of_ranks, resets=True)
         shared = None if config.compression else self.calls.shared_zeros(self.common)
         # δᵢ of the fragments in flight, and then their means; and what δᵢ were. With other ranks all start at the mean
-        # of the parameters, which is as far from x as ranks were on average.
-        means = [torch.empty_like(x) for x in self.common] if shared is None else shared
-        self.mean = self._declare_in_flight("mean", means, "first")
+        # of the parameters, which is as far from x as ranks were on average. Where x replaces the parameters in the
+        # step that sends δᵢ, δᵢ is written over them.
+        in_place = self.blend is None and not self._delay
+        if in_place and shared:
+            model.move_params(shared)
+        means = [] if in_place else shared or [torch.empty_like(x) for x in self.common]
+        declared = self._declare_in_flight("mean", means, "first")
+        self.mean: Sequence[Tensor] = model.params if in_place else declared
         keeps = self.blend is None and self._delay
         sent = [torch.empty_like(x) for x in self.common if keeps]
         self.sent = self._declare_in_flight("gone", sent, "mean")

@@ -23,6 +23,8 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import sysconfig
+import traceback
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 
@@ -123,6 +125,18 @@ class CheckpointError(HpcdistError, ValueError):
 
 class NonFiniteError(HpcdistError, ArithmeticError):
     """A gradient contains NaN or infinity; the message names rank, parameter and step."""
+
+
+def place(error: BaseException) -> str:
+    """Return ` (FILE:LINE)`: where the user's code raised an exception, or called what did; or an empty text."""
+    if isinstance(error, SyntaxError):  # its text names them
+        return ""
+    others = (os.path.dirname(__file__) + os.sep, sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        installed = "site-packages" in frame.filename or "dist-packages" in frame.filename
+        if not installed and not frame.filename.startswith(others):
+            return f" ({frame.filename}:{frame.lineno})"
+    return ""
 
 
 def require_packages(what: str, extra: str, *modules: str) -> None:

@@ -13,7 +13,6 @@ import inspect
 import pkgutil
 import re
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -22,7 +21,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from hpcdist.config.files import is_class, load_module
-from hpcdist.errors import ConfigError, HpcdistError, UnknownNameError, suggestion
+from hpcdist.errors import ConfigError, HpcdistError, UnknownNameError, place, suggestion
 
 Take = Callable[[Any, str, str], Any]  # (imported module or member, plug-in's name, its origin) -> plug-in
 
@@ -139,7 +138,7 @@ class Catalogue:
                 raise
             raise ConfigError(
                 f"{self.setting} must be in a file that can be imported; got {type(error).__name__}: "
-                f"{str(error).partition(chr(10))[0]}{_location(error)}, from {origin.where}. Fix it."
+                f"{str(error).partition(chr(10))[0]}{place(error)}, from {origin.where}. Fix it."
             ) from error
 
 
@@ -164,15 +163,6 @@ def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, tuple[Origin, 
 @lru_cache(maxsize=8)
 def _all_entry_points(path: tuple[str, ...]) -> Any:
     return importlib.metadata.entry_points()  # reads the files of all packages, for any group
-
-
-def _location(error: Exception) -> str:
-    """Return the file and line where an import failed."""
-    if isinstance(error, SyntaxError):  # its text contains them
-        return ""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-    last = [frame for frame in frames if "site-packages" not in frame.filename or frame is frames[0]][-1]
-    return f" ({last.filename}:{last.lineno})"
 
 
 def installed() -> list[str]:

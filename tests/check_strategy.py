@@ -45,6 +45,7 @@ class Results:
     def __init__(self, spec: str):
         self._file = Path(spec.rpartition(":")[0])
         self._out, self._left, self._why = sys.stdout, Counter(), {}
+        self._told: dict[str, list[str]] = {}  # checks by the mistake that fails them
         self.passed = self.failed = 0
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -61,7 +62,7 @@ class Results:
         check = item.nodeid.partition("[")[0]
         if report.failed:
             case = item.name.partition("[")[2].removesuffix("]").replace(str(self._file), self._file.name)
-            self._why.setdefault(check, self._sentence(call.excinfo) + f" ({case})" * bool(case))
+            self._why.setdefault(check, (self._sentence(call.excinfo), f" ({case})" * bool(case)))
         if report.when == "teardown":
             self._left[check] -= 1
             if not self._left[check]:
@@ -72,7 +73,18 @@ class Results:
         name = check.rpartition("::")[2].removeprefix("test_").replace("_", " ")
         why = self._why.get(check)
         self.passed, self.failed = self.passed + (why is None), self.failed + (why is not None)
-        self._line(f"passed  {name}" if why is None else f"FAILED  {name}\n        {why}")
+        if why is None:
+            self._line(f"passed  {name}")
+        else:
+            same = self._told.setdefault(why[0], [])
+            same.append(name)
+            if len(same) == 1:
+                self._line(f"FAILED  {name}\n        {''.join(why)}")
+
+    def pytest_sessionfinish(self) -> None:
+        for same in self._told.values():
+            if len(same) > 1:
+                self._line(f"FAILED  {len(same) - 1} more, by the same mistake as `{same[0]}`")
 
     def _line(self, text: str) -> None:
         if launched_rank() == 0:

@@ -106,7 +106,14 @@ def test_checks_that_fail_are_named_with_the_reason(tmp_path):
     (tmp_path / "mine.py").write_text(FAILS)
     out, _ = _checked(f"{tmp_path}/mine.py:OnOneRank", status=1)
     assert "passed  an unknown option is refused\n" in out
-    assert re.search(r"^FAILED  it learns\n +TypeError: .*'speling' \[mine.py:10\] \(n4\)$", out, re.M), out
+    mistake = r"TypeError: .*'speling' \[mine.py:10\]"
+    assert re.search(
+        rf"^FAILED  the same loop runs every strategy .*\n +{mistake} \(n3-mine.py:OnOneRank\)$", out, re.M
+    ), out
+    assert len(re.findall(mistake, out)) == 2, "once on virtual ranks, once on real ones"
+    assert re.search(r"^FAILED  \d+ more, by the same mistake as `the same loop runs every strategy .*`$", out, re.M), (
+        out
+    )
 
 
 def test_a_strategy_that_can_not_be_built_is_named_before_any_check(tmp_path):

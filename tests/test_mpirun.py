@@ -11,7 +11,7 @@ import pytest
 from harness.launch import IMPORTS, SETTINGS, find_mpirun
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
-from hpcdist.tools.mpirun import AS_ROOT, find_launcher, ranks_environment, start_script
+from hpcdist.tools.mpirun import AS_ROOT, find_launcher, ranks_environment, start_script, without_block
 
 SCRIPT = """
 import os
@@ -65,6 +65,58 @@ def test_its_exit_status_is_that_of_the_first_rank_that_fails(started):
     done = started("-n", "2", "--label", "--hosts", "localhost:2", "my.py", "fail")
     assert done.returncode == 5
     assert done.stdout.startswith("[1,0]<stdout>: 2 ['fail']")
+
+
+ENDS = """
+import os, signal, sys, time
+import hpcdist as hd
+
+how = sys.argv[1]
+if how in ("says", "raises"):
+    hd.init(torch_distributed=False, **{"log": "x"} if how == "says" else {})
+    raise ValueError("unhappy")
+if how == "silent":
+    sys.exit(3)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@needs_mpirun
+@pytest.mark.parametrize(
+    ("how", "said", "status"),
+    [
+        ("says", "hpcdist: error: log must be a list of names", 1),
+        ("raises", "[rank 0] ValueError: unhappy", 1),
+        ("silent", "prterun detected that one or more processes exited with non-zero status", 3),
+        ("is killed", "exited on\nsignal 9 (Killed)", 137),
+    ],
+)
+def test_open_mpis_own_message_is_shown_where_no_rank_has_one(started, tmp_path, how, said, status):
+    (tmp_path / "ends.py").write_text(ENDS)
+    done = started("-n", "2", "ends.py", how)
+    assert done.returncode == status and said in done.stderr, done.stderr
+    assert ("prterun" in done.stderr) == (how in ("silent", "is killed")), done.stderr
+    assert ("-----" in done.stderr) == (how in ("silent", "is killed"))
+
+
+BLOCK_OF_OPEN_MPI = f"""{74 * "-"}
+prterun detected that one or more processes exited with non-zero status,
+thus causing the job to be terminated. The first process to do so was:
+
+   Process name: [prterun-vm-25750@1,0]
+   Exit code:    1
+{74 * "-"}
+""".encode()
+
+
+def test_only_a_block_that_tells_nothing_new_is_left_out():
+    rule = 74 * b"-" + b"\n"
+    other = rule + b"prterun noticed that process rank 1 exited on\nsignal 9 (Killed).\n" + rule
+    for said in (b"hpcdist: error: no\n", b"Traceback (most recent call last):\n", b"[1,0]<stderr>: [rank 0] no\n"):
+        assert without_block(said + BLOCK_OF_OPEN_MPI + b"more\n" + other) == said + b"more\n" + other
+        assert without_block(said + rule + b"own\n" + BLOCK_OF_OPEN_MPI + rule) == said + rule + b"own\n" + rule
+    assert without_block(b"no\n" + BLOCK_OF_OPEN_MPI) == b"no\n" + BLOCK_OF_OPEN_MPI
+    assert without_block(BLOCK_OF_OPEN_MPI, explained=True) == b""
 
 
 @pytest.mark.parametrize(

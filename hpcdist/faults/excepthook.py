@@ -1,4 +1,4 @@
-"""End all ranks after an uncaught exception on one of them, and show its traceback first.
+"""Show an uncaught exception once, and end all ranks after it.
 
 Otherwise the other ranks would wait for the failed one until somebody cancels the job.
 """
@@ -9,33 +9,50 @@ import io
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from hpcdist import log
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import CommunicationError, HpcdistError, place
 from hpcdist.faults.reporter import is_reporter
 
 
-def install(rank: int, abort: Callable[[int], None], advice: Callable[[BaseException], str] = lambda error: "") -> None:
+def install(
+    rank: int | None, abort: Callable[[int], None], advice: Callable[[BaseException], str] = lambda error: ""
+) -> None:
     """Set sys.excepthook: show an uncaught exception with `rank` before each line, then call `abort(status)`.
 
+    An error of this package has one line, with the line of the script that met it. Others have a traceback, as have
+    those of communication, for which it matters what the ranks were doing.
+
     Args:
+        rank: None where it is the only one: then the process ends by itself, with status 1.
         abort: a function that ends every rank of the job with a non-zero exit status.
         advice: returns a possible cause of an exception that is not one of this package.
     """
-    previous = sys.excepthook
+    previous = getattr(sys.excepthook, "previous", sys.excepthook)  # an earlier hook of this function is replaced
 
     def hook(kind: type[BaseException], error: BaseException, trace) -> None:
-        if previous is not sys.__excepthook__:
+        says_itself = isinstance(error, HpcdistError) and not isinstance(error, CommunicationError)
+        if previous is not sys.__excepthook__ or (rank is None and not says_itself):
             previous(kind, error, trace)  # such as a debugger's or a notebook's
-        if is_reporter(rank):
+            if rank is None:
+                return
+        if rank is None or is_reporter(rank):
             lines = traceback.format_exception(kind, error, trace)
-            lines += [] if issubclass(kind, HpcdistError) else [advice(error)]
-            text = "".join(f"[rank {rank}] {line}\n" for line in "".join(lines).splitlines())
-            message = f"rank {rank} ends the job by an uncaught exception."
+            lines += [] if isinstance(error, HpcdistError) else [advice(error)]
+            if says_itself:
+                lines = [f"hpcdist: error: {error}{place(error)}"]
+            label = "" if rank is None else f"[rank {rank}] "
+            text = "".join(f"{label}{line}\n" for line in "".join(lines).splitlines())
+            message = f"rank {rank or 0} ends the job by an uncaught exception."
             log.before_end(message, text=text, exc_info=(kind, error, trace))
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
             sys.__stderr__.write(sys.stderr.getvalue())  # torch.distributed's hook buffers it until this one returns
             sys.__stderr__.flush()
-        abort(1)
+        if rank is not None:
+            with suppress(OSError, ValueError, AttributeError):
+                sys.stdout.flush()  # os._exit would not
+            abort(1)
 
+    hook.previous = previous  # type: ignore[attr-defined]
     sys.excepthook = hook

@@ -1,4 +1,4 @@
-"""Agreement of the ranks that hold one model together: decisions about gradients, and parameters that stages share."""
+"""Agreement of the ranks of a replica: decisions about gradients, and parameters that stages share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpcdist.parallel.layers import Chain
 
 
 class Agreement:
-    """Decisions about gradients, made with the other ranks that hold parts of the model by a few numbers in every step.
+    """Decisions about gradients, by a few numbers that the ranks of a replica exchange in every step.
 
     Args:
         comm: the ranks of a replica, for this object alone; whoever closes the model closes it.
@@ -30,19 +30,19 @@ class Agreement:
         self.comm, self._repeated, self.announces = comm, set(map(id, repeated)), announces
 
     def nonfinite(self, names_of: Mapping[int, list[str]]) -> dict[int, list[str]]:
-        """Collective in the replica. Join the names of parameters whose gradient is not finite, over all stages.
+        """Collective in the replica. Return the names of parameters with a non-finite gradient, of all stages.
 
         Messages: one number, and the names if there are any.
         """
-        word = torch.tensor([len(names_of)], dtype=torch.int64)
-        self.comm.allreduce(word)
-        if not word.item():
+        count = torch.tensor([len(names_of)], dtype=torch.int64)
+        self.comm.allreduce(count)
+        if not count.item():
             return {}
         joined: dict[int, list[str]] = {}
         for of_stage in self.comm.gather(list(names_of.items())):
             for key, names in of_stage:
-                known = joined.setdefault(key, [])
-                known += [name for name in names if name not in known]
+                names_known = joined.setdefault(key, [])
+                names_known += [name for name in names if name not in names_known]
         return joined
 
     def spread_overflow(self, grads: Iterable[Tensor]) -> None:
@@ -51,24 +51,26 @@ class Agreement:
         Then the GradScaler of each rank sees the overflow and skips the step.
         """
         grads = list(grads)
-        here = any(not torch.isfinite(grad).all() for grad in grads)
-        word = torch.tensor([here], dtype=torch.int64)
-        self.comm.allreduce(word)
-        if grads and not here and word.item():
+        overflow = any(not torch.isfinite(grad).all() for grad in grads)
+        any_overflow = torch.tensor([overflow], dtype=torch.int64)
+        self.comm.allreduce(any_overflow)
+        if grads and not overflow and any_overflow.item():
             grads[0].fill_(torch.nan)
 
     def norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """Collective in the replica. Compute the 2-norm of all stages' gradients together, as a float64 on the CPU."""
         grads = [p.grad for p in parameters if p.grad is not None and id(p) not in self._repeated]
         squares = [float(torch.linalg.vector_norm(as_real(chunk), dtype=torch.float64)) ** 2 for chunk in chunks(grads)]
-        places = torch.zeros(self.comm.size, dtype=torch.float64)  # one for each rank: sums of one number are exact
-        places[self.comm.rank] = math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
-        self.comm.allreduce(places)
-        return torch.tensor(math.sqrt(sum(places.tolist())), dtype=torch.float64)
+        squares_of_ranks = torch.zeros(
+            self.comm.size, dtype=torch.float64
+        )  # one for each rank: sums of one number are exact
+        squares_of_ranks[self.comm.rank] = math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
+        self.comm.allreduce(squares_of_ranks)
+        return torch.tensor(math.sqrt(sum(squares_of_ranks.tolist())), dtype=torch.float64)
 
 
 class PartOfModel(nn.Module, abc.ABC):
-    """A rank's part of a model that the ranks of its replica hold together.
+    """A rank's part of a model whose parameters are divided among the ranks of a replica.
 
     Attributes:
         grid: the ranks of the replica, and those that hold the same part in other replicas.
@@ -110,12 +112,12 @@ class TiedParameters:
         comm: the ranks of a replica.
         outline: the whole model.
         layers: numbers of the layers of each rank.
-        own: this rank's layers.
+        layers_here: this rank's layers.
     """
 
-    def __init__(self, comm: Communicator, outline: Chain, layers: Sequence[Sequence[int]], own: Chain):
-        names = [{id(p): name for name, p in outline.part(mine).named_parameters()} for mine in layers]
-        parameters = dict(own.named_parameters())
+    def __init__(self, comm: Communicator, outline: Chain, layers: Sequence[Sequence[int]], layers_here: Chain):
+        names = [{id(p): name for name, p in outline.part(of_rank).named_parameters()} for of_rank in layers]
+        parameters = dict(layers_here.named_parameters())
         self._groups: list[tuple[Communicator, list[nn.Parameter]]] = []
         for ranks, tied in _shared(outline, names).items():
             group = comm.split(0 if comm.rank in ranks else None)
@@ -128,7 +130,7 @@ class TiedParameters:
 
     @property
     def repeated(self) -> list[nn.Parameter]:
-        """The parameters that a rank before this one has too."""
+        """Parameters that an earlier rank also has."""
         return [parameter for group, parameters in self._groups if group.rank > 0 for parameter in parameters]
 
     @property
@@ -142,19 +144,19 @@ class TiedParameters:
                 parameter.grad.zero_()
 
     def sum_gradients(self) -> None:
-        """Collective. Sum each parameter's gradients over the ranks that share it; a frozen one has none afterwards."""
+        """Collective. Sum the gradients of shared parameters over their ranks; frozen ones get no gradient."""
         for total, (_, parameters) in zip(self._sums, self._groups, strict=True):
             for parameter in parameters:
-                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                count = torch.tensor([parameter.grad is not None], dtype=own.dtype, device=own.device)
-                gradient = torch.cat([_flat(own), count])
+                local_grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                count = torch.tensor([parameter.grad is not None], dtype=local_grad.dtype, device=local_grad.device)
+                gradient = torch.cat([_flat(local_grad), count])
                 total(gradient)
                 if gradient[-1] > 0:
-                    own.copy_(gradient[:-1].view(parameter.shape))
-                    parameter.grad = own
+                    local_grad.copy_(gradient[:-1].view(parameter.shape))
+                    parameter.grad = local_grad
 
     def share_values(self) -> None:
-        """Collective. Copy each parameter from the first of the ranks that share it."""
+        """Collective. Copy each shared parameter from its first rank."""
         for group, parameters in self._groups:
             for parameter in parameters:
                 value = _flat(parameter)
@@ -172,7 +174,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _shared(outline: Chain, names: Sequence[dict[int, str]]) -> dict[tuple[int, ...], list[int]]:
-    """Return the ids of parameters that several ranks have, by these ranks, in the same order on all."""
+    """Return ids of parameters by the ranks that share them, in the same order on all ranks."""
     shared: dict[tuple[int, ...], list[int]] = {}
     for parameter in outline.parameters():
         ranks = tuple(rank for rank, of_rank in enumerate(names) if id(parameter) in of_rank)

@@ -1,4 +1,4 @@
-"""Values that go from a stage to the next, and their gradients, which come back."""
+"""Activations that a stage sends to the next one, and their gradients, which it receives."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Described(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The structure of a boundary's values: the places of tensors, with their types and shapes."""
+    """The structure of a boundary's values: positions of tensors, with their dtypes and shapes."""
 
     tree: pytree.TreeSpec
     tensors: tuple[Described | None, ...]  # None for None
@@ -65,27 +65,27 @@ class Boundary:
     Args:
         comm: has the ranks at both ends.
         stage: the stage before the boundary.
-        other: the rank at the other end, until `start` names others.
+        peer: the rank at the other end, until `start` names others.
         device: of received tensors.
         values: what they are, for messages.
     """
 
-    def __init__(self, comm: Communicator, stage: int, other: int, device: torch.device, values: str | None = None):
+    def __init__(self, comm: Communicator, stage: int, peer: int, device: torch.device, values: str | None = None):
         self._comm, self._device = comm, device
         self._what = values or f"what stage {stage} returns"
         self._layouts: dict[Hashable, Layout] = {}
         self._sending: list[tuple[Request, Tensor]] = []
         self._values_tag, self._gradients_tag = tags = 2 * stage, 2 * stage + 1
         self._posted: dict[int, deque[tuple[list[Tensor], list[Request]]]] = {tag: deque() for tag in tags}
-        self._others: dict[int, Iterator[int]] = {tag: itertools.repeat(other) for tag in tags}
-        self._here: dict[int, deque[list[Tensor]]] | None = None
-        if other == comm.rank:
-            self._here = {tag: deque() for tag in tags}
+        self._peers: dict[int, Iterator[int]] = {tag: itertools.repeat(peer) for tag in tags}
+        self._local_queues: dict[int, deque[list[Tensor]]] | None = None
+        if peer == comm.rank:
+            self._local_queues = {tag: deque() for tag in tags}
 
-    def start(self, others: Iterable[int]) -> None:
-        """Begin a batch, for each of whose micro-batches another rank is at the other end."""
-        others = list(others)
-        self._others = {tag: iter(others) for tag in self._others}
+    def start(self, peers: Iterable[int]) -> None:
+        """Start a batch. `peers` has the rank at the other end for each of its micro-batches."""
+        peers = list(peers)
+        self._peers = {tag: iter(peers) for tag in self._peers}
 
     # --- the stage before -----------------------------------------------------------------------------------------
     def send(self, key: Hashable, values: Values) -> list[Tensor]:
@@ -99,15 +99,15 @@ class Boundary:
         """
         leaves, tree = pytree.tree_flatten(values)
         layout = Layout(tree, tuple(self._describe(leaf) for leaf in leaves))
-        known = self._layouts.setdefault(key, layout)
+        known_layout = self._layouts.setdefault(key, layout)
         messages = [leaf for leaf in leaves if leaf is not None]
-        if known is layout and self._here is None:
+        if known_layout is layout and self._local_queues is None:
             header = torch.frombuffer(bytearray(layout.encode()), dtype=torch.uint8)
             messages = [torch.tensor([len(header)]), header, *messages]
-        elif known != layout:
+        elif known_layout != layout:
             raise ConfigError(
-                f"shapes and types of {self._what} must follow from those of the batch; got {layout}, and {known} "
-                "before for a batch of the same shapes. Pad to a length that the batch tells."
+                f"shapes and types of {self._what} must follow from those of the batch; got {layout}, and "
+                f"{known_layout} before for a batch of the same shapes. Pad to a length that the batch tells."
             )
         self._send(messages, self._values_tag)
         return [leaf for leaf, tensor in zip(leaves, layout.tensors, strict=True) if tensor is not None and tensor.grad]
@@ -141,13 +141,13 @@ class Boundary:
     def receive(self, key: Hashable) -> tuple[list[Tensor | None], Layout]:
         """Receive the values of a micro-batch: the tensors, with None where None was sent, and their layout."""
         if key not in self._layouts:
-            other = next(self._others[self._values_tag])
+            peer = next(self._peers[self._values_tag])
             length = torch.empty(1, dtype=torch.int64)
-            self._comm.irecv(length, other, self._values_tag).wait()
+            self._comm.irecv(length, peer, self._values_tag).wait()
             header = torch.empty(int(length), dtype=torch.uint8)
-            self._comm.irecv(header, other, self._values_tag).wait()
+            self._comm.irecv(header, peer, self._values_tag).wait()
             self._layouts[key] = Layout.decode(header.numpy().tobytes())
-            self._others[self._values_tag] = itertools.chain([other], self._others[self._values_tag])
+            self._peers[self._values_tag] = itertools.chain([peer], self._peers[self._values_tag])
         layout = self._layouts[key]
         tensors = iter(self._receive(self._values_tag, [tensor for tensor in layout.tensors if tensor is not None]))
         return [None if tensor is None else next(tensors) for tensor in layout.tensors], layout
@@ -159,27 +159,29 @@ class Boundary:
     # --- messages -------------------------------------------------------------------------------------------------
     def _send(self, tensors: list[Tensor], tag: int) -> None:
         tensors = [tensor.detach() for tensor in tensors]
-        if self._here is not None:
-            self._here[tag].append([tensor.clone() for tensor in tensors])  # the next stage may change them in place
+        if self._local_queues is not None:
+            self._local_queues[tag].append(
+                [tensor.clone() for tensor in tensors]
+            )  # the next stage may change them in place
             return
         self._sending = [(request, tensor) for request, tensor in self._sending if not request.done()]
-        other = next(self._others[tag])
+        peer = next(self._peers[tag])
         for tensor in tensors:
             if tensor.numel():
                 flat = tensor.contiguous().view(-1)
-                self._sending.append((self._comm.isend(flat, other, tag), flat))
+                self._sending.append((self._comm.isend(flat, peer, tag), flat))
 
     def _post(self, tag: int, described: list[Described]) -> None:
-        if self._here is not None:
+        if self._local_queues is not None:
             return
-        other = next(self._others[tag])
+        peer = next(self._peers[tag])
         tensors = [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in described]
-        requests = [self._comm.irecv(t.view(-1), other, tag) for t in tensors if t.numel()]
+        requests = [self._comm.irecv(t.view(-1), peer, tag) for t in tensors if t.numel()]
         self._posted[tag].append((tensors, requests))
 
     def _receive(self, tag: int, described: list[Described]) -> list[Tensor]:
-        if self._here is not None:
-            return self._here[tag].popleft()
+        if self._local_queues is not None:
+            return self._local_queues[tag].popleft()
         if not self._posted[tag]:
             self._post(tag, described)
         tensors, requests = self._posted[tag].popleft()

@@ -28,13 +28,13 @@ class LayerCost:
     """A layer's cost for one micro-batch.
 
     Args:
-        name: its number and its class.
-        forward_s, backward_s: seconds of its passes; those of the loss are added to the last layer.
-        inputs_s: the part of `backward_s` for the gradients of its inputs; the rest is for those of its weights.
-        parameter_bytes: of its parameters.
-        activation_bytes: of tensors that are kept for the backward pass, without its inputs and parameters; with its
-            outputs if it or a later layer needs them.
-        boundary_bytes: of all values after it, also those that are carried past it; 0 after the last layer.
+        name: number and class of the layer.
+        forward_s, backward_s: seconds of the passes; the last layer includes the loss.
+        inputs_s: the part of `backward_s` for gradients of the inputs; the rest is for gradients of the weights.
+        parameter_bytes: bytes of the parameters.
+        activation_bytes: bytes of the tensors kept for the backward pass, without inputs and parameters; with outputs
+            if this layer or a later one needs them.
+        boundary_bytes: bytes of the values between this layer and the next one; 0 after the last layer.
     """
 
     name: str
@@ -104,7 +104,7 @@ def _built(make: Callable[[], Any], whole: Chain, device: torch.device, held_byt
         while end < len(sizes) and sum(sizes[first : end + 1]) <= held_bytes:
             end += 1
         chain = build(make, range(first, end), device)
-        yield from (chain.part([place]) for place in range(end - first))
+        yield from (chain.part([position]) for position in range(end - first))
         first = end
 
 
@@ -136,46 +136,48 @@ class _Probe:
         start = self._now()
         outputs = _with_gradient(run(values))
         forward_s = self._now() - start
-        ones = [torch.ones_like(tensor) for tensor in outputs]
+        output_grads = [torch.ones_like(tensor) for tensor in outputs]
         if not outputs:
             return forward_s, 0.0, 0.0
         start = self._now()
-        torch.autograd.backward(outputs, ones)
+        torch.autograd.backward(outputs, output_grads)
         backward_s = self._now() - start
         if not roots or not any(parameter.requires_grad for parameter in parameters):
             return forward_s, backward_s, backward_s if roots else 0.0
         roots, values = self._entered()
         outputs = _with_gradient(run(values))
         start = self._now()
-        torch.autograd.grad(outputs, roots, ones, allow_unused=True)
+        torch.autograd.grad(outputs, roots, output_grads, allow_unused=True)
         return forward_s, backward_s, self._now() - start
 
-    def _advance(self, run: Run, known: list[Tensor]) -> None:
+    def _advance(self, run: Run, in_memory: list[Tensor]) -> None:
         """Run the layer once more, charge layers for the tensors that autograd keeps, and go on to the outputs."""
         number = len(self.costs) - 1
         _, values = self._entered()
-        places = {_address(leaf): i for i, leaf in enumerate(pytree.tree_leaves(values)) if isinstance(leaf, Tensor)}
-        here = {_address(tensor) for tensor in known}
-        kept: dict[int, Tensor] = {}
+        input_indices = {
+            _address(leaf): i for i, leaf in enumerate(pytree.tree_leaves(values)) if isinstance(leaf, Tensor)
+        }
+        known_addresses = {_address(tensor) for tensor in in_memory}
+        saved: dict[int, Tensor] = {}
 
         def keep(tensor: Tensor) -> Tensor:
-            if tensor.layout is torch.strided and _address(tensor) not in here:
-                kept[_address(tensor)] = tensor.detach()  # kept alive, so that no other tensor gets this address
+            if tensor.layout is torch.strided and _address(tensor) not in known_addresses:
+                saved[_address(tensor)] = tensor.detach()  # kept alive, so that no other tensor gets this address
             return tensor
 
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             outputs = run(values)
-        for address, tensor in kept.items():
-            place = places.get(address)
-            owner = number if place is None else self._owners[place]
-            if place is not None:
-                self._owners[place] = None  # charged from now on
+        for address, tensor in saved.items():
+            input_index = input_indices.get(address)
+            owner = number if input_index is None else self._owners[input_index]
+            if input_index is not None:
+                self._owners[input_index] = None  # charged from now on
             if owner is not None:
                 n_bytes = self.costs[owner].activation_bytes + tensor.untyped_storage().nbytes()
                 self.costs[owner] = replace(self.costs[owner], activation_bytes=n_bytes)
         addresses = [_address(leaf) if isinstance(leaf, Tensor) else 0 for leaf in pytree.tree_leaves(outputs)]
         self._owners = [
-            self._owners[places[address]] if address in places else None if address in kept else number
+            self._owners[input_indices[address]] if address in input_indices else None if address in saved else number
             for address in addresses
         ]
         self._values = _detached(outputs)

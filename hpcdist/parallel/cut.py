@@ -128,11 +128,11 @@ def balance(
     def price(*part: int) -> tuple[float, float] | None:
         return (sent[part[1]], time(*part) ** 2) if time(*part) <= slowest and fits(*part) else None
 
-    return Cut(_best(price, lambda one, other: (one[0] + other[0], one[1] + other[1]), layers, stages)[1])
+    return Cut(_best(price, lambda a, b: (a[0] + b[0], a[1] + b[1]), layers, stages)[1])
 
 
 def _sum(weights: Sequence[float]) -> Weight:
-    """Weigh a stage by the sum over its layers."""
+    """Return the cost of a stage as the sum over its layers."""
     totals = [0, *accumulate(weights)]
     return lambda stage, first, end: totals[end] - totals[first]
 
@@ -142,36 +142,36 @@ def _best(weight: Weight, combine: Callable[[Any, Any], Any], layers: int, stage
 
     `combine` must not decrease in either argument.
     """
-    found: dict[int, tuple[Any, tuple[int, ...]]] = {
-        end: (own, (0, end)) for end in range(1, layers - stages + 2) if (own := weight(0, 0, end)) is not None
+    best: dict[int, tuple[Any, tuple[int, ...]]] = {
+        end: (cost, (0, end)) for end in range(1, layers - stages + 2) if (cost := weight(0, 0, end)) is not None
     }
     for stage in range(1, stages):
-        before, found = found, {}
+        previous, best = best, {}
         for end in range(stage + 1, layers - stages + stage + 2):
             tries = [
-                (combine(total, own), (*bounds, end))
-                for first, (total, bounds) in before.items()
-                if first < end and (own := weight(stage, first, end)) is not None
+                (combine(total, cost), (*bounds, end))
+                for first, (total, bounds) in previous.items()
+                if first < end and (cost := weight(stage, first, end)) is not None
             ]
             if tries:
-                found[end] = min(tries)
-    return found[layers]
+                best[end] = min(tries)
+    return best[layers]
 
 
 def _need_room(sizes: Weight, useful: Weight, layers: int, stages: int, limit_bytes: float) -> None:
     """Raise ConfigError if no cut keeps the limit, with the layer, or the stage of the best cut, that exceeds it."""
     for layer in range(layers):
-        least = min(sizes(stage, layer, layer + 1) for stage in range(stages))
-        if least > limit_bytes:
+        smallest = min(sizes(stage, layer, layer + 1) for stage in range(stages))
+        if smallest > limit_bytes:
             raise ConfigError(
-                f"memory of each stage must be at most {limit_bytes} bytes; got {least} of layer {layer} alone. Raise "
-                "the limit, or divide this layer."
+                f"memory of each stage must be at most {limit_bytes} bytes; got {smallest} of layer {layer} alone. "
+                "Raise the limit, or divide this layer."
             )
-    least, bounds = _best(lambda *part: sizes(*part) if useful(*part) else None, max, layers, stages)
-    if least > limit_bytes:
-        stage = next(s for s in range(stages) if sizes(s, bounds[s], bounds[s + 1]) == least)
+    smallest, bounds = _best(lambda *part: sizes(*part) if useful(*part) else None, max, layers, stages)
+    if smallest > limit_bytes:
+        stage = next(s for s in range(stages) if sizes(s, bounds[s], bounds[s + 1]) == smallest)
         raise ConfigError(
-            f"memory of each stage must be at most {limit_bytes} bytes; got {least} of stage {stage} (layers "
+            f"memory of each stage must be at most {limit_bytes} bytes; got {smallest} of stage {stage} (layers "
             f"{bounds[stage]} to {bounds[stage + 1] - 1}) in the cut that needs the least. Take more stages, smaller "
             "micro-batches or recomputation, or raise the limit."
         )

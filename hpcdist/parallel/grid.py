@@ -74,9 +74,9 @@ def _check_placement(comm: Communicator, stages: int) -> None:
     if not torn:
         return
     hosts = comm.gather(platform.node() if comm.platform.virtual is None else "virtual node")
-    places = [f"rank {rank} on {hosts[rank]} (node {comm.nodes[rank]})" for rank in torn[0]]
+    nodes_of_stages = [f"rank {rank} on {hosts[rank]} (node {comm.nodes[rank]})" for rank in torn[0]]
     raise ConfigError(
         f"the {stages} ranks of a replica must be on one node; got {len(torn)} of {len(replicas)} replicas on several, "
-        f"the first with {', '.join(places)}. Start consecutive ranks on one node (mpirun --map-by slot, srun "
+        f"the first with {', '.join(nodes_of_stages)}. Start consecutive ranks on one node (mpirun --map-by slot, srun "
         f"--distribution=block), a multiple of {stages} on each; or allow it: spread = true."
     )

@@ -21,12 +21,11 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 class Chain(nn.Module):
-    """Layers that are called one after the other, as in nn.Sequential, whatever their signatures.
+    """A sequence of layers, like nn.Sequential, which also passes several values between layers.
 
-    A layer gets as many values as its `forward` has required positional parameters, at least one, or all if it has
-    *args. A tuple or list that it returns is that many values. Values that it does not take are carried past it and
-    follow those that it returns. So a skip connection is a layer that returns (x, skip), layers that take x, and one
-    that takes (x, skip)::
+    A layer gets as many values as its `forward` has required positional parameters (at least one), or all values if it
+    has *args. A returned tuple or list counts as several values. Further values skip the layer, and follow its outputs.
+    For a skip connection write a layer that returns (x, skip), layers that take x, and a layer that takes (x, skip)::
 
         Chain([Split(), nn.Linear(8, 8), nn.ReLU(), Join()])   # Split returns (x, x), Join.forward(self, x, skip)
 
@@ -102,8 +101,8 @@ class Chain(nn.Module):
         if self._one_value:
             return (layer(*values),)
         count = self._counts[name]
-        taken, carried = (values, ()) if count is None else (values[:count], values[count:])
-        returned = layer(*taken)
+        inputs, carried = (values, ()) if count is None else (values[:count], values[count:])
+        returned = layer(*inputs)
         return (*(returned if isinstance(returned, (tuple, list)) else (returned,)), *carried)
 
 
@@ -125,7 +124,7 @@ def _parameters(layer: nn.Module) -> int | None:
 
 # --- some layers of a model ------------------------------------------------------------------------------------------
 def outline(make: Make, register: Register = lambda parameter: None) -> Chain:
-    """Make the model on the meta device, with shapes but without memory. Random states stay as they are.
+    """Build the model on the meta device: shapes without memory. Random states stay as they are.
 
     Args:
         register: called with each parameter that a module registers.
@@ -143,17 +142,17 @@ def outline(make: Make, register: Register = lambda parameter: None) -> Chain:
             ) from error
 
 
-def build(make: Make, mine: Collection[int], device: torch.device | str | None = None) -> Chain:
-    """Build the layers `mine` of the model that `make` makes, with their initial values in the whole model.
+def build(make: Make, numbers: Collection[int], device: torch.device | str | None = None) -> Chain:
+    """Build the layers `numbers` of the model that `make` makes, with their initial values in the whole model.
 
     `make` runs twice. On the meta device it shows to which layer each parameter belongs. In the second run a parameter
     of another layer is replaced, as soon as it is registered, by a view of one scratch tensor that all of them share.
-    So the same random numbers are drawn as for the whole model. Memory: that of these layers, and twice that of the
+    So the random numbers are those of the whole model. Memory: that of these layers, and twice that of the
     largest parameter.
 
     Args:
         make: returns the same model each time: a Chain, an nn.Sequential or a list of layers.
-        mine: numbers of layers.
+        numbers: numbers of layers.
         device: where the layers are at the end.
 
     Raises:
@@ -161,9 +160,9 @@ def build(make: Make, mine: Collection[int], device: torch.device | str | None =
     """
     registered: list[nn.Parameter] = []
     chain = outline(make, registered.append)
-    kept = {id(parameter) for parameter in chain.part(mine).parameters()}
-    others = {id(parameter) for parameter in chain.parameters()} - kept
-    dropped = [id(parameter) in others for parameter in registered]
+    kept_ids = {id(parameter) for parameter in chain.part(numbers).parameters()}
+    dropped_ids = {id(parameter) for parameter in chain.parameters()} - kept_ids
+    dropped = [id(parameter) in dropped_ids for parameter in registered]
     scratch = _Scratch(p for p, drop in zip(registered, dropped, strict=True) if drop)
     drops = iter(dropped)
 
@@ -171,13 +170,13 @@ def build(make: Make, mine: Collection[int], device: torch.device | str | None =
         return scratch.stand_in(parameter) if next(drops, False) else None
 
     with _registering(replace):
-        part = Chain.of(make()).part(mine)
+        part = Chain.of(make()).part(numbers)
     return part if device is None else part.to(device)
 
 
 @contextmanager
 def _registering(register: Register) -> Iterator[None]:
-    """Call `register` with each parameter that a module registers; it may return another one to replace it."""
+    """Call `register` with each parameter that a module registers. A returned parameter replaces it."""
 
     def hook(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         return None if parameter is None else register(parameter)
@@ -190,7 +189,7 @@ def _registering(register: Register) -> Iterator[None]:
 
 
 class _Scratch:
-    """Shared memory of parameters that nobody needs: for each type one tensor, as long as the longest of them."""
+    """Shared memory for parameters of other ranks: for each dtype one tensor, as long as the longest parameter."""
 
     def __init__(self, parameters: Iterator[nn.Parameter]):
         self._lengths: dict[torch.dtype, int] = {}

@@ -30,22 +30,22 @@ _THIRDS = {"F": 1, "B": 2, "I": 1, "W": 1}  # of a step: a backward pass takes t
 
 
 class Pipeline(PartOfModel):
-    """Collective. This rank's stages of a model, whose parameters keep their names.
+    """Collective. This rank's stages of a model. Parameters keep the names of the whole model.
 
-    A batch is divided into micro-batches along the first dimension, as evenly as possible. Gradients are those of the
-    micro-batches' mean loss, weighted by samples. For a loss that is a mean over samples that is the batch's loss.
+    A batch is divided into micro-batches along the first dimension, as evenly as possible. Gradients are of the
+    mean loss of the micro-batches, weighted by samples: for a loss that is a mean over samples, of the batch's loss.
     Layers see micro-batches, as in gradient accumulation: dropout draws a mask for each, and batch norm takes the
     statistics of each.
 
     Messages of a rank in a step: for each micro-batch and boundary the values there, and their gradients back.
 
     Args:
-        make: returns the model: a Chain, an nn.Sequential or a list of layers. Each rank calls it and builds its own
-            layers only. Or the model itself, of which each rank keeps its layers.
+        make: returns the model: a Chain, an nn.Sequential or a list of layers. Each rank calls the function,
+            but builds only the layers of its stages. Or a model, of which each rank keeps the layers of its stages.
         loss: (outputs, targets) -> the mean loss over a micro-batch, a scalar.
         grid: its ranks `inner` are the stages, in order.
         cut: layers of each stage, or their numbers; None balances the numbers of parameters.
-        micro_batches: their number; fewer if a batch has fewer samples.
+        micro_batches: number of micro-batches; fewer if a batch has fewer samples.
         schedule: the order of passes, by name.
         chunks: stages of each rank; more than 1 with the schedule `interleaved`.
         recompute: keep only the inputs of a stage for its backward pass, and compute the rest again.
@@ -59,7 +59,7 @@ class Pipeline(PartOfModel):
         stages: the numbers of this rank's stages.
         n_stages: the number of stages on all ranks together.
         is_first, is_last: this rank has the first stage, the last stage.
-        routing: random routes; None where they are straight, or there is one replica.
+        routing: random routes; None for straight routes, or with one replica.
 
     Raises:
         ConfigError: the model can't be cut so.
@@ -103,25 +103,27 @@ class Pipeline(PartOfModel):
         whole, parts = outline(make), ranks * self._chunks
         self.cut = cut_of(whole, parts, cut)
         of_ranks = [[n for s in range(rank, parts, ranks) for n in self.cut.layers(s)] for rank in range(ranks)]
-        own = build(make, of_ranks[comm.rank], self._device)
-        for name, layer in own._modules.items():
+        local_layers = build(make, of_ranks[comm.rank], self._device)
+        for name, layer in local_layers._modules.items():
             self.add_module(name, layer)
         self.stages, self.n_stages = tuple(range(comm.rank, parts, ranks)), parts
         self.is_first, self.is_last = self.stages[0] == 0, self.stages[-1] == parts - 1
-        self._chain = (own,)  # a tuple hides it from nn.Module: its layers are here already
-        numbers = {number: place for place, number in enumerate(of_ranks[comm.rank])}
+        self._chain = (local_layers,)  # a tuple hides it from nn.Module: its layers are here already
+        numbers = {number: position for position, number in enumerate(of_ranks[comm.rank])}
         self._stages: dict[int, Stage] = {}
         self._boundaries: dict[int, Boundary] = {}  # by the stage before
         for stage in self.stages:
             layers = self.cut.layers(stage)
-            self._stages[stage] = Stage(stage, own.part(numbers[n] for n in layers), layers, self._recompute)
-            for before, other in ((stage - 1, stage - 1), (stage, stage + 1)):
-                if 0 <= other < parts and before not in self._boundaries:
-                    self._boundaries[before] = Boundary(self._between, before, other % ranks, self._device)
+            self._stages[stage] = Stage(stage, local_layers.part(numbers[n] for n in layers), layers, self._recompute)
+            for boundary_number, neighbor in ((stage - 1, stage - 1), (stage, stage + 1)):
+                if 0 <= neighbor < parts and boundary_number not in self._boundaries:
+                    self._boundaries[boundary_number] = Boundary(
+                        self._between, boundary_number, neighbor % ranks, self._device
+                    )
         ends = ("sent", "received") if self.routing is not None and self.is_last else ()
         self._targets = [Boundary(self._between, parts, 0, self._device, "targets") for _ in ends]
-        self.tied = TiedParameters(comm, whole, of_ranks, own)
-        once = len(list(own.parameters())) == sum(len(stage.parameters) for stage in self._stages.values())
+        self.tied = TiedParameters(comm, whole, of_ranks, local_layers)
+        once = len(list(local_layers.parameters())) == sum(len(stage.parameters) for stage in self._stages.values())
         self.agreement = Agreement(comm.split(0), self.tied.repeated, announces=once and not self.tied)
 
     # --- training -------------------------------------------------------------------------------------------------
@@ -166,7 +168,7 @@ class Pipeline(PartOfModel):
         Args:
             x, y: as for `step`.
             scaled: multiplies the loss by the scale of a GradScaler before its backward pass; None leaves it.
-            micro_batches: their number in this batch, such as the smaller last one of an epoch.
+            micro_batches: the number for this batch, e.g. for a smaller last batch of an epoch.
 
         Returns:
             The loss, not scaled, on all ranks of the replica; shape (), float64.
@@ -203,24 +205,24 @@ class Pipeline(PartOfModel):
         routing = self.routing
         if routing is None:
             return
-        drawn = None
+        permutations = None
         if trains:
             steps = self.optimizers[0].strategy.steps if self.optimizers else 0
             weights = [optimizer.strategy.model.gradients.weight for optimizer in self.optimizers]
-            drawn = routing.sample(steps, (weights, batch.keys), self.n_stages - 1, batch.parts)
+            permutations = routing.sample(steps, (weights, batch.keys), self.n_stages - 1, batch.parts)
         stages = self.grid.stages
-        for before, boundary in self._boundaries.items():
-            behind = before in self.stages
-            other = (before + behind) % stages
-            ways = None if drawn is None else drawn[before]
-            boundary.start(routing.ranks(ways, batch.parts, other, behind=behind))
-        if drawn is None:
+        for number, boundary in self._boundaries.items():
+            behind = number in self.stages
+            peer = (number + behind) % stages
+            path = None if permutations is None else permutations[number]
+            boundary.start(routing.ranks(path, batch.parts, peer, behind=behind))
+        if permutations is None:
             return
-        batch.keys = [("drawn", key) for key in batch.keys]  # of these all replicas have the same ones
+        batch.keys = [("drawn", key) for key in batch.keys]  # these keys are equal in all replicas
         if self.is_last:
-            whole = composed(drawn)
+            whole_path = composed(permutations)
             for end, behind in zip(self._targets, (True, False)):
-                end.start(routing.ranks(whole, batch.parts, stages - 1, behind=behind))
+                end.start(routing.ranks(whole_path, batch.parts, stages - 1, behind=behind))
             for part, key in enumerate(batch.keys):
                 self._targets[0].send(key, (batch.part_of(batch.y, part),))
             batch.arrives = self._targets[1].receive
@@ -231,9 +233,9 @@ class Pipeline(PartOfModel):
         return self._tables[parts][self.grid.inner.rank]
 
     def _incoming(self, operation: Operation) -> tuple[Callable[[Hashable], None], Callable[[Hashable], Any]]:
-        """Return two functions: one starts receiving what an operation needs, the other one receives it.
+        """Return two functions: the first starts to receive the input of an operation, the second waits for it.
 
-        What it needs is (tensors, layout), gradients, or None.
+        The input is (tensors, layout), gradients, or None.
         """
         kind, stage, _ = operation
         if kind == "F" and stage > 0:
@@ -243,25 +245,27 @@ class Pipeline(PartOfModel):
         return (lambda key: None), (lambda key: None)
 
     def _run(self, operation: Operation, received: Any, batch: _Batch) -> None:
-        kind, number, part = operation
+        operation_kind, number, part = operation
         stage = self._stages[number]
-        thirds = _THIRDS[kind] + (kind in "BI" and self._recompute)
-        last = kind in "BW" and part == batch.parts - 1  # then the gradients of the stage's weights are complete
+        thirds = _THIRDS[operation_kind] + (operation_kind in "BI" and self._recompute)
+        last = (
+            operation_kind in "BW" and part == batch.parts - 1
+        )  # then the gradients of the stage's weights are complete
         for optimizer in self.optimizers:
             optimizer.strategy.model.gradients.more_follow = not last or batch.scaled is not None
         self.grid.inner.compute(thirds / 3 / self.n_stages * batch.shares[part])
-        if kind == "F":
+        if operation_kind == "F":
             values = stage.forward(self._values(stage, received, batch, part, grads=True))
             if number < self.n_stages - 1:
-                stage.leave(part, self._boundaries[number].send(batch.keys[part], values))
+                stage.keep_outputs(part, self._boundaries[number].send(batch.keys[part], values))
             else:
                 loss = self._loss(unwrapped(values), batch.target(part)) * batch.shares[part]
                 batch.loss += loss.detach().to(batch.loss)
-                stage.leave(part, [loss if batch.scaled is None else batch.scaled(loss)])
-        elif kind == "W":
+                stage.keep_outputs(part, [loss if batch.scaled is None else batch.scaled(loss)])
+        elif operation_kind == "W":
             stage.backward_weights(part)
         else:
-            gradients = (stage.backward if kind == "B" else stage.backward_inputs)(part, received)
+            gradients = (stage.backward if operation_kind == "B" else stage.backward_inputs)(part, received)
             if number > 0:
                 self._boundaries[number - 1].send_gradients(gradients)
 
@@ -319,18 +323,18 @@ class Pipeline(PartOfModel):
         return pytree.tree_map(lambda *parts: torch.cat(parts), *outputs) if outputs else None
 
     def traffic(self) -> Traffic:
-        """Return all that this rank has exchanged with other stages so far."""
-        found = self.grid.inner.trace.traffic + self.agreement.comm.trace.traffic + self.tied.traffic
-        return found if self.routing is None else found + self.routing.traffic
+        """Return the messages and bytes that this rank has exchanged with other stages so far."""
+        total = self.grid.inner.trace.traffic + self.agreement.comm.trace.traffic + self.tied.traffic
+        return total if self.routing is None else total + self.routing.traffic
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """Copy the layers, for a moving average; communicators are shared, and no optimiser trains the copy."""
         shared = (self.grid, self.tied, self.agreement, self._loss, self.routing, *self._targets)
         shared = (*shared, *self._boundaries.values())
-        memo |= {id(one): one for one in shared} | {id(self.optimizers): []}
-        made = memo[id(self)] = self.__class__.__new__(self.__class__)
-        vars(made).update(deepcopy(vars(self), memo))
-        return made
+        memo |= {id(item): item for item in shared} | {id(self.optimizers): []}
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        vars(copied).update(deepcopy(vars(self), memo))
+        return copied
 
     def share_values(self) -> None:
         self.tied.share_values()

@@ -25,10 +25,10 @@ class StageCost:
     """A stage's cost for one micro-batch.
 
     Args:
-        stage, rank: its number, and the rank that has it.
-        layers: the numbers of its layers.
+        stage, rank: number of the stage, and its rank.
+        layers: numbers of the stage's layers.
         forward_s, backward_s, inputs_s, parameter_bytes, activation_bytes: sums of a LayerCost's.
-        received_bytes, sent_bytes: of the values at the boundaries before and after it.
+        received_bytes, sent_bytes: bytes at the boundaries before and after the stage.
     """
 
     stage: int

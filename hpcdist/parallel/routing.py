@@ -19,14 +19,14 @@ ROUTINGS = ("straight", "random")
 class Routing:
     """Collective. Routes through the replicas of a grid, the same on all its ranks.
 
-    For each boundary and each micro-batch of a step a permutation of the replicas is drawn: the outputs of replica i
-    there go to replica permutation[i] of the next stage, and their gradients come back from it. So each rank has as
-    many micro-batches as on the straight route, and the sums over replicas of each stage's gradients are the same,
-    while each stage is trained behind and before all replicas of its neighbours. Batches that differ between replicas
+    For each boundary and micro-batch of a step, a permutation of the replicas is sampled: the outputs of replica i go
+    to replica permutation[i] of the next stage, which returns their gradients. Each rank has the same number of
+    micro-batches as on the straight route, and each stage's sum of gradients over the replicas is the same. But each
+    stage is trained next to all replicas of the neighbouring stages. Batches that differ between replicas
     in their sizes or weights, as at the end of an epoch, go the straight route.
 
-    Messages of a rank in a step: those of the straight route, which now go to several ranks; from the last stage's
-    ranks the targets, to the rank where the outputs arrive; and one all-reduce of a number for each replica.
+    Messages of a rank in a step: as on the straight route, but to several ranks; the targets, from ranks of the last
+    stage to the rank that gets the outputs; and an all-reduce of one number per replica.
 
     Args:
         grid: of several stages.

@@ -62,13 +62,13 @@ class Shards(PartOfModel):
         model = self._inside
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
-        places = dict(_places(model))
+        indices = dict(_places(model))
         if self._ddp is None:
-            _check(places, bool(self._sharded))
+            _check(indices, bool(self._sharded))
         else:
             _check_ranks(self._ddp, grid)
-        self._meshes = list(dict.fromkeys(p.device_mesh for _, _, p in places.values() if isinstance(p, DTensor)))
-        self._parts = {name: _OwnShard(*place, by_fsdp=bool(self._sharded)) for name, place in places.items()}
+        self._meshes = list(dict.fromkeys(p.device_mesh for _, _, p in indices.values() if isinstance(p, DTensor)))
+        self._parts = {name: _OwnShard(*index, by_fsdp=bool(self._sharded)) for name, index in indices.items()}
         for name, part in self._parts.items():
             path, _, key = name.rpartition(".")
             self._home(path).register_parameter(key, part.own)
@@ -273,10 +273,10 @@ def _places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, nn.Pa
         yield name, (model.get_submodule(path), key, parameter)
 
 
-def _check(places: dict[str, tuple[nn.Module, str, nn.Parameter]], by_fsdp: bool) -> None:
+def _check(indices: dict[str, tuple[nn.Module, str, nn.Parameter]], by_fsdp: bool) -> None:
     """Raise ConfigError if the parameters are not DTensors, or not all in fully_shard."""
-    plain = [name for name, (_, _, parameter) in places.items() if not isinstance(parameter, DTensor)]
-    if len(plain) == len(places):
+    plain = [name for name, (_, _, parameter) in indices.items() if not isinstance(parameter, DTensor)]
+    if len(plain) == len(indices):
         raise ConfigError(
             "model must have parameters that ranks hold together, DTensors; got none. Call fully_shard(model) or "
             "parallelize_module before; or give the model itself to DistributedOptimizer."

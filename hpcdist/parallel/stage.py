@@ -46,11 +46,11 @@ class Stage:
     def __init__(self, number: int, chain: Chain, layers: range, recompute: bool):
         self.number, self._chain, self._layers, self._recompute = number, chain, layers, recompute
         self.parameters = list(chain.parameters())
-        self._entered: dict[int, list[Tensor]] = {}  # by micro-batch: inputs that get a gradient
-        self._left: dict[int, list[Tensor]] = {}  # by micro-batch: outputs that get one, or the loss
+        self._inputs_of: dict[int, list[Tensor]] = {}  # by micro-batch: inputs that get a gradient
+        self._outputs: dict[int, list[Tensor]] = {}  # by micro-batch: outputs that get one, or the loss
         self._later: dict[int, Callable[[], Any] | None] = {}  # postponed parts of backward passes
         self._latest: Recomputation | None = None  # of the last forward pass
-        self._again: dict[int, Recomputation | None] = {}
+        self._recomputations: dict[int, Recomputation | None] = {}
 
     def __str__(self) -> str:
         first, last = self._layers[0], self._layers[-1]
@@ -59,7 +59,7 @@ class Stage:
     # --- forward --------------------------------------------------------------------------------------------------
     def enter(self, micro_batch: int, tensors: list[Tensor | None], tree: pytree.TreeSpec, grads: list[bool]) -> Values:
         """Make values for `forward` from received tensors; those with `grads` get a gradient."""
-        self._entered[micro_batch] = [
+        self._inputs_of[micro_batch] = [
             t.requires_grad_() for t, grad in zip(tensors, grads, strict=True) if grad and t is not None
         ]
         entered = [_Alias.apply(t) if grad else t for t, grad in zip(tensors, grads, strict=True)]
@@ -105,43 +105,45 @@ class Stage:
             for module, buffers in originals:
                 module._buffers.update(buffers)
 
-    def leave(self, micro_batch: int, tensors: list[Tensor]) -> None:
+    def keep_outputs(self, micro_batch: int, tensors: list[Tensor]) -> None:
         """Keep the outputs, or the loss, where the backward pass starts."""
-        self._left[micro_batch] = tensors
-        self._again[micro_batch], self._latest = self._latest, None
+        self._outputs[micro_batch] = tensors
+        self._recomputations[micro_batch], self._latest = self._latest, None
 
     # --- backward -------------------------------------------------------------------------------------------------
     def backward(self, micro_batch: int, gradients: list[Tensor] | None) -> list[Tensor]:
-        """Add to the gradients of the weights; return those of the inputs that have one.
+        """Run the backward pass: add to the gradients of the weights, and return the gradients of the inputs.
 
         Args:
-            gradients: those of the tensors that `leave` was given; None for a loss.
+            gradients: of the tensors passed to `keep_outputs`; None for a loss.
         """
-        left, gradients = self._leave_again(micro_batch, gradients)
-        if left:
-            torch.autograd.backward(left, gradients)
+        outputs, gradients = self._take_outputs(micro_batch, gradients)
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
         return self._gradients(micro_batch)
 
     def backward_inputs(self, micro_batch: int, gradients: list[Tensor] | None) -> list[Tensor]:
-        """Return the gradients of the inputs that have one, and postpone those of the weights.
+        """Return the gradients of the inputs, and postpone the gradients of the weights.
 
-        torch's own pipelines divide backward passes in this way; their function, which walks autograd's graph, does it
-        here too. Where it can't, see `_divides`, the whole pass runs now.
+        Uses the function of torch.distributed.pipelining, which walks autograd's graph. If the graph can't be divided
+        (see `_divides`), the whole pass runs now.
 
         Reference: Penghui Qi, Xinyi Wan, Guangxing Huang, Min Lin, "Zero bubble pipeline parallelism", 2023.
         """
-        left, entered = self._left[micro_batch], self._entered.get(micro_batch, [])
+        outputs, entered = self._outputs[micro_batch], self._inputs_of.get(micro_batch, [])
         if not entered:
             self._later[micro_batch] = partial(self.backward, micro_batch, gradients)
             return []
-        if not _divides([tensor for tensor in left if tensor.requires_grad], entered, self.parameters):
+        if not _divides([tensor for tensor in outputs if tensor.requires_grad], entered, self.parameters):
             self._later[micro_batch] = None
             return self.backward(micro_batch, gradients)
         from torch.distributed.pipelining import _backward as torchs  # not at import: it takes a second
 
-        left, gradients = self._leave_again(micro_batch, gradients)
-        left = [_Alias.apply(tensor) for tensor in left]  # which torch's function detaches; the graph may need them
-        _, groups = torchs.stage_backward_input(left, gradients, entered, iter(self.parameters))
+        outputs, gradients = self._take_outputs(micro_batch, gradients)
+        outputs = [
+            _Alias.apply(tensor) for tensor in outputs
+        ]  # which torch's function detaches; the graph may need them
+        _, groups = torchs.stage_backward_input(outputs, gradients, entered, iter(self.parameters))
         self._later[micro_batch] = partial(torchs.stage_backward_weight, iter(self.parameters), groups)
         return self._gradients(micro_batch)
 
@@ -151,32 +153,36 @@ class Stage:
         if later is not None:
             later()
 
-    def _leave_again(
+    def _take_outputs(
         self, micro_batch: int, gradients: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """Recompute if set, and return the outputs that have gradients, with these."""
-        again, left = self._again.pop(micro_batch), self._left.pop(micro_batch)
-        if again is not None:
-            again.compute()
-        kept = [place for place, tensor in enumerate(left) if tensor.requires_grad]  # not those of frozen layers
-        return [left[place] for place in kept], None if gradients is None else [gradients[place] for place in kept]
+        recomputation, outputs = self._recomputations.pop(micro_batch), self._outputs.pop(micro_batch)
+        if recomputation is not None:
+            recomputation.compute()
+        with_grad = [
+            index for index, tensor in enumerate(outputs) if tensor.requires_grad
+        ]  # not those of frozen layers
+        return [outputs[index] for index in with_grad], None if gradients is None else [
+            gradients[index] for index in with_grad
+        ]
 
     def _gradients(self, micro_batch: int) -> list[Tensor]:
-        entered = self._entered.pop(micro_batch, [])
+        entered = self._inputs_of.pop(micro_batch, [])
         return [torch.zeros_like(t) if t.grad is None else t.grad for t in entered]
 
 
-def _divides(left: list[Tensor], entered: list[Tensor], parameters: list[nn.Parameter]) -> bool:
-    """Tell whether gradients of weights can be made later than those of the inputs.
+def _divides(outputs: list[Tensor], entered: list[Tensor], parameters: list[nn.Parameter]) -> bool:
+    """Return whether gradients of the weights can be computed later than gradients of the inputs.
 
-    Each output must depend on an input, and each weight must meet the way to the inputs at one place only. Where it
-    does so at two, torch's function may run twice through what lies between, which fails or counts gradients twice.
+    Each output must depend on an input, and each weight must join the path to the inputs at one node only. With two
+    nodes, torch's function may run twice through the graph between them, which fails or counts gradients twice.
     """
     from torch.distributed.pipelining import _backward as torchs
 
-    above = torchs.construct_reverse_graph([tensor.grad_fn for tensor in left if tensor.grad_fn is not None])
+    above = torchs.construct_reverse_graph([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
     on_the_way, _ = torchs.reverse_closure([gradient_edge(tensor).node for tensor in entered], set(), above)
-    if not all(tensor.grad_fn in on_the_way for tensor in left):
+    if not all(tensor.grad_fn in on_the_way for tensor in outputs):
         return False
     leaves = [gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad]
     return all(len(torchs.reverse_closure([leaf], on_the_way, above)[1]) <= 1 for leaf in leaves)
@@ -190,7 +196,7 @@ def _described(leaf: Any) -> str:
 
 # --- recomputation ----------------------------------------------------------------------------------------------------
 class _Holder:
-    """Stands for a tensor in the graph of a forward pass, and is freed with that part of the graph."""
+    """A placeholder for a tensor in the graph of a forward pass; it is freed with that part of the graph."""
 
 
 class _AllComputed(Exception):
@@ -198,7 +204,7 @@ class _AllComputed(Exception):
 
 
 class Recomputation:
-    """A forward pass whose graph keeps no tensors: `compute` brings them back once, and they are freed with the graph.
+    """A forward pass whose graph keeps no tensors: `compute` computes them again once; they are freed with the graph.
 
     torch's own `checkpoint` computes the pass again for each walk through the graph, and hands each tensor out once.
     Gradients of inputs first and of weights later need several walks, which share tensors, such as a normalisation's
@@ -215,7 +221,7 @@ class Recomputation:
     def __init__(self, run: Callable[..., Any], context: Callable[[], AbstractContextManager[None]] = nullcontext):
         self._run, self._context = run, context
         self._inputs: list[Any] = []
-        self._places: list[ref[_Holder]] = []
+        self._holders: list[ref[_Holder]] = []
         self._kinds: list[tuple[torch.dtype, torch.Size]] = []
         self._tensors: WeakKeyDictionary[_Holder, Tensor] = WeakKeyDictionary()
 
@@ -237,17 +243,17 @@ class Recomputation:
         Raises:
             ConfigError: it computes something else than before.
         """
-        if not self._places:
+        if not self._holders:
             return
-        found: list[Tensor] = []
+        recomputed: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
-            place = self._places[len(found)]()
-            if place is not None:
-                self._tensors[place] = tensor
-            found.append(tensor)
-            if len(found) == len(self._places):
+            index = self._holders[len(recomputed)]()
+            if index is not None:
+                self._tensors[index] = tensor
+            recomputed.append(tensor)
+            if len(recomputed) == len(self._holders):
                 raise _AllComputed
             return tensor
 
@@ -258,15 +264,15 @@ class Recomputation:
                 set_device_states(self._devices, self._random_there)
             self._run(*self._inputs)
         self._inputs.clear()
-        if [(tensor.dtype, tensor.shape) for tensor in found] != self._kinds:
+        if [(tensor.dtype, tensor.shape) for tensor in recomputed] != self._kinds:
             raise ConfigError(
                 "layers must compute the same from the same inputs each time with recompute = True; got "
-                f"{len(self._kinds)} tensors kept for the backward pass, and {len(found)} or others when computed "
+                f"{len(self._kinds)} tensors kept for the backward pass, and {len(recomputed)} or others when computed "
                 "again. Draw random numbers from torch's generators only; or set recompute = False."
             )
 
     def _drop(self, tensor: Tensor) -> _Holder:
-        place = _Holder()
-        self._places.append(ref(place))
+        index = _Holder()
+        self._holders.append(ref(index))
         self._kinds.append((tensor.dtype, tensor.shape))
-        return place
+        return index

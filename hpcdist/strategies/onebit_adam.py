@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from pydantic import Field
 
-from hpcdist.compress import CompressionConfig, spans
+from hpcdist.compress import spans
 from hpcdist.compress.coding.two_way import TwoWayMean
-from hpcdist.strategies.synchronous.adam import AdamStep
+from hpcdist.strategies.synchronous.adam import AdamStep, zero_untrained
 
 
 @final
@@ -29,7 +28,7 @@ class OneBitAdam(AdamStep):
     magnitude; the published code uses the root mean square, whose error may exceed the message. none is exact.
 
     Bytes per rank and step of n bytes of float32 gradients: in the warm-up 2n(p − 1)/p, then 1/32 of that, and 8 for
-    each parameter and rank; and 32 bytes of agreement. Memory: m, v, the message, the residual, and 1/p of a second
+    each parameter and rank; and 32 bytes of agreement. Memory: m, v, √v + ε, the residual, and 1/p of a second
     residual.
 
     Example:
@@ -44,9 +43,6 @@ class OneBitAdam(AdamStep):
         """Options of onebit_adam."""
 
         warmup_steps: int = Field(1000, ge=1, description="T: steps of Adam before v is frozen")
-        compression: CompressionConfig = Field(
-            CompressionConfig(name="ef_signsgd"), description="how momentum is compressed, both ways; none: it is not"
-        )
 
     config: Config
 
@@ -56,18 +52,17 @@ class OneBitAdam(AdamStep):
         self.state.two_way("mean", self._mean)
 
     def move_all(self) -> None:
-        grads = self.model.grads
-        if self.updates < self.config.warmup_steps:
+        grads, runs, present = self.model.grads, self.runs(), self.model.gradients.present()
+        frozen = self.updates >= self.config.warmup_steps
+        if not frozen:
             self.average(grads)
-            for item in self.trained(grads):
-                self.update_moments(item, item.views[0], squares=True)
-        else:
-            sent = [torch.zeros_like(grad) for grad in grads]
-            for item in self.trained(grads, sent):
-                self.update_moments(item, item.views[0], squares=False)
-                item.views[1].copy_(self.moments(item.parameter)[0])
-            self._mean(sent, self.model.gradients.present())
-            for item in self.trained(sent):
-                self.moments(item.parameter)[0].copy_(self.zero_untrained(item, item.views[0]))
-        for item in self.trained():
-            self.step_along(item, self.direction(item))
+        for run in runs:
+            self.update_moments(run, grads, squares=not frozen)
+        if frozen:
+            with self.model.skip_unused(present, self.m):
+                self._mean(self.m, present)
+        self.scale(runs)
+        for run in runs:
+            for m, v in run.chunks(self.m, self.v) if frozen else ():
+                zero_untrained(m, v)
+            self.step_along(run)

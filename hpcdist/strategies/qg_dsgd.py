@@ -7,6 +7,7 @@ from typing import Any, final
 import torch
 from pydantic import Field
 
+from hpcdist.comm.chunks import alongside
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Strategy, Update
@@ -55,24 +56,23 @@ class QGDSGD(Strategy):
         self._mixing = Mixing(comm, topology, overlap=False)
         like = model.params if comm.size > 1 else []
         self._momentum = self.state.sharded("momentum", like, reshard="mean", resets=True)  # m̂
-        self._before = self.state.scratch([torch.empty_like(x) for x in like])  # x before the step
+        self._change = self.state.scratch([torch.empty_like(x) for x in like])  # −x before the step, then xₜ₊₁ − xₜ
 
     def advance(self, update: Update) -> Outcome:
         if self.comm.size == 1:
             return self.gradients.step_alone(update)
         local = self._sgd()
-        before = self._before
-        for was, x in zip(before, self.model.params, strict=True):
-            was.copy_(x)
+        for change, x in zip(self._change, self.model.params, strict=True):
+            torch.neg(x.detach(), out=change)
         outcome = self.gradients.step_alone(lambda: self._step(local, update))
-        self._mixing.mix(self.model.params, self.steps)
-        for x, was in zip(self.model.params, before, strict=True):
-            was.sub_(x)
+        self._mixing.mix(self.model.params, self.steps, add_to=self._change)
         memory = self.config.memory
         with self.model.skip_unused(self.model.gradients.present(), self._momentum):
             for slot, rate in zip(self.model.slots, rates(self.model, local), strict=True):
                 if rate:
-                    slot.view(self._momentum).mul_(memory).add_(slot.view(before), alpha=(1 - memory) / rate)
+                    both = (slot.view(flats).view(-1) for flats in (self._momentum, self._change))
+                    for momentum, change in alongside(*both):
+                        momentum.mul_(memory).sub_(change, alpha=(1 - memory) / rate)
         return outcome
 
     def _step(self, local: torch.optim.Optimizer, update: Update) -> None:

@@ -8,11 +8,11 @@ from typing import final
 import torch
 from pydantic import Field
 
-from hpcdist.compress import CompressionConfig, spans
+from hpcdist.compress import spans
 from hpcdist.compress.coding.two_way import TwoWayMean
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import copy_all, zero_all
-from hpcdist.strategies.synchronous.adam import AdamStep
+from hpcdist.strategies.synchronous.adam import AdamStep, zero_untrained
 from hpcdist.strategies.synchronous.own_step import rate_of
 
 
@@ -36,8 +36,7 @@ class ZeroOneAdam(AdamStep):
     Bytes per rank of n bytes of float32 gradients: at a full step 2n(p − 1)/p; at a compressed step and at an exchange
     1/32 of that and 8 for each parameter and rank; at the others nothing; in phase 1 32 bytes of agreement, at an
     exchange 24 for each parameter. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares
-    settings.
-    Memory: m, v, u, x, the residual, and 1/p of a second residual.
+    settings. Memory: m, v, √v + ε, u, x, the residual, and 1/p of a second residual.
 
     Example:
         >>> adam = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -54,9 +53,6 @@ class ZeroOneAdam(AdamStep):
         full_steps: int = Field(16, ge=1, description="κ: full steps after which their interval doubles")
         local_steps: int = Field(32_768, ge=1, description="steps after which the interval of exchanges doubles")
         most_local: int = Field(16, ge=1, description="largest number of steps between exchanges")
-        compression: CompressionConfig = Field(
-            CompressionConfig(name="ef_signsgd"), description="how means are compressed, both ways; none: they are not"
-        )
 
         def local(self, step: int) -> bool:
             """Return whether a step, counted from 1, is in phase 2."""
@@ -90,9 +86,12 @@ class ZeroOneAdam(AdamStep):
             self.average(flats)
         else:
             self._mean(flats, self.model.gradients.present())
-        for item in self.trained(flats):
-            self.update_moments(item, item.views[0], squares=full)
-            self.step_along(item, self.direction(item))
+        runs = self.runs()
+        for run in runs:
+            self.update_moments(run, flats, squares=full)
+        self.scale(runs)
+        for run in runs:
+            self.step_along(run)
         self.full += full
         if self.full == self.config.full_steps:
             self.distance, self.full = 2 * self.distance, 0
@@ -113,12 +112,11 @@ class ZeroOneAdam(AdamStep):
         return outcome
 
     def _step_alone(self) -> None:
-        for item in self.trained(self.model.grads, self._moves):
-            gradient, moves = item.views
-            self.update_moments(item, gradient, squares=False)
-            direction = self.direction(item)
-            moves.sub_(direction, alpha=rate_of(item.group))
-            self.step_along(item, direction)
+        runs = self.runs()
+        self.scale(runs)
+        for run in runs:
+            self.update_moments(run, self.model.grads, squares=False)
+            self.step_along(run, self._moves)
 
     def _count(self) -> None:
         """Count a step's rate and decay of each parameter that has a gradient here."""
@@ -141,16 +139,21 @@ class ZeroOneAdam(AdamStep):
     def _exchange(self) -> None:
         """Collective. Go on from the common parameters and the mean of all ranks' moves."""
         used = self._agree()
-        for item in self.trained(self._moves, used=used):
-            item.views[0].mul_(self.scale(item))
+        runs = self.runs(used, lambda name: (self.rates.get(name), self.decays.get(name)))
+        self.scale(runs)
+        for run in runs:
+            for moves, scale in run.chunks(self._moves, self.scales):
+                moves.mul_(scale)
         self._mean(self._moves, used)
-        for item in self.trained(self._moves, self._common, used=used):
-            received, x = item.views
-            self.zero_untrained(item, received)
-            if self.rates[item.name]:
-                self.moments(item.parameter)[0].copy_(received / -self.rates[item.name])
-            x.mul_(self.decays[item.name]).add_(received / self.scale(item))
-            item.parameter.copy_(x)
-        copy_all(self._common, self.model.params)
+        for run in runs:
+            rate, decay = self.rates[run.name], self.decays[run.name]
+            flats = self._moves, self._common, self.model.params, self.m, self.v, self.scales
+            for received, x, parameter, m, v, scale in run.chunks(*flats):
+                zero_untrained(received, v)
+                if rate:
+                    torch.div(received, -rate, out=m)
+                parameter.copy_(x.mul_(decay).add_(received.div_(scale)))
+        if not all(used):  # what the loop has made of the others
+            copy_all(self._common, self.model.params)
         zero_all(self._moves)
         self.rates, self.decays = {}, {}

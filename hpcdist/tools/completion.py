@@ -99,8 +99,7 @@ class Setting(NamedTuple):
 
 
 def _of_job(overrides: Sequence[str]) -> dict[str, Setting]:
-    """Return a job's settings by dotted key, including the options of the algorithms named in the given KEY=VALUE
-    texts."""
+    """Return a job's settings by dotted key, with the options of the algorithms that the KEY=VALUE texts name."""
     chosen = dict(text.partition("=")[::2] for text in overrides)
     table = fields("job")
     groups = {"strategy": "strategies", "strategy.compression": "compressors", "strategy.topology": "topologies"}
@@ -116,8 +115,7 @@ def _of_job(overrides: Sequence[str]) -> dict[str, Setting]:
 
 
 def fields(owner: str) -> dict[str, Setting]:
-    """Return settings by dotted key: of a job (`job`), of a Slurm job (`slurm`), or of a plug-in
-    (`strategies/softsync`)."""
+    """Return settings by dotted key: of a job (`job`), a Slurm job (`slurm`), or a plug-in (`strategies/softsync`)."""
     return {
         key: Setting(default, tuple(values))
         for key, (default, values) in _tables().get(owner.replace("-", "_"), {}).items()
@@ -156,8 +154,8 @@ def _describe_all() -> Tables:
     for group in ("strategies", "compressors", "topologies", "importers"):
         for name in catalogue(group).available():
             with suppress(HpcdistError):  # a plug-in of another package that can't be imported
-                plugin_ = catalogue(group).load(name)
-                owners[f"{group}/{name}"] = getattr(plugin_, "Config", None) or options_of(plugin_)
+                loaded = catalogue(group).load(name)
+                owners[f"{group}/{name}"] = getattr(loaded, "Config", None) or options_of(loaded)
     classes = {"optimizer.name": optimizers(), "schedule.name": subclasses(lr_scheduler, lr_scheduler.LRScheduler)}
     return {
         owner: {

@@ -166,7 +166,7 @@ def result(folder: Path, summary: Summary) -> None:
 # --- tables -----------------------------------------------------------------------------------------------------------
 def rows(
     title: str | None,
-    rows_: Sequence[Mapping[str, Any]],
+    data: Sequence[Mapping[str, Any]],
     *,
     heads: Mapping[str, str] | None = None,
     left_aligned: Sequence[str] | None = None,
@@ -184,10 +184,10 @@ def rows(
         whole: columns of names that users may type again: words are not broken.
         option: the command's option that chooses columns, to mention it when columns are dropped.
     """
-    heads = {key: visible((heads or {}).get(key, key)) for key in rows_[0]}
-    texts = {key: [visible(_figure(row.get(key))) for row in rows_] for key in rows_[0]}
+    heads = {key: visible((heads or {}).get(key, key)) for key in data[0]}
+    texts = {key: [visible(_figure(row.get(key))) for row in data] for key in data[0]}
     if left_aligned is None:
-        left_aligned = [key for key, value in rows_[0].items() if isinstance(value, str)]
+        left_aligned = [key for key, value in data[0].items() if isinstance(value, str)]
     columns = shutil.get_terminal_size().columns if _is_terminal() else None
     widths = dict.fromkeys(texts, sys.maxsize) if columns is None else _fit(heads, texts, left_aligned, whole, columns)
     lines = {key: [_wrap(text, widths[key]) if key in left_aligned else text for text in texts[key]] for key in widths}
@@ -210,8 +210,7 @@ def _fit(
     whole: Collection[str],
     columns: int,
 ) -> dict[str, int]:
-    """Return the width of each column that fits, in order; a text column gets a quarter of the terminal, plus unused
-    room."""
+    """Return the width of each column that fits, in order; a text column gets a quarter of the terminal or more."""
     widths: dict[str, int] = {}
     full_widths: dict[str, int] = {}
     room = columns - 1
@@ -304,7 +303,7 @@ def overview(algorithms: Mapping[str, Any]) -> None:
 
 
 def algorithm(
-    name: str, cls: Any, options: Sequence[Option] = (), examples: Sequence[str] = (), note_: str = ""
+    name: str, cls: Any, options: Sequence[Option] = (), examples: Sequence[str] = (), footer: str = ""
 ) -> None:
     """Print an algorithm's docstring, options, reference and example commands."""
     head, _, reference = (inspect.getdoc(cls) or "").partition("Reference:")
@@ -312,8 +311,8 @@ def algorithm(
     for paragraph in head.strip().split("\n\n"):
         if not re.match(r"\w+:\n", paragraph):  # Args, Raises...
             _print_text(paragraph)
-    if note_:
-        _print_text(note_)
+    if footer:
+        _print_text(footer)
     if options:
         print("\n    Options, each set by --set KEY=VALUE:")
     for option in options:

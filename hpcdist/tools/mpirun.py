@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,10 @@ from typing import NoReturn
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
 
+# What a rank prints about its end, and what Open MPI adds.
+EXPLAINED = re.compile(rb"hpcdist: (error: |rank \d)|\[rank \d+\] |Traceback \(most recent call last\)")
+BLOCK = re.compile(rb"-{60,}\nprterun (detected that one or more|has exited due to process)[^\0]*?\n-{60,}\n")
+UNFINISHED = re.compile(rb"^-{3,}(\n(prterun [^\0]*)?)?\Z", re.MULTILINE)
 AS_ROOT = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")  # for Open MPI
 # Options by the output of `mpirun --version`: hosts, and the rank before each line of output.
 OPTIONS = {"Open MPI": ("--host", "--tag-output"), "HYDRA|Intel": ("-hosts", "-prepend-rank")}
@@ -30,8 +35,7 @@ def start_script(
     label: bool = False,
     launcher: str | None = None,
 ) -> NoReturn:
-    """Replace this process by a launcher that runs a script on several ranks, so that signals, input and exit status
-    are the launcher's.
+    """Replace this process by a launcher that runs a script on ranks; signals, input and exit status are its own.
 
     Args:
         script: a Python file or `-m MODULE`, with arguments; or a program, such as `python` or `hpcdist`.
@@ -54,7 +58,40 @@ def start_script(
     environment = ranks_environment(unlaunched(variables), threads, crowded=crowded, bound=False)  # hd.init() binds
     command += [str(ranks), *_program(script, variables.get("PATH", ""))]
     sys.stdout.flush()
+    _filter_standard_error()
     os.execvpe(command[0], command, environment)
+
+
+def without_block(said: bytes, explained: bool = False) -> bytes:
+    """Leave out Open MPI's block about a rank that has failed, where the rank's own message is there."""
+    return BLOCK.sub(b"", said) if explained or EXPLAINED.search(said) else said
+
+
+def _filter_standard_error() -> None:
+    """Let a process of its own pass on, `without_block`, what this one writes to standard error from here on."""
+    source, sink = os.pipe()
+    if os.fork():
+        os.dup2(sink, 2)
+        os.close(source)
+        os.close(sink)
+        return
+    try:
+        os.close(sink)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(signum, signal.SIG_IGN)  # it ends when everything is said
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+        explained, held, more = False, b"", True
+        while more:
+            said = os.read(source, 1 << 16)
+            explained, more = explained or EXPLAINED.search(held + said) is not None, bool(said)
+            held = without_block(held + said, explained)
+            unfinished = UNFINISHED.search(held) if more else None
+            end = unfinished.start() if unfinished else len(held)
+            sys.stderr.buffer.write(held[:end])
+            sys.stderr.buffer.flush()
+            held = held[end:]
+    finally:
+        os._exit(0)
 
 
 def _program(script: Sequence[str], path: str) -> list[str]:

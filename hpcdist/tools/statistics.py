@@ -126,8 +126,8 @@ def effect(
 def ratio_of(values: Mapping[K, float], others: Mapping[K, float]) -> Effect:
     """Estimate the ratio of the geometric means, values / others, as `effect` of the logarithms."""
     logs, other_logs = ({seed: math.log(value) for seed, value in group.items()} for group in (values, others))
-    effect_ = effect(logs, other_logs)
-    return replace(effect_, mean=math.exp(effect_.mean), low=math.exp(effect_.low), high=math.exp(effect_.high))
+    log_ratio = effect(logs, other_logs)
+    return replace(log_ratio, mean=math.exp(log_ratio.mean), low=math.exp(log_ratio.low), high=math.exp(log_ratio.high))
 
 
 def _variance(values: Sequence[float], minimum: float) -> float:
@@ -160,8 +160,7 @@ def binomial_variance(share: float, tested: int) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Correct p-values for multiple tests. NaN stands for a test that was not possible; it stays NaN and does not
-    count.
+    """Correct p-values for multiple tests; NaN, a test that was not possible, stays and does not count.
 
     Reference: S. Holm, "A simple sequentially rejective multiple test procedure", 1979.
 

@@ -11,6 +11,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies import Strategy
 from hpcdist.train.job import Job, JobData
+from hpcdist.train.misfit import named_misfits
 
 BATCH = 1024  # samples in a batch of an evaluation
 ETA = 3  # of IterateAverage: with 3 the second half of the steps has 15/16 of the weight; more with larger values
@@ -41,18 +42,21 @@ def evaluate_replica(
     others = comm if others is None else others
     device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     totals = torch.zeros(2 + len(job.metrics), dtype=torch.float64)  # samples, summed loss, summed metrics
-    training = module.training
+    training, path = module.training, getattr(dataset, "path", None)
     module.eval()
     try:
         with torch.no_grad():
             share = others.failures.alive.index(others.rank)
             for x, y in Loader(dataset, BATCH, worker=share, workers=len(others.failures.alive), shuffle=False):
                 x, y = x.to(device), y.to(device)
-                outputs = module(x)
-                if outputs is None:
-                    continue
-                values = [job.loss(outputs, y).double() * len(x)]
-                values += [metric.per_sample(outputs, y).double().sum() for metric in job.metrics.values()]
+                with named_misfits(path, "test", module, x=x, y=y) as at:
+                    at["outputs"] = outputs = module(x)
+                    if outputs is None:
+                        continue
+                    values = [job.loss(outputs, y).double() * len(x)]
+                    for name, metric in job.metrics.items():
+                        at["part"] = f"the metric {name}"
+                        values.append(metric.per_sample(outputs, y).double().sum())
                 totals += torch.tensor([len(x), *map(float, values)], dtype=torch.float64)
     finally:
         module.train(training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig
-from hpcdist.config.files import load_file
+from hpcdist.config.files import binds, load_file
 from hpcdist.data import HDF5Dataset  # first: it raises a clear error without h5py
 from hpcdist.data.hdf5 import COLUMNS
 from hpcdist.data.labels import counts, dirichlet, labels_of
@@ -82,6 +83,12 @@ def load_job(path: str | Path) -> Job:
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise ConfigError(f"job must be a Python file; got {path}, which {what}. See jobs/ for examples.")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if re.search(r"\b(hd|hpcdist)\.init\(", text) and not binds(text, "job"):  # it would train while it is imported
+        raise ConfigError(
+            f"job must be a file that defines `job`; got {path}, a script with its own training loop. Run it by "
+            f"`hpcdist run -n 2 {path}`; `hpcdist compare`, `simulate` and `sweep` take scripts, too."
+        )
     job = getattr(load_file(path), "job", None)
     if not isinstance(job, Job):
         raise ConfigError(f"job file must define `job = hpcdist.train.Job(...)`; got {path}, which does not.")

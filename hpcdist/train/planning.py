@@ -16,6 +16,7 @@ from hpcdist.parallel.grid import checked_stages
 from hpcdist.parallel.plan import measured_cut
 from hpcdist.session.optimizer import release
 from hpcdist.train.job import Job, first_batch
+from hpcdist.train.misfit import named_misfits
 
 REPEATS = 15  # passes to measure a layer
 MAX_RANKS = 256  # virtual ranks in a rehearsal: they are threads
@@ -34,7 +35,8 @@ def measure_layers(job: Job, config: JobConfig, device: torch.device) -> list[La
         with torch.random.fork_rng():
             x, y = first_batch(job, config, samples)
             torch.manual_seed(config.seed)
-            return measure(lambda: job.model(**config.model), x, job.loss, y, repeats=REPEATS, device=device)
+            with named_misfits(config.data.path, "train", None, x=x, y=y):
+                return measure(lambda: job.model(**config.model), x, job.loss, y, repeats=REPEATS, device=device)
     finally:
         torch.set_num_threads(threads)
 

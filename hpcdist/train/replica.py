@@ -21,6 +21,7 @@ from hpcdist.parallel.pipeline import Pipeline
 from hpcdist.records import StepRecord, digest
 from hpcdist.records.digest import tensor_bytes
 from hpcdist.train.job import Job
+from hpcdist.train.misfit import named_misfits
 from hpcdist.train.numerics import Precision
 
 CHUNK = 1 << 20  # elements of a message
@@ -81,8 +82,10 @@ class WholeReplica(JobReplica):
 
     def backward_part(self, x: Tensor, y: Tensor, samples: int) -> Tensor:
         """Add the gradients of a part of a batch of `samples` samples; return its share of the mean loss."""
-        with self.others.trace.span("forward", "compute"), self._precision.autocast():
-            loss = self._job.loss(self.module(x), y)
+        named = named_misfits(self._config.data.path, "train", self.module, x=x, y=y)
+        with self.others.trace.span("forward", "compute"), self._precision.autocast(), named as at:
+            at["outputs"] = self.module(x)
+            loss = self._job.loss(at["outputs"], y)
         if len(x) != samples:
             loss = loss * (len(x) / samples)
         with self.others.trace.span("backward", "compute"):
@@ -108,7 +111,7 @@ class StagedReplica(JobReplica):
 
     def __init__(self, job: Job, config: JobConfig, comm: Communicator, device: torch.device, precision: Precision):
         settings = config.parallel
-        self._precision = precision
+        self._precision, self._path = precision, config.data.path
         self._batch_size, self._micro_batches = config.batch_size, settings.micro_batches
         self.grid = Grid(comm, settings.stages, settings.spread)
         self.others = self.grid.outer
@@ -131,7 +134,8 @@ class StagedReplica(JobReplica):
         how: dict[str, Any] = {"micro_batches": -(-len(x) * self._micro_batches // self._batch_size)}
         if self._precision.scaler.is_enabled():
             how["scaled"] = self._precision.scaler.scale
-        with self._precision.autocast():
+        used = {"x": x if self.module.is_first else None, "y": y if self.module.is_last else None}
+        with self._precision.autocast(), named_misfits(self._path, "train", self.module, **used):
             return self.module.forward_backward(x, y, **how)
 
     def account(self, record: StepRecord) -> StepRecord:

@@ -50,3 +50,44 @@ def test_comparisons_and_sweeps_are_arrays(cluster, new_folder, data):
     assert "all runs are in out" in done.stderr and [one.ranks for one in found] == [2, 2]
     trials = json.loads((swept / "out" / "sweep.json").read_text())["trials"]
     assert sorted(trial["settings"]["batch_size"] for trial in trials) == ["16", "32"], "each task drew its own"
+
+
+SCRIPT = """
+import argparse
+
+import torch
+from torch import nn
+
+import hpcdist as hd
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float)
+options = parser.parse_args()
+hd.init()
+model = nn.Linear(4, 1)
+optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=options.lr), model)
+x = torch.ones(64, 4)
+for batch in hd.shard(torch.utils.data.DataLoader(x, batch_size=8)):
+    optimizer.zero_grad()
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+hd.finish(model)
+hd.log_metrics({"loss": loss.item()})
+"""
+
+
+@pytest.mark.extended
+def test_a_script_is_compared_by_an_array(cluster, new_folder):
+    folder = new_folder("script")
+    jobs.write_site(folder, "mpirun")
+    (folder / "train.py").write_text(SCRIPT)
+    options = [*COMPARED, "--ranks", "2", "--output", "out", *SLURM, "--", "--lr", "0.01"]
+    job = cluster.run("hpcdist", "compare", "train.py", *options, cwd=folder, timeout_s=90).stdout.strip()
+    for task in range(2):
+        cluster.wait(f"{job}_{task}")
+    done = cluster.run("hpcdist", "compare", "--output", "out", cwd=folder, timeout_s=90)
+    assert "2 of 2 runs are there already" in done.stderr, cluster.output(f"{job}_0")
+    (entry,) = history.read(folder / "out")
+    found = [load_summary(folder / place) for place in entry.folders]
+    assert {(one.strategy, one.ranks) for one in found} == {("allreduce", 2), ("gossip_pull", 2)}

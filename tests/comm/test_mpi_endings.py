@@ -21,7 +21,7 @@ comm = hd.init()
 """
 SOON = START + "hd.init(deadline_s=1)  # from here on: a busy machine may take longer to start\n"
 
-RANK_0_MAY_BE_LATE = "from hpcdist.faults import reporter\nturns.FIRST_S = reporter.MAX_S = 30\n"
+RANK_0_MAY_BE_LATE = "from hpcdist.faults import reporter\nreporter.FIRST_S = reporter.MAX_S = 30\n"
 
 
 def ends(tmp_path, text, size, start=SOON):

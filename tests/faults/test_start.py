@@ -79,6 +79,41 @@ def test_a_script_that_fails_on_one_rank_before_it_comes_there_ends_all(tmp_path
     assert job.stderr.count("ValueError: no such file") == 1
 
 
+MISTAKES = {
+    "run=sys.executable": "run must be ",
+    "run='runs/mine'": "run must be a folder in which no run has ended; got runs/mine, where one has",
+    "torch_distributed='mpi'": "torch_distributed must be True, 'gloo', 'nccl' or False; got 'mpi'.",
+    "), hd.DistributedOptimizer(SGD(model.parameters(), lr=1), model, 'allreduced'": "Did you mean 'allreduce'?",
+}
+MISTAKEN = """
+import hpcdist as hd, sys
+from hpcdist.faults import reporter
+from torch import nn
+from torch.optim import SGD
+
+reporter.FIRST_S = reporter.MAX_S = 30  # rank 0 may be late
+model = nn.Linear(2, 1)
+hd.init({})
+"""
+
+
+@needs_mpirun
+def test_a_mistake_in_a_script_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/mine").mkdir(parents=True)
+    Path("runs/mine/summary.json").write_text("{}")
+    for given, message in MISTAKES.items():
+        _require_sentence(run(tmp_path, MISTAKEN.format(given), 2), message, "[rank 0] ")
+    _require_sentence(run_alone(tmp_path, MISTAKEN.format(given)), message, "")
+
+
+def _require_sentence(job, message, label):
+    said = [line for line in job.stderr.splitlines() if "hpcdist: error: " in line]
+    assert job.returncode == 1 and len(said) == 1 and message in said[0], job.stderr
+    assert re.search(r"script\.py:9\)$", said[0]) and "Traceback" not in job.stderr
+    assert said[0].startswith(f"{label}hpcdist: error: ")
+
+
 JOB = """
 import dataclasses, sys
 from hpcdist import session
@@ -96,7 +131,7 @@ def model():
 job = dataclasses.replace(tiny.job, model=model)
 """
 
-RANK_0_MAY_BE_LATE = "from hpcdist.faults import reporter\nturns.FIRST_S = reporter.MAX_S = 30"
+RANK_0_MAY_BE_LATE = "from hpcdist.faults import reporter\nreporter.FIRST_S = reporter.MAX_S = 30"
 
 
 @needs_mpirun

@@ -71,8 +71,9 @@ class Loop:
 
 
 def _same(one, other):
-    assert all(difference(a, b) == 0.0 for a, b in zip(one[:3], other[:3]))
-    assert one[3:] == other[3:]
+    declare = "resumed, parameters differ: all state must be declared by self.state, as by self.state.value"
+    assert all(difference(a, b) == 0.0 for a, b in zip(one[:3], other[:3])), declare
+    assert one[3:] == other[3:], declare
 
 
 @pytest.mark.sizes(3)
@@ -337,4 +338,4 @@ def test_training_goes_on_from_values_that_the_loop_loads(ranks, name):
         hd.finish(model)
         return difference(copied(model), loaded)
 
-    assert max(ranks(body)) <= 1e-12
+    assert max(ranks(body)) <= 1e-12, "values that the loop loads change: state of before is declared with resets=True"

@@ -188,7 +188,12 @@ COMMANDS = [
     (
         ["./none.sh"],
         {"modules": ["gcc"]},
-        "error: command must start with a program; got ./none.sh, no such file. Name",
+        "error: command must start with a program; got ./none.sh, and no such file in /.*[^.]. Name one; those",
+    ),
+    (
+        [".venv/bin/python", "it.py"],
+        {},
+        "error: .*; got .venv/bin/python, and no such file in /.*; those of the site's venv need no path.$",
     ),
     (["./it.py"], {}, "error: .*; got ./it.py, a file that is not executable. Write python ./it.py."),
     (["it.py"], {}, "error: .*; got it.py, a file that is not executable. Write python it.py."),

@@ -15,6 +15,7 @@ import pytest
 import hpcdist
 from harness import browser
 from harness.cases import each
+from hpcdist.comm.virtual.compute import describe
 from hpcdist.errors import ConfigError
 from hpcdist.tools import cli
 from hpcdist.tools.compare.run_all import Runner
@@ -24,6 +25,7 @@ from hpcdist.tools.report.analysis import analyse
 from hpcdist.tools.report.methods import methods
 from hpcdist.tools.report.results import read_jobs
 from hpcdist.tools.runs.listing import write_tags
+from hpcdist.tools.simulate.cluster import _model
 from study import evidence
 from study.pretended import PretendedRuns
 from study.test_sweep import DECLARED
@@ -154,8 +156,9 @@ def test_the_methods_name_seeds_budget_network_versions_and_the_citation(runs):
     assert text.startswith(
         "We trained the job digits with hpcdist [1] by allreduce and dpsgd on 4 ranks, with the seeds 0, 1 and 2 each. "
         "Each run had a budget of 240 samples; the metric is accuracy. Ranks were virtual: the training is real, and "
-        "times are those of a simulated cluster whose links have a latency of 20 µs and a bandwidth of 1.25 GB/s, with "
-        "steps of model Constant, seconds 0.005. Means over seeds have 95 % confidence intervals by Student's t."
+        "times are those of a simulated cluster whose links have a latency of 20 µs and a bandwidth of 1.25 GB/s; "
+        "forward and backward pass of a step take 0.005 s each. Means over seeds have 95 % confidence intervals "
+        "by Student's t."
     ), text
     assert "p is corrected for all comparisons by Holm's method." in text and text.endswith(", version 0.1.0.")
     text = found["compare (digits)"]
@@ -173,6 +176,26 @@ def test_the_network_of_virtual_ranks(speed, tmp_path):
     evidence.write_run(tmp_path / f"{bandwidth}", virtual=virtual)
     (job,) = read_jobs([tmp_path / f"{bandwidth}"])
     assert f"a latency of 1000 µs and {said}." in methods(analyse(job))
+
+
+def test_the_step_times_of_virtual_ranks(tmp_path):
+    """Of every compute model that a simulation may have."""
+    models = {
+        "5ms": "take 0.005 s each.",
+        "jitter:20ms,0.2": "take 0.02 s on average, gamma-distributed with a coefficient of variation of 0.2.",
+        "exponential:20ms": "take 0.02 s on average, exponentially distributed.",
+        "straggler:1,3,5ms": "take 0.005 s each, 3 times as long on rank 1.",
+        "slow:0.1,4,5ms": "take 0.005 s each, of which a share of 0.1 takes 4 times as long.",
+        f"replay:{tmp_path / 'replayed'}": f"take the times that were recorded in the run {tmp_path / 'replayed'}.",
+        "own": "take the times of a model of this run's own.",
+    }
+    evidence.write_run(tmp_path / "replayed")
+    for number, (text, said) in enumerate(models.items()):
+        compute = {"model": "Own"} if text == "own" else describe(_model(text, lambda given: given or 0.0))
+        virtual = {"network": {"latency_s": 0.001, "bandwidth_bytes_s": 1e6}, "compute": compute}
+        evidence.write_run(tmp_path / "runs" / str(number) / "run", virtual=virtual)
+        (job,) = read_jobs([tmp_path / "runs" / str(number)])
+        assert f"1 MB/s; forward and backward pass of a step {said}" in methods(analyse(job))
 
 
 def test_tables_for_latex(command):

@@ -134,6 +134,15 @@ def test_what_is_wrong_is_refused_by_name_before_anything_runs(case, capsys):
     assert message.replace(".*", "").split(" splits")[0] in capsys.readouterr().err and not Path("runs").exists()
 
 
+def test_arguments_of_a_script_without_the_hyphens_before_them_are_explained(capsys):
+    for command in ("compare", "simulate", "sweep"):
+        assert hpcdist(command, "train.py", "--strategies", "allreduce", "--lr", "1") == 2
+        said = capsys.readouterr().err
+        assert "arguments of a script follow --: train.py --ranks 2 -- --epochs 3" in " ".join(said.split()), said
+    assert hpcdist("compare", "train.py", "--bogus", "--", "--lr", "1") == 2
+    assert "follow --" not in capsys.readouterr().err
+
+
 def test_a_function_must_be_in_a_file():
     with pytest.raises(ConfigError, match="or a function at the top level of a file; got a function"):
         hd.compare(lambda: None)

@@ -80,8 +80,8 @@ def test_ranks_look_at_the_clock_seldom(tmp_path):
 
     def body(comm):
         with tiny.training(comm, tmp_path, *WITHOUT_END, "strategy=gossip_pull", "budget.seconds=1.005") as trainer:
-            look = trainer.stop_conditions.look
-            trainer.stop_conditions.look = lambda *args: (looks.append(comm.rank), look(*args))
+            look = trainer.stop_conditions.check_clock
+            trainer.stop_conditions.check_clock = lambda *args: (looks.append(comm.rank), look(*args))
             trainer.run()
             return trainer.position.step, trainer.position.epoch
 

@@ -28,6 +28,11 @@ from train import tiny
         ("ends.py", "import sys\nsys.exit()\n", "ends.py must not end the process while it is imported; got .*None"),
         ("ends.py", "import sys\nsys.exit('no data')\n", "ends.py must not end the process .*; got .*'no data'"),
         ("job", "job = 3\n", r"a Python file must have a name that ends in .py; got .*job. Rename it"),
+        (
+            "train.py",
+            "import hpcdist as hd\nhd.init()\n1 / 0",
+            r"got .*train.py, a script with its own training loop\. Run",
+        ),
         ("empty.py", "job = 3\n", r"job file must define `job = hpcdist.train.Job\(...\)`; got .*empty.py"),
     ],
 )
@@ -121,6 +126,20 @@ def test_a_job_imports_its_neighbour_and_leaves_the_path_as_it_was(tmp_path):
     (alone.parent / "helpers.py").unlink()
     with pytest.raises(ModuleNotFoundError, match="helpers"):
         load_job(alone)
+    assert sys.path == before
+
+
+def test_a_folder_is_on_the_path_once_until_the_last_of_its_ranks_has_ended(tmp_path, monkeypatch):
+    path = _folder_of_a_job(tmp_path / "one", "first")
+    monkeypatch.syspath_prepend(str(path.parent))  # the user's own entry
+    before = sys.path.copy()
+    first, second = neighbours(path), neighbours(path)
+    first.__enter__()
+    second.__enter__()  # as of another virtual rank
+    assert sys.path == [str(path.parent), *before]
+    first.__exit__(None, None, None)
+    assert sys.path == [str(path.parent), *before] and load_job(path).model() == ("first", "later first")
+    second.__exit__(None, None, None)
     assert sys.path == before
 
 

@@ -31,7 +31,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun beside this Python or on PATH")
 def test_of_two_runs_in_one_folder_the_second_is_refused_until_the_first_is_gone():
     # Rank 0, which speaks, may be late.
-    patient = "from hpcdist.faults import reporter\nturns.FIRST_S = reporter.MAX_S = 30\n"
+    patient = "from hpcdist.faults import reporter\nreporter.FIRST_S = reporter.MAX_S = 30\n"
     Path("slow.py").write_text(patient + tiny.STUCK.replace("UP_TO", "15"))
     settings = ("data.path=digits.h5", "epochs=1", "checkpoint.every_steps=4")
     words = ["-m", "hpcdist", "train", "slow.py", *(word for s in settings for word in ("--set", s)), "--output", "it"]

@@ -39,7 +39,7 @@ def test_looks_at_all_parameters_make_no_copy_of_them():
         cls = strategies.load("allreduce")
         strategy, agreement = cls(cls.Config(), comm, model), Agreement(comm.split(0))
         looks = {
-            "compare": model.mark,
+            "compare": model.take_snapshot,
             "check": lambda: require_finite(strategy, comm, 1),
             "clip": lambda: agreement.norm(slot.tensor for slot in model.slots),
         }

@@ -61,10 +61,11 @@ def run(comm, folder: Path, *overrides: str, resume: Path | None = None, **given
 
 def require_same(found: Sequence[End], expected: Sequence[End]) -> None:
     """Runs, as `run` returns them on each rank, have ended on the same bits."""
+    differ = "resumed, parameters differ: all state must be declared by self.state, as by self.state.value"
     for (summary, tensors), (other, others) in zip(found, expected, strict=True):
-        assert (summary.sha256, summary.metrics) == (other.sha256, other.metrics)
+        assert (summary.sha256, summary.metrics) == (other.sha256, other.metrics), differ
         assert summary.samples == other.samples, "steps were recorded twice or not at all"
-        assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True)), differ
 
 
 def uninterrupted(ranks: int, folder: Path, *overrides: str) -> Summary:

@@ -1,13 +1,14 @@
 """The virtual cluster: N virtual ranks in one process, under a deterministic scheduler with a virtual clock.
 
-`run_virtual(body, size)` calls `body(comm)` on every rank. The same seed gives the same run, to the bit: results,
-virtual times and random numbers. The modules here define the passing of time: `clock` (who runs when), `network`
-(links), `group` (messages: sending is buffered), `collectives` (formulas), `window` (one-sided access), `thread` (a
-second thread of a rank), `compute` (step times).
+`run_virtual(body, size)` calls `body(comm)` on every rank. Runs with the same seed are bitwise identical: results,
+virtual times and random numbers. The modules: `clock` (scheduling), `network` (links), `group` (messages, which are
+buffered), `collectives` (formulas), `window` (one-sided access), `queue` (a second thread of a rank), `compute` (step
+times).
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 from collections.abc import Callable
@@ -37,7 +38,8 @@ __all__ = [
     "VirtualCommunicator", "run_virtual",
 ]  # fmt: skip
 Result = TypeVar("Result")
-_running = threading.Lock()  # random state and the number of threads belong to the process: one run at a time
+COLLECTS_AT = 50_000  # new objects, after which Python collects garbage during a run
+_running = threading.Lock()  # one run at a time: random state and the number of threads are process-wide
 
 
 def run_virtual(
@@ -50,20 +52,22 @@ def run_virtual(
 ) -> list[Result]:
     """Run `body(comm)` on `size` virtual ranks; return their results in rank order.
 
-    Every rank has a thread, of which one runs at a time: always the rank with the smallest virtual time, and of
-    several the one that has been ready for longest. Each begins with a random state of its own (torch, numpy,
-    `random`) that depends on (seed, rank); torch computes with one thread. Both are the caller's again at the end.
+    Each rank is a thread, and one thread runs at a time: the rank with the smallest virtual time; among several, the
+    one that has been ready the longest. Each rank has a separate random state (torch, numpy, `random`), seeded by
+    (seed, rank); torch computes with one thread. The caller's random state and thread count are restored at the end.
 
     Args:
-        seed: 0 or more.
-        network: the links' latency and bandwidth; None: transfers take no time, every rank is on a node of its own.
-        compute: how long `comm.compute()` takes; None: no time.
+        body: called on each rank with its communicator.
+        size: number of ranks.
+        seed: random seed, at least 0.
+        network: latency and bandwidth of links; None: transfers take no time, one rank per node.
+        compute: model of the time that `comm.compute()` takes; None: no time.
 
     Raises:
         ConfigError: an argument breaks its rule.
-        DeadlockError: no rank can go on; says what each waits for, since when and at which line.
-        Whatever `body` raises first on any rank, with a note that names the rank. The other ranks are ended (their
-        `finally` blocks run), and so they are on Ctrl-C, each at its next call of the communicator.
+        DeadlockError: no rank can continue; the message says what each rank waits for, since when and at which line.
+        The first exception that `body` raises on any rank, with a note that names the rank. This, or Ctrl-C, ends the
+        other ranks at their next call of the communicator; their `finally` blocks run.
     """
     require(isinstance(size, Integral) and size >= 1, "size", "an integer of at least 1", size)
     require(isinstance(seed, Integral) and seed >= 0, "seed", "an integer of at least 0", seed)
@@ -73,11 +77,13 @@ def run_virtual(
     compute.check(size)
     if not _running.acquire(blocking=False):
         raise CommunicationError(
-            f"run_virtual must not be called while another run is under way in this process; got a call in thread "
+            f"run_virtual must not be called during another run in this process; got a call in thread "
             f"{threading.current_thread().name!r}. Give the outer run more ranks, or split its communicator."
         )
-    n_threads = torch.get_num_threads()
+    n_threads, collects_at = torch.get_num_threads(), gc.get_threshold()
     try:
+        if collects_at[0]:  # else the collector goes through the objects of all ranks again and again
+            gc.set_threshold(max(collects_at[0], COLLECTS_AT), *collects_at[1:])
         with callers_state_kept():
             torch.set_num_threads(1)
             cluster = Cluster(size, seed, Network(0.0, math.inf) if network is None else network, compute)
@@ -85,4 +91,5 @@ def run_virtual(
             return cluster.clock.run(lambda rank: body(VirtualCommunicator(group, rank)))
     finally:
         torch.set_num_threads(n_threads)
+        gc.set_threshold(*collects_at)
         _running.release()

@@ -96,7 +96,7 @@ def convert(
         destination: The file to write.
         x, y: The names of the arrays, in upper or lower case. Of those for training the names x_train, train_x,
             train/x, x/train and x are tried; those for testing have test, valid or val in place of train. ARRAY/FIELD
-            is a field of a compound type, FILE:ARRAY an array of another file.
+            is a field of a compound type or of a struct of MATLAB's, FILE:ARRAY an array of another file.
         layout: The dimensions of x, a letter each, such as NHWC for N samples and C channels, which are written as
             NCHW. NHW gets one channel. By default all dimensions stay as they are.
         task: "classification" or "regression"; by default integers and words are labels. It must be given where targets
@@ -233,11 +233,23 @@ def _arrays(path: Path, stack: ExitStack) -> Iterator[NamedArray]:
     with named_faults(path):
         file.visititems(lambda name, node: found.append((name, node)) if isinstance(node, h5py.Dataset) else None)
     for name, values in found:
-        if values.shape is not None and values.ndim and not name.startswith("#"):  # MATLAB's own
+        refers = (
+            h5py.check_ref_dtype(values.dtype) is not None
+        )  # as arrays of structs and cells do, to what lies in #refs#
+        if values.shape is not None and values.ndim and not refers and not name.startswith("#"):  # MATLAB's own
             fields = values.dtype.names
             yield from (NamedArray(path, f"{name}/{f}", values, f) for f in fields or ())
             if not fields:
                 yield NamedArray(path, name, values, reverse=matlab)
+
+
+def _fields(name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield a variable of MATLAB's, or the arrays in the fields of a struct; none of an array of structs."""
+    if not values.dtype.names:
+        yield name, values
+    elif values.size == 1:
+        for field in values.dtype.names:
+            yield from _fields(f"{name}/{field}", np.asarray(values[field].item()))
 
 
 def loaded(path: Path) -> dict[str, np.ndarray]:
@@ -247,7 +259,8 @@ def loaded(path: Path) -> dict[str, np.ndarray]:
             if path.suffix == ".mat":
                 from scipy.io import loadmat
 
-                return {name: values for name, values in loadmat(file).items() if not name.startswith("__")}
+                own = {name: values for name, values in loadmat(file).items() if not name.startswith("__")}
+                return dict(found for name, values in own.items() for found in _fields(name, values))
             found = np.load(file, allow_pickle=False)
             if isinstance(found, np.ndarray):
                 return {"table": found}

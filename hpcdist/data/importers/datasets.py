@@ -47,7 +47,8 @@ def convert(
             class, or of `save_to_disk`; folders or files called train, test, val are its splits. hub:NAME is a data set
             on the Hugging Face Hub.
         destination: The file to write.
-        x: The column of samples, or columns of numbers with commas between. Parts of a column are COLUMN.PART.
+        x: The column of samples, or columns of numbers with commas between. Parts of a column are COLUMN.PART. Bytes
+            are an image file's, PNG's or JPEG's for example.
         y: The column of targets.
         task: "classification" or "regression"; by default classes, words and integers are labels.
         height, width: Size in pixels that every image is resized to (bilinear; its proportions change).
@@ -67,7 +68,7 @@ def convert(
         destination.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(prefix=".import-", dir=destination.parent, ignore_cleanup_errors=True)
     with scratch:  # to which the library copies what it reads
-        parts = _splits(str(source), scratch.name)
+        parts = _splits(str(source), scratch.name, columns)
         known = parts["train"].features
         if unknown := [name for name in (*columns, y) if name not in known]:
             raise ConfigError(f"x and y must be columns of {source}, {', '.join(known)}; got {', '.join(unknown)}.")
@@ -96,8 +97,11 @@ def convert(
         )
 
 
-def _splits(source: str, cache: str) -> dict[str, Any]:
-    """Load a data set, with undecoded images and nested columns side by side; its first test split is called test."""
+def _splits(source: str, cache: str, x: Sequence[str]) -> dict[str, Any]:
+    """Load a data set, with undecoded images and nested columns side by side; its first test split is called test.
+
+    Columns of `x` are images also where the file alone does not say so: bytes, or a struct of bytes and a path.
+    """
     import datasets  # takes seconds
 
     path = Path(source)
@@ -116,14 +120,19 @@ def _splits(source: str, cache: str) -> dict[str, Any]:
         raise DataError(
             f"{source} must be what Hugging Face's datasets reads; got {type(cause).__name__}: {cause}"
         ) from error
-    parts = {name: part.flatten() for name, part in found.items()} if isinstance(found, dict) else {"train": found}
+    parts = dict(found) if isinstance(found, dict) else {"train": found}
     if "train" not in parts:
         raise DataError(f"{source} must have a split train; got {', '.join(parts)}. Rename its files or folders.")
     if "test" not in parts and "validation" in parts:
         parts["test"] = parts.pop("validation")
-    for name, feature in parts["train"].features.items():
-        if isinstance(feature, datasets.Image):
-            parts = {key: part.cast_column(name, datasets.Image(decode=False)) for key, part in parts.items()}
+    for decode in (True, False):  # nested columns are found meanwhile
+        for name, feature in parts["train"].features.items():
+            encoded = name in x and getattr(feature, "dtype", "") in ("binary", "large_binary")
+            encoded |= name in x and isinstance(feature, dict) and feature.keys() == {"bytes", "path"}
+            if encoded or isinstance(feature, datasets.Image):
+                parts = {key: part.cast_column(name, datasets.Image(decode=decode)) for key, part in parts.items()}
+        if decode:
+            parts = {key: part.flatten() for key, part in parts.items()}
     return parts
 
 
@@ -159,5 +168,7 @@ def _pixels(image: dict[str, Any], size: tuple[int, int], mode: str) -> np.ndarr
                 upright = ImageOps.exif_transpose(stored).convert(mode)
                 pixels = np.asarray(upright.resize(size, Image.Resampling.BILINEAR))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # as Pillow's decoders raise
-        raise DataError(f"{image['path']} can't be read as an image ({error}). Replace or remove it.") from error
+        raise DataError(
+            f"{image['path'] or 'bytes of x'} can't be read as an image ({error}). Replace or remove it."
+        ) from error
     return pixels[np.newaxis] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)

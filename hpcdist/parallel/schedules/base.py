@@ -27,7 +27,7 @@ class Operation(NamedTuple):
         return f"{self.kind}{self.micro_batch} of stage {self.stage}"
 
     def needs(self, stages: int) -> Iterator[tuple[Operation, ...]]:
-        """Yield groups of earlier operations; this one needs one operation of each group."""
+        """Yield groups of earlier operations. The operation can run once one operation of each group has run."""
         _, stage, micro_batch = self
         if self.kind == "F":
             if stage > 0:
@@ -53,7 +53,7 @@ class Timing:
         makespan_s: from the start of the first operation to the end of the last one.
         bubbles: for each rank, the idle share of that time.
         peaks: for each rank, the largest number of micro-batches in its stages whose activations it keeps at a time.
-        spans_s: for each operation of each rank, its start and its end.
+        spans_s: start and end of each operation, by rank.
     """
 
     makespan_s: float

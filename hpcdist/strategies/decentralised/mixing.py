@@ -83,10 +83,13 @@ class Mixing:
         self._requests = [exchange.start(t, r) for t, r in zip(tensors, self._received, strict=True)]
         self._step = step
 
-    def finish(self, tensors: Sequence[Tensor]) -> None:
+    def finish(self, tensors: Sequence[Tensor], add_to: Sequence[Tensor] = ()) -> None:
         """Collective. Wait for the exchange and mix `tensors`, in place.
 
         `start` has sent the same tensors, or rounded copies; rounding errors then stay here, which conserves sums.
+
+        Args:
+            add_to: tensors to which the result is added while it is in the cache, or none.
         """
         self.drop()
         weights = self._topology.in_neighbours(self._comm.rank, self._step)
@@ -95,24 +98,28 @@ class Mixing:
             weights[self._comm.rank] += self._identity_weight
         local_weight = weights.pop(self._comm.rank)
         with torch.no_grad():
-            for tensor, sent, received in zip(tensors, self._sent, self._received, strict=True):
-                for local, as_sent, *remote in alongside(tensor, sent, *received.view(len(weights), tensor.numel())):
+            for index, (tensor, sent, received) in enumerate(zip(tensors, self._sent, self._received, strict=True)):
+                remote = received.view(len(weights), tensor.numel())
+                for local, as_sent, *parts in alongside(tensor, sent, *remote, *add_to[index : index + 1]):
+                    weighted = list(zip(weights.values(), parts))
                     if sent.dtype != tensor.dtype:
                         local.sub_(as_sent, alpha=1 - local_weight)
-                        for weight, part in zip(weights.values(), remote, strict=True):
+                        for weight, part in weighted:
                             local.add_(part, alpha=weight)
-                        continue
-                    total = local_weight
-                    for weight, part in zip(weights.values(), remote, strict=True):
-                        total += weight
-                        local.lerp_(part, weight / total)  # by differences: equal values stay bitwise equal
-                    if not math.isclose(total, 1):  # only columns of W add up to 1
-                        local.mul_(total)
+                    else:
+                        total = local_weight
+                        for weight, part in weighted:
+                            total += weight
+                            local.lerp_(part, weight / total)  # by differences: equal values stay the same to the bit
+                        if not math.isclose(total, 1):  # only columns of W add up to 1
+                            local.mul_(total)
+                    for target in parts[len(weighted) :]:
+                        target.add_(local)
 
-    def mix(self, tensors: Sequence[Tensor], step: int) -> None:
-        """Collective. Mix `tensors` with the neighbours of `step`, in place; blocking."""
+    def mix(self, tensors: Sequence[Tensor], step: int, add_to: Sequence[Tensor] = ()) -> None:
+        """Collective. Mix `tensors` with the neighbours of `step`, in place; blocking. See `finish`."""
         self.start(tensors, step)
-        self.finish(tensors)
+        self.finish(tensors, add_to)
 
     def drop(self) -> None:
         """Collective. Wait for the exchange in flight, if any, and drop its result."""

@@ -37,7 +37,7 @@ class Periodic(Strategy):
         average: Collective. Replaces flat tensors by their means over all ranks, bitwise equal on all ranks.
         in_flight: numbers of the fragments that were sent and not merged, with the step that sent them.
         common: x, flat tensors like `model.params`; empty on a single rank.
-        mean: the mean δ; flat tensors like `model.params`.
+        mean: the mean δ; flat tensors like `model.params`, or `model.params`.
         sent: δᵢ of the fragments in flight; flat tensors like `model.params`.
         used: flags of the parameters with a gradient on any rank in the period of `mean`.
         momentum: the outer optimiser's momentum, flat tensors; empty unless a subclass sets them.
@@ -83,9 +83,14 @@ class Periodic(Strategy):
         self.common = self.state.sharded("common", templates, start="parameters", reshard=self.of_ranks, resets=True)
         shared = None if config.compression else self.calls.shared_zeros(self.common)
         # First δᵢ of the fragments in flight, then their means; `sent` keeps δᵢ. With another number of ranks all start
-        # from the mean of the parameters, whose distance from x is the mean of δᵢ.
-        means = [torch.empty_like(x) for x in self.common] if shared is None else shared
-        self.mean = self._declare_in_flight("mean", means, "first")
+        # from the mean of the parameters, whose distance from x is the mean of δᵢ. If x replaces the parameters in the
+        # step that sends δᵢ, δᵢ overwrites the parameters.
+        in_place = self.blend is None and not self._delay
+        if in_place and shared:
+            model.move_params(shared)
+        means = [] if in_place else shared or [torch.empty_like(x) for x in self.common]
+        declared = self._declare_in_flight("mean", means, "first")
+        self.mean: Sequence[Tensor] = model.params if in_place else declared
         keeps = self.blend is None and self._delay
         sent = [torch.empty_like(x) for x in self.common if keeps]
         self.sent = self._declare_in_flight("gone", sent, "mean")

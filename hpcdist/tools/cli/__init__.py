@@ -80,8 +80,7 @@ def _leave_in_turn(comm) -> int:
 
 
 def _run(arguments: list[str], first: bool) -> int:
-    """Run a command and return its exit status. All ranks have the same arguments; the first one reports errors in
-    them."""
+    """Run a command and return its exit status. All ranks have the same arguments; the first reports wrong usage."""
     command = typer.main.get_command(app)  # calling `app` would replace sys.excepthook
     prepare_help(command)
     try:
@@ -171,9 +170,9 @@ def _add_commands() -> None:
         COLLECTIVE.update(name for name, command in commands.items() if hasattr(command, "on_all_ranks"))
 
 
-def _functions(app_: typer.Typer) -> dict[str, Any]:
+def _functions(group: typer.Typer) -> dict[str, Any]:
     """Return the functions of an app's commands by name."""
-    functions: list[tuple[Any, Any]] = [(command.name, command.callback) for command in app_.registered_commands]
+    functions: list[tuple[Any, Any]] = [(command.name, command.callback) for command in group.registered_commands]
     return {name or typer.main.get_command_name(function.__name__): function for name, function in functions}
 
 

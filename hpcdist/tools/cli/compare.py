@@ -17,6 +17,7 @@ from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
 
 import typer
 from annotated_types import Interval
+from typer.core import TyperCommand
 
 from hpcdist.errors import LEFT
 from hpcdist.tools import console
@@ -25,6 +26,19 @@ from hpcdist.tools.compare.experiment import Comparison, Execution, Experiment, 
 from hpcdist.tools.options import Config, Overrides, Target
 
 app = typer.Typer()
+
+
+class _Command(TyperCommand):
+    """A command that may be given a script, whose own arguments follow --."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if type(error).__name__ == "NoSuchOption" and "--" not in words:
+                cast(Any, error).message += "; arguments of a script follow --: train.py --ranks 2 -- --epochs 3"
+            raise
 
 
 @dataclass
@@ -97,7 +111,7 @@ def _experiment(kind: type[Experiment], names: str, **defaults: Any) -> Callable
 
         parameters = [option(name, described.__name__) for name in names.split()]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        app.command()(command)
+        app.command(cls=_Command)(command)
 
     return add
 
@@ -131,8 +145,7 @@ def compare() -> None:
     seeds=1,
 )
 def simulate() -> None:
-    """Compare strategies on virtual ranks on this machine: the training is real, its network and its time are
-    simulated.
+    """Compare strategies on virtual ranks on this machine: training is real, network and time are simulated.
 
     All seconds are those of a cluster with the given network and step times.
 

@@ -75,7 +75,7 @@ def plan(
         "recompute": recompute or None,
     }
     flags = as_flags({key: value for key, value in options.items() if value is not None}, "parallel.")
-    job_, settings = specify(job, config, [*(overrides or []), *flags])
+    loaded, settings = specify(job, config, [*(overrides or []), *flags])
     chosen = settings.parallel
     shared: dict[str, Any] = {
         "micro_batches": chosen.micro_batches * settings.accumulation,
@@ -87,7 +87,7 @@ def plan(
         link = read_cluster(None, network, None).links()
         shared["transfer_s"] = lambda n_bytes: link.latency_s + n_bytes / link.bandwidth_bytes_s
     with neighbours(job):
-        costs = measure_layers(job_, settings, local_device(0))
+        costs = measure_layers(loaded, settings, local_device(0))
     by_user = None if chosen.sizes is None else by_hand(chosen.sizes, len(costs))
     plan = predict(costs, chosen.stages, schedule=chosen.schedule, chunks=chosen.chunks, cut=by_user, **shared)
     one_rank_s = shared["micro_batches"] * sum(cost.forward_s + cost.backward_s for cost in costs)

@@ -56,11 +56,11 @@ def report(
 
     if (as_json, as_csv, as_latex).count(True) > 1:
         raise ConfigError("--json, --csv and --latex must be given one at a time; got several. Give one of them.")
-    target_ = None if target is None else read_target(target)
+    goal = None if target is None else read_target(target)
     only = {Path(listed.folder) for listed in select_runs(folders, where, tag)} if where or tag else None
     if only is not None and not only:
         raise ConfigError(f"--where and --tag must choose a run; got none in {', '.join(map(str, folders))}.")
-    jobs = read_jobs(folders, target_, only=only, progress=console.tracked)
+    jobs = read_jobs(folders, goal, only=only, progress=console.tracked)
     names = None if columns is None else [name.strip() for name in columns.split(",")]
     tables = table.tables([analyse(job) for job in jobs], names, sort, every=as_json or as_csv)
     if as_json:
@@ -79,7 +79,7 @@ def report(
     if html or output is not None:
         from hpcdist.tools.report import write
 
-        console.note(f"written: {write(folders, output, target=target_, only=only, progress=console.tracked)}")
+        console.note(f"written: {write(folders, output, target=goal, only=only, progress=console.tracked)}")
 
 
 @app.command()

@@ -108,7 +108,7 @@ class ComparedRuns(ExperimentRuns):
         """Plan all runs, at the rates that the user or a search has chosen."""
         self._chosen, experiment = chosen, self.experiment
         rates = {(key, ranks): rate for key, rate in experiment.rates.items() for ranks in experiment.ranks}
-        rates |= {(rate_.name, rate_.ranks): rate_.rate for rate_ in chosen}
+        rates |= {(choice.name, choice.ranks): choice.rate for choice in chosen}
         self.plan = plan(experiment, self.groups, rates)
 
     # --- runs ---------------------------------------------------------------------------------------------------------
@@ -140,8 +140,8 @@ class ComparedRuns(ExperimentRuns):
 
     # --- learning rates -----------------------------------------------------------------------------------------------
     def tune(self, runner: Runner) -> Sequence[ChosenRate]:
-        """Search a learning rate for each `rate_key` and number of ranks, on separate seeds. Existing runs of the
-        search are reused."""
+        """Search a learning rate per `rate_key` and number of ranks, on separate seeds; reuse existing runs of the
+        search."""
         firsts = {(group.rate_key, group.ranks): group for group in reversed(self.groups)}
         with runner.display("learning rates", len(firsts) * self.experiment.tune):
             self._plan_runs([self._search(group, runner) for group in reversed(firsts.values())])

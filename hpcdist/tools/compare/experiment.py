@@ -58,8 +58,7 @@ def read_budget(value: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
 
 
 def read_strategies(texts: Sequence[str]) -> tuple[str, ...]:
-    """Split `a,b:key=value,key=value,c` at the commas between strategies; an item `key=value` belongs to the strategy
-    before it.
+    """Split `a,b:key=value,key=value,c` into strategies; an item `key=value` belongs to the one before it.
 
     Raises:
         ConfigError: an option stands before any strategy, or a name is empty.

@@ -47,8 +47,7 @@ def read_experiment(output: Path, kind: type[E]) -> E:
 
 
 def default(base: Path, experiment: Experiment) -> Path:
-    """Choose a folder if the user named none: the one with this experiment, or the first free one of `base`,
-    `base-2`...
+    """Choose a folder if none is given: the one with this experiment, or the first free of `base`, `base-2`...
 
     Only the settings of a virtual cluster are compared, not the step times that a simulation has measured for the
     folder.

@@ -102,8 +102,7 @@ def sweep(
     launcher: str | None = None,
     **options: Any,
 ) -> SweptRuns:
-    """Search for good settings of a job, as `hpcdist sweep` does. Runs that already exist in the folder are not
-    repeated.
+    """Search for good settings of a job, as `hpcdist sweep` does. Existing runs in the folder are not repeated.
 
     Args:
         job: see `compare`; the settings of a function are its parameters.
@@ -131,8 +130,7 @@ def run(
     workers: int | None = None,
     **options: Any,
 ) -> Any:
-    """Run what is missing of an experiment, here or as Slurm jobs; if its Slurm jobs are still queued, show them
-    instead.
+    """Run what is missing of an experiment, here or in Slurm; if its Slurm jobs are still queued, show them instead.
 
     Args:
         command: compare, simulate or sweep.

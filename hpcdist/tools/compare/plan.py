@@ -121,8 +121,7 @@ def title(strategy: str) -> str:
 def groups(
     experiment: Comparison | Sweep, batch_size: int = 1, accumulation: int = 1, stages: int = 1
 ) -> list[ComparedGroup]:
-    """List all groups: each strategy and baseline on each number of ranks, plus serial controls. A sweep has one group
-    per trial.
+    """List all groups: each strategy and baseline on each number of ranks, and serial controls; of a sweep, its trials.
 
     A serial control trains one process with the batch of all p replicas, μp; a second one also averages its iterates.
     Most of what p replicas gain or lose comes from the large batch or from the averaging.

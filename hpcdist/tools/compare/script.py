@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import symtable
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config import load
-from hpcdist.config.files import load_function, neighbours
+from hpcdist.config.files import binds, load_function, neighbours
 from hpcdist.errors import ConfigError, RunError
 from hpcdist.session.run import PlannedLoop
 from hpcdist.session.world import start_planned
@@ -52,8 +51,7 @@ def read_job(
 
 
 def _reference(job: str | Path | Callable[..., Any]) -> str:
-    """Return a job as text, a function as path/to/file.py:name; raise ConfigError for a function that ranks can't
-    import."""
+    """Return a job as text (a function as path/to/file.py:name); raise ConfigError if ranks can't import a function."""
     if isinstance(job, (str, Path)):
         return str(job)
     file, name = inspect.getsourcefile(job) if inspect.isfunction(job) else None, getattr(job, "__qualname__", "")
@@ -76,11 +74,10 @@ def _is_script(job: str) -> bool:
         return ".py:" in job  # a missing file is reported when it is loaded
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        symbols = symtable.symtable(text, job, "exec").get_symbols()
+        if binds(text, "job"):
+            return False
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"job must be a file of Python; got {job}: {error}.") from None
-    if any(symbol.get_name() == "job" and (symbol.is_assigned() or symbol.is_imported()) for symbol in symbols):
-        return False
     if not re.search(r"\bhpcdist\b", text):
         raise ConfigError(
             f"job must be a file that defines `job`, or a script that imports hpcdist; got {job}, which is neither."

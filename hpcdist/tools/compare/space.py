@@ -56,8 +56,7 @@ class Axis:
 
 
 def read_axis(text: str) -> Axis:
-    """Parse `KEY=A,B,C`, `KEY=LOW..HIGH` or `KEY=LOW..HIGH:log`; a number of points behind a range (`:5`) makes it a
-    list.
+    """Parse `KEY=A,B,C`, `KEY=LOW..HIGH` or `KEY=LOW..HIGH:log`; a number of points (`:5`) turns a range into a list.
 
     Raises:
         ConfigError: the text has none of these forms.

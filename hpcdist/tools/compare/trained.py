@@ -72,8 +72,7 @@ class TrainedJob:
 
 
 class TrainedScript:
-    """A script or a function with its own training loop; see `TrainedJob`. Its batch size and learning rates are
-    unknown.
+    """A script or function with its own training loop, of unknown batch size and learning rate; see `TrainedJob`.
 
     Raises:
         ConfigError: an option is for jobs only, or the script does not take what differs between its runs.
@@ -102,8 +101,7 @@ class TrainedScript:
         self.unknown = [f"{experiment.job} sets its batch size and its end: runs are not cut{skipped}"]
 
     def _check_placeholders(self, names: set[str]) -> None:
-        """Raise ConfigError if the script has a placeholder without a value, or none for a setting that differs between
-        runs."""
+        """Raise ConfigError for a placeholder without a value, or none for a setting that differs between runs."""
         experiment, by_name = self._experiment, ".py:" in self._experiment.job
         where = "the function's parameters" if by_name else "the {NAME} in ARGS"
         swept = [read_axis(text).key for text in experiment.over] if isinstance(experiment, Sweep) else []
@@ -146,7 +144,7 @@ def _is_plain(group: ComparedGroup) -> bool:
     options = load({}, None, group.settings)["strategy"]
     name = options if isinstance(options, str) else options["name"]
     cls = strategies.load(name)
-    is_builtin = cls.__module__.startswith("hpcdist.strategies.")  # our tests check it
+    is_builtin = cls.__module__.startswith("hpcdist.strategies.")  # others are not tested for it
     has_own_rule = cls.contract.step == "the strategy's" or cls.contract.batch == "portions"
     return is_builtin and not has_own_rule and not {"on_nonfinite", "provider"} & set(options)
 

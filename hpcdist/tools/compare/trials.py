@@ -92,8 +92,7 @@ class Trials:
 
     # --- runs ---------------------------------------------------------------------------------------------------------
     def start(self, number: int) -> tuple[str, ...]:
-        """Start a trial: sample its settings, and return them as KEY=VALUE. A trial that was started before keeps its
-        settings."""
+        """Sample the settings of a trial, unless it was started before, and return them as KEY=VALUE."""
         import optuna
 
         with self._locked():
@@ -155,8 +154,7 @@ class Trials:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the study against other processes, and clean up after a killed one: half a line at the journal's end,
-        Optuna's lock file."""
+        """Lock the study, and clean up after a killed process: half a line at the journal's end, Optuna's lock file."""
         turn = self.output / "runs"
         with making(turn):
             turn.mkdir(exist_ok=True)
@@ -166,8 +164,7 @@ class Trials:
             yield
 
     def _study(self, number: int) -> optuna.Study:
-        """Load the study with a sampler seeded by the trial's number: samples depend on nothing but that number and the
-        results."""
+        """Load the study with a sampler seeded by the trial's number, so that samples are reproducible."""
         import optuna
 
         kind = optuna.samplers.TPESampler if self.sweep.sampler == "tpe" else optuna.samplers.RandomSampler

@@ -34,8 +34,7 @@ _ending = threading.Lock()
 
 
 def examine(required: Requirements, options: ExaminationOptions) -> int:
-    """Collective. Run all checks, print a line per finding on the first rank, and return the exit status, the same on
-    all ranks.
+    """Collective. Run all checks, print the findings on the first rank; return the same exit status on all ranks.
 
     If ranks don't answer, or the time limit is exceeded, all ranks are ended, with status 1 or the launcher's status
     for an aborted job.
@@ -84,8 +83,7 @@ def _start_mpi(required: Requirements, report: Report, limit: TimeLimit) -> Firs
 
 
 def _check_nodes(required: Requirements, report: Report) -> bool:
-    """Report nodes that are absent or can't reach each other by TCP; return whether there are any. Only the first rank
-    knows."""
+    """Report nodes that are absent or can't connect by TCP; return whether there are any, on the first rank."""
     names = tuple(base.allocated(required.environ)) if startup.takes_part(required.environ) else ()
     checked = startup.check_nodes(required.environ, names) if len(names) > 1 else startup.NOTHING
     if not checked.absent and not checked.unreachable:

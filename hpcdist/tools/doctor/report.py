@@ -70,8 +70,7 @@ class Report:
         return f"Other processes are running: {listed(texts)}"
 
     def conclude(self, cut_short: bool = False) -> int:
-        """Choose the nodes to exclude, write the files, and return the exit status; `cut_short`: not all checks were
-        run, status 1.
+        """Choose the nodes to exclude, write the files; return the exit status, 1 if checks are missing (`cut_short`).
 
         Raises:
             ConfigError: a file can't be written.

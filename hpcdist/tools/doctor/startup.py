@@ -73,8 +73,7 @@ def check(
 
 
 def pairs_to_try(count: int) -> list[Pair]:
-    """Return the pairs of `count` members to try: all, or with many members those at distance 1, 2, 4, ..., as in
-    collectives."""
+    """Return the pairs of `count` members to try: all, or of many members those 1, 2, 4, ... apart."""
     steps = range(1, count) if count <= ALL_PAIRS else [1 << i for i in range((count - 1).bit_length())]
     pairs = ((first, (first + step) % count) for first in range(count) for step in steps)
     return sorted({(min(pair), max(pair)) for pair in pairs})
@@ -94,8 +93,7 @@ def takes_part(environ: Mapping[str, str]) -> bool:
 
 
 def check_nodes(environ: Mapping[str, str], names: Sequence[str]) -> Result:
-    """Collective, with a timeout. Find absent nodes and unreachable pairs, by number; only the first node gets the
-    result.
+    """Collective, with a timeout. Find absent nodes and unreachable pairs; only the first node gets the result.
 
     Args:
         names: host names of the step's nodes.
@@ -131,8 +129,7 @@ class Tcp:
         self._texts: dict[int, str] = {}  # of the last exchange; after the first one, the nodes' addresses
 
     def exchange(self, text: str, limit_s: float, members: Collection[int]) -> dict[int, str]:
-        """Collective. Exchange texts among `members` through the first node; an empty text is replaced by the node's
-        address."""
+        """Collective. Exchange texts through the first node; an empty one becomes the node's address."""
         self._texts = self._exchange(text, limit_s, members)
         return self._texts
 
@@ -240,12 +237,12 @@ def unreachable_pairs(pairs: Sequence[tuple[int, int]], nodes: Nodes, reason: st
         ends = [pair for pair in remaining if worst in pair]
         remaining = [pair for pair in remaining if worst not in pair]
         if len(ends) == 1:
-            text, nodes_, excluded = f"the link {'-'.join(ends[0])} passes nothing", ends[0], "one of the two"
+            text, causes, excluded = f"the link {'-'.join(ends[0])} passes nothing", ends[0], "one of the two"
         else:
             others = [name for pair in ends for name in pair if name != worst]
-            text, nodes_, excluded = f"the links from {worst} to {listed(others)} pass nothing", (worst,), worst
+            text, causes, excluded = f"the links from {worst} to {listed(others)} pass nothing", (worst,), worst
         text += f": {reason}, though all reach {nodes.names[0]}. Exclude {excluded}, and tell the site: check "
-        findings.append(Finding(ERROR, f"{text}cables, routes and firewalls between them", nodes_, weight=len(ends)))
+        findings.append(Finding(ERROR, f"{text}cables, routes and firewalls between them", causes, weight=len(ends)))
     return findings
 
 

@@ -35,8 +35,7 @@ Seed = tuple[int, int]  # and a counter for repeated seeds
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs with the same name and number of ranks, which differ in their seeds. `group["wall_s"]` has the value of each
-    run.
+    """Runs with the same name and number of ranks, and different seeds. `group["wall_s"]` has each run's value.
 
     Attributes:
         frame: a row per finished run.
@@ -215,9 +214,9 @@ class Contrast:
         """Return whether the final metrics are equal in every seed, up to rounding."""
         if self.difference is None:
             return False
-        values_, reference_values = self.group.final, self.reference.final
-        pairs = ((values_[seed], reference_values[seed]) for seed in values_)
-        values = pairs if self.difference.paired else product(values_.values(), reference_values.values())
+        finals, reference_values = self.group.final, self.reference.final
+        pairs = ((finals[seed], reference_values[seed]) for seed in finals)
+        values = pairs if self.difference.paired else product(finals.values(), reference_values.values())
         return all(math.isclose(*pair, rel_tol=ROUNDING) for pair in values)
 
     def outcome(self, min_ratio: float = 1.0) -> str:
@@ -315,14 +314,13 @@ def _contrasts(job: JobRuns, groups: Sequence[RunGroup]) -> list[Contrast]:
         pairs = [(group, other) for group, other in pairs if other.ranks > 1]
     pairs.sort(key=lambda pair: (pair[0].kind == "serial", -pair[1].ranks))
     contrasts = [_contrast(group, reference) for group, reference in pairs]
-    effects = [effect_ for contrast in contrasts for effect_ in (contrast.speedup, contrast.difference)]
-    corrected = holm([math.nan if effect_ is None else effect_.p for effect_ in effects])
+    effects = [item for contrast in contrasts for item in (contrast.speedup, contrast.difference)]
+    corrected = holm([math.nan if item is None else item.p for item in effects])
     return [replace(c, p_speedup=corrected[2 * i], p_difference=corrected[2 * i + 1]) for i, c in enumerate(contrasts)]
 
 
 def _is_reference(group: RunGroup, other: RunGroup) -> bool:
-    """Return whether `other` is the reference of `group`: the same number of ranks, or the same total batch for one
-    process."""
+    """Return whether `other` is the reference of `group`: the same ranks, or for one process the same total batch."""
     if other.name != group.job.reference or group.name == other.name or group.virtual != other.virtual:
         return False
     if group.kind == "serial":

@@ -15,6 +15,15 @@ from hpcdist.tools.report.analysis import Analysis
 from hpcdist.tools.statistics import MIN_SEEDS
 from hpcdist.version import __version__
 
+STEPS = {  # by the class of a compute model
+    "Constant": "{seconds:.3g} s each",
+    "Jitter": "{mean_s:.3g} s on average, gamma-distributed with a coefficient of variation of {cv:g}",
+    "Exponential": "{mean_s:.3g} s on average, exponentially distributed",
+    "Straggler": "{base}, {factor:g} times as long on rank {rank}",
+    "SlowSteps": "{base}, of which a share of {probability:g} takes {factor:g} times as long",
+    "Replay": "the times that were recorded in the run {source}",
+}
+
 
 def methods(analysis: Analysis) -> str:
     """Write the paragraph: strategies, ranks, seeds, budget, network, statistics, versions, citation."""
@@ -47,13 +56,7 @@ def methods(analysis: Analysis) -> str:
         tuning=job.tuning,
         hosts={host for start in starts if not start.virtual for host in start.hosts},
         links=[item for number, item in enumerate(links) if item not in links[:number]],
-        steps=list(
-            dict.fromkeys(
-                ", ".join(f"{key} {setting}" for key, setting in item.items())
-                for item in steps
-                if isinstance(item, Mapping)
-            )
-        ),
+        steps=list(dict.fromkeys(_steps(item) for item in steps if isinstance(item, Mapping))),
         target="" if job.target is None else f"{sign} {wording.value(job.metric, job.target)}",
         has_intervals=any(len(group.ended) >= MIN_SEEDS for group in groups),
         has_tests=any(item.difference is not None and not math.isnan(item.difference.p) for item in analysis.contrasts),
@@ -61,3 +64,10 @@ def methods(analysis: Analysis) -> str:
         versions=[text if name == "mpi" else f"{name} {text}" for name, text in versions.items()],
     )
     return re.sub("[ \n]+", " ", text).strip()
+
+
+def _steps(compute: Mapping[str, Any]) -> str:
+    """Say how long the steps of virtual ranks take, as `compute.describe` has written it."""
+    given = {key: _steps(value) if isinstance(value, Mapping) else value for key, value in compute.items()}
+    form = STEPS.get(str(given.get("model")))
+    return "the times of a model of this run's own" if form is None else form.format_map(given)

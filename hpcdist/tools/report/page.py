@@ -183,7 +183,7 @@ def sections_of(analysis: Analysis) -> list[Section]:
     sections = []
     kinds = catalogue("figures")
     plugins = [(name, kinds.load(name)) for name in kinds.available()]
-    for name, plugin in sorted(plugins, key=lambda plugin_: (getattr(plugin_[1], "ORDER", len(plugins)), plugin_[0])):
+    for name, plugin in sorted(plugins, key=lambda entry: (getattr(entry[1], "ORDER", len(plugins)), entry[0])):
         parts = list(plugin.draw(analysis))
         figures: dict[int | None, list[ReportFigure]] = {}
         for part in parts:

@@ -250,8 +250,8 @@ def _by_job(runs: Sequence[RunResult]) -> dict[str | None, list[RunResult]]:
     stems = Counter(Path(path).stem for path in set(first.values()))
     groups: dict[str | None, list[RunResult]] = {}
     for result in runs:
-        path_ = None if result.run.record is None else first[result.run.record.job.path]
-        name = path_ if path_ is None or stems[Path(path_).stem] > 1 else Path(path_).stem
+        first_path = None if result.run.record is None else first[result.run.record.job.path]
+        name = first_path if first_path is None or stems[Path(first_path).stem] > 1 else Path(first_path).stem
         groups.setdefault(name, []).append(result)
     return dict(sorted(groups.items(), key=lambda group: (group[0] is None, group[0] or "")))
 

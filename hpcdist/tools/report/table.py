@@ -80,8 +80,8 @@ def tables(
     return created
 
 
-def show(tables_: Sequence[JobTable]) -> None:
-    for table in tables_:
+def show(job_tables: Sequence[JobTable]) -> None:
+    for table in job_tables:
         heads = _heads(table)
         texts = {name: [row[name][1] for row in table.rows] for name in table.rows[0]}
         text_columns = [name for name, (value, _) in table.rows[0].items() if isinstance(value, (str, bool))]
@@ -89,7 +89,7 @@ def show(tables_: Sequence[JobTable]) -> None:
             common, texts[name] = _cut_prefix(texts[name])
             heads[name] += f"\n{common}" if common else ""
         rows = [dict(zip(texts, row)) for row in zip(*texts.values())]
-        title = f"{table.analysis.job.comparison}: " if table.analysis.job.comparison and len(tables_) > 1 else ""
+        title = f"{table.analysis.job.comparison}: " if table.analysis.job.comparison and len(job_tables) > 1 else ""
         console.rows(title + _title(table.analysis), rows, heads=heads, left_aligned=text_columns, option="--columns")
         if len(table.analysis.groups) > 1:
             console.line(answer(table.analysis).headline)
@@ -105,10 +105,10 @@ def answer(analysis: Analysis) -> Verdict:
     return judge_sweep(read_sweep(cast(Path, analysis.job.comparison), importance=False))
 
 
-def as_latex(tables_: Sequence[JobTable]) -> str:
+def as_latex(job_tables: Sequence[JobTable]) -> str:
     """Format tables for LaTeX's package booktabs, each with its methods paragraph."""
     texts = [r"% \usepackage{booktabs}"]
-    for table in tables_:
+    for table in job_tables:
         heads = [_heads(table)[name].replace("\n", " ").translate(LATEX) for name in table.rows[0]]
         rows = [[text.translate(LATEX) for _, text in row.values()] for row in table.rows]
         columns = "".join("l" if isinstance(value, (str, bool)) else "r" for value, _ in table.rows[0].values())
@@ -119,13 +119,13 @@ def as_latex(tables_: Sequence[JobTable]) -> str:
     return "\n".join(texts)
 
 
-def as_data(tables_: Sequence[JobTable]) -> list[dict[str, Any]]:
+def as_data(job_tables: Sequence[JobTable]) -> list[dict[str, Any]]:
     """Return tables for JSON, with unrounded numbers; a mean has the ends of its 95 % interval."""
     return [
         question_of(table.analysis.job)
         | {"verdict": answer(table.analysis).headline, "methods": methods(table.analysis)}
         | {"rows": [{name: as_value(value, name) for name, (value, _) in row.items()} for row in table.rows]}
-        for table in tables_
+        for table in job_tables
     ]
 
 
@@ -144,10 +144,10 @@ def as_value(value: object, name: str = "") -> object:
     return {mean: value.mean, "low": value.low, "high": value.high}
 
 
-def write_csv(tables_: Sequence[JobTable], file: TextIO) -> None:
+def write_csv(job_tables: Sequence[JobTable], file: TextIO) -> None:
     """Write one CSV table of all jobs; a mean has three columns: NAME, NAME.low and NAME.high."""
     rows: list[dict[str, Any]] = []
-    for table in tables_:
+    for table in job_tables:
         for row in table.rows:
             rows.append({"job": table.analysis.job.name})
             for name, (value, _) in row.items():
@@ -282,8 +282,7 @@ def _sort_key(name: str, job: JobRuns, row: Mapping[str, Entry]) -> tuple[bool, 
 
 
 def _cut_prefix(texts: Sequence[str]) -> tuple[str, list[str]]:
-    """Remove the common prefix of all texts, up to a separator, wherever it occurs; return the prefix and the shortened
-    texts."""
+    """Remove the common prefix of all texts, up to a separator; return the prefix and the shortened texts."""
     low, high = min(filter(None, texts), default=""), max(texts)
     common = low[: next((i for i, pair in enumerate(zip(low, high)) if pair[0] != pair[1]), 0)]
     common = common[: max(common.rfind(mark) for mark in SEPARATORS) + 1]

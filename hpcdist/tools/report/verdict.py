@@ -67,12 +67,12 @@ def _with_ends(groups: Iterable[RunGroup]) -> str:
     return joined([f"{_on(group)} ({_ends(group)})" for group in groups])
 
 
-def _noise(effect_: Effect, span: str, corrected: float | None = None) -> str:
+def _noise(change: Effect, span: str, corrected: float | None = None) -> str:
     """Return an interval in brackets, marked "within noise" unless p, corrected if given, is significant."""
-    if math.isnan(effect_.p):
+    if math.isnan(change.p):
         return f" ({FEW_SEEDS})"
-    p = effect_.p if corrected is None else corrected
-    correction = " once corrected for the number of comparisons" * (effect_.p < SIGNIFICANT)
+    p = change.p if corrected is None else corrected
+    correction = " once corrected for the number of comparisons" * (change.p < SIGNIFICANT)
     return f" ({f'within noise{correction}: ' * (p >= SIGNIFICANT)}95 % interval {span})"
 
 
@@ -112,14 +112,14 @@ def _compared(contrast: Contrast) -> str:
 
 def _compared_metrics(contrast: Contrast) -> str:
     """Compare the final metrics of two groups, as the second half of a sentence."""
-    groups, effect_, metric = (contrast.group, contrast.reference), contrast.difference, contrast.group.job.metric
-    if effect_ is None:
+    groups, change, metric = (contrast.group, contrast.reference), contrast.difference, contrast.group.job.metric
+    if change is None:
         bad = [f"{_not_finite(group)} of {_of(group)}" for group in groups if group.diverged]
         return f"the final {metric} can't be compared: no finite value in {joined(bad or ['any run of one group'])}"
-    if contrast.same or math.isnan(effect_.p):
+    if contrast.same or math.isnan(change.p):
         return f"{_ends(*groups)}{', the same seed by seed' * contrast.same}"
-    noise = _noise(effect_, gap_span(metric, effect_), contrast.p_difference)
-    return f"{_ends(*groups)}, a difference of {gap(metric, effect_.mean)}{noise}"
+    noise = _noise(change, gap_span(metric, change), contrast.p_difference)
+    return f"{_ends(*groups)}, a difference of {gap(metric, change.mean)}{noise}"
 
 
 def _not_finite(group: RunGroup) -> str:
@@ -165,8 +165,7 @@ def _first_to_reach(analysis: Analysis, min_ratio: float = 0.0) -> Iterator[tupl
 
 # --- the headline -----------------------------------------------------------------------------------------------------
 def _headline(analysis: Analysis) -> str:
-    """Return the headline: the fastest if that is one rank, which groups reached the target, and which beat the
-    reference."""
+    """Return the headline: the fastest if that is one rank, who reached the target, and who beats the reference."""
     if not any(group.ended for group in analysis.groups):
         return "No run has ended: there is nothing to judge yet."
     sentences = [text for first, text in _first_to_reach(analysis, LEAST_RATIO) if first.ranks == 1]
@@ -212,9 +211,9 @@ def _winners_or_none(analysis: Analysis, contenders: Sequence[Contrast], follows
         best = max(wins, key=lambda c: (c.group.ranks, c.p_speedup < SIGNIFICANT, c.speedup.mean if c.speedup else 0.0))
         yield "A baseline wins. " * (best.group.kind == "baseline") + _compared(best)
         if others := {
-            contrast_.group.name: contrast_.group
-            for contrast_ in reversed(wins)
-            if contrast_.group.name != best.group.name
+            one_contrast.group.name: one_contrast.group
+            for one_contrast in reversed(wins)
+            if one_contrast.group.name != best.group.name
         }:
             beat = f"beat{'s' * (len(others) == 1)} {reference}, too"
             yield f"{capital(_with_ends(others.values()))} {beat}; winners were not tested against each other."
@@ -227,16 +226,18 @@ def _winners_or_none(analysis: Analysis, contenders: Sequence[Contrast], follows
         return
     if loses:
         many = "all" if len(loses) == len(contenders) else f"{len(loses)} of {len(contenders)}"
-        references = {contrast_.reference.label: contrast_.reference for contrast_ in contenders}.values()
+        references = {one_contrast.reference.label: one_contrast.reference for one_contrast in contenders}.values()
         nothing = "On as many ranks nothing" if follows else "Nothing"
         yield f"{nothing} beats {_with_ends(references)}: {many} groups compared with it did significantly worse."
     else:
-        small = any(contrast_.outcome() != "tied" for contrast_ in tied)
+        small = any(one_contrast.outcome() != "tied" for one_contrast in tied)
         if small:
             yield f"Nothing {_done(job)} {LEAST_RATIO:g} times sooner or later than {reference}."
-        tested = ["time"] * any(not math.isnan(contrast_.p_speedup) for contrast_ in tied)
-        tested += [job.metric] * any(not math.isnan(contrast_.p_difference) for contrast_ in tied)
-        seeds = sorted({len(side.ended) for contrast_ in tied for side in (contrast_.group, contrast_.reference)})
+        tested = ["time"] * any(not math.isnan(one_contrast.p_speedup) for one_contrast in tied)
+        tested += [job.metric] * any(not math.isnan(one_contrast.p_difference) for one_contrast in tied)
+        seeds = sorted(
+            {len(side.ended) for one_contrast in tied for side in (one_contrast.group, one_contrast.reference)}
+        )
         n_seeds = " to ".join(dict.fromkeys(map(str, (seeds[0], seeds[-1]))))
         text = f"no {'other ' * (follows or small)}difference from {reference} can be told from noise"
         yield f"With {n_seeds} seeds {text}, in {' or in '.join(tested)}."

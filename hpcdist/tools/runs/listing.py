@@ -76,8 +76,8 @@ def _seconds_of(start: Start, state: ListedState) -> float:
 # --- tags -------------------------------------------------------------------------------------------------------------
 def read_tags(folder: Path) -> list[str]:
     """Read the tags of a run, sorted; raise DataError if the file is damaged."""
-    tags_ = read_checked(folder / TAGS, list[str], "be a list of words", "Remove it, and tag the run again.")
-    return sorted(tags_ or ())
+    stored = read_checked(folder / TAGS, list[str], "be a list of words", "Remove it, and tag the run again.")
+    return sorted(stored or ())
 
 
 def write_tags(folder: Path, tags: set[str]) -> None:

@@ -25,6 +25,7 @@ from hpcdist.records import (
     open_regular,
     read_evaluations,
 )
+from hpcdist.tools.mpirun import without_block
 from hpcdist.tools.runs.steps import Steps
 
 if TYPE_CHECKING:
@@ -129,8 +130,8 @@ class Run:
     @property
     def changes(self) -> list[str]:
         """Return a line for each step at which the run was resumed with other settings."""
-        changes_ = {} if self.record is None else self.record.changes
-        return [f"settings changed at step {step}: {describe_changes(changed)}" for step, changed in changes_.items()]
+        by_step = {} if self.record is None else self.record.changes
+        return [f"settings changed at step {step}: {describe_changes(changed)}" for step, changed in by_step.items()]
 
     @property
     def strategy(self) -> str:
@@ -233,7 +234,7 @@ def last_lines(log: Path, count: int) -> list[str]:
     """Return the last non-empty lines of a log; empty if it can't be read."""
     with suppress(OSError), open_regular(log) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
-        lines = file.read(LAST_BYTES).decode(errors="replace").splitlines()
+        lines = without_block(file.read(LAST_BYTES)).decode(errors="replace").splitlines()
         return [line for line in lines if line.strip()][-count:]
     return []
 

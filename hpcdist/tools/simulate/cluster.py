@@ -93,8 +93,8 @@ def _model(text: str, step_s: StepSeconds) -> ComputeModel:
         return Straggler(_model(base, step_s), int(rank), number(factor, "the factor of compute"))
     if name == "slow" and len(parts) >= 3:
         part, factor, base = rest.split(",", 2)
-        names_ = "the part of slow steps", "the factor of compute"
-        return SlowSteps(_model(base, step_s), number(part, names_[0]), number(factor, names_[1]))
+        labels = "the part of slow steps", "the factor of compute"
+        return SlowSteps(_model(base, step_s), number(part, labels[0]), number(factor, labels[1]))
     if name == "replay":
         if not Path(rest).is_dir():
             raise ConfigError(f"compute must be replay:RUN with a run's folder; got {text!r}, which does not exist.")

@@ -102,8 +102,7 @@ class Simulation:
 
 
 class VirtualLauncher:
-    """Execute runs on virtual ranks: in this process with one worker, otherwise in `workers` processes, each with one
-    thread.
+    """Execute runs on virtual ranks, in this process or in `workers` processes, each with one thread.
 
     `run` may be called by as many threads. Only this process handles signals that end a program, and then ends the
     workers: a terminal sends Ctrl-C to all processes, and each would print a traceback. Workers also end if this

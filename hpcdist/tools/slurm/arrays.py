@@ -33,8 +33,7 @@ def specify(
     overrides: Sequence[str] = (),
     at_once: int | None = None,
 ) -> list[JobSpec]:
-    """Return the specifications of the arrays: one per number of ranks, because all tasks of an array have the same
-    size.
+    """Return the specifications of the arrays, one per number of ranks: all tasks of an array have the same size.
 
     Ranks are on one node, or on several by `ranks_per_node`.
 

@@ -86,10 +86,9 @@ def write_outcome(folder: Path, rank: int, outcome: CallOutcome) -> None:
 
 
 def main(folder: Path) -> None:
-    """Execute the call on this rank. An exception is written to the outcome file, then ends this rank, and with it the
-    others."""
-    task_ = task(os.environ)
-    rank = 0 if task_ is None else task_.rank
+    """Execute the call on this rank. An exception is written to the outcome file, then ends all ranks."""
+    launched = task(os.environ)
+    rank = 0 if launched is None else launched.rank
     outcome_file(folder, rank).unlink(missing_ok=True)  # left by a requeued job
     try:
         write_outcome(folder, rank, CallOutcome(run_call(folder)))

@@ -109,8 +109,10 @@ def _command(spec: JobSpec, site: Site) -> Problems:
     has_site_software = bool(site.modules or site.source or site.conda)  # the site's software may provide it
     if path is None:
         is_file = Path(program).is_file()
-        problem = "a file that is not executable" if is_file else "no such file" if "/" in program else "not on PATH"
-        advice = f"Write python {program}" if program.endswith(".py") else "Name one, or load it by the site's modules"
+        missing = f"and no such file in {Path.cwd()}" if "/" in program else "not on PATH"
+        problem = "a file that is not executable" if is_file else missing
+        advice = "; those of the site's venv need no path" if "/" in program else ", or load it by the site's modules"
+        advice = f"Write python {program}" if program.endswith(".py") else f"Name one{advice}"
         finding = warning if has_site_software and "/" not in program else error
         yield finding(f"command must start with a program; got {program}, {problem}. {advice}.")
         return

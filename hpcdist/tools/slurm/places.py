@@ -13,8 +13,7 @@ def sites() -> list[str]:
 
 
 def folder(kind: str) -> Path:
-    """Return the folder `templates` or `sites`: next to the package in a checkout, or among an installed wheel's data
-    files.
+    """Return the folder `templates` or `sites`, next to the package in a checkout, or among a wheel's data files.
 
     Raises:
         ConfigError: not found.

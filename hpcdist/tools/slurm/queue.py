@@ -104,7 +104,7 @@ def states(job: str) -> list[State]:
 
 
 def _forgotten(job: str) -> list[State]:
-    """Return the states of a job that the controller has forgotten, from the accounting (not on every site) or the
+    """Return the states of a job that the controller has forgotten, from the accounting if there is one, or the
     history."""
     tasks = _from_accounting(job)
     if not tasks and "_" in job:  # tasks that never started share one line

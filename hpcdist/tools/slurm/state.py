@@ -27,7 +27,7 @@ class State(NamedTuple):
         return self.state in (*ENDED, FORGOTTEN)
 
 
-def describe(state_: State) -> str:
+def describe(job_state: State) -> str:
     """Describe a job's state in one line.
 
     Example:
@@ -35,13 +35,19 @@ def describe(state_: State) -> str:
         >>> describe(State("12", "RUNNING", nodes="node[1-2]", elapsed="05:00", limit="1:00:00"))
         'job 12 is RUNNING on node[1-2] for 05:00 of 1:00:00'
     """
-    parts = [f"job {state_.job} is {state_.state}"]
-    parts += [f"({state_.reason})"] if state_.reason else []
-    parts += [f"on {state_.nodes}"] if state_.nodes else []
-    parts += [f"for {state_.elapsed} of {state_.limit}"] if state_.elapsed and state_.state == "RUNNING" else []
-    parts += [f"after {state_.elapsed}"] if state_.elapsed and state_.ended else []
-    parts += [f"with status {state_.status}"] if state_.ended and state_.status else []
-    parts += [f"({state_.restarts} times requeued)"] if state_.restarts > 1 else ["(requeued once)"] * state_.restarts
+    parts = [f"job {job_state.job} is {job_state.state}"]
+    parts += [f"({job_state.reason})"] if job_state.reason else []
+    parts += [f"on {job_state.nodes}"] if job_state.nodes else []
+    parts += (
+        [f"for {job_state.elapsed} of {job_state.limit}"] if job_state.elapsed and job_state.state == "RUNNING" else []
+    )
+    parts += [f"after {job_state.elapsed}"] if job_state.elapsed and job_state.ended else []
+    parts += [f"with status {job_state.status}"] if job_state.ended and job_state.status else []
+    parts += (
+        [f"({job_state.restarts} times requeued)"]
+        if job_state.restarts > 1
+        else ["(requeued once)"] * job_state.restarts
+    )
     return " ".join(parts)
 
 

@@ -199,12 +199,15 @@ def _usage(view: RunView, columns: int, braille: bool) -> list[Text]:
     """Draw each rank's current hardware usage, one line each, with a history of its busy cores."""
     heads = {"cores": "cores", "gpu": "GPU", "gpu_memory_bytes": "GPU memory", "memory_bytes": "memory",
              "received_bytes_s": "host receives", "sent_bytes_s": "host sends"}  # fmt: skip
-    columns_ = [name for name in heads if name in view.usage]
+    quantities = [name for name in heads if name in view.usage]
     ranks = view.usage.get("cores", {})
     highest = max((value for points in ranks.values() for _, value in points), default=0.0)
-    rows = [["rank", *(heads[name] for name in columns_)]]
+    rows = [["rank", *(heads[name] for name in quantities)]]
     for rank, points in ranks.items():
-        groups = [_used(name, points_[-1][1]) if (points_ := view.usage[name].get(rank)) else "" for name in columns_]
+        groups = [
+            _used(name, history_points[-1][1]) if (history_points := view.usage[name].get(rank)) else ""
+            for name in quantities
+        ]
         history = _rising([value for _, value in points], highest) if braille else ""
         rows.append([f"{rank:>6}", " ".join([history, f"{groups[0]:>5}"]).strip(), *groups[1:]])
     return [Text(), *map(Text, _aligned(rows, columns))] if ranks else []

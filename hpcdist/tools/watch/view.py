@@ -185,8 +185,7 @@ class WatchedFolder:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Remove words that all names start or end with: `digits-softsync-4`, `digits-gossip-4` become `softsync`,
-    `gossip`.
+    """Remove common prefixes and suffixes: `digits-softsync-4`, `digits-gossip-4` become `softsync`, `gossip`.
 
     Example:
         >>> from hpcdist.tools.watch.view import short_names
@@ -321,13 +320,13 @@ def _metric_curves(run: Run) -> dict[str, Curve]:
 def _usage(samples: Mapping[int, Sequence[Usage]]) -> dict[str, dict[int, Points]]:
     """Return the first ranks' hardware usage over time, averaged over blocks if there are many samples."""
     by_rank = dict(list(samples.items())[:MAX_RANKS])
-    started = min((samples_[0].time for samples_ in by_rank.values() if samples_), default=0.0)
+    started = min((usages[0].time for usages in by_rank.values() if usages), default=0.0)
     usage: dict[str, dict[int, Points]] = {}
     for rank, rank_samples in by_rank.items():
         size = -(-len(rank_samples) * len(by_rank) // MAX_POINTS)
         parts = [rank_samples[first : first + size] for first in range(0, len(rank_samples), max(1, size))]
         for name in FIGURES:
-            values = [(part[-1].time - started, [getattr(samples_, name) for samples_ in part]) for part in parts]
+            values = [(part[-1].time - started, [getattr(usages, name) for usages in part]) for part in parts]
             points = [(time, statistics.fmean(numbers)) for time, numbers in values if None not in numbers]
             if points:
                 usage.setdefault(name, {})[rank] = points

@@ -54,6 +54,7 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     try:
         return {
             "folder": created["folder"],
+            "missing": created["missing"],
             "nodes": _share(comm, nodes, folder, created["token"]),
             "locks": _locks(comm, nodes, folder / "lock"),
             "write": gather(comm, _try(lambda: _write(folder / "sample")) if first else None)[0],
@@ -97,7 +98,8 @@ def _start(requested: Path) -> dict:
     created, token = folder / f".hpcdist-doctor-{secrets.token_hex(4)}", secrets.token_hex(16)
     created.mkdir()
     _write_all(created / "token", token.encode())
-    return {"folder": str(folder), "made": str(created), "token": token}
+    missing = "" if folder == requested else f" ({requested} does not exist: a run makes it there)"
+    return {"folder": str(folder), "made": str(created), "token": token, "missing": missing}
 
 
 def _see_and_write(folder: Path, token: str, node: int) -> dict:
@@ -195,8 +197,7 @@ def _read(path: Path) -> dict:
 
 # --- judging ----------------------------------------------------------------------------------------------------------
 def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
-    """Report nodes that can't use the folder, little space, faulty locks and failed samples; else one line with the
-    speeds."""
+    """Report nodes that can't use the folder, little space, faulty locks, failed samples; or one line with speeds."""
     if "error" in measured:
         text = f"folder must be one that can be written; got {measured['folder']} on {nodes.names[0]}: "
         yield Finding(ERROR, f"{text}{measured['error']}. Choose another one with --folder")
@@ -268,7 +269,7 @@ def _samples(measured: dict) -> Iterator[Finding]:
 
 def _summary(measured: dict, nodes: Nodes, holds: bool) -> str:
     rows = measured["nodes"].values()
-    text = f"{measured['folder']}: {amount(min(row['free_bytes'] for row in rows))} free"
+    text = f"{measured['folder']}{measured.get('missing', '')}: {amount(min(row['free_bytes'] for row in rows))} free"
     if len(nodes.names) > 1:
         text += f", seen by all nodes within {1e3 * max(row['seen_s'] for row in rows):.0f} ms"
     text += ", locks work" if holds else ""

@@ -83,15 +83,15 @@ def check_tasks(tasks: Sequence[Task | None], nodes: Sequence[int]) -> None:
     Raises:
         WorldError: a rank, the size or a node's local ranks differ from MPI's.
     """
-    for rank, task_ in enumerate(tasks):
-        if task_ is not None and (task_.rank, task_.size) != (rank, len(tasks)):
+    for rank, started in enumerate(tasks):
+        if started is not None and (started.rank, started.size) != (rank, len(tasks)):
             raise WorldError(
-                f"the ranks must be the launcher's ({task_.launcher}): rank {task_.rank} of {task_.size}; got MPI's "
-                f"rank {rank} of {len(tasks)}. Launch with the mpirun of this MPI, or with the matching srun --mpi=..."
+                f"the ranks must be the launcher's ({started.launcher}): rank {started.rank} of {started.size}; got "
+                f"MPI's rank {rank} of {len(tasks)}. Launch with the mpirun of this MPI, or the matching srun --mpi=..."
             )
     for node in sorted(set(nodes)):
         local = sorted(
-            task_.local_rank for task_, of_node in zip(tasks, nodes) if of_node == node and task_ is not None
+            started.local_rank for started, of_node in zip(tasks, nodes) if of_node == node and started is not None
         )
         if local != list(range(len(local))):
             raise WorldError(

@@ -1,0 +1,62 @@
+"""Data that do not fit a job's model or its loss: one sentence in place of torch's traceback."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcdist.errors import DataError, place
+
+TORCH = os.path.dirname(torch.__file__) + os.sep
+KINDS = (RuntimeError, IndexError, ValueError)  # these alone: not OutOfMemoryError, say
+
+
+@contextmanager
+def named_misfits(path: Path | str | None, split: str, module: nn.Module | None, **batch: Any) -> Iterator[dict]:
+    """Raise DataError where torch refuses to compute with a batch; errors that the user's code raises stay as they are.
+
+    Args:
+        path: of the data's file; None: the job's Datasets.
+        batch: x and y, None where this rank does not use it. The context adds outputs, and the part that computes.
+    """
+    try:
+        yield batch
+    except KINDS as error:
+        frames = list(traceback.walk_tb(error.__traceback__))
+        file, line = frames[-1][0].f_code.co_filename, frames[-1][1]
+        is_raised = linecache.getline(file, line).lstrip().startswith("raise ")
+        of_torch = file.startswith(TORCH) or (not is_raised and type(error) is not ValueError)
+        if type(error) not in KINDS or not of_torch or file.startswith(f"{TORCH}autograd"):  # a backward pass
+            raise
+        part = batch.pop("part", "the loss" if "outputs" in batch else "the model or its loss")
+        advice = "the model or the loss"
+        names = {} if module is None else {own: f"layer {name}," for name, own in module.named_modules()}
+        layers = [own for frame, _ in frames if isinstance(own := frame.f_locals.get("self"), nn.Module)]
+        if layers := [own for own in layers if own in names or module is None]:
+            layer, is_one = layers[-1], next(layers[-1].children(), None) is None
+            where = "the model," if layer is module else names.get(layer, "a layer,")
+            part, advice = f"{where} {layer if is_one else type(layer).__name__},", "the model"
+            if isinstance(layer, nn.Embedding):
+                advice = f"the embedding, whose ids are integers from 0 to {layer.num_embeddings - 1}"
+        elif isinstance(outputs := batch.get("outputs"), Tensor) and outputs.dim() > 1:
+            shape = f"({', '.join(['samples', *map(str, outputs.shape[2:])])})"
+            advice += f"; cross entropy takes y of shape {shape}, int64, from 0 to {outputs.shape[1] - 1}"
+        got = ", ".join(f"{key} of {_described(value)}" for key, value in batch.items() if isinstance(value, Tensor))
+        name, reason = f"data of {path} ({split})" if path else f"data[{split!r}]", str(error).partition("\n")[0]
+        raise DataError(
+            f"{name} must fit the model and its loss; got {got}, and {part} refuses them: {reason.rstrip('.')}"
+            f"{place(error)}. Change the data, or {advice}."
+        ) from error
+
+
+def _described(tensor: Tensor) -> str:
+    values = "" if tensor.is_floating_point() or not tensor.numel() else f" from {tensor.min()} to {tensor.max()}"
+    return f"shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}{values}"

@@ -1,4 +1,4 @@
-"""Quasi-global momentum: decentralised SGD whose momentum follows the way that parameters go after averaging."""
+"""Quasi-global momentum: decentralised SGD whose momentum follows the averaged change of the parameters."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hpcdist.strategies.decentralised.mixing import Mixing, conserving, rates
 
 @final
 class QGDSGD(Strategy):
-    """Train by decentralised SGD with quasi-global momentum, all ranks together: x ← W(x − ηs), s the step of SGD.
+    """Train by decentralised SGD with quasi-global momentum, synchronously: x ← W(x − ηs), with SGD's step s.
 
-    SGD steps as it always does, m = βm̂ + g, and s = m, or g + βm with Nesterov's momentum; but m̂ is not its last m:
-    it follows what became of the parameters, m̂ ← μm̂ + (1 − μ)(xₜ − xₜ₊₁)/η, with μ = `memory`. So it has the
-    neighbours' part, and ranks whose data differ are not driven apart by momentum of their own gradients alone. β,
-    Nesterov, η and the weight decay are the local optimiser's, which must be torch's SGD. Without momentum this is
-    `dpsgd` in the form that steps before it averages, to the bit. A step whose rate is 0 leaves m̂ as it is. The mean
-    of all x follows the mean of the steps, to rounding.
+    SGD steps by m = βm̂ + g, and s = m, or g + βm with Nesterov's momentum; but m̂ is not the last m: it follows the
+    change of the parameters after averaging, m̂ ← μm̂ + (1 − μ)(xₜ − xₜ₊₁)/η, with μ = `memory`. So it contains the
+    neighbours' steps, and momentum does not drive ranks with different data apart. β, Nesterov, η and the weight decay
+    are read from the local optimiser, which must be torch's SGD. Without momentum this is `dpsgd` with the step before
+    the average, to the bit. A step with learning rate 0 keeps m̂. The mean of all x follows the mean of the steps, to
+    rounding.
 
-    W must be doubly stochastic; it may be directed, and change from step to step. On one rank SGD runs alone, with
-    momentum of its own.
+    W must be doubly stochastic; it may be directed, and change between steps. On one rank SGD runs with its usual
+    momentum.
 
     Bytes per rank and step: one parameter vector to each neighbour. At synchronizations 1, 2, 4, 8... and each 64th an
     all-reduce of 16 bytes compares settings. Memory: m̂, x before the step, and one vector per neighbour.

@@ -22,7 +22,7 @@ from hpcdist.strategies.common.state import Flats, first
 from hpcdist.strategies.lbfgs.algorithm import Lbfgs, LbfgsSettings
 from hpcdist.strategies.lbfgs.coordinator import COORDINATOR, Coordinator, PortionWorker, assign_lbfgs
 from hpcdist.strategies.lbfgs.portions import JointBatch
-from hpcdist.strategies.lbfgs.vectors import MOST, RETURNING, WORDS, HistoryShard, RemoteVectors, SharedPoint
+from hpcdist.strategies.lbfgs.vectors import FIELDS, MAX_OPERATIONS, RETURNING, HistoryShard, RemoteVectors, SharedPoint
 from hpcdist.strategies.server.channel import (
     CHECK_S,
     GRADIENT,
@@ -165,7 +165,7 @@ class Sandblaster(Strategy):
         There is a single channel if rank 0 is both, since a rank can wait for only one channel.
         """
         roles, needed = self.roles, self.config.needed(self.comm.size)
-        results = [torch.zeros(MOST, dtype=torch.float64)]
+        results = [torch.zeros(MAX_OPERATIONS, dtype=torch.float64)]
         one_rank_serves = COORDINATOR in roles.shards
         pushing = roles.workers if one_rank_serves else (COORDINATOR, *roles.workers)
         sums = RequestChannel(
@@ -175,7 +175,7 @@ class Sandblaster(Strategy):
             self.model.params,
             names=0,
             clocks=2,
-            values=MOST * WORDS,
+            values=MAX_OPERATIONS * FIELDS,
             replies=results,
             without_tensors={COORDINATOR},
         )
@@ -337,7 +337,7 @@ class Sandblaster(Strategy):
         """Run operations on all shards; return the sums of their results."""
         if self.has_shard:
             return self.shard.run(operations)
-        shards, count = self.roles.shards, sum(code in RETURNING for code in operations[::WORDS])
+        shards, count = self.roles.shards, sum(code in RETURNING for code in operations[::FIELDS])
         self.sums.client.push(OPERATIONS, [[len(operations)]] * len(shards), values=operations)
         self.sums.client.wait()
         results = [_reply_values(self.sums, rank, count) for rank in shards]

@@ -138,9 +138,9 @@ class Lbfgs:
         self._known: float | None = None  # the loss at X on the whole data set, whose gradient is there
         self._pending = 0  # so many samples of the next batch give the y of the spare pair, which has its s; 0: none
 
-    def take_up(self) -> None:
+    def load_model(self) -> None:
         """Load parameters that the loop has changed, and reset what depends on the old ones."""
-        if self._vectors.result(ops.TAKE_UP):
+        if self._vectors.result(ops.LOAD_MODEL):
             self._pairs.kept.clear()
             self._known, self._pending = None, 0
 

@@ -154,7 +154,7 @@ class Coordinator:
     # --- periods of service, checkpoints --------------------------------------------------------------------------
     def start(self) -> None:
         """Start a period of service."""
-        self._algorithm.take_up()
+        self._algorithm.load_model()
 
     def finish(self) -> None:
         """End a period of service."""

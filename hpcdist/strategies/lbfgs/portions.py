@@ -35,8 +35,8 @@ class Pace:
         seconds, before = now - since, self.mean_s(worker)
         if before:
             self._ratios.append(seconds / before)
-            most = sorted(self._ratios)[4 * (len(self._ratios) - 1) // 5]
-            self._slack = max(1.0, most) * (1 + ROUNDING)
+            longest = sorted(self._ratios)[4 * (len(self._ratios) - 1) // 5]
+            self._slack = max(1.0, longest) * (1 + ROUNDING)
         self._ended[worker] = now
         self._mean_s[worker] = seconds + 0.75 * (self._mean_s.get(worker, seconds) - seconds)
 
@@ -125,8 +125,8 @@ def divide(batch: JointBatch, count: int) -> Division:
     for end in ends:
         start = bounds[-1]
         length = end - start
-        most = min(length, max(1, length // LEAST))
-        chunks.append(min(most, max(1, round(count * length / batch.samples))))
+        max_count = min(length, max(1, length // LEAST))
+        chunks.append(min(max_count, max(1, round(count * length / batch.samples))))
         bounds += [start + length * (i + 1) // chunks[-1] for i in range(chunks[-1])]
     return Division(tuple(bounds), heads=chunks[0], tails=chunks[2])
 

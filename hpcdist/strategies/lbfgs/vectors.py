@@ -15,10 +15,10 @@ from hpcdist.strategies.server.placement import Shard, create_shards
 # The numbers of the vectors. Pairs (s, y) of the history follow, see `CurvaturePairs`.
 POINT, X, GRADIENT, DIRECTION, SUM, HEAD, TAIL, KEPT, PAIRS = range(9)
 # Operations: each is sent as its code and four numbers.
-COPY, SCALE, AXPY, DOT, GATHER, TAKE_UP, FINISH = range(7)
-RETURNING = (DOT, TAKE_UP)  # the operations that have a result
-WORDS = 5  # of one operation
-MOST = 16  # operations in one message
+COPY, SCALE, AXPY, DOT, GATHER, LOAD_MODEL, FINISH = range(7)
+RETURNING = (DOT, LOAD_MODEL)  # the operations that have a result
+FIELDS = 5  # of one operation
+MAX_OPERATIONS = 16  # operations in one message
 
 
 class LocalVectors:
@@ -26,11 +26,11 @@ class LocalVectors:
     float32, except in POINT.
 
     Args:
-        like: the parts of vector POINT, which is this memory itself.
+        point: the parts of vector POINT, which is this memory itself.
     """
 
-    def __init__(self, like: Sequence[Tensor]):
-        self._parts = {POINT: list(like)}
+    def __init__(self, point: Sequence[Tensor]):
+        self._parts = {POINT: list(point)}
 
     def __getitem__(self, number: int) -> list[Tensor]:
         if number not in self._parts:
@@ -42,16 +42,16 @@ class LocalVectors:
 
     def dot(self, a: int, b: int) -> float:
         """Compute the inner product in float64."""
-        return sum(torch.dot(one.double(), other.double()).item() for one, other in zip(self[a], self[b]))
+        return sum(torch.dot(left.double(), right.double()).item() for left, right in zip(self[a], self[b]))
 
     def axpy(self, into: int, vector: int, factor: float) -> None:
         """Add `factor` times a vector to another one."""
-        for own, other in zip(self[into], self[vector]):
-            own.add_(other, alpha=factor)
+        for target, source in zip(self[into], self[vector]):
+            target.add_(source, alpha=factor)
 
     def scale(self, vector: int, factor: float) -> None:
-        for own in self[vector]:
-            own.mul_(factor)
+        for part in self[vector]:
+            part.mul_(factor)
 
     def copy(self, into: int, vector: int) -> None:
         self.fill(into, self[vector])
@@ -85,7 +85,7 @@ class RemoteVectors:
 
     def queue(self, code: int, a: int = 0, b: int = 0, factor: float = 0.0, more: int = 0) -> None:
         """Queue an operation, to be sent with the next one that has a result."""
-        if len(self._queue) == MOST * WORDS:
+        if len(self._queue) == MAX_OPERATIONS * FIELDS:
             self.flush()
         self._queue += [code, a, b, factor, more]
 
@@ -96,8 +96,8 @@ class RemoteVectors:
 
     def flush(self) -> list[float]:
         """Send the queue; return the results once all shards have run it."""
-        words, self._queue = self._queue, []
-        return self._call(words) if words else []
+        operations, self._queue = self._queue, []
+        return self._call(operations) if operations else []
 
 
 class SharedPoint:
@@ -114,8 +114,8 @@ class SharedPoint:
 
     def __init__(self, comm: Communicator, ranks: Sequence[int], params: Sequence[Tensor]):
         self.shards: dict[int, Shard] = dict(zip(ranks, create_shards(params, len(ranks)), strict=True))
-        held = self.shards[comm.rank].of(params) if comm.rank in self.shards else [flat[:0] for flat in params]
-        self._windows = [comm.window(part.numel(), part.dtype) for part in held]
+        local_parts = self.shards[comm.rank].of(params) if comm.rank in self.shards else [flat[:0] for flat in params]
+        self._windows = [comm.window(part.numel(), part.dtype) for part in local_parts]
         self.own = [window.local for window in self._windows]
 
     def fetch(self, into: Sequence[Tensor]) -> None:
@@ -180,11 +180,11 @@ class HistoryShard:
         self._next += 1
 
     # --- operations -----------------------------------------------------------------------------------------------
-    def run(self, words: Sequence[float]) -> list[float]:
+    def run(self, operations: Sequence[float]) -> list[float]:
         """Run operations; return the results of operations with a result."""
         results = []
-        for at in range(0, len(words), WORDS):
-            code, a, b, factor, more = words[at : at + WORDS]
+        for offset in range(0, len(operations), FIELDS):
+            code, a, b, factor, more = operations[offset : offset + FIELDS]
             result = self._run(int(code), int(a), int(b), factor, int(more))
             if result is not None:
                 results.append(result)
@@ -193,8 +193,8 @@ class HistoryShard:
     def _run(self, code: int, a: int, b: int, factor: float, more: int) -> float | None:
         if code == DOT:
             return self.vectors.dot(a, b)
-        if code == TAKE_UP:
-            return self._take_up()
+        if code == LOAD_MODEL:
+            return self._load_model()
         if code == AXPY:
             self.vectors.axpy(a, b, factor)
         elif code == SCALE:
@@ -217,7 +217,7 @@ class HistoryShard:
             for total in self.vectors[number]:
                 total.zero_()
 
-    def _take_up(self) -> float:
+    def _load_model(self) -> float:
         """Copy the model's parameters to X and POINT; return 1 if the loop has changed them, else 0."""
         own, there = self._shard.of(self._model.params), self.vectors[X]
         same = all(torch.equal(mine, part.to(mine)) for mine, part in zip(own, there, strict=True))

@@ -1,16 +1,19 @@
-"""MPI's own collective calls, by mpi4py alone: of this process's MPI, or, as a program, of another library's.
+"""The program of `hpcdist bench collectives`: time the calls of one side, in ranks that do nothing else.
 
-    mpiexec -n 2 python plain_calls.py all_reduce,broadcast 4096,65536 15
+    mpiexec -n 2 python plain_calls.py mpi all_reduce,broadcast 4096,65536 15 "0 1"
 
-prints a line of JSON: the seconds of a call, by call and size. It imports nothing of hpcdist, so that the environment
-of another MPI needs mpi4py and NumPy only.
+prints a line of JSON: the seconds of a call, by call and size. With the side `mpi`, MPI's own calls by mpi4py alone, it
+imports nothing of hpcdist, so that the environment of another MPI needs mpi4py and NumPy only.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -18,6 +21,9 @@ import numpy as np
 from mpi4py import MPI
 
 TIMED_S, MOST_CALLS = 4e-3, 200  # one timing covers as many calls as take about this long together
+WARM_UP = 10  # calls; hpcdist tries long ones in two ways first
+
+Make = Callable[[str, int], Callable[[], object]]
 
 
 def mpi_call(comm: MPI.Comm, name: str, n_bytes: int) -> Callable[[], object]:
@@ -42,7 +48,7 @@ def mpi_call(comm: MPI.Comm, name: str, n_bytes: int) -> Callable[[], object]:
 
 def _timed(comm: MPI.Comm, call: Callable[[], object], rounds: int) -> float:
     """Collective. Return the median seconds of a call, of the slowest rank."""
-    for _ in range(3):
+    for _ in range(WARM_UP):
         comm.Barrier()
         start = perf_counter()
         call()
@@ -57,11 +63,22 @@ def _timed(comm: MPI.Comm, call: Callable[[], object], rounds: int) -> float:
     return comm.allreduce(median(taken_s), MPI.MAX)
 
 
+def _side(name: str, comm: MPI.Comm) -> AbstractContextManager[Make]:
+    if name == "mpi":
+        return nullcontext(partial(mpi_call, comm))
+    from benchmarks.collectives import side_calls  # not in the environment of another MPI
+
+    return side_calls(name)
+
+
 if __name__ == "__main__":
-    world, (names, sizes, rounds) = MPI.COMM_WORLD, sys.argv[1:]
-    found = {
-        name: {n: _timed(world, mpi_call(world, name, int(n)), int(rounds)) for n in sizes.split(",")}
-        for name in names.split(",")
-    }
+    world, (side, names, sizes, rounds, cores) = MPI.COMM_WORLD, sys.argv[1:]
+    if hasattr(os, "sched_setaffinity"):  # launchers bind differently, and not at all from a rank that is bound
+        os.sched_setaffinity(0, map(int, cores.split()[world.Get_rank()].split(",")))
+    with _side(side, world) as make:
+        found = {
+            name: {n: _timed(world, make(name, int(n)), int(rounds)) for n in sizes.split(",")}
+            for name in names.split(",")
+        }
     if world.Get_rank() == 0:
         sys.stdout.write(json.dumps(found) + "\n")

@@ -28,8 +28,9 @@ from hpcdist.torch_backend.default_group import default_group
 MODELS: dict[str, tuple[int, ...]] = {"mlp_100k": (128, 384, 128, 10), "mlp_10M": (1024, 2560, 2560, 384, 10)}
 BATCH = 32
 WARM_UP = 25  # steps: enough for what measures its own first steps to have made up its mind
-SPAN_S = 3.0  # of a warm-up, and of a round: a slower way takes fewer steps in them
-FEW = 3  # rounds of a way whose single step takes longer than that
+SPAN_S = 12.0  # of a way's warm-up, and of all its rounds: a slower way takes fewer steps, in fewer rounds
+SHORT_S = 1.0  # the same where each of two dozen strategies is measured: all of it in a minute and a half
+FEW = 3  # rounds that every way takes
 COLUMNS = ("name", "bytes", "ranks", "median_s", "bytes_sent", "bytes_fetched")
 
 
@@ -42,7 +43,7 @@ class Way:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-ALONE = Way("alone")  # the model without any communication: the limit
+ALONE, ALONE_ADAM = Way("alone"), Way("alone_adamw")  # the model without any communication: the limit
 COPY = Way("copy")  # no training: a copy of the parameters, which every rank makes at the same time
 DDP, DDP_NCCL = Way("ddp_gloo"), Way("ddp_nccl")  # torch's DistributedDataParallel, in its default process group
 ALLREDUCE = Way("allreduce", "allreduce")
@@ -107,13 +108,15 @@ def time_steps(
     rounds: int,
     steps: int = 5,
     device: torch.device | str = "cpu",
+    span_s: float | None = None,
 ) -> list[Row]:
-    """Collective. Time `steps` training steps of each way in every round, fewer where they are slow (SPAN_S, FEW).
+    """Collective. Time `steps` training steps of each way in every round, fewer where they are slow (`span_s`, FEW).
 
     Every way has a replica of one of MODELS and a plain SGD optimiser of its own; AdamW where its strategy reads that.
 
     Args:
         device: where this rank computes.
+        span_s: of a way's warm-up, and of its rounds together, at most, unless FEW rounds take longer; None: SPAN_S.
 
     Returns:
         The same rows on all ranks: name (`model/way`), bytes (of the gradients), ranks, median_s (of a step, of the
@@ -125,15 +128,19 @@ def time_steps(
     x, y = torch.randn(BATCH, widths[0]).to(device), torch.randint(widths[-1], (BATCH,)).to(device)
     sides = [_side(comm, f"{model}/{way.name}", way, widths, x, y) for way in ways]
     once_s = runner.warm_up(comm, sides, 1, 1)
-    runner.warm_up(comm, sides, calls_within(SPAN_S, once_s, WARM_UP))
+    span_s = SPAN_S if span_s is None else span_s
+    runner.warm_up(comm, sides, calls_within(span_s, once_s, WARM_UP))
     whole = {side.name: steps for side, way in zip(sides, ways) if "period" in way.options}  # else an exchange may lack
-    few = {name: min(rounds, FEW) if step_s > SPAN_S else rounds for name, step_s in once_s.items()}
-    return table(runner.measure(comm, sides, few, calls_within(SPAN_S, once_s, steps) | whole), COLUMNS)
+    counts = calls_within(span_s / FEW, once_s, steps) | whole
+    times = calls_within(span_s, {name: counts[name] * step_s for name, step_s in once_s.items()}, rounds)
+    few = {name: max(times[name], min(FEW, rounds)) for name in times}
+    return table(runner.measure(comm, sides, few, counts), COLUMNS)
 
 
 def compare(
-    comm: Communicator, ways: Sequence[Way], models: Sequence[str] = (), rounds: int = 9, steps: int = PERIOD
-) -> list[Row]:
+    comm: Communicator, ways: Sequence[Way], models: Sequence[str] = (), rounds: int = 9, steps: int = PERIOD,
+    span_s: float | None = None,
+) -> list[Row]:  # fmt: skip
     """Collective. Time `ways`, the model alone and dense all-reduce side by side, by default in whole periods.
 
     Returns:
@@ -143,7 +150,7 @@ def compare(
     check(comm, rounds)
     rows = []
     for model in models or MODELS:
-        found = time_steps(comm, model, (ALONE, COPY, ALLREDUCE, *ways), rounds, steps)
+        found = time_steps(comm, model, (ALONE, ALONE_ADAM, COPY, ALLREDUCE, *ways), rounds, steps, span_s=span_s)
         found = beside(found, [f"{model}/{ALONE.name}"], overhead_s="overhead_s")
         found = beside(found, [f"{model}/{ALLREDUCE.name}"], speedup="speedup")
         (copy,) = (row for row in found if row["name"] == f"{model}/{COPY.name}")
@@ -157,7 +164,7 @@ def compare(
 def _side(comm: Communicator, name: str, way: Way, widths: tuple[int, ...], x: torch.Tensor, y: torch.Tensor) -> Side:
     """Collective. Make a replica that is trained in one way."""
     module: nn.Module = perceptron(widths).to(x.device)
-    adam = way.strategy is not None and strategies.load(way.strategy).contract.optimizer == "Adam"
+    adam = way == ALONE_ADAM or (way.strategy and strategies.load(way.strategy).contract.optimizer == "Adam")
     # Strategies that freeze Adam's v do so after one gradient here: without the large eps, elements of tiny v run away.
     kind = partial(torch.optim.AdamW, eps=1e-2) if adam else torch.optim.SGD
     optimizer = kind(module.parameters(), lr=1e-3)
@@ -178,7 +185,7 @@ def _side(comm: Communicator, name: str, way: Way, widths: tuple[int, ...], x: t
         return Side(name, copy, {"bytes": n_bytes, "bytes_sent": 0.0, "bytes_fetched": 0.0})
     if way.strategy is None:
         module = DistributedDataParallel(module) if way in (DDP, DDP_NCCL) else module
-        sent = {"bytes_sent": 0.0, "bytes_fetched": 0.0} if way == ALONE else {}
+        sent = {"bytes_sent": 0.0, "bytes_fetched": 0.0} if way in (ALONE, ALONE_ADAM) else {}
         return Side(name, lambda steps: take(steps, optimizer.step), {"bytes": n_bytes, **sent})
     cls = strategies.load(way.strategy)
     strategy = cls(cls.Config(**way.options), comm.split(0), FlatModel(module), optimizer=optimizer)

@@ -27,6 +27,7 @@ STEPS = {
     "gossip_sync": "`gossip_sync`", "dpsgd": "`dpsgd`", "sgp": "`sgp`", "adpsgd": "`adpsgd`",
     "strom": "`strom` (0.1 % of the elements)",
 }  # fmt: skip
+ALONE = {"alone": "one rank alone, SGD", "alone_adamw": "one rank alone, AdamW"}
 WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp2": "FSDP2"}
 CODERS = {
     "threshold_0.1%": "`threshold`, 0.1 %", "threshold_1%": "`threshold`, 1 %", "topk_0.1%": "`topk`, 0.1 %",
@@ -130,6 +131,18 @@ def steps(folder: Path) -> Table:
     return rows
 
 
+def strategies(folder: Path) -> Table:
+    """Set times of a training step beside each other, by strategy, with their multiples of a step of one rank alone."""
+    found = {row["name"]: row["median_s"] for row in _read(folder / "gossip.json")}
+    of_model = [{name.removeprefix(f"{model}/"): s for name, s in found.items() if model in name} for model in MODELS]
+    rows = [["training step on 2 ranks", *(cell for shown in MODELS.values() for cell in (shown, "times alone"))]]
+    for name in (name for name in of_model[0] if name != "copy"):
+        shown = ALONE.get(name, f"`{name.removesuffix('_16')}`" + " (period 16)" * name.endswith("_16"))
+        times = ((_time(of[name]), f"{of[name] / of['alone']:.2f}") for of in of_model)
+        rows.append([shown, *(cell for pair in times for cell in pair)])
+    return rows
+
+
 def compress(folder: Path) -> Table:
     """Set bytes and times of coding beside each other."""
     found = {row["name"]: row for row in _read(folder / "coding.json")}
@@ -152,6 +165,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "step": step,
     "server": server,
     "steps": steps,
+    "strategies": strategies,
     "compress": compress,
 }
 

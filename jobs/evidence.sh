@@ -271,7 +271,7 @@ benchmarks() {
     echo hpcdist bench compress $ROUNDS $json/coding.json
     echo mpirun -n 2 hpcdist bench compress $ROUNDS $json/compress.json
     echo hpcdist bench loader $json/loader.json
-    for name in allreduce collectives torch torch-steps horovod-calls step server steps compress; do
+    for name in allreduce collectives torch torch-steps horovod-calls step server steps strategies compress; do
         echo python docs/tables.py $name $OUT/benchmarks $OUT/benchmarks/$name.csv
     done
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -91,7 +92,9 @@ def test_every_side_has_a_row_for_each_call_and_size(ranks, shared_tmp_path):
         seconds = {call: {"4096": 1e-9, "65536": 1e-9} for call in collectives.CALLS}
         if comm.rank == 0:
             environment(shared_tmp_path / "its", f"echo '{str(seconds).replace(chr(39), chr(34))}'")
-        return collectives.measure(comm, sizes=(4096, 65536), rounds=2, other=shared_tmp_path / "its")
+        return collectives.measure(
+            comm, sizes=(4096, 65536), rounds=2, other=shared_tmp_path / "its", environment=os.environ
+        )
 
     results = ranks(body)
     assert results.count(results[0]) == len(results), "all ranks have the same rows"
@@ -112,7 +115,7 @@ def test_an_environment_that_does_not_work_is_refused_on_all_ranks(ranks, progra
         if comm.rank == 0 and program != "none":
             environment(place, program)
         with pytest.raises(ConfigError, match=r"--with must be an environment whose bin has mpiexec.*; got .*its \("):
-            collectives.measure(comm, ["broadcast"], sizes=(4096,), rounds=1, other=place)
+            collectives.measure(comm, ["broadcast"], sizes=(4096,), rounds=1, other=place, environment=os.environ)
         return True
 
     assert all(ranks(body))

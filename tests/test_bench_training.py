@@ -42,7 +42,7 @@ def test_it_has_a_row_for_each_side(ranks, bench):
     results = ranks(lambda comm: measure(comm, models=["small"], rounds=2, steps=2))
     assert results.count(results[0]) == len(results), "all ranks have the same rows"
     rows = {row["name"]: row for row in results[0]}
-    sides = ways if ours else [training.ALONE, training.COPY, training.ALLREDUCE, *ways]
+    sides = ways if ours else [training.ALONE, training.ALONE_ADAM, training.COPY, training.ALLREDUCE, *ways]
     with_horovod = [f"small/{training.HOROVOD.name}"] * (ours and "small/allreduce_horovod" in rows)
     assert list(rows) == [*(f"small/{side.name}" for side in sides), *with_horovod]
     for row in rows.values():

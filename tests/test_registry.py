@@ -34,7 +34,7 @@ class _Shared(Strategy):
     contract = Contract(averages="nothing", synchronizes="never")
 
 @final
-class SingleRankCommunicator(_Shared):
+class Alone(_Shared):
     """Every rank on its own.
 
     Reference: Nobody, "Alone", 2020.
@@ -319,7 +319,7 @@ def test_a_file_holds_a_plugin_of_each_kind(folder, name):
     [
         (
             {"name": "gossip_pull"},
-            "strategy must be a name or path/to/file.py:Class; got {'name': 'gossip_pull'}. Give",
+            "strategy must be a name or path/to/file.py:Class; got {'name': 'gossip_pull'}. Pass",
         ),
         ("mine.py", "strategy must be path/to/file.py:Class to be loaded from a file; got 'mine.py'. Add a"),
         ("mine.py:", "strategy must be path/to/file.py:Class to be loaded from a file; got 'mine.py:'"),
@@ -337,8 +337,8 @@ def test_a_file_that_holds_none(folder, case):
     reference, message = case
     (folder / "mine.py").write_text(ALONE)
     (folder / "wrong.py").write_text("class:\n")
-    option = "class SingleRankCommunicator(_Shared):\n    class Config(Strategy.Config):\n        interval = 1\n"
-    (folder / "untyped.py").write_text(ALONE.replace("class SingleRankCommunicator(_Shared):\n", option))
+    option = "class Alone(_Shared):\n    class Config(Strategy.Config):\n        interval = 1\n"
+    (folder / "untyped.py").write_text(ALONE.replace("class Alone(_Shared):\n", option))
     with pytest.raises(ConfigError, match=message):
         strategies.load(reference)
 

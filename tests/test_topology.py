@@ -198,8 +198,8 @@ def test_a_hierarchy_of_unequal_nodes():
     [
         ("torus", {"rows": 4}, "rows must be a divisor of the number of ranks, 6; got 4. Leave it out."),
         ("torus", {"rows": 0}, "rows must be a divisor of the number of ranks, 6; got 0."),
-        ("random_permutation", {"seed": -1}, "seed must be at least 0; got -1. Numpy takes"),
-        ("random_groups", {"seed": -1}, "seed must be at least 0; got -1. Numpy takes"),
+        ("random_permutation", {"seed": -1}, "seed must be at least 0; got -1. NumPy refuses"),
+        ("random_groups", {"seed": -1}, "seed must be at least 0; got -1. NumPy refuses"),
         ("random_groups", {"group": 4}, "group must divide the number of ranks, 6; got 4. Change group"),
         ("hierarchical", {"nodes": (0, 1)}, "nodes must have 6 entries, one per rank; got 2. Pass comm.nodes."),
     ],

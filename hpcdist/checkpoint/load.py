@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -128,8 +129,16 @@ def _or_suggest_older(path: Path, check: Callable[[], T]) -> T:
 
 
 # --- states -----------------------------------------------------------------------------------------------------------
+def tensor_files(path: str | Path) -> Callable[[int], TensorFile]:
+    """Return a function that opens the file with a rank's tensors, once."""
+    return cache(lambda rank: TensorFile(Path(path) / tensor_file(rank)))
+
+
 class SavedRank:
     """The state that a rank has saved, in verified files; parts of it can be decoded separately.
+
+    Args:
+        files: from `tensor_files`, for several ranks of a checkpoint.
 
     Example:
         >>> from hpcdist import checkpoint
@@ -138,13 +147,14 @@ class SavedRank:
         1.5
     """
 
-    def __init__(self, path: str | Path, rank: int):
-        tree, tensors = Path(path) / tree_file(rank), Path(path) / tensor_file(rank)
+    def __init__(self, path: str | Path, rank: int, files: Callable[[int], TensorFile] | None = None):
+        tree, files = Path(path) / tree_file(rank), files or tensor_files(path)
         with understood(tree):
             self._tree = parse_json(read_bounded(tree, tree.stat().st_size), tree, CheckpointError)
-        with understood(tensors):
-            file = TensorFile(tensors)
-        self._decoder, self._where = TreeDecoder(file.read, file.positions, tree), tree
+        with understood(Path(path) / tensor_file(rank)):
+            own = files(rank)
+        self._where = tree
+        self._decoder = TreeDecoder(lambda name: files(own.owners.get(name, rank)).read(name), own.positions, tree)
 
     def at(self, *keys: str, default: Any = None) -> Any:
         """Return the value under these keys of nested dicts, tensors on the CPU; `default` if there is none."""

@@ -19,8 +19,8 @@ from hpcdist.version import __version__
 
 FILE_NAME = "manifest.json"
 FORMAT = "hpcdist checkpoint"
-VERSION = 3
-SHA256 = 2  # version whose files have a sha256
+VERSION = 4  # tensors may lie in another rank's file
+READ = (2, 3, VERSION)  # in 2 files have a sha256
 NO_TENSORS: dict[str, Tensor] = {}
 
 
@@ -84,10 +84,10 @@ def read_manifest(path: str | Path) -> Manifest:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{file} must be the manifest of an {FORMAT}; got other JSON.")
     content = manifest.get("content")
-    if manifest.get("version") not in (SHA256, VERSION):
+    if manifest.get("version") not in READ:
         writer = content.get("hpcdist") if isinstance(content, dict) else None
         raise CheckpointError(
-            f"{file} must be of version {SHA256} or {VERSION}; got {manifest.get('version')!r:.60}. Read it with the "
+            f"{file} must be of version {READ[0]} to {VERSION}; got {manifest.get('version')!r:.60}. Read it with the "
             f"version of hpcdist that wrote it, {writer!s:.60}; this is {__version__}."
         )
     if manifest.get("sha256") != _checksum(content):
@@ -97,7 +97,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def _manifest(content: Any, file: Path) -> Manifest:
-    """Decode the manifest's content; raise ValueError if its fields contradict each other."""
+    """Decode the manifest's content; raise ValueError for contradictory fields."""
     files = {name: _stamp(**fields) for name, fields in content["files"].items()}
     step, ranks, writer = content["step"], content["ranks"], content["hpcdist"]
     meta = TreeDecoder(NO_TENSORS.__getitem__, {}, file).decode(content["meta"])
@@ -134,7 +134,7 @@ def check_file(path: Path, expected: Stamp) -> None:
 
 
 def _stamp(bytes: int, checksum: str = "", sha256: str = "") -> Stamp:
-    """Return a file's stamp from the manifest of version 3, or of version 2, which has only sha256."""
+    """Return a file's stamp as the manifest has it since version 3, or of version 2, which has only sha256."""
     name, _, digits = (checksum or f"sha256:{sha256}").partition(":")
     if name not in CHECKSUMS or not digits:
         raise ValueError(f"a checksum must be {' or '.join(CHECKSUMS)}, a colon and digits; got {checksum!r:.40}")

@@ -1,23 +1,37 @@
-"""Save a checkpoint: every rank its own files, all of them or none."""
+"""Save a checkpoint: every rank its own files, all of them or none. What several ranks have in common is written once.
+
+Ranks compare the checksums of their tensors. Where several have the same tensor under the same name, one of them writes
+it, and the files of the others say which. So replicas of a model together write one state, each about as many bytes.
+"""
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from hpcdist.checkpoint import folder as folders
 from hpcdist.checkpoint.manifest import tensor_file, tree_file, write_manifest
 from hpcdist.checkpoint.refusal import raise_on_all_ranks
-from hpcdist.checkpoint.tensors import write_tensors
+from hpcdist.checkpoint.tensors import OWNERS, write_tensors
 from hpcdist.checkpoint.tree import encode
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.work import CallQueue, Work
 from hpcdist.errors import CheckpointError, MismatchError
-from hpcdist.records import Stamp, sync, write_durably
+from hpcdist.records import CHECKSUMS, Stamp, sync, tensor_bytes, write_durably
+
+SHARED_BYTES = 64  # length of the shortest tensor that is written once; naming its owner takes as many bytes
+SIZE_BYTES, KEY_BYTES = 8, 24  # of a tensor's length, and of that with its checksum
 
 
 def save(
@@ -35,7 +49,7 @@ def save(
     It returns once the checkpoint is durable on all ranks. Until then the ones before it stay. Remains of crashed
     attempts in the folder are removed; two runs must not share a folder. If ranks have died, the others save, and
     count as that many. A checkpoint of the same step is replaced; those of later steps (the run went back) are renamed
-    and kept, with a warning. Messages: five small exchanges.
+    and kept, with a warning. Messages: six small exchanges, in one of them 24 bytes for each tensor of a rank.
 
     Args:
         folder: on a file system that all ranks see; made if it is missing.
@@ -47,29 +61,202 @@ def save(
 
     Raises:
         MismatchError: the ranks' steps differ.
-        CheckpointError: some rank can't save its state, or `step` or `keep` is out of range. Raised on all ranks; the
-            checkpoints before this one are still there.
+        CheckpointError: some rank can't save its state, or `step` or `keep` is out of range. Raised on all ranks;
+            earlier checkpoints remain.
     """
-    step, folder, alive = int(step), Path(folder), comm.failures.alive
-    first = alive[0]
+    draft = _Draft(comm, folder, step, state, meta=meta, keep=keep, best=best)
+    draft.publish()
+    return draft.path
+
+
+class Saver:
+    """Save the checkpoints of a run, in the background where asked: a thread then writes copies of what this rank has.
+
+    At most one checkpoint is being written; the end of the script waits for it. The copies stay for the next one:
+    memory grows by the part of the state that this rank writes. Where no further thread may communicate (MPI without
+    THREAD_MULTIPLE), or ranks outlive others, nothing is done in the background.
+
+    Attributes:
+        seconds: from the start of the last `save` until its checkpoint was there; 0.0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self._work, self._kept, self.seconds = Work(), dict[str, Tensor](), 0.0
+        # A copy of the communicator for the thread, from the first checkpoint in the background on.
+        self._aside: tuple[Communicator, CallQueue] | None = None
+
+    def save(
+        self, comm: Communicator, folder: str | Path, step: int, state: Any, *, background: bool = False, **options: Any
+    ) -> Path:
+        """Collective. Save a checkpoint as the function `save` does, when the one before is complete; return its path.
+
+        Raises:
+            MismatchError, CheckpointError: as of the function; or the checkpoint before could not be written.
+        """
+        self.wait()
+        start, real = comm.now(), comm.platform.virtual is None
+        if not background or comm.failures.tolerant or (real and not comm.platform.concurrent):
+            path = save(comm, folder, step, state, **options)
+            self.seconds = comm.now() - start
+            return path
+        if self._aside is None:
+            copy = comm.split(0)
+            self._aside = copy, CallQueue(real) if comm.size == 1 else copy.queue()
+            if real:
+                atexit.register(self._end)
+        comm, queue = self._aside
+        draft = _Draft(comm, folder, step, state, **options)
+        self._kept = draft.copy_tensors(self._kept)
+
+        def publish() -> None:
+            draft.publish(patient=True)
+            self.seconds = comm.now() - start
+
+        self._work = queue.submit(publish)
+        return draft.path
+
+    def wait(self) -> None:
+        """Block until the checkpoint that is being written is there. Not collective.
+
+        Raises:
+            CheckpointError: some rank could not write it. Raised once, on all ranks, each at its next call.
+        """
+        work, self._work = self._work, Work()
+        work.wait()
+
+    def close(self) -> None:
+        """Collective. Wait as `wait` does, and release the thread and the copies."""
+        self.wait()
+        if self._aside is not None:
+            comm, queue = self._aside
+            queue.close()
+            comm.close()
+        self._aside, self._kept = None, {}
+
+    def _end(self) -> None:
+        try:
+            self.wait()
+        except Exception as error:  # which Python would only show here, and exit with the status 0
+            sys.excepthook(type(error), error, error.__traceback__)
+            os._exit(1)
+
+
+class _Draft:
+    """Collective. This rank's part of a checkpoint to be written at `path`; the arguments are `save`'s."""
+
+    def __init__(
+        self, comm: Communicator, folder: str | Path, step: int, state: Any, *, meta: Mapping[str, Any] | None = None,
+        keep: int = 3, best: Sequence[int] = (),
+    ):  # fmt: skip
+        self._comm, self._step, self._keep, self._best = comm, int(step), keep, tuple(best)
+        self._alive, folder = comm.failures.alive, Path(folder)
+        self._rank, self._meta = self._alive.index(comm.rank), dict(meta or {})
+        rule = f"The checkpoint of step {step} must be saved by all ranks; got "
+        self._agreed = partial(raise_on_all_ranks, comm, rule=rule)
+        name, (tree, tensors, positions) = self._agreed(
+            lambda: (None if self._rank else _prepare(folder, self._step, keep), encode(state))
+        )
+        proposals = [each for each in comm.gather([self._step, name]) if each is not None]
+        steps = [step for step, _ in proposals]
+        if len(set(steps)) > 1:
+            raise MismatchError(f"step must be the same on all ranks; got {steps} on ranks 0 to {comm.size - 1}.")
+        self._temporary, self.path = folder / proposals[0][1], folder / folders.step_name(self._step)
+        owners = _owners(comm, tensors)
+        others = {name: owner for name, owner in owners.items() if owner != self._rank}
+        self._tensors = {name: tensor for name, tensor in tensors.items() if name not in others}
+        self._metadata = {name: json.dumps(position.describe()) for name, position in positions.items()}
+        self._metadata |= {OWNERS: json.dumps(others)} if others else {}
+        self._tree = json.dumps(tree).encode()
+
+    def copy_tensors(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Replace the tensors by copies, and return these; copies of an earlier draft (`kept`) are overwritten."""
+        copies = {}
+        for name, tensor in self._tensors.items():
+            data, copy = torch.from_numpy(tensor_bytes(tensor)), kept.get(name)
+            copy = copy if copy is not None and copy.shape == data.shape else torch.empty_like(data)
+            copies[name] = copy.copy_(data)
+            self._tensors[name] = copy.view(tensor.dtype).view(tensor.shape)
+        return copies
+
+    def publish(self, *, patient: bool = False) -> None:
+        """Collective. Write the files, and give the checkpoint its name when all ranks have written theirs."""
+
+        def with_all(work: Callable[[], Any]) -> Any:
+            try:
+                return work()
+            finally:
+                if patient:  # leave the core to other threads while waiting for other ranks
+                    _await_all(self._comm)
+
+        try:
+            own = self._agreed(lambda: with_all(self._write))
+            of_ranks = self._comm.gather({name: list(stamp) for name, stamp in own.items()})
+            stamps = {name: Stamp(*stamp) for rank in self._alive for name, stamp in of_ranks[rank].items()}
+            self._agreed(lambda: with_all(lambda: None if self._rank else self._finish(stamps)))
+        except BaseException as error:
+            if not self._rank or isinstance(error, CheckpointError):  # else it may be about to be published
+                shutil.rmtree(self._temporary, ignore_errors=True)
+            raise
+
+    def _write(self) -> dict[str, Stamp]:
+        self._temporary.mkdir(exist_ok=True)
+        tensors, tree = (self._temporary / name(self._rank) for name in (tensor_file, tree_file))
+        files = {tensors.name: write_tensors(tensors, self._tensors, self._metadata)}
+        files[tree.name] = write_durably(tree, [self._tree])
+        sync(self._temporary)
+        return files
+
+    def _finish(self, files: dict[str, Stamp]) -> None:
+        for name, stamp in files.items():
+            if not (self._temporary / name).is_file() or (self._temporary / name).stat().st_size != stamp.bytes:
+                raise CheckpointError(
+                    f"{self._temporary / name} must be visible to rank 0; got another rank's file that is not. "
+                    "Give a folder on a file system that all ranks share."
+                )
+        write_manifest(self._temporary, self._step, self._meta, files)
+        sync(self._temporary)
+        folders.publish(self._temporary, self._step, self._keep, self._best)
+
+
+def _await_all(comm: Communicator) -> None:
+    """Collective. Wait for all ranks, by messages: in a collective call of MPI a rank would keep its core busy."""
+    token, (first, *others) = torch.zeros(1, dtype=torch.uint8), comm.failures.alive
     leads = comm.rank == first
-    agreed = partial(raise_on_all_ranks, comm, rule=f"The checkpoint of step {step} must be saved by all ranks; got ")
-    name = agreed(lambda: _prepare(folder, step, keep) if leads else None)
-    proposals = comm.gather([step, name])
-    steps = [proposals[rank][0] for rank in alive]
-    if len(set(steps)) > 1:
-        raise MismatchError(f"step must be the same on all ranks; got {steps} on ranks 0 to {comm.size - 1}.")
-    temporary = folder / proposals[first][1]
-    try:
-        own = agreed(lambda: _write_rank(temporary, alive.index(comm.rank), state))
-        of_ranks = comm.gather({name: list(stamp) for name, stamp in own.items()})
-        stamps = {name: Stamp(*stamp) for rank in alive for name, stamp in of_ranks[rank].items()}
-        agreed(lambda: _finish(temporary, step, meta, stamps, keep, best) if leads else None)
-    except BaseException as error:
-        if leads or isinstance(error, CheckpointError):  # else it may be about to be published
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return folder / folders.step_name(step)
+    for sends in (not leads, leads):
+        for peer in others if leads else [first]:
+            if sends:
+                comm.isend(token, peer).wait()
+            else:
+                comm.probe(peer)  # which sleeps
+                comm.irecv(token, peer).wait()
+
+
+def _owners(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Collective. Return the rank that writes each tensor, by name: of those that have it the one with least to write.
+
+    Ranks are counted among those alive. Short tensors are missing; each rank writes its own.
+    """
+    if comm.size == 1:
+        return {}
+    keys = {}
+    for name, tensor in tensors.items():
+        if tensor.nbytes >= SHARED_BYTES:
+            checksum = CHECKSUMS["xxh3_128"]()
+            checksum.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+            checksum.update(tensor_bytes(tensor).data)
+            keys[name] = tensor.nbytes.to_bytes(SIZE_BYTES, "big") + checksum.digest()
+    of_ranks = comm.gather(b"".join(keys.values()))
+    holders: dict[bytes, list[int]] = {}
+    for rank, held in enumerate(of_ranks[rank] for rank in comm.failures.alive):
+        for start in range(0, len(held), KEY_BYTES):
+            holders.setdefault(held[start : start + KEY_BYTES], []).append(rank)
+    # Few owners to choose from first, then the longest: ranks write about as much, and the same part each time.
+    sizes = {key: int.from_bytes(key[:SIZE_BYTES], "big") for key in holders}
+    written, owners = [0] * len(of_ranks), {}
+    for key in sorted(holders, key=lambda key: (len(holders[key]), -sizes[key])):
+        owners[key] = min(holders[key], key=written.__getitem__)
+        written[owners[key]] += sizes[key]
+    return {name: owners[key] for name, key in keys.items()}
 
 
 def _prepare(folder: Path, step: int, keep: int) -> str:
@@ -80,34 +267,3 @@ def _prepare(folder: Path, step: int, keep: int) -> str:
         sync(folder.parent)
     folders.clean(folder)
     return f"{folders.step_name(step)}.tmp-{secrets.token_hex(4)}"
-
-
-def _write_rank(temporary: Path, rank: int, state: Any) -> dict[str, Stamp]:
-    tree, tensors, positions = encode(state)
-    temporary.mkdir(exist_ok=True)
-    metadata = {name: json.dumps(position.describe()) for name, position in positions.items()}
-    files = {
-        tensor_file(rank): write_tensors(temporary / tensor_file(rank), tensors, metadata),
-        tree_file(rank): write_durably(temporary / tree_file(rank), [json.dumps(tree).encode()]),
-    }
-    sync(temporary)
-    return files
-
-
-def _finish(
-    temporary: Path,
-    step: int,
-    meta: Mapping[str, Any] | None,
-    files: dict[str, Stamp],
-    keep: int,
-    best: Sequence[int],
-) -> None:
-    for name, stamp in files.items():
-        if not (temporary / name).is_file() or (temporary / name).stat().st_size != stamp.bytes:
-            raise CheckpointError(
-                f"{temporary / name} must be visible to rank 0; got another rank's file that is not. "
-                "Give a folder on a file system that all ranks share."
-            )
-    write_manifest(temporary, step, dict(meta or {}), files)
-    sync(temporary)
-    folders.publish(temporary, step, keep, best)

@@ -42,6 +42,7 @@ def _is_read(name: str) -> bool:
 
 STORED = {getattr(torch, kind): name for kind, name in _NAMES.items() if hasattr(torch, kind) and _is_read(name)}
 
+OWNERS = "owners"  # in a header: by name, the ranks in whose files this rank's other tensors are
 SUFFIXES = (".pt", ".pth", ".safetensors")  # of exported files
 
 
@@ -86,6 +87,7 @@ class TensorFile:
     def __init__(self, path: Path):
         self._file = safe_open(path, framework="pt")
         metadata = self._file.metadata() or {}
+        self.owners: dict[str, int] = dict(json.loads(metadata.pop(OWNERS, "{}")))  # see OWNERS
         self.positions = {name: SlicePosition.from_description(json.loads(text)) for name, text in metadata.items()}
 
     def read(self, name: str) -> Tensor:

@@ -6,7 +6,7 @@ from typing import final
 
 from torch import Tensor
 
-from hpcdist.collectives.base import TAG, Algorithm, Cost, Folding, bounds, core_steps
+from hpcdist.collectives.base import TAG, Algorithm, Cost, Folding, core_steps
 from hpcdist.comm.communicator import Communicator
 
 
@@ -48,12 +48,12 @@ class HalvingDoubling(Algorithm):
     def _halves(self, tensor: Tensor) -> list[tuple[int, Tensor, Tensor]]:
         """Return for each halving the partner, the half that this rank keeps, and the half that it sends."""
         core = self._core
-        cuts = bounds(tensor.numel(), core.size)
         low, high, steps = 0, core.size, []
         while high - low > 1:
             middle = (low + high) // 2
             partner = core.peer(core.rank ^ (high - middle))
-            lower, upper = tensor[cuts[low] : cuts[middle]], tensor[cuts[middle] : cuts[high]]
+            start, cut, end = (tensor.numel() * place // core.size for place in (low, middle, high))  # as by `bounds`
+            lower, upper = tensor[start:cut], tensor[cut:end]
             if core.rank < middle:
                 steps.append((partner, lower, upper))
                 high = middle

@@ -11,6 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hpcdist.comm.chunks import alongside
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding import sparse
 from hpcdist.compress.coding.blocks import Blocks
@@ -70,9 +71,8 @@ class ChunkTopk(Compressor):
         self._starts = np.array([span.start for span in self.spans[1:]], np.int64)
 
     def accumulate(self, residual: Tensor, tensor: Tensor) -> None:
-        if self.config.decay != 1:
-            residual.mul_(self.config.decay)
-        residual.add_(tensor)
+        for left, added in alongside(residual, tensor):
+            left.mul_(self.config.decay).add_(added)
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
         values = tensor.numpy()
@@ -144,13 +144,14 @@ def _largest(tensor: Tensor, span: Span, config: ChunkTopk.Config) -> np.ndarray
         return np.empty(0, np.int64)
     blocks = Blocks.of(span, config.side)
     height, width, across = blocks.height, blocks.width, blocks.columns // blocks.width
-    chunks = blocks.view(tensor[span.start : span.stop]).permute(0, 2, 1, 3).reshape(-1, height * width)
     chosen = _chosen(blocks, config)
     if chosen >= height * width:
         indices = torch.arange(size)
     else:
-        inside = chunks.abs().topk(chosen, dim=1, sorted=False).indices
-        block = torch.arange(len(chunks))[:, None]
+        magnitudes = (rows.abs().permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
+                      for (rows,) in blocks.chunks(tensor[span.start : span.stop]))  # fmt: skip
+        inside = torch.cat([rows.topk(chosen, sorted=False).indices for rows in magnitudes])
+        block = torch.arange(len(inside))[:, None]
         row = block // across * height + inside // width
         indices = (row * blocks.columns + block % across * width + inside % width).reshape(-1).sort().values
     indices += span.start

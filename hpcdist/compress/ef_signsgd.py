@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcdist.comm.chunks import slices
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding.elements import MAX_SCALE, add_signs, mean, views
 
@@ -32,25 +33,17 @@ class EfSignSgd(Compressor):
 
     def __init__(self, config: Compressor.Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
-        self._parts: list[tuple[slice, slice]] = []  # elements, and their bits
-        byte = 0
-        for span in (span for span in self.spans if span.stop > span.start):
-            bits = slice(byte, byte + -(-(span.stop - span.start) // 8))
-            self._parts.append((slice(span.start, span.stop), bits))
-            byte = bits.stop
-        self._bytes = byte
+        self._parts = [slice(span.start, span.stop) for span in self.spans if span.stop > span.start]
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
-        message = np.empty(4 * len(self._parts) + self._bytes, np.uint8)
+        message = np.empty(4 * len(self._parts) + -(-self.count // 8), np.uint8)
         scales, bits = views(message, len(self._parts))
-        for index, (elements, packed) in enumerate(self._parts):
-            values = tensor.numpy()[elements]
-            scales[index] = min(mean(tensor[elements]), MAX_SCALE)
-            bits[packed] = np.packbits(values > 0)
-            add_signs(bits[packed], values, -float(scales[index]))
+        scales[:] = [min(mean(tensor[part]), MAX_SCALE) for part in self._parts]
+        for chunk in slices(self.count):  # which starts at a whole byte
+            bits[chunk.start // 8 : -(-chunk.stop // 8)] = np.packbits(tensor.numpy()[chunk] > 0)
+        add_signs(bits, tensor, (-scales).tolist(), self._parts)
         return torch.from_numpy(message)
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         scales, bits = views(message.numpy(), len(self._parts))
-        for scale, (elements, packed) in zip(scales.tolist(), self._parts, strict=True):
-            add_signs(bits[packed], out.numpy()[elements], weight * scale)
+        add_signs(bits, out, [weight * scale for scale in scales.tolist()], self._parts)

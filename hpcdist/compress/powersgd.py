@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.comm.chunks import CACHED, slices
+from hpcdist.comm.chunks import CHUNK, slices
 from hpcdist.compress.base import Linear, Span
 
 
@@ -191,7 +191,7 @@ def add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
     """
     bits, count = (53 - len(left).bit_length()) // 2, 2 if out.dtype == torch.float64 else 1
     lefts, rights = _parts(left, bits, count), _parts(right, bits, count)
-    for chunk in slices(len(out), max(1, CACHED // out.shape[1])):
+    for chunk in slices(len(out), max(1, CHUNK // 2 // out.shape[1])):
         for index, part in enumerate(lefts):
             for other in rights[: count - index]:
                 out[chunk].add_(part[:, chunk].T @ other)
@@ -203,8 +203,10 @@ def _parts(factor: Tensor, bits: int, count: int) -> list[Tensor]:
     exponents = np.frexp(np.abs(remainder).max(axis=0))[1].clip(min=-900)  # so that no grid is 0
     parts = []
     for index in range(1, count + 1):
-        grid = np.ldexp(1.0, exponents - index * bits)
-        part = np.rint(remainder / grid) * grid
-        remainder -= part
+        part = remainder * np.ldexp(1.0, index * bits - exponents)
+        np.rint(part, out=part)
+        part *= np.ldexp(1.0, exponents - index * bits)
+        if index < count:
+            remainder -= part
         parts.append(torch.from_numpy(part))
     return parts

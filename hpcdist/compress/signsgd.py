@@ -67,10 +67,10 @@ class SignSgd(Recoded):
         if not values.any():
             return torch.empty(0, dtype=torch.uint8)
         bits = np.packbits(values >= 0 if self.turn else values > 0)
-        add_signs(bits, values, -size)
+        add_signs(bits, tensor, [-size], [slice(0, len(tensor))])
         return torch.from_numpy(np.concatenate([np.array([size], np.float32).view(np.uint8), bits]))
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         if len(message):
             size = message[:_HEAD].numpy().copy().view(np.float32).item()
-            add_signs(message[_HEAD:].numpy(), out.numpy(), weight * size)
+            add_signs(message[_HEAD:].numpy(), out, [weight * size], [slice(0, len(out))])

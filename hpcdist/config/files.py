@@ -9,6 +9,7 @@ import symtable
 import sys
 import traceback
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,10 @@ from hpcdist.errors import ConfigError, suggestion
 
 _neighbours: dict[str, tuple[ModuleType, Path]] = {}  # imported neighbours by name, each with its folder
 _loaded: dict[Path, tuple[ModuleType, int]] = {}  # by file: the module, and the file's checksum when it ran
+_known: frozenset[str] = frozenset()  # names of modules, see _known_modules
 _running: list[tuple[int, str]] = []  # the process in which code runs that must not end it, and the message
+_open = Counter[str]()  # contexts of `neighbours` that have not ended, by folder: one for each virtual rank
+_inserted = Counter[str]()  # entries of sys.path that these have made
 _exit = os._exit
 
 
@@ -45,19 +49,33 @@ def neighbours(path: Path) -> Iterator[None]:
                 del sys.modules[name]
                 if str(its_folder) in sys.path:
                     hidden[name] = module, its_folder
-    before = set(sys.modules)
-    sys.path.insert(0, str(folder))
+    before, place = _known_modules(), str(folder)
+    _open[place] += 1
+    if not _inserted[place] or sys.path[:1] != [place]:
+        sys.path.insert(0, place)
+        _inserted[place] += 1
     try:
         yield
     finally:
-        if str(folder) in sys.path:
-            sys.path.remove(str(folder))
-        for name, module in sys.modules.copy().items():  # threads may import meanwhile
+        _open[place] -= 1
+        if _inserted[place] > _open[place]:
+            _inserted[place] -= 1
+            if place in sys.path:
+                sys.path.remove(place)
+        for name in sys.modules.keys() - before:
             top = name.partition(".")[0]
-            if top not in before and _is_in_folder(sys.modules.get(top), folder):
-                _neighbours[name] = module, folder
+            if top not in before and name in sys.modules and _is_in_folder(sys.modules.get(top), folder):
+                _neighbours[name] = sys.modules[name], folder
         _neighbours.update(hidden)
         sys.modules.update({name: module for name, (module, _) in hidden.items()})
+
+
+def _known_modules() -> frozenset[str]:
+    """Return the names of all imported modules: the same set until one is imported, as a set takes 130 KiB."""
+    global _known
+    if _known != sys.modules.keys():
+        _known = frozenset(sys.modules)
+    return _known
 
 
 def imported_from_same_folder(path: Path) -> list[Path]:

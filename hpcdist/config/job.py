@@ -28,6 +28,7 @@ class CheckpointConfig(Settings):
     every_steps: int = Field(0, ge=0, description="steps between checkpoints; 0 saves none by steps")
     keep: int = Field(2, ge=1, description="number of the newest checkpoints that are kept")
     best: bool = Field(True, description="save and keep also the checkpoint of the best evaluation")
+    background: bool = Field(True, description="write checkpoints while the training goes on, from copies in memory")
     folder: str | None = Field(None, description="folder of checkpoints; none is `checkpoints` in the output folder")
 
 

@@ -129,7 +129,7 @@ class ShardedBatchSampler(Sampler):
 
     def __len__(self) -> int:
         steps = self.plan.steps
-        last_is_empty = steps and not self.fill and self.plan.sizes(steps - 1)[self.worker] == 0
+        last_is_empty = steps and not self.fill and self.plan.weight(steps - 1, self.worker) == 0
         return steps - bool(last_is_empty)
 
 

@@ -82,7 +82,7 @@ class EpochPlan:
     def indices(self, step: int, worker: int) -> np.ndarray:
         """Return the samples of `worker` in `step`: int64, a copy, possibly empty."""
         check_range("worker", worker, 0, self.workers - 1)
-        low, high = self._bounds(step)[worker : worker + 2]
+        low, high = self._slice(step, worker)
         return self._order[low:high].copy() if self.shuffle or self.parts else np.arange(low, high)
 
     def joint(self, step: int, overlap: float = 0.0) -> tuple[np.ndarray, int, int]:
@@ -101,8 +101,8 @@ class EpochPlan:
 
     def weight(self, step: int, worker: int) -> float:
         """Return the weight of a worker's batch in the mean over the workers: its size over the mean size."""
-        sizes = self.sizes(step)
-        return sizes[worker] * len(sizes) / sum(sizes)
+        low, high = self._slice(step, worker)
+        return (high - low) * self.workers / (self.position(step + 1) - self.position(step))
 
     def batch(self, step: int, worker: int) -> np.ndarray:
         """Return `indices`; if the worker has no sample in this step, the epoch's first batch, which weighs 0."""
@@ -122,8 +122,18 @@ class EpochPlan:
                 min(max(len(part) - steps_before * self.batch_size, 0), self.batch_size) for part in self.parts
             ]
             return list(itertools.accumulate(batch_sizes, initial=self._consumed(steps_before)))
-        first = self.start + step * self.global_batch
-        return [min(first + worker * self.batch_size, self.n_samples) for worker in range(self.workers + 1)]
+        return [self._bound(step, worker) for worker in range(self.workers + 1)]
+
+    def _slice(self, step: int, worker: int) -> tuple[int, int]:
+        """Return a worker's two of `_bounds`; without parts that takes as long for any number of workers."""
+        if self.parts:
+            low, high = self._bounds(step)[worker : worker + 2]
+            return low, high
+        check_range("step", step, 0, self.steps - 1)
+        return self._bound(step, worker), self._bound(step, worker + 1)
+
+    def _bound(self, step: int, worker: int) -> int:
+        return min(self.start + step * self.global_batch + worker * self.batch_size, self.n_samples)
 
     def _consumed(self, steps: int) -> int:
         """Count the samples that `steps` steps of an epoch with parts consume."""

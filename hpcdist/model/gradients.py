@@ -140,6 +140,10 @@ class Gradients:
         """
         self.batch += 1
         self._announce_batch(weight, ends_epoch)
+        if not self._needs_hooks and not self.weighted_by_loop:
+            for hook in self._weight_hooks:
+                hook.remove()
+            self._weight_hooks = []
 
     def end_batches(self) -> None:
         """End the last batch of a loop: later passes have weight 1 and belong to no batch."""
@@ -169,15 +173,11 @@ class Gradients:
         self._set_weight(weight if self._equal_weight is None or not self.counts else self._equal_weight)
 
     def _set_weight(self, weight: float) -> None:
-        """Set the weight of the current batch; add or remove the hooks that apply it."""
+        """Set the weight of the current batch; add the hooks that apply it, which `begin_batch` removes."""
         self.weight = weight
         self._weighted = self._weighted and bool(self.weights)  # earlier gradients keep their weight
         if self._needs_hooks and not self._weight_hooks:
             self._weight_hooks = [self._make_weight_hook(slot.tensor) for slot in self._slots]
-        elif not self._needs_hooks and not self.weighted_by_loop:
-            for hook in self._weight_hooks:
-                hook.remove()
-            self._weight_hooks = []
 
     @property
     def _needs_hooks(self) -> bool:

@@ -51,7 +51,7 @@ class _Objects:
 
 
 @normal_tensors()
-def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: Any) -> Path:
+def save(path: str | Path, *, step: int | None = None, keep: int = 3, background: bool = False, **state: Any) -> Path:
     """Collective. Save a checkpoint of the training loop in folder `path`; return the new checkpoint's folder.
 
     A DistributedOptimizer is saved with its model and its strategy's state. Other objects (schedules, GradScalers,
@@ -67,10 +67,13 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
     Args:
         step: sorts the checkpoints, and is returned by `load`; by default the number of steps taken.
         keep: number of checkpoints to keep.
+        background: copy what this rank writes, and return; a thread writes the copies, for which each rank keeps
+            memory. The next `save`, `load` or `finish`, or the end of the script, waits until the checkpoint is there,
+            and raises the error if it could not be written.
         state: objects to save, by name; pass the same names to `load`. The optimisers' models need not be passed.
 
     Raises:
-        CheckpointError: a rank can't save its state. Raised on all ranks.
+        CheckpointError: a rank can't save its state, or could not write the last checkpoint. Raised on all ranks.
         ConfigError: server ranks can't take part, inside the loop.
     """
     prepare_collective("a checkpoint")
@@ -93,7 +96,8 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
     if session.stages > 1:
         meta["stages"] = session.stages
     tree = {"state": saved, "random": checkpoint.random_state()}
-    return checkpoint.save(session.comm, path, steps if step is None else step, tree, meta=meta, keep=keep)
+    steps = steps if step is None else step
+    return session.saver.save(session.comm, path, steps, tree, background=background, meta=meta, keep=keep)
 
 
 @normal_tensors()
@@ -124,6 +128,7 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
     session = current()
     if session.planned is not None:
         session.planned.require_inside(path)
+    session.saver.wait()
     newest = checkpoint.latest_on_all_ranks(session.comm, path)
     if newest is None:
         return None

@@ -108,9 +108,11 @@ def finish(*models: nn.Module) -> Any:
         >>> model = hd.finish(model)
 
     Raises:
+        CheckpointError: a checkpoint could not be written in the background.
         ConfigError: no DistributedOptimizer trains a model; or server ranks can't take part, inside the loop.
     """
     prepare_collective("the end of training")
+    current().saver.wait()
     for model in models:
         _finish(model)
     return models[0] if len(models) == 1 else models

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hpcdist import checkpoint
 from hpcdist.checkpoint import Slice, SlicePosition
+from hpcdist.checkpoint.load import tensor_files
 from hpcdist.checkpoint.slices import cut, join
 from hpcdist.errors import CheckpointError
 from hpcdist.model.flat_buffers import FlatBuffers
@@ -49,7 +50,7 @@ class SavedWorld:
     def __init__(self, path: Path, manifest: checkpoint.Manifest):
         self.path, self.meta, self.stages = path, manifest.meta, int(manifest.meta.get("stages", 1))
         self.replicas = manifest.ranks // self.stages
-        self.rank = cache(lambda rank: checkpoint.SavedRank(path, rank))
+        self.rank = cache(partial(checkpoint.SavedRank, path, files=tensor_files(path)))
 
     def of(self, *keys: str) -> SavedState:
         """Return the state of an optimiser, saved under these keys."""

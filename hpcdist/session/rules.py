@@ -14,7 +14,7 @@ from hpcdist import strategies
 from hpcdist.errors import ConfigError, HpcdistError, MismatchError
 from hpcdist.strategies import Contract, Strategy
 from hpcdist.strategies.base import name_of
-from hpcdist.strategies.synchronous.agreement import CHANGED_APART
+from hpcdist.strategies.synchronous.agreement import CHANGED_DIFFERENTLY
 
 
 class Rule(NamedTuple):
@@ -176,7 +176,7 @@ RULES = {
         error=MismatchError,
     ),
     "gradients are changed on some ranks only": Rule(
-        CHANGED_APART, lambda contract: contract.replicates, error=MismatchError
+        CHANGED_DIFFERENTLY, lambda contract: contract.replicates, error=MismatchError
     ),
     "embeddings are normalised in the forward pass": Rule(
         "max_norm of embeddings must be None if several ranks train one model; got {max_norm} in {name!r}, whose "

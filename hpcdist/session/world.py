@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from hpcdist import registry
+from hpcdist import checkpoint, registry
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch import ASYNC_FINALIZE, check_world, contradiction, task_or_none, tolerates_deaths
 from hpcdist.comm.mpi import library, start
@@ -52,8 +52,7 @@ class Session:
         self.loader: Any = None  # the sharded loader that is being iterated for training
         self.group: Communicator | None = None  # the workers that iterate it, where other ranks are servers
         self.peers: Communicator | None = None  # the workers in `group` with this rank's stage
-        # Number of calls per process group of torch.distributed, before the loop over `loader`.
-        self.calls_before: Mapping[Any, int] | None = None
+        self.calls_before: Mapping[Any, int] | None = None  # per torch.distributed group, before the loop over `loader`
         self.grid: Grid | None = None  # of the pipeline or the device mesh, if any
         self.grid_by = ""  # the function that set it; DistributedOptimizer must get its result
         self.calls = 0  # number of collective calls by the loop
@@ -61,6 +60,7 @@ class Session:
         self.workers: tuple[int, ...] | None = None  # ranks that train, of the last DistributedOptimizer
         self.run: LoopRun | None = None  # writes the files of this loop's run
         self.planned: PlannedLoop | None = None  # set by a comparison or a sweep that runs this script
+        self.saver = checkpoint.Saver()
         self.called_is_main = False  # `is_main` was called before the first DistributedOptimizer, and took rank 0
 
     @property
@@ -159,8 +159,8 @@ def init(
 ) -> Communicator:
     """Collective. Join the ranks that mpirun or srun started (one rank without them); safe to call again.
 
-    A single rank needs no MPI library. After this call an uncaught exception ends every rank, and a blocking call past
-    the deadline ends the job with a message that names the missing rank.
+    A single rank needs no MPI library. After this call an uncaught exception ends every rank, and so does a blocking
+    call past the deadline, with a message that names the missing rank.
 
     Example:
         >>> comm = hd.init(deadline_s=300)

@@ -1,4 +1,4 @@
-"""Asynchronous DiLoCo: workers push the way of many local steps when they have it, and servers step along each."""
+"""Asynchronous DiLoCo: workers push the change of many local steps to servers, which apply each push as it arrives."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ from hpcdist.strategies.server.strategy import ServerStrategy, Worker
 
 @final
 class AsyncDiLoCo(ServerStrategy):
-    """Run H local steps, push the way δ to the servers, and go on at once from what they have: nobody waits.
+    """Run H local steps, push the change δ to the servers, and continue from their parameters; no worker waits.
 
-    A worker reads θ, takes its steps by its own, inner optimiser, and pushes δ, the way from its parameters to the θ
-    that it has read. The servers apply pushes in order of arrival. By `rule` = delayed_nesterov a push moves θ at once,
-    and the outer momentum once in N = `every` pushes: Δ ← Δ + δ; at each N-th push m ← βm + Δ/N, θ ← θ − ν[(1 − cN +
-    c)βm + δ/N], Δ ← 0; at the others θ ← θ − ν[cβm + δ/N]. c = `spread` divides the momentum among the pushes. In this
-    way stale ways don't add up to a momentum that is too large. The other rules are there to compare: nesterov steps
-    along each δ/√p with momentum, discounted along δ/√p·(1 + staleness)^(−1/2), buffered once along the mean of N.
+    A worker reads θ, takes H steps with its inner optimiser, and pushes δ, the θ that it has read minus its parameters.
+    The servers apply pushes in order of arrival. With `rule` = delayed_nesterov a push moves θ immediately, and the
+    outer momentum is updated once in N = `every` pushes: Δ ← Δ + δ; at each N-th push m ← βm + Δ/N,
+    θ ← θ − ν[(1 − cN + c)βm + δ/N], Δ ← 0; at the others θ ← θ − ν[cβm + δ/N]. c = `spread` divides the momentum among
+    the pushes. So stale changes don't add up to a momentum that is too large. Other rules, for comparison: nesterov
+    steps along each δ/√p with momentum, discounted along δ/√p·(1 + staleness)^(−1/2), buffered once along the mean of
+    N.
 
     With `dynamic` a worker's next period has H·s/max(s) steps, rounded down, at least 1, where s are the workers' steps
-    per second in their last periods: so all push about equally often, and slow ones less. With `grace_s` the servers
-    wait so long after a first push for others, apply them in order of their ranks, and let these workers begin at the
-    same θ. The inner optimiser's state stays, or is made anew in each period (`inner_state`).
+    per second in their last periods: so all workers push about equally often. With `grace_s` the servers wait this long
+    after a first push for others, apply them in rank order, and reply with the same θ. The inner optimiser's state is
+    kept, or reset in each period (`inner_state`).
 
-    Records have the staleness of pushes, once for each gradient in them: how many pushes the server has applied since
-    the worker read θ. ν and N go together, as a push moves θ by ν/N of its way. A period may go over the end of an
-    epoch. Each worker has its own samples of an epoch, as with all strategies, so none comes more often than others.
-    A checkpoint has the servers' θ and each worker's own; all ranks load it together, so no worker has read a θ that
-    is newer than the servers'. Evaluations use the servers' θ. On one rank the optimiser runs alone.
+    Records have the staleness of pushes, once for each gradient: the number of pushes that the server has applied since
+    the worker read θ. Choose ν and N jointly, as a push moves θ by ν/N of its change. A period may extend over the end
+    of an epoch. Samples are divided among workers as with all strategies, so a fast worker's samples are not used more
+    often. A checkpoint has the servers' θ and each worker's. Evaluations use the servers' θ. On one rank only the
+    optimiser runs.
 
-    Bytes per worker and period: one parameter vector each way. Memory: on a worker θ as it was read; on the servers θ,
-    m, Δ, and a slot for each worker.
+    Bytes per worker and period: one parameter vector in each direction. Memory: on a worker the θ that it has read; on
+    the servers θ, m, Δ, and a slot for each worker.
 
     Example on 4 ranks:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "async_diloco", period=4, outer_lr=0.7)
@@ -58,7 +59,7 @@ class AsyncDiLoCo(ServerStrategy):
         outer_lr: float = Field(0.7, gt=0, description="ν: learning rate of the servers")
         outer_momentum: float = Field(0.9, ge=0, lt=1, description="β: momentum of the servers")
         rule: Literal["delayed_nesterov", "nesterov", "discounted", "buffered"] = Field(
-            "delayed_nesterov", description="how servers step along pushes"
+            "delayed_nesterov", description="rule by which servers apply pushes"
         )
         every: int | None = Field(
             None, ge=1, description="N: pushes to one step of the momentum; none: the number of workers"
@@ -67,7 +68,7 @@ class AsyncDiLoCo(ServerStrategy):
         dynamic: bool = Field(False, description="fewer local steps on slower workers")
         grace_s: float = Field(0.0, ge=0, description="seconds that servers wait for more pushes after a first one")
         inner_state: Literal["keep", "reset"] = Field(
-            "keep", description="what becomes of the local optimiser's state at the end of a period"
+            "keep", description="keep or reset the local optimiser's state at the end of a period"
         )
 
         @model_validator(mode="after")
@@ -103,17 +104,17 @@ class AsyncDiLoCo(ServerStrategy):
                 f"strategy.spread must be at most 1/{every}, that a momentum acts once; got {config.spread}. Take less."
             )
         self._speeds = comm.window(comm.size, torch.float64) if config.dynamic and comm.size > 1 else None
-        self.compose(lambda: _PeriodWorker(self), lambda: _WayServer(self, every, workers))
+        self.compose(lambda: _PeriodWorker(self), lambda: _DeltaServer(self, every, workers))
 
-    def speeds(self, own: float) -> list[float]:
-        """Tell the first server this worker's speed, in steps per second, and return those of all that live."""
-        found = torch.zeros(self.comm.size, dtype=torch.float64)
+    def speeds(self, local_speed: float) -> list[float]:
+        """Send this worker's speed, in steps per second, to the first server; return all surviving workers'."""
+        all_speeds = torch.zeros(self.comm.size, dtype=torch.float64)
         if self._speeds is not None:
             server = self.roles.servers[0]
-            self._speeds.put(torch.tensor([own], dtype=torch.float64), server, self.comm.rank)
-            self._speeds.get(found, server)
-            found[list(self.comm.failures.failed())] = 0.0
-        return found.tolist()
+            self._speeds.put(torch.tensor([local_speed], dtype=torch.float64), server, self.comm.rank)
+            self._speeds.get(all_speeds, server)
+            all_speeds[list(self.comm.failures.failed())] = 0.0
+        return all_speeds.tolist()
 
     def close(self) -> None:
         if self._speeds is not None:
@@ -122,19 +123,21 @@ class AsyncDiLoCo(ServerStrategy):
 
 
 class _PeriodWorker(Worker):
-    """Take a period of local steps, push their way, and take the servers' parameters."""
+    """Take a period of local steps, push their change, and read the servers' parameters."""
 
     def __init__(self, strategy: AsyncDiLoCo):
         super().__init__(strategy)
         self._of, self._config, state = strategy, strategy.config, strategy.state
-        self._read = state.sharded("read", self.model.params, start="parameters", resets=True)  # θ as the period began
+        self._read = state.sharded(
+            "read", self.model.params, start="parameters", resets=True
+        )  # θ at the start of the period
         self.done = state.value("done", 0, self, resets=True)  # steps of this period
-        self.gradients = state.value("gradients", 0, self, resets=True)  # of its steps that counted
+        self.gradients = state.value("gradients", 0, self, resets=True)  # number of gradients in this period
         self.steps = state.value("period", self._config.period, self, "steps")
         state.flags("used", strategy.gradients.used)
         strategy.records.pending = lambda: self.gradients
-        self._timed, self._timed_s = 0, 0.0  # steps of this period, and how long they took
-        self._since_s: float | None = None  # the end of the step before; None where a pause lies between
+        self._timed, self._timed_s = 0, 0.0  # timed steps of this period, and their seconds
+        self._since_s: float | None = None  # end of the last step; None after a pause
 
     def step(self, update: Update) -> Outcome:
         local, waited_for = self.strategy.gradients.step_alone(update), dict[int, float]()
@@ -147,17 +150,17 @@ class _PeriodWorker(Worker):
         return Outcome(self.replica.clock, event=local.event, waited_for=waited_for)
 
     def _exchange(self) -> dict[int, float]:
-        """Push the way of this period, and begin the next one at what the servers have; return who was waited for."""
+        """Push this period's change, and start the next period from the servers' θ; return waiting times by rank."""
         config = self._config
-        way = [before - own for before, own in zip(self._read, self.model.params, strict=True)]
+        delta = [before - local for before, local in zip(self._read, self.model.params, strict=True)]
         used = self.strategy.gradients.take_used() > 0
-        self.client.push(GRADIENT, tensors=way, used=used, weight=float(self.gradients), **self.stamps())
+        self.client.push(GRADIENT, tensors=delta, used=used, weight=float(self.gradients), **self.stamps())
         if config.dynamic:
-            own = self._timed / self._timed_s if self._timed_s > 0 else 0.0
-            fastest = max(self._of.speeds(own))
-            self.steps = max(1, int(config.period * own / fastest + 1e-6)) if fastest > 0 else config.period
+            speed = self._timed / self._timed_s if self._timed_s > 0 else 0.0
+            fastest = max(self._of.speeds(speed))
+            self.steps = max(1, int(config.period * speed / fastest + 1e-6)) if fastest > 0 else config.period
         waited_for = self.replica.pull().waited_for
-        if self.place.colocated:  # this server's parameters lie beside its worker's model
+        if self.placement.colocated:  # this server's parameters are separate from its worker's model
             self.strategy.server.show()
         self.done, self.gradients = 0, 0
         copy_all(self._read, self.model.params)
@@ -166,7 +169,7 @@ class _PeriodWorker(Worker):
         return waited_for
 
     def _time(self) -> None:
-        """Count a step with the time that it took, from the end of the one before."""
+        """Count a step, and its time since the end of the last step."""
         now_s = self.strategy.comm.now()
         if self.done == 1:
             self._timed, self._timed_s = 0, 0.0
@@ -178,18 +181,20 @@ class _PeriodWorker(Worker):
         self._since_s = None
 
 
-class _WayServer(Server):
-    """Step along each way that comes, and reply with the parameters."""
+class _DeltaServer(Server):
+    """Apply each push by the rule, and reply with the parameters."""
 
     def __init__(self, strategy: AsyncDiLoCo, every: int, workers: int):
         super().__init__(strategy, strategy.replica, strategy.config.learner_deadline_s)
-        self._shard, self._config = strategy.place.shard, strategy.config
+        self._shard, self._config = strategy.placement.shard, strategy.config
         self._every, self._workers = every, workers
-        state, ranges, like = strategy.state, self._shard.ranges, self._shard.of(strategy.model.params)
+        state, ranges, templates = strategy.state, self._shard.ranges, self._shard.of(strategy.model.params)
         # θ, m and Δ
-        self._params = state.sharded("params", like, start="parameters", reshard="first", resets=True, ranges=ranges)
-        self._momentum = state.sharded("momentum", like, reshard="first", ranges=ranges)
-        self._sum = state.sharded("sum", like, ranges=ranges)
+        self._params = state.sharded(
+            "params", templates, start="parameters", reshard="first", resets=True, ranges=ranges
+        )
+        self._momentum = state.sharded("momentum", templates, reshard="first", ranges=ranges)
+        self._sum = state.sharded("sum", templates, ranges=ranges)
         self.count = state.value("count", 0, self)  # pushes since the last step of the momentum
         self._used = state.flags("pushed", torch.zeros(len(strategy.model.slots), dtype=torch.bool))  # in any of them
 
@@ -197,22 +202,22 @@ class _WayServer(Server):
         return self._params
 
     def apply_due(self) -> None:
-        """Apply what is held once the time is over, or no other worker is left to wait for."""
-        held = sorted(self.held, key=attrgetter("source"))  # the same sums in any order of arrival
-        if not held:
+        """Apply waiting pushes after `grace_s`, or if no other worker is active."""
+        waiting = sorted(self.waiting, key=attrgetter("source"))  # the same sums in any order of arrival
+        if not waiting:
             return
-        self.due_s = self.held[0].since_s + self._config.grace_s
-        if self.due_s <= self.comm.now() or {request.source for request in held}.issuperset(self.active()):
-            self.held, self.due_s = [], None
-            for request in held:
+        self.due_s = self.waiting[0].since_s + self._config.grace_s
+        if self.due_s <= self.comm.now() or {request.source for request in waiting}.issuperset(self.active()):
+            self.waiting, self.due_s = [], None
+            for request in waiting:
                 self._apply(request)
-            for request in held:
+            for request in waiting:
                 values = [new.to(own.dtype) for new, own in zip(self._params, self.model.params)]
                 self.inbox.reply(Reply(request, self.replica.clock, values))
 
     def _apply(self, request: ServerRequest) -> None:
-        """Step along one push."""
-        ways = [way.to(part.device, part.dtype) for way, part in zip(request.tensors, self._params, strict=True)]
+        """Apply one push."""
+        deltas = [delta.to(part.device, part.dtype) for delta, part in zip(request.tensors, self._params, strict=True)]
         staleness = self.replica.clock - request.clocks[0]
         self.count += 1
         ends = self.count == self._every
@@ -220,23 +225,23 @@ class _WayServer(Server):
         alone = self._config.rule in ("nesterov", "discounted")
         used = request.used if alone else self._used
         with self.model.skip_unused(used, self._momentum, self._shard.ranges):
-            for x, momentum, total, way in zip(self._params, self._momentum, self._sum, ways, strict=True):
-                self._step(x, momentum, total, way, staleness, ends)
+            for x, momentum, total, delta in zip(self._params, self._momentum, self._sum, deltas, strict=True):
+                self._step(x, momentum, total, delta, staleness, ends)
         if ends:
             self.count = 0
             self._used.zero_()
         self.count_update([staleness] * int(request.weight))  # of each gradient in it
 
-    def _step(self, x: Tensor, momentum: Tensor, total: Tensor, way: Tensor, staleness: int, ends: bool) -> None:
+    def _step(self, x: Tensor, momentum: Tensor, total: Tensor, delta: Tensor, staleness: int, ends: bool) -> None:
         config, n = self._config, self._every
         beta, spread, rule = config.outer_momentum, config.spread, config.rule
         if rule in ("nesterov", "discounted"):
             scale = self._workers**-0.5 * ((1 + staleness) ** -0.5 if rule == "discounted" else 1.0)
-            gradient = way * scale
+            gradient = delta * scale
             momentum.mul_(beta).add_(gradient)
             x.add_(gradient.add(momentum, alpha=beta), alpha=-config.outer_lr)
             return
-        total.add_(way)
+        total.add_(delta)
         if ends:
             momentum.mul_(beta).add_(total, alpha=1 / n)
         if rule == "buffered":
@@ -244,6 +249,6 @@ class _WayServer(Server):
                 x.add_((total / n).add_(momentum, alpha=beta), alpha=-config.outer_lr)
         else:
             share = beta * (1 - spread * n + spread if ends else spread)
-            x.add_((way / n).add_(momentum, alpha=share), alpha=-config.outer_lr)
+            x.add_((delta / n).add_(momentum, alpha=share), alpha=-config.outer_lr)
         if ends:
             total.zero_()

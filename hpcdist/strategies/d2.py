@@ -1,4 +1,4 @@
-"""D²: average with the neighbours so that what the averages have taken from a rank's own way is taken back once."""
+"""D²: decentralised SGD with a correction, so that ranks with different data agree."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _LEAST = -1 / 3 + 1e-9  # eigenvalue of W
 
 @final
 class D2(Strategy):
-    """Train by D², all ranks together: x ← W(x + u + c), c what the average before has changed.
+    """Train by D², synchronously: x ← W(x + u + c), where c is the change by the last average.
 
     Here u is the local optimiser's step at x, and c = xₜ − (xₜ₋₁ + uₜ₋₁). With SGD this is the published rule, W(2xₜ −
-    xₜ₋₁ − η(gₜ − gₜ₋₁)). In `dpsgd` each rank is drawn to the optimum of its own data, and ranks whose data differ do
-    not agree; here that pull cancels between two steps, and all tend to the optimum of all data. When the learning rate
-    changes, c is multiplied by ηₜ/ηₜ₋₁; after a rate of 0 it begins anew. The mean of all x follows the mean of the
-    steps u, to rounding. Any local optimiser may make them; the paper has SGD.
+    xₜ₋₁ − η(gₜ − gₜ₋₁)). In `dpsgd` each rank is pulled to the optimum of its own data, and ranks with different data
+    do not agree; here this pull cancels between two steps, and all ranks converge to the optimum of all data. When the
+    learning rate changes, c is multiplied by ηₜ/ηₜ₋₁; after a rate of 0 it restarts from 0. The mean of all x follows
+    the mean of the steps u, to rounding. Any local optimiser works; the paper uses SGD.
 
-    W must be the same in every step, symmetric, doubly stochastic, and without eigenvalues of −1/3 or less: there the
-    rule diverges even without gradients. With `lazy`, the default, ranks mix by (W + I)/2, which has none; without, the
-    ring of an even number of ranks is refused, for example. On one rank the optimiser runs alone.
+    W must be static, symmetric, doubly stochastic, and without eigenvalues of −1/3 or less, with which the rule
+    diverges even without gradients. With `lazy`, the default, ranks mix by (W + I)/2, which has none; without it the
+    ring of an even number of ranks is refused, for example. On one rank only the optimiser runs.
 
     Bytes per rank and step: one parameter vector to each neighbour. At synchronizations 1, 2, 4, 8... and each 64th an
     all-reduce of 16 bytes compares settings. Memory: c, and one vector per neighbour.
@@ -66,7 +66,7 @@ class D2(Strategy):
                 f"ranks, with {least:.3f}. Set strategy.lazy = true, which mixes by (W + I)/2, or take another graph."
             )
         super().__init__(config, comm, model, **kwargs)
-        self._mixing = Mixing(comm, topology, overlap=False, kept=0.5 if config.lazy else 0.0)
+        self._mixing = Mixing(comm, topology, overlap=False, identity_weight=0.5 if config.lazy else 0.0)
         self._changed = self.state.sharded("changed", model.params if comm.size > 1 else [], resets=True)  # c
         # Of the parameters, at the last step.
         self.rates: list[float] = self.state.value("rates", [], self, resets=True)
@@ -79,9 +79,7 @@ class D2(Strategy):
         for x, changed in zip(self.model.params, self._changed, strict=True):
             for mine, c in alongside(x, changed):
                 c.sub_(mine.add_(c))  # −(x + u), so that no copy of the parameters is needed
-        self._mixing.mix(self.model.params, self.steps)
-        for x, changed in zip(self.model.params, self._changed, strict=True):
-            changed.add_(x)
+        self._mixing.mix(self.model.params, self.steps, add_to=self._changed)
         return outcome
 
     def _scale(self) -> None:

@@ -25,8 +25,8 @@ class DiLoCo(Periodic):
 
     Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, and 8/H for each parameter, as outer momentum
     does not move a parameter without a gradient on any rank since the last outer step. At synchronizations 1, 2, 4,
-    8... and each 64th an all-reduce of 16 bytes compares settings. Memory per rank: three parameter vectors (x, its
-    momentum, the mean), with `overlap` four.
+    8... and each 64th an all-reduce of 16 bytes compares settings. Memory per rank: two parameter vectors (x and its
+    momentum), with `overlap` four.
 
     Example:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "diloco", period=4, outer_lr=0.7)

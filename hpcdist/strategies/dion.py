@@ -1,4 +1,4 @@
-"""Dion: matrices move along the orthonormal factors of a momentum of low rank, and ranks exchange these alone."""
+"""Dion: step matrices along orthonormal low-rank factors of their momentum; ranks exchange only the factors."""
 
 from __future__ import annotations
 
@@ -24,19 +24,17 @@ class Dion(OwnStep):
 
     For each matrix X of m × n each rank adds its gradient to its momentum, B = M + G. P is the orthonormal basis of the
     mean of BQ over the ranks, R the mean of BᵀP; M ← B − (1 − μ)PRᵀ, Q ← the columns of R, normalised, and X ← (1 −
-    ηλ)X − η√(m/n)·PQᵀ. So the r largest directions of the momentum count alike, whatever their size, and what they
-    leave out waits in M. M differs between ranks; their mean is M of one process on the mean gradient, which this
-    equals, to rounding.
+    ηλ)X − η√(m/n)·PQᵀ. So the r largest directions of the momentum have the same weight, and the rest stays in M. M
+    differs between ranks; its mean over ranks equals, to rounding, the M of one process on the mean gradient.
 
-    Matrices are the parameters of two or more dimensions, their first one by the others, but for those that `others`
-    names: embeddings and the head should be there. These and vectors are stepped by the local optimiser, such as AdamW,
-    on the mean gradient. Rate η and decay λ of a matrix are those of its group; η is multiplied by `rate`, because it
-    is of the size of an orthonormal matrix, and Adam's steps are smaller. Replicas are bitwise equal. On one rank it is
-    this rule too.
+    Matrices are the parameters of two or more dimensions (the first by the others), except those matched by `others`,
+    which should contain embeddings and the head. These and vectors are updated by the local optimiser, such as AdamW,
+    on the mean gradient. Learning rate η and decay λ of a matrix are read from its group; η is multiplied by `rate`,
+    because an orthonormal step is larger than Adam's. Replicas are bitwise equal. A single rank follows the same rule.
 
-    Bytes per rank and step: of a matrix, in place of mn elements, r(m + n) by all-reduce and rm by all-gather; of the
-    others their gradients; and 40 of agreement. Memory: M, and Q. Each basis is computed by one rank, in float64, so
-    that the ranks share the work and all have the same bits.
+    Bytes per rank and step: for a matrix, instead of mn elements, r(m + n) by all-reduce and rm by all-gather; for the
+    others their gradients; and 40 bytes of agreement. Memory: M, and Q. One rank computes each basis, in float64, so
+    that ranks share the work and have the same bits.
 
     Example:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "dion", fraction=0.5)
@@ -49,9 +47,9 @@ class Dion(OwnStep):
 
         fraction: float = Field(0.25, gt=0, le=1, description="r: rank of the factors, as a part of the shorter side")
         momentum: float = Field(0.95, ge=0, lt=1, description="μ: part of the factors' product that stays in M")
-        rate: float = Field(1.0, gt=0, description="rate of the matrices, in units of their group's")
+        rate: float = Field(1.0, gt=0, description="learning rate of the matrices, as a multiple of their group's")
         others: tuple[str, ...] = Field(
-            (), description="names of matrices that the local optimiser steps, such as embed* and head.weight"
+            (), description="names of matrices for the local optimiser, such as embed* and head.weight"
         )
 
     config: Config
@@ -84,9 +82,9 @@ class Dion(OwnStep):
             self._require_others()
             self._names_known = True
         matrices, others = self._divided()
-        self._average([one.views[0] for one in others])
+        self._average([item.views[0] for item in others])
         self._step_matrices(matrices)
-        is_other, present = {one.name for one in others}, self.model.gradients.present()
+        is_other, present = {item.name for item in others}, self.model.gradients.present()
         self.model.gradients.release([slot.name in is_other for slot in self.model.slots])
         update()
         self.model.gradients.release(present)
@@ -94,31 +92,31 @@ class Dion(OwnStep):
     def _divided(self) -> tuple[list[Trained], list[Trained]]:
         """Return the matrices, with views of gradients and momentum; and the other parameters."""
         found: tuple[list[Trained], list[Trained]] = ([], [])
-        for one in self.trained(self.model.grads, self._momentum):
-            named = any(fnmatchcase(one.name, pattern) for pattern in self.config.others)
-            other = one.parameter.ndim < 2 or not one.parameter.numel() or named  # of no elements it has no factors
-            found[other].append(one)
+        for item in self.trained(self.model.grads, self._momentum):
+            named = any(fnmatchcase(item.name, pattern) for pattern in self.config.others)
+            other = item.parameter.ndim < 2 or not item.parameter.numel() or named  # of no elements it has no factors
+            found[other].append(item)
         return found
 
     def _step_matrices(self, matrices: Sequence[Trained]) -> None:
         # Half precision is added up in single; others in place.
-        wide = [torch.float64 if one.parameter.dtype == torch.float64 else torch.float32 for one in matrices]
+        wide = [torch.float64 if item.parameter.dtype == torch.float64 else torch.float32 for item in matrices]
         sums = [
-            one.views[1].to(dtype).add_(one.views[0]).view(len(one.parameter), -1)
-            for one, dtype in zip(matrices, wide, strict=True)
+            item.views[1].to(dtype).add_(item.views[0]).view(len(item.parameter), -1)
+            for item, dtype in zip(matrices, wide, strict=True)
         ]
-        factors = [self._basis_of(one, total) for one, total in zip(matrices, sums, strict=True)]
+        factors = [self._basis_of(item, total) for item, total in zip(matrices, sums, strict=True)]
         left = [q @ total.T for q, total in zip(factors, sums, strict=True)]  # transposed: r rows
         self._average(left)
         self._orthonormalise(left)
         right = [p @ total for p, total in zip(left, sums, strict=True)]
         self._average(right)
-        for one, total, p, r in zip(matrices, sums, left, right, strict=True):
+        for item, total, p, r in zip(matrices, sums, left, right, strict=True):
             total.addmm_(p.T, r, alpha=self.config.momentum - 1)
-            one.views[1].copy_(total.view_as(one.parameter))
-            self.basis[one.name] = q = _normalised(r)
-            rate, x = self.config.rate * rate_of(one.group), one.parameter.detach().view(len(total), -1)
-            if decay := one.group.get("weight_decay", 0):
+            item.views[1].copy_(total.view_as(item.parameter))
+            self.basis[item.name] = q = _normalised(r)
+            rate, x = self.config.rate * rate_of(item.group), item.parameter.detach().view(len(total), -1)
+            if decay := item.group.get("weight_decay", 0):
                 x.mul_(1 - rate * decay)
             scaled = p * -(rate * (x.shape[0] / x.shape[1]) ** 0.5)
             if x.is_cpu:
@@ -131,19 +129,19 @@ class Dion(OwnStep):
         ranks = range(self.comm.size)
         for of_type in _by_dtype(matrices):
             shares = [of_type[rank :: len(ranks)] for rank in ranks]
-            own = [torch.linalg.qr(rows.double().T).Q.T.to(rows) for rows in shares[self.comm.rank]]
+            own = [_orthonormal(rows.double()).to(rows) for rows in shares[self.comm.rank]]
             flats = [of_type[0].new_empty(sum(rows.numel() for rows in share)) for share in shares]
             self.calls.all_gather(flats, torch.cat([of_type[0].new_empty(0), *(basis.reshape(-1) for basis in own)]))
             for share, flat in zip(shares, flats, strict=True):
                 _copy_apart(flat, share)
 
-    def _basis_of(self, one: Trained, total: Tensor) -> Tensor:
+    def _basis_of(self, item: Trained, total: Tensor) -> Tensor:
         """Return Q of a matrix, transposed; at the start the same random directions on all ranks and machines."""
-        if one.name not in self.basis:
+        if item.name not in self.basis:
             rank = max(1, round(self.config.fraction * min(total.shape)))
             start = np.random.Generator(np.random.SFC64(0)).random((rank, total.shape[1])) - 0.5
-            self.basis[one.name] = _normalised(torch.from_numpy(start))
-        return self.basis[one.name].to(total)
+            self.basis[item.name] = _normalised(torch.from_numpy(start))
+        return self.basis[item.name].to(total)
 
     def _average(self, tensors: Sequence[Tensor]) -> None:
         """Collective. Replace tensors by their means over the ranks, those of one type in one sum."""
@@ -151,6 +149,19 @@ class Dion(OwnStep):
             flat = torch.cat([tensor.reshape(-1) for tensor in of_type])
             self.average([flat])
             _copy_apart(flat, of_type)
+
+
+def _orthonormal(rows: Tensor) -> Tensor:
+    """Compute an orthonormal basis of the rows of a float64 matrix, by Cholesky's factors where they are exact enough.
+
+    They take 0.6 of the time of Householder's reflections, and lose the square of the matrix's condition.
+    """
+    lower, fails = torch.linalg.cholesky_ex(rows @ rows.T)
+    if not fails:
+        basis = torch.linalg.solve_triangular(lower, rows, upper=False)
+        if (torch.mv(basis, basis.sum(0)) - 1).abs().max() < 1e-9:
+            return basis
+    return torch.linalg.qr(rows.T).Q.T
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

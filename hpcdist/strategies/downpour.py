@@ -1,4 +1,4 @@
-"""Run on with local steps, push and fetch seldom, and apply pushes with Adagrad on the servers: Downpour SGD."""
+"""Local steps, with pushes of gradients and fetches of parameters every few steps, and Adagrad on servers: Downpour."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from hpcdist.strategies.server.strategy import ServerStrategy, Worker
 
 
 class ShardAdagrad:
-    """Step along a gradient at the rate γ/√Σg² of each element, times what a schedule makes of the workers' rate.
+    """Adagrad on a shard: the learning rate of an element is γ/√Σg², times the workers' relative learning rate.
 
     Args:
-        strategy: whose workers' schedules are followed.
+        strategy: the strategy, whose workers may follow a learning rate schedule.
         rate: γ.
 
     Attributes:
-        params: the shard, one flat tensor per group, in memory of its own.
+        params: the shard, one flat tensor per group, in separate memory.
     """
 
     def __init__(self, strategy: ServerStrategy, rate: float):
-        self._rate, shard, state = rate, strategy.place.shard, strategy.state
+        self._rate, shard, state = rate, strategy.placement.shard, strategy.state
         self._first_rate, self._hyperparameters = _reference_rate(strategy.optimizer), strategy.hyperparameters
         # In float32 at least: in float16 Adagrad's eps is 0, and in bfloat16 a sum soon stops growing.
         self._parameters = [
@@ -46,14 +46,14 @@ class ShardAdagrad:
         state.sharded("squares", tensors=squares, reshard="first", ranges=shard.ranges, optional=True)
 
     def step(self, gradients: Iterable[Tensor], values: Sequence[float]) -> None:
-        """Take one step, at the rate that a worker's hyper-parameters ask for."""
+        """Take one step, with the relative learning rate in a worker's hyper-parameters `values`."""
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient.to(parameter.device, parameter.dtype)
         self._adagrad.param_groups[0]["lr"] = self._rate * self._relative_rate(values)
         self._adagrad.step()
 
     def _relative_rate(self, values: Sequence[float]) -> float:
-        """Return a worker's learning rate by its first one; 1 where there is no schedule."""
+        """Return a worker's learning rate divided by its initial one; 1 without a schedule."""
         if not values or "lr" not in (names := self._hyperparameters.names()):
             return 1.0
         rate = values[names.index("lr")]
@@ -71,22 +71,22 @@ def _reference_rate(optimizer: torch.optim.Optimizer | None) -> float:
 class Downpour(ServerStrategy):
     """Step locally, push the sum of the gradients every `n_push` steps, and fetch parameters every `n_fetch`.
 
-    A worker's step: add the gradient to the sum, take the local optimiser's step; every `n_push` steps put the sum
-    into its slot on the servers and go on; every `n_fetch` steps replace the parameters by the servers'. Each server
-    applies what arrives to its shard, one push at a time, with Adagrad: the rate of an element is γ/√Σg² over all its
-    pushes so far; shards are not synchronised with each other. With `server_rule = "optimizer"` it is the job's own
-    optimiser instead; then `n_push = n_fetch = 1` is `parameter_server`, to the bit for the same order of arrival.
+    A worker's step: add the gradient to the sum, run the local optimiser; every `n_push` steps put the sum into its
+    slot on the servers; every `n_fetch` steps replace the parameters by the servers'. Each server applies pushes to its
+    shard, one at a time, with Adagrad: the learning rate of an element is γ/√Σg² over all pushes so far; shards are
+    independent. With `server_rule = "optimizer"` the servers run the job's optimiser instead; then
+    `n_push = n_fetch = 1` is `parameter_server`, to the bit for the same order of arrival.
 
-    A schedule in the loop changes the server's rate too: γ is `rate` times the worker's learning rate divided by its
-    first one (`initial_lr`, or the schedule's `max_lr`); the job's own optimiser gets the worker's numbers. Gradients
-    are clipped before they are added to the sum.
+    A schedule in the loop changes the server's learning rate too: γ is `rate` times the worker's learning rate divided
+    by its initial one (`initial_lr`, or the schedule's `max_lr`); the job's optimiser gets the worker's
+    hyper-parameters. Gradients are clipped before they are added to the sum.
 
-    The first `warm_start` pushes are made by the first worker alone: each other worker drops its first gradient and
-    starts from the parameters that the first one has reached. The end of an epoch or a checkpoint ends the warm start
-    early. Gradients in a worker's sum at the end of an epoch stay for the next one.
+    Only the first worker makes the first `warm_start` pushes: each other worker drops its first gradient and starts
+    from the parameters after the warm start. The end of an epoch or a checkpoint ends the warm start early. Gradients
+    in a worker's sum at the end of an epoch stay for the next epoch.
 
-    Records have the staleness of pushes: the server's clock when a push is applied minus the clock of the parameters
-    that the worker had fetched last. Bytes per worker: one gradient vector per push, one parameter vector per fetch.
+    Records have the staleness of pushes: the server's clock when a push is applied minus the clock of the worker's last
+    fetched parameters. Bytes per worker: one gradient vector per push, one parameter vector per fetch.
 
     For a model in half precision the servers keep parameters and Σg² in float32, and reply with rounded parameters.
 
@@ -103,11 +103,11 @@ class Downpour(ServerStrategy):
         n_fetch: int = Field(1, ge=1, description="steps of a worker between two fetches of parameters")
         n_push: int = Field(1, ge=1, description="steps of a worker between two pushes of gradients")
         server_rule: Literal["adagrad", "optimizer"] = Field(
-            "adagrad", description="optimiser of the server: Adagrad, or the job's own"
+            "adagrad", description="optimiser of the server: Adagrad, or the job's optimiser"
         )
         rate: float = Field(0.05, gt=0, description="γ, learning rate of the server's Adagrad")
         warm_start: int = Field(
-            0, ge=0, description="number of pushes that the first worker makes before the others begin"
+            0, ge=0, description="number of pushes that the first worker makes before the others start"
         )
 
         @model_validator(mode="after")
@@ -136,13 +136,13 @@ class Downpour(ServerStrategy):
 
 
 class WarmStart:
-    """Let the first worker push alone for the first updates: a policy, without ranks or tensors."""
+    """The policy of the warm start: only the first worker pushes for the first updates."""
 
     def __init__(self, updates: int, leader: int):
         self._updates, self._leader = updates, leader
 
     def may_go(self, source: int, clock: int, active: Sequence[int]) -> bool:
-        """Tell whether a worker's request is handled now: the leader's always, others' after the warm start."""
+        """Return whether to handle a worker's request now: the leader's always, others' after the warm start."""
         return source == self._leader or clock >= self._updates or self._leader not in active
 
 
@@ -154,7 +154,7 @@ class _Worker(Worker):
         self._sum = strategy.state.sharded("sum", self.model.grads)
         self._used = strategy.state.flags("used", torch.zeros(len(self.model.slots), dtype=torch.bool), False)
         self._config = strategy.config
-        first = self.place.rank == self.place.roles.workers[0]
+        first = self.placement.rank == self.placement.roles.workers[0]
         self._starts_late = self._config.warm_start > 0 and not first
 
     def step(self, update: Update) -> Outcome:
@@ -181,36 +181,36 @@ class _Worker(Worker):
         return Outcome(self.replica.clock, event=skipped)
 
     def finish(self) -> None:
-        self.client.wait()  # for the reply to a push, whose slot the pause takes
+        self.client.wait()  # for the reply to a push: the pause needs its slot
 
     def _start_late(self) -> Outcome:
-        """Drop the first gradient, and begin with the parameters at the end of the warm start."""
+        """Drop the first gradient, and start from the parameters after the warm start."""
         self.strategy.gradients.nonfinite()
         self._request(FETCH)
         self._take()
         return Outcome(self.replica.clock, event="dropped: the gradient of before the warm start", dropped=1)
 
     def _push(self, kind: int) -> None:
-        """Push the sum, and begin a new one."""
+        """Push the sum, and start a new sum."""
         self._request(kind, tensors=self._sum, used=self._used, weight=1.0)
         for total in self._sum:
             total.zero_()
         self._used.zero_()
 
     def _request(self, kind: int, **whole: Any) -> None:
-        """Push a request, once the last one's slot is free."""
+        """Push a request, once the last request has its reply."""
         self.client.wait()
         self.client.push(kind, **self.stamps(), **whole)
 
     def _take(self) -> None:
-        """Replace the parameters by those of the reply."""
+        """Replace the parameters by the reply's."""
         self.replica.pull()
-        if self.place.colocated:  # this server's master copy lies beside its worker's model
+        if self.placement.colocated:  # this server's parameters are separate from its worker's model
             self.strategy.server.show()
 
 
 class _Server(Server):
-    """Apply pushes one at a time, and reply to fetches with the parameters as they are."""
+    """Apply pushes one at a time, and reply to fetches with the current parameters."""
 
     def __init__(self, strategy: Downpour, warm_start: WarmStart):
         config = strategy.config
@@ -218,7 +218,7 @@ class _Server(Server):
         self._warm_start = warm_start
         self._rule: ShardAdagrad | Aggregate  # the latter for the job's own optimiser
         if config.server_rule == "optimizer":
-            self._rule = Aggregate(self.model, self.place.shard, apart=False)
+            self._rule = Aggregate(self.model, self.placement.shard, apart=False)
         else:
             self._rule = ShardAdagrad(strategy, config.rate)
 
@@ -226,22 +226,22 @@ class _Server(Server):
         return self._rule.params if isinstance(self._rule, ShardAdagrad) else super().master()
 
     def apply_due(self) -> None:
-        """Handle requests, those of the other workers once the warm start is over."""
+        """Handle waiting requests; requests of other workers than the first after the warm start."""
 
         def due() -> ServerRequest | None:
             clock, active = self.replica.clock, self.active()
-            return next((r for r in self.held if self._warm_start.may_go(r.source, clock, active)), None)
+            return next((r for r in self.waiting if self._warm_start.may_go(r.source, clock, active)), None)
 
         while (request := due()) is not None:
-            self.held.remove(request)
+            self.waiting.remove(request)
             if request.kind != FETCH:
                 self._apply(request)
             parameters = () if request.kind == PUSH else self.master()
-            rounded = [new.to(own.dtype) for new, own in zip(parameters, self.model.params)]
+            rounded = [new.to(param.dtype) for new, param in zip(parameters, self.model.params)]
             self.inbox.reply(Reply(request, self.replica.clock, rounded))
 
     def _apply(self, request: ServerRequest) -> None:
-        """Make an update of a push."""
+        """Update the shard with a push."""
         staleness, values = self.replica.clock - request.clocks[0], request.values.tolist()
         if isinstance(self._rule, ShardAdagrad):
             self._rule.step(request.tensors, values)

@@ -1,4 +1,4 @@
-"""Gradient tracking: each rank steps along an estimate of the mean gradient, which ranks mix as their parameters."""
+"""Gradient tracking: each rank steps along an estimate of the mean gradient, which neighbours average."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from hpcdist.strategies.decentralised.mixing import Mixing, conserving
 
 @final
 class GradientTracking(Strategy):
-    """Train by gradient tracking, all ranks together: yₜ = W yₜ₋₁ + gₜ − gₜ₋₁; xₜ₊₁ = W xₜ − η yₜ.
+    """Train by gradient tracking, synchronously: yₜ = W yₜ₋₁ + gₜ − gₜ₋₁; xₜ₊₁ = W xₜ − η yₜ.
 
-    At every step the sum of all y is that of all gradients, so y tends to the mean gradient where x does not change,
-    and ranks whose data differ agree on the optimum of all data; in `dpsgd` each is drawn to that of its own. The local
-    optimiser steps along y in the place of the gradient, after it has been clipped, so that it may have momentum. With
-    `order` = after ranks step first and then average, x ← W(x − ηy); on a complete graph that is synchronous SGD. The
+    In every step the sum of all y equals the sum of all gradients, so y approaches the mean gradient while x changes
+    slowly, and ranks with different data agree on the optimum of all data; in `dpsgd` a rank is pulled to the optimum
+    of its own data. The local optimiser, which may have momentum, steps along y in place of the clipped gradient. With
+    `order` = after ranks step first and then average, x ← W(x − ηy); on a complete graph this is synchronous SGD. The
     mean of all x follows the mean of the steps, to rounding.
 
-    W must be doubly stochastic; it may be directed, and change from step to step. With gradients of small batches y has
-    the noise of two of them, so that for data that do not differ `dpsgd` is less noisy. A rank whose gradient is left
-    out, because it is not finite, keeps the one before in y. On one rank the optimiser runs alone.
+    W must be doubly stochastic; it may be directed, and change between steps. With small batches y has the noise of two
+    gradients, so that `dpsgd` is less noisy if all ranks have similar data. A rank that skips a gradient because it is
+    not finite keeps its last gradient in y. On one rank only the optimiser runs.
 
-    Bytes per rank and step: two parameter vectors to each neighbour, x and y, and two elements for each parameter,
-    which tell whether a rank has a gradient of it: where none has it is left alone. At synchronizations 1, 2, 4, 8...
-    and each 64th an all-reduce of 16 bytes compares settings. Memory: y, the gradient before, and two vectors per
-    neighbour.
+    Bytes per rank and step: two parameter vectors to each neighbour, x and y, and two elements for each parameter to
+    flag its gradient: a parameter without a gradient on any rank is not updated. At synchronizations 1, 2, 4, 8... and
+    each 64th an all-reduce of 16 bytes compares settings. Memory: y, the last gradient, and two vectors per neighbour.
 
     Example on 4 ranks:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "gradient_tracking", topology="ring")

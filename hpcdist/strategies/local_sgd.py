@@ -32,7 +32,7 @@ class LocalSGD(Periodic):
 
     Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters; averaging SGD's momentum doubles
     these bytes, and Adam's state triples them. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16
-    bytes compares settings. Memory per rank: two parameter vectors, with `overlap` three.
+    bytes compares settings. Memory per rank: one parameter vector, with `overlap` three.
 
     Reference: Sebastian U. Stich, "Local SGD converges fast and communicates little", 2019; Jian Zhang, Christopher
     De Sa, Ioannis Mitliagkas, Christopher Ré, "Parallel SGD: when does averaging help?", 2016; Tao Lin, Sebastian U.

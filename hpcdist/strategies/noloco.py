@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import final
 
+import torch
 from pydantic import Field
 
+from hpcdist.comm.chunks import alongside
 from hpcdist.config import Named
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
@@ -28,8 +30,8 @@ class NoLoCo(Strategy):
     rank keeps the state of its inner optimiser. On one rank only the inner optimiser runs.
 
     Bytes per rank and exchange: two parameter vectors to each other rank of the group, and 4 for each parameter, as
-    momentum does not move a parameter without a gradient in the group. Memory per rank: four parameter vectors (x, v,
-    θ − x and x as sent), and two for each other rank of the group.
+    momentum does not move a parameter without a gradient in the group. Memory per rank: three parameter vectors (x, v,
+    and x as sent), and two for each other rank of the group.
 
     Example on 4 ranks:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "noloco", period=2, group=2)
@@ -63,6 +65,7 @@ class NoLoCo(Strategy):
         templates = model.params if comm.size > 1 else []
         self.outer = self.state.sharded("outer", templates, start="parameters", reshard="mean", resets=True)  # x
         self._momentum = self.state.sharded("momentum", templates, reshard="mean")  # v
+        self._means = self.state.scratch([torch.empty_like(x) for x in templates])
         self.state.flags("used", self.gradients.used)
 
     def advance(self, update: Update) -> Outcome:
@@ -74,15 +77,17 @@ class NoLoCo(Strategy):
     def _synchronize(self) -> None:
         """Collective in each group. Take an outer step, and continue from x."""
         config, params = self.config, self.model.params
-        moves = [local - x for local, x in zip(params, self.outer, strict=True)]
-        means = [x.clone() for x in self.outer]
+        for local, x, mean in zip(params, self.outer, self._means, strict=True):
+            local.sub_(x)  # the move, which is mixed in its place
+            mean.copy_(x)
         used = self.gradients.take_used()
-        self._mixing.mix((*moves, *means, used), (self.steps + 1) // config.period)
+        self._mixing.mix((*params, *self._means, used), (self.steps + 1) // config.period)
         with self.model.skip_unused(used > 0, self._momentum):
-            for local, x, v, move, mean in zip(params, self.outer, self._momentum, moves, means, strict=True):
-                v.mul_(config.outer_momentum).add_(move, alpha=config.outer_lr).add_(mean.sub_(x), alpha=config.pull)
-                x.add_(v)
-                local.copy_(x)
+            for flats in zip(params, self.outer, self._momentum, self._means, strict=True):
+                for move, x, v, mean in alongside(*flats):
+                    v.mul_(config.outer_momentum).add_(move, alpha=config.outer_lr)
+                    v.add_(mean.sub_(x), alpha=config.pull)
+                    move.copy_(x.add_(v))
 
     def close(self) -> None:
         self._mixing.close()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from pydantic import Field
 
-from hpcdist.compress import CompressionConfig, spans
+from hpcdist.compress import spans
 from hpcdist.compress.coding.two_way import TwoWayMean
-from hpcdist.strategies.synchronous.adam import AdamStep
+from hpcdist.strategies.synchronous.adam import AdamStep, zero_untrained
 
 
 @final
@@ -17,21 +16,20 @@ class OneBitAdam(AdamStep):
     """Train by Adam on the mean gradient; after `warmup_steps` freeze v, and exchange m in one bit per element.
 
     In the warm-up gradients are averaged, m ← β₁m + (1 − β₁)g, v ← β₂v + (1 − β₂)g², θ ← θ − η(m/(√v + ε) + λθ).
-    Afterwards v stays; each rank takes its own gradient into m, and all go on from C(m): the mean of the ranks' m,
-    compressed on the way to the rank that averages a piece and on the way back, each time with what was not sent
-    before. So the compression's error goes through a fixed v, and not through squares. There is no bias correction, as
-    in the published code. The learning rate should be warmed up too. A bit has the size of the whole parameter's m, so
-    elements whose v is tiny beside the others' jump: ε of 1e-4 rather than 1e-8 bounds that.
+    Afterwards v is constant; each rank updates m with its local gradient, and all continue from C(m): the mean of the
+    ranks' m, compressed with error feedback to the rank that averages a chunk, and again from there. So the error is
+    divided by a fixed v, and never squared. There is no bias correction, as in the published code. The learning rate
+    should be warmed up too. A bit represents the mean magnitude of the whole parameter's m, so elements with a very
+    small v make large steps: ε of 1e-4 rather than 1e-8 bounds them.
 
-    β₁, β₂, ε, η and λ are those of the local optimiser, torch's AdamW, or Adam without decay, in whose `state` m and v
-    lie; its own step is not run. Replicas are bitwise equal. On one rank, which sends nothing, the optimiser makes
-    its own step. A warm-up of 15 to 20 % of all steps is usual. The compressor is ef_signsgd
-    unless another is given; the published code multiplies signs by the root of the mean square, whose error may be
-    larger than what is sent, and here it is the mean magnitude. none is exact.
+    β₁, β₂, ε, η and λ are those of the local optimiser, torch's AdamW, or Adam without decay. Its `state` contains m
+    and v; its step does not run. Replicas are bitwise equal. On one rank the optimiser takes its own step. A warm-up of
+    15 to 20 % of all steps is usual. The default compressor is ef_signsgd, which multiplies signs by the mean
+    magnitude; the published code uses the root mean square, whose error may exceed the message. none is exact.
 
-    Bytes per rank and step of n bytes of float32 gradients: in the warm-up 2n(p − 1)/p, then a 32ⁿᵈ of that, and eight
-    for each parameter and rank; and 32 of agreement. Memory: m, v, what is sent, what was not sent, and a second part
-    of that for a pᵗʰ.
+    Bytes per rank and step of n bytes of float32 gradients: in the warm-up 2n(p − 1)/p, then 1/32 of that, and 8 for
+    each parameter and rank; and 32 bytes of agreement. Memory: m, v, √v + ε, the residual, and 1/p of a second
+    residual.
 
     Example:
         >>> adam = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -45,9 +43,6 @@ class OneBitAdam(AdamStep):
         """Options of onebit_adam."""
 
         warmup_steps: int = Field(1000, ge=1, description="T: steps of Adam before v is frozen")
-        compression: CompressionConfig = Field(
-            CompressionConfig(name="ef_signsgd"), description="how momentum is compressed, both ways; none: it is not"
-        )
 
     config: Config
 
@@ -57,18 +52,17 @@ class OneBitAdam(AdamStep):
         self.state.two_way("mean", self._mean)
 
     def move_all(self) -> None:
-        grads = self.model.grads
-        if self.updates < self.config.warmup_steps:
+        grads, runs, present = self.model.grads, self.runs(), self.model.gradients.present()
+        frozen = self.updates >= self.config.warmup_steps
+        if not frozen:
             self.average(grads)
-            for one in self.trained(grads):
-                self.take_in(one, one.views[0], squares=True)
-        else:
-            sent = [torch.zeros_like(grad) for grad in grads]
-            for one in self.trained(grads, sent):
-                self.take_in(one, one.views[0], squares=False)
-                one.views[1].copy_(self.moments(one.parameter)[0])
-            self._mean(sent, self.model.gradients.present())
-            for one in self.trained(sent):
-                self.moments(one.parameter)[0].copy_(self.still(one, one.views[0]))
-        for one in self.trained():
-            self.step_along(one, self.direction(one))
+        for run in runs:
+            self.update_moments(run, grads, squares=not frozen)
+        if frozen:
+            with self.model.skip_unused(present, self.m):
+                self._mean(self.m, present)
+        self.scale(runs)
+        for run in runs:
+            for m, v in run.chunks(self.m, self.v) if frozen else ():
+                zero_untrained(m, v)
+            self.step_along(run)

@@ -1,4 +1,4 @@
-"""Quasi-global momentum: decentralised SGD whose momentum follows the way that parameters go after averaging."""
+"""Quasi-global momentum: decentralised SGD whose momentum follows the averaged change of the parameters."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, final
 import torch
 from pydantic import Field
 
+from hpcdist.comm.chunks import alongside
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Strategy, Update
@@ -16,17 +17,17 @@ from hpcdist.strategies.decentralised.mixing import Mixing, conserving, rates
 
 @final
 class QGDSGD(Strategy):
-    """Train by decentralised SGD with quasi-global momentum, all ranks together: x ← W(x − ηs), s the step of SGD.
+    """Train by decentralised SGD with quasi-global momentum, synchronously: x ← W(x − ηs), with SGD's step s.
 
-    SGD steps as it always does, m = βm̂ + g, and s = m, or g + βm with Nesterov's momentum; but m̂ is not its last m:
-    it follows what became of the parameters, m̂ ← μm̂ + (1 − μ)(xₜ − xₜ₊₁)/η, with μ = `memory`. So it has the
-    neighbours' part, and ranks whose data differ are not driven apart by momentum of their own gradients alone. β,
-    Nesterov, η and the weight decay are the local optimiser's, which must be torch's SGD. Without momentum this is
-    `dpsgd` in the form that steps before it averages, to the bit. A step whose rate is 0 leaves m̂ as it is. The mean
-    of all x follows the mean of the steps, to rounding.
+    SGD steps by m = βm̂ + g, and s = m, or g + βm with Nesterov's momentum; but m̂ is not the last m: it follows the
+    change of the parameters after averaging, m̂ ← μm̂ + (1 − μ)(xₜ − xₜ₊₁)/η, with μ = `memory`. So it contains the
+    neighbours' steps, and momentum does not drive ranks with different data apart. β, Nesterov, η and the weight decay
+    are read from the local optimiser, which must be torch's SGD. Without momentum this is `dpsgd` with the step before
+    the average, to the bit. A step with learning rate 0 keeps m̂. The mean of all x follows the mean of the steps, to
+    rounding.
 
-    W must be doubly stochastic; it may be directed, and change from step to step. On one rank SGD runs alone, with
-    momentum of its own.
+    W must be doubly stochastic; it may be directed, and change between steps. On one rank SGD runs with its usual
+    momentum.
 
     Bytes per rank and step: one parameter vector to each neighbour. At synchronizations 1, 2, 4, 8... and each 64th an
     all-reduce of 16 bytes compares settings. Memory: m̂, x before the step, and one vector per neighbour.
@@ -55,24 +56,23 @@ class QGDSGD(Strategy):
         self._mixing = Mixing(comm, topology, overlap=False)
         like = model.params if comm.size > 1 else []
         self._momentum = self.state.sharded("momentum", like, reshard="mean", resets=True)  # m̂
-        self._before = self.state.scratch([torch.empty_like(x) for x in like])  # x before the step
+        self._change = self.state.scratch([torch.empty_like(x) for x in like])  # −x before the step, then xₜ₊₁ − xₜ
 
     def advance(self, update: Update) -> Outcome:
         if self.comm.size == 1:
             return self.gradients.step_alone(update)
         local = self._sgd()
-        before = self._before
-        for was, x in zip(before, self.model.params, strict=True):
-            was.copy_(x)
+        for change, x in zip(self._change, self.model.params, strict=True):
+            torch.neg(x.detach(), out=change)
         outcome = self.gradients.step_alone(lambda: self._step(local, update))
-        self._mixing.mix(self.model.params, self.steps)
-        for x, was in zip(self.model.params, before, strict=True):
-            was.sub_(x)
-        kept = self.config.memory
+        self._mixing.mix(self.model.params, self.steps, add_to=self._change)
+        memory = self.config.memory
         with self.model.skip_unused(self.model.gradients.present(), self._momentum):
             for slot, rate in zip(self.model.slots, rates(self.model, local), strict=True):
                 if rate:
-                    slot.view(self._momentum).mul_(kept).add_(slot.view(before), alpha=(1 - kept) / rate)
+                    both = (slot.view(flats).view(-1) for flats in (self._momentum, self._change))
+                    for momentum, change in alongside(*both):
+                        momentum.mul_(memory).sub_(change, alpha=(1 - memory) / rate)
         return outcome
 
     def _step(self, local: torch.optim.Optimizer, update: Update) -> None:

@@ -1,4 +1,4 @@
-"""Take steps of L-BFGS whose vectors lie in parts on several ranks, on batches that are computed in portions."""
+"""Distributed L-BFGS: vectors are sharded over ranks, and batches are computed in portions by workers: Sandblaster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpcdist.strategies.common.state import Flats, first
 from hpcdist.strategies.lbfgs.algorithm import Lbfgs, LbfgsSettings
 from hpcdist.strategies.lbfgs.coordinator import COORDINATOR, Coordinator, PortionWorker, assign_lbfgs
 from hpcdist.strategies.lbfgs.portions import JointBatch
-from hpcdist.strategies.lbfgs.vectors import MOST, RETURNING, WORDS, HistoryShard, RemoteVectors, SharedPoint
+from hpcdist.strategies.lbfgs.vectors import FIELDS, MAX_OPERATIONS, RETURNING, HistoryShard, RemoteVectors, SharedPoint
 from hpcdist.strategies.server.channel import (
     CHECK_S,
     GRADIENT,
@@ -43,34 +43,33 @@ _log = logging.getLogger("hpcdist")
 class Sandblaster(Strategy):
     """Take a step of L-BFGS on the joint batch of all workers, with a strong Wolfe line search.
 
-    Rank 0 coordinates: it sends operations (dot, axpy, scale, copy) to the shards, and never sees a vector. Ranks 1 to
+    Rank 0 coordinates: it sends operations (dot, axpy, scale, copy) to the shards, and has no vectors. Ranks 1 to
     `servers` are the shards: each has one range of the parameters, the gradient and the history. The other ranks are
-    workers. With two ranks the first one is coordinator and shard; a single rank does everything.
+    workers. With two ranks the first is coordinator and shard; a single rank does everything.
 
-    A step's batch has `batch_size` samples for each worker. It is cut into portions, `portions` for each worker. An
-    idle worker gets the next portion: it fetches the parameters from the shards, and pushes the gradient to them. A
-    slow worker gets none of the last portions, and none at all if the others will have computed all before it would
-    have one; it is tried again when it has waited for ten times as long as a portion took it. If it still computes one,
-    or if a portion takes longer than four of five portions did, an idle worker computes this portion, too, and the
-    first result counts. So a slow worker does not delay the others if portions take the same time, and a worker that
-    becomes slow delays a step by one portion at most; only at an epoch's end all wait for a portion that is under way.
-    Portions of a worker that dies are given to others. Each shard adds gradients in the order of the portions, so that
-    the sum is the same to the bit, whoever computed them.
+    A step's batch has `batch_size` samples per worker, and is split into `portions` portions per worker. An idle worker
+    gets the next portion: it fetches the parameters from the shards, and pushes the gradient to them. A slow worker
+    gets none of the last portions, and none at all if the others will finish before it could finish one; after ten
+    times its time per portion it is tried again. If a slow worker is still computing a portion, or a portion takes
+    longer than 80 % of all portions, an idle worker computes it too, and the first result counts. So a slow worker
+    does not delay the others, and a worker that becomes slow delays a step by at most one portion; only at an epoch's
+    end all wait for portions in flight. Portions of a failed worker are given to others. Each shard adds gradients in
+    the order of the portions, so that the sum is bitwise the same, whichever workers computed them.
 
-    Every step begins with the gradient of the new batch at the present point (already known if the batch is the whole
-    data set). The line search evaluates the loss a few times on the same batch. It goes beyond the step of L-BFGS only
-    if the batch is the whole data set, because a longer step that helps one batch harms the next. The pair (s, y) of
-    the history is computed on this batch at both ends of the step; with `overlap` on the samples that this batch shares
-    with the next one, as in multi-batch L-BFGS. Batches must be large: thousands of samples rather than tens.
+    Every step starts with the gradient of the new batch at the current point (already known if the batch is the whole
+    data set). The line search evaluates the loss a few times on the same batch. It tries steps longer than L-BFGS's
+    only if the batch is the whole data set, because a longer step that helps one batch harms the next. The pair (s, y)
+    of the history is computed on this batch at both ends of the step; with `overlap` on the samples that this batch
+    shares with the next batch, as in multi-batch L-BFGS. Batches must be large: thousands of samples rather than tens.
 
-    The loop gives each step a closure that computes a portion: `optimizer.step(closure)`, see `hpcdist.shard`. The
-    job's optimiser is not run: its learning rate, momentum and weight decay, and schedules, have no effect, because the
-    line search finds the length of each step. Put weight decay into the loss. `clip_norm` is the longest first step
-    while there is no history, by default 1.
+    The loop passes each step a closure that computes a portion: `optimizer.step(closure)`, see `hpcdist.shard`. The
+    job's optimiser does not run: its learning rate, momentum and weight decay, and schedules, have no effect, because
+    the line search finds the length of each step. Add weight decay to the loss. `clip_norm` is the length of the first
+    step, without history; default: 1.
 
     Messages per step: with m pairs of the history and e evaluations, 2m + 2e + 6 messages of a few numbers from the
-    coordinator to each shard, and as many back. Bytes per worker: n of parameters for each evaluation, and n of
-    gradients for each portion. Memory of a shard: 2m + 6 times its range, and once more for each worker.
+    coordinator to each shard, and as many replies. Bytes per worker: n of parameters for each evaluation, and n of
+    gradients for each portion. Memory of a shard: 2m + 6 times its range, plus once for each worker.
 
     Example on 3 ranks:
         >>> lbfgs = hd.DistributedOptimizer(sgd, model, "sandblaster")
@@ -83,14 +82,14 @@ class Sandblaster(Strategy):
     class Config(Strategy.Config):
         """Options of sandblaster."""
 
-        servers: int = Field(1, ge=1, description="ranks that hold parts of the vectors, besides the coordinator")
+        servers: int = Field(1, ge=1, description="ranks that hold shards of the vectors, besides the coordinator")
         history: int = Field(10, ge=1, description="number of pairs (s, y) in the history of L-BFGS")
         portions: int = Field(4, ge=1, description="portions of a batch for each worker")
         overlap: float = Field(
             0.0,
             ge=0,
             le=0.5,
-            description="part of a batch that the next one repeats, for y; 0: y is of a whole batch",
+            description="part of a batch that the next batch repeats, to compute y; 0: compute y on the whole batch",
         )
         c1: float = Field(1e-4, gt=0, lt=0.5, description="c1 of the strong Wolfe conditions: sufficient decrease")
         c2: float = Field(0.9, gt=0, lt=1, description="c2 of the strong Wolfe conditions: curvature")
@@ -136,14 +135,14 @@ class Sandblaster(Strategy):
         self.roles = roles = assign_lbfgs(comm.size, config.servers)
         super().__init__(config, comm, model, **kwargs)
         self.coordinates, self.has_shard = comm.rank == COORDINATOR, comm.rank in roles.shards
-        self.joint: JointBatch | None = None  # the loop says of which batch the next step is
+        self.joint: JointBatch | None = None  # the batch of the next step, set by the loop
         self.point = SharedPoint(comm, roles.shards, model.params)
         if comm.size > 1:
             self.sums, self.work = self._open_channels()
-        self._asked: dict[int, ServerRequest] = {}  # by worker, what the coordinator has not replied to
+        self._asked: dict[int, ServerRequest] = {}  # requests to the coordinator without a reply, by worker
         self._dead: set[int] = set()
         portions = config.portions * len(roles.workers)
-        self._event: str | None = None  # of the step of one rank alone
+        self._event: str | None = None  # event of a step on a single rank
         self.state.parameters = lambda: None
         if self.has_shard:
             shard, state, overlaps = self.point.shards[comm.rank], self.state, config.overlap > 0
@@ -161,12 +160,12 @@ class Sandblaster(Strategy):
         counts.clock = self.state.value("clock", 0, counts, reshard="max")
 
     def _open_channels(self) -> tuple[RequestChannel, RequestChannel]:
-        """Collective. Open the channel to the shards, and that to the coordinator.
+        """Collective. Open the channels to the shards and to the coordinator.
 
-        They are one where rank 0 is both, since a rank waits for one channel at a time.
+        There is a single channel if rank 0 is both, since a rank can wait for only one channel.
         """
         roles, needed = self.roles, self.config.needed(self.comm.size)
-        results = [torch.zeros(MOST, dtype=torch.float64)]
+        results = [torch.zeros(MAX_OPERATIONS, dtype=torch.float64)]
         one_rank_serves = COORDINATOR in roles.shards
         pushing = roles.workers if one_rank_serves else (COORDINATOR, *roles.workers)
         sums = RequestChannel(
@@ -176,9 +175,9 @@ class Sandblaster(Strategy):
             self.model.params,
             names=0,
             clocks=2,
-            values=MOST * WORDS,
+            values=MAX_OPERATIONS * FIELDS,
             replies=results,
-            bare={COORDINATOR},
+            without_tensors={COORDINATOR},
         )
         if one_rank_serves:
             return sums, sums
@@ -214,15 +213,15 @@ class Sandblaster(Strategy):
         )
 
     def minimise(self, solve: Callable[..., Any], closure: Callable[[slice], Any]) -> tuple[StepRecord, Tensor]:
-        """Take one step on the batch of all workers, in portions as this worker is given them.
+        """Take one step on the joint batch; this worker computes the portions that the coordinator assigns.
 
         Args:
-            solve: the local optimiser's step, which is not called.
+            solve: the local optimiser's step; not called.
             closure: runs the backward pass of a portion, a slice of the joint batch, and returns its mean loss. The
                 gradients are None before.
 
         Returns:
-            The step's record, and the loss of the batch at the step's beginning, a float64 scalar, shape ().
+            The step's record, and the loss of the batch at the start of the step, a float64 scalar, shape ().
         """
         if self.joint is None:
             raise ConfigError(
@@ -230,7 +229,7 @@ class Sandblaster(Strategy):
                 "hpcdist.shard(loader). Iterate over that."
             )
         self.model.refresh()
-        if self.coordinates:  # one rank alone: nobody else begins a period
+        if self.coordinates:  # a single rank, without periods of service
             self.coordinator.start()
         with self.comm.trace.span(type(self).__name__, "strategy"):
             loss = self.worker.step(closure, self.joint)
@@ -252,7 +251,7 @@ class Sandblaster(Strategy):
             return reply
         self.work.client.push(ASK, values=message)
         self.work.client.wait()
-        return _numbers_from(self.work, COORDINATOR, 3)
+        return _reply_values(self.work, COORDINATOR, 3)
 
     def _push(self, evaluation: int, portion: int, weight: float) -> None:
         """Push the gradients in the model to all shards, and wait until they are counted."""
@@ -269,7 +268,7 @@ class Sandblaster(Strategy):
             (self.worker.clock,) = self.work.client.wait().clocks
         self.worker.fetch(0)
 
-    # --- ranks that serve -----------------------------------------------------------------------------------------
+    # --- coordinator and shards -----------------------------------------------------------------------------------
     def serve(self, update: Update) -> None:
         self.model.refresh()
         if self.coordinates:
@@ -278,7 +277,7 @@ class Sandblaster(Strategy):
             self._serve_shard()
 
     def _coordinate(self) -> None:
-        """Give out portions until every worker has paused or died."""
+        """Assign portions until every worker has paused or failed."""
         coordinator, paused = self.coordinator, dict[int, ServerRequest]()
         coordinator.start()
         while not paused.keys() | self._dead >= set(self.roles.workers):
@@ -299,7 +298,7 @@ class Sandblaster(Strategy):
         )
 
     def _next_request(self, channel: RequestChannel, patience_s: float | None = None) -> ServerRequest | None:
-        """Block until there is a request; None after `patience_s`, and now and then where ranks may die."""
+        """Block until there is a request; return None after `patience_s`, or CHECK_S where ranks may fail."""
         if self.comm.failures.tolerant:
             patience_s = CHECK_S if patience_s is None else min(patience_s, CHECK_S)
         request = channel.inbox.next(patience_s)
@@ -308,7 +307,7 @@ class Sandblaster(Strategy):
         return request
 
     def _forget_dead(self) -> None:
-        """Go on without workers that have died meanwhile."""
+        """Remove workers that have failed."""
         new = set(self.comm.failures.failed()) - self._dead
         self._dead |= new
         for rank in sorted(new):
@@ -329,23 +328,23 @@ class Sandblaster(Strategy):
         self._report(0, None)
 
     def _count(self, request: ServerRequest) -> None:
-        """Count a gradient that a worker has pushed, and tell it so."""
+        """Add a worker's gradient to the shard, and reply."""
         evaluation, portion = request.clocks
         self.shard.push(evaluation, portion, request.weight, list(request.tensors))
         self.sums.inbox.reply(Reply(request, 0))
 
-    def _operate(self, words: Sequence[float]) -> list[float]:
-        """Let all shards run operations; return the sums of their results."""
+    def _operate(self, operations: Sequence[float]) -> list[float]:
+        """Run operations on all shards; return the sums of their results."""
         if self.has_shard:
-            return self.shard.run(words)
-        shards, count = self.roles.shards, sum(code in RETURNING for code in words[::WORDS])
-        self.sums.client.push(OPERATIONS, [[len(words)]] * len(shards), values=words)
+            return self.shard.run(operations)
+        shards, count = self.roles.shards, sum(code in RETURNING for code in operations[::FIELDS])
+        self.sums.client.push(OPERATIONS, [[len(operations)]] * len(shards), values=operations)
         self.sums.client.wait()
-        results = [_numbers_from(self.sums, rank, count) for rank in shards]
+        results = [_reply_values(self.sums, rank, count) for rank in shards]
         return [sum(column) for column in zip(*results, strict=True)]
 
     def _report(self, steps: int, event: str | None) -> None:
-        """Write a record of a rank that serves, after so many steps."""
+        """Write a record of a coordinator or shard, after `steps` more steps."""
         self.steps += steps
         if self.is_worker:
             self._event = event
@@ -354,7 +353,7 @@ class Sandblaster(Strategy):
 
     # --- common ---------------------------------------------------------------------------------------------------
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Collective. Take the shards' parameters; average buffers, which only workers compute, over the workers."""
+        """Collective. Return the shards' parameters, and the buffers averaged over the workers."""
         params = [flat.clone() for flat in self.model.params]
         broadcast_shards(self.comm, self.point.shards.items(), params)
         return with_buffers(self, params)
@@ -370,7 +369,7 @@ def _reply(request: ServerRequest, numbers: Sequence[float]) -> Reply:
     return Reply(request, 0, [torch.tensor(numbers, dtype=torch.float64)])
 
 
-def _numbers_from(channel: RequestChannel, parent: int, count: int) -> list[float]:
+def _reply_values(channel: RequestChannel, parent: int, count: int) -> list[float]:
     """Return the first `count` numbers of a parent's reply."""
     (numbers,) = channel.down.read(parent, ())
     return numbers[:count].tolist()

@@ -42,7 +42,7 @@ class SlowMo(Periodic):
 
     On one rank only the optimiser runs. Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, plus the
     base's; and 8/H for each parameter, as with `diloco`. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce
-    of 16 bytes compares settings. Memory per rank: three parameter vectors (x, u, the mean), plus the base's.
+    of 16 bytes compares settings. Memory per rank: two parameter vectors (x and u), plus the base's.
 
     Example:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "slowmo", period=4, slow_momentum=0.5)

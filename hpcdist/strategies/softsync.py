@@ -73,7 +73,7 @@ class Softsync(ServerStrategy):
         quota = _quota(config, workers)
         if config.fan_in is not None and self.roles.aggregators:
             _check_tree(config)
-            if self.place.aggregates:
+            if self.placement.aggregates:
                 quota = _group(quota, config.fan_in, self.roles.height(comm.rank))
         exchange_gradients(self, SoftsyncPolicy(config, quota), overlap=config.overlap)
 

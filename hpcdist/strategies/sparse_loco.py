@@ -43,8 +43,8 @@ class SparseLoCo(Periodic):
 
     Bytes per rank and exchange: (p − 1)·m for a message of m bytes, about n/200 for n bytes of float32 parameters with
     the defaults. That is less than an all-reduce of all parameters up to about 400 ranks. At synchronizations 1, 2, 4,
-    8... and each 64th an all-reduce of 16 bytes compares settings. Memory per rank: three parameter vectors (x, the
-    means, the residual).
+    8... and each 64th an all-reduce of 16 bytes compares settings. Memory per rank: two parameter vectors (x and
+    the residual), with `overlap` four.
 
     Example:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "sparse_loco", period=4, compression="chunk_topk")

@@ -90,4 +90,4 @@ class SSP(ServerStrategy):
 
     def __init__(self, config: Config, comm, model, **kwargs):
         super().__init__(config, comm, model, **kwargs)
-        exchange_gradients(self, SSPPolicy(config.bound, self.place.children))
+        exchange_gradients(self, SSPPolicy(config.bound, self.placement.children))

@@ -1,4 +1,4 @@
-"""Send compressed updates from every rank to every other, without a server, a barrier or a wait."""
+"""Each rank sends its compressed updates to all others and adds theirs, without servers or waiting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CODED, _WHOLE, _END = 1, 2, 3  # tags; the last message of a period is empty
 
 
 class _Arriving(NamedTuple):
-    """A message on its way."""
+    """A message that is being received."""
 
     request: Request
     message: Tensor
@@ -37,7 +37,7 @@ class _Arriving(NamedTuple):
 
 @dataclass
 class _Link:
-    """A link to ranks that get the same messages, with the residuals: the part of the updates not sent to them yet."""
+    """A link to ranks that get the same messages, with its error feedback."""
 
     peers: list[int]
     feedbacks: list[Feedback]
@@ -53,22 +53,21 @@ class Updates(CompressionConfig):
 
 @final
 class Strom(Strategy):
-    """Add every rank's updates, compressed, to the parameters of all ranks, as they arrive.
+    """Add the compressed updates of every rank to the parameters of all ranks, as they arrive.
 
-    Every step: run the local optimiser and compress the change that it made. Apply only the compressed change here and
-    send it to all other ranks; keep the rest as a residual, for later messages. Add all messages that have arrived. No
-    rank waits for another. At the end of an epoch, and before a checkpoint, ranks wait for all messages: then their
-    parameters are equal, except for the order in which floating-point numbers were added.
+    Every step: run the local optimiser and compress the change of the parameters. Apply the compressed change here and
+    send it to all other ranks; the rest stays in the residual. Add all received messages. No rank waits for another. At
+    the end of an epoch, and before a checkpoint, ranks wait for all messages: then their parameters are equal, except
+    for the order of floating-point additions.
 
-    With the topology `complete` every rank sends to every other. With any other topology messages go to neighbours
-    only, along a spanning tree of its graph; a rank passes the content of a message on to its other neighbours in its
-    next message. Each link has a residual of its own, and the parameters of two ranks differ by the residuals of the
-    links between them.
+    With the topology `complete` every rank sends to all others. With any other topology messages go to neighbours along
+    a spanning tree of the graph; a rank forwards the content of a message to its other neighbours in its next message.
+    Each link has its own residual, and the parameters of two ranks differ by the residuals of the links between them.
 
-    If a rank dies, the others go on; in a tree a new path around the dead rank is used from the end of the period on.
+    If a rank fails, the others continue; a tree is rebuilt without the failed rank at the end of the period.
 
-    Each update has the weight 1/p, so that together they make the mean of the ranks' updates, and a learning rate means
-    the same as with `allreduce`. With `add_up` each has the weight 1, as in the reference.
+    Each update has the weight 1/p, so that they sum to the mean of the ranks' updates, and a learning rate has the same
+    meaning as with `allreduce`. With `add_up` each update has the weight 1, as in the reference.
 
     Bytes per rank and step: p − 1 messages, or one per neighbour in the tree; see `hpcdist compressors`. Memory: four
     parameter vectors, and one more per neighbour in a tree.
@@ -83,9 +82,7 @@ class Strom(Strategy):
         """Options of strom."""
 
         compression: Updates = Field(Updates(), description="how updates are compressed")
-        topology: Named = Field(
-            Named(name="complete"), description="graph that messages follow, see `hpcdist topology`"
-        )
+        topology: Named = Field(Named(name="complete"), description="graph of messages, see `hpcdist topology`")
         add_up: bool = Field(False, description="add the updates of all ranks; false averages them")
 
         @model_validator(mode="after")
@@ -103,17 +100,17 @@ class Strom(Strategy):
     def __init__(self, config: Config, comm, model, **kwargs):
         super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
-        # One message goes to all others, so that this rank's parameters change by it, too.
+        # All others get the same message, so this rank's parameters change by the same message.
         self._floods = load(config.topology.name).complete
         self._links = self._make_links()
-        self._period = 0  # paused so often; every peer says when it has
+        self._period = 0  # number of pauses; peers announce theirs
         self._ended = dict.fromkeys(range(comm.size), 0)
         self._sending: list[Request] = []
         self._arriving: list[_Arriving] = []
         self._old = self.state.scratch([torch.empty_like(flat) for flat in model.params])
-        if self._floods:  # on another number of ranks all together have the residuals that the saved ones had
-            self.state.feedbacks("link", [each for link in self._links for each in link.feedbacks], "divide")
-        else:  # there a tree's links are between other ranks
+        if self._floods:  # resharding keeps the sum of all residuals
+            self.state.feedbacks("link", [item for link in self._links for item in link.feedbacks], "divide")
+        else:  # another number of ranks has other links
             self.state.custom("links", self._save_links, self._load_links, lambda: None)
 
     def _make_links(self) -> list[_Link]:
@@ -137,32 +134,32 @@ class Strom(Strategy):
         return outcome
 
     def _send_change(self) -> None:
-        """Send the local optimiser's change of the parameters; they keep the part that is sent."""
+        """Send the local optimiser's change of the parameters, and keep only the sent part of it."""
         warming = self.steps < self.config.compression.warmup_steps
-        silent = warming and self.comm.rank >= (self.config.compression.warmup_ranks or self.comm.size)
+        idle = warming and self.comm.rank >= (self.config.compression.warmup_ranks or self.comm.size)
         whole = warming and self.config.compression.warmup_ranks is None
-        share = 0.0 if silent else 1.0 if self.config.add_up else 1 / len(self.comm.failures.alive)
+        share = 0.0 if idle else 1.0 if self.config.add_up else 1 / len(self.comm.failures.alive)
         tag = _WHOLE if whole else _CODED
         if self._floods:
             (link,) = self._links
             parts = list(zip(link.feedbacks, self.model.params, self._old, strict=True))
             with only_used(link.feedbacks, self.model.gradients.present()):
-                messages = [feedback.encode_change_(own, old, share, whole) for feedback, own, old in parts]
+                messages = [feedback.encode_change_(local, old, share, whole) for feedback, local, old in parts]
             self._send(join_messages(messages), link.peers, tag)
-            for (feedback, own, _), message in zip(parts, messages, strict=True):
-                feedback.add(message, own, whole)
+            for (feedback, local, _), message in zip(parts, messages, strict=True):
+                feedback.add(message, local, whole)
             return
-        for own, old in zip(self.model.params, self._old, strict=True):
-            for new, before in alongside(own, old):
+        for local, old in zip(self.model.params, self._old, strict=True):
+            for new, before in alongside(local, old):
                 new.sub_(before).mul_(share)
         trained = [slot.tensor.requires_grad for slot in self.model.slots]
-        for link in self._links:  # which also passes on what others have sent, so that all but frozen parameters go on
+        for link in self._links:  # residuals contain messages to forward: send all parameters except frozen ones
             with only_used(link.feedbacks, trained):
                 encoded = zip(link.feedbacks, self.model.params, strict=True)
                 messages = [f.encode(change, whole) for f, change in encoded]
             self._send(join_messages(messages), link.peers, tag)
-        for own, old in zip(self.model.params, self._old, strict=True):
-            own.add_(old)
+        for local, old in zip(self.model.params, self._old, strict=True):
+            local.add_(old)
 
     # --- messages -------------------------------------------------------------------------------------------------
     def _send(self, message: Tensor, peers: Sequence[int], tag: int) -> None:
@@ -172,26 +169,26 @@ class Strom(Strategy):
                 self.peers.survives(lambda to=peer: self._sending.append(self.comm.isend(message, to, tag)))
 
     def _add_arrived(self) -> None:
-        """Add messages that have come in full; wait for none."""
+        """Add completely received messages, without waiting."""
         while self._start(ANY, block=False):
             pass
         arriving, self._arriving = self._arriving, []
-        for each in arriving:
-            if self.peers.survives(each.request.done):  # else its sender died while sending it
-                if each.request.done():
-                    self._add(each)
+        for item in arriving:
+            if self.peers.survives(item.request.done):  # else the sender failed while sending
+                if item.request.done():
+                    self._add(item)
                 else:
-                    self._arriving.append(each)
+                    self._arriving.append(item)
 
     def _start(self, source: int, block: bool) -> bool:
-        """Begin to receive a message; return False if none has come, or its sender has died."""
+        """Start to receive a message; return False if there is none, or its sender has failed."""
         try:
             envelope = self.comm.probe(source, block=block)
             if envelope is None:
                 return False
             message = torch.empty(envelope.n_bytes, dtype=torch.uint8)
             request = self.comm.irecv(message, envelope.source, envelope.tag)
-            if envelope.tag == _END:  # all earlier messages of this source have been begun: none overtakes another
+            if envelope.tag == _END:  # messages do not overtake: all earlier ones of this source were started
                 request.wait()
                 self._ended[envelope.source] += 1
             else:
@@ -203,22 +200,22 @@ class Strom(Strategy):
     def _add(self, arrived: _Arriving) -> None:
         parts = split_message(arrived.message, len(self.model.params))
         for link in self._links:
-            for feedback, part, own in zip(link.feedbacks, parts, self.model.params, strict=True):
-                # What came from elsewhere is passed on along this link with the next message.
-                out = own if arrived.source in link.peers else feedback.residual
+            for feedback, part, local in zip(link.feedbacks, parts, self.model.params, strict=True):
+                # Messages from other links are forwarded with this link's next message.
+                out = local if arrived.source in link.peers else feedback.residual
                 feedback.add(part, out, arrived.whole)
 
     def pause(self) -> None:
-        """Collective. Wait for all messages that the others have sent in this period."""
+        """Collective. Receive all messages of this period."""
         self._period += 1
         peers = [peer for link in self._links for peer in link.peers]
         self._send(torch.empty(0, dtype=torch.uint8), peers, _END)
         for peer in peers:
             while peer in self.peers.present and self._ended[peer] < self._period:
                 self._start(peer, block=True)
-        for each in self._arriving:
-            if self.peers.survives(each.request.wait):
-                self._add(each)
+        for item in self._arriving:
+            if self.peers.survives(item.request.wait):
+                self._add(item)
         for request in self._sending:
             self.peers.survives(request.wait)
         self._sending, self._arriving = [], []
@@ -228,7 +225,7 @@ class Strom(Strategy):
         super().shrink()
         if self.comm.failures.alive != alive:
             before, self._links = self._links, self._make_links()
-            for link in self._links:  # to the same ranks as an old one, or to all that are left: residuals stay
+            for link in self._links:  # keep the residuals of a link to the same ranks, or to all ranks
                 same = (old.feedbacks for old in before if self._floods or old.peers == link.peers)
                 link.feedbacks = next(same, link.feedbacks)
 
@@ -243,24 +240,24 @@ class Strom(Strategy):
 
 
 def spanning_tree(topology: Topology, ranks: Sequence[int] | None = None) -> list[list[int]]:
-    """Find a tree that takes a message of any rank to every other exactly once, breadth first from the first rank.
+    """Return a spanning tree of the topology's graph, breadth first from the first rank.
 
     Args:
-        ranks: the ranks in the tree; all by default. Parts of the graph that are cut off because ranks are missing
-            are linked to the first rank.
+        ranks: the ranks in the tree; default: all. Components that are disconnected without the missing ranks are
+            linked to the first rank.
 
     Returns:
-        Each rank's neighbours in the tree, ascending; the same on all ranks.
+        Each rank's neighbours in the tree, ascending; equal on all ranks.
     """
     ranks = range(topology.size) if ranks is None else ranks
-    left = nx.DiGraph()
-    left.add_nodes_from(ranks)
+    unreached = nx.DiGraph()
+    unreached.add_nodes_from(ranks)
     for step in range(topology.period or 1):
-        left.add_edges_from((a, b) for a in ranks for b in topology.out_neighbours(a, step) if b in ranks)
+        unreached.add_edges_from((a, b) for a in ranks for b in topology.out_neighbours(a, step) if b in ranks)
     tree = nx.empty_graph(topology.size)
     for root in ranks:
-        if root in left:
-            links = list(nx.bfs_edges(left, root, sort_neighbors=sorted))
+        if root in unreached:
+            links = list(nx.bfs_edges(unreached, root, sort_neighbors=sorted))
             tree.add_edges_from(links if root == ranks[0] else [(ranks[0], root), *links])
-            left.remove_nodes_from([root, *(reached for _, reached in links)])
+            unreached.remove_nodes_from([root, *(reached for _, reached in links)])
     return [sorted(tree[rank]) for rank in range(topology.size)]

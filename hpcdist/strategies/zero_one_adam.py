@@ -1,4 +1,4 @@
-"""0/1 Adam: full gradients at ever fewer steps, one bit per element at the others; then local steps and exchanges."""
+"""0/1 Adam: average full gradients at fewer and fewer steps, else one bit per element; later take local steps."""
 
 from __future__ import annotations
 
@@ -8,36 +8,35 @@ from typing import final
 import torch
 from pydantic import Field
 
-from hpcdist.compress import CompressionConfig, spans
+from hpcdist.compress import spans
 from hpcdist.compress.coding.two_way import TwoWayMean
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import copy_all, zero_all
-from hpcdist.strategies.synchronous.adam import AdamStep
+from hpcdist.strategies.synchronous.adam import AdamStep, zero_untrained
 from hpcdist.strategies.synchronous.own_step import rate_of
 
 
 @final
 class ZeroOneAdam(AdamStep):
-    """Train by Adam whose gradients are averaged in full at ever fewer steps, in one bit at the others, then seldom.
+    """Train by Adam with full gradient averages at fewer and fewer steps, one-bit averages at the others, then locally.
 
-    In the first `variance_steps` steps: at each kᵗʰ step gradients are averaged in full and m and v follow; at the
-    others m alone follows C(g), their mean compressed both ways as in `onebit_adam`. k begins at 1 and doubles after
-    each `full_steps` full steps. All ranks make the same step, θ ← θ − η(m/(√v + ε) + λθ).
+    Phase 1, the first `variance_steps` steps: at each kᵗʰ step full gradients are averaged, and update m and v; at the
+    other steps C(g), their compressed mean as in `onebit_adam`, updates m only. k starts at 1 and doubles after each
+    `full_steps` full steps. All ranks make the same step, θ ← θ − η(m/(√v + ε) + λθ).
 
-    Then v stays, and each rank makes local steps with its own m. Every lᵗʰ step ranks exchange u, the sum of their
-    moves times √v + ε: z = C(u), θ ← x + z/(√v + ε), where x are the parameters of the exchange before, less their
-    decay; m ← −z/Ση, where Ση is above 0. l doubles every `local_steps` steps, up to `most_local`. Errors of the first
-    phase are forgotten at the second one's beginning.
+    Phase 2: v is constant, and each rank takes local steps with its own m. At every lᵗʰ step ranks exchange u, the sum
+    of their moves times √v + ε: z = C(u), θ ← x + z/(√v + ε), where x are the parameters after the last exchange, with
+    decay; m ← −z/Ση, if Ση is positive. l doubles every `local_steps` steps, up to `most_local`. Phase 2 starts with
+    zero residuals.
 
-    β₁, β₂, ε, η and λ are those of the local optimiser, as in `onebit_adam`; there is no bias correction. Every rank
-    counts alike, also one that had fewer samples. In the first phase and after each exchange replicas are bitwise
-    equal; evaluations use their mean. On one rank, which sends nothing, the optimiser makes its own step.
+    β₁, β₂, ε, η and λ are those of the local optimiser, as in `onebit_adam`; there is no bias correction. All ranks
+    have the same weight, even with fewer samples. In phase 1 and after each exchange replicas are bitwise equal;
+    evaluations use their mean. On one rank the optimiser takes its own step.
 
-    Bytes per rank of n bytes of float32 gradients: at a full step 2n(p − 1)/p, at a compressed one and at an exchange a
-    32ⁿᵈ of that and eight for each parameter and rank, at the others nothing; in the first phase 32 of agreement, at an
+    Bytes per rank of n bytes of float32 gradients: at a full step 2n(p − 1)/p; at a compressed step and at an exchange
+    1/32 of that and 8 for each parameter and rank; at the others nothing; in phase 1 32 bytes of agreement, at an
     exchange 24 for each parameter. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares
-    settings.
-    Memory: m, v, u, x, what was not sent, and a second part of that for a pᵗʰ.
+    settings. Memory: m, v, √v + ε, u, x, the residual, and 1/p of a second residual.
 
     Example:
         >>> adam = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -51,15 +50,12 @@ class ZeroOneAdam(AdamStep):
         """Options of zero_one_adam."""
 
         variance_steps: int = Field(1000, ge=1, description="steps after which v is frozen, and steps are local")
-        full_steps: int = Field(16, ge=1, description="κ: full steps after which their distance doubles")
-        local_steps: int = Field(32_768, ge=1, description="steps after which the distance of exchanges doubles")
-        most_local: int = Field(16, ge=1, description="most steps from exchange to exchange")
-        compression: CompressionConfig = Field(
-            CompressionConfig(name="ef_signsgd"), description="how means are compressed, both ways; none: they are not"
-        )
+        full_steps: int = Field(16, ge=1, description="κ: full steps after which their interval doubles")
+        local_steps: int = Field(32_768, ge=1, description="steps after which the interval of exchanges doubles")
+        most_local: int = Field(16, ge=1, description="largest number of steps between exchanges")
 
         def local(self, step: int) -> bool:
-            """Tell whether a step is of the second phase; counts from 1."""
+            """Return whether a step, counted from 1, is in phase 2."""
             return step > self.variance_steps
 
         def synchronizes(self, step: int) -> bool:
@@ -90,9 +86,12 @@ class ZeroOneAdam(AdamStep):
             self.average(flats)
         else:
             self._mean(flats, self.model.gradients.present())
-        for one in self.trained(flats):
-            self.take_in(one, one.views[0], squares=full)
-            self.step_along(one, self.direction(one))
+        runs = self.runs()
+        for run in runs:
+            self.update_moments(run, flats, squares=full)
+        self.scale(runs)
+        for run in runs:
+            self.step_along(run)
         self.full += full
         if self.full == self.config.full_steps:
             self.distance, self.full = 2 * self.distance, 0
@@ -113,19 +112,18 @@ class ZeroOneAdam(AdamStep):
         return outcome
 
     def _step_alone(self) -> None:
-        for one in self.trained(self.model.grads, self._moves):
-            gradient, moves = one.views
-            self.take_in(one, gradient, squares=False)
-            direction = self.direction(one)
-            moves.sub_(direction, alpha=rate_of(one.group))
-            self.step_along(one, direction)
+        runs = self.runs()
+        self.scale(runs)
+        for run in runs:
+            self.update_moments(run, self.model.grads, squares=False)
+            self.step_along(run, self._moves)
 
     def _count(self) -> None:
         """Count a step's rate and decay of each parameter that has a gradient here."""
-        for one in self.trained():
-            rate = rate_of(one.group)
-            self.rates[one.name] = self.rates.get(one.name, 0.0) + rate
-            self.decays[one.name] = self.decays.get(one.name, 1.0) * (1 - rate * float(one.group["weight_decay"]))
+        for item in self.trained():
+            rate = rate_of(item.group)
+            self.rates[item.name] = self.rates.get(item.name, 0.0) + rate
+            self.decays[item.name] = self.decays.get(item.name, 1.0) * (1 - rate * float(item.group["weight_decay"]))
 
     def _agree(self) -> list[bool]:
         """Collective. Average rates and decays over the ranks that have stepped; tell which parameters any has."""
@@ -133,24 +131,29 @@ class ZeroOneAdam(AdamStep):
         rows = [[float(name in self.rates), self.rates.get(name, 0.0), self.decays.get(name, 0.0)] for name in names]
         sums = torch.tensor(rows, dtype=torch.float64)
         self.comm.allreduce(sums.view(-1))
-        found = {name: row for name, row in zip(names, sums.tolist(), strict=True) if row[0]}
-        self.rates = {name: rate / count for name, (count, rate, _) in found.items()}
-        self.decays = {name: decay / count for name, (count, _, decay) in found.items()}
-        return [name in found for name in names]
+        stepped = {name: row for name, row in zip(names, sums.tolist(), strict=True) if row[0]}
+        self.rates = {name: rate / count for name, (count, rate, _) in stepped.items()}
+        self.decays = {name: decay / count for name, (count, _, decay) in stepped.items()}
+        return [name in stepped for name in names]
 
     def _exchange(self) -> None:
         """Collective. Go on from the common parameters and the mean of all ranks' moves."""
         used = self._agree()
-        for one in self.trained(self._moves, used=used):
-            one.views[0].mul_(self.scale(one))
+        runs = self.runs(used, lambda name: (self.rates.get(name), self.decays.get(name)))
+        self.scale(runs)
+        for run in runs:
+            for moves, scale in run.chunks(self._moves, self.scales):
+                moves.mul_(scale)
         self._mean(self._moves, used)
-        for one in self.trained(self._moves, self._common, used=used):
-            received, x = one.views
-            self.still(one, received)
-            if self.rates[one.name]:
-                self.moments(one.parameter)[0].copy_(received / -self.rates[one.name])
-            x.mul_(self.decays[one.name]).add_(received / self.scale(one))
-            one.parameter.copy_(x)
-        copy_all(self._common, self.model.params)
+        for run in runs:
+            rate, decay = self.rates[run.name], self.decays[run.name]
+            flats = self._moves, self._common, self.model.params, self.m, self.v, self.scales
+            for received, x, parameter, m, v, scale in run.chunks(*flats):
+                zero_untrained(received, v)
+                if rate:
+                    torch.div(received, -rate, out=m)
+                parameter.copy_(x.mul_(decay).add_(received.div_(scale)))
+        if not all(used):  # what the loop has made of the others
+            copy_all(self._common, self.model.params)
         zero_all(self._moves)
         self.rates, self.decays = {}, {}

@@ -72,8 +72,8 @@ def spectral_gap(topology: Topology) -> float:
 
     Example:
         >>> from hpcdist.tools.topology import spectral_gap
-        >>> from hpcdist import topology
-        >>> round(spectral_gap(topology.load("ring")(4)), 3)
+        >>> from hpcdist.topology.ring import RingGraph
+        >>> round(spectral_gap(RingGraph(4)), 3)
         0.667
     """
     if topology.period is None:

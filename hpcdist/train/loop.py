@@ -94,10 +94,10 @@ class Trainer:
         self.early_stopping = EarlyStopping(job, config)
         leaves, self.leaving = config.leave.enabled, None
         if listens and (leaves or config.checkpoint.every_s):
-            margin_s, every_s, cost_s = config.leave.margin_s, config.leave.every_s, lambda: 1.5 * self._save_s
+            margin_s, every_s = config.leave.margin_s, config.leave.every_s
             self.leaving = Leaving(
-                comm, ends_at=ends_at if leaves else None, margin_s=margin_s, every_s=every_s, cost_s=cost_s,
-                signals=leaves, ctrl_c=True,
+                comm, ends_at=ends_at if leaves else None, margin_s=margin_s, every_s=every_s, signals=leaves,
+                cost_s=lambda: 2.5 * self._save_s, ctrl_c=True,  # a checkpoint may be in flight
             )  # fmt: skip
 
     def _create_model(self) -> None:
@@ -178,6 +178,7 @@ class Trainer:
                     self._epoch()
                     if self._leaves:
                         return None
+            current().saver.wait()
             if not self.log.metrics:  # resumed from a finished run
                 self._write_evaluation()
             return self._on_survivors(self._summarise)
@@ -239,11 +240,12 @@ class Trainer:
 
     def _save(self) -> None:
         self.log.flush()  # the records of a checkpoint's steps must be in the files
-        start = self.comm.now()
         self._require_finite()  # else this checkpoint might replace the last good one
         best = self.early_stopping.steps if self.config.checkpoint.best else []
-        self._on_survivors(lambda: resume.save(self, self.checkpoints, self.config.checkpoint.keep, best))
-        self._save_s = self.comm.now() - start
+        keep, continues = self.config.checkpoint.keep, not (self._leaves or self.stop_conditions.ended)
+        options = {"keep": keep, "best": best, "background": self.config.checkpoint.background and continues}
+        self._on_survivors(lambda: resume.save(self, self.checkpoints, **options))
+        self._save_s = current().saver.seconds or self._save_s
 
     def _end_epoch(self, evaluates: bool) -> None:
         """Go to the next epoch; `evaluates`: evaluate, whatever `eval_every` says."""
@@ -251,9 +253,9 @@ class Trainer:
         evaluates = evaluates or self.stop_conditions.ended or self.position.epoch % self.config.eval_every == 0
         if evaluates:
             self._write_evaluation()
-        workers = tuple(rank for rank in self.workers if rank in self.replica.others.failures.alive)
-        if workers != self.workers:
-            self._distribute_samples(workers)
+        lost = set(self.replica.others.failures.lost).intersection(self.workers)
+        if lost:
+            self._distribute_samples(tuple(rank for rank in self.workers if rank not in lost))
         if isinstance(self.schedule, ReduceLROnPlateau):
             if evaluates:
                 self.schedule.step(self.log.metrics["loss"])  # the same on all ranks
@@ -388,6 +390,7 @@ class Trainer:
 
     def close(self) -> None:
         """Collective. Release windows, threads and files."""
+        current().saver.close()
         self.strategy.close()
         self.strategy.comm.close()
         self.model.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,8 +45,8 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def save(trainer: Trainer, folder: Path, keep: int, best: Sequence[int]) -> Path:
-    """Collective. Save the run after its current step; see `checkpoint.save`."""
+def save(trainer: Trainer, folder: Path, **options: Any) -> Path:
+    """Collective. Save the run after its current step; for the options see `checkpoint.Saver`."""
     meta: dict[str, Any] = {
         "model": trainer.model.description(),
         "settings": all_settings(trainer),
@@ -55,8 +54,7 @@ def save(trainer: Trainer, folder: Path, keep: int, best: Sequence[int]) -> Path
     if not trainer.config.parallel.whole:
         meta["stages"] = trainer.config.parallel.stages
         meta["cut"] = list(trainer.replica.cut)
-    step = trainer.position.step
-    return checkpoint.save(trainer.comm, folder, step, capture(trainer), meta=meta, keep=keep, best=best)
+    return current().saver.save(trainer.comm, folder, trainer.position.step, capture(trainer), meta=meta, **options)
 
 
 def saved_cut(folder: Path) -> list[int] | None:

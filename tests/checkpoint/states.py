@@ -44,7 +44,10 @@ def bits(value):
 
 
 def state_of(rank, step):
-    return {"rank": rank, "step": step, "weight": torch.full((4,), rank + step / 8), "data": (rank, [step])}
+    """A rank's state. `common` is the same on all ranks, so that one of them writes it."""
+    common = torch.full((40,), step / 8)
+    weight = torch.full((4,), rank + step / 8)
+    return {"rank": rank, "step": step, "weight": weight, "data": (rank, [step]), "common": common}
 
 
 def refused(comm, *args, **options):

@@ -1,7 +1,7 @@
 """A process that dies while it saves leaves a whole checkpoint, wherever it dies.
 
-`python test_checkpoint_crash.py FOLDER` forks processes that save, kills each at another one of its file operations,
-checks what is left behind, and prints how many operations there were.
+`python test_checkpoint_crash.py FOLDER now|background STRIDE` forks processes that save, kills each at another one of
+its file operations, checks what is left behind, and prints how many operations there were.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from states import loaded
 
 import hpcdist
+from hpcdist.checkpoint import Saver, latest, save, verify
 from hpcdist.checkpoint import folder as folders
-from hpcdist.checkpoint import latest, save, verify
 from hpcdist.comm.virtual import run_virtual
 
 CHANGES = {"open", "write", "flush", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir"}
@@ -31,9 +31,10 @@ BEFORE, STEP = (1, 2, 3), 2  # steps saved before, and the one that is being sav
 
 
 @pytest.mark.time_limit(300)  # dozens of processes are forked and killed
-def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path):
+@pytest.mark.parametrize("how", [("now", "1"), ("background", "5")])
+def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path, how):
     environment = os.environ | {"PYTHONPATH": str(Path(hpcdist.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(tmp_path / "checkpoints")]
+    command = [sys.executable, __file__, str(tmp_path / "checkpoints"), *how]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert int(done.stdout) > 40
@@ -54,30 +55,41 @@ def die_at(number: int) -> None:
     sys.setprofile(profile)
 
 
-def save_on_all(folder: Path, step: int, value: str) -> None:
-    run_virtual(lambda comm: save(comm, folder, step, [value, torch.full((99,), comm.rank)], keep=1), SIZE)
+def save_on_all(folder: Path, step: int, value: str, background: bool = False) -> None:
+    """Rank by rank the second tensor differs; the first one both have in common."""
+
+    def body(comm) -> None:
+        state = [value, torch.ones(99), torch.full((99,), comm.rank)]
+        if background:
+            saver = Saver()
+            saver.save(comm, folder, step, state, keep=1, background=True)
+            saver.close()
+        else:
+            save(comm, folder, step, state, keep=1)
+
+    run_virtual(body, SIZE)
 
 
-def crash_everywhere(folder: Path) -> int:
-    """How many calls there were to die at."""
+def crash_everywhere(folder: Path, background: bool, stride: int) -> int:
+    """How many calls there were to die at, of which each `stride`-th was tried."""
     template, number, survived = folder.with_suffix(".before"), 0, False
     for earlier in BEFORE:
         run_virtual(lambda comm, step=earlier: save(comm, template, step, ["before"], keep=9), SIZE)
     while not survived:
-        number += 1
+        number += stride
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(template, folder)
         child = os.fork()
         if child == 0:
             die_at(number)
-            save_on_all(folder, STEP, "new")
+            save_on_all(folder, STEP, "new", background)
             os._exit(0)
         status = os.waitpid(child, 0)[1]
         survived = status == 0
         assert survived or os.WTERMSIG(status) == signal.SIGKILL, f"call {number}: status {status}"
         check(folder, survived)
     shutil.rmtree(template)
-    return number - 1
+    return number - stride
 
 
 def check(folder: Path, survived: bool) -> None:
@@ -98,4 +110,4 @@ def check(folder: Path, survived: bool) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # of checkpoints that are abandoned
-    print(crash_everywhere(Path(sys.argv[1])))
+    print(crash_everywhere(Path(sys.argv[1]), sys.argv[2] == "background", int(sys.argv[3])))

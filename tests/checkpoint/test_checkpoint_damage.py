@@ -106,7 +106,7 @@ def test_a_damaged_file_is_named_with_what_is_wrong_and_an_older_checkpoint(two_
         (b'{"format": "other"}', "must be the manifest of an hpcdist checkpoint; got other JSON"),
         (
             b'{"format": "hpcdist checkpoint", "version": 1, "content": {"hpcdist": "0.1.0"}}',
-            "must be of version 2 or 3; got 1. Read it with the version of hpcdist that wrote it, 0.1.0;",
+            "must be of version 2 to 4; got 1. Read it with the version of hpcdist that wrote it, 0.1.0;",
         ),
         (b'{"format": "hpcdist checkpoint", "version": 2}', "must match its checksum; got damaged content"),
     ],

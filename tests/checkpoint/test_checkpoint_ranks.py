@@ -38,6 +38,32 @@ def test_every_rank_gets_its_state_back(ranks, shared_tmp_path):
         assert stamp == (len(content), f"xxh3_128:{xxhash.xxh3_128(content).hexdigest()}")
 
 
+@pytest.mark.sizes(1, 2, 4)
+def test_what_ranks_have_in_common_is_written_once_in_equal_parts(ranks, shared_tmp_path):
+    """By name, type, shape and bytes: stages that several ranks hold, ranks that alone differ, NaNs and zeros."""
+    count = 1000
+
+    def of(rank):
+        stage = {f"layer {i}": torch.full((count,), rank % 2 + i / 8) for i in range(8)}
+        same = {"nan": torch.full((count,), torch.nan), "zeros": torch.zeros(count)}
+        minus = {"zeros": -torch.zeros(count)} if rank == 3 else {}
+        shaped = {"shape": torch.ones((10, 100) if rank == 1 else (count,))}
+        typed = {"type": torch.zeros(count, dtype=torch.int32 if rank == 2 else torch.float32)}
+        return stage | same | minus | shaped | typed | {"local": torch.full((count,), float(rank))}
+
+    def body(comm):
+        path = save(comm, shared_tmp_path, 1, of(comm.rank))
+        comm.barrier()
+        return bits(loaded(path)) == bits([of(rank) for rank in range(ranks.size)]), str(path)
+
+    same, path = zip(*ranks(body))
+    assert all(same)
+    tensors = [os.path.getsize(f"{path[0]}/rank-{rank:04d}.safetensors") for rank in range(ranks.size)]
+    different = {1: 13, 2: 2 * 8 + 3 + 2 * 2, 4: 2 * 8 + 4 + 1 + 2 + 2 + 2}[ranks.size]
+    assert 0 < sum(tensors) - different * 4 * count < 3000 * ranks.size  # headers
+    assert max(tensors) - min(tensors) < 4 * count + 3000
+
+
 @pytest.mark.sizes(3)
 def test_a_state_that_one_rank_cannot_save_is_an_error_on_all_and_harms_nothing(ranks, shared_tmp_path):
     bad = ranks.size - 1

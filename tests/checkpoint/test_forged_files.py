@@ -23,6 +23,7 @@ import hpcdist as hd
 from hpcdist import checkpoint
 from hpcdist.checkpoint import Slice, SlicePosition
 from hpcdist.checkpoint.slices import cut, join
+from hpcdist.checkpoint.tensors import OWNERS
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.data import HDF5Dataset, Split, create
 from hpcdist.errors import CheckpointError, DataError, HpcdistError
@@ -157,6 +158,8 @@ FORGED = [
     (_tensor_file, lambda header: header.pop("__metadata__") and None), (_tensor_file, lambda header: []),
     (_tensor_file, lambda header: header.pop(_first(header)) and None),
     (_tensor_file, lambda header: header["__metadata__"].update({_first(header): "{"})),
+    *[(_tensor_file, lambda header, text=text: header["__metadata__"].update({OWNERS: text % _first(header)}))
+      for text in ('{"%s": 1}', '{"%s": 7}', '{"%s": -1}', '{"%s": "../x"}', '{"%s": [1]}', '["%s"]', '3%s', '{%s')],
     (_tree, lambda tree: []), (_tree, lambda tree: 3), (_tree, lambda tree: {"state": 1}), (_tree, lambda tree: {}),
     *[(_tree, _at(*OPTIMIZER, key, value=value))
       for key in ("params", "masters", "optimizer", "strategy", "about", "works")
@@ -361,7 +364,7 @@ def test_other_settings_are_told_with_both_values(saved, caplog):
 
     _resumed(saved, other)
     for said in (
-        "optimizer.lr is 0.7 here, and 0.1 in", ": the checkpoint's goes on.",
+        "optimizer.lr is 0.7 here, and 0.1 in", ": continuing with the checkpoint's.",
         "optimizer.momentum is 0 here, and 0.9 in",
         "strategy.compression.name is 'dgc' here, and 'topk' in", ": continuing with this run's.",
     ):  # fmt: skip

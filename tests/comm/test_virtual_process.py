@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import threading
@@ -20,11 +21,11 @@ from hpcdist.errors import DeadlockError, MismatchError
 def nothing_leaks():
     """No thread, and nothing of the process's state, outlives a run."""
     np.random.randn(1)  # numpy keeps a second number for later
-    n_threads = torch.get_num_threads()
+    n_threads, collects_at = torch.get_num_threads(), gc.get_threshold()
     states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
     yield
     assert not [t for t in threading.enumerate() if t.name.startswith("virtual rank")]
-    assert torch.get_num_threads() == n_threads
+    assert torch.get_num_threads() == n_threads and gc.get_threshold() == collects_at
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     np.testing.assert_equal(np.random.get_state(legacy=False), states[2])

@@ -6,6 +6,7 @@ import torch
 
 from compress import vectors
 from harness.cases import each
+from hpcdist.comm.chunks import CACHED
 from hpcdist.compress import Feedback
 
 SPANS = vectors.spans_of((7, 13), (5,), (3, 70_001), (), (2, 3, 4), (0, 4))  # whole bytes or not, pieces or not
@@ -46,21 +47,23 @@ def test_one_negative_element_among_many_is_not_lost():
 
 
 # --- EF-signSGD -------------------------------------------------------------------------------------------------------
-def shifted(seed: int, dtype=torch.float64) -> torch.Tensor:
-    return vectors.normal(COUNT, seed, dtype) + 0.2
-
-
 @each("dtype", BOTH)
-def test_it_is_the_papers_algorithm_by_layers(dtype):
+@each("spans", [SPANS, vectors.spans_of((CACHED,), (5,), (2 * CACHED,), (3, 4), (1,))])
+def test_it_is_the_papers_algorithm_by_layers(spans, dtype):
     """p = g + e; Δ = (‖p‖₁/d) sign(p); e = p − Δ, of the length of the docstring."""
-    feedback = Feedback(vectors.make("ef_signsgd", COUNT, SPANS), shifted(0, dtype))
+    count = spans[-1].stop
+
+    def shifted(seed: int, dtype: torch.dtype) -> torch.Tensor:
+        return vectors.normal(count, seed, dtype) + 0.2
+
+    feedback = Feedback(vectors.make("ef_signsgd", count, spans), shifted(0, dtype))
     error, rtol = torch.zeros_like(shifted(0, dtype)), 1e-6 if dtype == torch.float64 else 1e-4
     for step in range(5):
         p = shifted(step, dtype) + error
         out = torch.zeros_like(p)
         feedback.add(message := feedback.encode(shifted(step, dtype)), out)
-        assert len(message) == sum(-(-(s.stop - s.start) // 8) for s in SPANS) + 5 * 4
-        for span in SPANS:
+        assert len(message) == -(-count // 8) + 5 * 4
+        for span in spans:
             part, found = p[span.start : span.stop], out[span.start : span.stop]
             torch.testing.assert_close(found, part.sign() * part.double().abs().mean().to(dtype), rtol=rtol, atol=1e-12)
         error = p - out

@@ -32,7 +32,7 @@ def run(comm, name, steps=5, dtype=torch.float64, **options):
         given = torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
         got = given.clone()
         mean([got])
-        found.append((given, got, mean.left[0].clone(), mean.owed[0].clone(), mean.ranges[0]))
+        found.append((given, got, mean.residuals[0].clone(), mean.mean_residuals[0].clone(), mean.ranges[0]))
     return found
 
 

@@ -238,7 +238,7 @@ import torch, torch.distributed as dist
 import hpcdist as hd
 from hpcdist.comm.external import torch_distributed
 
-torch_distributed.here = lambda: os.environ["OMPI_COMM_WORLD_RANK"]  # as on two hosts, of which none has an address
+torch_distributed.stack_id = lambda: os.environ["OMPI_COMM_WORLD_RANK"]  # as on two hosts, of which none has an address
 torch_distributed.addresses = lambda chosen="": []
 """
 BY_MPI = """

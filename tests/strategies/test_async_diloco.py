@@ -196,7 +196,7 @@ def test_no_read_is_torn(ranks, servers):
             module.weight.grad = torch.zeros_like(module.weight)
 
         def look(step):
-            parts = [part for shard in strategy.place.shards.values() for part in shard.of(strategy.model.params)]
+            parts = [part for shard in strategy.placement.shards.values() for part in shard.of(strategy.model.params)]
             whole.extend(bool((part == part[:1]).all()) for part in parts)
 
         params = strategy.model.params[0]
@@ -222,8 +222,8 @@ def test_the_local_state_is_kept_or_made_anew(ranks):
         go(comm, {"period": 2, "inner_state": kind}, "adam", steps=6, after=look)
         return found
 
-    kept, reset = ranks(lambda comm: [steps_of(comm, kind) for kind in ("keep", "reset")])[1]
-    assert kept == [1, 2, 3, 4, 5, 6] and reset == [1, 0, 1, 0, 1, 0]
+    identity_weight, reset = ranks(lambda comm: [steps_of(comm, kind) for kind in ("keep", "reset")])[1]
+    assert identity_weight == [1, 2, 3, 4, 5, 6] and reset == [1, 0, 1, 0, 1, 0]
 
 
 def save(folder, model, optimizer):

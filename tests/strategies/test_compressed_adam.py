@@ -111,7 +111,7 @@ def test_momentum_is_sent_or_left(ranks):
 
         def look(strategy):
             mean = strategy._mean
-            kept.append((mean.left[0].clone(), mean.owed[0].clone(), mean.ranges[0]))
+            kept.append((mean.residuals[0].clone(), mean.mean_residuals[0].clone(), mean.ranges[0]))
 
         found, gradients = go(comm, "onebit_adam", {"warmup_steps": 5}, after=look)
         given = [BETAS[0] * found[step - 1][1] + (1 - BETAS[0]) * gradients[step] for step in range(5, STEPS)]
@@ -216,9 +216,9 @@ def test_what_was_left_in_the_first_phase_is_forgotten_in_the_second():
 
     def look(strategy):
         if strategy.steps == 6:  # the last one of the first phase
-            seen.append(strategy._mean.left[0].abs().max().item())
-            assert strategy._mean.left[0].any()
-            strategy._mean.left[0].fill_(1e6)  # would be seen in the next exchange
+            seen.append(strategy._mean.residuals[0].abs().max().item())
+            assert strategy._mean.residuals[0].any()
+            strategy._mean.residuals[0].fill_(1e6)  # would be seen in the next exchange
 
     options = {"variance_steps": 6, "full_steps": 1}
     plain, spoilt = (
@@ -242,3 +242,25 @@ def test_its_moments_are_found_where_adam_has_them():
         return [(state["step"].item(), bool(state["exp_avg"].any())) for state in plain.state.values()]
 
     assert run_virtual(body, 2) == [[(3.0, True)] * 4] * 2
+
+
+# --- a small ε --------------------------------------------------------------------------------------------------------
+@each("name", ["onebit_adam", "zero_one_adam"])
+def test_a_small_eps_is_warned_of_once(name, caplog):
+    def body(comm, eps, **options):
+        module = problem.model()
+        local = torch.optim.AdamW(module.parameters(), **eps)
+        strategy = problem.make(comm, name, module, local, **options)
+        for step in range(2):
+            replicas.backward(module, comm.rank, comm.size, step)
+            strategy.step(local.step)
+        strategy.close()
+
+    caplog.clear()
+    run_virtual(lambda comm: body(comm, {"eps": 1e-4}), 2)
+    run_virtual(lambda comm: body(comm, {}, **EXACT), 2)
+    run_virtual(lambda comm: body(comm, {}), 1)
+    assert not caplog.records
+    run_virtual(lambda comm: body(comm, {}), 2)
+    (record,) = caplog.records
+    assert f"eps of the optimiser is 1e-08, and should be 0.0001 or more with {name}" in record.getMessage()

@@ -177,3 +177,20 @@ def test_an_exchange_in_flight_is_dropped_where_only_one_of_two_runs_overlaps(ov
     one, other = run_virtual(body, 2)
     assert one.isfinite().all() and other.isfinite().all()
     assert not overlap or torch.equal(one, other)  # after an exchange
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+@each("case", [
+    ("local_sgd", {}, 1), ("local_sgd", {"overlap": True}, 3), ("diloco", {}, 2), ("diloco", {"overlap": True}, 4),
+    ("slowmo", {"base": {"name": "local"}}, 2),
+])  # fmt: skip
+def test_it_keeps_as_many_vectors_as_its_docstring_says(case):
+    name, options, vectors = case
+
+    def body(comm):
+        strategy, _ = replicas.make(comm, name, {"period": 2, **options}, "sgd")
+        kept = sum(tensor.numel() for tensor in strategy.state.tensors)
+        assert ("overlap" in options) != (strategy.mean is strategy.model.params)
+        return kept / sum(flat.numel() for flat in strategy.model.params)
+
+    assert run_virtual(body, 2) == [vectors] * 2

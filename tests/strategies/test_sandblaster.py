@@ -489,7 +489,7 @@ def _start():
 
 def test_steps_without_a_closure_or_a_joint_batch_are_refused():
     loop = run_virtual(Loop, 1)[0]
-    with pytest.raises(ConfigError, match=r"closure must be passed to each step with sandblaster, .*; got none"):
+    with pytest.raises(ConfigError, match=r"closure must be given to each step with sandblaster, .*; got none"):
         loop.strategy.step(lambda: None)
     with pytest.raises(ConfigError, match=r"a step with sandblaster must be of a batch that is known .*hpcdist.shard"):
         loop.strategy.minimise(None, lambda portion: 0.0)

@@ -31,7 +31,7 @@ FEEDS_BACK = "compression of dpsgd must be with error_feedback and without warmu
 SERVERS = [name for name in strategies.available() if "learner_deadline_s" in strategies.load(name).Config.model_fields]
 MERGING = ("streaming_diloco", "sparta")
 HALF = "compression must be none, fp16 or bf16 where ranks send .*; got topk"
-VOTES = "name must be a compressor whose messages are averaged.*; got signsgd. Take"
+VOTES = "name must be a compressor whose messages are averaged.*; got signsgd. Use"
 BY_THEMSELVES = [
     (
         "allreduce",

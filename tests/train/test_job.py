@@ -129,6 +129,20 @@ def test_a_job_imports_its_neighbour_and_leaves_the_path_as_it_was(tmp_path):
     assert sys.path == before
 
 
+def test_a_folder_is_on_the_path_once_until_the_last_of_its_ranks_has_ended(tmp_path, monkeypatch):
+    path = _folder_of_a_job(tmp_path / "one", "first")
+    monkeypatch.syspath_prepend(str(path.parent))  # the user's own entry
+    before = sys.path.copy()
+    first, second = neighbours(path), neighbours(path)
+    first.__enter__()
+    second.__enter__()  # as of another virtual rank
+    assert sys.path == [str(path.parent), *before]
+    first.__exit__(None, None, None)
+    assert sys.path == [str(path.parent), *before] and load_job(path).model() == ("first", "later first")
+    second.__exit__(None, None, None)
+    assert sys.path == before
+
+
 def test_a_package_beside_a_job_is_a_neighbour(tmp_path):
     (tmp_path / "tools_of_mine").mkdir()
     (tmp_path / "tools_of_mine" / "__init__.py").touch()

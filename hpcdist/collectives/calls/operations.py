@@ -43,21 +43,18 @@ class Collectives:
     """The collective calls of a communicator's ranks. Constructing, calling and closing it are collective.
 
     Tensors may have any shape, strides and device. If ranks differ in the call, shape, dtype, operation or root, all
-    ranks raise MismatchError before anything is overwritten. Results are bitwise the same on all ranks and in every
-    run. With `async_op=True` a call returns a `Work` immediately; on virtual ranks that work is already complete. Calls
-    run in the order in which they are made, blocking ones included.
+    ranks raise MismatchError before anything is overwritten. Results are bitwise the same on all ranks and in all runs.
+    With `async_op=True` a call returns a `Work` immediately (complete already on virtual ranks). Calls run in order.
 
     Args:
         comm: the ranks. A copy of it is used, so other messages on `comm` do not interfere.
         traffic: counts the transfers; by default the traffic of `comm`.
 
     Attributes:
-        comm: the copy of `comm`.
-        queue: runs the calls in order, and other functions that use the copy.
+        queue: runs the calls in order, and other functions that use `Collectives.comm`, the copy.
 
     Raises, all calls:
-        ConfigError: the operation is not defined for the dtype, a list does not have one tensor per rank, or shapes or
-            dtypes of a call's tensors do not match.
+        ConfigError: the dtype lacks the operation, or the tensors of a call do not match in number, shape or dtype.
         MismatchError: the ranks' calls differ; raised on all ranks.
 
     Example:
@@ -202,8 +199,9 @@ class Collectives:
             else:
                 local = parts if factor is None else [part * factor for part in parts]
                 received, longest = [len(flat)] * self.size, max(counts)
-                consume = _into(flat, combine)
-                agreed = self._exchange.deal(fingerprint, local, received, longest, consume, self._everyone)
+                agreed = self._exchange.deal(
+                    fingerprint, local, received, longest, _into(flat, combine), self._everyone
+                )
         if not agreed:
             refuse(self.comm, "reduce_scatter", op, *each(inputs))
 
@@ -298,8 +296,7 @@ class Collectives:
         """Send each rank its part of `inputs`, and gather in `out` the parts of all ranks for this one.
 
         Args:
-            out: overwritten: a list with a tensor for each rank, of any lengths; or one tensor of equal parts.
-            inputs: the same.
+            out, inputs: each a list with a tensor for each rank, of any lengths; or one tensor of equal parts.
         """
         return self._start(async_op, out, lambda: self._all_to_all(out, inputs), "all_to_all", "", out, inputs)
 
@@ -323,14 +320,12 @@ class Collectives:
                 equal = call(whole, whole_input)
                 self._keep("all_to_all", "", call, [out, inputs], self._all_to_all_uneven)
             else:
-                equal = self._exchange.deal(
-                    fingerprint, local, [longest] * self.size, longest, Copies(outs), self._everyone
-                )
+                sizes = [longest] * self.size
+                equal = self._exchange.deal(fingerprint, local, sizes, longest, Copies(outs), self._everyone)
         if not equal:
             self._all_to_all_uneven(out, inputs)
 
     def _all_to_all_uneven(self, out: Tensors, inputs: Tensors) -> None:
-        """Exchange the lengths first, then parts of different lengths."""
         with (
             for_each_rank(self.comm, out, "out") as (outs, _),
             for_each_rank(self.comm, inputs, "inputs", write=False) as (local, _),
@@ -374,11 +369,7 @@ class Collectives:
         return self._algorithms[name]
 
     def _start(self, async_op: bool, out: Any, call: Callable[[], None], *key: Any) -> Work | None:
-        """Run a call after the calls before it.
-
-        Args:
-            key: arguments of `_run_prepared`; none if the call can't be prepared.
-        """
+        """Run a call in order; `key`: the arguments of `_run_prepared` if the call can be prepared."""
 
         def make() -> None:
             if not key or not self._run_prepared(*key):
@@ -468,11 +459,7 @@ class Collectives:
         self, call: str, detail: str | int, prepared: PreparedCall, tensors: Sequence[Any],
         otherwise: Callable[..., None] | None = None,
     ) -> None:  # fmt: skip
-        """Keep a prepared call for later calls with these shapes, unless the tensors are lists.
-
-        Args:
-            otherwise: called if the ranks' calls differ.
-        """
+        """Keep a prepared call for later calls with these shapes; `otherwise` is called if the ranks' calls differ."""
         n_tensors = 1 + (call not in ("all_reduce", "broadcast"))
         if len(tensors) == n_tensors and all(isinstance(tensor, Tensor) for tensor in tensors):
             kept = prepared, otherwise or partial(refuse, self.comm, call, detail)

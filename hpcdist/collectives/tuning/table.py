@@ -7,6 +7,7 @@ import math
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import cast
 
@@ -199,9 +200,14 @@ def _costs_s(
     comm: Communicator, names: Sequence[str], n_bytes: float, latency_s: float, byte_s: float
 ) -> dict[str, float]:
     """Predict the seconds of one call of each algorithm by its cost formula."""
-    ranks_per_node = min(Counter(comm.nodes).values())
+    return _predicted_s(tuple(names), n_bytes, comm.size, latency_s, byte_s, min(Counter(comm.nodes).values()))
+
+
+def _predicted_s(
+    names: Sequence[str], n_bytes: float, size: int, latency_s: float, byte_s: float, ranks_per_node: int
+) -> dict[str, float]:
     formulas = {name: cast(type[Algorithm], load(name)).cost_s for name in names}
-    return {n: cost_s(n_bytes, comm.size, latency_s, byte_s, 0.0, ranks_per_node) for n, cost_s in formulas.items()}
+    return {name: cost_s(n_bytes, size, latency_s, byte_s, 0.0, ranks_per_node) for name, cost_s in formulas.items()}
 
 
 def predicted_ranges(comm: Communicator, latency_s: float, byte_s: float) -> list[tuple[float, str]]:
@@ -213,8 +219,16 @@ def predicted_ranges(comm: Communicator, latency_s: float, byte_s: float) -> lis
         latency_s, byte_s: latency, and seconds per byte, of the links between the ranks.
     """
     names = sorted(candidates(comm), key=lambda name: name != "native")
+    return list(_predicted(tuple(names), comm.size, latency_s, byte_s, min(Counter(comm.nodes).values())))
+
+
+@lru_cache
+def _predicted(
+    names: tuple[str, ...], size: int, latency_s: float, byte_s: float, ranks_per_node: int
+) -> list[tuple[float, str]]:
+    """List the ranges once for all virtual ranks, which ask for the same."""
     sizes = [2 ** (quarter / 4) for quarter in range(4 * 6, 4 * 30)]
-    costs_s = [_costs_s(comm, names, n_bytes, latency_s, byte_s) for n_bytes in sizes]
+    costs_s = [_predicted_s(names, n_bytes, size, latency_s, byte_s, ranks_per_node) for n_bytes in sizes]
     return _joined(sizes, [min(each_s, key=each_s.__getitem__) for each_s in costs_s])
 
 

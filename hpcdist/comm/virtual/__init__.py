@@ -8,6 +8,7 @@ times).
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 from collections.abc import Callable
@@ -37,6 +38,7 @@ __all__ = [
     "VirtualCommunicator", "run_virtual",
 ]  # fmt: skip
 Result = TypeVar("Result")
+COLLECTS_AT = 50_000  # new objects, after which Python collects garbage during a run
 _running = threading.Lock()  # one run at a time: random state and the number of threads are process-wide
 
 
@@ -78,8 +80,10 @@ def run_virtual(
             f"run_virtual must not be called during another run in this process; got a call in thread "
             f"{threading.current_thread().name!r}. Give the outer run more ranks, or split its communicator."
         )
-    n_threads = torch.get_num_threads()
+    n_threads, collects_at = torch.get_num_threads(), gc.get_threshold()
     try:
+        if collects_at[0]:  # else the collector goes through the objects of all ranks again and again
+            gc.set_threshold(max(collects_at[0], COLLECTS_AT), *collects_at[1:])
         with callers_state_kept():
             torch.set_num_threads(1)
             cluster = Cluster(size, seed, Network(0.0, math.inf) if network is None else network, compute)
@@ -87,4 +91,5 @@ def run_virtual(
             return cluster.clock.run(lambda rank: body(VirtualCommunicator(group, rank)))
     finally:
         torch.set_num_threads(n_threads)
+        gc.set_threshold(*collects_at)
         _running.release()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
+from hpcdist.comm.chunks import CACHED
 from hpcdist.compress.base import Span
 
 
@@ -29,6 +31,11 @@ class Blocks(NamedTuple):
     def view(self, values: Tensor) -> Tensor:
         """View the parameter's elements, shape (rows · columns,), as (down, height, across, width)."""
         return values.view(self.rows // self.height, self.height, self.columns // self.width, self.width)
+
+    def chunks(self, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield matching rows of blocks of tensors like `view`'s, so few on the host that caches hold them."""
+        some = max(1, CACHED // max(1, self.height * self.columns)) if values[0].is_cpu else max(1, self.rows)
+        return zip(*(self.view(each).split(some) for each in values), strict=True)
 
     def counts(self, indices: np.ndarray) -> np.ndarray:
         """Count the indices of elements in each block, shape (down, across)."""

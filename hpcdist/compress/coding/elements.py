@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,14 +23,26 @@ def views(message: np.ndarray, numbers: int) -> tuple[np.ndarray, np.ndarray]:
     return message[: 4 * numbers].view(np.float32), message[4 * numbers :]
 
 
-def add_signs(bits: np.ndarray, out: np.ndarray, step: float) -> None:
-    """Add `step` to the elements whose bit is 1, and subtract it from the others.
+def add_signs(bits: np.ndarray, out: Tensor, steps: Sequence[float], spans: Sequence[slice]) -> None:
+    """Add to the elements of each span its step where their bit is 1, and subtract it from the others.
 
     Args:
         bits: packed as by NumPy's packbits, uint8, one bit per element of `out`.
-        out: float32 or float64. Overwritten.
+        out: float32 or float64, on the host. Overwritten.
+        steps: of the spans, which are ascending.
     """
-    add_by_bit(bits, out, np.where(BITS, step, -step))
+    table, place = (2.0 * BITS - 1).astype(out.numpy().dtype), 0
+    work = np.empty((-(-min(CACHED, len(out)) // 8), 8), table.dtype)
+    signs = torch.from_numpy(work).view(-1)
+    for chunk in slices(len(out)):
+        packed = bits[chunk.start // 8 : -(-chunk.stop // 8)]
+        np.take(table, packed, axis=0, out=work[: len(packed)], mode="clip")  # "raise" would go through a buffer
+        while place < len(spans) and spans[place].start < chunk.stop:
+            start, stop = max(spans[place].start, chunk.start), min(spans[place].stop, chunk.stop)
+            out[start:stop].add_(signs[start - chunk.start : stop - chunk.start], alpha=steps[place])
+            if spans[place].stop > chunk.stop:  # it goes on in the next chunk
+                break
+            place += 1
 
 
 def add_by_bit(bits: np.ndarray, out: np.ndarray, table: np.ndarray) -> None:
@@ -87,5 +100,6 @@ def mean(values: Tensor, order: int = 1) -> float:
 
 def _norm(values: Tensor, order: int) -> float:
     """Compute a norm by chunks, which is faster than in float64 and almost as exact."""
-    parts = [torch.linalg.vector_norm(part, order).item() for part in values.split(CACHED)]
-    return sum(parts) if order == 1 else math.sqrt(sum(part * part for part in parts))
+    if order == 1:  # a fifth of the time that torch takes for this norm
+        return sum(part.abs().sum().item() for part in values.split(CACHED))
+    return math.sqrt(sum(torch.linalg.vector_norm(part, order).item() ** 2 for part in values.split(CACHED)))

@@ -202,8 +202,8 @@ def only_used(feedbacks: Iterable[Feedback], used: Used) -> Iterator[None]:
     Args:
         used: a flag per parameter, by the numbers of the compressors' spans; None: all parameters have a gradient.
     """
-    flags = None if used is None else torch.as_tensor(used).tolist()
+    flags = [] if used is None else torch.as_tensor(used).tolist()
     spans = ((feedback.residual, span) for feedback in feedbacks for span in feedback.compressor.spans)
-    unused = [] if flags is None else [part[span.start : span.stop] for part, span in spans if not flags[span.number]]
+    unused = [] if all(flags) else [part[span.start : span.stop] for part, span in spans if not flags[span.number]]
     with zeroed(unused, adds=True):
         yield

@@ -93,7 +93,9 @@ class TwoWayMean:
         messages = {dest: sent[dest].encode(tensor[chunks[dest]]) for dest in (*ahead, comm.rank)}
         requests = [comm.isend(messages[dest], dest, TAG) for dest in ahead]
         local = sent[comm.rank]
-        total, arrived = torch.zeros_like(back.residual), {comm.rank: messages[comm.rank]}
+        here = tensor.dtype == back.residual.dtype and tensor.is_cpu  # the tensor is encoded by now
+        total = tensor[chunks[comm.rank]].zero_() if here else torch.zeros_like(back.residual)
+        arrived = {comm.rank: messages[comm.rank]}
         arrived |= {source: receive(comm, source) for source in reversed(ahead)}
         for source in range(comm.size):
             local.compressor.add(arrived[source], total)
@@ -101,9 +103,10 @@ class TwoWayMean:
         requests += [comm.isend(message, dest, TAG) for dest in ahead]
         arrived = {comm.rank: message} | {source: receive(comm, source) for source in reversed(ahead)}
         for source, chunk in enumerate(chunks):
-            mean = torch.empty(chunk.stop - chunk.start, dtype=back.residual.dtype)
+            mean = tensor[chunk] if here else torch.empty(chunk.stop - chunk.start, dtype=back.residual.dtype)
             sent[source].compressor.decode(arrived[source], mean)
-            tensor[chunk] = mean.to(tensor)
+            if not here:
+                tensor[chunk] = mean.to(tensor)
         for request in requests:
             request.wait()
 

@@ -1,4 +1,4 @@
-"""Mix with the neighbours, x ← Wx, while the ranks compute; and the learning rates that some rules need for it."""
+"""Average with neighbours in a graph, x ← Wx, overlapped with computation."""
 
 from __future__ import annotations
 
@@ -20,19 +20,16 @@ from hpcdist.topology import Topology, make_topology
 
 
 def rates(model: FlatModel, optimizer: torch.optim.Optimizer | None) -> list[float]:
-    """Return the learning rate of each parameter, in the order of `model.slots`; 1 where none is known.
-
-    Adafactor's may be None, for example, where it finds its own.
-    """
-    found = (None if group is None else group.get("lr") for group in groups(model, optimizer))
-    return [1.0 if rate is None else float(rate) for rate in found]
+    """Return the learning rate of each parameter, in the order of `model.slots`; 1 if unknown (Adafactor's None)."""
+    learning_rates = (None if group is None else group.get("lr") for group in groups(model, optimizer))
+    return [1.0 if rate is None else float(rate) for rate in learning_rates]
 
 
 def conserving(chosen: Named, comm: Communicator, strategy: str) -> Topology:
-    """Make a topology for a strategy, one whose weights conserve the mean.
+    """Create a topology whose weights conserve the mean.
 
     Raises:
-        ConfigError: they don't.
+        ConfigError: the topology is not doubly stochastic.
     """
     topology = make_topology(chosen, comm)
     if not topology.doubly_stochastic:
@@ -46,93 +43,100 @@ def conserving(chosen: Named, comm: Communicator, strategy: str) -> Topology:
 class Mixing:
     """Collective. Mix tensors xᵢ over ranks i with a topology's weights: xᵢ ← Σⱼ Wᵢⱼ xⱼ.
 
-    Where the neighbours never change they make a neighbourhood of the communicator, else each step has messages of its
-    own. Messages: one per tensor and neighbour sent to.
+    A static topology uses a neighbourhood of the communicator, others send messages in each step. Messages: one per
+    tensor and destination.
 
     Args:
-        comm: nobody else sends on it.
+        comm: a communicator that only this object sends on.
         overlap: ranks compute between `start` and `finish`.
-        kept: part k of a rank's own tensors that stays: it mixes by kI + (1 − k)W.
+        identity_weight: k, to mix by kI + (1 − k)W.
     """
 
-    def __init__(self, comm: Communicator, topology: Topology, *, overlap: bool, kept: float = 0.0):
-        self._comm, self._topology, self._kept = comm, topology, kept
+    def __init__(self, comm: Communicator, topology: Topology, *, overlap: bool, identity_weight: float = 0.0):
+        self._comm, self._topology, self._identity_weight = comm, topology, identity_weight
         self._static = comm.neighbourhood(*self._peers(0)) if topology.static else None
         self._received: list[Tensor] = []
         self._sent: Sequence[Tensor] = ()
-        self._requests: list[Request] = []  # of the exchange under way
-        self._step = 0  # that it is of
+        self._requests: list[Request] = []  # of the exchange in flight
+        self._step = 0  # of the exchange in flight
         self._context = ExitStack()
         if overlap and comm.size > 1:
             self._context.enter_context(comm.overlapping())
 
     @property
     def in_flight(self) -> bool:
-        """Tell whether an exchange has been started and not finished."""
+        """Whether an exchange has been started and not finished."""
         return bool(self._requests)
 
     def start(self, tensors: Sequence[Tensor], step: int) -> None:
-        """Collective. Start sending `tensors`, flat ones, to the neighbours of `step`.
+        """Collective. Start sending flat `tensors` to the neighbours of `step`.
 
         Never blocks. The tensors must not change until `finish`.
         """
         sources, destinations = self._peers(step)
-        around = self._static or Messages(self._comm, sources, destinations)
-        wanted = [len(sources) * tensor.numel() for tensor in tensors]
+        exchange = self._static or Messages(self._comm, sources, destinations)
+        lengths = [len(sources) * tensor.numel() for tensor in tensors]
         types = [tensor.dtype for tensor in tensors]
-        if wanted != [r.numel() for r in self._received] or types != [r.dtype for r in self._received]:
-            self._received = [t.new_empty(n) for t, n in zip(tensors, wanted, strict=True)]
+        if lengths != [r.numel() for r in self._received] or types != [r.dtype for r in self._received]:
+            self._received = [t.new_empty(n) for t, n in zip(tensors, lengths, strict=True)]
         self._sent = tuple(tensors)
-        self._requests = [around.start(t, r) for t, r in zip(tensors, self._received, strict=True)]
+        self._requests = [exchange.start(t, r) for t, r in zip(tensors, self._received, strict=True)]
         self._step = step
 
-    def finish(self, tensors: Sequence[Tensor]) -> None:
+    def finish(self, tensors: Sequence[Tensor], add_to: Sequence[Tensor] = ()) -> None:
         """Collective. Wait for the exchange and mix `tensors`, in place.
 
-        They were sent, or rounded copies of them; rounding errors then stay, so that sums are conserved.
+        `start` has sent the same tensors, or rounded copies; rounding errors then stay here, which conserves sums.
+
+        Args:
+            add_to: tensors to which the result is added while it is in the cache, or none.
         """
         self.drop()
         weights = self._topology.in_neighbours(self._comm.rank, self._step)
-        if self._kept:
-            weights = {peer: (1 - self._kept) * weight for peer, weight in weights.items()}
-            weights[self._comm.rank] += self._kept
-        own = weights.pop(self._comm.rank)
+        if self._identity_weight:
+            weights = {peer: (1 - self._identity_weight) * weight for peer, weight in weights.items()}
+            weights[self._comm.rank] += self._identity_weight
+        local_weight = weights.pop(self._comm.rank)
         with torch.no_grad():
-            for tensor, sent, received in zip(tensors, self._sent, self._received, strict=True):
-                for mine, as_sent, *theirs in alongside(tensor, sent, *received.view(len(weights), tensor.numel())):
+            for index, (tensor, sent, received) in enumerate(zip(tensors, self._sent, self._received, strict=True)):
+                remote = received.view(len(weights), tensor.numel())
+                for local, as_sent, *parts in alongside(tensor, sent, *remote, *add_to[index : index + 1]):
+                    weighted = list(zip(weights.values(), parts))
                     if sent.dtype != tensor.dtype:
-                        mine.sub_(as_sent, alpha=1 - own)
-                        for weight, part in zip(weights.values(), theirs, strict=True):
-                            mine.add_(part, alpha=weight)
-                        continue
-                    whole = own
-                    for weight, part in zip(weights.values(), theirs, strict=True):
-                        whole += weight
-                        mine.lerp_(part, weight / whole)  # by differences: equal values stay the same to the bit
-                    if not math.isclose(whole, 1):  # only columns of W add up to 1
-                        mine.mul_(whole)
+                        local.sub_(as_sent, alpha=1 - local_weight)
+                        for weight, part in weighted:
+                            local.add_(part, alpha=weight)
+                    else:
+                        total = local_weight
+                        for weight, part in weighted:
+                            total += weight
+                            local.lerp_(part, weight / total)  # by differences: equal values stay the same to the bit
+                        if not math.isclose(total, 1):  # only columns of W add up to 1
+                            local.mul_(total)
+                    for target in parts[len(weighted) :]:
+                        target.add_(local)
 
-    def mix(self, tensors: Sequence[Tensor], step: int) -> None:
-        """Collective. Mix `tensors` with the neighbours of `step`, in place, and wait for it."""
+    def mix(self, tensors: Sequence[Tensor], step: int, add_to: Sequence[Tensor] = ()) -> None:
+        """Collective. Mix `tensors` with the neighbours of `step`, in place; blocking. See `finish`."""
         self.start(tensors, step)
-        self.finish(tensors)
+        self.finish(tensors, add_to)
 
     def drop(self) -> None:
-        """Collective. Wait for the exchange under way, if there is one, and drop its result."""
+        """Collective. Wait for the exchange in flight, if any, and drop its result."""
         for request in self._requests:
             request.wait()
         self._requests = []
 
     def close(self) -> None:
-        """Collective. Wait for the exchange under way, and release the neighbourhood."""
+        """Collective. Wait for the exchange in flight, and release the neighbourhood."""
         self.drop()
         if self._static is not None:
             self._static.close()
         self._context.close()
 
     def _peers(self, step: int) -> tuple[list[int], list[int]]:
-        """Return the ranks received from at `step`, in the order of their weights, and those sent to."""
+        """Return the sources at `step`, in the order of their weights, and the destinations."""
         rank, topology = self._comm.rank, self._topology
-        sides = topology.in_neighbours(rank, step), topology.out_neighbours(rank, step)
-        received_from, sent_to = ([peer for peer in side if peer != rank] for side in sides)
+        neighbours = topology.in_neighbours(rank, step), topology.out_neighbours(rank, step)
+        received_from, sent_to = ([peer for peer in ranks if peer != rank] for ranks in neighbours)
         return received_from, sent_to

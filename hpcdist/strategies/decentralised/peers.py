@@ -1,9 +1,9 @@
-"""Deal with the other ranks of a strategy without servers: who lives, random draws, transfers, half precision, means.
+"""The peers of a strategy without servers: surviving ranks, random sampling, transfers, half precision, means.
 
-All ranks are alike, and the others go on without one that dies. That needs a launcher that lets them live, `mpirun
---with-ft ulfm`. A rank finds out about a death by itself, so different ranks may know of it from different steps on.
-Decisions of one rank go by the ranks that are `present`; draws and sums that must be equal on all ranks go by
-`comm.failures.alive`, which changes where all ranks shrink the group together.
+The run continues without a rank that fails, if the launcher keeps the others alive (`mpirun --with-ft ulfm`). Each rank
+detects a failure separately, so ranks may know of it from different steps on. Local decisions use the ranks in
+`Peers.present`; random choices and sums that must be equal on all ranks use `comm.failures.alive`, which changes only
+when all ranks shrink the group.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from hpcdist.strategies.common.state import State
 
 
 class PeersConfig(Strategy.Config):
-    """Options of strategies that go on without a rank that dies, whichever rank it is."""
+    """Options of strategies that can continue without any rank that fails."""
 
     def needed(self, size: int) -> tuple[int, ...]:
         return ()
 
 
 class SamplingConfig(PeersConfig):
-    """Options of random draws of ranks."""
+    """Options of strategies that sample random ranks."""
 
-    seed: int = Field(0, ge=0, description="seed of the random choice of peers; each rank draws from (seed, rank)")
+    seed: int = Field(0, ge=0, description="seed of the random choice of peers, sampled from (seed, rank)")
 
 
 class WireConfig(Strategy.Config):
-    """Options of strategies whose ranks send their parameters themselves."""
+    """Options of strategies whose ranks send parameters, not differences."""
 
     compression: CompressionConfig = Field(
-        CompressionConfig(), description="fp16 or bf16: parameters travel in half precision"
+        CompressionConfig(), description="fp16 or bf16: send parameters in half precision"
     )
 
     @model_validator(mode="after")
@@ -64,10 +64,10 @@ class WireConfig(Strategy.Config):
 
 
 class MixingConfig(WireConfig, PeersConfig):
-    """Options of strategies that mix a rank's parameters with those of others drawn at random.
+    """Options of strategies that average parameters with random ranks.
 
-    Steps count from 1. With `order = "before"` the gradient is still that at the parameters of before the mixing, as
-    in D-PSGD; the local optimiser then steps from the mixed ones.
+    Steps count from 1. With `order = "before"` the gradient is computed at the parameters before averaging, as in
+    D-PSGD; the local optimiser then steps from the averaged parameters.
     """
 
     _former: ClassVar = {"draw_self": "include_self"}
@@ -76,25 +76,25 @@ class MixingConfig(WireConfig, PeersConfig):
     include_self: bool = Field(True, description="a rank may choose itself, as in the paper: then it does not average")
 
     def mixes(self, step: int, order: str) -> bool:
-        """Tell whether to mix in that step, "before" or "after" the local optimiser's step."""
+        """Return whether to average in this step at this time, `order` = "before" or "after" the local step."""
         return order == self.order and step % self.interval == 0
 
 
 class Peers:
-    """Know which ranks live, and make transfers that outlive the rank at the other end.
+    """Tracks surviving ranks, and makes transfers that tolerate a failure of the other rank.
 
     Args:
-        records: of the strategy; one of them names each rank that has died.
+        records: the strategy's recorder; a record names each failed rank.
     """
 
     def __init__(self, comm: Communicator, records: Recorder):
         self._comm = comm
-        self._named: set[int] = set()  # in a record
+        self._named: set[int] = set()  # failed ranks in records
         records.events = self._name_lost
 
     @property
     def present(self) -> tuple[int, ...]:
-        """The ranks that are not known to have died. Never waits."""
+        """The ranks that are not known to have failed. Never waits."""
         dead, alive = self._comm.failures.failed(), self._comm.failures.alive
         return tuple(rank for rank in alive if rank not in dead) if dead else alive
 
@@ -104,7 +104,7 @@ class Peers:
         return [f"goes on without rank {rank}: it has died" for rank in sorted(lost)]
 
     def survives(self, transfer: Callable[..., object], *args) -> bool:
-        """Make a transfer with another rank; return False if that one has died, and the transfer may be half done."""
+        """Make a transfer with another rank; return False if that rank has failed (the transfer may be incomplete)."""
         try:
             transfer(*args)
         except RankFailedError:
@@ -112,23 +112,23 @@ class Peers:
         return True
 
     def exchange(self, sent: Sequence[Tensor], dest: int, received: Sequence[Tensor], source: int) -> bool:
-        """Send tensors to `dest` while receiving others from `source`; return True if all of those have come.
+        """Send tensors to `dest` while receiving from `source`; return whether all tensors were received.
 
-        If one of the two dies, the transfer with the other is still made. Tensors received in part must not be used.
+        If one of the two ranks fails, the transfer with the other completes. If False, `received` must not be used.
         """
         arriving: list[Request] = []
         leaving: list[Request] = []
         requests = [self.survives(lambda t=t: arriving.append(self._comm.irecv(t, source))) for t in received]
         for tensor in sent:
             self.survives(lambda t=tensor: leaving.append(self._comm.isend(t, dest)))
-        come = [self.survives(request.wait) for request in arriving]
+        completed = [self.survives(request.wait) for request in arriving]
         for request in leaving:
             self.survives(request.wait)
-        return all(requests) and all(come)
+        return all(requests) and all(completed)
 
 
 class Wire:
-    """Round parameters to the type in which they are sent."""
+    """Rounds parameters to the dtype of messages."""
 
     def __init__(self, config: CompressionConfig, params: Sequence[Tensor], state: State):
         cast = compress.load(config.name) if config else None
@@ -137,30 +137,30 @@ class Wire:
             self._packed = state.scratch([torch.empty_like(p, dtype=cast.dtype) for p in params])
 
     def empty(self) -> list[Tensor]:
-        """Return new flat tensors of the lengths and the type in which parameters are sent, on the host."""
+        """Return new flat tensors on the host to receive messages in."""
         return [torch.empty_like(flat, device="cpu") for flat in self._packed or self._params]
 
     def pack(self, params: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the message: `params` themselves, or rounded copies that are valid until the next call."""
-        for packed, own in zip(self._packed, params):
-            most = torch.finfo(packed.dtype).max
-            packed.copy_(own.detach().clamp(-most, most))
+        """Return the message: `params`, or rounded copies that are valid until the next call."""
+        for packed, flat in zip(self._packed, params):
+            limit = torch.finfo(packed.dtype).max
+            packed.copy_(flat.detach().clamp(-limit, limit))
         return self._packed or params
 
 
-def average_in(own: Sequence[Tensor], total: Sequence[Tensor], count: int, weight: int) -> None:
-    """Average the own parameters, which count `weight` times, with those of `count` others, in place.
+def average_in(local: Sequence[Tensor], received: Sequence[Tensor], count: int, weight: int) -> None:
+    """Set `local` to (weight · local + received)/(weight + count), a mean with the parameters of `count` other ranks.
 
     Args:
-        own, total: flat tensors of the same lengths; `total` is the others' sum, of any type and on any device.
+        local, received: flat tensors of the same lengths; `received` is the others' sum, of any dtype, on any device.
     """
     with torch.no_grad():
-        for params, others in zip(own, total, strict=True):
-            for mine, theirs in alongside(params, others.to(params.device, non_blocking=True)):
-                wide = mine.to(WIDE.get(mine.dtype, mine.dtype))  # the sum may be beyond the range of its mean
+        for flat, others in zip(local, received, strict=True):
+            for local_part, part in alongside(flat, others.to(flat.device, non_blocking=True)):
+                sums = local_part.to(WIDE.get(local_part.dtype, local_part.dtype))  # a sum may overflow
                 if weight > 1:
-                    wide = wide.mul_(weight)
-                mine.copy_(wide.add_(theirs).div_(weight + count))
+                    sums = sums.mul_(weight)
+                local_part.copy_(sums.add_(part).div_(weight + count))
 
 
 class PeerSampler:
@@ -171,26 +171,27 @@ class PeerSampler:
         self.generator = state.rng("peers", seed * 1_000_003 + comm.rank)
 
     def sample(self, count: int = 1, *, include_self: bool = True) -> list[int]:
-        """Sample `count` distinct ranks uniformly from those present; if there are fewer, return all of them.
+        """Sample `count` distinct ranks uniformly from the surviving ranks; return all if there are fewer.
 
         Args:
-            include_self: this rank may be among them.
+            include_self: this rank may be sampled.
         """
-        left = [rank for rank in self._peers.present if include_self or rank != self._rank]
+        candidates = [rank for rank in self._peers.present if include_self or rank != self._rank]
         return [
-            left.pop(int(torch.randint(len(left), (), generator=self.generator))) for _ in range(min(count, len(left)))
+            candidates.pop(int(torch.randint(len(candidates), (), generator=self.generator)))
+            for _ in range(min(count, len(candidates)))
         ]
 
 
 def check_count(comm: Communicator, name: str, count: int, *, include_self: bool) -> None:
-    """Check that there are `count` ranks to draw; on one rank, which mixes with nobody, any count will do.
+    """Check that there are `count` ranks to sample; a single rank accepts any count.
 
     Raises:
-        ConfigError: `count`, the option of that name, is greater.
+        ConfigError: `count`, the value of option `name`, is too large.
     """
-    most = comm.size - (not include_self)
-    if comm.size > 1 and count > most:
+    max_count = comm.size - (not include_self)
+    if comm.size > 1 and count > max_count:
         raise ConfigError(
-            f"strategy.{name} must be at most the number of ranks to draw from, {most}; got {count}. Draw fewer, "
+            f"strategy.{name} must be at most the number of ranks to draw from, {max_count}; got {count}. Draw fewer, "
             "or start more ranks."
         )

@@ -1,4 +1,4 @@
-"""Take steps of L-BFGS on vectors that lie elsewhere, by numbers alone."""
+"""The L-BFGS algorithm, on vectors of other ranks: only scalars are here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAST_CURVATURE = 1e-10  # of a pair's s·y over |s||y|
 
 @dataclass
 class CurvaturePair:
-    """A step s and the change y of the gradient along it: where they lie, s·y and y·y."""
+    """A pair of a step s and the gradient's change y along it: their vectors' position, s·y and y·y."""
 
     place: int
     sy: float
@@ -75,7 +75,7 @@ class CurvaturePairs:
         vectors.scale(into, -1.0)
 
     def load(self, saved: Sequence[tuple[int, float, float]]) -> None:
-        """Take up saved pairs. Their vectors are read up to the limit's places, so a smaller limit drops pairs."""
+        """Load saved pairs; a smaller limit drops pairs."""
         kept = [CurvaturePair(place, sy, yy) for place, sy, yy in saved if place <= self.limit]
         self.kept = kept[-self.limit :]
         if len(self.kept) < len(saved):
@@ -138,9 +138,9 @@ class Lbfgs:
         self._known: float | None = None  # the loss at X on the whole data set, whose gradient is there
         self._pending = 0  # so many samples of the next batch give the y of the spare pair, which has its s; 0: none
 
-    def take_up(self) -> None:
-        """Take up parameters that the loop has changed, and forget what they were."""
-        if self._vectors.result(ops.TAKE_UP):
+    def load_model(self) -> None:
+        """Load parameters that the loop has changed, and reset what depends on the old ones."""
+        if self._vectors.result(ops.LOAD_MODEL):
             self._pairs.kept.clear()
             self._known, self._pending = None, 0
 
@@ -202,7 +202,7 @@ class Lbfgs:
     def _search(
         self, batch: JointBatch, loss: float, slope: float, norm: float
     ) -> Generator[None, float, SearchPoint | None]:
-        """Search for the step's length; POINT, and the gradient in SUM, are then those of the one to take."""
+        """Search for the step's length; leaves its point in POINT and the gradient there in SUM."""
         vectors, settings = self._vectors, self._settings
         first = 1.0 if self._pairs.kept else min(1.0, settings.first_length / norm)
         search = strong_wolfe(
@@ -239,7 +239,7 @@ class Lbfgs:
         self._vectors.axpy(y, before, -1.0)
 
     def _refuse(self, number: int) -> str:
-        """Leave out a step whose loss or gradient is not finite at its beginning; return the event's text."""
+        """Skip a step that starts with a loss or gradient that is not finite; return the event."""
         text = f"NaN or infinite loss or gradient at step {number}"
         if not self._settings.skips:
             raise NonFiniteError(

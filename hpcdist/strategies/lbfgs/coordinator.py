@@ -1,4 +1,4 @@
-"""Coordinate the workers: hand out the portions of every evaluation, and go on with the step when all are there."""
+"""Coordinate the workers: assign the portions of every evaluation, and continue the step when all results are there."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WORK, DONE = range(2)  # replies to workers
 
 @dataclass
 class LossEvaluation:
-    """One evaluation of the loss for a step: its portions, and the losses of those that are computed."""
+    """An evaluation of the loss: its portions, and the losses of computed portions."""
 
     steps: Steps
     division: Division
@@ -58,7 +58,7 @@ class LossEvaluation:
 
 
 class Coordinator:
-    """Hand out to workers the portions of every evaluation that the algorithm asks for.
+    """Assigns the portions of the algorithm's evaluations to workers.
 
     Holds no thread and does not communicate by itself: `receive` takes a worker's message, and `take_replies` returns
     what is to be sent.
@@ -106,14 +106,14 @@ class Coordinator:
             self._go_on(here.steps, math.fsum(here.losses) if all(map(math.isfinite, here.losses)) else math.nan)
 
     def patience_s(self, now: float) -> float | None:
-        """Return the seconds after which to `take_replies` again, although no message has come; None: never."""
+        """Return the seconds after which to call `take_replies` without a new message; None: never."""
         if not self._idle or self._in_flight is None:
             return None
         due = self._pace.due(now).values()
         return min(due) - now if due else None  # all that compute are late: only a message helps
 
     def take_replies(self, now: float) -> list[tuple[int, list[float]]]:
-        """Return replies to those of the idle workers that have something to do, or whose step is done."""
+        """Return replies to idle workers that get a portion, or whose step is done."""
         replies: list[tuple[int, list[float]]] = []
         portions = None if self._in_flight is None else self._in_flight.portions
         for worker, clock in sorted(self._idle.items(), key=lambda item: self._pace.mean_s(item[0])):
@@ -127,7 +127,7 @@ class Coordinator:
         return replies
 
     def forget(self, workers: Iterable[int]) -> None:
-        """Go on without workers that have died: what they had is handed out again."""
+        """Remove workers that have failed, and reassign their portions."""
         for worker in workers:
             self._idle.pop(worker, None)
         self._pace.forget(workers)
@@ -135,7 +135,7 @@ class Coordinator:
             self._in_flight.portions.forget(workers)
 
     def _go_on(self, steps: Steps, loss: float | None) -> None:
-        """Go on with the step, once an evaluation has the loss that it asked for, to the next one or to its end."""
+        """Continue the step, once an evaluation is complete, to the next evaluation or the end."""
         try:
             next(steps) if loss is None else steps.send(loss)
         except StopIteration as end:
@@ -153,8 +153,8 @@ class Coordinator:
 
     # --- periods of service, checkpoints --------------------------------------------------------------------------
     def start(self) -> None:
-        """Begin a period of service."""
-        self._algorithm.take_up()
+        """Start a period of service."""
+        self._algorithm.load_model()
 
     def finish(self) -> None:
         """End a period of service."""
@@ -205,7 +205,7 @@ class PortionWorker:
         self._point = 0  # the evaluation whose point is in the model
 
     def step(self, closure: Closure, batch: JointBatch) -> float:
-        """Compute portions of a batch until the step is done; return the loss at its beginning."""
+        """Compute portions of a batch until the step is done; return the loss at its start."""
         division = divide(batch, self._count)
         numbers = [batch.samples, batch.head, batch.tail, batch.whole]
         report: list[float] = [0, 0, 0.0]
@@ -223,7 +223,7 @@ class PortionWorker:
             report = [evaluation, index, loss]
 
     def fetch(self, evaluation: int) -> None:
-        """Copy an evaluation's point into the model, unless it is there; 0 is one that never is."""
+        """Copy an evaluation's point into the model, unless it is there already; 0: always copy."""
         if not evaluation or evaluation != self._point:
             self._shared.fetch(self._model.params)
             self._point = evaluation

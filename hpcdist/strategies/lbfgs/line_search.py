@@ -95,13 +95,13 @@ def strong_wolfe(
 
 
 def _beyond(before: SearchPoint, here: SearchPoint) -> float:
-    """Return a longer step: the minimum that a cubic through both has, within bounds."""
+    """Return a longer step: the minimum of the cubic through both, within bounds."""
     least, most = 1.1 * here.length, 10 * here.length
     return min(max(_cubic_minimum(before, here, default=most), least), most)
 
 
 def _between(low: SearchPoint, high: SearchPoint) -> float:
-    """Return a step between both: the minimum that a cubic through both has, not too near to either."""
+    """Return a step between both: the minimum of the cubic through both, not too close to either."""
     middle, width = (low.length + high.length) / 2, abs(high.length - low.length)
     if not high.is_finite:
         return middle

@@ -1,4 +1,4 @@
-"""Cut a batch into portions much smaller than a worker's share, and hand them out as workers fall idle."""
+"""Split a batch into small portions, and assign them to idle workers."""
 
 from __future__ import annotations
 
@@ -8,87 +8,84 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
-RECENT = 20  # portions, of all workers: how regular they are
-ROUNDING = 1e-6  # of a portion's time: so much later than the others is not late
-REST = 10  # times its last portion's time: so long a worker that was too slow has none, and is then tried again
+RECENT = 20  # recent portions of all workers from which the variation of times is estimated
+ROUNDING = 1e-6  # tolerance, as a part of a portion's time
+REST = 10  # a worker that was too slow is tried again after this multiple of its time per portion
 
 
 class Pace:
-    """Remember how long each worker takes for a portion: from when it is given it until its result is there.
-
-    Holds no clock of its own.
-    """
+    """Measures each worker's time per portion, from assignment to result; times are passed as arguments."""
 
     def __init__(self) -> None:
         self._mean_s: dict[int, float] = {}  # of each worker's last portions
-        self._since: dict[int, float] = {}  # when each worker was given what it computes now
-        self._ended: dict[int, float] = {}  # when each worker's last result was there
+        self._since: dict[int, float] = {}  # start of each worker's current portion
+        self._ended: dict[int, float] = {}  # time of each worker's last result
         self._ratios: deque[float] = deque(maxlen=RECENT)  # of a portion's time to the mean before it
         self._slack = 1 + ROUNDING
 
     def start(self, worker: int, now: float) -> None:
-        """Note that a worker is given a portion."""
+        """Record that a worker starts a portion."""
         self._since[worker] = now
 
     def end(self, worker: int, now: float) -> None:
-        """Note that the result of what a worker was given is there, if it was given something."""
+        """Record that a worker's result has arrived, if it had a portion."""
         since = self._since.pop(worker, None)
         if since is None:
             return
         seconds, before = now - since, self.mean_s(worker)
         if before:
             self._ratios.append(seconds / before)
-            most = sorted(self._ratios)[4 * (len(self._ratios) - 1) // 5]
-            self._slack = max(1.0, most) * (1 + ROUNDING)
+            longest = sorted(self._ratios)[4 * (len(self._ratios) - 1) // 5]
+            self._slack = max(1.0, longest) * (1 + ROUNDING)
         self._ended[worker] = now
         self._mean_s[worker] = seconds + 0.75 * (self._mean_s.get(worker, seconds) - seconds)
 
     def forget(self, workers: Iterable[int]) -> None:
-        """Forget workers that have died."""
+        """Remove workers that have failed."""
         for worker in workers:
             self._since.pop(worker, None)
             self._mean_s.pop(worker, None)
             self._ended.pop(worker, None)
 
     def is_known(self, worker: int, now: float) -> bool:
-        """Tell whether a worker has computed a portion, and not too long ago."""
+        """Return whether a worker has computed a portion recently."""
         return worker in self._ended and now - self._ended[worker] < REST * self.mean_s(worker)
 
     def mean_s(self, worker: int) -> float:
-        """Return how long a portion takes this worker; before its first one the others' mean, at first 0."""
+        """Return a worker's mean seconds per portion; before its first result the other workers' mean, or 0."""
         return self._mean_s.get(worker) or fmean(self._mean_s.values() or [0.0])
 
     def most_s(self, worker: int) -> float:
-        """Return how long a portion takes this worker at most, if it is as regular as four of the last five were."""
+        """Return an upper estimate of a worker's seconds per portion: 80 % of recent portions did not exceed it."""
         return self._slack * self.mean_s(worker)
 
     def end_of(self, worker: int) -> float:
-        """Return when a worker that computes is expected to end."""
+        """Return the expected end of a worker's current portion."""
         return self._since[worker] + self.mean_s(worker)
 
     def due(self, now: float) -> dict[int, float]:
-        """Return until when each of the workers that compute will have ended; of those that are not late."""
+        """Return the latest expected end of each computing worker that is not late."""
         due = {worker: since + self.most_s(worker) for worker, since in self._since.items()}
         return {worker: until for worker, until in due.items() if until > now}
 
     def free(self, now: float) -> dict[int, float]:
-        """Return when each of the workers that are not late can begin a portion; those that idle, or soon come, now."""
+        """Return when each worker that is not late can start a portion: idle workers now."""
         return dict.fromkeys(self._mean_s.keys() - self._since.keys(), now) | self.due(now)
 
 
-LEAST = 2  # samples of a portion, where there are as many: batch normalisation can't do with one
+LEAST = 2  # smallest portion, if there are enough samples: batch normalisation needs two
 
 
 @dataclass(frozen=True)
 class JointBatch:
-    """The batch of one step, of all workers together.
+    """The joint batch of all workers in one step.
 
     Args:
-        samples: how many there are, 0 to samples − 1 in the loop's order.
-        share: how many of them this rank's share would be, for records.
-        head: the first so many were in the batch before, too.
-        tail: the last so many will be in the next one, too.
-        whole: it is the whole data set, the same in every step.
+        samples: number of samples, 0 to samples − 1 in the loop's order.
+        share: number of samples per rank, for records.
+        head: number of first samples that were in the last batch, too.
+        tail: number of last samples that will be in the next batch, too.
+        whole: the batch is the whole data set, in every step.
     """
 
     samples: int
@@ -122,34 +119,33 @@ class Division:
 
 
 def divide(batch: JointBatch, count: int) -> Division:
-    """Cut a batch into about `count` portions of about equal size; none is empty, or crosses an end of head or tail."""
+    """Split a batch into about `count` nonempty portions of about equal size, within head, middle and tail."""
     ends = [batch.head, batch.samples - batch.tail, batch.samples]
     bounds, chunks = [0], []
     for end in ends:
         start = bounds[-1]
         length = end - start
-        most = min(length, max(1, length // LEAST))
-        chunks.append(min(most, max(1, round(count * length / batch.samples))))
+        max_count = min(length, max(1, length // LEAST))
+        chunks.append(min(max_count, max(1, round(count * length / batch.samples))))
         bounds += [start + length * (i + 1) // chunks[-1] for i in range(chunks[-1])]
     return Division(tuple(bounds), heads=chunks[0], tails=chunks[2])
 
 
 class Portions:
-    """Hand out portions, so that the last result is there soon. The first result of a portion counts.
+    """Assigns portions to workers so that the last result arrives early. The first result of a portion is used.
 
-    A worker has one unless the others will complete all that wait before it would complete one: a slow worker has none
-    of the last ones, and a very slow one none at all, for at an epoch's end all wait for what it computes. A worker
-    whose pace is not known, or not any more, has one. A worker repeats one that another worker has where that is late,
-    or slower: so the others take no longer than they would without a slow worker, and where one is slow that has not
-    been so, its portion's time longer.
+    An idle worker gets a waiting portion, unless the others are expected to finish all waiting portions before it would
+    finish one: a slow worker gets none of the last portions, a very slow worker none at all. A worker of unknown pace
+    gets one. Without such a portion a worker repeats the portion of a late or slower worker. So a known slow worker
+    causes no delay, and a worker that becomes slow a delay of at most one portion.
 
     Args:
-        pace: of the workers, which all evaluations share.
+        pace: the workers' pace, shared by all evaluations.
     """
 
     def __init__(self, count: int, pace: Pace):
         self._waiting = deque(range(count))
-        self._held: dict[int, list[int]] = {}  # by portion, the one that is out for longest first: the workers
+        self._held: dict[int, list[int]] = {}  # workers by portion, in order of assignment
         self._served: set[int] = set()
         self._missing, self._pace = count, pace
 
@@ -158,7 +154,7 @@ class Portions:
         return self._missing == 0
 
     def give(self, worker: int, now: float) -> int | None:
-        """Return the portion that an idle worker computes next; None where there is none for it now."""
+        """Assign a portion to an idle worker and return it; None: wait."""
         known = worker in self._served or self._pace.is_known(worker, now)
         if self._waiting and not (known and self._others_suffice(worker, now)):
             portion = self._waiting.popleft()
@@ -173,14 +169,14 @@ class Portions:
         return portion
 
     def take(self, portion: int) -> bool:
-        """Take a result; return whether it is the first of its portion."""
+        """Record a result; return whether it is the first of its portion."""
         if self._held.pop(portion, None) is None:
             return False
         self._missing -= 1
         return True
 
     def forget(self, workers: Iterable[int]) -> None:
-        """Hand out again what only these workers have: they have died."""
+        """Reassign the portions of workers that have failed."""
         for portion, held in list(self._held.items()):
             held[:] = [worker for worker in held if worker not in set(workers)]
             if not held:
@@ -188,15 +184,15 @@ class Portions:
                 self._waiting.append(portion)
 
     def _others_suffice(self, worker: int, now: float) -> bool:
-        """Return whether the others will complete all that wait before this worker would complete one."""
+        """Return whether the other workers will finish all waiting portions before this worker would finish one."""
         end, pace = now + self._pace.mean_s(worker), self._pace
         left_s = {other: end - start for other, start in pace.free(now).items() if start < end and other != worker}
         return sum(int(left_s[other] / pace.most_s(other)) for other in left_s) >= len(self._waiting)
 
     def _to_repeat(self, worker: int, now: float) -> int | None:
-        """Return the portion that is expected last, where this worker will be sooner.
+        """Return the portion with the latest expected end, if this worker would finish it earlier.
 
-        One that two workers are late with is left to them: nobody knows why.
+        A portion that two workers are late with is not repeated.
         """
         on_time, ends = self._pace.due(now), {}
         for portion, held in self._held.items():

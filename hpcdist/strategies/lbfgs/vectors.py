@@ -1,4 +1,4 @@
-"""Operate on numbered vectors: in this process, or on the shards that have a coordinate range of each."""
+"""Operations on numbered vectors: in this process, or on shards with a range of elements of each vector."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from hpcdist.strategies.server.placement import Shard, create_shards
 
 # The numbers of the vectors. Pairs (s, y) of the history follow, see `CurvaturePairs`.
 POINT, X, GRADIENT, DIRECTION, SUM, HEAD, TAIL, KEPT, PAIRS = range(9)
-# Operations: each travels as its code and four numbers.
-COPY, SCALE, AXPY, DOT, GATHER, TAKE_UP, FINISH = range(7)
-RETURNING = (DOT, TAKE_UP)  # the operations that have a result
-WORDS = 5  # of one operation
-MOST = 16  # operations in one message
+# Operations: each is sent as its code and four numbers.
+COPY, SCALE, AXPY, DOT, GATHER, LOAD_MODEL, FINISH = range(7)
+RETURNING = (DOT, LOAD_MODEL)  # the operations that have a result
+FIELDS = 5  # of one operation
+MAX_OPERATIONS = 16  # operations in one message
 
 
 class LocalVectors:
-    """Hold vectors in this process, each in flat parts of several types of numbers; one that is new is zero.
-
-    Parts of half precision have float32 here, but for POINT.
+    """Vectors in this process; each has a flat part per dtype, and starts as zeros. Half precision is stored in
+    float32, except in POINT.
 
     Args:
-        like: the parts of vector POINT, which is this memory itself.
+        point: the parts of vector POINT, which is this memory itself.
     """
 
-    def __init__(self, like: Sequence[Tensor]):
-        self._parts = {POINT: list(like)}
+    def __init__(self, point: Sequence[Tensor]):
+        self._parts = {POINT: list(point)}
 
     def __getitem__(self, number: int) -> list[Tensor]:
         if number not in self._parts:
@@ -43,16 +42,16 @@ class LocalVectors:
 
     def dot(self, a: int, b: int) -> float:
         """Compute the inner product in float64."""
-        return sum(torch.dot(one.double(), other.double()).item() for one, other in zip(self[a], self[b]))
+        return sum(torch.dot(left.double(), right.double()).item() for left, right in zip(self[a], self[b]))
 
     def axpy(self, into: int, vector: int, factor: float) -> None:
         """Add `factor` times a vector to another one."""
-        for own, other in zip(self[into], self[vector]):
-            own.add_(other, alpha=factor)
+        for target, source in zip(self[into], self[vector]):
+            target.add_(source, alpha=factor)
 
     def scale(self, vector: int, factor: float) -> None:
-        for own in self[vector]:
-            own.mul_(factor)
+        for part in self[vector]:
+            part.mul_(factor)
 
     def copy(self, into: int, vector: int) -> None:
         self.fill(into, self[vector])
@@ -63,9 +62,7 @@ class LocalVectors:
 
 
 class RemoteVectors:
-    """Let shards operate on their parts of vectors.
-
-    Operations without a result wait for the next one that has one, and travel with it in one message.
+    """Sends operations to shards. Operations without a result are queued, and sent with the next one with a result.
 
     Args:
         call: sends the words of operations to all shards, and returns the sums over the shards of their results.
@@ -88,37 +85,37 @@ class RemoteVectors:
 
     def queue(self, code: int, a: int = 0, b: int = 0, factor: float = 0.0, more: int = 0) -> None:
         """Queue an operation, to be sent with the next one that has a result."""
-        if len(self._queue) == MOST * WORDS:
+        if len(self._queue) == MAX_OPERATIONS * FIELDS:
             self.flush()
         self._queue += [code, a, b, factor, more]
 
     def result(self, code: int, a: int = 0, b: int = 0) -> float:
-        """Send an operation after all that wait, and return the sum of the shards' results."""
+        """Send the queue and this operation; return the sum of the shards' results."""
         self.queue(code, a, b)
         return self.flush()[-1]
 
     def flush(self) -> list[float]:
-        """Send what waits; return its results once it is done on all shards."""
-        words, self._queue = self._queue, []
-        return self._call(words) if words else []
+        """Send the queue; return the results once all shards have run it."""
+        operations, self._queue = self._queue, []
+        return self._call(operations) if operations else []
 
 
 class SharedPoint:
-    """Collective. Open windows on the shards with the point at which the loss is evaluated, for workers to fetch.
+    """Collective. Allocate windows on the shards with the point at which workers evaluate the loss.
 
     Args:
-        ranks: of the shards.
-        params: flat parameters, of which every shard has a range of about as many bytes.
+        ranks: the shards' ranks.
+        params: flat parameters; the shards have ranges of about equal bytes.
 
     Attributes:
-        shards: the range of each shard's rank.
+        shards: the shard of each rank.
         own: this shard's part of the point; empty on other ranks.
     """
 
     def __init__(self, comm: Communicator, ranks: Sequence[int], params: Sequence[Tensor]):
         self.shards: dict[int, Shard] = dict(zip(ranks, create_shards(params, len(ranks)), strict=True))
-        held = self.shards[comm.rank].of(params) if comm.rank in self.shards else [flat[:0] for flat in params]
-        self._windows = [comm.window(part.numel(), part.dtype) for part in held]
+        local_parts = self.shards[comm.rank].of(params) if comm.rank in self.shards else [flat[:0] for flat in params]
+        self._windows = [comm.window(part.numel(), part.dtype) for part in local_parts]
         self.own = [window.local for window in self._windows]
 
     def fetch(self, into: Sequence[Tensor]) -> None:
@@ -138,13 +135,13 @@ class SharedPoint:
 class HistoryShard:
     """Sum the gradients of portions, and run the coordinator's operations on this range of all vectors.
 
-    Of each (evaluation, portion) the first gradient counts. They are added in the order of the portions, so that the
-    sum is the same to the bit whoever computes them and whenever they come; those that are early are kept until then.
+    The first gradient of each (evaluation, portion) is used. Gradients are added in the order of the portions, and kept
+    until their turn, so that the sum is bitwise independent of which workers compute them and when.
 
     Args:
-        state: where the vectors are declared that later steps need.
+        state: declares the vectors that later steps need.
         history: number of pairs in the history.
-        overlaps: batches repeat a part of the one before.
+        overlaps: a batch repeats a part of the last batch.
 
     Attributes:
         has_finished: the coordinator has ended the period of service.
@@ -165,7 +162,7 @@ class HistoryShard:
 
     # --- gradients ------------------------------------------------------------------------------------------------
     def push(self, evaluation: int, portion: int, weight: float, parts: Sequence[Tensor]) -> None:
-        """Count a portion's gradient `parts`, times `weight`, unless it is counted already, or of an older point."""
+        """Add `weight` times a portion's gradient, unless it was added before or belongs to an older point."""
         if evaluation != self._evaluation or portion < self._next or portion in self._early:
             return
         if portion > self._next:
@@ -183,11 +180,11 @@ class HistoryShard:
         self._next += 1
 
     # --- operations -----------------------------------------------------------------------------------------------
-    def run(self, words: Sequence[float]) -> list[float]:
-        """Run operations, and return the results of those that have one."""
+    def run(self, operations: Sequence[float]) -> list[float]:
+        """Run operations; return the results of operations with a result."""
         results = []
-        for at in range(0, len(words), WORDS):
-            code, a, b, factor, more = words[at : at + WORDS]
+        for offset in range(0, len(operations), FIELDS):
+            code, a, b, factor, more = operations[offset : offset + FIELDS]
             result = self._run(int(code), int(a), int(b), factor, int(more))
             if result is not None:
                 results.append(result)
@@ -196,8 +193,8 @@ class HistoryShard:
     def _run(self, code: int, a: int, b: int, factor: float, more: int) -> float | None:
         if code == DOT:
             return self.vectors.dot(a, b)
-        if code == TAKE_UP:
-            return self._take_up()
+        if code == LOAD_MODEL:
+            return self._load_model()
         if code == AXPY:
             self.vectors.axpy(a, b, factor)
         elif code == SCALE:
@@ -212,7 +209,7 @@ class HistoryShard:
         return None
 
     def _gather(self, evaluation: int, count: int, heads: int, tails: int) -> None:
-        """Begin the sums of another evaluation."""
+        """Start the sums of another evaluation."""
         self._evaluation, self._count, self._heads, self._tails = evaluation, count, heads, tails
         self._next = 0
         self._early.clear()
@@ -220,8 +217,8 @@ class HistoryShard:
             for total in self.vectors[number]:
                 total.zero_()
 
-    def _take_up(self) -> float:
-        """Take up the parameters in the model; return 1 where they are not those that were shown there, else 0."""
+    def _load_model(self) -> float:
+        """Copy the model's parameters to X and POINT; return 1 if the loop has changed them, else 0."""
         own, there = self._shard.of(self._model.params), self.vectors[X]
         same = all(torch.equal(mine, part.to(mine)) for mine, part in zip(own, there, strict=True))
         if not same:
@@ -230,5 +227,5 @@ class HistoryShard:
         return 0.0 if same else 1.0
 
     def show(self) -> None:
-        """Copy the parameters into the model, for loops whose rank evaluates or saves it."""
+        """Copy the parameters into the model, for the loop to evaluate or save."""
         copy_all(self._shard.of(self._model.params), self.vectors[X])

@@ -1,7 +1,4 @@
-"""Compress the tensors of requests, or of replies.
-
-Both ends of a transfer remember what they must, so that nothing is lost and both have the same numbers.
-"""
+"""Compress the tensors of requests, or of replies; both ends of a transfer keep the state that this needs."""
 
 from __future__ import annotations
 
@@ -19,30 +16,30 @@ from hpcdist.strategies.common.state import State, copy_all
 from hpcdist.strategies.server.placement import Shard
 from hpcdist.strategies.server.slots import Ends, EndsOf, TensorSlots
 
-Content = Literal["gradients", "values", "moves"]  # of the tensors that go one way, see `Codec`
-WHOLE, NOTHING = -1, -2  # in the place of a message's length: uncompressed; none
-_ALIGNED = 8  # bytes at whose multiples messages lie, so that they can be read as any dtype
+Content = Literal["gradients", "values", "moves"]  # of requests or of replies, see `Codec`
+WHOLE, NOTHING = -1, -2  # special lengths: an uncompressed message; no message
+_ALIGNED = 8  # messages start at multiples of 8 bytes, so that they can be read as any dtype
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Compress the tensors that go one way between children and parents, by what they are.
+    """Compresses the requests, or the replies, of children and parents, by the content of their tensors.
 
-    - gradients: what a message lacks is added to the next one, by error feedback;
-    - values: both ends keep what the receiver has so far, and a message is of what that lacks. So what one message
-      leaves out is in the next one by itself;
-    - moves: each message by itself. Both ends go by what it stands for.
+    - gradients: error feedback adds the error of a message to the next message;
+    - values: both ends keep the receiver's values, and a message is the difference to them, so that the next
+      difference contains the error of this message;
+    - moves: messages are independent, and both ends apply the decoded message.
 
-    Uncompressed go the first `warmup_steps` messages from one rank to another, those that would be longer otherwise,
-    and what a rank sends to itself.
+    Sent uncompressed are the first `warmup_steps` messages of each pair of ranks, messages that compression would not
+    shorten, and messages of a rank to itself.
 
     Args:
-        name: whether the tensors go from children to parents.
+        name: requests (from children to parents) or replies.
         spans: the parameters in each flat tensor of a whole request.
-        state: where what both ends remember is declared.
+        state: declares the state of both ends.
 
     Raises:
-        ConfigError: values are compressed, and what differences leave out would grow.
+        ConfigError: values are compressed by a compressor whose error would grow.
 
     Reference: Hanlin Tang, Chen Yu, Xiangru Lian, Tong Zhang, Ji Liu, "DoubleSqueeze: parallel stochastic gradient
     descent with double-pass error-compensated compression", 2019; for differences, Constantin Philippenko, Aymeric
@@ -68,23 +65,25 @@ class Codec:
             ) from error
 
     def compressors(self, shard: Shard, stream: int = 0) -> list[Compressor]:
-        """Make one compressor for each flat tensor's part."""
+        """Create a compressor for each flat tensor's part in the shard."""
         parts = zip(shard.ranges, shard.spans(self.spans), strict=True)
-        return [self.config.create(stop - start, own, stream) for (start, stop), own in parts]
+        return [self.config.create(stop - start, of_part, stream) for (start, stop), of_part in parts]
 
 
-def _buffers(like: Sequence[Tensor]) -> list[Tensor]:
-    """Return zeros to code with: on the host, in float32, or in float64 for tensors of that."""
-    return [torch.zeros(t.numel(), dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for t in like]
+def _buffers(templates: Sequence[Tensor]) -> list[Tensor]:
+    """Return zeros on the host, as long as the tensors, in float32, or float64 for float64 tensors."""
+    return [
+        torch.zeros(t.numel(), dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for t in templates
+    ]
 
 
 class Encoder:
     """Encode one shard for one rank.
 
     Args:
-        kept: the shard's part of buffers. Afterwards there are: of gradients, what has not been sent; of values, what
-            the receiver has; of moves, what the message stands for.
-        whole: nothing is compressed.
+        kept: buffers as long as the shard. After encoding they contain the residual (gradients), the receiver's
+            values (values), or the decoded message (moves).
+        whole: send everything uncompressed.
     """
 
     def __init__(self, codec: Codec, shard: Shard, kept: Sequence[Tensor], stream: int = 0, whole: bool = False):
@@ -96,14 +95,18 @@ class Encoder:
         self._feedbacks = [Feedback(coder, part, config.error_feedback, part) for coder, part in coders]
 
     def encode(self, parts: Sequence[Tensor], used: Used = None) -> tuple[list[Tensor], list[int]]:
-        """Return the messages to send, and what stands in the place of their lengths."""
+        """Return the messages to send, and their lengths, or WHOLE."""
         self.sent += 1
         whole = self._whole or self.sent <= self._warmup
         messages = []
         for part, kept, feedback in zip(parts, self.kept, self._feedbacks, strict=True):
             with only_used([feedback], used if self._content == "gradients" else None):
-                found = None if whole or not part.numel() else self._compressed(part, kept, feedback)
-                sent = self._uncompressed(part, kept, feedback, whole) if found is None else (found, len(found))
+                compressed = None if whole or not part.numel() else self._compressed(part, kept, feedback)
+                sent = (
+                    self._uncompressed(part, kept, feedback, whole)
+                    if compressed is None
+                    else (compressed, len(compressed))
+                )
                 messages.append(sent)
         return [message for message, _ in messages], [length for _, length in messages]
 
@@ -114,7 +117,7 @@ class Encoder:
             message = feedback.encode(part)
             if len(message) < kept.nbytes:
                 return message
-            compressor.add(message, kept)  # back to what is left to be sent
+            compressor.add(message, kept)  # undo: back to the residual
             return None
         lacks = part.to(kept) - kept if self._content == "values" else part.to(kept, copy=True)
         message = compressor.encode_residual_(lacks)
@@ -126,11 +129,11 @@ class Encoder:
             compressor.decode(message, kept)
         return message
 
-    def _uncompressed(self, part: Tensor, kept: Tensor, feedback: Feedback, at_once: bool) -> tuple[Tensor, int]:
-        """Return the tensor as a message, with what stands in the place of its length."""
+    def _uncompressed(self, part: Tensor, kept: Tensor, feedback: Feedback, uncompressed: bool) -> tuple[Tensor, int]:
+        """Return the tensor as an uncompressed message, and WHOLE."""
         if self._content != "gradients":
             kept.copy_(part)
-        elif at_once:
+        elif uncompressed:
             return feedback.encode(part, whole=True), WHOLE
         message = kept.clone().view(torch.uint8)
         if self._content == "gradients":
@@ -138,7 +141,7 @@ class Encoder:
         return message, WHOLE
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the compressors remember."""
+        """Return the compressors' state."""
         return {"sent": self.sent, "compressors": [feedback.compressor.state_dict() for feedback in self._feedbacks]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -149,36 +152,36 @@ class Encoder:
 
 
 class CodedSlots(TensorSlots):
-    """Collective. Open slots for the messages that encode the tensors which go one way.
+    """Collective. Allocate slots for the compressed messages of requests, or of replies.
 
-    A rank has in common with each child, and with its parents, what encoders and decoders keep: with parents, whose
-    shards differ, the parts of one whole request.
+    A rank shares the state of encoders and decoders with each child and with its parents; the parents' shards are parts
+    of one whole request.
 
     Args:
-        like: flat tensors as long as a whole request; if values are sent, those that both ends have by now.
+        templates: flat tensors as long as a whole request; for values, the initial values of both ends.
 
     Attributes:
-        whole: what this rank has in common with its parents, put together; empty where it has none.
+        whole: the state that this rank shares with its parents, for the whole request; empty without parents.
     """
 
     dtype = torch.uint8
 
-    def __init__(self, codec: Codec, comm: Communicator, like: Sequence[Tensor], sources: EndsOf, dests: Ends):
-        wide = _buffers(like)
-        super().__init__(comm, wide, sources, dests)
-        self._comm, self._codec, self.words, state = comm, codec, len(like), codec.state
-        own, up, values = sources(comm.rank), codec.name == "requests", codec.content == "values"
-        parents, children = map(dict, (dests, own) if up else (own, dests))
-        # On another number of ranks each worker has the mean over the saved ones of the gradients that were not sent.
+    def __init__(self, codec: Codec, comm: Communicator, templates: Sequence[Tensor], sources: EndsOf, dests: Ends):
+        buffers = _buffers(templates)
+        super().__init__(comm, buffers, sources, dests)
+        self._comm, self._codec, self.n_lengths, state = comm, codec, len(templates), codec.state
+        local_sources, up, values = sources(comm.rank), codec.name == "requests", codec.content == "values"
+        parents, children = map(dict, (dests, local_sources) if up else (local_sources, dests))
+        # On another number of ranks each worker starts with the mean of the saved workers' residuals.
         self.whole = state.sharded(
-            f"{codec.name}.whole", tensors=wide if parents else [], start="parameters" if values else "zeros",
+            f"{codec.name}.whole", tensors=buffers if parents else [], start="parameters" if values else "zeros",
             reshard="worker mean" if codec.content == "gradients" else "start", optional=True,
         )  # fmt: skip
         self._common: dict[int, list[Tensor]] = {}
         for child, shard in children.items():
             shared = next(iter(self._common.values()), None)
             if shared is None or values:
-                shared = state.scratch(_buffers(shard.of(wide)))
+                shared = state.scratch(_buffers(shard.of(buffers)))
             self._common[child] = shared
         self._common_above = {parent: shard.of(self.whole) for parent, shard in parents.items()}
         leaving, arriving = (self._common_above, self._common) if up else (self._common, self._common_above)
@@ -186,26 +189,28 @@ class CodedSlots(TensorSlots):
             dest: Encoder(codec, shard, leaving[dest], comm.rank * comm.size + dest, whole=dest == comm.rank)
             for dest, shard in dests
         }
-        shared_coders = codec.compressors(own[0][1]) if own and up else None  # for all children the same
-        # What each source's messages are decoded by, and what they overwrite or are added to.
+        shared_coders = (
+            codec.compressors(local_sources[0][1]) if local_sources and up else None
+        )  # the same for all children
+        # The decoder of each source's messages, and the tensors that they overwrite or are added to.
         self._decoders = {
-            source: (shared_coders or codec.compressors(shard), arriving[source]) for source, shard in own
+            source: (shared_coders or codec.compressors(shard), arriving[source]) for source, shard in local_sources
         }
         state.value(f"{codec.name}.sent", 0, self, "messages", reshard="max", optional=True)
         state.custom(f"{codec.name}.senders", self._senders, self._load_senders, lambda: None, optional=True)
         if values:
-            copy_all(self.whole, like)
+            copy_all(self.whole, templates)
             for child, shard in children.items():
-                copy_all(self._common[child], shard.of(like))
+                copy_all(self._common[child], shard.of(templates))
             state.after_load(self._agree)
 
     def room(self, part: Tensor) -> int:
-        """Return the bytes that the longest message takes for such a part of a buffer."""
+        """Return the bytes of the longest message for this part of a buffer."""
         return -(-part.nbytes // _ALIGNED) * _ALIGNED
 
     def puts(self, dest: int, tensors: Sequence[Tensor], used: Used = None) -> tuple[list[Put], list[int]]:
         if not tensors:
-            return [], [NOTHING] * self.words
+            return [], [NOTHING] * self.n_lengths
         messages, lengths = self._encoders[dest].encode(tensors, used)
         return super().puts(dest, messages)[0], lengths
 
@@ -213,9 +218,9 @@ class CodedSlots(TensorSlots):
         return self._encoders[dest].kept
 
     def read(self, source: int, lengths: Sequence[int]) -> Iterable[Tensor]:
-        """Decode what has arrived from `source`; compressed gradients are decoded as they are gone through, once."""
-        found = self._decoded(source, lengths)
-        return found if self._codec.content == "gradients" else list(found)
+        """Decode the message from `source`; compressed gradients are decoded while iterating, once."""
+        decoded = self._decoded(source, lengths)
+        return decoded if self._codec.content == "gradients" else list(decoded)
 
     def _decoded(self, source: int, lengths: Sequence[int]) -> Iterator[Tensor]:
         coders, arriving = self._decoders[source]
@@ -229,7 +234,7 @@ class CodedSlots(TensorSlots):
     # --- checkpoints ----------------------------------------------------------------------------------------------
     @property
     def messages(self) -> int:
-        """The largest number of messages that have been sent to one rank; setting it sets the number of each rank."""
+        """The largest number of messages sent to one rank; setting it sets the number of each rank."""
         return max((encoder.sent for encoder in self._encoders.values()), default=0)
 
     @messages.setter
@@ -245,7 +250,7 @@ class CodedSlots(TensorSlots):
             self._encoders[dest].load_state_dict(state)
 
     def _agree(self) -> None:
-        """Collective. Give parents the values that their children have: n bytes of messages per child."""
+        """Collective. Send the children's values to their parents: n bytes per child."""
         above = [(parent, t) for parent, tensors in self._common_above.items() for t in tensors if t.numel()]
         sends = [self._comm.isend(tensor, parent) for parent, tensor in above]
         for child, tensors in self._common.items():

@@ -1,4 +1,4 @@
-"""Exchange gradients for parameters: a worker pushes them, a server updates with them as a policy says and replies."""
+"""Workers push gradients; servers update by a policy and reply with parameters."""
 
 from __future__ import annotations
 
@@ -25,50 +25,50 @@ from hpcdist.strategies.server.strategy import ServerStrategy, Worker
 
 
 class Policy(abc.ABC):
-    """Decide which gradients that a server holds make an update, and which workers go on.
+    """Decides when a server updates with its waiting gradients, and which workers get their reply.
 
-    It has neither ranks nor tensors. `active` are the workers that still take steps.
+    It knows neither ranks nor tensors. `active` are the workers that have not paused.
 
-    A gradient whose worker goes on before its update is added to a sum, in order of arrival; the others are added in
-    rank order when the update is made.
+    A gradient whose worker continues before the update is added to a sum, in order of arrival; the others are added in
+    rank order at the update.
     """
 
-    remembers: ClassVar[tuple[str, ...]] = ()  # attributes that a checkpoint keeps, of types that JSON has
-    waits = True  # workers may have to wait for others; else `active` is left empty
-    divides_by_workers = False  # an update is Σg/λ, whichever gradients are in it; else Σwg/Σw, for weights by samples
+    remembers: ClassVar[tuple[str, ...]] = ()  # attributes to save in checkpoints, of JSON's types
+    waits = True  # workers may have to wait for others; else `active` is empty
+    divides_by_workers = False  # an update is Σg/λ for λ workers; else Σwg/Σw, with weights by samples
 
     @abc.abstractmethod
     def complete(self, gradients: Sequence[ServerRequest], summed: int, active: Sequence[int]) -> bool:
-        """Tell whether the server makes an update now: of the gradients held, and of those `summed` already."""
+        """Return whether to update now with the waiting `gradients`, when `summed` others are in the sum already."""
 
     @abc.abstractmethod
     def may_go(self, gradient: ServerRequest, active: Sequence[int]) -> bool:
-        """Tell whether a gradient's worker goes on now, with the parameters as they are; False keeps it waiting."""
+        """Return whether to reply to a gradient's worker now, with the current parameters."""
 
     def arrived(self, source: int, staleness: int) -> str | None:
-        """Remember that a worker has taken a step; return why its gradient is refused; None: it is not."""
+        """Record a worker's step; return the reason to drop its gradient, or None to accept it."""
         return None
 
     def factor(self, staleness: int) -> float:
-        """Return how much less a gradient counts for its staleness."""
+        """Return the weight of a gradient by its staleness."""
         return 1.0
 
     def blocker(self, active: Sequence[int]) -> int:
-        """Return the rank for which the workers wait that may not go on."""
+        """Return the rank that waiting workers wait for."""
         return NOBODY
 
     def updated(self, staleness: Sequence[int]) -> None:
-        """Remember that an update has been made, of gradients of that staleness."""
+        """Record an update with gradients of these staleness values."""
 
     def returned(self, worker: int, active: Sequence[int]) -> None:
-        """Remember that a worker that was evicted has pushed again."""
+        """Record that an evicted worker has pushed again."""
 
 
 class GradientWorker(Worker):
-    """Push the gradient with the clock of the parameters it was computed from, and take the parameters of the reply.
+    """Push the gradient with the clock of the parameters it was computed from, and copy the reply into the model.
 
     Args:
-        overlap: goes on at once, and takes the reply at the next step.
+        overlap: continue immediately, and take the reply in the next step.
 
     Raises:
         ConfigError: `overlap` on servers that are workers too.
@@ -76,7 +76,7 @@ class GradientWorker(Worker):
 
     def __init__(self, strategy: ServerStrategy, *, overlap: bool = False):
         super().__init__(strategy)
-        if overlap and self.place.colocated:
+        if overlap and self.placement.colocated:
             raise ConfigError(
                 "strategy.overlap must be false where strategy.servers is 'colocated', whose shards change only inside "
                 "a step; got true. Leave it out, or give ranks of their own to the servers."
@@ -85,9 +85,9 @@ class GradientWorker(Worker):
         self._clips = strategy.gradients.clip_norm is not None and strategy.update_norm is None
         self._compression = strategy.config.compression
         workers, first = strategy.roles.workers, self._compression.warmup_ranks
-        sits_out = first is not None and workers.index(self.place.rank) >= first
-        self._first_step = self._compression.warmup_steps if sits_out else 0  # after a warm-up of which others' are
-        self._in_flight = False  # a gradient whose reply has not been taken
+        sits_out = first is not None and workers.index(self.placement.rank) >= first
+        self._first_step = self._compression.warmup_steps if sits_out else 0  # in the warm-up only the first ranks push
+        self._in_flight = False  # a gradient was pushed and its reply not taken
 
     def step(self, update: Update) -> Outcome:
         strategy, gradients = self.strategy, self.model.gradients
@@ -107,7 +107,7 @@ class GradientWorker(Worker):
         if pushes:
             self.client.push(SUM, **stamps, tensors=self.model.grads, used=used, weight=weight)
         elif not self._overlap:
-            self.client.push(GRADIENT, **stamps)  # weight 0: it arrives, and counts for nothing
+            self.client.push(GRADIENT, **stamps)  # weight 0: a request without a gradient
         waited_for: dict[int, float] = {}
         if self._overlap:
             self._in_flight = pushes
@@ -123,35 +123,35 @@ class GradientWorker(Worker):
 
 
 class Aggregate:
-    """Add gradients as they are taken from their slots, then apply them at once.
+    """A weighted sum of received gradients, and the update with it.
 
     Args:
-        apart: the sum gets memory of its own, because the model's gradients are needed between updates.
+        apart: allocate memory for the sum, because the model's gradients are needed between updates.
 
     Attributes:
-        clocks: of the gradients in the sum.
-        factors: how much less each of them counts for its staleness; the caller's to restore after `load_state_dict`.
-        weights: of the requests in the sum.
-        values: the hyper-parameters of each worker whose request is in the sum.
+        clocks: the clock of each gradient in the sum.
+        factors: the weight of each gradient by its staleness; to be restored after `load_state_dict`.
+        weights: the weight of each request in the sum.
+        values: the hyper-parameters of each worker with a request in the sum.
         used: which parameters have a gradient in the sum.
     """
 
     def __init__(self, model: FlatModel, shard: Shard, *, apart: bool):
         self._model, self._shard = model, shard
-        places = [(slot.group, slot.start, slot.stop) for slot in model.slots]
-        self._owned = torch.tensor([shard.overlaps(*place) for place in places], dtype=torch.bool)
-        self._outside = [outside for place in places for outside in shard.outside(*place)]
+        extents = [(slot.group, slot.start, slot.stop) for slot in model.slots]
+        self._owned = torch.tensor([shard.overlaps(*extent) for extent in extents], dtype=torch.bool)
+        self._outside = [outside for extent in extents for outside in shard.outside(*extent)]
         for flat in model.grads:
-            flat.zero_()  # what lies outside the shard must be finite: it may reach the optimiser
+            flat.zero_()  # elements outside the shard must be finite: the optimiser may read them
         grads = shard.of(model.grads)
-        # So do sums of 16-bit floats, which are rounded once: that of float16 may be beyond the range of its mean.
+        # Sums of 16-bit floats have wider memory: they are rounded once, and may exceed the range of float16.
         self.sums = [torch.zeros_like(g, dtype=WIDE.get(g.dtype)) if apart or g.dtype in WIDE else g for g in grads]
         self._apart = apart
-        self.used = torch.zeros(len(places), dtype=torch.bool)
+        self.used = torch.zeros(len(extents), dtype=torch.bool)
         self.forget()
 
     def forget(self) -> None:
-        """Begin a new update."""
+        """Start a new sum."""
         self.clocks: list[int] = []
         self.factors: list[float] = []
         self.weights: list[float] = []
@@ -159,14 +159,14 @@ class Aggregate:
         self.used.zero_()
 
     def add(self, request: ServerRequest, factor: float = 1.0) -> None:
-        """Add a request's weighted gradient to the sum; `factor` is how much less it counts for its staleness."""
+        """Add a request's weighted gradient to the sum; `factor` is its weight by staleness."""
         scale = factor if request.kind == SUM else request.weight * factor  # a sum's addends are weighted already
         for total, arrived in zip(self.sums, request.tensors, strict=True):
             if not self.weights:
                 total.copy_(arrived)
                 if scale != 1.0:
                     total.mul_(scale)
-            elif scale != 1.0:  # rounded as all-reduce rounds it, not fused
+            elif scale != 1.0:  # rounded like all-reduce, not fused
                 total.add_(arrived.to(total.device) * scale)
             else:
                 total.add_(arrived.to(total.device))
@@ -177,7 +177,7 @@ class Aggregate:
         self.used |= request.used
 
     def total_weight(self) -> float:
-        """Return the sum of the weights; that of one whole step is exactly the number of its workers."""
+        """Return the sum of the weights; of one step of all workers exactly their number."""
         total = math.fsum(self.weights)
         return float(round(total)) if abs(total - round(total)) < 1e-9 * total else total
 
@@ -187,10 +187,10 @@ class Aggregate:
         return [column[0] if len(set(column)) == 1 else math.fsum(column) / len(column) for column in columns]
 
     def apply(self, update: Update, divisor: float, rate: float = 1.0, clip: Callable[[], None] | None = None) -> None:
-        """Run the optimiser on sum / divisor, clipped, with its learning rate times `rate`, and begin a new update.
+        """Run the optimiser on sum / divisor, clipped, with its learning rate times `rate`, and start a new sum.
 
-        The rate is modulated by taking only that part of the optimiser's step, which is the same for every optimiser
-        whose step is proportional to its rate: all of torch's but LBFGS and Rprop.
+        The step is multiplied by `rate`, which equals a multiplied learning rate for every optimiser whose step is
+        proportional to it: all of torch's but LBFGS and Rprop.
         """
         for grad, total in zip(self._shard.of(self._model.grads), self.sums, strict=True):
             if divisor != 1.0:
@@ -203,11 +203,11 @@ class Aggregate:
             clip()
         params = self._shard.of(self._model.params) if rate != 1.0 else []
         before = [p.clone() for p in params]
-        # An optimiser changes whole parameters, also where a shard's border cuts one; the other side stays.
+        # The optimiser changes whole parameters; restore elements outside the shard where its border splits one.
         outside = [self._model.params[group][start:stop] for group, start, stop in self._outside]
         saved = [view.clone() for view in outside]
         update()
-        if self._apart:  # the worker's loop may look at its gradients
+        if self._apart:  # the worker's loop may read its gradients
             self._model.gradients.release(had)
         copy_all(outside, saved)
         for old, new in zip(before, params):
@@ -216,7 +216,7 @@ class Aggregate:
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return the update under way."""
+        """Return the started sum."""
         sums: list[Tensor] = [total.clone() for total in self.sums] if self.weights else []
         started = {"clocks": self.clocks, "weights": self.weights, "values": list(self.values.items())}
         return {"sums": sums, **started, "used": self.used.tolist()}
@@ -230,9 +230,9 @@ class Aggregate:
 
 
 class GradientServer(Server):
-    """Serve a shard: hold gradients until their workers may go on, and update with the sum of those that make one.
+    """Serve a shard: collect gradients, update and reply by the policy.
 
-    An aggregator passes the sum on to its own parent instead, and its workers get that one's reply.
+    An aggregator pushes the sum to its parent instead of updating, and forwards the parent's reply to its children.
     """
 
     def __init__(self, strategy: ServerStrategy, policy: Policy):
@@ -241,41 +241,41 @@ class GradientServer(Server):
         self._count = len(strategy.hyperparameters)
         norm, self._servers = strategy.update_norm, strategy.servers
         self._clip = None if norm is None else partial(self._clip_update, norm)
-        self.aggregate = aggregate = Aggregate(self.model, self.place.shard, apart=self.place.colocated)
+        self.aggregate = aggregate = Aggregate(self.model, self.placement.shard, apart=self.placement.colocated)
         for name in policy.remembers:
             setattr(policy, name, strategy.state.value(name, getattr(policy, name), policy, optional=True))
-        # A checkpoint includes these gradients; another number of ranks begins without, and the run's end loses them.
+        # A checkpoint includes these gradients; another number of ranks starts without, and the run's end drops them.
         strategy.state.scratch(aggregate.sums)
         strategy.state.custom("store", aggregate.state_dict, self._load_aggregate, aggregate.forget, optional=True)
         strategy.records.pending = lambda: len(aggregate.clocks)
 
     def holds(self, request: ServerRequest) -> bool:
-        """Refuse a gradient, or hold it until its worker may go on."""
+        """Return False for a gradient that the policy drops, after replying to it."""
         clock = self.replica.clock
         reason = self.policy.arrived(request.source, clock - min(request.clocks) if request.weight else 0)
-        request.added = request.weight == 0.0  # there is nothing to add
+        request.added = request.weight == 0.0  # no gradient to add
         if reason is not None:
             self.inbox.reply(Reply(request, clock, self.master()))
             self.report(Outcome(clock, event=reason, dropped=len(request.clocks)))
         return reason is None
 
     def apply_due(self) -> None:
-        """Make the update that is due, and reply to the workers that may go on."""
+        """Update if it is due, and reply to the workers that may continue."""
         policy, parameters = self.policy, self.master()
         active = self.active() if policy.waits else ()
-        due = policy.complete(self.held, len(self.aggregate.clocks), active)
-        for gradient in sorted(self.held, key=attrgetter("source")) if due else self.held:
+        due = policy.complete(self.waiting, len(self.aggregate.clocks), active)
+        for gradient in sorted(self.waiting, key=attrgetter("source")) if due else self.waiting:
             if not gradient.added and (due or policy.may_go(gradient, active)):
                 gradient.added = True
                 staleness = self.replica.clock - gradient.clocks[0]  # an aggregator doesn't know it yet
-                self.aggregate.add(gradient, 1.0 if self.place.aggregates else policy.factor(staleness))
+                self.aggregate.add(gradient, 1.0 if self.placement.aggregates else policy.factor(staleness))
             gradient.applied |= due
-        if due and self.place.aggregates:
+        if due and self.placement.aggregates:
             self._pass_on()
         elif due and self.aggregate.weights:
             self._update()
         going, waiting = [], []
-        for gradient in self.held:
+        for gradient in self.waiting:
             if policy.may_go(gradient, active):
                 held_s = self.comm.now() - gradient.since_s if gradient.blocker != NOBODY else 0.0
                 going.append(Reply(gradient, self.replica.clock, parameters, gradient.blocker, held_s))
@@ -283,7 +283,7 @@ class GradientServer(Server):
                 if gradient.blocker == NOBODY:
                     gradient.blocker = policy.blocker(active)
                 waiting.append(gradient)
-        self.held = waiting
+        self.waiting = waiting
         self.inbox.reply(*going)
 
     def returned(self, child: int) -> None:
@@ -293,14 +293,14 @@ class GradientServer(Server):
         """Run the optimiser on the sum, with the workers' hyper-parameters."""
         policy, aggregate, strategy = self.policy, self.aggregate, self.strategy
         staleness = [self.replica.clock - clock for clock in aggregate.clocks]
-        # Weights of an average times one rate: gradients keep their proportions, and an optimiser that undoes a
-        # constant factor of its gradients, as Adam does, is modulated all the same.
+        # A weighted average times one rate: gradients keep their proportions, and the modulation also affects
+        # optimisers that are invariant to the scale of gradients, such as Adam.
         rate = sum(aggregate.factors) / len(aggregate.factors)
         self._require_equal_values()
         values = aggregate.mean_values()[: self._count]
         if values != strategy.hyperparameters.values():
             strategy.hyperparameters.set(values)
-        present = len(self.place.roles.workers) - len(self.evicted)
+        present = len(self.placement.roles.workers) - len(self.evicted)
         averaged = present if policy.divides_by_workers else aggregate.total_weight()
         divisor = 1.0 if strategy.adds_up else averaged
         aggregate.apply(strategy.hyperparameters.track_counters(self.update), divisor * rate, rate, self._clip)
@@ -308,11 +308,11 @@ class GradientServer(Server):
         self.count_update(staleness)
 
     def _clip_update(self, largest: float) -> None:
-        """Collective among several servers. Scale the gradient down where its norm, over all shards, is too large."""
+        """Collective among several servers. Clip the gradient by its norm over all shards."""
         if self._servers is None:
             nn.utils.clip_grad_norm_([slot.tensor for slot in self.model.slots], largest)
             return
-        grads, square = self.place.shard.of(self.model.grads), torch.zeros(1, dtype=torch.float64)
+        grads, square = self.placement.shard.of(self.model.grads), torch.zeros(1, dtype=torch.float64)
         for grad in grads:
             square += torch.linalg.vector_norm(grad, dtype=torch.float64).cpu() ** 2
         self._servers.allreduce(square)
@@ -321,31 +321,31 @@ class GradientServer(Server):
             grad.mul_(scale)
 
     def _require_equal_values(self) -> None:
-        """Raise MismatchError where updates are of all workers and unequal numbers have come with the gradients."""
+        """In synchronous strategies, raise MismatchError where the workers' hyper-parameters differ."""
         if not self._synchronous:
             return
         values = self.aggregate.values
         skipped = {rank: int(numbers[-1]) for rank, numbers in values.items()}
-        found = unequal(self.strategy.hyperparameters, values, "every worker")
-        found = found or unequal_steps_error(skipped, "batches that were left out")
-        if found is not None:
-            raise found
+        error = unequal(self.strategy.hyperparameters, values, "every worker")
+        error = error or unequal_steps_error(skipped, "batches that were left out")
+        if error is not None:
+            raise error
 
     def _pass_on(self) -> None:
-        """Push the sum to this aggregator's parent, and take the reply, which is the children's too."""
+        """Push the sum to this aggregator's parent, and take the reply."""
         aggregate, client = self.aggregate, self.channel.client
         if aggregate.weights:
             self._require_equal_values()
             weight, values = math.fsum(aggregate.weights), aggregate.mean_values()
             client.push(SUM, [aggregate.clocks], aggregate.sums, aggregate.used, weight, values)
         else:
-            client.push(GRADIENT, [[]])  # it arrives, and counts for nothing
+            client.push(GRADIENT, [[]])  # without a gradient
         self.replica.pull()
         aggregate.forget()
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def _load_aggregate(self, saved: Mapping[str, Any]) -> None:
-        """Restore the sum under way, whose gradients count by their staleness as the policy has been told of it."""
+        """Restore the started sum, with the policy's weights by staleness."""
         self.aggregate.load_state_dict(saved)
         self.aggregate.factors = [self.policy.factor(self.replica.clock - clock) for clock in self.aggregate.clocks]
 

@@ -1,4 +1,4 @@
-"""Place ranks, who serves, aggregates or works, and cut the parameters into shards of about equal bytes."""
+"""Assign roles to ranks (server, aggregator, worker), and split the parameters into shards of about equal bytes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hpcdist.model.flat import FlatModel
 Servers = Annotated[int, Field(ge=1)] | Literal["colocated"]
 FanIn = Annotated[
     int | None,
-    Field(ge=2, description="send to a tree of aggregators with at most so many children each; none: to the servers"),
+    Field(ge=2, description="largest number of children in a tree of aggregators; none: send to the servers"),
 ]
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Give each rank its role. A rank pushes requests to its parents, which reply.
+    """The roles of all ranks. A rank pushes requests to its parents, which reply.
 
-    `servers` hold a shard each; `parents[r]` are the ranks to which rank r pushes: all servers, or its one aggregator.
+    `servers` hold a shard each; `parents[r]` are the ranks that rank r pushes to: all servers, or one aggregator.
     """
 
     servers: tuple[int, ...]
@@ -36,7 +36,7 @@ class Roles:
 
     @property
     def needed(self) -> tuple[int, ...]:
-        """Return the ranks without which the others can't go on."""
+        """The ranks that the run cannot continue without."""
         return (*self.servers, *self.aggregators)
 
     def children(self, rank: int) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class Roles:
         return tuple(child for child, parents in sorted(self.parents.items()) if rank in parents)
 
     def height(self, rank: int) -> int:
-        """Return how high a rank stands above workers: 1 for an aggregator of workers, 2 above such aggregators..."""
+        """Return the height of a rank in the tree: 0 for a worker, 1 for an aggregator of workers..."""
         return 0 if rank in self.workers else 1 + self.height(self.children(rank)[0])
 
 
@@ -52,13 +52,13 @@ def assign(size: int, servers: Servers = 1, fan_in: int | None = None) -> Roles:
     """Assign roles to `size` ranks; one rank alone is a worker without a server.
 
     Args:
-        servers: ranks 0 to servers − 1 serve and do nothing else; "colocated": every rank is a worker and serves a
-            shard while it is inside a step.
-        fan_in: a server or aggregator has at most so many children; aggregators between the one server and the
-            workers form as many levels as that takes. None: all workers push to the servers themselves.
+        servers: ranks 0 to servers − 1 are servers only; "colocated": every rank is a worker, and serves a shard
+            during its steps.
+        fan_in: largest number of children of a server or aggregator; there are as many levels of aggregators between
+            the server and the workers as necessary. None: workers push to the servers.
 
     Raises:
-        ConfigError: no rank is left to be a worker, or a tree has several roots.
+        ConfigError: no rank remains to be a worker, or a tree has several roots.
     """
     if fan_in is not None and servers != 1:
         raise ConfigError(
@@ -68,8 +68,8 @@ def assign(size: int, servers: Servers = 1, fan_in: int | None = None) -> Roles:
     if size == 1:
         return Roles((), (), (0,), {})
     if isinstance(servers, str):  # colocated
-        everyone = tuple(range(size))
-        return Roles(everyone, (), everyone, dict.fromkeys(everyone, everyone))
+        all_ranks = tuple(range(size))
+        return Roles(all_ranks, (), all_ranks, dict.fromkeys(all_ranks, all_ranks))
     levels = _levels(size - servers, fan_in) if fan_in is not None else []
     first = servers + sum(levels)
     if first >= size:
@@ -92,7 +92,7 @@ def assign(size: int, servers: Servers = 1, fan_in: int | None = None) -> Roles:
 
 
 def _levels(ranks: int, fan_in: int) -> list[int]:
-    """Return the aggregators per level, from the server down, so that they and their workers are `ranks` together."""
+    """Return the number of aggregators per level, from the server down; with their workers they are `ranks`."""
     for workers in range(ranks, 0, -1):
         levels: list[int] = []
         below = workers
@@ -100,8 +100,8 @@ def _levels(ranks: int, fan_in: int) -> list[int]:
             below = -(-below // fan_in)
             levels.insert(0, below)
         if workers + sum(levels) <= ranks:
-            while left := ranks - workers - sum(levels):  # one worker more would take more aggregators than are left
-                levels.insert(0, min(left, levels[0] if levels else workers))
+            while remaining := ranks - workers - sum(levels):  # another worker would need more aggregators than remain
+                levels.insert(0, min(remaining, levels[0] if levels else workers))
             return levels
     return []
 
@@ -113,7 +113,7 @@ def _deal(children: tuple[int, ...], parents: tuple[int, ...]) -> dict[int, tupl
 
 @dataclass(frozen=True)
 class Shard:
-    """Select a range of a flat model: elements [start, stop) of each of its groups, some of them empty."""
+    """A shard of a flat model: elements [start, stop) of each flat tensor; ranges may be empty."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -122,27 +122,27 @@ class Shard:
         return [tensor[start:stop] for tensor, (start, stop) in zip(tensors, self.ranges, strict=True)]
 
     def overlaps(self, group: int, start: int, stop: int) -> bool:
-        """Tell whether elements [start, stop) of a group lie in the shard, at least one of them."""
+        """Return whether any of the elements [start, stop) of a group is in the shard."""
         first, last = self.ranges[group]
         return max(start, first) < min(stop, last)
 
     def outside(self, group: int, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return (group, start, stop) of the parts that the shard lacks of a run of elements which it has a part of."""
+        """Return the parts (group, start, stop) of [start, stop) outside the shard, if another part is inside."""
         if not self.overlaps(group, start, stop):
             return []
         first, last = self.ranges[group]
         return [(group, a, b) for a, b in ((start, min(first, stop)), (max(last, start), stop)) if a < b]
 
     def spans(self, spans: Sequence[Sequence[Span]]) -> list[list[Span]]:
-        """Return where the parameters of each flat tensor lie in the shard's part of it; a cut one is several."""
+        """Return the parameters' spans in the shard's part of each flat tensor; a split parameter has several."""
         return [
-            [chunk for span in own for chunk in _chunks(span, start, stop)]
-            for own, (start, stop) in zip(spans, self.ranges, strict=True)
+            [chunk for span in of_tensor for chunk in _chunks(span, start, stop)]
+            for of_tensor, (start, stop) in zip(spans, self.ranges, strict=True)
         ]
 
 
 def _chunks(span: Span, start: int, stop: int) -> Iterator[Span]:
-    """Yield the parts of a parameter in [start, stop), counted from `start`: whole rows of a matrix stay one matrix."""
+    """Yield the parts of a parameter in [start, stop), relative to `start`; whole rows of a matrix stay a matrix."""
     first, last = max(span.start, start), min(span.stop, stop)
     if first >= last:
         return
@@ -161,10 +161,10 @@ def _chunks(span: Span, start: int, stop: int) -> Iterator[Span]:
 
 
 def broadcast_shards(comm: Communicator, shards: Iterable[tuple[int, Shard]], tensors: Sequence[Tensor]) -> None:
-    """Collective. Copy each shard's part of the flat tensors from its rank into everyone's.
+    """Collective. Broadcast each shard's part of the flat tensors from its rank.
 
     Args:
-        shards: with their ranks; in the same order on all ranks.
+        shards: pairs (rank, shard), in the same order on all ranks.
     """
     for rank, shard in shards:
         for part in shard.of(tensors):
@@ -173,34 +173,36 @@ def broadcast_shards(comm: Communicator, shards: Iterable[tuple[int, Shard]], te
 
 
 def create_shards(tensors: Sequence[Tensor], count: int, spans: Sequence[Sequence[Span]] | None = None) -> list[Shard]:
-    """Cut flat tensors laid end to end into `count` shards.
+    """Split concatenated flat tensors into `count` shards.
 
     Args:
-        spans: where the parameters lie in each tensor. Shards are of whole parameters then, the largest one as small
-            as that allows; some are empty where there are fewer parameters than shards. None: their bytes differ by at
-            most two elements, and a shard may begin or end inside a parameter.
+        spans: the parameters in each tensor: shards have whole parameters, and the largest shard is as small as
+            possible; with fewer parameters than shards some are empty. None: shards differ by at most two elements,
+            and may start or end inside a parameter.
     """
     total = sum(tensor.nbytes for tensor in tensors)
     if spans is None:
         cuts = [total * i // count for i in range(count + 1)]  # in bytes
     else:
-        sizes = [(s.stop - s.start) * t.itemsize for t, own in zip(tensors, spans, strict=True) for s in own]
+        sizes = [
+            (s.stop - s.start) * t.itemsize for t, of_tensor in zip(tensors, spans, strict=True) for s in of_tensor
+        ]
         ends = [0, *accumulate(sizes)]
         cuts = [ends[i] for i in _borders(sizes, count)]
     shards = []
     for first, last in pairwise(cuts):
-        ranges, begin = [], 0
+        ranges, offset = [], 0
         for tensor in tensors:
-            ranges.append((_within(first - begin, tensor), _within(last - begin, tensor)))
-            begin += tensor.nbytes
+            ranges.append((_within(first - offset, tensor), _within(last - offset, tensor)))
+            offset += tensor.nbytes
         shards.append(Shard(tuple(ranges)))
     return shards
 
 
 def _borders(sizes: Sequence[int], count: int) -> list[int]:
-    """Return where to cut a row of sizes into `count` runs with the least largest sum; none is empty needlessly."""
+    """Return the borders that split sizes into `count` runs with the smallest possible largest sum."""
     low, high = max(sizes, default=0), sum(sizes)
-    while low < high:  # the least cap with which no more runs are needed
+    while low < high:  # find the smallest cap for which `count` runs suffice
         cap = (low + high) // 2
         low, high = (low, cap) if len(_fill(sizes, count, cap)) <= count + 1 else (cap + 1, high)
     borders = _fill(sizes, count, low)
@@ -208,10 +210,10 @@ def _borders(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _fill(sizes: Sequence[int], count: int, cap: int) -> list[int]:
-    """Fill runs up to the cap one after the other, leaving something to each; return their borders."""
+    """Fill consecutive runs up to the cap, leaving at least one size for each; return their borders."""
     borders, held = [0], 0
     for i, size in enumerate(sizes):
-        needed = i - borders[-1] and len(sizes) - i <= count - len(borders)  # by the runs that are left
+        needed = i - borders[-1] and len(sizes) - i <= count - len(borders)  # by the remaining runs
         if i and (held + size > cap or needed):
             borders.append(i)
             held = 0
@@ -220,24 +222,25 @@ def _fill(sizes: Sequence[int], count: int, cap: int) -> list[int]:
 
 
 def _within(n_bytes: int, tensor: Tensor) -> int:
-    """Return the element at a distance in bytes from the tensor's beginning, held within the tensor."""
+    """Convert a byte offset to an element offset, clamped to the tensor."""
     return min(max(n_bytes, 0), tensor.nbytes) // tensor.itemsize
 
 
 class Placement:
-    """Place one rank: the shard that it serves, and the ranks with which it exchanges requests.
+    """The placement of a rank: its shard, its parents and its children.
 
     Args:
-        split_parameters: shards have equal bytes, and may begin inside a parameter.
+        split_parameters: shards have equal bytes, and may start inside a parameter.
 
     Attributes:
-        shards: what the requests to each server or aggregator cover.
-        shard: what this rank serves; empty where it doesn't serve.
-        everything: the whole model.
-        parents, children: the ranks to which this one pushes, and those that push to it.
-        colocated: it is a worker, and serves while it is inside a step.
-        aggregates: it passes sums of gradients on to its own parent.
-        alone: there is no other rank, and no server.
+        shards: the shard of each server; the whole model for aggregators.
+        shard: the shard that this rank serves; empty on other ranks.
+        everything: the whole model, as a shard.
+        parents: the ranks that this rank pushes requests to.
+        children: the ranks that push requests to this rank.
+        colocated: the rank is a worker, and serves during its steps.
+        aggregates: the rank is an aggregator.
+        alone: there is a single rank, and no server.
     """
 
     def __init__(self, rank: int, roles: Roles, model: FlatModel, *, split_parameters: bool):

@@ -15,26 +15,26 @@ from hpcdist.strategies.server.placement import Placement
 
 
 class Replica:
-    """Count the updates of the parameters in the model, and take new ones from replies, shard by shard.
+    """The model's parameters on this rank with their clocks, replaced by replies shard by shard.
 
-    The shard of a rank that is worker and server lies in the model already: replies don't change it.
+    On a rank that is worker and server, replies don't change its own shard.
 
     Attributes:
-        place: what this rank serves, and for which ranks.
-        channel: requests and replies, where there is more than one rank.
-        clock: updates of this rank's own shard on a server; else of the parameters in the model, of the first shard's.
-        clocks: for each parent, updates of the parameters that have come from it.
+        placement: this rank's shard, parents and children.
+        channel: requests and replies, if there are several ranks.
+        clock: number of updates of this rank's shard on a server; on a worker, of the first shard in the model.
+        clocks: number of updates of the parameters from each parent.
     """
 
     channel: RequestChannel
 
-    def __init__(self, place: Placement, model: FlatModel, state: State):
-        self.place, self._model = place, model
-        others = [place.shards[parent] for parent in place.parents if parent != place.rank]
-        self._shards = others if place.colocated else [place.everything]
+    def __init__(self, placement: Placement, model: FlatModel, state: State):
+        self.placement, self._model = placement, model
+        others = [placement.shards[parent] for parent in placement.parents if parent != placement.rank]
+        self._shards = others if placement.colocated else [placement.everything]
         self.clock = state.value("clock", 0, self, reshard="max")
         # On another number of ranks all parents have the largest clock.
-        self.clocks: list[int] = state.value("clocks", lambda: [self.clock] * len(place.parents), self)
+        self.clocks: list[int] = state.value("clocks", lambda: [self.clock] * len(placement.parents), self)
 
     def pull(self) -> Replies:
         """Wait for the replies of all parents, and copy their parameters into the model."""
@@ -45,87 +45,87 @@ class Replica:
         return replies
 
     def follow(self, clocks: list[int]) -> None:
-        """Keep the clock of each parent's parameters, which are in the model now; a server has no parents."""
+        """Set the clocks of the parents' parameters in the model."""
         self.clocks = clocks
-        if clocks and not self.place.colocated:
+        if clocks and not self.placement.colocated:
             self.clock = clocks[0]
 
 
 class Server(abc.ABC):
-    """Serve the requests of this rank's children one by one; a subclass decides what is due.
+    """Serve the requests of this rank's children in order of arrival; a subclass decides what is due.
 
-    A request of a worker's next period waits until that begins here too.
+    A request of a worker's next period waits until that period starts here.
 
     Args:
-        deadline_s: how long a worker may be silent; None: forever.
+        deadline_s: seconds without a request after which a worker is evicted; None: never.
 
     Attributes:
-        held: requests that wait for their reply, in order of arrival.
-        due_s: when `apply_due` is to be called, if no request comes before; None: not at all.
-        evicted: workers that have died, or have pushed nothing for `deadline_s`: the others go on without them.
+        waiting: requests without a reply, in order of arrival.
+        due_s: time at which to call `apply_due` if no request arrives before; None: never.
+        evicted: workers that have failed, or were silent for `deadline_s`; the server does not wait for them.
         update: runs the local optimiser on the gradients in the model.
-        applied: staleness of the gradients applied here since this rank's last step, if it is worker and server.
+        applied: on a worker that is a server, the staleness of the gradients applied here since its last step.
     """
 
     def __init__(self, strategy: Strategy, replica: Replica, deadline_s: float | None):
         self.strategy, self.comm, self.model = strategy, strategy.comm, strategy.model
-        self.replica, self.place, self.channel = replica, replica.place, replica.channel
+        self.replica, self.placement, self.channel = replica, replica.placement, replica.channel
         self.inbox, self._deadline_s = self.channel.inbox, deadline_s
         self._watches = self.comm.failures.tolerant or self._deadline_s is not None
-        self.held: list[ServerRequest] = []
+        self.waiting: list[ServerRequest] = []
         self.due_s: float | None = None
         self.evicted: set[int] = set()
-        self.update: Update = lambda: None  # until the first step hands over the local optimiser's
+        self.update: Update = lambda: None  # set by the first step
         self.applied: list[int] = []
-        self._stepping = list(self.place.children)  # those that have not paused in this period
-        self._early: list[ServerRequest] = []  # of children that have begun the next period
+        self._stepping = list(self.placement.children)  # children that have not paused in this period
+        self._early: list[ServerRequest] = []  # requests of the next period
 
-    # --- what a subclass defines ----------------------------------------------------------------------------------
+    # --- methods that a subclass defines --------------------------------------------------------------------------
     @abc.abstractmethod
     def apply_due(self) -> None:
-        """Deal with the held requests that are due, and reply to them; a worker may have paused, or been evicted."""
+        """Handle the waiting requests that are due, and reply; called at each change, also of active workers."""
 
     def holds(self, request: ServerRequest) -> bool:
-        """Tell whether to hold a request until it is due; one that is refused has its reply then."""
+        """Return whether a request has to wait until it is due; False if it already has its reply."""
         return True
 
     def returned(self, child: int) -> None:
-        """Remember that a worker that was evicted has pushed again."""
+        """Record that an evicted worker has pushed again."""
 
     def master(self) -> Sequence[Tensor]:
         """Return the parameters of this server's shard, one flat tensor per group."""
-        return self.place.shard.of(self.model.params)
+        return self.placement.shard.of(self.model.params)
 
     # --- a period of service --------------------------------------------------------------------------------------
     def serve(self, update: Update) -> None:
-        """Serve one period, on a rank that only serves."""
+        """Serve one period, on a rank that is only a server."""
         self.start(update)
         while self.serve_next():
             pass
         self.end()
 
     def serve_between_steps(self) -> None:
-        """Serve the end of one period, on a rank that serves inside its steps, and begin the next one at once."""
+        """Serve the end of a period, on a rank that serves during its steps, and start the next period."""
         self.start(self.update)
         while self.serve_next():
             pass
-        self._stepping = list(self.place.children)
+        self._stepping = list(self.placement.children)
         self._deal_early()
         if self.applied:
             self.report(Outcome(self.replica.clock, staleness=tuple(self.applied)))
             self.applied = []
 
     def start(self, update: Update) -> None:
-        """Begin a period of service."""
+        """Start a period of service."""
         self.model.refresh()
-        if not self.place.colocated:  # what the loop has done to the parameters, such as loading others, it did here
-            copy_all(self.master(), self.place.shard.of(self.model.params))
+        if not self.placement.colocated:  # the loop may have changed the parameters, by loading others for example
+            copy_all(self.master(), self.placement.shard.of(self.model.params))
         self.update = update
         self.inbox.since_s.update(dict.fromkeys(self.active(), self.comm.now()))
         self._deal_early()
 
     def serve_next(self, timeout_s: float | None = None) -> bool:
-        """Handle the next request, if one comes in time; return False once every worker has paused."""
+        """Handle the next request, if one arrives in time; return False once every worker has paused."""
         dead = self.comm.failures.failed()
         if all(child in dead for child in self._stepping):
             return False
@@ -145,40 +145,37 @@ class Server(abc.ABC):
         return True
 
     def serve_waiting(self) -> None:
-        """Block until there is a request or this rank has its own replies; deal with all requests that are here."""
+        """Block until there is a request or this rank's replies have arrived; handle all requests."""
         self.inbox.wait_event()
         while (request := self.inbox.poll()) is not None:
             self._deal(request)
 
     def end(self) -> None:
-        """End a period of service. The model gets what is served, for loops whose rank 0 evaluates or saves it.
-
-        Requests that came early wait for the next period.
-        """
-        self._stepping = list(self.place.children)
+        """End a period of service, and copy the served parameters into the model, for the loop to evaluate or save."""
+        self._stepping = list(self.placement.children)
         self.show()
-        if self.place.aggregates:
+        if self.placement.aggregates:
             self.channel.client.push(PAUSE)
             self.channel.client.wait()
 
     def show(self) -> None:
-        """Copy the parameters that are served into the model."""
-        copy_all(self.place.shard.of(self.model.params), self.master())
+        """Copy the served parameters into the model."""
+        copy_all(self.placement.shard.of(self.model.params), self.master())
 
     def _deal_early(self) -> None:
-        """Handle requests of this period that came before it began here."""
+        """Handle requests of this period that arrived before its start here."""
         early, self._early = self._early, []
         for request in early:
             self._deal(request)
 
     def receive(self, request: ServerRequest) -> None:
-        """Hold a request, unless it is refused, and deal with what is due."""
+        """Add a request to those waiting, unless it has its reply, and handle what is due."""
         if self.holds(request):
-            self.held.append(request)
+            self.waiting.append(request)
             self.apply_due()
 
     def _deal(self, request: ServerRequest) -> None:
-        """Count a pause, keep a request of the next period, and receive all others."""
+        """Handle a request: a pause, one of the next period, or any other."""
         child = request.source
         if child in self.evicted:
             self.evicted.remove(child)
@@ -196,9 +193,9 @@ class Server(abc.ABC):
                 self.receive(request)
 
     def count_update(self, staleness: Sequence[int] = ()) -> None:
-        """Count an update of gradients of that staleness, and record it where no step of this rank will."""
+        """Count an update with gradients of these staleness values; write a record unless a step of this rank does."""
         self.replica.clock += 1
-        if self.place.colocated:
+        if self.placement.colocated:
             self.applied += staleness
         else:
             self.strategy.steps += 1
@@ -208,25 +205,25 @@ class Server(abc.ABC):
         """Write a record of this rank."""
         self.strategy.records.report(self.strategy.steps, outcome)
 
-    # --- who takes part -------------------------------------------------------------------------------------------
+    # --- active and evicted workers -------------------------------------------------------------------------------
     def active(self) -> list[int]:
-        """Return the children that still take steps in this period: they have neither paused nor been evicted."""
-        gone = self.evicted.union(self.comm.failures.failed())
-        return [child for child in self._stepping if child not in gone]
+        """Return the children that have neither paused nor been evicted in this period."""
+        absent = self.evicted.union(self.comm.failures.failed())
+        return [child for child in self._stepping if child not in absent]
 
     def _patience_s(self) -> list[float]:
-        """Return in how many seconds to look again for workers to evict, if at all."""
-        looks = [CHECK_S] if self.comm.failures.tolerant else []
-        owed = [self.inbox.since_s[child] for child in self.active() if child not in self.inbox.unanswered]
+        """Return the seconds until the next checks for workers to evict."""
+        checks = [CHECK_S] if self.comm.failures.tolerant else []
+        owed = [self.inbox.since_s[child] for child in self.active() if child not in self.inbox.pending]
         if self._deadline_s is not None and owed:
-            looks.append(max(0.0, min(owed) + self._deadline_s - self.comm.now()))
-        return looks
+            checks.append(max(0.0, min(owed) + self._deadline_s - self.comm.now()))
+        return checks
 
     def _evict(self) -> None:
-        """Go on without workers that have died or been silent for too long."""
-        dead, now_s, deadline_s, found = self.comm.failures.failed(), self.comm.now(), self._deadline_s, set()
+        """Evict workers that have failed or been silent for too long."""
+        dead, now_s, deadline_s, newly_evicted = self.comm.failures.failed(), self.comm.now(), self._deadline_s, set()
         for child in self._stepping:
-            silent_s = 0.0 if child in self.inbox.unanswered else now_s - self.inbox.since_s[child]
+            silent_s = 0.0 if child in self.inbox.pending else now_s - self.inbox.since_s[child]
             if child in self.evicted:
                 continue
             if child in dead:
@@ -235,8 +232,8 @@ class Server(abc.ABC):
                 reason = f"it was silent for {silent_s:.3g} s (learner_deadline_s is {deadline_s:g})"
             else:
                 continue
-            found.add(child)
+            newly_evicted.add(child)
             self.report(Outcome(self.replica.clock, event=f"goes on without rank {child}: {reason}"))
-        if found:
-            self.evicted |= found
+        if newly_evicted:
+            self.evicted |= newly_evicted
             self.apply_due()

@@ -1,4 +1,4 @@
-"""Lay out slots for tensors in windows: one in a rank's memory for each rank that sends to it."""
+"""Slots for tensors in windows: a slot in a rank's memory for each rank that sends to it."""
 
 from __future__ import annotations
 
@@ -11,70 +11,70 @@ from hpcdist.comm.communicator import Communicator, Put
 from hpcdist.compress import Used
 from hpcdist.strategies.server.placement import Shard
 
-Ends = Sequence[tuple[int, Shard]]  # ranks, and the shard that goes from or to each
-EndsOf = Callable[[int], Ends]  # of a rank
+Ends = Sequence[tuple[int, Shard]]  # ranks, with the shard sent to or received from each
+EndsOf = Callable[[int], Ends]  # from a rank
 
 
 class TensorSlots:
-    """Collective. Open windows in which each rank has a slot for the tensors of every rank that sends to it.
+    """Collective. Allocate windows in which each rank has a slot for the tensors of every rank that sends to it.
 
     Args:
-        like: flat tensors as long as a whole request.
-        sources: the ranks that send to a rank, each with the shard that its tensors cover.
-        dests: the ranks to which this rank sends, likewise.
+        templates: flat tensors as long as a whole request.
+        sources: returns the ranks that send to a rank, with their shards.
+        dests: the ranks that this rank sends to, with their shards.
 
     Attributes:
-        words: how many lengths go beside the tensors.
-        whole: what has arrived from all sources, put together.
+        n_lengths: number of message lengths to send with the tensors.
+        whole: the received tensors of all sources.
     """
 
-    dtype: torch.dtype | None = None  # of the windows; None: that of the tensors
-    words = 0
+    dtype: torch.dtype | None = None  # of the windows; None: the tensors' dtype
+    n_lengths = 0
 
-    def __init__(self, comm: Communicator, like: Sequence[Tensor], sources: EndsOf, dests: Ends):
-        own = sources(comm.rank)
-        slots, lengths = self._lay(like, own)
-        self._windows = [comm.window(n, self.dtype or t.dtype) for n, t in zip(lengths, like, strict=True)]
+    def __init__(self, comm: Communicator, templates: Sequence[Tensor], sources: EndsOf, dests: Ends):
+        local_sources = sources(comm.rank)
+        slots, lengths = self._lay(templates, local_sources)
+        self._windows = [comm.window(n, self.dtype or t.dtype) for n, t in zip(lengths, templates, strict=True)]
         self._slots = {
             source: [window.local[first:last] for window, (first, last) in zip(self._windows, slot, strict=True)]
-            for (source, _), slot in zip(own, slots, strict=True)
+            for (source, _), slot in zip(local_sources, slots, strict=True)
         }
-        self._starts: dict[int, list[int]] = {}  # of this rank's slot, in each window of a rank to which it sends
+        self._starts: dict[int, list[int]] = {}  # offsets of this rank's slot at each destination
         for dest, _ in dests:
             ends = sources(dest)
             slot = [source for source, _ in ends].index(comm.rank)
-            self._starts[dest] = [first for first, _ in self._lay(like, ends)[0][slot]]
+            self._starts[dest] = [first for first, _ in self._lay(templates, ends)[0][slot]]
         self.whole = [window.local for window in self._windows]
 
     def room(self, part: Tensor) -> int:
-        """Return how many elements of a window such a part of a tensor takes."""
+        """Return the number of window elements for a part of a tensor."""
         return part.numel()
 
-    def _lay(self, like: Sequence[Tensor], ends: Ends) -> tuple[list[list[tuple[int, int]]], list[int]]:
-        """Return where the slots of these ranks lie in each window, and how long the windows are; in elements."""
-        at, slots = [0] * len(like), []
+    def _lay(self, templates: Sequence[Tensor], ends: Ends) -> tuple[list[list[tuple[int, int]]], list[int]]:
+        """Return each rank's range of elements in each window, and the windows' lengths."""
+        offsets, slots = [0] * len(templates), []
         for _, shard in ends:
-            sizes = map(self.room, shard.of(like))
-            slots.append([(first, first + size) for first, size in zip(at, sizes, strict=True)])
-            at = [last for _, last in slots[-1]]
-        return slots, at
+            sizes = map(self.room, shard.of(templates))
+            slots.append([(first, first + size) for first, size in zip(offsets, sizes, strict=True)])
+            offsets = [last for _, last in slots[-1]]
+        return slots, offsets
 
     def puts(self, dest: int, tensors: Sequence[Tensor], used: Used = None) -> tuple[list[Put], list[int]]:
-        """Return the puts that bring this shard's `tensors`, or none, to `dest`, and the lengths to send along."""
-        places = zip(self._windows, tensors, self._starts[dest])
-        return [Put(window, part, dest, start) for window, part, start in places if part.numel()], []
+        """Return the puts that send this shard's `tensors` to `dest`, and the message lengths."""
+        targets = zip(self._windows, tensors, self._starts[dest])
+        return [Put(window, part, dest, start) for window, part, start in targets if part.numel()], []
 
     def sent(self, dest: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what the `tensors` sent last stand for at their destination."""
+        """Return the last sent `tensors` as the destination decodes them."""
         return tensors
 
     def read(self, source: int, lengths: Sequence[int]) -> Iterable[Tensor]:
-        """Return what has arrived from `source`."""
+        """Return the received tensors of `source`."""
         return self._slots[source]
 
     def close(self) -> None:
         """Collective. Close the windows."""
-        self._slots.clear()  # their memory goes
+        self._slots.clear()  # views of the windows' memory
         self.whole = []
         for window in self._windows:
             window.close()

@@ -1,4 +1,4 @@
-"""Count stale gradients for less, and refuse those that are too stale.
+"""Reduce the learning rate of stale gradients, and drop gradients that are too stale.
 
 References: Suyog Gupta, Wei Zhang, Fei Wang, "Model accuracy and runtime tradeoff in distributed deep learning: a
 systematic study", 2016 (average, and measured: its ⟨σ⟩); Wei Zhang, Suyog Gupta, Xiangru Lian, Ji Liu,
@@ -20,18 +20,18 @@ from hpcdist.strategies.server.strategy import ServerStrategy
 
 Rule = Literal["none", "average", "measured", "per-gradient", "plus-one", "exponential"]
 RULES: tuple[str, ...] = get_args(Rule)
-OF_EACH_GRADIENT = ("per-gradient", "plus-one", "exponential")  # rules that look at a gradient's own staleness
+OF_EACH_GRADIENT = ("per-gradient", "plus-one", "exponential")  # rules that use each gradient's staleness
 
 
 def factor(rule: str, staleness: int, *, expected: float = 1.0, measured: float = 1.0, decay: float = 0.1) -> float:
-    """Return the factor of the learning rate for a gradient of that staleness τ, in updates.
+    """Return the factor of the learning rate for a gradient of staleness τ, in updates.
 
-    none: 1. average: 1/max(1, expected), whatever this gradient's own staleness. measured: 1/max(1, measured),
-    likewise. per-gradient: 1/max(1, τ). plus-one: 1/(τ + 1). exponential: exp(−decay τ).
+    none: 1. average: 1/max(1, expected). measured: 1/max(1, measured). per-gradient: 1/max(1, τ). plus-one: 1/(τ + 1).
+    exponential: exp(−decay τ).
 
     Args:
-        expected: the mean staleness that the protocol leads to; n for n-softsync.
-        measured: the mean staleness that has been measured, see `StalePolicy`.
+        expected: the expected mean staleness of the protocol; n for n-softsync.
+        measured: the measured mean staleness, see `StalePolicy`.
         decay: k of the exponential rule.
 
     Raises:
@@ -49,12 +49,12 @@ def factor(rule: str, staleness: int, *, expected: float = 1.0, measured: float 
 
 
 class StaleConfig(ServerStrategy.Config):
-    """Options of servers of gradients that may be stale."""
+    """Options of strategies whose gradients may be stale."""
 
     overlap: bool = Field(
         False, description="compute the next gradient while the last one is sent; staleness grows by n updates"
     )
-    modulation: Rule = Field("none", description="how the learning rate falls with staleness")
+    modulation: Rule = Field("none", description="rule that reduces the learning rate by staleness")
     decay: float = Field(0.1, ge=0, description="k of the exponential modulation exp(-k * staleness)")
     modulation_window: int = Field(
         100, ge=1, description="number of the last gradients over which modulation `measured` averages staleness"
@@ -65,14 +65,14 @@ class StaleConfig(ServerStrategy.Config):
 
 
 class StalePolicy(Policy):
-    """Let every worker go on at once, and modulate the learning rate by the staleness of its gradient.
+    """Reply to every worker immediately, and modulate the learning rate by the staleness of its gradient.
 
     Args:
-        expected: the mean staleness, about, to which the protocol leads.
+        expected: the approximate mean staleness of the protocol.
 
     Attributes:
-        measured: the staleness of the last gradients that the server has applied, at most `modulation_window`. It
-            changes when an update has been made, so that all gradients of one update count alike.
+        measured: the staleness of the last `modulation_window` gradients that the server has applied. Changes only
+            after an update, so that all gradients of one update have the same weight.
     """
 
     remembers = ("measured",)
@@ -86,10 +86,10 @@ class StalePolicy(Policy):
         return True
 
     def arrived(self, source: int, staleness: int) -> str | None:
-        most = self._config.max_staleness
-        if most is None or staleness <= most:
+        limit = self._config.max_staleness
+        if limit is None or staleness <= limit:
             return None
-        return f"dropped: a gradient of rank {source} was {staleness} updates old, max_staleness is {most}"
+        return f"dropped: a gradient of rank {source} was {staleness} updates old, max_staleness is {limit}"
 
     def factor(self, staleness: int) -> float:
         if self._config.modulation == "none":

@@ -27,36 +27,34 @@ from hpcdist.strategies.server.slots import OpenSlots, TensorSlots
 
 
 class ServerStrategy(Strategy):
-    """Let workers push requests to servers, which deal with them in order of arrival and reply with parameters.
+    """Base of strategies with servers: workers push requests; servers handle them in order and reply with parameters.
 
-    Each server holds one shard, and treats its part of every request as if there were no other server; they are not
-    synchronised with each other. Shards are of whole parameters, the largest as small as that allows, so that any
-    optimiser does on them what it does on the whole; a server for which there is none left counts and replies all the
-    same. With `split_parameters` they have equal bytes instead. A server that is a worker too (`servers = "colocated"`)
-    serves while it is inside a step: there the shard's parameters are those that lie in its model, which nobody
-    computes with meanwhile.
+    Each server holds one shard, and handles its part of every request independently of other servers. Shards contain
+    whole parameters, with the largest shard as small as possible, so that any optimiser gives the same result as on the
+    whole model; with fewer parameters than servers some shards are empty. With `split_parameters` shards have equal
+    bytes instead. A server that is a worker too (`servers = "colocated"`) serves during its steps; its shard is a part
+    of its model, which no backward pass uses then.
 
-    With `compression` workers send what the compressor makes of their gradients and of what they have not sent before,
-    and servers, unless `compress_replies` is off, what it makes of all that a worker's parameters differ by from their
-    own. So workers compute with parameters that are somewhat older here and there; records don't count that as
-    staleness. Any compressor will do for replies whose error is smaller than what it codes; `threshold` needs a
-    density, or a `tau` that suits updates as well as gradients. Memory: two parameter vectors more per worker, and on
-    each server its shard once per worker. An aggregator codes its sums as a worker its gradients.
+    With `compression` workers send compressed gradients with error feedback; servers, unless `compress_replies` is off,
+    send compressed differences to the worker's parameters. So workers compute with slightly older parameters, which
+    records don't count as staleness. For replies any compressor works whose error is smaller than its input;
+    `threshold` needs a density, or a `tau` that suits updates as well as gradients. Memory: two more parameter vectors
+    per worker, and on each server its shard once per worker. An aggregator compresses its sums like gradients.
 
     A period of service (an epoch, or the steps until a checkpoint) ends when every worker has paused. A request of a
-    worker that has begun its next period already waits until this rank begins it too.
+    worker's next period waits until this rank starts the period, too.
 
     A subclass calls `compose` at the end of its `__init__`.
 
     Attributes:
-        place: what this rank serves, and for which ranks.
+        placement: this rank's shard, parents and children.
         replica: this rank's parameters, and their clocks.
-        worker: takes steps, on a worker that has servers.
-        server: serves, on a server or aggregator.
-        synchronous: every update is of all workers' gradients.
-        sends_hyperparameters: servers run the job's optimiser, with the numbers of the workers' param_groups.
-        update_norm: to which servers clip the gradient of an update, which is of all workers; None: they clip none.
-        servers: the ranks that do so together, where several have a shard.
+        worker: takes the steps of a worker, where there are servers.
+        server: handles requests, on a server or aggregator.
+        synchronous: every update uses the gradients of all workers.
+        sends_hyperparameters: servers run the job's optimiser, with the hyper-parameters of the workers' param_groups.
+        update_norm: norm to which servers clip the gradient of an update of all workers; None: no clipping.
+        servers: communicator of the servers, to clip by the norm over several shards.
     """
 
     class Config(Strategy.Config):
@@ -64,16 +62,16 @@ class ServerStrategy(Strategy):
 
         _former: ClassVar = {"compress_answers": "compress_replies"}
         servers: Servers = Field(
-            1, description="ranks that only serve, each a part of the parameters; colocated: all workers also serve"
+            1, description="number of server ranks, each with a shard; colocated: all ranks are workers and servers"
         )
         learner_deadline_s: float | None = Field(
-            None, gt=0, description="seconds after which servers go on without a silent worker; none: they wait for it"
+            None, gt=0, description="seconds after which servers evict a silent worker; none: they wait for it"
         )
-        compression: CompressionConfig = Field(CompressionConfig(), description="how messages to servers are coded")
+        compression: CompressionConfig = Field(
+            CompressionConfig(), description="how messages to servers are compressed"
+        )
         compress_replies: bool = Field(True, description="also compress what servers send")
-        split_parameters: bool = Field(
-            False, description="equal parts for all servers; needs an optimiser that treats elements one by one"
-        )
+        split_parameters: bool = Field(False, description="equal bytes for all servers; needs an elementwise optimiser")
 
         @model_validator(mode="after")
         def _shards_wait_for_their_owners(self):
@@ -98,7 +96,7 @@ class ServerStrategy(Strategy):
             return self.roles(size).servers
 
         def averages(self, workers: int) -> bool:
-            """Tell whether an update is the mean of several gradients, where a strategy averages gradients."""
+            """Return whether an update is the mean of several gradients, where a strategy averages gradients."""
             return workers > 1
 
         def narrow(self, contract: Contract, size: int) -> Contract:
@@ -112,8 +110,8 @@ class ServerStrategy(Strategy):
         averages="nothing", synchronizes="never", updates="on servers", parameters="replaced", ranks="some serve",
         deaths="others continue",
     )  # fmt: skip
-    up: Content = "gradients"  # what requests carry, see `Codec`
-    down: Content = "values"  # and replies
+    up: Content = "gradients"  # content of requests, see `Codec`
+    down: Content = "values"  # content of replies
     steps_on_workers = False  # workers run their local optimiser
 
     config: Config
@@ -129,21 +127,21 @@ class ServerStrategy(Strategy):
         self.update_norm = self.gradients.clip_norm if clips else None
         if self.stages is not None and self.stages.comm.size > 1:
             self._check_stages()
-        self.place = place = Placement(comm.rank, roles, model, split_parameters=config.split_parameters)
-        self.replica = Replica(place, model, self.state)
+        self.placement = placement = Placement(comm.rank, roles, model, split_parameters=config.split_parameters)
+        self.replica = Replica(placement, model, self.state)
         self.servers: Communicator | None = None
-        if place.alone:
+        if placement.alone:
             model.keep_gradients(None)
             return
         clocks = max(1, len(roles.workers)) if roles.aggregators else 1
         values = len(self.hyperparameters) * self.sends_hyperparameters + self.synchronous
         self.replica.channel = RequestChannel(
-            comm, roles, place.shards, model.params, len(model.slots), clocks, *self._slots(), values=values
+            comm, roles, placement.shards, model.params, len(model.slots), clocks, *self._slots(), values=values
         )
         serves, own = comm.rank in roles.servers, self.hyperparameters.counters
         if self.update_norm is not None and len(roles.servers) > 1:
             self.servers = comm.split(0 if serves else 1)
-        self.state.parameters = lambda: Flats(self.server.master(), place.shard.ranges) if serves else None
+        self.state.parameters = lambda: Flats(self.server.master(), placement.shard.ranges) if serves else None
         self.state.before_load(self._forget_moments_of_others)
 
         def load(pairs: Iterable[Sequence[Any]]) -> None:
@@ -156,21 +154,21 @@ class ServerStrategy(Strategy):
         )  # fmt: skip
 
     def compose(self, worker: Callable[[], Worker], server: Callable[[], Server]) -> None:
-        """Make the parts of this rank. On one rank alone the local optimiser steps, and there are none.
+        """Create this rank's worker and server; a single rank has neither, and runs the local optimiser.
 
         Args:
-            worker: makes the part that takes a worker's steps.
-            server: makes the part that deals with a server's requests.
+            worker: creates the object that takes a worker's steps.
+            server: creates the object that handles a server's requests.
         """
-        if self.is_worker and not self.place.alone:
+        if self.is_worker and not self.placement.alone:
             self.worker = worker()
-        if self.place.children:
+        if self.placement.children:
             self.server = server()
-        if self.place.colocated:
-            self.replica.channel.client.meanwhile = self.server.serve_waiting
+        if self.placement.colocated:
+            self.replica.channel.client.on_wait = self.server.serve_waiting
 
     def _check_stages(self) -> None:
-        """Raise ConfigError where an option does not suit servers that have one stage of the model each."""
+        """Raise ConfigError where an option does not work with a model in pipeline stages."""
         if self.update_norm is not None:
             raise ConfigError(
                 f"clip_norm must be None with {name_of(self)} and several stages, whose servers see one stage's "
@@ -183,7 +181,7 @@ class ServerStrategy(Strategy):
             )
 
     def _slots(self) -> tuple[OpenSlots, OpenSlots]:
-        """Return what opens the slots of requests, and of replies."""
+        """Return the functions that allocate the slots of requests and of replies."""
         config = self.config.compression
         if config.warmup_ranks is not None and self.steps_on_workers:
             raise ConfigError(
@@ -192,19 +190,19 @@ class ServerStrategy(Strategy):
             )
         if not config:
             return TensorSlots, TensorSlots
-        places = spans(self.model)
-        up = partial(CodedSlots, Codec(config, "requests", self.up, places, self.state))
+        parameter_spans = spans(self.model)
+        up = partial(CodedSlots, Codec(config, "requests", self.up, parameter_spans, self.state))
         if not self.config.compress_replies:
             return up, TensorSlots
-        return up, partial(CodedSlots, Codec(config, "replies", self.down, places, self.state))
+        return up, partial(CodedSlots, Codec(config, "replies", self.down, parameter_spans, self.state))
 
     # --- workers and servers --------------------------------------------------------------------------------------
     def advance(self, update: Update) -> Outcome:
-        if self.place.alone:
+        if self.placement.alone:
             outcome = self.gradients.step_alone(update)
             self.replica.clock += outcome.event is None
             return replace(outcome, clock=self.replica.clock)
-        if not self.place.colocated:
+        if not self.placement.colocated:
             return self.worker.step(update)
         self.server.update = update
         outcome = self.worker.step(update)
@@ -212,25 +210,25 @@ class ServerStrategy(Strategy):
         return replace(outcome, staleness=(*outcome.staleness, *applied))
 
     def pause(self) -> None:
-        if not self.place.alone:
+        if not self.placement.alone:
             self.worker.pause()
-        if self.place.colocated:
+        if self.placement.colocated:
             self.server.serve_between_steps()
 
     def drain(self) -> None:
-        if self.place.colocated:  # a rank in another call serves nobody
+        if self.placement.colocated:  # a rank in another call can't serve
             self.pause()
 
     def serve(self, update: Update) -> None:
-        if self.place.children:
+        if self.placement.children:
             self.server.serve(update)
 
     # --- common ---------------------------------------------------------------------------------------------------
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Collective. Take the servers' parameters; average buffers, which only workers compute, over the workers."""
+        """Collective. Return the servers' parameters, and the buffers averaged over the workers."""
         params = [flat.clone() for flat in self.model.params]
         if self.comm.rank in self.roles.servers:
-            copy_all(self.place.shard.of(params), self.server.master())
+            copy_all(self.placement.shard.of(params), self.server.master())
         broadcast_shards(self.comm, self._shards_of_servers(), params)
         return with_buffers(self, params)
 
@@ -240,24 +238,24 @@ class ServerStrategy(Strategy):
             broadcast_shards(self.comm, self._shards_of_servers(), self.model.params)
             clocks = self.comm.failures.retry_on_failure(partial(self.comm.gather, self.replica.clock))
             servers = self.roles.servers  # aggregators have one above them
-            self.replica.follow([clocks[p if p in servers else servers[0]] for p in self.place.parents])
+            self.replica.follow([clocks[p if p in servers else servers[0]] for p in self.placement.parents])
 
     def _shards_of_servers(self) -> list[tuple[int, Shard]]:
-        return [(server, self.place.shards[server]) for server in self.roles.servers]
+        return [(server, self.placement.shards[server]) for server in self.roles.servers]
 
     def close(self) -> None:
         if self.servers is not None:
             self.servers.close()
-        if not self.place.alone:
+        if not self.placement.alone:
             self.replica.channel.close()
 
     def _forget_moments_of_others(self) -> None:
-        """Drop the optimiser's state of parameters that other ranks' optimisers step, which would only grow old."""
+        """Drop the optimiser's state of parameters that other ranks' optimisers update."""
         serves = self.comm.rank in self.config.optimizer_ranks(self.comm.size)
         if self.optimizer is None or (self.steps_on_workers and self.is_worker):
             return
         for slot in self.model.slots:
-            if not (serves and self.place.shard.overlaps(slot.group, slot.start, slot.stop)):
+            if not (serves and self.placement.shard.overlaps(slot.group, slot.start, slot.stop)):
                 self.optimizer.state.pop(slot.tensor, None)
 
 
@@ -269,7 +267,7 @@ class Worker(abc.ABC):
     """
 
     def __init__(self, strategy: ServerStrategy):
-        self.strategy, self.model, self.place = strategy, strategy.model, strategy.place
+        self.strategy, self.model, self.placement = strategy, strategy.model, strategy.placement
         self.replica, self.channel = strategy.replica, strategy.replica.channel
         self.client = self.channel.client
 
@@ -278,34 +276,33 @@ class Worker(abc.ABC):
         """Take one step on the gradients in `model.grads`; decide when `update` runs."""
 
     def finish(self) -> None:
-        """Complete what is under way, before a pause."""
+        """Complete requests in flight, before a pause."""
 
     def pause(self) -> None:
-        """Push that no request of this period follows, and wait for the reply."""
+        """Announce the end of this period's requests, and wait for the reply."""
         self.finish()
         self.client.push(PAUSE)
         self.client.wait()
 
     def stamps(self) -> dict[str, Any]:
-        """Return what goes along with a request: clocks and numbers, as arguments of `Client.push`.
+        """Return clocks and hyper-parameters to send with a request, as arguments of `Client.push`.
 
-        The numbers are the hyper-parameters, and where every update is of the same batches how many of them no step has
-        followed.
+        In synchronous strategies also the number of batches without a step, to compare.
         """
-        strategy, rank = self.strategy, self.place.rank
+        strategy, rank = self.strategy, self.placement.rank
         values = strategy.hyperparameters.values() if strategy.sends_hyperparameters else []
         if strategy.synchronous:
             values.append(float(self.model.gradients.skipped))
-        clocks = zip(self.place.parents, self.replica.clocks, strict=True)
-        # This rank's own shard in the model is the newest.
+        clocks = zip(self.placement.parents, self.replica.clocks, strict=True)
+        # This rank's shard in its model is the newest.
         return {"clocks": [[self.replica.clock if p == rank else clock] for p, clock in clocks], "values": values}
 
 
-TURN_S = 0.001  # how long a rank that serves several strategies waits for requests of one
+TURN_S = 0.001  # seconds that a server of several strategies waits for requests of each in turn
 
 
 def serve_jointly(served: Sequence[tuple[ServerStrategy, Update]]) -> None:
-    """Serve the workers of several strategies until all of them have paused: by turns, where there are several."""
+    """Serve the workers of several strategies in turn until all of them have paused."""
     if len(served) == 1:
         strategy, update = served[0]
         strategy.serve(update)

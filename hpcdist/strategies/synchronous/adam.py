@@ -3,35 +3,73 @@
 from __future__ import annotations
 
 import abc
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from itertools import groupby
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
+from hpcdist.compress import CompressionConfig
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
+from hpcdist.model.optimizer_state import groups
+from hpcdist.model.slots import Slot
 from hpcdist.strategies.base import Update, name_of
-from hpcdist.strategies.synchronous.own_step import OwnStep, Trained, rate_of
+from hpcdist.strategies.synchronous.own_step import OwnStep, rate_of
+
+_log = logging.getLogger(__name__)
+LEAST_EPS = 1e-4
+
+
+class ParameterSlice(NamedTuple):
+    """Neighbouring parameters of one group, which one call moves."""
+
+    name: str  # of the first parameter
+    group: Mapping[str, Any]
+    flat: int  # number of the flat tensor
+    elements: slice
+    states: list[dict[str, Any]]  # of the optimiser, one for each parameter
+
+    def chunks(self, *flats: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """Yield matching chunks of these elements of tensors like `model.params`."""
+        return alongside(*(tensors[self.flat][self.elements] for tensors in flats))
 
 
 class AdamStep(OwnStep):
-    """The moments m and v, and the step θ ← θ − η(m/(√v + ε) + λθ). β₁, β₂, ε, η and λ are those of the groups.
+    """Adam's moments m and v, and the step θ ← θ − η(m/(√v + ε) + λθ); β₁, β₂, ε, η and λ are read from the groups.
 
-    Nothing corrects the moments' bias towards zero in the first steps, as in the published codes: warm the learning
-    rate up. An element whose gradient has always been 0 has v = 0; it stays, because a bit has no zero and would move
-    it by m/ε.
+    There is no bias correction, as in the published codes: warm up the learning rate. An element whose gradients were
+    all 0 has v = 0 and is not updated, because a one-bit code has no zero and would move it by m/ε.
 
-    On one rank, which has nothing to save by all this, the optimiser makes its own step.
+    On one rank the optimiser takes its own step.
+
+    Attributes:
+        m, v: tensors like `model.params`; the moments in the optimiser's `state` are views of them.
+        scales: √v + ε, computed by `scale`.
     """
 
+    class Config(OwnStep.Config):
+        """Options of strategies with Adam's step."""
+
+        compression: CompressionConfig = Field(
+            CompressionConfig(name="ef_signsgd"),
+            description="how means are compressed, in both directions; none: they are not",
+        )
+
+    config: Config
     contract = replace(OwnStep.contract, optimizer="Adam")
     kinds: ClassVar = (torch.optim.Adam, torch.optim.AdamW)
     plain: ClassVar = {"amsgrad": False, "maximize": False}
     advice: ClassVar = "torch.optim.AdamW, or torch.optim.Adam without weight_decay"
+    _warned = False
 
-    def __init__(self, config: OwnStep.Config, comm: Communicator, model: FlatModel, **kwargs: Any):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any):
         super().__init__(config, comm, model, **kwargs)
         self.runs_optimizer = comm.size == 1
         half = [slot.name for slot in model.slots if slot.dtype is torch.float16]
@@ -40,6 +78,10 @@ class AdamStep(OwnStep):
                 f"parameters must be float32, float64 or bfloat16 with {name_of(self)}; got {half[0]!r} in float16, "
                 "which holds neither squares of gradients nor Adam's eps. Keep them in float32; use torch.autocast."
             )
+        like = [] if self.runs_optimizer else model.params
+        self.m, self.v, self.scales = (self.state.scratch([torch.zeros_like(x) for x in like]) for _ in range(3))
+        self._scaled_at: object = None
+        self._views = [(slot.view(self.m), slot.view(self.v)) for slot in model.slots if like]
 
     def move(self, update: Update) -> None:
         if self.runs_optimizer:
@@ -51,43 +93,86 @@ class AdamStep(OwnStep):
     def move_all(self) -> None:
         """Collective. Move the parameters of several ranks, see `move`."""
 
-    def moments(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
-        """Return m and v of a parameter."""
-        state: dict[str, Any] = self.optimizer.state[parameter]  # type: ignore[union-attr]
-        if not state:
+    def runs(
+        self, used: Sequence[bool] | None = None, key: Callable[[str], object] = lambda name: None
+    ) -> list[ParameterSlice]:
+        """Return the optimiser's used parameters, joining neighbours of one group to a slice.
+
+        Args:
+            used: a flag for each parameter; default: whether it has a gradient.
+            key: computes a key from a parameter's name; neighbours with different keys are not joined.
+        """
+        used = self.model.gradients.present() if used is None else used
+        known = zip(self.model.slots, groups(self.model, self.optimizer), used, self._views, strict=True)
+        entries = [(slot, group if is_used else None, views) for slot, group, is_used, views in known]
+        slices = []
+        for (flat, _, _), run in groupby(entries, lambda entry: (entry[0].group, id(entry[1]), key(entry[0].name))):
+            slots, (group, *_), views = zip(*run, strict=True)
+            if group is not None:
+                elements, states = slice(slots[0].start, slots[-1].stop), [*map(self._state, slots, views)]
+                slices.append(ParameterSlice(slots[0].name, group, flat, elements, states))
+        return slices
+
+    def _state(self, slot: Slot, views: tuple[Tensor, Tensor]) -> dict[str, Any]:
+        """Return the optimiser's state of a parameter; copies new or loaded moments into `m` and `v`."""
+        state: dict[str, Any] = self.optimizer.state[slot.tensor]  # type: ignore[union-attr]
+        for name, view in zip(("exp_avg", "exp_avg_sq"), views, strict=True):
+            if state.get(name) is not view:
+                view.copy_(state[name]) if name in state else view.zero_()
+                state[name] = view
+        if "step" not in state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        return state["exp_avg"], state["exp_avg_sq"]
+        return state
 
-    def take_in(self, one: Trained, gradient: Tensor, *, squares: bool) -> None:
-        """Let the moments follow a gradient: both, or m alone."""
-        (m, v), (beta, beta_squares) = self.moments(one.parameter), one.group["betas"]
-        m.mul_(beta).add_(gradient, alpha=1 - beta)
-        if squares:
-            v.mul_(beta_squares).addcmul_(gradient, gradient, value=1 - beta_squares)
-        else:
-            self.still(one, m)
+    def update_moments(self, run: ParameterSlice, gradients: Sequence[Tensor], *, squares: bool) -> None:
+        """Update the moments with a gradient: m, and v if `squares`."""
+        beta, beta_squares = run.group["betas"]
+        for m, v, gradient in run.chunks(self.m, self.v, gradients):
+            m.mul_(beta).add_(gradient, alpha=1 - beta)
+            if squares:
+                v.mul_(beta_squares).addcmul_(gradient, gradient, value=1 - beta_squares)
+            else:
+                zero_untrained(m, v)
 
-    def still(self, one: Trained, values: Tensor) -> Tensor:
-        """Set the values of elements that have had no gradient yet to 0; return them."""
-        return values.masked_fill_(self.moments(one.parameter)[1] == 0, 0)
+    def scale(self, runs: Sequence[ParameterSlice]) -> None:
+        """Set `scales` to √v + ε, if v or ε has changed since the last call."""
+        at = [flat._version for flat in self.v], [(run.flat, run.elements, run.group["eps"]) for run in runs]
+        if at != self._scaled_at:
+            for run in runs:
+                for v, scale in run.chunks(self.v, self.scales):
+                    torch.sqrt(v, out=scale).add_(run.group["eps"])
+            self._scaled_at = at
 
-    def scale(self, one: Trained) -> Tensor:
-        """Return √v + ε."""
-        return self.moments(one.parameter)[1].sqrt().add_(one.group["eps"])
-
-    def direction(self, one: Trained) -> Tensor:
-        """Return m/(√v + ε)."""
-        return self.moments(one.parameter)[0] / self.scale(one)
-
-    def step_along(self, one: Trained, direction: Tensor) -> None:
-        """Move a parameter by −η(direction + λθ), and count the step."""
-        rate, decay = rate_of(one.group), one.group["weight_decay"]
-        self.optimizer.state[one.parameter]["step"] += 1  # type: ignore[union-attr]
-        one.parameter.sub_(direction.add(one.parameter, alpha=decay) if decay else direction, alpha=rate)
+    def step_along(self, run: ParameterSlice, moves: Sequence[Tensor] = ()) -> None:
+        """Move parameters by −η(m/`scales` + λθ), and count the step; add −ηm/`scales` to `moves`."""
+        rate, decay = rate_of(run.group), run.group["weight_decay"]
+        for state in run.states:
+            state["step"] += 1
+        for parameter, m, scale, *moved in run.chunks(
+            self.model.params, self.m, self.scales, *([moves] if moves else [])
+        ):
+            direction = m / scale
+            for target in moved:
+                target.sub_(direction, alpha=rate)
+            parameter.sub_(direction.add_(parameter, alpha=decay) if decay else direction, alpha=rate)
 
     def _check_settings(self, optimizer: torch.optim.Optimizer) -> None:
         super()._check_settings(optimizer)
+        eps = min(group["eps"] for group in optimizer.param_groups)
+        if eps < LEAST_EPS and self.config.compression and self.comm.size > 1 and not self._warned:
+            self._warned = True
+            if self.comm.rank == 0:
+                _log.warning(
+                    "eps of the optimiser is %g, and should be %g or more with %s: a message of one bit an element "
+                    "gives all elements of a parameter the same size, so that those of tiny v jump by that over eps, "
+                    "and training may end in NaN. Set eps=%g where you make the optimiser.",
+                    eps, LEAST_EPS, name_of(self), LEAST_EPS,
+                )  # fmt: skip
         coupled = [group for group in optimizer.param_groups if group["weight_decay"]]
         if coupled and not coupled[0].get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)):
-            raise self.useless("weight_decay", 0, coupled[0]["weight_decay"])
+            raise self.setting_error("weight_decay", 0, coupled[0]["weight_decay"])
+
+
+def zero_untrained(values: Tensor, v: Tensor) -> None:
+    """Set the values of elements without a gradient so far (v = 0) to 0, in place."""
+    values.mul_(v.sign())  # a tenth of a comparison's time

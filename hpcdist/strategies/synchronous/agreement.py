@@ -12,7 +12,7 @@ from hpcdist.model.hyperparameters import difference, digests_are_equal
 from hpcdist.strategies.base import Strategy, name_of
 from hpcdist.strategies.synchronous.buffers import ChangingBuffers
 
-CHANGED_APART = (
+CHANGED_DIFFERENTLY = (
     "gradients must be changed alike on all ranks with {strategy}, which averages them in backward(); between that and "
     "step() the loop has changed them on rank {rank} otherwise than on rank {first}, and parameters now differ. Change "
     "them on all ranks by the same factor, or scale the loss before backward(). Where each rank divides by a count of "
@@ -24,8 +24,8 @@ CHANGED_APART = (
 class StepAgreement:
     """Compare the ranks' steps, and average the buffers that have changed.
 
-    Messages: 32 bytes in a step like the last one; a word for each parameter where some rank has other gradients than
-    in its last step, and names where some are not finite.
+    Messages: 32 bytes in a step like the last; an int32 for each parameter if a rank has other gradients than in its
+    last step, and names of gradients that are not finite.
     """
 
     def __init__(self, strategy: Strategy):
@@ -34,19 +34,19 @@ class StepAgreement:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, after the number of parameters has changed."""
-        # Which parameters had a gradient in the last step, here and on any rank.
+        """Reset, after the number of parameters has changed."""
+        # Parameters with a gradient in the last step: on this rank, and on any rank.
         self._used = (torch.ones(len(self._strategy.model.slots), dtype=torch.bool),) * 2
 
     def __call__(self, used: Tensor, bad: Sequence[str]) -> tuple[Tensor, dict[int, list[str]]]:
-        """Collective. Find which parameters have a gradient on any rank, and which are not finite, by rank.
+        """Collective. Return which parameters have a gradient on any rank, and names of non-finite gradients by rank.
 
         Args:
-            used: whether each parameter has a gradient on this rank, bool, shape (parameters,).
-            bad: names of those whose gradient on this rank is not finite.
+            used: whether each parameter has a gradient on this rank; bool, shape (parameters,).
+            bad: names of the parameters whose gradient on this rank is not finite.
 
         Raises:
-            MismatchError: param_groups differ, or batches, or changes that the loop has made of averaged gradients.
+            MismatchError: param_groups, batches, or the loop's changes of averaged gradients differ between ranks.
         """
         strategy = self._strategy
         comm, numbers = strategy.comm, strategy.hyperparameters
@@ -56,23 +56,23 @@ class StepAgreement:
         gradients = strategy.model.gradients
         averaged = gradients.on_end is not None  # else changes are of what is averaged yet
         changed = gradients.changed_by_loop if averaged else 0
-        mine = [news, self._changing.look(), *numbers.digests(gradients.batch, changed)]
-        word = torch.tensor(mine, dtype=torch.int64)
-        comm.allreduce(word)
-        news, changing, *sums = word.tolist()
+        fields = [news, self._changing.check(), *numbers.digests(gradients.batch, changed)]
+        message = torch.tensor(fields, dtype=torch.int64)
+        comm.allreduce(message)
+        news, changing, *sums = message.tolist()
         if not digests_are_equal(sums, comm.size):
-            for rank, each in enumerate(comm.gather(changed)):
-                if each != changed:
+            for rank, other_changed in enumerate(comm.gather(changed)):
+                if other_changed != changed:
                     ranks = {"rank": max(rank, comm.rank), "first": min(rank, comm.rank)}
-                    raise MismatchError(CHANGED_APART.format(strategy=name_of(strategy), **ranks))
+                    raise MismatchError(CHANGED_DIFFERENTLY.format(strategy=name_of(strategy), **ranks))
             raise difference(comm, numbers, strategy.steps + 1)
         if changing:
             self._changing.average(changing)
         if news == 0:  # on every rank as in the last step
             return self._used[1], {}
-        word = torch.cat([used.to(torch.int32), torch.tensor([len(bad)], dtype=torch.int32)])
-        comm.allreduce(word)
-        self._used = used, word[:-1] > 0
-        if int(word[-1]) == 0:
+        message = torch.cat([used.to(torch.int32), torch.tensor([len(bad)], dtype=torch.int32)])
+        comm.allreduce(message)
+        self._used = used, message[:-1] > 0
+        if int(message[-1]) == 0:
             return self._used[1], {}
         return self._used[1], {rank: names for rank, names in enumerate(comm.gather(list(bad))) if names}

@@ -1,4 +1,4 @@
-"""Average buckets of gradients over the ranks, by hpcdist or another library: at once, or during the backward pass."""
+"""Average buckets of gradients over the ranks, by hpcdist or another library, after or during the backward pass."""
 
 from __future__ import annotations
 
@@ -39,32 +39,32 @@ class ProviderConfig(Named):
     @model_validator(mode="after")
     def _has_its_options(self) -> ProviderConfig:
         horovods, torchs = {"op", "compression", "fusion_mb", "cycle_time_ms"}, {"interface"}
-        own = {"horovod": horovods, "nccl": torchs, "gloo": torchs}.get(self.name, set())
-        others = sorted(self.model_fields_set - {"name"} - own)
-        if others:
+        supported = {"horovod": horovods, "nccl": torchs, "gloo": torchs}.get(self.name, set())
+        unsupported = sorted(self.model_fields_set - {"name"} - supported)
+        if unsupported:
             raise ValueError(
-                f"strategy.provider.{others[0]} must be omitted with {self.name}, which has no such option; got "
-                f"{getattr(self, others[0])}. `hpcdist strategies` says which library has it."
+                f"strategy.provider.{unsupported[0]} must be omitted with {self.name}, which has no such option; got "
+                f"{getattr(self, unsupported[0])}. `hpcdist strategies` says which library has it."
             )
         return self
 
     def __bool__(self) -> bool:
-        """Tell whether another library than hpcdist itself is chosen."""
+        """Whether another library than hpcdist is chosen."""
         return self.name != "hpcdist"
 
     @property
     def exact(self) -> bool:
-        """Tell whether the result is the mean, to rounding in the gradients' own type."""
+        """Whether the result is the mean, to rounding in the gradients' dtype."""
         return self.op == "average" and self.compression == "none"
 
     def create(self, comm: Communicator, grads: Sequence[Tensor]) -> OtherLibrary:
-        """Collective. Make the library's sum over the ranks of `comm`, or its other reduction as `op` says.
+        """Collective. Create the library's all-reduce over the ranks of `comm`.
 
         Args:
-            grads: tensors like those to be summed later; refused now if the library can't sum them.
+            grads: the tensors to reduce later, to check now that the library supports them.
 
         Raises:
-            ConfigError: the library is not there, or can't do it on these ranks or with these tensors.
+            ConfigError: the library is not installed, or does not support these ranks or tensors.
         """
         if comm.mpi is None:
             raise ConfigError(
@@ -92,21 +92,21 @@ class ProviderConfig(Named):
 
 
 class Averaging:
-    """Replace the gradients of buckets by their means over the ranks: now, or while this rank computes.
+    """Replaces the gradients of buckets by their means over the ranks: blocking, or overlapped with computation.
 
-    Our own algorithms then run in the thread of `calls`. Another library has its own thread or device; the library
-    gets all buckets before one is waited for, and may send several together. Adasum is taken of each parameter's
-    gradient on its own, as its authors do.
+    For the latter hpcdist's algorithms run in the thread of `calls`. Another library has its own thread or device; it
+    gets all buckets before the first wait, and may fuse them. Adasum combines each parameter's gradient separately, as
+    in the paper.
 
     Args:
-        calls: of the ranks.
-        algorithm: of the all-reduce, where no other library is chosen.
+        calls: collective calls of the ranks.
+        algorithm: all-reduce algorithm, if no other library is chosen.
         provider: the choice of the library.
         prepare: called with each bucket before its gradients are averaged.
 
     Attributes:
-        overlaps: `start` can do so while this rank computes.
-        repeats: what is the same on all ranks stays so, and may be averaged again.
+        overlaps: `start` can overlap with computation.
+        repeats: averaging equal gradients again does not change them.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Averaging:
         self.overlaps = comm.size > 1 and comm.platform.concurrent if self._library is None else True
         self.repeats = provider.op == "average"
         self._divisor = comm.size if self.repeats else 1
-        self._parts: dict[str, Tensor] = {}  # of Adasum, which is of each parameter's gradient
+        self._parts: dict[str, Tensor] = {}  # gradients by parameter, for Adasum
         if provider.op == "adasum":
             self._parts = {s.name: model.grads[s.group][s.start : s.stop] for s in model.slots}
         self._works: list[Work] = []
@@ -128,7 +128,7 @@ class Averaging:
 
     def now(self, buckets: Iterable[Bucket]) -> None:
         """Collective. Prepare and average the buckets."""
-        for bucket in buckets:  # not the whole at once: sums must not depend on `overlap`
+        for bucket in buckets:  # by buckets, so that sums do not depend on `overlap`
             self._average(bucket)
         if self._library is not None:
             start = self._comm.now()
@@ -136,7 +136,7 @@ class Averaging:
             self._comm.trace.traffic.communicating_s += self._comm.now() - start
 
     def start(self, bucket: Bucket) -> None:
-        """Collective. Start to prepare and average one bucket; `wait` waits for it."""
+        """Collective. Start to prepare and average one bucket, until `wait`."""
         if self._library is None:
             self._works.append(self._queue.submit(partial(self._average, bucket)))
         else:
@@ -156,13 +156,13 @@ class Averaging:
             self._works.append(cast(Work, work))
 
     def wait(self) -> None:
-        """Block until all buckets that were begun are averaged; raise the first error, if any has failed."""
+        """Block until all started buckets are averaged; raise the first error."""
         works, self._works = self._works, []
         for work in works:
             work.wait()
 
     def close(self) -> None:
-        """Collective. Wait for buckets in flight, and release what another library holds."""
+        """Collective. Wait for buckets in flight, and release the library's resources."""
         self._queue.close()
         if self._library is not None:
             self._library.close()

@@ -10,22 +10,22 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.common.replicas import warn_differences
 
 _SMALL = 1 << 18  # elements of a buffer whose values are compared: torch counts no changes by its batch norm
-_UNKNOWN = 1 << 32  # added to the sum of `look` for each rank that has a change of a buffer that is not agreed upon
+_UNKNOWN = 1 << 32  # added to the sum of `check` for each rank that has a change of a buffer that is not agreed upon
 
 
 class ChangingBuffers:
-    """Find the buffers that change, and make them the same on all ranks: their mean, or the first rank's.
+    """Finds changed buffers, and makes them equal on all ranks: their mean, weighted by samples, or the first rank's.
 
-    A buffer that nobody changes (a mask, a table of positions) is never sent. In a mean each rank's counts as much as
-    its samples. Which are averaged, and which stay each rank's own, `FlatBuffers.kinds` says.
+    Unchanged buffers (a mask, a table of positions) are never sent. `FlatBuffers.kinds` contains the rule of each
+    buffer: averaged, broadcast or local.
 
-    Messages: one all-reduce of the changed buffers that are averaged, in float64, and a broadcast of each other one;
-    one exchange more where others than before change, and at the 1st, 2nd, 4th, 8th... change of the latter.
+    Messages: one all-reduce of averaged buffers, in float64, and a broadcast of each other changed buffer; one more
+    exchange if the set of changed buffers grows, and at the 1st, 2nd, 4th, 8th... change of a broadcast buffer.
     """
 
     def __init__(self, comm: Communicator, model: FlatModel):
         self._comm, self._model = comm, model
-        self._changed: list[int] = []  # positions of those that have changed here, when `look` was called
+        self._changed: list[int] = []  # positions of those that have changed here, when `check` was called
         self._agreed: list[int] = []  # positions of the buffers that change, on any rank
         self._steps = 0
         buffers = model.flat_buffers
@@ -38,8 +38,8 @@ class ChangingBuffers:
         common = [tensors[position] for position in self._common]
         self._seen = [(id(t), t._version, t.detach().clone() if t.numel() <= _SMALL else None) for t in common]
 
-    def look(self) -> int:
-        """Look for changed buffers; return this rank's part of a sum over all ranks, for `average`."""
+    def check(self) -> int:
+        """Find changed buffers; return this rank's addend of the sum that `average` needs."""
         tensors, self._changed = self._model.flat_buffers.tensors(), []
         for position, (*stamp, values) in zip(self._common, self._seen, strict=True):
             now = tensors[position]
@@ -48,14 +48,14 @@ class ChangingBuffers:
         return int(bool(self._changed)) + _UNKNOWN * (not set(self._changed) <= set(self._agreed))
 
     def average(self, changes: int) -> None:
-        """Collective. Make the changed buffers the same on all ranks.
+        """Collective. Make the changed buffers equal on all ranks.
 
         Args:
-            changes: the sum over the ranks of the results of `look`, which is not 0.
+            changes: the sum of the results of `check` over the ranks, not 0.
         """
         if changes >= _UNKNOWN:
-            mine = [*self._agreed, *self._changed]
-            self._agreed = sorted(set().union(*self._comm.gather(mine)))
+            local_changes = [*self._agreed, *self._changed]
+            self._agreed = sorted(set().union(*self._comm.gather(local_changes)))
         buffers = self._model.flat_buffers
         buffers.restore(averaged=True)  # after a batch of weight 0
         flats, tensors = self._model.buffers, buffers.tensors()  # with those that were replaced
@@ -74,9 +74,9 @@ class ChangingBuffers:
 
     def _mean(self, tensors: list[Tensor]) -> None:
         weight = self._model.gradients.mean_weight
-        wide = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors])
-        wide = wide * weight if weight else torch.zeros_like(wide)
-        self._comm.allreduce(wide)
-        wide /= self._comm.size
-        for tensor, part in zip(tensors, wide.split([tensor.numel() for tensor in tensors]), strict=True):
+        flat = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors])
+        flat = flat * weight if weight else torch.zeros_like(flat)
+        self._comm.allreduce(flat)
+        flat /= self._comm.size
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.detach().copy_(part.view(tensor.shape))

@@ -1,4 +1,4 @@
-"""Make the step in place of the optimiser: its numbers are read, group by group, and its own step is not run."""
+"""Base of strategies whose own rule replaces the optimiser's step, with the hyper-parameters of its groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpcdist.strategies.synchronous.agreement import StepAgreement
 
 
 class Trained(NamedTuple):
-    """A parameter, its group's numbers, and its views of flat tensors."""
+    """A parameter with its optimiser's group, and its views of flat tensors."""
 
     name: str
     parameter: Tensor
@@ -30,38 +30,37 @@ class Trained(NamedTuple):
 
 
 class OwnStep(Strategy):
-    """Train all ranks in step by a rule of the strategy's own: gradients stay here, and what they become is exchanged.
+    """Base of synchronous strategies with their own rule in place of the optimiser's step.
 
-    The loop sees this rank's own gradients, and clips these. A gradient that is not finite on one rank leaves the
-    update out on all. A parameter that has no gradient counts as one of zeros, and is left alone where no rank has one.
-    Buffers that change in training become
+    The loop sees and clips local gradients. A gradient that is not finite on one rank skips the update on all ranks. A
+    missing gradient counts as zeros; a parameter without a gradient on any rank is not updated. Changed buffers become
     their mean over the ranks in every step, and param_groups are compared, as with `allreduce`.
 
     Attributes:
-        average: Collective. Replaces flat tensors by their means over all ranks, bitwise the same on all of them.
-        calls: make the means.
-        updates: how many there were.
+        average: Collective. Replaces flat tensors by their means over all ranks, bitwise equal on all ranks.
+        calls: collective calls for the means.
+        updates: number of updates.
     """
 
     class Config(Strategy.Config):
-        """Options of strategies that make the step themselves."""
+        """Options of strategies with their own step."""
 
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
 
     config: Config
     contract = Contract(averages="gradients", synchronizes="every step", step="the strategy's")
-    kinds: ClassVar[tuple[type[torch.optim.Optimizer], ...]]  # whose numbers the rule reads; none: any
-    plain: ClassVar[Mapping[str, Any]] = {}  # settings that the rule does not have, with the value that is none
-    runs_optimizer: bool = False  # a part of the parameters is stepped by it, with its hooks
-    advice: ClassVar[str]  # what to take, for messages
+    kinds: ClassVar[tuple[type[torch.optim.Optimizer], ...]]  # supported optimisers; empty: any
+    plain: ClassVar[Mapping[str, Any]] = {}  # unsupported settings of the optimiser, with the value that is off
+    runs_optimizer: bool = False  # the optimiser updates a part of the parameters, and calls its hooks
+    advice: ClassVar[str]  # the optimiser to use, for messages
 
     def __init__(self, config: Config, comm, model, **kwargs):
         super().__init__(config, comm, model, **kwargs)
-        odd = [slot.name for slot in model.slots if slot.dtype.is_complex]
-        if odd:
+        complex_names = [slot.name for slot in model.slots if slot.dtype.is_complex]
+        if complex_names:
             raise ConfigError(
-                f"parameters must be real with {name_of(self)}, whose rule is for real ones; got {odd[0]!r}, which is "
-                "complex. Take allreduce, or hold it as two real ones."
+                f"parameters must be real with {name_of(self)}, whose rule is for real ones; got {complex_names[0]!r}, "
+                "which is complex. Take allreduce, or hold it as two real ones."
             )
         self.updates = self.state.value("updates", 0, self, reshard="first")
         self.calls = Collectives(comm, Traffic())
@@ -73,13 +72,13 @@ class OwnStep(Strategy):
             self._check_kind(type(self.optimizer))
             self._check_settings(self.optimizer)
 
-    # --- what a subclass defines ----------------------------------------------------------------------------------
+    # --- methods that a subclass defines --------------------------------------------------------------------------
     @abc.abstractmethod
     def move(self, update: Update) -> None:
-        """Collective. Move the parameters by the gradients in `model.grads`, which stay, or become the ranks' mean.
+        """Collective. Update the parameters with the local gradients in `model.grads`; may average these in place.
 
         Args:
-            update: runs the optimiser on the gradients that are in the model; for a class that `runs_optimizer`.
+            update: runs the optimiser on the model's gradients; for a class that `runs_optimizer`.
         """
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -87,7 +86,7 @@ class OwnStep(Strategy):
         self.require_optimizer()
         used, bad = self.agreement(self.model.gradients.collect(), self.gradients.nonfinite())
         event = self.gradients.skip_update(bad) if bad else None
-        self.model.gradients.release(used)  # None, which leaves a parameter alone, where no rank has one
+        self.model.gradients.release(used)  # None if no rank has a gradient, so that the parameter is not updated
         if not bad:
             self.gradients.clip(self.model.gradients.mean_weight)
             self.hooked(lambda: self.move(update))
@@ -95,10 +94,10 @@ class OwnStep(Strategy):
         return Outcome(self.updates, staleness=self.gradients.staleness(bad), event=event)
 
     def hooked(self, step: Callable[[], None]) -> None:
-        """Make a step in place of the optimiser's, with the hooks that it has on that."""
+        """Run `step` in place of the optimiser's, with the hooks on the optimiser's step."""
         optimizer: Any = self.optimizer
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        if self.runs_optimizer:  # which calls them
+        if self.runs_optimizer:  # calls them itself
             before = after = {}
         for hook in list(before.values()):
             hook(optimizer, (), {})
@@ -108,7 +107,7 @@ class OwnStep(Strategy):
             hook(optimizer, (), {})
 
     def require_optimizer(self) -> None:
-        """Raise ConfigError unless there is an optimiser whose numbers the rule reads."""
+        """Raise ConfigError unless there is a supported optimiser."""
         if self.optimizer is None:
             self._check_kind(None)
         else:
@@ -123,24 +122,24 @@ class OwnStep(Strategy):
 
     def _check_settings(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
-            if group.get("lr") is None:  # as Adafactor's, which finds its own
-                raise self.useless("lr", "a number", None)
+            if group.get("lr") is None:  # such as Adafactor's
+                raise self.setting_error("lr", "a number", None)
             for key, plain in self.plain.items():
                 if group.get(key, plain) != plain:
-                    raise self.useless(key, plain, group[key])
+                    raise self.setting_error(key, plain, group[key])
 
-    def useless(self, key: str, plain: object, got: object) -> ConfigError:
-        """Make the error for a setting of the optimiser that the rule does not have."""
+    def setting_error(self, key: str, plain: object, got: object) -> ConfigError:
+        """Return the error for an unsupported setting of the optimiser."""
         return ConfigError(
             f"{key} of the optimiser must be {plain} with {name_of(self)}, which makes the step itself; got {got}. "
             f"Take {self.advice}."
         )
 
     def trained(self, *flats: Sequence[Tensor], used: Sequence[bool] | None = None) -> Iterator[Trained]:
-        """Yield each parameter that is used and the optimiser has, as in `model.slots`, with its views of `flats`.
+        """Yield the optimiser's parameters that are used, in the order of `model.slots`, with views of `flats`.
 
         Args:
-            used: of each parameter; by default those that have a gradient.
+            used: a flag for each parameter; default: whether it has a gradient.
         """
         used = self.model.gradients.present() if used is None else used
         for slot, group, is_used in zip(self.model.slots, groups(self.model, self.optimizer), used, strict=True):

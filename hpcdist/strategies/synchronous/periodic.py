@@ -1,4 +1,4 @@
-"""Train in periods: local steps, and once in a period a common move of all ranks, whole or fragment by fragment."""
+"""Base of strategies with periods: local steps, then a common update of all ranks, at once or by fragments."""
 
 from __future__ import annotations
 
@@ -21,29 +21,28 @@ from hpcdist.strategies.synchronous.fragments import Fragment, split_layers
 
 
 class Periodic(Strategy):
-    """Step alone for a period; then move the common parameters x, of which all ranks have a copy, and continue there.
+    """Take local steps for a period; then update the common parameters x, equal on all ranks, and continue from x.
 
-    Ranks communicate their distances from x, δᵢ = x − θᵢ, and nothing else. Every rank has the same weight, also a
-    rank without samples in some step. With `compression` they send δᵢ and their residuals as the compressor encodes
-    them; the rank goes back to x all the same, and the error follows at a later exchange. A subclass says how x moves
-    by the mean δ. All ranks make the same move, to the bit. On one rank the optimiser runs alone, and there is no x.
+    Ranks average only the differences δᵢ = x − θᵢ of their parameters θᵢ. All ranks have the same weight, even without
+    samples in some step. With `compression` they send compressed δᵢ with error feedback. A subclass defines how x moves
+    by the mean δ, bitwise equal on all ranks. On one rank only the optimiser runs, without x.
 
-    The mean may be used some steps after δᵢ was sent. Then each rank keeps what it has done in between,
-    θᵢ ← x + (θᵢ − θᵢ at the sending), or blends its parameters with x. Without a second thread for MPI calls the
-    numbers are the same and no time is saved.
+    The mean may be merged some steps after δᵢ was sent. Then each rank keeps its steps since then,
+    θᵢ ← x + (θᵢ − θᵢ when sent), or blends its parameters with x. Without a second thread for MPI calls the result is
+    the same, but no time is saved.
 
     Attributes:
-        fragments: the parts of the parameters that are exchanged by themselves.
-        calls: make the means of fragments.
-        average: Collective. Replaces flat tensors by their means over all ranks, bitwise the same on all of them.
-        in_flight: the fragments that have been sent and not merged, each with the step in which it was sent.
-        common: x, flat tensors like `model.params`; empty on one rank alone.
-        mean: the mean δ by which a fragment of x moves; flat tensors like `model.params`.
-        sent: δᵢ of the fragments in flight, likewise.
-        used: flags of the parameters that some rank has used in the period of `mean`.
-        momentum: flat tensors with which x moves; none unless a subclass sets them.
-        blend: weight of the rank's own parameters when a mean is used; None: the rank keeps what it has done.
-        of_ranks: the `reshard` rule of x, see `State`. As a rule x is the same on all ranks.
+        fragments: the parts of the parameters that are exchanged separately.
+        calls: collective calls for the means.
+        average: Collective. Replaces flat tensors by their means over all ranks, bitwise equal on all ranks.
+        in_flight: numbers of the fragments that were sent and not merged, with the step that sent them.
+        common: x, flat tensors like `model.params`; empty on a single rank.
+        mean: the mean δ; flat tensors like `model.params`, or `model.params`.
+        sent: δᵢ of the fragments in flight; flat tensors like `model.params`.
+        used: flags of the parameters with a gradient on any rank in the period of `mean`.
+        momentum: the outer optimiser's momentum, flat tensors; empty unless a subclass sets them.
+        blend: weight of the rank's parameters when a mean is merged; None: keep the rank's steps since it was sent.
+        of_ranks: the `reshard` rule of x, see `State`.
     """
 
     class Config(Strategy.Config):
@@ -57,7 +56,7 @@ class Periodic(Strategy):
 
         @property
         def steps_in_flight(self) -> float:
-            """Steps from sending a fragment to using its mean."""
+            """Steps from sending a fragment to merging its mean."""
             return 0
 
         def synchronizes(self, step: int) -> bool:
@@ -77,21 +76,26 @@ class Periodic(Strategy):
         self.calls.algorithm(config.algorithm)
         self.average = partial(self.calls.all_reduce, op="mean", algorithm=config.algorithm)
         self.fragments = [] if self.alone else self.split_layers()
-        channel, like = self.calls.comm, [] if self.alone else model.params
+        channel, templates = self.calls.comm, [] if self.alone else model.params
         self.in_flight: dict[int, int] = {}
-        self._works: dict[int, Work] = {}  # of those whose mean may not be in `mean` yet
+        self._works: dict[int, Work] = {}  # of fragments whose mean may not be in `mean` yet
         self._delay = config.steps_in_flight
-        self.common = self.state.sharded("common", like, start="parameters", reshard=self.of_ranks, resets=True)
+        self.common = self.state.sharded("common", templates, start="parameters", reshard=self.of_ranks, resets=True)
         shared = None if config.compression else self.calls.shared_zeros(self.common)
-        # δᵢ of the fragments in flight, and then their means; and what δᵢ were. With other ranks all start at the mean
-        # of the parameters, which is as far from x as ranks were on average.
-        means = [torch.empty_like(x) for x in self.common] if shared is None else shared
-        self.mean = self._declare_in_flight("mean", means, "first")
+        # First δᵢ of the fragments in flight, then their means; `sent` keeps δᵢ. With another number of ranks all start
+        # from the mean of the parameters, whose distance from x is the mean of δᵢ. If x replaces the parameters in the
+        # step that sends δᵢ, δᵢ overwrites the parameters.
+        in_place = self.blend is None and not self._delay
+        if in_place and shared:
+            model.move_params(shared)
+        means = [] if in_place else shared or [torch.empty_like(x) for x in self.common]
+        declared = self._declare_in_flight("mean", means, "first")
+        self.mean: Sequence[Tensor] = model.params if in_place else declared
         keeps = self.blend is None and self._delay
         sent = [torch.empty_like(x) for x in self.common if keeps]
         self.sent = self._declare_in_flight("gone", sent, "mean")
         self.state.flags("used", self.gradients.used)
-        self.used = self.state.flags("moving", torch.ones_like(self.gradients.used))  # by some rank, with `mean`
+        self.used = self.state.flags("moving", torch.ones_like(self.gradients.used))  # on any rank, of `mean`
         self._compressed = [
             Reduction(channel, config.compression, part.take(self.common), part.spans, over_senders=self.over_senders)
             for part in (self.fragments if config.compression else ())
@@ -106,26 +110,26 @@ class Periodic(Strategy):
         self.state.before_load(self.complete)
         self.state.after_load(self._keep_mergeable)
 
-    # --- what a subclass defines ----------------------------------------------------------------------------------
+    # --- methods that a subclass defines --------------------------------------------------------------------------
     @property
     def over_senders(self) -> bool:
-        """Whether an element's mean is over the ranks that have sent it, where that is compressed."""
+        """Whether compressed means are over the ranks that have sent an element."""
         return False
 
     def split_layers(self) -> list[Fragment]:
-        """Cut the model into fragments; into one as a rule."""
+        """Split the model into fragments; by default a single one."""
         return split_layers(self.model, None, "sequential")
 
     @abc.abstractmethod
     def move(self, fragment: Fragment) -> None:
-        """Move a fragment of `common` by the fragment of `mean`, the same on all ranks; `mean` may be overwritten."""
+        """Move a fragment of `common` by the fragment of `mean`, equally on all ranks; may overwrite `mean`."""
 
     def sends(self, step: int) -> list[int]:
-        """Return the numbers of the fragments that are sent at the end of a step, which counts from 1."""
+        """Return the numbers of the fragments to send at the end of a step, counted from 1."""
         return [0] if self.config.synchronizes(step) else []
 
     def inner_step(self, update: Update) -> Outcome:
-        """Take a step of the period: of this rank alone, unless a subclass knows better."""
+        """Take a step of the period; by default a local step."""
         return self.gradients.step_alone(update)
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -135,7 +139,7 @@ class Periodic(Strategy):
             step = self.steps + 1
             for number in self.sends(step):
                 self.send(number, step)
-            for number in sorted(one for one, sent in self.in_flight.items() if sent + self._delay <= step):
+            for number in sorted(fragment for fragment, sent in self.in_flight.items() if sent + self._delay <= step):
                 self.merge(number, step)
         return outcome
 
@@ -144,17 +148,17 @@ class Periodic(Strategy):
         if number in self.in_flight:
             self.merge(number, step)
         fragment = self.fragments[number]
-        for mean, x, own in fragment.views(self.mean, self.common, self.model.params):
-            torch.sub(x, own, out=mean)
+        for mean, x, local in fragment.views(self.mean, self.common, self.model.params):
+            torch.sub(x, local, out=mean)
         if self.sent:
             for sent, mean in fragment.views(self.sent, self.mean):
                 sent.copy_(mean)
         self.start(number, step)
 
     def start(self, number: int, step: int) -> None:
-        """Start averaging what `mean` has of a fragment."""
+        """Start averaging a fragment of `mean` over the ranks."""
         fragment = self.fragments[number]
-        values, used = fragment.take(self.mean), self.gradients.take_used(fragment.which)
+        values, used = fragment.take(self.mean), self.gradients.take_used(fragment.flag_index)
 
         def average() -> None:
             if self._compressed:
@@ -169,7 +173,7 @@ class Periodic(Strategy):
         self._works[number] = work or Work([*values, used])
 
     def complete(self, number: int | None = None) -> None:
-        """Wait for a fragment and the fragments sent before it, or for all; copy their means into `mean`."""
+        """Wait for a fragment and those sent before, or for all; copy their means into `mean`."""
         for arrived, work in list(self._works.items()) if number is None or number in self._works else ():
             start = self.comm.now()
             work.wait()
@@ -179,27 +183,27 @@ class Periodic(Strategy):
             if not fragment.contiguous:
                 fragment.put(values, self.mean)
             if self.momentum:
-                self.used[fragment.which] = used > 0
+                self.used[fragment.flag_index] = used > 0
             if arrived == number:
                 return
 
     def merge(self, number: int, step: int) -> None:
-        """Move a fragment of x by the mean of what was sent, and the rank's parameters to x."""
+        """Move a fragment of x by its mean, and set the rank's parameters from x."""
         self.complete(number)
         fragment, sent_at = self.fragments[number], self.in_flight.pop(number)
         keeps = self.blend is None and sent_at < step
         if keeps:
-            for own, x, sent in fragment.views(self.model.params, self.common, self.sent):
-                own.sub_(x).add_(sent)  # x − sent is where it was
+            for local, x, sent in fragment.views(self.model.params, self.common, self.sent):
+                local.sub_(x).add_(sent)  # x − sent: the parameters when sent
         with self.model.skip_unused(self.used, self.momentum):
             self.move(fragment)
-        for own, x in fragment.views(self.model.params, self.common):
+        for local, x in fragment.views(self.model.params, self.common):
             if keeps:
-                own.add_(x)
+                local.add_(x)
             elif not self.blend:
-                own.copy_(x)
+                local.copy_(x)
             elif self.blend < 1:
-                own.mul_(self.blend).add_(x, alpha=1 - self.blend)
+                local.mul_(self.blend).add_(x, alpha=1 - self.blend)
 
     # --- state ----------------------------------------------------------------------------------------------------
     def _declare_in_flight(self, name: str, tensors: Sequence[Tensor], reshard: Reshard) -> list[Tensor]:
@@ -213,10 +217,10 @@ class Periodic(Strategy):
     def _keep_mergeable(self) -> None:
         """Keep the loaded exchanges in flight that this run can merge."""
         loaded, in_flight = self.state.loaded, self.in_flight
-        if "gone" in loaded and "under_way" not in loaded:  # which the first checkpoints lack
+        if "gone" in loaded and "under_way" not in loaded:  # old checkpoints lack it
             in_flight[0] = self.steps
-        if self.blend is None and not (self.sent and "gone" in loaded):  # with overlap in one of the two runs only
-            in_flight.clear()  # the next δᵢ has all that was in flight
+        if self.blend is None and not (self.sent and "gone" in loaded):  # overlap in only one of the two runs
+            in_flight.clear()  # the next δᵢ contains these changes
 
     def declare_compressed(self, of_fragments: Sequence[Reduction]) -> None:
         """Declare the state of the compressed means."""
@@ -239,7 +243,7 @@ class OverlapConfig(Periodic.Config):
     """Options of strategies that exchange all parameters at the same time."""
 
     overlap: bool = Field(
-        False, description="exchange while the next step computes, and use the result after that step"
+        False, description="exchange while the next step computes, and merge the result after that step"
     )
 
     @property
@@ -248,7 +252,7 @@ class OverlapConfig(Periodic.Config):
 
 
 def outer_step(config: Any, x: Tensor, momentum: Tensor, gradient: Tensor, *, nesterov: bool = True) -> None:
-    """Step as torch's SGD with momentum, in place; overwrites the gradient."""
+    """Take a step like torch's SGD with momentum, in place; overwrites the gradient."""
     if config.outer_momentum:
         momentum.mul_(config.outer_momentum).add_(gradient)
         if nesterov:

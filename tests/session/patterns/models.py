@@ -315,7 +315,7 @@ def values_loaded_on_rank_0_and_broadcast(run, model, optimizer):
 enter("converted_there_and_back", start=lambda model, epoch: model.float().double(), tolerance=1e-5)
 
 
-@training(refused={"*": r"parameter '0.weight' must stay torch.float64 of shape .* got torch.float32.*wrap it after"})
+@training(refused={"*": r"parameter '0.weight' must stay torch.float64 of shape .* got torch.float32.*before wrap"})
 def converted_later(run, model, optimizer):
     train(run, model, optimizer, run.loader(), epochs=1)
     model.float()
